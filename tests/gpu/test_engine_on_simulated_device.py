@@ -23,6 +23,7 @@ from inference_svc.runtime.cuda import device_arena
 from inference_svc.runtime.cuda.device_arena import DeviceArena
 from inference_svc.runtime.kv import kv_pool, paged_kv, write_ring
 from inference_svc.runtime.model.model_loader import load_model
+from tests.embed_in_one_call import embed_in_one_call
 from tests.recorded_graph import RecordedGraphs
 from tests.simulated_device import RaceError, SimulatedDevice
 from tests.split_attention import attend_pages
@@ -107,6 +108,8 @@ class Conversation:
 async def test_nothing_races(simulated, model, tmp_path, monkeypatch, working_kv, is_replayed):
     """Turns beside each other: computed, replayed, saved, loaded, resident, shared, overwritten."""
     torch.set_num_threads(1)
+    if working_kv == "pages":
+        monkeypatch.setattr(assembly, "choose_rotation", lambda *_: embed_in_one_call)
     if is_replayed:
         monkeypatch.setattr(assembly, "capture_on", lambda _device: RecordedGraphs())
         monkeypatch.setattr(assembly, "choose_attention", lambda *_: PagedAttention(attend_pages))

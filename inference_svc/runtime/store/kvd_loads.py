@@ -19,6 +19,7 @@ from inference_svc.runtime.kv.copy_stream import CopyStream, DoneInOrder
 from inference_svc.runtime.kv.layer_gate import LayerGate
 from inference_svc.runtime.kv.sequence_kv import SequenceKv, WriteBuffer
 from inference_svc.runtime.positions.recipes import Calibration
+from inference_svc.runtime.positions.rotation import EmbedKernel
 from inference_svc.runtime.store.session_store import BegunLoad, LoadRequest
 from inference_svc.runtime.transfer.layer_load import LayerLoader, check_spans
 from inference_svc.runtime.transfer.layer_store import no_wait
@@ -103,6 +104,7 @@ class KvdLoads:
 
     Args:
         deadline_s: most seconds that one load may wait for kvd.
+        embed: what embeds keys that are loaded; None: torch.
     """
 
     def __init__(
@@ -113,6 +115,7 @@ class KvdLoads:
         threads: CopyThreads,
         rates: Rates,
         deadline_s: float,
+        embed: EmbedKernel | None = None,
     ) -> None:
         self._client = client
         self._calibration = calibration
@@ -121,6 +124,7 @@ class KvdLoads:
         self._rates = rates
         self._chooser = LoadChooser(rates)
         self._deadline_s = deadline_s
+        self._embed = embed
         self._layers = range(len(calibration.layers))
 
     async def begin(self, request: LoadRequest) -> BegunLoad:
@@ -299,7 +303,7 @@ class KvdLoads:
                             f"{grant.end_token}",
                             "the turn is computed instead",
                         )
-                loader = LayerLoader(kv, tensors, grant.spans, self._calibration, tail)
+                loader = LayerLoader(kv, tensors, grant.spans, self._calibration, tail, self._embed)
                 for layer_index in layers:
                     wait_layer(layer_index)
                     loader.load(layer_index)

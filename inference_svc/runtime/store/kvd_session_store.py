@@ -18,6 +18,7 @@ from inference_svc.runtime.kv.copy_stream import CopyStream, StepClock
 from inference_svc.runtime.kv.layer_gate import StepNotDoneError
 from inference_svc.runtime.kv.sequence_kv import WriteBuffer
 from inference_svc.runtime.positions.recipes import Calibration
+from inference_svc.runtime.positions.rotation import EmbedKernel
 from inference_svc.runtime.store.kvd_loads import CopyThreads, KvdLoads, KvdTalk
 from inference_svc.runtime.store.session_store import SessionLoads, StoreState
 from inference_svc.runtime.transfer.layer_store import no_wait, store_blocks
@@ -41,6 +42,8 @@ class KvdSessionStore:
     Args:
         saves: whether anything is stored.
         deadline_s: most seconds that one load, or one save, may wait for kvd.
+        open_arena: what views kvd's memory.
+        embed: what embeds keys that are loaded; None: torch.
     """
 
     def __init__(
@@ -54,11 +57,14 @@ class KvdSessionStore:
         saves: bool,
         deadline_s: float,
         open_arena: OpenArena = ArenaKv,
+        embed: EmbedKernel | None = None,
     ) -> None:
         self.saves = saves
         self._client = client
         self._talk = talk = KvdTalk(calibration.layout, counters, open_arena)
-        self.loads: SessionLoads = KvdLoads(client, calibration, talk, threads, rates, deadline_s)
+        self.loads: SessionLoads = KvdLoads(
+            client, calibration, talk, threads, rates, deadline_s, embed
+        )
         self._calibration = calibration
         self._store_thread = threads.store
         self._deadline_s = deadline_s

@@ -6,7 +6,8 @@
 Pure copying, layer by layer: it may run on a copy thread while `step` runs other sequences, or
 waits at the KV's gate for the very next layer. A key goes from memory to memory in one copy, which
 waits for reads and writes at once, and is turned where it then lies: in pieces that are still in
-the core's cache.
+the core's cache. On a device keys land beside it, and a kernel turns them while it writes them to
+their token slots.
 
 Source: CachedAttention, sections 3.2.1 (layer-wise pre-loading) and 3.4 (positions decoupled from
 stored keys).
@@ -25,7 +26,7 @@ from inference_svc.runtime.kv.arena_kv import ArenaKv, Block, ScatteredTokens, S
 from inference_svc.runtime.kv.sequence_kv import SequenceKv, WriteBuffer
 from inference_svc.runtime.positions.recipes import Calibration, PostRotary
 from inference_svc.runtime.positions.rotary import RotaryTable
-from inference_svc.runtime.positions.rotation import Turn
+from inference_svc.runtime.positions.rotation import EmbedKernel, Tables, Turn
 from shared.types.kv_layout import KVLayout
 from shared.types.units import ceil_div
 
@@ -93,6 +94,7 @@ class LayerLoader:
         spans: Sequence[Span],
         calibration: Calibration,
         tail: WriteBuffer | None = None,
+        embed: EmbedKernel | None = None,
     ) -> None:
         """Prepare what all layers share.
 
@@ -104,16 +106,19 @@ class LayerLoader:
             tail: a write buffer that begins within the last span, or at its end: the span's tokens
                 from there on are kept as they are stored, since the next store replaces that block
                 by a longer one.
+            embed: what embeds keys that no norm follows; None: torch, where they lie.
         """
         self._kv = kv
         self._arena = arena
         self._layers = calibration.layers
         self._tail = tail
+        self._kernel = embed
         self._tail_tokens = _tail_tokens(spans, tail)
         self._runs = list(_runs(spans))
         self._first = spans[0].token_offset
         self._num_tokens = sum(run.num_tokens for run in self._runs)
         self._pieces: dict[tuple[int, RotaryTable, tuple[int, int]], list[_Piece]] = {}
+        self._landings: dict[tuple[int, RotaryTable], list[_Landing]] = {}
 
     @torch.inference_mode()
     def load(self, layer_index: int) -> None:
@@ -121,8 +126,10 @@ class LayerLoader:
         for component, recipe in enumerate(self._layers[layer_index].components):
             if recipe.rotary is None:
                 self._place(layer_index, component)
-            else:
+            elif self._kernel is None or recipe.post is not None:
                 self._embed(layer_index, component, recipe.rotary, recipe.post)
+            else:
+                self._land(layer_index, component, recipe.rotary, self._kernel)
         if self._tail is not None and self._tail_tokens is not None:
             slot_id, start, count = self._tail_tokens
             places = self._tail.places(self._tail.first_token, count)
@@ -151,24 +158,58 @@ class LayerLoader:
                 if post is not None:
                     post.apply_to(keys)
 
+    def _land(
+        self, layer_index: int, component: int, rotary: RotaryTable, kernel: EmbedKernel
+    ) -> None:
+        """Copy a component to memory of its own, from where the kernel takes it, piece by piece."""
+        tokens = self._kv.components[component]
+        region = tokens.region(layer_index)
+        for landing in self._landings_of(layer_index, component, rotary):
+            keys = region.new_empty(len(landing.slots), *region.shape[1:])
+            for run, first in landing.runs:
+                self._arena.gather(layer_index, component, run, _place_of(run, keys, first))
+            kernel(keys, landing.tables, region, landing.slots)
+
     def _pieces_of(self, layer_index: int, component: int, rotary: RotaryTable) -> "list[_Piece]":
         """Return the pieces of a kind of component, with this thread's scratch."""
         heads, dim = self._layers[layer_index].shape.parts[component]
         kind = (threading.get_ident(), rotary, (heads, dim))
         if kind not in self._pieces:
-            tokens = self._kv.components[component]
             pieces = self._pieces[kind] = []
-            first = self._first
-            is_cpu = tokens.device.type == "cpu"
-            items = PIECE_ITEMS if is_cpu else DEVICE_PIECE_ITEMS
-            most_tokens = max(1, items // (heads * dim))
-            for runs in _balanced(self._runs, self._num_tokens, most_tokens):
-                count = sum(run.num_tokens for run in runs)
-                like = torch.empty(count, heads, dim, dtype=tokens.dtype, device="meta")
+            dtype = self._kv.components[component].dtype
+            for first, count, runs in self._cut(layer_index, component):
+                like = torch.empty(count, heads, dim, dtype=dtype, device="meta")
                 turn = rotary.turn(like, first)
                 pieces.append(_Piece(first, count, list(_placed(runs, first)), turn))
-                first += count
         return self._pieces[kind]
+
+    def _landings_of(
+        self, layer_index: int, component: int, rotary: RotaryTable
+    ) -> "list[_Landing]":
+        """Return the pieces of a kind of component, and where they go; made on this thread."""
+        kind = (threading.get_ident(), rotary)
+        if kind not in self._landings:
+            tokens = self._kv.components[component]
+            self._landings[kind] = [
+                _Landing(
+                    list(_placed(runs, 0)),
+                    rotary.tables(first, count),
+                    tokens.slot_index(first, count),
+                )
+                for first, count, runs in self._cut(layer_index, component)
+            ]
+        return self._landings[kind]
+
+    def _cut(self, layer_index: int, component: int) -> Iterator[tuple[int, int, list[Run]]]:
+        """Cut a component into pieces; yields the first position, number of tokens and runs."""
+        heads, dim = self._layers[layer_index].shape.parts[component]
+        is_cpu = self._kv.components[component].device.type == "cpu"
+        items = PIECE_ITEMS if is_cpu else DEVICE_PIECE_ITEMS
+        first = self._first
+        for runs in _balanced(self._runs, self._num_tokens, max(1, items // (heads * dim))):
+            count = sum(run.num_tokens for run in runs)
+            yield first, count, runs
+            first += count
 
 
 def copy_layer(source: SequenceKv, target: SequenceKv, layer_index: int, num_tokens: int) -> None:
@@ -199,6 +240,20 @@ class _Piece(NamedTuple):
     num_tokens: int
     runs: list[tuple[Run, int]]
     turn: Turn
+
+
+class _Landing(NamedTuple):
+    """Tokens that a kernel embeds in one go.
+
+    Attributes:
+        runs: what they are copied from, and how many of the tokens come before each.
+        tables: factors of their positions.
+        slots: [n] int64 on the device, where they go.
+    """
+
+    runs: list[tuple[Run, int]]
+    tables: Tables
+    slots: Tensor
 
 
 def _runs(spans: Sequence[Span]) -> Iterator[Run]:
