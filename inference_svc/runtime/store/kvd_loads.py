@@ -288,15 +288,18 @@ class KvdLoads:
         def copy(wait_layer: Callable[[int], None]) -> None:
             stream = CopyStream(kv.device)
             loaded = DoneInOrder(lambda num_layers: gate.open(layers.start + num_layers))
+            state, room = grant.state if layers.start == 0 else None, None
+            if state is not None:
+                assert kv.states is not None, "a layout with states"  # noqa: S101
+                room = kv.states.room()  # of the stream that computes, which is still the current
             with ExitStack() as held:
                 held.enter_context(kv.hold())
                 if tail is not None:
                     held.enter_context(tail.hold())
                 held.enter_context(stream.copies(behind_computing=True))
-                if grant.state is not None and layers.start == 0:
-                    assert kv.states is not None, "a layout with states"  # noqa: S101
+                if state is not None and kv.states is not None:
                     wait_layer(self._layers.stop - 1)  # a state is of all layers
-                    kv.states.restore(tensors.read_state(grant.state.slot_ids))
+                    kv.states.restore(tensors.read_state(state.slot_ids), room)
                     if kv.states.num_tokens != grant.end_token:
                         raise LoadFailedError(
                             f"a state behind {kv.states.num_tokens} tokens came with "

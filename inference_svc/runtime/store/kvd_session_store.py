@@ -6,7 +6,7 @@ a later turn a recomputation, nothing else.
 
 import hashlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
 from inference_svc.core.counters import Counters
@@ -17,6 +17,7 @@ from inference_svc.runtime.kv.arena_kv import ArenaKv, OpenArena
 from inference_svc.runtime.kv.copy_stream import CopyStream, StepClock
 from inference_svc.runtime.kv.layer_gate import StepNotDoneError
 from inference_svc.runtime.kv.sequence_kv import WriteBuffer
+from inference_svc.runtime.kv.states import SequenceStates
 from inference_svc.runtime.positions.recipes import Calibration
 from inference_svc.runtime.positions.rotation import EmbedKernel
 from inference_svc.runtime.store.kvd_loads import CopyThreads, KvdLoads, KvdTalk
@@ -108,22 +109,31 @@ class KvdSessionStore:
         """Store as much as there is room for; return why it is not all."""
         deadline_s = time.monotonic() + self._deadline_s
         num_tokens = len(token_ids) // TOKEN_BYTES
-        positions = sorted(position for position in buffer.states if position <= num_tokens)
+        # They are ours until they are copied, though the buffer may give some up meanwhile.
+        states = {
+            position: buffer.states[position]
+            for position in sorted(buffer.states)
+            if position <= num_tokens
+        }
         while True:
             left_s = max(0.0, deadline_s - time.monotonic())
             grant = await self._client.prepare_store(
-                key, token_ids, from_token, left_s, lineage=lineage, state_positions=positions
+                key, token_ids, from_token, left_s, lineage=lineage, state_positions=list(states)
             )
-            await self._save_grant(buffer, grant, clock)
+            await self._save_grant(buffer, states, grant, clock)
             if grant.refused_reason or not grant.more or grant.end_token <= from_token:
                 return grant.refused_reason
             from_token = grant.end_token
 
     async def _save_grant(
-        self, buffer: WriteBuffer, grant: StoreGrant, clock: StepClock | None
+        self,
+        buffer: WriteBuffer,
+        states: Mapping[int, SequenceStates],
+        grant: StoreGrant,
+        clock: StepClock | None,
     ) -> None:
         try:
-            await self._store_thread.run(self._copy, buffer, grant, clock)
+            await self._store_thread.run(self._copy, buffer, states, grant, clock)
         except BaseException:
             with suppress(ReportedError):  # which must not take the place of a cancellation
                 await self._client.complete_store(grant, success=False)
@@ -132,18 +142,30 @@ class KvdSessionStore:
         self._talk.counters.add("stored_tokens", sum(block.num_tokens for block in grant.blocks))
         self._talk.counters.add("stored_states", len(grant.states))
 
-    def _copy(self, buffer: WriteBuffer, grant: StoreGrant, clock: StepClock | None) -> None:
-        """Copy, on the store thread; with a clock, behind the step that computes it."""
+    def _copy(
+        self,
+        buffer: WriteBuffer,
+        states: Mapping[int, SequenceStates],
+        grant: StoreGrant,
+        clock: StepClock | None,
+    ) -> None:
+        """Copy, on the store thread; with a clock, behind the step that computes it.
+
+        States are of steps before: they wait for these, and not for the one that is under way.
+        """
         if not (grant.blocks or grant.states):
             if clock is not None:  # the step is about to write to the buffer all the same
                 clock.wait_confirmed()
             return
         tensors = self._talk.as_tensors(grant.arena)
-        for state in grant.states:  # of steps before
-            tensors.write_state(state.slot_ids, buffer.states[state.position].snapshot().cpu())
         stream = CopyStream(buffer.device)
         wait_layer = no_wait if clock is None else _in_groups(clock, stream)
         with buffer.hold(), stream.copies(behind_computing=clock is None):
+            for place in grant.states:
+                state = states[place.position]
+                if state.written is not None:
+                    stream.wait(state.written)
+                tensors.write_state(place.slot_ids, state.snapshot())
             store_blocks(buffer, tensors, grant.blocks, self._calibration, wait_layer)
             if clock is not None:  # a step that fails after its last layer is computed anew
                 clock.wait_confirmed()
