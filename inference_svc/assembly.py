@@ -31,6 +31,7 @@ from inference_svc.core.turn_histograms import TurnHistograms
 from inference_svc.runtime.calibration.attention_choice import choose_attention
 from inference_svc.runtime.calibration.calibration import without_windows
 from inference_svc.runtime.calibration.graph_choice import StepMemory, choose_graphs
+from inference_svc.runtime.calibration.rotation_choice import choose_rotation
 from inference_svc.runtime.compute.model_runner import ModelRunner
 from inference_svc.runtime.cuda.arenas import open_arena_by_copier, open_arena_for
 from inference_svc.runtime.cuda.graphs import capture_on
@@ -127,9 +128,8 @@ def assemble_engine(settings: InferenceSettings, model: Model) -> EngineParts:
         "read", settings.scheduler.max_loading + settings.scheduler.max_running
     )
     layout, num_layers = calibration.layout, len(calibration.layers)
-    client, store = _make_store(
-        cache, model, CopyThreads(load_thread, read_threads, store_thread), counters, rates
-    )
+    copy_threads = CopyThreads(load_thread, read_threads, store_thread)
+    client, store = _make_store(settings, model, copy_threads, counters, rates)
     limits = _scheduler_limits(settings.scheduler, cache, model, saves=store.saves)
     scheduler = Scheduler(limits, rates, num_layers, settings.scheduler.tenant_weights)
     pool = make_pool(
@@ -221,18 +221,19 @@ def assemble_engine(settings: InferenceSettings, model: Model) -> EngineParts:
 
 
 def _make_store(
-    settings: CacheSettings,
+    settings: InferenceSettings,
     model: Model,
     threads: CopyThreads,
     counters: Counters,
     rates: Rates,
 ) -> tuple[KvdClient | None, SessionStore]:
-    if settings.mode == "recompute":
+    cache = settings.cache
+    if cache.mode == "recompute":
         return None, NoSessionStore()
     name = f"inference-svc@{model.loaded.name}"
-    client = KvdClient(settings.kvd_runtime_dir, model.calibration.layout, name)
+    client = KvdClient(cache.kvd_runtime_dir, model.calibration.layout, name)
     device = model.loaded.device
-    if settings.transport == "cuda_ipc" and not model.calibration.layout.state_bytes:
+    if cache.transport == "cuda_ipc" and not model.calibration.layout.state_bytes:
         open_arena = open_arena_by_copier(device, client, counters)
     else:
         open_arena = open_arena_for(device)
@@ -242,9 +243,10 @@ def _make_store(
         threads,
         counters,
         rates,
-        saves=settings.saving != "off",
-        deadline_s=settings.deadline_s,
+        saves=cache.saving != "off",
+        deadline_s=cache.deadline_s,
         open_arena=open_arena,
+        embed=choose_rotation(settings.model.rotation, model.loaded, model.calibration),
     )
     return client, store
 

@@ -92,6 +92,9 @@ class ModelSettings(Section):
             pages, on a GPU. "auto": the latter, if it is proven to give the former's answers.
         graphs: whether steps of decode are captured in graphs at start, and replayed. "auto": on a
             GPU whose attention is over pages, if they are proven to give the same answers.
+        rotation: what embeds keys at their positions when they are loaded: what "torch" has; or, on
+            a GPU, a kernel in "triton", on their way to their pages. "auto": the latter, if it is
+            proven to give the same bits.
         packed_weights: whether weights are put in the order in which the kernel reads them. "auto":
             where there is such a kernel, and the model is proven to answer as before.
         positions: how stored KV is positioned. "decoupled": embedded when loaded, so that a context
@@ -110,6 +113,7 @@ class ModelSettings(Section):
     threads: int = Field(default=0, ge=0, le=1024)
     attention: Literal["auto", "torch", "triton"] = "auto"
     graphs: Literal["auto", "off"] = "auto"
+    rotation: Literal["auto", "torch", "triton"] = "auto"
     packed_weights: Literal["auto", "off"] = "auto"
     positions: Literal["auto", "decoupled", "coupled"] = "auto"
     pooling: Literal["auto", "none", "last", "mean", "weighted_mean"] = "auto"

@@ -4,7 +4,8 @@ Its memory is the host's, and what is enqueued on a stream is done at once; but 
 that. Each byte remembers which piece of work wrote it last, and which read it; each stream, and the
 host, knows which work is over before its own: what it has waited for, directly or through others
 (vector clocks). Work that reads what may still be written, or writes what may still be read, is
-refused with `RaceError`, whatever the bytes are.
+refused with `RaceError`, whatever the bytes are. Memory that was made for one stream (`lend`) and
+is given back while another may still use it is noted in `races`: an allocator would give it away.
 
 `SimulatedDevice` is the driver (`runtime/cuda/driver.py`), and the module of streams and events in
 the place of `torch.cuda`. Inside `running()`, work on the device's memory is found by watching
@@ -14,6 +15,7 @@ torch; memory is its own if it was handed to `own`, or made from such.
 import os
 import random
 import threading
+import weakref
 from contextlib import contextmanager
 
 import torch
@@ -169,6 +171,26 @@ class SimulatedDevice:
         storage = tensor.untyped_storage()
         self._memory[storage.data_ptr()] = _Memory(storage, is_host)
         return tensor
+
+    def lend(self, tensor):
+        """Make a tensor the device's that the current stream has made, and will take back."""
+        with self._lock, _disable_current_modes():
+            if not self.is_its(tensor):
+                self.own(tensor)
+                self.ran([], [tensor])
+                memory = self._memory[tensor.untyped_storage().data_ptr()]
+                stream = self.current_stream()
+                weakref.finalize(tensor, self._given_back, memory, stream).atexit = False
+
+    def _given_back(self, memory, owner):
+        """Note who may still use memory that its owner gives to others from now on."""
+        with self._lock, _disable_current_modes():
+            for noted in (memory.written, *memory.read.values()):
+                for work in noted.unique().tolist():
+                    number, stream = divmod(work, MOST_STREAMS)
+                    clocks = (owner.clock, self.host.clock)
+                    if number > max(clock.get(stream, 0) for clock in clocks):
+                        self.races.append(f"stream {stream} uses what {owner.number} gives away")
 
     @property
     def is_copying(self):

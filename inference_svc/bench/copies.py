@@ -1,9 +1,10 @@
 """Part `copies`: loads and saves against what the bus, or on a CPU the memory, gives plain copies.
 
-    load, save  all layers of a history, between slots here and there and pages, as turns have them;
-                keys are embedded on the way
-    both        one of each at the same time
-    … floor     as many bytes in one piece, between memory that is locked in place and the device
+    load, save     all layers of a history, between slots here and there and pages, as turns have
+                   them; keys are embedded on the way
+    load by torch  the same, where a kernel embeds keys: by torch instead (`model.rotation`)
+    both           one of each at the same time
+    … floor        as many bytes in one piece, between memory that is locked in place and the device
 
 Slots are locked for the device before anything is measured (`docs/gpu.md`).
 """
@@ -12,6 +13,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -22,9 +24,11 @@ from inference_svc.bench.figures import Case, Interleaved
 from inference_svc.bench.options import CopiesOptions, RunOptions
 from inference_svc.bench.workspace import Workspace
 from inference_svc.core.scheduling.held_slots import PagedSlots
+from inference_svc.runtime.calibration.rotation_choice import choose_rotation
 from inference_svc.runtime.kv.arena_kv import ArenaKv, SlotTokens
 from inference_svc.runtime.kv.copy_stream import CopyStream
 from inference_svc.runtime.kv.paged_kv import PagePool
+from inference_svc.runtime.positions.rotation import EmbedKernel
 from inference_svc.runtime.transfer.layer_load import LayerLoader
 from inference_svc.runtime.transfer.layer_store import store_blocks
 from shared.types.units import ceil_div
@@ -79,6 +83,7 @@ class _Copies:
         self._kv = pool.new_kv(num_tokens, range(num_pages))
         self._buffer = pool.new_write_buffer(0, num_tokens)
         self._buffer.end_token = num_tokens
+        self._embed = choose_rotation("auto", loaded, self._calibration)
         self._plain = [(_locked(self.num_bytes, self._device), self._on_device()) for _ in range(2)]
 
     async def measure(self, options: CopiesOptions, run: RunOptions) -> Case:
@@ -86,13 +91,15 @@ class _Copies:
         facts = {"history_tokens": self._num_tokens, "bytes": self.num_bytes}
         found = Interleaved(f"{self._num_tokens} tokens", facts)
         ways: dict[str, Sequence[Callable[[], None]]] = {
-            "load": (self._load,),
+            "load": (partial(self._load, self._embed),),
             "save": (self._save,),
-            "both": (self._load, self._save),
+            "both": (partial(self._load, self._embed), self._save),
             "load floor": (self._load_floor,),
             "save floor": (self._save_floor,),
             "both floor": (self._load_floor, self._save_floor),
         }
+        if self._embed is not None:
+            ways["load by torch"] = (partial(self._load, None),)
 
         async def take(name: str) -> dict[str, float]:
             began_s = time.process_time()
@@ -111,6 +118,7 @@ class _Copies:
         # On a CPU keys are embedded by who copies them: that is no goal.
         alone, both = (LEAST_ALONE, LEAST_OF_BOTH) if self._device.type == "cuda" else (0.0, 0.0)
         found.compare(METRIC, "load", "load floor", at_least=alone)
+        found.compare(METRIC, "load", "load by torch")
         found.compare(METRIC, "save", "save floor", at_least=alone)
         found.compare(METRIC, "both", "both floor", at_least=both)
         return found.case()
@@ -118,9 +126,11 @@ class _Copies:
     def _on_device(self) -> Tensor:
         return torch.zeros(self.num_bytes, dtype=torch.uint8, device=self._device)
 
-    def _load(self) -> None:
+    def _load(self, embed: EmbedKernel | None) -> None:
         with CopyStream(self._device).copies(behind_computing=True):
-            loader = LayerLoader(self._kv, self._arena, self._blocks, self._calibration)
+            loader = LayerLoader(
+                self._kv, self._arena, self._blocks, self._calibration, embed=embed
+            )
             for layer_index in range(len(self._calibration.layers)):
                 loader.load(layer_index)
 

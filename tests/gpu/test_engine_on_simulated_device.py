@@ -1,7 +1,8 @@
 """An engine, a real kvd, and a device that refuses races: sessions that come, share, grow and go.
 
 What is enqueued on the streams of computing, loads and saves is watched, thread by thread: each
-piece of work has waited for what it reads and for what it overwrites, or the test fails.
+piece of work has waited for what it reads and for what it overwrites, or the test fails. So it is
+for models with states, with latents and with an index; answers are those of the model alone.
 """
 
 import asyncio
@@ -14,18 +15,26 @@ import torch
 
 from inference_svc import assembly
 from inference_svc.assembly import Model
+from inference_svc.bench import local_engine
 from inference_svc.bench.local_engine import running_engine
 from inference_svc.bench.workspace import workspace
 from inference_svc.runtime import worker_thread
 from inference_svc.runtime.attention.paged_attention import PagedAttention
 from inference_svc.runtime.calibration.calibration import calibrate
+from inference_svc.runtime.compute.chunk import Chunk
+from inference_svc.runtime.compute.model_runner import ModelRunner
 from inference_svc.runtime.cuda import device_arena
 from inference_svc.runtime.cuda.device_arena import DeviceArena
 from inference_svc.runtime.kv import kv_pool, paged_kv, write_ring
-from inference_svc.runtime.model.model_loader import load_model
+from inference_svc.runtime.kv.kv_pool import KVPool
+from inference_svc.runtime.kv.states import SequenceStates
+from inference_svc.runtime.model.model_loader import describe_model, load_model
+from tests.embed_in_one_call import embed_in_one_call
 from tests.recorded_graph import RecordedGraphs
 from tests.simulated_device import RaceError, SimulatedDevice
 from tests.split_attention import attend_pages
+from tests.zoo.architectures import architectures
+from tests.zoo.models import build_model
 
 CPU = torch.device("cpu")
 
@@ -33,6 +42,14 @@ CPU = torch.device("cpu")
 @pytest.fixture(scope="module")
 def model(tiny_model):
     loaded = load_model(tiny_model, "float32", "cpu")
+    return Model(loaded, calibrate(loaded))
+
+
+def built(name):
+    """A tiny model of another kind."""
+    loaded = describe_model(
+        build_model(architectures()[name]), tokenizer=None, name=name, fingerprint="0" * 32
+    )
     return Model(loaded, calibrate(loaded))
 
 
@@ -70,6 +87,21 @@ def simulated(monkeypatch):
         return await run(self, called, *args, **kwargs)
 
     monkeypatch.setattr(worker_thread.WorkerThread, "run", watched)
+    commit, room = SequenceStates.commit, SequenceStates.room
+
+    def committed(self, num_tokens):
+        for state in self._pending.values():
+            device.lend(state)
+        commit(self, num_tokens)
+
+    def lent_room(self):
+        lent = room(self)
+        for state in lent.values():
+            device.lend(state)
+        return lent
+
+    monkeypatch.setattr(SequenceStates, "commit", committed)
+    monkeypatch.setattr(SequenceStates, "room", lent_room)
     return device
 
 
@@ -80,6 +112,7 @@ class Conversation:
         self._local = local
         self._key = local.key(name)
         self.ids = list(shared)
+        self.answers = []
 
     async def turn(self, num_new, num_answer, source="any", keep=True):
         """Submit new tokens behind all that was said."""
@@ -93,6 +126,7 @@ class Conversation:
             history_tokens=len(self.ids),
         )
         self.ids = [*prompt, *times.output_ids]
+        self.answers.append((len(prompt), times.output_ids))
         return times
 
 
@@ -107,6 +141,8 @@ class Conversation:
 async def test_nothing_races(simulated, model, tmp_path, monkeypatch, working_kv, is_replayed):
     """Turns beside each other: computed, replayed, saved, loaded, resident, shared, overwritten."""
     torch.set_num_threads(1)
+    if working_kv == "pages":
+        monkeypatch.setattr(assembly, "choose_rotation", lambda *_: embed_in_one_call)
     if is_replayed:
         monkeypatch.setattr(assembly, "capture_on", lambda _device: RecordedGraphs())
         monkeypatch.setattr(assembly, "choose_attention", lambda *_: PagedAttention(attend_pages))
@@ -142,3 +178,78 @@ async def test_nothing_races(simulated, model, tmp_path, monkeypatch, working_kv
     assert counted["load_hits"] > 0
     assert (counted["steps_replayed"] > 0) == is_replayed
     assert counted["save_errors"] == counted["load_errors"] == counted["saves_refused"] == 0
+
+
+def alone(model, ids, answers):
+    """Compute a session from its first token on, on no device; yield each answer as it would be."""
+    loaded, calibration = model.loaded, model.calibration
+    shapes, cpu = [layer.shape for layer in calibration.layers], torch.device("cpu")
+    pool = KVPool(
+        shapes, len(ids) + 1, device=cpu, dtype=torch.float32, states=calibration.state_shapes
+    )
+    runner, kv = ModelRunner(loaded, calibration), pool.new_kv(len(ids))
+    for prompt_tokens, answer in answers:
+        logits = runner.step([Chunk(kv, ids[kv.num_tokens : prompt_tokens], want_logits=True)])
+        made = [int(logits[0].argmax())]
+        while len(made) < len(answer):
+            logits = runner.step([Chunk(kv, made[-1:], want_logits=True)])
+            made.append(int(logits[0].argmax()))
+        yield tuple(made)
+
+
+@pytest.mark.parametrize(
+    ("name", "working_kv"),
+    [
+        ("qwen3_next", "pages"),
+        ("deepseek_v3", "pages"),
+        pytest.param("mamba2", "pages", marks=pytest.mark.long),
+        pytest.param("lfm2", "contiguous", marks=pytest.mark.long),
+        pytest.param("deepseek_v32", "pages", marks=pytest.mark.long),
+        pytest.param("jamba", "contiguous", marks=pytest.mark.long),
+    ],
+)
+async def test_states_and_latents_do_not_race_either(
+    simulated, tmp_path, monkeypatch, name, working_kv
+):
+    """Saved behind steps and at the end, loaded, resident; and no answer is another."""
+    torch.set_num_threads(1)
+    monkeypatch.setattr(assembly, "choose_rotation", lambda *_: embed_in_one_call)
+    request = local_engine.EngineRequest
+    monkeypatch.setattr(  # as turns have states stored on their way
+        local_engine,
+        "EngineRequest",
+        lambda **given: request(**given, marks=(len(given["token_ids"]) // 2,)),
+    )
+    model = built(name)
+    has_states = bool(model.calibration.state_shapes)
+    num_blocks = 64 if has_states else 16  # a state has a slot of its own
+    chance = np.random.default_rng(5)
+    with workspace(tmp_path, model) as space:
+        async with (
+            space.kvd(0, dram_bytes=num_blocks * model.calibration.layout.block_bytes) as kvd,
+            running_engine(
+                model,
+                kvd,
+                kv_tokens=2000,  # room for what is to be saved: else a save may be given up
+                scheduler={"working_kv": working_kv, "max_running": 3, "step_tokens": 48},
+            ) as local,
+        ):
+            sessions = [Conversation(local, f"s{number}") for number in range(3)]
+            for source in ("any", "kvd", "any"):
+                await asyncio.gather(
+                    *(
+                        session.turn(
+                            int(chance.integers(20, 60)), int(chance.integers(3, 9)), source
+                        )
+                        for session in sessions
+                    )
+                )
+                await local.settle()
+            counted = local.parts.counters.snapshot()
+    assert simulated.races == []
+    assert counted["load_hits"] > 0
+    assert counted["save_errors"] == counted["load_errors"] == counted["saves_refused"] == 0
+    assert (counted["stored_states"] > 0) == (counted["loaded_states"] > 0) == has_states
+    for session in sessions:
+        expected = list(alone(model, session.ids, session.answers))
+        assert [answer for _, answer in session.answers] == expected

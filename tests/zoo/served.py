@@ -18,8 +18,9 @@ from inference_svc.runtime.kv.arena_kv import ArenaKv
 from inference_svc.runtime.kv.kv_pool import KVPool
 from inference_svc.runtime.kv.sequence_kv import SequenceKv, WriteBuffer
 from inference_svc.runtime.model.model_loader import describe_model
-from inference_svc.runtime.transfer.layer_load import LayerLoader, check_spans, windows_beside
+from inference_svc.runtime.transfer.layer_load import LayerLoader
 from inference_svc.runtime.transfer.layer_store import store_blocks
+from inference_svc.runtime.transfer.spans import check_spans, windows_beside
 from shared.types.granted_slots import GrantedWindow
 from shared.types.kv_layout import KVLayout
 

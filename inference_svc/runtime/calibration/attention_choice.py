@@ -81,6 +81,11 @@ def _missing(device: torch.device, calibration: Calibration, page_tokens: int | 
         return f"the model runs in mode {calibration.mode}, which it does not take"
     if page_tokens is None:
         return "scheduler.working_kv is contiguous, and not pages"
+    return no_kernels_on(device)
+
+
+def no_kernels_on(device: torch.device) -> str:
+    """Return why Triton's kernels cannot run on a device; empty: they can."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
     if not is_gpu(device) and os.environ.get("TRITON_INTERPRET") != "1":

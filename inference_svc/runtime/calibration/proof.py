@@ -29,8 +29,9 @@ from inference_svc.runtime.kv.sequence_kv import SequenceKv, WriteBuffer
 from inference_svc.runtime.model.model_loader import LoadedModel
 from inference_svc.runtime.model.refusals import CalibrationMismatchError
 from inference_svc.runtime.positions.recipes import Calibration
-from inference_svc.runtime.transfer.layer_load import LayerLoader, windows_beside
+from inference_svc.runtime.transfer.layer_load import LayerLoader
 from inference_svc.runtime.transfer.layer_store import store_blocks
+from inference_svc.runtime.transfer.spans import windows_beside
 from shared.types.granted_slots import GrantedWindow
 from shared.types.units import ceil_div
 

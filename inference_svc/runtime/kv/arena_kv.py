@@ -205,13 +205,14 @@ class ArenaKv:
         return self._slots[list(slot_ids)].flatten()[: self.layout.state_bytes]
 
     def write_state(self, slot_ids: Sequence[int], packed: Tensor) -> None:
-        """Copy a state, [state_bytes] uint8 on the CPU, to its slots: a part to each, in order.
+        """Copy a state, [state_bytes] uint8 on any device, to its slots: a part to each, in order.
 
         Zeros follow it: what others had there is none of its bytes.
         """
         size = self.layout.block_bytes
+        here = packed.cpu()
         for index, slot_id in enumerate(slot_ids):
-            part = packed[index * size : (index + 1) * size]
+            part = here[index * size : (index + 1) * size]
             self._slots[slot_id, : len(part)] = part
             self._slots[slot_id, len(part) :] = 0
 

@@ -117,6 +117,14 @@ class ContiguousTokens(LayerTensors):
         """Yield a view of a layer's tokens, [num_tokens, kv_heads, dim]."""
         yield self.read(layer_index, first, num_tokens)
 
+    def region(self, layer_index: int) -> Tensor:
+        """View the memory that a layer's tokens are in, [slots, kv_heads, dim]."""
+        return self.layers[layer_index][0].transpose(0, 1)
+
+    def slot_index(self, first: int, num_tokens: int) -> Tensor:
+        """Return where in `region` tokens are, [num_tokens] int64 on the device."""
+        return torch.arange(first, first + num_tokens, device=self.device)
+
 
 class SlotTensors(LayerTensors):
     """Per layer [slots, kv_heads, dim], as blocks and pages have them."""
@@ -159,6 +167,12 @@ class TokenTensors(Protocol):
         self, layer_index: int, first: int, num_tokens: int
     ) -> AbstractContextManager[Tensor]:
         """Yield [num_tokens, kv_heads, dim], to be written: a layer's tokens afterwards."""
+
+    def region(self, layer_index: int) -> Tensor:
+        """View the memory that a layer's tokens are in, [slots, kv_heads, dim]; others', too."""
+
+    def slot_index(self, first: int, num_tokens: int) -> Tensor:
+        """Return where in `region` tokens are, [num_tokens] int64 on the device; in all layers."""
 
 
 T = TypeVar("T", bound=LayerTensors)

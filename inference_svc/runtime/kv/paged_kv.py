@@ -139,6 +139,14 @@ class PagedTokens:
         yield tokens
         layer.index_copy_(0, self._table.slot_index(first, num_tokens), tokens)
 
+    def region(self, layer_index: int) -> Tensor:
+        """View the memory that a layer's tokens are in, [slots, kv_heads, dim]: that of all."""
+        return self.slots[layer_index]
+
+    def slot_index(self, first: int, num_tokens: int) -> Tensor:
+        """Return where in `region` tokens are, [num_tokens] int64 on the device."""
+        return self._table.slot_index(first, num_tokens)
+
     def copy_pages(self, copies: Sequence[PageCopy]) -> None:
         """Copy whole pages of all layers."""
         sources, targets = (

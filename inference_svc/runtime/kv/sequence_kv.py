@@ -235,10 +235,6 @@ class WriteBuffer(LentKv[SlotTensors]):
             del self.states[sorted(self.states)[1]]
         self.states[kv.num_tokens] = kv.states.fork()
 
-    def stored_states(self, num_tokens: int) -> list[int]:
-        """Return the positions of states that can be stored with the first tokens, in order."""
-        return sorted(position for position in self.states if position <= num_tokens)
-
     def wanted_ends(self, num_tokens: int) -> list[int]:
         """Return where loads are to be able to end, in order, if the first tokens are stored.
 

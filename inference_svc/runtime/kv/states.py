@@ -20,7 +20,7 @@ Owned by one sequence; used by one thread at a time.
 
 import hashlib
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Literal, NamedTuple
@@ -29,6 +29,7 @@ import torch
 import transformers
 from torch import Tensor
 
+from inference_svc.runtime.kv.copy_stream import Mark, mark_enqueued
 from shared.types.errors import LoadFailedError
 from shared.types.units import align_up
 
@@ -96,12 +97,15 @@ class SequenceStates:
     Attributes:
         shapes: of all tensors, in the order in which they are packed.
         num_tokens: how many tokens the current state is behind; 0: there is none.
+        written: of a fork, when the tensors that it began with are written; others' streams wait
+            for it. None: it is no fork.
     """
 
     def __init__(self, shapes: Sequence[StateShape], device: torch.device) -> None:
         """Begin before the first token; memory comes with the first state."""
         self.shapes = shapes
         self.num_tokens = 0
+        self.written: Mark | None = None
         self._device = device
         self._shape_of = {shape.place: shape for shape in shapes}
         self._current: dict[StatePlace, Tensor] = {}
@@ -159,10 +163,12 @@ class SequenceStates:
     def fork(self) -> "SequenceStates":
         """Return another sequence's that begins with the current state; nothing is copied.
 
-        Tensors that are current are never written to, so that both may have them.
+        Tensors that are current are never written to, so that both may have them. To be called
+        where their step was computed, or once it is over.
         """
         forked = SequenceStates(self.shapes, self._device)
         forked._current, forked.num_tokens = dict(self._current), self.num_tokens
+        forked.written = mark_enqueued(self._device)
         return forked
 
     def snapshot(self) -> Tensor:
@@ -183,11 +189,23 @@ class SequenceStates:
             part.copy_(self._current[shape.place].reshape(-1).view(torch.uint8))
         return packed
 
-    def restore(self, packed: Tensor) -> None:
+    def room(self) -> dict[StatePlace, Tensor]:
+        """Allocate memory for a state; on a device it is the current stream's.
+
+        That has to be the one which computes, whoever fills it: memory that is given back is
+        lent again in the order of its own stream, and forwards may still read it then.
+        """
+        return {
+            shape.place: torch.empty(shape.shape, dtype=shape.dtype, device=self._device)
+            for shape in self.shapes
+        }
+
+    def restore(self, packed: Tensor, room: Mapping[StatePlace, Tensor] | None = None) -> None:
         """Make a packed state current; it is copied, and the position is the one it has.
 
         Args:
             packed: [packed_bytes] uint8, on any device; it may be longer, as slots are.
+            room: where it is copied to, from `room`; None: to memory of the current stream's.
 
         Raises:
             LoadFailedError: it is no state of this model, or of other code; nothing has changed.
@@ -196,13 +214,11 @@ class SequenceStates:
         expected = _HEADER.size if len(packed) >= packed_bytes(self.shapes) else -1
         if len(header) != expected or header[:24] != _MAGIC + _digest(self.shapes):
             raise LoadFailedError("a stored state is not one of this model", "recompute")
-        restored = {}
+        restored = self.room() if room is None else room
         for shape, part in zip(self.shapes, self._parts(packed), strict=True):
-            state = torch.empty(shape.shape, dtype=shape.dtype, device=self._device)
-            state.view(-1).view(torch.uint8).copy_(part)
-            restored[shape.place] = state
+            restored[shape.place].view(-1).view(torch.uint8).copy_(part)
         self._pending.clear()
-        self._current = restored
+        self._current = dict(restored)
         self.num_tokens = _HEADER.unpack(header)[2]
 
     def _parts(self, packed: Tensor) -> list[Tensor]:

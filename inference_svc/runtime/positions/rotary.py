@@ -128,8 +128,12 @@ class RotaryTable:
         elif self.wide is not self:
             self.wide.rotate_into(keys, start, out)
         else:
-            end = start + keys.shape[0]
-            self._apply(self._tables_to(end).at(start, end), keys, out)
+            self._apply(self.tables(start, keys.shape[0]), keys, out)
+
+    def tables(self, start: int, num_tokens: int) -> Tables:
+        """Return the factors of so many positions from `start` on."""
+        end = start + num_tokens
+        return self._tables_to(end).at(start, end)
 
     def turn(self, keys: Tensor, start: int) -> Turn:
         """Prepare to turn keys like these, [n, kv_heads, dim], whatever they hold.
@@ -137,8 +141,7 @@ class RotaryTable:
         For this thread only: what it returns works in this thread's scratch.
         """
         num_tokens, heads, _ = keys.shape
-        end = start + num_tokens
-        tables = self._tables_to(end).at(start, end)
+        tables = self.tables(start, num_tokens)
         is_rounded = keys.dtype != self._dtype
         is_staged = is_rounded or not tables.source.is_identity
         # Head-major, as working KV is.

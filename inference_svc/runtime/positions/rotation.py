@@ -20,7 +20,7 @@ Owns views; knows no layers and no working KV.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -76,13 +76,17 @@ def _runs_of_step(indices: Sequence[int], out_step: int) -> Iterator[ElementRun]
 
 
 class ElementTake:
-    """Multiplies permuted elements with a table: by slices if few, else by a gather."""
+    """Multiplies permuted elements with a table: by slices if few, else by a gather.
+
+    Attributes:
+        indices: [outputs] int64, which input each output is, on the device.
+    """
 
     def __init__(self, indices: Sequence[int], device: torch.device) -> None:
         """Store the permutation output -> input index."""
         runs = element_runs(indices)
         self._runs = runs if len(runs) <= MAX_RUNS else []
-        self._indices = torch.tensor(indices, device=device)
+        self.indices = torch.tensor(indices, device=device)
 
     @property
     def is_identity(self) -> bool:
@@ -95,7 +99,7 @@ class ElementTake:
 
     def gathered(self, keys: Tensor) -> Tensor:
         """Return the permuted elements of [..., width]; only if there are no cuts."""
-        return keys.index_select(-1, self._indices)
+        return keys.index_select(-1, self.indices)
 
     def taken(self, table: Tensor) -> Tensor:
         """Return permuted elements of [..., width]; slices are ten times as fast as a gather."""
@@ -136,6 +140,20 @@ class Tables(NamedTuple):
     def of(self, positions: Tensor) -> "Tables":
         """Pick the factors of positions [n], in their order."""
         return self._replace(cosines=self.cosines[positions], sines=self.sines[positions])
+
+
+class EmbedKernel(Protocol):
+    """Embeds keys while it writes them where they belong: one pass instead of `Turn`'s several."""
+
+    def __call__(self, keys: Tensor, tables: Tables, region: Tensor, slots: Tensor) -> None:
+        """Write keys to their slots as `Turn.into` turns them, to the bit; no other slot changes.
+
+        Args:
+            keys: [n, heads, dim] before RoPE, contiguous.
+            tables: factors of their very positions.
+            region: [slots, heads, dim], of the keys' dtype; slots and heads of any stride.
+            slots: [n] int64, where each token's keys go.
+        """
 
 
 class Spare(NamedTuple):

@@ -19,9 +19,11 @@ from inference_svc.runtime.kv.copy_stream import CopyStream, DoneInOrder
 from inference_svc.runtime.kv.layer_gate import LayerGate
 from inference_svc.runtime.kv.sequence_kv import SequenceKv, WriteBuffer
 from inference_svc.runtime.positions.recipes import Calibration
+from inference_svc.runtime.positions.rotation import EmbedKernel
 from inference_svc.runtime.store.session_store import BegunLoad, LoadRequest
-from inference_svc.runtime.transfer.layer_load import LayerLoader, check_spans, check_windows
+from inference_svc.runtime.transfer.layer_load import LayerLoader
 from inference_svc.runtime.transfer.layer_store import no_wait
+from inference_svc.runtime.transfer.spans import check_spans, check_windows
 from inference_svc.runtime.worker_thread import WorkerThread
 from shared.kvd_client.arena_map import ArenaMap, LoadProgress
 from shared.kvd_client.client import KvdClient
@@ -104,6 +106,7 @@ class KvdLoads:
 
     Args:
         deadline_s: most seconds that one load may wait for kvd.
+        embed: what embeds keys that are loaded; None: torch.
     """
 
     def __init__(
@@ -114,6 +117,7 @@ class KvdLoads:
         threads: CopyThreads,
         rates: Rates,
         deadline_s: float,
+        embed: EmbedKernel | None = None,
     ) -> None:
         self._client = client
         self._calibration = calibration
@@ -122,6 +126,7 @@ class KvdLoads:
         self._rates = rates
         self._chooser = LoadChooser(rates)
         self._deadline_s = deadline_s
+        self._embed = embed
         self._layers = range(len(calibration.layers))
 
     async def begin(self, request: LoadRequest) -> BegunLoad:
@@ -293,15 +298,18 @@ class KvdLoads:
         def copy(wait_layer: Callable[[int], None]) -> None:
             stream = CopyStream(kv.device)
             loaded = DoneInOrder(lambda num_layers: gate.open(layers.start + num_layers))
+            state, room = grant.state if layers.start == 0 else None, None
+            if state is not None:
+                assert kv.states is not None, "a layout with states"  # noqa: S101
+                room = kv.states.room()  # of the stream that computes, which is still the current
             with ExitStack() as held:
                 held.enter_context(kv.hold())
                 if tail is not None:
                     held.enter_context(tail.hold())
                 held.enter_context(stream.copies(behind_computing=True))
-                if grant.state is not None and layers.start == 0:
-                    assert kv.states is not None, "a layout with states"  # noqa: S101
+                if state is not None and kv.states is not None:
                     wait_layer(self._layers.stop - 1)  # a state is of all layers
-                    kv.states.restore(tensors.read_state(grant.state.slot_ids))
+                    kv.states.restore(tensors.read_state(state.slot_ids), room)
                     if kv.states.num_tokens != grant.end_token:
                         raise LoadFailedError(
                             f"a state behind {kv.states.num_tokens} tokens came with "
@@ -309,7 +317,13 @@ class KvdLoads:
                             "the turn is computed instead",
                         )
                 loader = LayerLoader(
-                    kv, tensors, grant.spans, self._calibration, tail, grant.windows
+                    kv,
+                    tensors,
+                    grant.spans,
+                    self._calibration,
+                    tail,
+                    self._embed,
+                    windows=grant.windows,
                 )
                 if grant.windows and layers.start == 0:
                     wait_layer(self._layers.stop - 1)  # progress says nothing of windows

@@ -6,7 +6,7 @@ a later turn a recomputation, nothing else.
 
 import hashlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
 from inference_svc.core.counters import Counters
@@ -17,7 +17,9 @@ from inference_svc.runtime.kv.arena_kv import ArenaKv, OpenArena
 from inference_svc.runtime.kv.copy_stream import CopyStream, StepClock
 from inference_svc.runtime.kv.layer_gate import StepNotDoneError
 from inference_svc.runtime.kv.sequence_kv import WriteBuffer
+from inference_svc.runtime.kv.states import SequenceStates
 from inference_svc.runtime.positions.recipes import Calibration
+from inference_svc.runtime.positions.rotation import EmbedKernel
 from inference_svc.runtime.store.kvd_loads import CopyThreads, KvdLoads, KvdTalk
 from inference_svc.runtime.store.session_store import SessionLoads, StoreState
 from inference_svc.runtime.transfer.layer_store import no_wait, store_blocks
@@ -41,6 +43,8 @@ class KvdSessionStore:
     Args:
         saves: whether anything is stored.
         deadline_s: most seconds that one load, or one save, may wait for kvd.
+        open_arena: what views kvd's memory.
+        embed: what embeds keys that are loaded; None: torch.
     """
 
     def __init__(
@@ -54,11 +58,14 @@ class KvdSessionStore:
         saves: bool,
         deadline_s: float,
         open_arena: OpenArena = ArenaKv,
+        embed: EmbedKernel | None = None,
     ) -> None:
         self.saves = saves
         self._client = client
         self._talk = talk = KvdTalk(calibration.layout, counters, open_arena)
-        self.loads: SessionLoads = KvdLoads(client, calibration, talk, threads, rates, deadline_s)
+        self.loads: SessionLoads = KvdLoads(
+            client, calibration, talk, threads, rates, deadline_s, embed
+        )
         self._calibration = calibration
         self._store_thread = threads.store
         self._deadline_s = deadline_s
@@ -102,24 +109,33 @@ class KvdSessionStore:
         """Store as much as there is room for; return why it is not all."""
         deadline_s = time.monotonic() + self._deadline_s
         num_tokens = len(token_ids) // TOKEN_BYTES
+        # They are ours until they are copied, though the buffer may give some up meanwhile.
+        states = {
+            position: buffer.states[position]
+            for position in sorted(buffer.states)
+            if position <= num_tokens
+        }
         has_windows = self._talk.layout.window > 0
-        positions_of = buffer.wanted_ends if has_windows else buffer.stored_states
-        positions = positions_of(num_tokens)
+        positions = buffer.wanted_ends(num_tokens) if has_windows else list(states)
         while True:
             left_s = max(0.0, deadline_s - time.monotonic())
             grant = await self._client.prepare_store(
                 key, token_ids, from_token, left_s, lineage=lineage, state_positions=positions
             )
-            await self._save_grant(buffer, grant, clock)
+            await self._save_grant(buffer, states, grant, clock)
             if grant.refused_reason or not grant.more or grant.end_token <= from_token:
                 return grant.refused_reason
             from_token = grant.end_token
 
     async def _save_grant(
-        self, buffer: WriteBuffer, grant: StoreGrant, clock: StepClock | None
+        self,
+        buffer: WriteBuffer,
+        states: Mapping[int, SequenceStates],
+        grant: StoreGrant,
+        clock: StepClock | None,
     ) -> None:
         try:
-            await self._store_thread.run(self._copy, buffer, grant, clock)
+            await self._store_thread.run(self._copy, buffer, states, grant, clock)
         except BaseException:
             with suppress(ReportedError):  # which must not take the place of a cancellation
                 await self._client.complete_store(grant, success=False)
@@ -130,18 +146,30 @@ class KvdSessionStore:
         window_tokens = sum(window.num_tokens for window in grant.windows)
         self._talk.counters.add("stored_window_tokens", window_tokens)
 
-    def _copy(self, buffer: WriteBuffer, grant: StoreGrant, clock: StepClock | None) -> None:
-        """Copy, on the store thread; with a clock, behind the step that computes it."""
+    def _copy(
+        self,
+        buffer: WriteBuffer,
+        states: Mapping[int, SequenceStates],
+        grant: StoreGrant,
+        clock: StepClock | None,
+    ) -> None:
+        """Copy, on the store thread; with a clock, behind the step that computes it.
+
+        States are of steps before: they wait for these, and not for the one that is under way.
+        """
         if not (grant.blocks or grant.states or grant.windows):
             if clock is not None:  # the step is about to write to the buffer all the same
                 clock.wait_confirmed()
             return
         tensors = self._talk.as_tensors(grant.arena)
-        for state in grant.states:  # of steps before
-            tensors.write_state(state.slot_ids, buffer.states[state.position].snapshot().cpu())
         stream = CopyStream(buffer.device)
         wait_layer = no_wait if clock is None else _in_groups(clock, stream)
         with buffer.hold(), stream.copies(behind_computing=clock is None):
+            for place in grant.states:
+                state = states[place.position]
+                if state.written is not None:
+                    stream.wait(state.written)
+                tensors.write_state(place.slot_ids, state.snapshot())
             store_blocks(
                 buffer, tensors, grant.blocks, self._calibration, wait_layer, grant.windows
             )

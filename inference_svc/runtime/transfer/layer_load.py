@@ -6,7 +6,8 @@
 Pure copying, layer by layer: it may run on a copy thread while `step` runs other sequences, or
 waits at the KV's gate for the very next layer. A key goes from memory to memory in one copy, which
 waits for reads and writes at once, and is turned where it then lies: in pieces that are still in
-the core's cache.
+the core's cache. On a device keys land beside it, and a kernel turns them while it writes them to
+their token slots.
 
 Source: CachedAttention, sections 3.2.1 (layer-wise pre-loading) and 3.4 (positions decoupled from
 stored keys).
@@ -15,18 +16,18 @@ stored keys).
 import threading
 from collections.abc import Iterator, Sequence
 from itertools import groupby
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from inference_svc.runtime.kv.arena_kv import ArenaKv, Block, ScatteredTokens, SlotRun, part_of
+from inference_svc.runtime.kv.arena_kv import ArenaKv, ScatteredTokens, SlotRun, part_of
 from inference_svc.runtime.kv.sequence_kv import SequenceKv, WriteBuffer
 from inference_svc.runtime.positions.recipes import Calibration, PostRotary
 from inference_svc.runtime.positions.rotary import RotaryTable
-from inference_svc.runtime.positions.rotation import Turn
+from inference_svc.runtime.positions.rotation import EmbedKernel, Tables, Turn
+from inference_svc.runtime.transfer.spans import Span
 from shared.types.granted_slots import GrantedWindow
-from shared.types.kv_layout import KVLayout
 from shared.types.units import ceil_div
 
 PIECE_ITEMS = 1 << 17  # elements turned at once: 512 KiB in float32; twice as much is slower
@@ -35,87 +36,6 @@ DEVICE_PIECE_ITEMS = 1 << 22
 SHORT_RUN = 64  # tokens; a run costs as much as its tokens one by one, if it is so short
 
 Run = SlotRun | ScatteredTokens
-
-
-class Span(Block, Protocol):
-    """Tokens [start, start + num_tokens) of a slot, for positions from token_offset on."""
-
-    @property
-    def start(self) -> int:
-        """First token in the slot."""
-
-
-def check_spans(kv: SequenceKv, spans: Sequence[Span], layout: KVLayout) -> int:
-    """Return the position after the last span.
-
-    Args:
-        kv: the KV to append to; the first span has to begin at its `num_tokens`.
-        spans: the spans, in order, without gaps.
-        layout: the layout of the slots.
-
-    Raises:
-        ValueError: if the spans leave a gap, leave the slot or the sequence's KV.
-    """
-    end = kv.num_tokens
-    for span in spans:
-        is_inside = span.start >= 0 and 0 < span.num_tokens <= layout.block_tokens - span.start
-        has_room = end + span.num_tokens <= kv.capacity_tokens
-        if span.token_offset != end or not is_inside or not has_room:
-            raise ValueError(
-                f"tokens {span.start}+{span.num_tokens} of a slot cannot be loaded at "
-                f"{span.token_offset}; the sequence's KV has {end} of {kv.capacity_tokens} tokens"
-            )
-        end += span.num_tokens
-    return end
-
-
-def check_windows(windows: Sequence[GrantedWindow], end_token: int, layout: KVLayout) -> int:
-    """Return the first token that windows have KV of.
-
-    Args:
-        windows: of the last tokens before `end_token`, in order, without gaps.
-        end_token: what is computed next is this token.
-        layout: the layout of the slots; it has windows.
-
-    Raises:
-        ValueError: if they leave a gap, leave their slots, or are not of all tokens that the next
-            one attends to.
-    """
-    first = end = windows[0].token_offset if windows else end_token
-    for window in windows:
-        is_inside = (
-            window.start >= 0 and 0 < window.num_tokens <= layout.block_tokens - window.start
-        )
-        is_next = window.token_offset == end and len(window.slot_ids) == layout.window_slots
-        if not (is_inside and is_next):
-            raise ValueError(f"the window at {window.token_offset} does not follow {end}")
-        end += window.num_tokens
-    if end != end_token or first > max(0, end_token - layout.window):
-        raise ValueError(
-            f"windows of tokens {first} to {end} came with {end_token} tokens; layers attend to "
-            f"the last {layout.window}"
-        )
-    return first
-
-
-def windows_beside(spans: Sequence[Span], layout: KVLayout, first_slot: int) -> list[GrantedWindow]:
-    """Return where windows of the last of some spans are in an arena that is not kvd's.
-
-    That of slot s is in the slots from `first_slot` + s * `layout.window_slots` on.
-    """
-    num_slots = layout.window_slots
-    first_token = sum(span.num_tokens for span in spans) - layout.window
-    return [
-        GrantedWindow(
-            span.token_offset,
-            span.num_tokens,
-            span.start,
-            tuple(first_slot + span.slot_id * num_slots + part for part in range(num_slots)),
-            (0,) * num_slots,
-        )
-        for span in spans
-        if layout.window and span.token_offset + span.num_tokens > first_token
-    ]
 
 
 class LayerLoader:
@@ -132,6 +52,8 @@ class LayerLoader:
         spans: Sequence[Span],
         calibration: Calibration,
         tail: WriteBuffer | None = None,
+        embed: EmbedKernel | None = None,
+        *,
         windows: Sequence[GrantedWindow] = (),
     ) -> None:
         """Prepare what all layers share.
@@ -144,6 +66,7 @@ class LayerLoader:
             tail: a write buffer that begins within the last span, or at its end: the span's tokens
                 from there on are kept as they are stored, since the next store replaces that block
                 by a longer one.
+            embed: what embeds keys that no norm follows; None: torch, where they lie.
             windows: of the last tokens, which is all that layers with a window are loaded of; they
                 may begin before the first span.
         """
@@ -152,10 +75,12 @@ class LayerLoader:
         self._layout = calibration.layout
         self._layers = calibration.layers
         self._tail = tail
+        self._kernel = embed
         num_parts = calibration.layout.window_slots
         parts = [spans, *(part_of(windows, part) for part in range(num_parts))]
         self._sources = [_Source(part, tail) if part else None for part in parts]
         self._pieces: dict[tuple[int, int, RotaryTable, tuple[int, int]], list[_Piece]] = {}
+        self._landings: dict[tuple[int, int, RotaryTable], list[_Landing]] = {}
 
     @torch.inference_mode()
     def load(self, layer_index: int) -> None:
@@ -167,8 +92,10 @@ class LayerLoader:
         for component, recipe in enumerate(self._layers[layer_index].components):
             if recipe.rotary is None:
                 self._place(source, layer_index, component)
-            else:
+            elif self._kernel is None or recipe.post is not None:
                 self._embed(source, layer_index, component, recipe.rotary, recipe.post)
+            else:
+                self._land(source, layer_index, component, recipe.rotary, self._kernel)
         if self._tail is not None and source.tail_tokens is not None:
             slot_id, start, count = source.tail_tokens
             places = self._tail.places(self._tail.first_token, count)
@@ -202,6 +129,23 @@ class LayerLoader:
                 if post is not None:
                     post.apply_to(keys)
 
+    def _land(
+        self,
+        source: "_Source",
+        layer_index: int,
+        component: int,
+        rotary: RotaryTable,
+        kernel: EmbedKernel,
+    ) -> None:
+        """Copy a component to memory of its own, from where the kernel takes it, piece by piece."""
+        tokens = self._kv.components[component]
+        region = tokens.region(layer_index)
+        for landing in self._landings_of(source, layer_index, component, rotary):
+            keys = region.new_empty(len(landing.slots), *region.shape[1:])
+            for run, first in landing.runs:
+                self._arena.gather(layer_index, component, run, _place_of(run, keys, first))
+            kernel(keys, landing.tables, region, landing.slots)
+
     def _pieces_of(
         self, source: "_Source", layer_index: int, component: int, rotary: RotaryTable
     ) -> "list[_Piece]":
@@ -209,19 +153,43 @@ class LayerLoader:
         heads, dim = self._layers[layer_index].shape.parts[component]
         kind = (threading.get_ident(), id(source), rotary, (heads, dim))
         if kind not in self._pieces:
-            tokens = self._kv.components[component]
             pieces = self._pieces[kind] = []
-            first = source.first
-            is_cpu = tokens.device.type == "cpu"
-            items = PIECE_ITEMS if is_cpu else DEVICE_PIECE_ITEMS
-            most_tokens = max(1, items // (heads * dim))
-            for runs in _balanced(source.runs, source.num_tokens, most_tokens):
-                count = sum(run.num_tokens for run in runs)
-                like = torch.empty(count, heads, dim, dtype=tokens.dtype, device="meta")
+            dtype = self._kv.components[component].dtype
+            for first, count, runs in self._cut(source, layer_index, component):
+                like = torch.empty(count, heads, dim, dtype=dtype, device="meta")
                 turn = rotary.turn(like, first)
                 pieces.append(_Piece(first, count, list(_placed(runs, first)), turn))
-                first += count
         return self._pieces[kind]
+
+    def _landings_of(
+        self, source: "_Source", layer_index: int, component: int, rotary: RotaryTable
+    ) -> "list[_Landing]":
+        """Return the pieces of a kind of component, and where they go; made on this thread."""
+        kind = (threading.get_ident(), id(source), rotary)
+        if kind not in self._landings:
+            tokens = self._kv.components[component]
+            self._landings[kind] = [
+                _Landing(
+                    list(_placed(runs, 0)),
+                    rotary.tables(first, count),
+                    tokens.slot_index(first, count),
+                )
+                for first, count, runs in self._cut(source, layer_index, component)
+            ]
+        return self._landings[kind]
+
+    def _cut(
+        self, source: "_Source", layer_index: int, component: int
+    ) -> Iterator[tuple[int, int, list[Run]]]:
+        """Cut a component into pieces; yields the first position, number of tokens and runs."""
+        heads, dim = self._layers[layer_index].shape.parts[component]
+        is_cpu = self._kv.components[component].device.type == "cpu"
+        items = PIECE_ITEMS if is_cpu else DEVICE_PIECE_ITEMS
+        first = source.first
+        for runs in _balanced(source.runs, source.num_tokens, max(1, items // (heads * dim))):
+            count = sum(run.num_tokens for run in runs)
+            yield first, count, runs
+            first += count
 
 
 def copy_layer(source: SequenceKv, target: SequenceKv, layer_index: int, num_tokens: int) -> None:
@@ -268,6 +236,20 @@ class _Piece(NamedTuple):
     num_tokens: int
     runs: list[tuple[Run, int]]
     turn: Turn
+
+
+class _Landing(NamedTuple):
+    """Tokens that a kernel embeds in one go.
+
+    Attributes:
+        runs: what they are copied from, and how many of the tokens come before each.
+        tables: factors of their positions.
+        slots: [n] int64 on the device, where they go.
+    """
+
+    runs: list[tuple[Run, int]]
+    tables: Tables
+    slots: Tensor
 
 
 def _runs(spans: Sequence[Span]) -> Iterator[Run]:

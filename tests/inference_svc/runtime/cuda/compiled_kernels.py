@@ -17,7 +17,9 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver
 from triton.compiler import ASTSource
 
+from inference_svc.runtime.cuda.kernels.key_rotation import embed_keys
 from inference_svc.runtime.cuda.kernels.page_attention import attend_tile, merge_splits
+from inference_svc.runtime.cuda.key_rotation import WARPS, rows_of_program
 from inference_svc.runtime.cuda.page_attention import (
     MIN_ROWS,
     SPLIT_TOKENS,
@@ -29,12 +31,20 @@ NAMES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 GROUP = 4
 TOOLS = Path(driver.__file__).parent / "bin"
 # What the launcher finds out: addresses and strides that are multiples of 16.
-DIVISIBLE = {"out", "query", "keys", "values", "found"}
+DIVISIBLE = {"out", "query", "keys", "values", "found", "region", "cosines", "sines"}
 INTEGERS = {"tables", "starts", "lengths", "tiles"}
+LONG_INTEGERS = {"slots", "source", "partner"}
+MULTIPLY_ADD = re.compile(r"\bfma\.rn\S*\s+\S+, (\S+), (\S+), (\S+);")
+CONSTANT = re.compile(r"\bmov\.b\d+\s+(\S+), -?\w+;")
 
 
-def compiled(kernel, constants, types, architecture, warps):
-    """Compile a kernel; return its name, stack and shared memory in bytes, and registers."""
+def compiled(kernel, constants, types, architecture, warps, *, fuses=True):
+    """Compile a kernel.
+
+    Returns:
+        Its name, stack and shared memory in bytes, registers, and how many multiply-adds there are
+        that round once.
+    """
     names = kernel.arg_names
     source = ASTSource(
         kernel,
@@ -49,7 +59,7 @@ def compiled(kernel, constants, types, architecture, warps):
     found = triton.compile(
         source,
         target=GPUTarget("cuda", architecture, 32),
-        options={"num_warps": warps, "num_stages": 2},
+        options={"num_warps": warps, "num_stages": 2, "enable_fp_fusion": fuses},
     )
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(found.asm["cubin"])
@@ -66,7 +76,14 @@ def compiled(kernel, constants, types, architecture, warps):
         "registers": int(registers),
         "stack_bytes": int(stack),
         "shared_bytes": found.metadata.shared,
+        "fused": num_fused(found.asm["ptx"]),
     }
+
+
+def num_fused(ptx):
+    """Count multiply-adds of three numbers; with 1 or -0 among them it is a sum, or a product."""
+    constants = {*CONSTANT.findall(ptx)}
+    return sum(constants.isdisjoint(factors) for factors in MULTIPLY_ADD.findall(ptx))
 
 
 def attend_case(architecture, dtype, dim, shape: TileShape, *, is_split):
@@ -123,6 +140,25 @@ def merge_case(architecture, dtype, dim):
     return compiled(merge_splits, constants, types, architecture, 1)
 
 
+def embed_case(architecture, dtype, table_dtype, dim, width):
+    """Compile the embedding of keys, of which so many elements turn, by tables of a dtype."""
+    constants = {
+        "DIM": dim,
+        "BLOCK_DIM": triton.next_power_of_2(dim),
+        "WIDTH": width,
+        "ROWS": rows_of_program(dim),
+    }
+
+    def types(name):
+        if name in {"cosines", "sines"}:
+            return f"*{NAMES[table_dtype]}"
+        if name in {"region", "keys"}:
+            return f"*{NAMES[dtype]}"
+        return "*i64" if name in LONG_INTEGERS else "i32"
+
+    return compiled(embed_keys, constants, types, architecture, WARPS, fuses=False)
+
+
 def main():
     """Compile all kernels of each case."""
     for case in sys.argv[1:]:
@@ -134,6 +170,8 @@ def main():
             attend_case(*target, shape, is_split=False),
             attend_case(*target, single, is_split=True),
             merge_case(*target),
+            embed_case(*target[:2], *target[1:], width=int(dim)),
+            embed_case(*target[:2], "float32", int(dim), width=int(dim) // 2),
         ):
             sys.stdout.write(json.dumps({"case": case, **found}) + "\n")
 

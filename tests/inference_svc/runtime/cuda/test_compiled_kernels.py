@@ -40,12 +40,16 @@ def compiled(cases, directory):
 
 def check(found, cases):
     """Nothing is spilt where it is fast to serve, and everything fits."""
-    assert len(found) == 3 * len(cases)
+    assert len(found) == 5 * len(cases)
     for kernel in found:
         architecture, dtype, _ = kernel["case"].split(":")
         assert kernel["shared_bytes"] <= SHARED_BYTES[int(architecture)], kernel
         if dtype != "float32":  # which nobody serves on a GPU for its speed
             assert kernel["stack_bytes"] == 0, kernel
+        if kernel["kernel"] == "embed_keys":  # whose bits are those of torch
+            assert kernel["stack_bytes"] == kernel["fused"] == 0, kernel
+        elif kernel["kernel"] == "merge_splits":
+            assert kernel["fused"] > 0, kernel
 
 
 def test_kernels_compile(tmp_path):

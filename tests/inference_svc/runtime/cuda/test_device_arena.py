@@ -17,6 +17,7 @@ from inference_svc.runtime.kv.copy_stream import CopyStream, DoneInOrder, StepCl
 from inference_svc.runtime.kv.paged_kv import PagePool
 from inference_svc.runtime.transfer.layer_load import LayerLoader
 from inference_svc.runtime.transfer.layer_store import store_blocks
+from tests.embed_in_one_call import embed_in_one_call
 from tests.inference_svc.runtime.cuda.copier_in_process import copier_of
 from tests.inference_svc.runtime.transfer.test_layer_load import blocks_of, tokens
 from tests.simulated_device import RaceError, SimulatedDevice
@@ -95,25 +96,26 @@ def stored(model, arena, rows):
     return kv, buffer, blocks
 
 
-def load(there, kv, blocks, opened=lambda _num_layers: None):
+def load(there, kv, blocks, opened=lambda _num_layers: None, embed=None):
     """Load all layers as a copy thread does."""
     stream = CopyStream(CPU)
     loaded = DoneInOrder(opened)
     with stream.copies(behind_computing=True):
-        loader = LayerLoader(kv, there.arena, blocks, there.calibration)
+        loader = LayerLoader(kv, there.arena, blocks, there.calibration, embed=embed)
         for layer_index in range(len(there.calibration.layers)):
             loader.load(layer_index)
             loaded.enqueued(stream.mark())
         loaded.finish()
 
 
-def test_a_load_has_the_bits_of_the_forward(device, model, any_there, rows):
+@pytest.mark.parametrize("embed", [None, embed_in_one_call], ids=["torch", "kernel"])
+def test_a_load_has_the_bits_of_the_forward(device, model, any_there, rows, embed):
     """By batches from registered slots, through staging memory, and by a copier."""
     there = any_there
     computed, _, blocks = stored(model, there.plain, rows)
     kv = there.new_kv()
     with device.running():
-        load(there, kv, blocks)
+        load(there, kv, blocks, embed=embed)
     assert (device.num_batches > 0) == (device.fails_at is None)
     for layer_index in range(len(there.calibration.layers)):
         for loaded, made in ((kv.keys, computed.keys), (kv.values, computed.values)):
@@ -218,6 +220,29 @@ def test_a_load_waits_for_those_who_read_its_pages(there, rows, model):
         ):
             LayerLoader(kv, there.arena, blocks, there.calibration).load(0)
         load(there, kv, blocks)
+
+
+def test_a_kernel_that_embeds_waits_for_the_copies_of_its_keys(there, rows, model):
+    """On their stream; on another one it is refused, and so it is on pages that are still read."""
+    there.arena.registered.wait()
+    _, _, blocks = stored(model, there.plain, rows)
+    kv, device = there.new_kv(), there.device
+
+    def elsewhere(*given):
+        with device.stream(device.Stream()):
+            embed_in_one_call(*given)
+
+    with device.running():
+        with pytest.raises(RaceError, match="reads what may still be written"):
+            load(there, kv, blocks, embed=elsewhere)
+        load(there, kv, blocks, embed=embed_in_one_call)
+        kv.keys.read(0, 0, HISTORY).sum()
+        loader = LayerLoader(kv, there.arena, blocks, there.calibration, embed=embed_in_one_call)
+        with (
+            pytest.raises(RaceError, match="writes what may still be read"),
+            CopyStream(CPU).copies(behind_computing=False),
+        ):
+            loader.load(0)
 
 
 def test_a_store_waits_for_the_layer_that_is_computed(there, rows, model):

@@ -5,9 +5,10 @@ import torch
 
 from inference_svc.core.kv_room import MOST_UNSAVED_STATES
 from inference_svc.runtime.calibration.calibration import calibrate
+from inference_svc.runtime.engine.engine_request import as_token_bytes
 from inference_svc.runtime.model.model_loader import load_model
 from inference_svc.runtime.store.kvd_loads import NO_STATE
-from tests.inference_svc.runtime.store.failing_peer import PROMPT, Scene
+from tests.inference_svc.runtime.store.failing_peer import KEY, PROMPT, Scene
 from tests.models import build_hybrid_model
 
 STORED = len(PROMPT) - 1  # the last token is always computed
@@ -70,6 +71,28 @@ async def test_a_state_leaves_nothing_of_others_behind_it(hybrid, copy_threads):
     end = layout.state_bytes - (layout.state_slots - 1) * layout.block_bytes
     slot = slots[last * layout.block_bytes : (last + 1) * layout.block_bytes]
     assert not slot[end:].any()
+
+
+async def test_a_state_that_is_given_up_meanwhile_is_stored_all_the_same(
+    hybrid, copy_threads, monkeypatch
+):
+    """The turn goes on while kvd is asked; what was offered to it is there until it is copied."""
+    scene = Scene(hybrid, copy_threads, grant_tokens=40)
+    _, buffer = scene.computed(marks=(20,))
+    prepare = scene.peer.prepare_store
+
+    async def prepared(*args, **kwargs):
+        grant = await prepare(*args, **kwargs)
+        buffer.states.clear()
+        return grant
+
+    monkeypatch.setattr(scene.peer, "prepare_store", prepared)
+    assert await scene.store.save(KEY, as_token_bytes(PROMPT), 0, buffer) == ""
+    assert list(scene.peer.states) == [20]
+    scene.peer.stored = scene.peer.stored[: 20 * 4]
+    _, kv, error = await scene.load()
+    assert (kv.states.num_tokens, error) == (20, None)
+    scene.check_logits(kv)
 
 
 def test_few_states_wait_to_be_stored(hybrid, copy_threads):

@@ -13,13 +13,9 @@ from inference_svc.runtime.compute.chunk import Chunk
 from inference_svc.runtime.kv.arena_kv import ScatteredTokens, SlotRun
 from inference_svc.runtime.kv.copy_stream import StepClock
 from inference_svc.runtime.kv.layer_gate import LayerGate
-from inference_svc.runtime.transfer.layer_load import (
-    LayerLoader,
-    _balanced,
-    check_spans,
-    copy_layer,
-)
+from inference_svc.runtime.transfer.layer_load import LayerLoader, _balanced, copy_layer
 from inference_svc.runtime.transfer.layer_store import store_blocks
+from inference_svc.runtime.transfer.spans import check_spans
 
 CPU = torch.device("cpu")
 

@@ -6,8 +6,9 @@ import torch
 from inference_svc.core.discards import kept_runs, num_in
 from inference_svc.runtime.compute.chunk import Chunk
 from inference_svc.runtime.kv.arena_kv import ScatteredTokens, SlotRun
-from inference_svc.runtime.transfer.layer_load import LayerLoader, _runs, check_spans
+from inference_svc.runtime.transfer.layer_load import LayerLoader, _runs
 from inference_svc.runtime.transfer.layer_store import store_blocks
+from inference_svc.runtime.transfer.spans import check_spans
 from shared.types.kv_layout import Component, KVLayout, Layer
 
 NUM_TOKENS = 160

@@ -4,13 +4,9 @@ import pytest
 import torch
 
 from inference_svc.runtime.compute.chunk import Chunk
-from inference_svc.runtime.transfer.layer_load import (
-    LayerLoader,
-    check_spans,
-    check_windows,
-    windows_beside,
-)
+from inference_svc.runtime.transfer.layer_load import LayerLoader
 from inference_svc.runtime.transfer.layer_store import store_blocks
+from inference_svc.runtime.transfer.spans import check_spans, check_windows, windows_beside
 from shared.types.granted_slots import GrantedWindow
 
 HISTORY = 40
@@ -46,7 +42,7 @@ def loaded_with(model, arena_kv, blocks, windows):
         for layer_index in range(len(model.calibration.layers)):
             with component.filling(layer_index, 0, 96) as place:
                 place.fill_(float("nan"))
-    loader = LayerLoader(kv, arena_kv, blocks, model.calibration, None, windows)
+    loader = LayerLoader(kv, arena_kv, blocks, model.calibration, windows=windows)
     for layer_index in range(len(model.calibration.layers)):
         loader.load(layer_index)
     kv.num_tokens = check_spans(kv, blocks, model.calibration.layout)

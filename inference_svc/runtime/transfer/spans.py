@@ -1,0 +1,93 @@
+"""What a load is granted, spans of tokens and windows of the last; whether it can be loaded.
+
+A grant that makes no sense is refused before anything of it is copied.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from inference_svc.runtime.kv.arena_kv import Block
+from inference_svc.runtime.kv.sequence_kv import SequenceKv
+from shared.types.granted_slots import GrantedWindow
+from shared.types.kv_layout import KVLayout
+
+
+class Span(Block, Protocol):
+    """Tokens [start, start + num_tokens) of a slot, for positions from token_offset on."""
+
+    @property
+    def start(self) -> int:
+        """First token in the slot."""
+
+
+def check_spans(kv: SequenceKv, spans: Sequence[Span], layout: KVLayout) -> int:
+    """Return the position after the last span.
+
+    Args:
+        kv: the KV to append to; the first span has to begin at its `num_tokens`.
+        spans: the spans, in order, without gaps.
+        layout: the layout of the slots.
+
+    Raises:
+        ValueError: if the spans leave a gap, leave the slot or the sequence's KV.
+    """
+    end = kv.num_tokens
+    for span in spans:
+        is_inside = span.start >= 0 and 0 < span.num_tokens <= layout.block_tokens - span.start
+        has_room = end + span.num_tokens <= kv.capacity_tokens
+        if span.token_offset != end or not is_inside or not has_room:
+            raise ValueError(
+                f"tokens {span.start}+{span.num_tokens} of a slot cannot be loaded at "
+                f"{span.token_offset}; the sequence's KV has {end} of {kv.capacity_tokens} tokens"
+            )
+        end += span.num_tokens
+    return end
+
+
+def check_windows(windows: Sequence[GrantedWindow], end_token: int, layout: KVLayout) -> int:
+    """Return the first token that windows have KV of.
+
+    Args:
+        windows: of the last tokens before `end_token`, in order, without gaps.
+        end_token: what is computed next is this token.
+        layout: the layout of the slots; it has windows.
+
+    Raises:
+        ValueError: if they leave a gap, leave their slots, or are not of all tokens that the next
+            one attends to.
+    """
+    first = end = windows[0].token_offset if windows else end_token
+    for window in windows:
+        is_inside = (
+            window.start >= 0 and 0 < window.num_tokens <= layout.block_tokens - window.start
+        )
+        is_next = window.token_offset == end and len(window.slot_ids) == layout.window_slots
+        if not (is_inside and is_next):
+            raise ValueError(f"the window at {window.token_offset} does not follow {end}")
+        end += window.num_tokens
+    if end != end_token or first > max(0, end_token - layout.window):
+        raise ValueError(
+            f"windows of tokens {first} to {end} came with {end_token} tokens; layers attend to "
+            f"the last {layout.window}"
+        )
+    return first
+
+
+def windows_beside(spans: Sequence[Span], layout: KVLayout, first_slot: int) -> list[GrantedWindow]:
+    """Return where windows of the last of some spans are in an arena that is not kvd's.
+
+    That of slot s is in the slots from `first_slot` + s * `layout.window_slots` on.
+    """
+    num_slots = layout.window_slots
+    first_token = sum(span.num_tokens for span in spans) - layout.window
+    return [
+        GrantedWindow(
+            span.token_offset,
+            span.num_tokens,
+            span.start,
+            tuple(first_slot + span.slot_id * num_slots + part for part in range(num_slots)),
+            (0,) * num_slots,
+        )
+        for span in spans
+        if layout.window and span.token_offset + span.num_tokens > first_token
+    ]

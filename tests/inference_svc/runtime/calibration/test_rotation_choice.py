@@ -1,0 +1,128 @@
+"""What embeds loaded keys is chosen: what is named is proven or refused, "auto" falls back."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from inference_svc.runtime.calibration import attention_choice, rotation_choice
+from inference_svc.runtime.calibration.rotation_choice import choose_rotation
+from inference_svc.runtime.cuda.key_rotation import embed_on_device
+from shared.types.errors import ConfigError
+
+
+@pytest.fixture(scope="module")
+def llama(tiny):
+    """A tiny Llama and its calibration."""
+    model = tiny("llama")
+    return model.loaded, model.calibration
+
+
+def nearly(keys, tables, region, slots):
+    """Embed, but for one bit."""
+    embed_on_device(keys, tables, region, slots)
+    number = region[slots[0], -1, -1]
+    number.copy_(torch.nextafter(number, torch.tensor(9.0)))
+
+
+def beside(keys, tables, region, slots):
+    """Embed, and write to a slot more."""
+    embed_on_device(keys, tables, region, slots)
+    region[1] = 1.0
+
+
+def failing(*_):
+    """Fail as a compiler does."""
+    raise RuntimeError("no such instruction\nin line 7")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "llama",
+        "llama-yarn",
+        "gpt-neox",
+        "glm",
+        "cohere",
+        "gemma3",
+        "smollm3",
+        "deepseek-v3",
+        "deepseek-v32",
+        "gptj",
+    ],
+)
+def test_models_are_proven_with_the_kernel(tiny, name):
+    """Halves, scaled, partial, interleaved, two tables, layers without one, latents, indexes."""
+    model = tiny(name)
+    assert choose_rotation("triton", model.loaded, model.calibration) is embed_on_device
+
+
+def test_torch_needs_no_proof(llama, monkeypatch):
+    """By name; and on a CPU, whether or not Triton's interpreter is there."""
+    monkeypatch.setattr(rotation_choice, "_kernel", lambda: failing)
+    assert choose_rotation("torch", *llama) is None
+    assert choose_rotation("auto", *llama) is None
+
+
+@pytest.mark.parametrize(
+    ("kernel", "reason"),
+    [(nearly, "other bits"), (beside, "other bits"), (failing, "no such instruction")],
+)
+def test_what_is_not_proven_does_not_serve(llama, monkeypatch, kernel, reason):
+    """Named, it is an error in one line; else torch serves."""
+    monkeypatch.setattr(rotation_choice, "_kernel", lambda: kernel)
+    with pytest.raises(ConfigError, match=reason) as caught:
+        choose_rotation("triton", *llama)
+    assert "\n" not in caught.value.message
+    monkeypatch.setattr(rotation_choice, "is_gpu", lambda _device: True)
+    assert choose_rotation("auto", *llama) is None
+
+
+def test_both_ends_of_the_window_are_proven(llama, monkeypatch):
+    """A kernel that is wrong at late positions only is not taken."""
+    wrong_from = llama[0].context_window - 1
+
+    def late(keys, tables, region, slots):
+        embed_on_device(keys, tables, region, slots)
+        last = llama[1].layers[0].key.rotary.tables(wrong_from, 1)
+        if torch.equal(tables.cosines[-1:], last.cosines):
+            region[slots[-1]] += 1.0
+
+    monkeypatch.setattr(rotation_choice, "_kernel", lambda: late)
+    with pytest.raises(ConfigError, match="other bits"):
+        choose_rotation("triton", *llama)
+
+
+def test_what_cannot_be_is_refused_with_the_reason(llama, tiny, monkeypatch):
+    """Keys behind a norm, keys that keep their position, a CPU, no Triton."""
+    loaded, calibration = llama
+    normed = tiny("hunyuan")
+    with pytest.raises(ConfigError, match="no keys of this model"):
+        choose_rotation("triton", normed.loaded, normed.calibration)
+    coupled = tiny("llama", positions="coupled")
+    with pytest.raises(ConfigError, match="no keys of this model"):
+        choose_rotation("triton", coupled.loaded, coupled.calibration)
+    with monkeypatch.context() as changed:
+        changed.delenv("TRITON_INTERPRET")
+        with pytest.raises(ConfigError, match="cpu is no GPU"):
+            choose_rotation("triton", loaded, calibration)
+    monkeypatch.setattr(attention_choice.importlib.util, "find_spec", lambda _name: None)
+    with pytest.raises(ConfigError, match="not installed"):
+        choose_rotation("triton", loaded, calibration)
+
+
+def test_who_has_nothing_to_embed_is_not_warned(tiny, monkeypatch):
+    """A model whose keys have no position, on a GPU."""
+    monkeypatch.setattr(rotation_choice, "is_gpu", lambda _device: True)
+    monkeypatch.setattr(rotation_choice, "_kernel", lambda: failing)
+    warned = []
+    monkeypatch.setattr(rotation_choice.log, "warning", lambda *_, **told: warned.append(told))
+    coupled = tiny("llama", positions="coupled")
+    assert choose_rotation("auto", coupled.loaded, coupled.calibration) is None
+    assert warned == []
+    llama = tiny("llama")
+    no_keys = replace(llama.calibration, layers=())
+    assert choose_rotation("auto", llama.loaded, no_keys) is None
+    assert warned == []
+    assert choose_rotation("auto", llama.loaded, llama.calibration) is None
+    assert len(warned) == 1

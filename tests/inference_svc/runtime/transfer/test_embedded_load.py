@@ -1,0 +1,100 @@
+"""Loads whose keys a kernel embeds on the way: the bits of those that torch embeds in place."""
+
+import pytest
+import torch
+
+from inference_svc.core.scheduling.held_slots import PagedSlots
+from inference_svc.runtime.cuda.key_rotation import embed_on_device
+from inference_svc.runtime.kv.paged_kv import PagePool
+from inference_svc.runtime.transfer import layer_load
+from inference_svc.runtime.transfer.layer_load import LayerLoader
+from inference_svc.runtime.transfer.layer_store import store_blocks
+from tests.inference_svc.runtime.transfer.test_layer_load import blocks_of, prefilled, tokens
+
+HISTORY, PAGE_TOKENS = 90, 8
+PAGES = [7, 3, 4, 5, 0, 11, 1, 2, 9, 8, 6, 12, 10]
+
+
+class Counted:
+    """The kernel; counts tokens by heads and elements."""
+
+    def __init__(self):
+        self.num_tokens = {}
+
+    def __call__(self, keys, tables, region, slots):
+        assert keys.is_contiguous()
+        kind = tuple(keys.shape[1:])
+        self.num_tokens[kind] = self.num_tokens.get(kind, 0) + len(keys)
+        embed_on_device(keys, tables, region, slots)
+
+
+def paged_kv(model):
+    """Empty KV on pages in a bad order, of which some lie side by side; full of rubbish."""
+    shapes = [layer.shape for layer in model.calibration.layers]
+    slots = PagedSlots(len(PAGES), PAGE_TOKENS)
+    cpu = torch.device("cpu")
+    pool = PagePool(shapes, slots, 1, device=cpu, dtype=model.loaded.dtype)
+    pool._page_region.fill_(5.0)
+    return pool.new_kv(HISTORY, PAGES)
+
+
+def contents(kv, num_tokens):
+    """All layers' tokens of every component."""
+    return [
+        component.read(layer_index, 0, num_tokens)
+        for component in kv.components
+        for layer_index in range(len(component.cut(0, num_tokens)))
+    ]
+
+
+@pytest.mark.parametrize("piece_items", [1 << 17, 100])
+@pytest.mark.parametrize("on_pages", [True, False])
+@pytest.mark.parametrize(
+    "name",
+    ["llama", "llama-yarn", "gpt-neox", "glm", "cohere", "smollm3", "gemma3", "gptj", "hunyuan"],
+)
+def test_bits_are_those_of_torch(tiny, make_arena, rows, monkeypatch, name, on_pages, piece_items):
+    """On pages and side by side, in pieces of any size; what a norm follows is left to torch."""
+    monkeypatch.setattr(layer_load, "PIECE_ITEMS", piece_items)
+    check_bits(tiny(name), make_arena, rows, on_pages=on_pages)
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3", "deepseek-v32"])
+@pytest.mark.parametrize("on_pages", [True, False])
+def test_latents_and_index_keys_too(tiny, make_arena, rows, name, on_pages):
+    """Whose rotated part lies beside another component, or in a third one."""
+    check_bits(tiny(name), make_arena, rows, on_pages=on_pages)
+
+
+def check_bits(model, make_arena, rows, *, on_pages):
+    """Load a history both ways, after a discard in it; compare all that was written."""
+    calibration = model.calibration
+    _, arena_kv = make_arena(calibration.layout, 8)
+    blocks = blocks_of(rows, [5, 6, 7, 0, 4, 2], HISTORY, 16)
+    store_blocks(prefilled(model, tokens(31, HISTORY))[1], arena_kv, blocks, calibration)
+    gap = [rows(5, 0, 16), rows(6, 16, 4, start=3), rows(6, 20, 2, start=9), *shifted(rows, blocks)]
+    kernel = Counted()
+    for spans in (blocks, gap):
+        end = sum(span.num_tokens for span in spans)
+        loaded = []
+        for embed in (None, kernel):
+            kv = paged_kv(model) if on_pages else model.new_kv(HISTORY)
+            loader = LayerLoader(kv, arena_kv, spans, calibration, embed=embed)
+            for layer_index in range(len(calibration.layers)):
+                loader.load(layer_index)
+            loaded.append(contents(kv, end))
+        for by_torch, by_kernel in zip(*loaded, strict=True):
+            assert torch.equal(by_torch, by_kernel)
+    embedded = [
+        shape
+        for layer in calibration.layers
+        for recipe, shape in zip(layer.components, layer.shape.parts, strict=True)
+        if recipe.rotary is not None and recipe.post is None
+    ]
+    both = HISTORY + sum(span.num_tokens for span in gap)
+    assert kernel.num_tokens == {shape: embedded.count(shape) * both for shape in embedded}
+
+
+def shifted(rows, blocks):
+    """The blocks from the third on, ten tokens earlier."""
+    return [rows(b.slot_id, b.token_offset - 10, b.num_tokens) for b in blocks[2:]]
