@@ -6,6 +6,8 @@ PROTOS := $(shell find protos -name '*.proto')
 PROTO_VENV := .venv-protos
 # The floor that pyproject.toml names: stubs refuse to run on anything older than they were made with.
 PROTO_TOOLS := grpcio-tools==1.76.0
+# Tests and checks start dozens of interpreters: each would compile everything anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test test-pages test-gpu gpu-report coverage mutants structure test-failed flakes test-long test-systemd wheel check protos train clean
 
