@@ -10,6 +10,8 @@ PROTO_TOOLS := grpcio-tools==1.76.0
 # and where there is npm the CLIs of agents (2 GB).
 CLIENTS := .venv-clients
 CLIENT_ENVIRONMENTS := $(CLIENTS)/openai2 $(CLIENTS)/openai3 $(if $(shell command -v npm),$(CLIENTS)/npm)
+# Tests and checks start dozens of interpreters: each would compile everything anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test test-clients test-pages test-gpu gpu-report coverage mutants structure test-failed flakes test-long test-systemd wheel check protos train clean
 

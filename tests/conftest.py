@@ -12,6 +12,8 @@ import pytest_asyncio
 import structlog
 from hypothesis import HealthCheck, settings
 
+from tests.tls_files import Authority
+
 LONG_S = 3600
 if os.environ.get("GPU_TESTS_DEVICE", "cpu") == "cpu":
     # Triton's kernels are interpreted. Said before anything imports it, and to the children too.
@@ -39,6 +41,19 @@ def pytest_configure(config):
     if config.option.basetemp is None and not hasattr(config, "workerinput"):
         config.option.basetemp = tempfile.mkdtemp(prefix="ca-")
         config.add_cleanup(lambda: shutil.rmtree(config.option.basetemp, ignore_errors=True))
+    if not hasattr(config, "workerinput"):
+        trust_one_authority(config)
+
+
+def trust_one_authority(config):
+    """Have HTTP clients trust an authority of nobody's.
+
+    Each client reads all that it trusts, which takes longer than what tests ask of it if it trusts
+    the world; no server of ours has a certificate of that. Workers inherit it.
+    """
+    directory = Path(tempfile.mkdtemp(prefix="ca-"))
+    config.add_cleanup(lambda: shutil.rmtree(directory, ignore_errors=True))
+    os.environ["SSL_CERT_FILE"] = str(Authority(directory).path)
 
 
 def pytest_collection_modifyitems(items):

@@ -53,7 +53,8 @@ class Oracle:
     def judge_coupled(self, session: pb.Session) -> Verdict:
         """Judge a session read with its turns, where a discard voids all that follows it.
 
-        Each token of an answer is to be what the model says next on what the context is then.
+        Each token of an answer is to be what the model says next on what the context is then:
+        between two discards it only grows, and is run once.
         """
         context: list[int] = []
         said: list[tuple[list[int], int]] = []
@@ -63,7 +64,7 @@ class Oracle:
             for number, token in enumerate(tokens):
                 while discards and discards[0].after_tokens == number:
                     context = _without(context, discards.pop(0))
-                context = [*context, token]
+                context.append(token)
                 if number >= len(turn.input_ids):
                     said.append((context, len(context) - 1))
             for discard in discards:

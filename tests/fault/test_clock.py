@@ -95,7 +95,11 @@ def _reboot(kvd, wall_s) -> None:
     db.close()
 
 
-@pytest.mark.parametrize("offset_s", [DAY_S, 3650 * DAY_S], ids=["1 day", "10 years"])
+@pytest.mark.parametrize(
+    "offset_s",
+    [pytest.param(DAY_S, marks=pytest.mark.long), 3650 * DAY_S],
+    ids=["1 day", "10 years"],
+)
 async def test_boot_time_jumps(new_kvd, outcome, offset_s):
     """A suspended machine ages its sessions; a boot time that goes back again does no harm."""
     if not shutil.which("unshare") or _unshare(offset_s):

@@ -111,7 +111,7 @@ async def play(pair, oracle, seed, num_steps, tiers=TINY_TIERS):
 
 async def test_a_random_scene(pair, oracle):
     """A seeded sample of the long test: something is reused, something was lost."""
-    scene = await play(pair, oracle, seed=1, num_steps=40)
+    scene = await play(pair, oracle, seed=1, num_steps=20)
     assert scene.num_kills > 0
     assert scene.num_reused > 0
     assert scene.num_recomputed > 0

@@ -226,7 +226,7 @@ def _elsewhere(number: int):
     return key_of(f"s{number}", model=LAYOUTS[1].model)
 
 
-@few(25)
+@few(12)
 @given(deeds)
 async def test_any_deeds(served, todo):
     """In any order; kvd is unharmed, and so is everybody who does not share that memory."""

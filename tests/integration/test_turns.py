@@ -23,7 +23,8 @@ from tests.inference_processes import InferenceProcess
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 GREEDY = pb.Sampling(max_tokens=12, ignore_eos=True)
-LONG = pb.Sampling(max_tokens=1500, ignore_eos=True)
+LONG = pb.Sampling(max_tokens=1500, ignore_eos=True)  # nobody waits for its end
+WHOLE = pb.Sampling(max_tokens=300, ignore_eos=True)  # is under way for a while, and ends
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -150,14 +151,14 @@ async def test_a_repeat_with_another_input_is_refused(client):
 
 async def test_a_repeat_of_a_running_turn_joins_it(client):
     """Both clients see the whole turn, and one of them leaving does not end it."""
-    request = turn_request("Go ", "joined", sampling=LONG, request_id="once")
+    request = turn_request("Go ", "joined", sampling=WHOLE, request_id="once")
     async with aclosing(client.stream_turn(request)) as first:
         await next_event(first, "tokens")
         joined = asyncio.create_task(client.submit(request))
         async with aclosing(client.stream_turn(request)) as third:
             await next_event(third, "tokens")
     result = await joined
-    assert len(result.token_ids) == 1500
+    assert len(result.token_ids) == WHOLE.max_tokens
     assert not result.accepted.replayed
     assert (await client.get_session("joined")).turns == 1
 
@@ -176,7 +177,7 @@ async def test_expected_turn_must_match(client):
 async def test_a_busy_session_refuses_or_queues(client):
     """A second turn gets session_busy, or waits its turn and sees the first one's history."""
     async with aclosing(
-        client.stream_turn(turn_request("Long ", "busy", sampling=LONG))
+        client.stream_turn(turn_request("Long ", "busy", sampling=WHOLE))
     ) as running:
         await next_event(running, "started")
         second = turn_request("Next ", "busy", sampling=GREEDY)
@@ -189,7 +190,7 @@ async def test_a_busy_session_refuses_or_queues(client):
     assert finished.finished.turns == 1
     result = await waiting
     assert result.accepted.turn == 1
-    assert result.usage.history_tokens > 1500
+    assert result.usage.history_tokens > WHOLE.max_tokens
 
 
 async def test_a_cancelled_turn_leaves_the_session_as_it_was(client):
@@ -219,7 +220,7 @@ async def test_a_client_that_leaves_cancels_its_turn(client):
 
 async def test_a_waiting_turn_can_be_cancelled(client):
     """It ends with an error, because it was never accepted; the running one goes on."""
-    long = turn_request("Go ", "queue", sampling=LONG, request_id="first")
+    long = turn_request("Go ", "queue", sampling=WHOLE, request_id="first")
     async with aclosing(client.stream_turn(long)) as running:
         await next_event(running, "started")
         second = turn_request("Next ", "queue", sampling=GREEDY, request_id="second", wait=True)
@@ -352,7 +353,7 @@ async def test_sigterm_lets_running_turns_finish(tiny_model, short_dir):
     service = InferenceProcess(tiny_model, short_dir)
     await service.start()
     async with service.client() as client:
-        request = turn_request("Go ", "drained", sampling=LONG)
+        request = turn_request("Go ", "drained", sampling=WHOLE)
         async with aclosing(client.stream_turn(request)) as running:
             await next_event(running, "tokens")
             stopping = asyncio.create_task(service.stop())

@@ -86,7 +86,9 @@ def choices(tiny_model):
     return [Choice(name, sys.executable, str(tiny_model)) for name in ("ours", "transformers")]
 
 
-async def test_engines_choose_the_same_tokens_also_after_a_restart(choices, tiny_model, short_dir):
+async def test_engines_choose_the_same_tokens_also_after_a_restart_of_ours(
+    choices, tiny_model, short_dir
+):
     draw = random.Random(1)  # noqa: S311  # drawn the same each time
     tokens = [draw.randrange(2, 200) for _ in range(400)]
     kvd = short_dir / "kvd"
@@ -104,8 +106,9 @@ async def test_engines_choose_the_same_tokens_also_after_a_restart(choices, tiny
                     peer.generate(["x", "y"], [tokens[:50], tokens[300:350]], 4),
                 ]
                 peer.settle()
-                peer.kill()
-                peer.start()
+                if choice.name == "ours":  # the other one keeps nothing
+                    peer.kill()
+                    peer.start()
                 answers.append(peer.generate(["chat"], [tokens], 4))
             finally:
                 peer.kill()
