@@ -30,6 +30,7 @@ from inference_svc.core.truncation import USUAL_SINKS
 from inference_svc.core.turn_histograms import TurnHistograms
 from inference_svc.runtime.calibration.attention_choice import choose_attention
 from inference_svc.runtime.calibration.calibration import without_windows
+from inference_svc.runtime.calibration.compile_choice import choose_compiling
 from inference_svc.runtime.calibration.graph_choice import StepMemory, choose_graphs
 from inference_svc.runtime.calibration.rotation_choice import choose_rotation
 from inference_svc.runtime.compute.model_runner import ModelRunner
@@ -123,6 +124,8 @@ def assemble_engine(settings: InferenceSettings, model: Model) -> EngineParts:
     loaded, calibration, cache = model.loaded, model.calibration, settings.cache
     counters, rates, histograms = Counters(), Rates(), TurnHistograms(settings.tenants)
     compute_thread, load_thread, store_thread = map(WorkerThread, ("compute", "load", "store"))
+    # On the thread that computes: torch's compiler has its settings for each thread.
+    compute_thread.begin(choose_compiling, settings.model.compile, loaded, calibration).result()
     # For loads that kvd is still reading: one for each that there may be, so that none has to wait.
     read_threads = WorkerThread(
         "read", settings.scheduler.max_loading + settings.scheduler.max_running

@@ -95,6 +95,8 @@ class ModelSettings(Section):
         rotation: what embeds keys at their positions when they are loaded: what "torch" has; or, on
             a GPU, a kernel in "triton", on their way to their pages. "auto": the latter, if it is
             proven to give the same bits.
+        compile: whether torch's compiler makes kernels of the "layers", between attention and what
+            is kept of them, proven to answer as before. "off": they are computed call by call.
         packed_weights: whether weights are put in the order in which the kernel reads them. "auto":
             where there is such a kernel, and the model is proven to answer as before.
         positions: how stored KV is positioned. "decoupled": embedded when loaded, so that a context
@@ -114,6 +116,7 @@ class ModelSettings(Section):
     attention: Literal["auto", "torch", "triton"] = "auto"
     graphs: Literal["auto", "off"] = "auto"
     rotation: Literal["auto", "torch", "triton"] = "auto"
+    compile: Literal["off", "layers"] = "off"
     packed_weights: Literal["auto", "off"] = "auto"
     positions: Literal["auto", "decoupled", "coupled"] = "auto"
     pooling: Literal["auto", "none", "last", "mean", "weighted_mean"] = "auto"

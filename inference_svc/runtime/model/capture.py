@@ -127,10 +127,17 @@ class RotaryTap:
     def __call__(self, *args: Any, **options: Any) -> Any:
         """Call the function and report it."""
         result = self.apply(*args, **options)
+        self.report(self, args, options, result)
+        return result
+
+    @staticmethod
+    def report(
+        tap: "RotaryTap", args: tuple[Any, ...], options: dict[str, Any], result: Any
+    ) -> None:
+        """Report a call to the forward that is under capture, if there is one."""
         forward = _forward.get()
         if forward is not None:
-            forward.rotated(self, args, options, result)
-        return result
+            forward.rotated(tap, args, options, result)
 
 
 class CaptureCache(Cache):
@@ -173,6 +180,13 @@ class CaptureCache(Cache):
     def get_query_offset(self, layer_idx: int = 0) -> int:  # noqa: ARG002
         """Return the position of the first new token."""
         return self._claimed_tokens
+
+    @staticmethod
+    def attend(  # transformers calls it by position for the first five, by name for the rest
+        _module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any
+    ) -> tuple[Tensor, None]:
+        """Hand over what attends; return what `Forward.attend` does. No model asks for it here."""
+        return _current().attend(query, key, value, mask, options), None
 
     @property
     def is_compileable(self) -> bool:
@@ -242,8 +256,8 @@ class _NoLayers(list[Any]):
 
 def install(model: nn.Module) -> None:
     """Register the attention functions and install taps; repeating it is harmless."""
-    AttentionInterface.register(ATTENTION_NAME, _attention)
-    AttentionInterface.register(PROBE_ATTENTION_NAME, _attention)
+    AttentionInterface.register(ATTENTION_NAME, CaptureCache.attend)
+    AttentionInterface.register(PROBE_ATTENTION_NAME, CaptureCache.attend)
     AttentionMaskInterface.register(PROBE_ATTENTION_NAME, _mask)
     for module_name in {type(module).__module__ for module in model.modules()}:
         if module_name.startswith("torch."):
@@ -258,22 +272,23 @@ def install(model: nn.Module) -> None:
                 namespace[name] = RotaryTap(function)
 
 
+def leave_out_of_compiling(leave_out: Callable[[Any], Any]) -> None:
+    """Have the hooks run as they are in layers that are compiled; repeating it is harmless.
+
+    `leave_out` wraps a function so that the compiler's graph ends before it, and another begins.
+    """
+    for owner, name in ((RotaryTap, "report"), (CaptureCache, "attend")):
+        setattr(owner, name, staticmethod(leave_out(getattr(owner, name))))
+    AttentionInterface.register(ATTENTION_NAME, CaptureCache.attend)
+    for name in ("update", "update_indexer"):
+        setattr(CaptureCache, name, leave_out(getattr(CaptureCache, name)))
+
+
 def _current() -> Forward:
     forward = _forward.get()
     if forward is None:
         raise AssertionError("a forward with our attention runs outside capture.under()")
     return forward
-
-
-def _attention(  # transformers calls it by position for the first five, by name for the rest
-    _module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Any,
-    **options: Any,
-) -> tuple[Tensor, None]:
-    return _current().attend(query, key, value, attention_mask, options), None
 
 
 def _mask(*_args: Any, mask_function: Callable[..., Tensor], **_options: Any) -> Any:
