@@ -213,6 +213,13 @@ METRICS = MetricTable(
             {"stored": "stored_states", "loaded": "loaded_states"},
         ),
         Metric(
+            "inference_window_tokens_total",
+            "counter",
+            "Tokens whose KV of layers with a window was stored in kvd and loaded from there",
+            ("what",),
+            {"stored": "stored_window_tokens", "loaded": "loaded_window_tokens"},
+        ),
+        Metric(
             "inference_expectations_total",
             "counter",
             "Hints of what is to become of a session (tools awaited, superseded), by whether kvd "

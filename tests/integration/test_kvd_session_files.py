@@ -139,7 +139,8 @@ async def test_what_is_damaged_changes_nothing(tmp_path: Path) -> None:
             (bytes(flipped), "damaged"),
             (good + b"x", "damaged"),
             (good[:8] + b"\x02" + good[9:], "damaged"),  # it has no state
-            (good[:8] + b"\x03" + good[9:], "version 3"),
+            (good[:8] + b"\x03" + good[9:], "damaged"),  # nor windows
+            (good[:8] + b"\x04" + good[9:], "version 4"),
             (b"SQLite format 3", "no session file"),
             (b"", "cut short"),
         ):
@@ -285,5 +286,5 @@ def _break_off(kvd: KvdProcess, good: bytes) -> None:
 def test_the_format_is_the_documented_one() -> None:
     """The versions in the documentation are those of the code."""
     text = Path("kvd/FORMATS.md").read_text(encoding="utf-8")
-    versions = f"{file_format.VERSION} and {file_format.VERSION_WITH_STATE}"
+    versions = f"{file_format.VERSION} to {file_format.VERSION_WITH_WINDOWS}"
     assert f"## Session files (versions {versions})" in text

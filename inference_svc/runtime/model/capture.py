@@ -182,11 +182,16 @@ class CaptureCache(Cache):
         return self._claimed_tokens
 
     @staticmethod
-    def attend(  # transformers calls it by position for the first five, by name for the rest
-        _module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any
+    def attend(  # Transformers calls it by position for four; the mask it names now and then
+        _module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Any,
+        **options: Any,
     ) -> tuple[Tensor, None]:
         """Hand over what attends; return what `Forward.attend` does. No model asks for it here."""
-        return _current().attend(query, key, value, mask, options), None
+        return _current().attend(query, key, value, attention_mask, options), None
 
     @property
     def is_compileable(self) -> bool:
