@@ -269,11 +269,8 @@ def install(model: nn.Module) -> None:
             continue
         namespace = vars(sys.modules[module_name])
         for name, function in list(namespace.items()):
-            if (
-                _ROTARY_NAME.match(name)
-                and callable(function)
-                and not isinstance(function, RotaryTap)
-            ):
+            is_ours = isinstance(function, RotaryTap)
+            if _ROTARY_NAME.match(name) and callable(function) and not is_ours:
                 namespace[name] = RotaryTap(function)
 
 
