@@ -172,7 +172,7 @@ class CacheSettings(Section):
         saving: "async": while others compute; "sync": nothing is computed meanwhile; "off":
             nothing is stored.
         save_group_tokens: tokens of a turn under way that are stored together; at least a block's.
-        state_tokens: of models with a recurrent state, or with layers that attend to the last
+        mark_tokens: of models with a recurrent state, or with layers that attend to the last
             tokens only: tokens between places of a long prompt where a load can end, beside those
             where conversations turn; 0: none but these.
         windows: of layers that attend to the last tokens only, no more than these are stored and
@@ -192,7 +192,7 @@ class CacheSettings(Section):
     read_buffer_layers: int = Field(default=-1, ge=-1, le=65536)
     saving: Literal["async", "sync", "off"] = "async"
     save_group_tokens: int = Field(default=512, ge=1)
-    state_tokens: int = Field(default=8192, ge=0)
+    mark_tokens: int = Field(default=8192, ge=0)
     windows: bool = True
     transport: Literal["shm", "cuda_ipc"] = "shm"
     kvd_runtime_dir: Path = Field(default_factory=default_runtime_dir)

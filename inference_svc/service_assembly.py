@@ -110,7 +110,7 @@ def assemble_service(
         eos_ids=loaded.eos_ids,
         reserve_tokens=settings.overflow.reserve_tokens,
         compress_tokens=settings.compression.min_tokens,
-        mark_tokens=settings.cache.state_tokens,
+        mark_tokens=settings.cache.mark_tokens,
         has_states=bool(calibration.layout.state_bytes),
     )
     report = TurnReport(engine_parts.histograms)

@@ -100,7 +100,7 @@ class SyntheticEngine:
         """
         while True:
             grant = await self.client.prepare_store(
-                key, encode(token_ids), from_token, CALL_S, state_positions=states
+                key, encode(token_ids), from_token, CALL_S, load_ends=states
             )
             self.fill(grant, token_ids)
             stored = await self.client.complete_store(grant, success=True)

@@ -63,7 +63,8 @@ class _Copies:
         loaded, self._calibration = work.model.loaded, work.model.calibration
         layout, self._device = work.layout, loaded.device
         self._num_tokens = num_tokens
-        self.num_bytes = num_tokens * layout.token_bytes
+        # Windows lie apart, and are of few tokens.
+        self.num_bytes = num_tokens * sum(layer.token_bytes for layer in layout.token_layers)
         firsts = range(0, num_tokens, layout.block_tokens)
         slot_ids = random.Random(1).sample(range(arena.num_slots), len(firsts))  # noqa: S311  # where slots lie
         self._blocks = [

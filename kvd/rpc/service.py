@@ -301,7 +301,7 @@ def _prepare_store(
         request.from_token,
         request.engine_id,
         lineage=lineage_of(request),
-        state_positions=request.state_positions,
+        load_ends=request.load_ends,
     )
 
 

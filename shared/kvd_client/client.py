@@ -125,7 +125,7 @@ class KvdClient(KvdConnection):
         deadline_s: float,
         *,
         lineage: Lineage | None = None,
-        state_positions: Sequence[int] = (),
+        load_ends: Sequence[int] = (),
     ) -> StoreGrant:
         """Lease slots for the KV of token_ids[from_token:] that is not stored yet.
 
@@ -135,7 +135,7 @@ class KvdClient(KvdConnection):
             from_token: the caller has position-free KV from here on.
             deadline_s: how long kvd may wait for free slots.
             lineage: of the tokens; None: that of what kvd stores of the session.
-            state_positions: behind how many tokens loads are to be able to end. Where there are
+            load_ends: behind how many tokens loads are to be able to end. Where there are
                 states the caller has them there, of these tokens; windows may be asked for up to
                 tokens that are yet to come. What is granted of either is to be written, too, all
                 bytes of its slots.
@@ -148,7 +148,7 @@ class KvdClient(KvdConnection):
             from_token=from_token,
             deadline_s=deadline_s,
             lineage=lineage_message(lineage),
-            state_positions=state_positions,
+            load_ends=load_ends,
         )
         call = self._call(attachment.stub.PrepareStore, request, deadline_s + GRACE_S, attachment)
         response = await self._granted(call, self._complete_store, attachment)

@@ -223,12 +223,12 @@ def store_grant(
     if is_beyond or len(set(slot_ids)) < len(slot_ids):
         raise _nonsense("blocks that share a slot or lie beyond the tokens")
     positions = [state.position for state in states]
-    wanted = {p for p in request.state_positions if p <= response.end_token}
+    wanted = {p for p in request.load_ends if p <= response.end_token}
     if positions != sorted(set(positions) & wanted):
         raise _nonsense(f"states at {positions}")
     end = request.from_token
     for window in windows:
-        if not request.state_positions or window.start or window.token_offset < end:
+        if not request.load_ends or window.start or window.token_offset < end:
             raise _nonsense(f"a window of tokens from {window.token_offset} on, before {end}")
         end = window.token_offset + window.num_tokens
     if windows and end > response.end_token:

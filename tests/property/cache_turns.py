@@ -302,7 +302,7 @@ class TurnsMachine(RuleBasedStateMachine):
                     from_token,
                     self.ids[engine_id],
                     lineage=self._named(conversation),
-                    state_positions=self._positions(conversation.tokens),
+                    load_ends=self._positions(conversation.tokens),
                 )
             except TooManyLeasesError:
                 return
@@ -341,7 +341,7 @@ class TurnsMachine(RuleBasedStateMachine):
                 from_token,
                 self.ids[engine_id],
                 lineage=self._named(conversation),
-                state_positions=self._positions(conversation.tokens),
+                load_ends=self._positions(conversation.tokens),
             )
         except TooManyLeasesError:
             return

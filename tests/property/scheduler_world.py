@@ -11,7 +11,6 @@ write: loads write to the last.
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
-from inference_svc.core.attention_window import after_discard
 from inference_svc.core.discards import Range, merge_ranges, without
 from inference_svc.core.errors import QueueFullError
 from inference_svc.core.rates.rates import Rates
@@ -428,12 +427,11 @@ class SchedulerWorld:
         assert list(self.scheduler.residents.get(key).token_ids) == kv.rows
         kv.rows[:] = without(kv.rows, ranges)
         kv.windowed[:] = without(kv.windowed, ranges)
-        window_from = after_discard(self.scheduler.residents.get(key).window_from, ranges)
         if has_room:
             self._write(kv, ranges[0][0])
         is_wanted = works and has_room and (turn is None or not turn.request.is_over)
         left = kv.rows if is_wanted else ()
-        if self.scheduler.residents.end_compaction(key, left, window_from=window_from):
+        if self.scheduler.residents.end_compaction(key, left, ranges=ranges):
             assert is_wanted
             kv.base = len(kv.rows)
             self._follow(key)

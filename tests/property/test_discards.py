@@ -343,7 +343,7 @@ class DiscardMachine(RuleBasedStateMachine):
                 from_token,
                 ENGINE_ID,
                 lineage=context.lineage,
-                state_positions=self._positions(context.tokens),
+                load_ends=self._positions(context.tokens),
             )
             self._fill(answer, context.rows)
             if answer.lease_id:

@@ -17,7 +17,6 @@ may be cancelled meanwhile; 2. a discard that is repeated finds what it has left
 import asyncio
 from collections.abc import Callable, Sequence
 
-from inference_svc.core.attention_window import after_discard
 from inference_svc.core.counters import Counters
 from inference_svc.core.discards import OVERFLOW, Discard, Range, kept_runs, merge_ranges, without
 from inference_svc.core.scheduling.held_slots import PageCopy
@@ -124,12 +123,8 @@ class Discards:
     ) -> asyncio.Task[None]:
         """Compact the resident of these tokens; then it has this lineage, or is released."""
         self._over[key] = asyncio.Event()
-        resident = self._scheduler.residents.get(key)
-        window_from = 0 if resident is None else after_discard(resident.window_from, ranges)
         copies = self._scheduler.residents.own(key, ranges[0][0])
-        return self._tasks.create_task(
-            self._compact(key, token_ids, ranges, lineage, copies, window_from)
-        )
+        return self._tasks.create_task(self._compact(key, token_ids, ranges, lineage, copies))
 
     async def _compact(
         self,
@@ -138,7 +133,6 @@ class Discards:
         ranges: Sequence[Range],
         lineage: Lineage | None,
         copies: Sequence[PageCopy] | None,
-        window_from: int,
     ) -> None:
         """Compact, or drop the KV where there is no room for pages that have to be copied."""
         kept, num_left = kept_runs(ranges, len(token_ids)), 0
@@ -150,8 +144,7 @@ class Discards:
         finally:
             left_ids = without(token_ids, ranges)[:num_left]
             self._counters.add("shifts" if num_left or not kept else "shifts_failed")
-            residents = self._scheduler.residents
-            if not residents.end_compaction(key, left_ids, lineage, window_from):
+            if not self._scheduler.residents.end_compaction(key, left_ids, lineage, ranges):
                 self._residents.release(key)
             self._over.pop(key).set()
             self._changed()

@@ -307,8 +307,9 @@ class KvdLoads:
                 if tail is not None:
                     held.enter_context(tail.hold())
                 held.enter_context(stream.copies(behind_computing=True))
+                if layers.start == 0 and (grant.state is not None or grant.windows):
+                    wait_layer(self._layers.stop - 1)  # it is said of layers when they are there
                 if state is not None and kv.states is not None:
-                    wait_layer(self._layers.stop - 1)  # a state is of all layers
                     kv.states.restore(tensors.read_state(state.slot_ids), room)
                     if kv.states.num_tokens != grant.end_token:
                         raise LoadFailedError(
@@ -325,8 +326,6 @@ class KvdLoads:
                     self._embed,
                     windows=grant.windows,
                 )
-                if grant.windows and layers.start == 0:
-                    wait_layer(self._layers.stop - 1)  # progress says nothing of windows
                 for layer_index in layers:
                     wait_layer(layer_index)
                     loader.load(layer_index)

@@ -120,7 +120,7 @@ class KvdSessionStore:
         while True:
             left_s = max(0.0, deadline_s - time.monotonic())
             grant = await self._client.prepare_store(
-                key, token_ids, from_token, left_s, lineage=lineage, state_positions=positions
+                key, token_ids, from_token, left_s, lineage=lineage, load_ends=positions
             )
             await self._save_grant(buffer, states, grant, clock)
             if grant.refused_reason or not grant.more or grant.end_token <= from_token:

@@ -79,8 +79,6 @@ class LayerLoader:
         num_parts = calibration.layout.window_slots
         parts = [spans, *(part_of(windows, part) for part in range(num_parts))]
         self._sources = [_Source(part, tail) if part else None for part in parts]
-        self._pieces: dict[tuple[int, int, RotaryTable, tuple[int, int]], list[_Piece]] = {}
-        self._landings: dict[tuple[int, int, RotaryTable], list[_Landing]] = {}
 
     @torch.inference_mode()
     def load(self, layer_index: int) -> None:
@@ -151,24 +149,24 @@ class LayerLoader:
     ) -> "list[_Piece]":
         """Return the pieces of a kind of component, with this thread's scratch."""
         heads, dim = self._layers[layer_index].shape.parts[component]
-        kind = (threading.get_ident(), id(source), rotary, (heads, dim))
-        if kind not in self._pieces:
-            pieces = self._pieces[kind] = []
+        kind = (threading.get_ident(), rotary, (heads, dim))
+        if kind not in source.pieces:
+            pieces = source.pieces[kind] = []
             dtype = self._kv.components[component].dtype
             for first, count, runs in self._cut(source, layer_index, component):
                 like = torch.empty(count, heads, dim, dtype=dtype, device="meta")
                 turn = rotary.turn(like, first)
                 pieces.append(_Piece(first, count, list(_placed(runs, first)), turn))
-        return self._pieces[kind]
+        return source.pieces[kind]
 
     def _landings_of(
         self, source: "_Source", layer_index: int, component: int, rotary: RotaryTable
     ) -> "list[_Landing]":
         """Return the pieces of a kind of component, and where they go; made on this thread."""
-        kind = (threading.get_ident(), id(source), rotary)
-        if kind not in self._landings:
+        kind = (threading.get_ident(), rotary)
+        if kind not in source.landings:
             tokens = self._kv.components[component]
-            self._landings[kind] = [
+            source.landings[kind] = [
                 _Landing(
                     list(_placed(runs, 0)),
                     rotary.tables(first, count),
@@ -176,7 +174,7 @@ class LayerLoader:
                 )
                 for first, count, runs in self._cut(source, layer_index, component)
             ]
-        return self._landings[kind]
+        return source.landings[kind]
 
     def _cut(
         self, source: "_Source", layer_index: int, component: int
@@ -213,6 +211,8 @@ class _Source:
         first: position of the first token.
         runs: what can be gathered in one call each.
         tail_tokens: (slot, first token in it, number of tokens) that the tail keeps, if any.
+        pieces: what is turned in one go, by thread, table and shape of a key.
+        landings: the same for a kernel, by thread and table.
     """
 
     def __init__(self, spans: Sequence[Span], tail: WriteBuffer | None) -> None:
@@ -220,6 +220,8 @@ class _Source:
         self.runs = list(_runs(spans))
         self.num_tokens = sum(run.num_tokens for run in self.runs)
         self.tail_tokens = _tail_tokens(spans, tail)
+        self.pieces: dict[tuple[int, RotaryTable, tuple[int, int]], list[_Piece]] = {}
+        self.landings: dict[tuple[int, RotaryTable], list[_Landing]] = {}
 
 
 class _Piece(NamedTuple):

@@ -54,7 +54,7 @@ def check_positions(state: CacheState, positions: Iterable[int], num_tokens: int
         if state.stored_parts is None:
             raise InvalidRequestError(
                 "the layout has neither states nor windows",
-                "send no state_positions, or a layout's state_bytes or windows",
+                "send no load_ends, or a layout's state_bytes or windows",
             )
         is_beyond = position > num_tokens and state.layout.state_bytes
         if position < 1 or is_beyond:

@@ -27,7 +27,7 @@ from kvd.core.operations.matching import (
     why_missed,
 )
 from kvd.core.operations.state_matching import NO_STATE, up_to_state
-from kvd.core.operations.window_matching import NO_WINDOW, Windowed, up_to_windows
+from kvd.core.operations.window_matching import NO_WINDOW, Loadable, up_to_windows
 from kvd.core.records.actions import LeaseReady, TrackLoad, UntrackLoad
 from kvd.core.records.records import LeaseState, LoadAnswer, Tier
 from kvd.core.state.block import Block
@@ -146,7 +146,7 @@ class Loader:
         match: Match,
         *,
         dram_only: bool,
-    ) -> Windowed:
+    ) -> Loadable:
         """Find what a load may give: what the match has, where that is of use by itself."""
         state, layout = self._state, self._state.layout
         if layout.window:
@@ -155,8 +155,8 @@ class Loader:
             found = up_to_state(
                 state, key, token_ids, from_token, chaining, match, dram_only=dram_only
             )
-            return Windowed(found, ())
-        return Windowed(match.pieces, ())
+            return Loadable(found, ())
+        return Loadable(match.pieces, ())
 
     def _why_missed(self, match: Match, end: int, token_ids: bytes, chaining: Chaining) -> str:
         """Say why no more than up to `end` is given."""

@@ -232,13 +232,11 @@ class SessionFiles:
         from_token: int,
         engine_id: int,
         lineage: Lineage,
-        state_positions: Sequence[int] = (),
+        load_ends: Sequence[int] = (),
     ) -> StoreAnswer:
         """Lease slots as for a store, for what no turn has computed."""
         self._state.tenants.refuse_erased(key.tenant)
-        return self._storer.lease_slots(
-            key, token_ids, from_token, engine_id, lineage, state_positions
-        )
+        return self._storer.lease_slots(key, token_ids, from_token, engine_id, lineage, load_ends)
 
     def _next_pieces(self, export: Export, max_spans: int) -> list[Piece]:
         """Find the blocks of the next spans.

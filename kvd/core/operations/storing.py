@@ -83,7 +83,7 @@ class Storer:
         engine_id: int,
         *,
         lineage: Lineage | None = None,
-        state_positions: Sequence[int] = (),
+        load_ends: Sequence[int] = (),
     ) -> StoreAnswer:
         """Lease slots for the KV of token_ids[from_token:] that is not stored, as far as possible.
 
@@ -101,7 +101,7 @@ class Storer:
         state = self._state
         state.tenants.refuse_erased(key.tenant)
         state.turns.stored(key, num_tokens_of(token_ids), state.now_ns)
-        return self.lease_slots(key, token_ids, from_token, engine_id, lineage, state_positions)
+        return self.lease_slots(key, token_ids, from_token, engine_id, lineage, load_ends)
 
     def lease_slots(
         self,
@@ -110,7 +110,7 @@ class Storer:
         from_token: int,
         engine_id: int,
         lineage: Lineage | None,
-        state_positions: Sequence[int] = (),
+        load_ends: Sequence[int] = (),
     ) -> StoreAnswer:
         """Do what `prepare` says, but for what is asked of an engine's turn."""
         num_tokens = num_tokens_of(token_ids)
@@ -120,7 +120,7 @@ class Storer:
         if session is not None:
             state.touch(session)
         chaining = Chaining(state.layout, state.salt_of(key.tenant), lineage)
-        check_positions(state, state_positions, num_tokens)
+        check_positions(state, load_ends, num_tokens)
         base = self._base(key, token_ids, from_token, chaining)
         stored_end = base[-1].end if base else 0
         if from_token > stored_end:
@@ -128,7 +128,7 @@ class Storer:
         lease_id, now_ns = state.leases.next_id(), state.now_ns
         lease = StoreLease(lease_id, engine_id, key, lineage=lineage, since_ns=now_ns)
         lease.num_discards = session.num_discards if session else 0
-        lease.load_ends = [at for at in state_positions if at != num_tokens]
+        lease.load_ends = [at for at in load_ends if at != num_tokens]
         if state.layout.state_bytes:
             lease.token_ids = token_ids
         held: list[Part] = [(piece.span, piece.block) for piece in base]
@@ -136,7 +136,7 @@ class Storer:
         held += [(new.span, new.block) for new in plan.planned if new.block is not None]
         self._hold(held)
         num_new = plan.num_new
-        wanted = new_parts(state, key, token_ids, chaining, plan, state_positions)
+        wanted = new_parts(state, key, token_ids, chaining, plan, load_ends)
         num_parts = len(wanted) * state.layout.part_slots
         if wanted and not self._placement.make_quota(key.tenant, num_new + num_parts):
             wanted, num_parts = [], 0

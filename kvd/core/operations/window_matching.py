@@ -35,7 +35,7 @@ MOST_PENDING = 4  # ends beyond what is stored that are remembered
 Rows = tuple[int, int, int]  # first token, number of tokens, first row
 
 
-class Windowed(NamedTuple):
+class Loadable(NamedTuple):
     """What a load may give.
 
     Attributes:
@@ -49,7 +49,7 @@ class Windowed(NamedTuple):
 
 def up_to_windows(
     state: CacheState, found: Sequence[Piece], from_token: int, *, dram_only: bool
-) -> Windowed:
+) -> Loadable:
     """Find the last end of a load behind a token, and the windows for it.
 
     With `dram_only` the last one for which all is in DRAM; if there is none, any.
@@ -58,7 +58,7 @@ def up_to_windows(
     if last is None and dram_only:
         last = _last_end(state, found, from_token, dram_only=False)
     if last is None:
-        return Windowed([], ())
+        return Loadable([], ())
     end = found[last].end
     first = bisect_right([piece.end for piece in found], end - state.layout.window)
     parts, windows = [], []
@@ -71,8 +71,8 @@ def up_to_windows(
             assert block is not None, "a window that is stored has all its parts"
             parts.append(Piece(span, block, end))
     if len(parts) >= len(state.slots):
-        return Windowed([], ())  # the arena could never hold them beside a block of tokens
-    return Windowed([*found[: last + 1], *parts], tuple(windows))
+        return Loadable([], ())  # the arena could never hold them beside a block of tokens
+    return Loadable([*found[: last + 1], *parts], tuple(windows))
 
 
 def _last_end(

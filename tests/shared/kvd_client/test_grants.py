@@ -65,9 +65,9 @@ def load(arena, words):
     return loaded
 
 
-def _store(arena, blocks, end_token=32, lease_id=9, layout=LAYOUT, state_positions=(), **fields):
+def _store(arena, blocks, end_token=32, lease_id=9, layout=LAYOUT, load_ends=(), **fields):
     request = kvd_pb2.PrepareStoreRequest(
-        token_ids=bytes(4 * 40), from_token=16, state_positions=state_positions
+        token_ids=bytes(4 * 40), from_token=16, load_ends=load_ends
     )
     response = kvd_pb2.PrepareStoreResponse(
         lease_id=lease_id, blocks=blocks, end_token=end_token, **fields
@@ -217,7 +217,7 @@ def test_a_miss_has_no_state(load):
 
 def test_states_to_be_written(arena):
     """Beside blocks or without any; only such as were asked for, and in slots of their own."""
-    wanted = {"layout": WITH_STATES, "state_positions": [20, 40]}
+    wanted = {"layout": WITH_STATES, "load_ends": [20, 40]}
     grant = _store(arena, [BLOCK], states=[STATE], **wanted)
     assert [state.position for state in grant.states] == [20]
     assert _store(arena, [], states=[STATE], **wanted).states == grant.states
@@ -276,7 +276,7 @@ def test_windows_come_with_the_tokens_before_them(load, arena):
 
 def test_windows_to_be_written(wide_arena):
     """Beside blocks or without any, in slots of their own, of tokens that the engine holds."""
-    wanted = {"layout": WITH_WINDOWS, "state_positions": [99]}
+    wanted = {"layout": WITH_WINDOWS, "load_ends": [99]}
     window = _changed(LAST_WINDOW, start=0)
     grant = _store(wide_arena, [BLOCK], windows=[window], **wanted)
     assert grant.windows == (GrantedWindow(16, 4, 0, (5, 4), (1, 2)),)
@@ -296,7 +296,7 @@ def test_windows_to_be_written(wide_arena):
             {},
         ),  # the block's
         ([window], {"lease_id": 0}),
-        ([window], {"state_positions": []}),
+        ([window], {"load_ends": []}),
         ([window], {"layout": LAYOUT}),
     ):
         with pytest.raises(KvdProtocolError):

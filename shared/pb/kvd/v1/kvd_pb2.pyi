@@ -286,22 +286,22 @@ class CompleteLoadResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class PrepareStoreRequest(_message.Message):
-    __slots__ = ("engine_id", "session", "token_ids", "from_token", "deadline_s", "lineage", "state_positions")
+    __slots__ = ("engine_id", "session", "token_ids", "from_token", "deadline_s", "lineage", "load_ends")
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     FROM_TOKEN_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
     LINEAGE_FIELD_NUMBER: _ClassVar[int]
-    STATE_POSITIONS_FIELD_NUMBER: _ClassVar[int]
+    LOAD_ENDS_FIELD_NUMBER: _ClassVar[int]
     engine_id: int
     session: SessionKey
     token_ids: bytes
     from_token: int
     deadline_s: float
     lineage: Lineage
-    state_positions: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, engine_id: _Optional[int] = ..., session: _Optional[_Union[SessionKey, _Mapping]] = ..., token_ids: _Optional[bytes] = ..., from_token: _Optional[int] = ..., deadline_s: _Optional[float] = ..., lineage: _Optional[_Union[Lineage, _Mapping]] = ..., state_positions: _Optional[_Iterable[int]] = ...) -> None: ...
+    load_ends: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, engine_id: _Optional[int] = ..., session: _Optional[_Union[SessionKey, _Mapping]] = ..., token_ids: _Optional[bytes] = ..., from_token: _Optional[int] = ..., deadline_s: _Optional[float] = ..., lineage: _Optional[_Union[Lineage, _Mapping]] = ..., load_ends: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class StoreBlock(_message.Message):
     __slots__ = ("slot_id", "token_offset", "num_tokens", "generation")

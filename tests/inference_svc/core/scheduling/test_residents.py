@@ -292,13 +292,16 @@ def test_a_resident_is_built_on_where_layers_with_a_window_have_it_whole(prompt,
     assert residents.match(request("a", prompt)) == num_tokens
 
 
-@pytest.mark.parametrize(("window_from", "stays"), [(0, True), (2, True), (3, False)])
-def test_a_resident_goes_of_whose_window_too_much_is_dropped(window_from, stays):
+@pytest.mark.parametrize(
+    ("window_from", "dropped", "stays"),
+    [(0, (4, 6), True), (2, (4, 6), True), (3, (4, 6), False), (3, (1, 3), True)],
+)
+def test_a_resident_goes_of_whose_window_too_much_is_dropped(window_from, dropped, stays):
     """What is left of it is of use to nobody."""
     slots = ContiguousSlots(1000)
     residents = Residents(slots, attention_window=4)
-    residents.put(resident("a", [7] * 8))
+    residents.put(replace(resident("a", [7] * 8), window_from=window_from))
     residents.begin_compaction(key("a"))
-    assert residents.end_compaction(key("a"), [7] * 6, None, window_from) == stays
+    assert residents.end_compaction(key("a"), [7] * 6, None, [dropped]) == stays
     assert len(residents) == stays
     residents.check()

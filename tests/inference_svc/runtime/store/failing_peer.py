@@ -134,9 +134,7 @@ class Peer:
         self.progress.close(grant.lease_id)
         self.maybe_fail("complete_load")
 
-    async def prepare_store(
-        self, key, token_ids, from_token, deadline_s, *, lineage, state_positions=()
-    ):
+    async def prepare_store(self, key, token_ids, from_token, deadline_s, *, lineage, load_ends=()):
         self.lineages.append(lineage)
         self.maybe_fail("prepare_store")
         num_tokens = len(token_ids) // 4
@@ -149,7 +147,7 @@ class Peer:
         self.wanted = token_ids[: end * 4]
         self.wanted_states = tuple(
             GrantedState(position, self.take_slots(), ())
-            for position in state_positions
+            for position in load_ends
             if from_token < position <= end and len(self.free_slots) >= self.state_slots
         )
         return StoreGrant(

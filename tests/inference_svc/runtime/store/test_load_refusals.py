@@ -81,9 +81,7 @@ async def test_a_load_that_is_cancelled_fails_the_gate_and_returns_its_lease(mod
 class TimedPeer(Peer):
     """Notes how much time stores are given."""
 
-    async def prepare_store(
-        self, key, token_ids, from_token, deadline_s, *, lineage, state_positions=()
-    ):
+    async def prepare_store(self, key, token_ids, from_token, deadline_s, *, lineage, load_ends=()):
         """See Peer."""
         self.given_s = [*getattr(self, "given_s", []), deadline_s]
         return await super().prepare_store(key, token_ids, from_token, deadline_s, lineage=lineage)
@@ -101,9 +99,7 @@ async def test_all_grants_of_a_save_share_its_time(model, copy_threads):
 class StingyPeer(Peer):
     """Has room for nothing, and says that there is more."""
 
-    async def prepare_store(
-        self, key, token_ids, from_token, deadline_s, *, lineage, state_positions=()
-    ):
+    async def prepare_store(self, key, token_ids, from_token, deadline_s, *, lineage, load_ends=()):
         """See Peer."""
         return StoreGrant(0, (), from_token, more=True, refused_reason="", arena=self.arena)
 

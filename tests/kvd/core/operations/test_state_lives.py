@@ -12,14 +12,14 @@ from kvd.core.records.records import Tier
 from kvd.core.state.limits import TenantLimits
 from shared.types.granted_slots import Lookup
 from shared.types.lineage import WHOLE
-from tests.kvd.core.stateful_turns import (
+from tests.kvd.core.turns import ENGINE_ID, A, B, C, counter, queue_of
+from tests.kvd.core.turns_with_parts import (
     load_with,
     positions_of,
     prepare_with,
     state_world,
     store_with,
 )
-from tests.kvd.core.turns import ENGINE_ID, A, B, C, counter, queue_of
 from tests.property.cache_world import compute, to_bytes
 from tests.property.test_state_engine import NUM_PARTS, STATE_LAYOUT, state_of
 
@@ -90,7 +90,7 @@ def test_a_retained_prefix_has_the_states_of_its_tokens():
     world.engine.sessions.flush(A, dry_run=False)
     world.pump()
     assert positions_of(world, prefix) == [6, 8]
-    assert load_with(world, C, TOKENS).position == 8
+    assert load_with(world, C, TOKENS).end == 8
 
 
 def test_states_are_read_ahead_with_their_session():
@@ -102,7 +102,7 @@ def test_states_are_read_ahead_with_their_session():
     world.engine.engines.replace_queue(ENGINE_ID, queue_of(A))
     world.pump()
     world.quiesce()
-    assert load_with(world, A, TOKENS[:9], dram_only=True).position == 9
+    assert load_with(world, A, TOKENS[:9], dram_only=True).end == 9
     assert counter(world, "prefetch_hits") == 3 + NUM_PARTS
 
 
@@ -145,7 +145,7 @@ def test_the_bytes_of_a_store_that_is_not_asked_for_again_are_given_back():
     assert world.engine.inspection.stats().tiers[0].num_blocks == 2 + NUM_PARTS
     world.engine.sessions.flush(A, dry_run=False)
     world.pump()
-    assert load_with(world, B, TOKENS[:8]).position == 8
+    assert load_with(world, B, TOKENS[:8]).end == 8
     world.engine.sessions.flush(B, dry_run=False)
     world.pump()
     world.quiesce()

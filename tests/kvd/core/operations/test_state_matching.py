@@ -8,14 +8,14 @@ from kvd.core.records.actions import IoOutcome, ReadBlock
 from kvd.core.records.entries import pack_spans, unpack_spans
 from kvd.core.records.errors import InvalidRequestError
 from shared.types.granted_slots import Lookup
-from tests.kvd.core.stateful_turns import (
+from tests.kvd.core.turns import ENGINE_ID, A, B, C, new_world
+from tests.kvd.core.turns_with_parts import (
     load_with,
     positions_of,
     prepare_with,
     state_world,
     store_with,
 )
-from tests.kvd.core.turns import ENGINE_ID, A, B, C, new_world
 from tests.property.cache_world import to_bytes
 
 TOKENS = list(range(1, 23))  # five blocks of 4, and half of one
@@ -24,9 +24,9 @@ TOKENS = list(range(1, 23))  # five blocks of 4, and half of one
 def test_a_load_ends_at_the_last_stored_state():
     world = state_world()
     store_with(world, A, TOKENS, [6, 13])
-    assert load_with(world, A, TOKENS).position == 13
-    assert load_with(world, A, TOKENS[:12]).position == 6
-    assert load_with(world, A, TOKENS, 8).position == 13
+    assert load_with(world, A, TOKENS).end == 13
+    assert load_with(world, A, TOKENS[:12]).end == 6
+    assert load_with(world, A, TOKENS, 8).end == 13
 
 
 def test_tokens_without_a_state_are_a_miss():
@@ -45,17 +45,17 @@ def test_a_state_within_a_block_is_found_where_the_block_goes_on_with_other_toke
     world = state_world()
     store_with(world, A, TOKENS, [10, 22])
     other = [*TOKENS[:10], 90, 91, 92, 93]
-    assert load_with(world, A, other).position == 10
+    assert load_with(world, A, other).end == 10
     store_with(world, A, other, [14], 8)
     assert positions_of(world, A) == [10, 14]
-    assert load_with(world, A, [*other, 1, 2]).position == 14
+    assert load_with(world, A, [*other, 1, 2]).end == 14
 
 
 def test_other_sessions_find_states_along_their_tokens():
     world = state_world()
     store_with(world, A, TOKENS, [8, 15])
-    assert load_with(world, B, [*TOKENS[:8], 70, 71]).position == 8
-    assert load_with(world, B, [*TOKENS[:15], 70, 71]).position == 15
+    assert load_with(world, B, [*TOKENS[:8], 70, 71]).end == 8
+    assert load_with(world, B, [*TOKENS[:15], 70, 71]).end == 15
     answer = store_with(world, B, [*TOKENS[:15], 70, 71], [8, 17], 12)
     assert [state.position for state in answer.states] == [17], "8 is stored"
     assert positions_of(world, B) == [8, 15, 17]
@@ -97,7 +97,7 @@ def test_a_store_may_have_states_alone():
     assert answer.lease_id
     assert not answer.blocks
     assert answer.end_token == 22
-    assert load_with(world, A, TOKENS).position == 22
+    assert load_with(world, A, TOKENS).end == 22
     again = store_with(world, A, TOKENS, [22], 22)
     assert not again.lease_id
 
@@ -127,7 +127,7 @@ def test_two_stores_of_the_same_state():
         world.pump()
     world.quiesce()
     assert positions_of(world, A) == positions_of(world, B) == [22]
-    assert load_with(world, B, TOKENS).position == 22
+    assert load_with(world, B, TOKENS).end == 22
 
 
 def test_positions_that_cannot_be():
@@ -135,7 +135,7 @@ def test_positions_that_cannot_be():
         with pytest.raises(InvalidRequestError, match="of 22 tokens"):
             prepare_with(state_world(), A, TOKENS, positions)
     with pytest.raises(InvalidRequestError, match="neither states nor windows"):
-        new_world().engine.stores.prepare(A, to_bytes(TOKENS), 0, ENGINE_ID, state_positions=[4])
+        new_world().engine.stores.prepare(A, to_bytes(TOKENS), 0, ENGINE_ID, load_ends=[4])
 
 
 def test_an_arena_that_cannot_hold_all_at_once():
@@ -146,10 +146,10 @@ def test_an_arena_that_cannot_hold_all_at_once():
     store_with(world, A, TOKENS[:20], [20], 20)
     assert positions_of(world, A) == [20]
     first = load_with(world, A, TOKENS[:20])
-    assert first.position == 0
+    assert first.end == 0
     assert first.answer.more
     last = load_with(world, A, TOKENS[:20], first.answer.end_token)
-    assert last.position == 20
+    assert last.end == 20
     assert not last.answer.more
 
 
@@ -161,10 +161,10 @@ def test_dram_only_ends_at_the_last_state_that_is_there():
     newest = [blocks[span.block_key] for span in session.spans if span.start == 9]
     world.engine._state.leave_dram(newest[0])
     world.pump()
-    assert load_with(world, A, TOKENS[:9], dram_only=True).position == 5
+    assert load_with(world, A, TOKENS[:9], dram_only=True).end == 5
     answer = load_with(world, A, TOKENS[:9], 5, dram_only=True).answer
     assert answer.miss_reason == "on_ssd"
-    assert load_with(world, A, TOKENS[:9]).position == 9, "it is read"
+    assert load_with(world, A, TOKENS[:9]).end == 9, "it is read"
 
 
 def test_a_state_with_a_corrupt_part_is_gone_and_the_tokens_stay():
@@ -183,7 +183,7 @@ def test_a_state_with_a_corrupt_part_is_gone_and_the_tokens_stay():
     world.pump()
     assert positions_of(world, A) == [5]
     assert world.engine.inspection.info(A).num_tokens == 9
-    assert load_with(world, A, TOKENS[:9]).position == 5
+    assert load_with(world, A, TOKENS[:9]).end == 5
 
 
 def test_a_discard_leaves_the_states_before_it():
@@ -193,7 +193,7 @@ def test_a_discard_leaves_the_states_before_it():
     world.pump()
     assert kept == 14
     assert positions_of(world, A) == [6, 13]
-    assert load_with(world, A, [*TOKENS[:14], *TOKENS[16:]]).position == 13
+    assert load_with(world, A, [*TOKENS[:14], *TOKENS[16:]]).end == 13
     kept = world.engine.sessions.discard(A, to_bytes(TOKENS[:14]), [(5, 7)])
     world.pump()
     assert kept == 5
@@ -208,7 +208,7 @@ def test_eviction_takes_the_newest_state_before_the_tokens_it_follows():
     store_with(world, C, [51] * 4, [])
     assert positions_of(world, A) == [4]
     assert world.engine.inspection.info(A).num_tokens == 12
-    assert load_with(world, A, TOKENS).position == 4
+    assert load_with(world, A, TOKENS).end == 4
 
 
 @pytest.mark.parametrize("keep_dram", [True, False])
@@ -219,8 +219,8 @@ def test_states_survive_a_restart(keep_dram):
     world.quiesce()
     world.start(keep_dram=keep_dram)
     assert positions_of(world, A) == [6, 13, 22]
-    assert load_with(world, C, TOKENS).position == 22
-    assert load_with(world, B, [*TOKENS[:6], 80]).position == 7
+    assert load_with(world, C, TOKENS).end == 22
+    assert load_with(world, B, [*TOKENS[:6], 80]).end == 7
 
 
 def test_a_state_that_was_not_written_costs_no_tokens():
@@ -246,7 +246,7 @@ def test_packed_sessions_give_their_states():
     world.quiesce()
     assert world.engine._state.sessions[A].packed
     assert positions_of(world, A) == [6, 22]
-    assert load_with(world, B, TOKENS).position == 22
+    assert load_with(world, B, TOKENS).end == 22
 
 
 def test_a_session_takes_over_states_that_another_one_has_packed():
@@ -258,7 +258,7 @@ def test_a_session_takes_over_states_that_another_one_has_packed():
     assert world.engine._state.sessions[A].packed
     store_with(world, B, [*TOKENS[:9], 70], [10])
     assert positions_of(world, B) == [6, 9, 10]
-    assert load_with(world, B, [*TOKENS[:9], 71]).position == 9
+    assert load_with(world, B, [*TOKENS[:9], 71]).end == 9
 
 
 def _torn(spans):
@@ -290,7 +290,7 @@ def test_a_damaged_entry_costs_states_and_no_tokens(damage, positions):
     world.start()
     assert positions_of(world, A) == positions
     assert world.engine.inspection.info(A).num_tokens == 9
-    assert load_with(world, A, TOKENS[:9]).position == max(positions, default=0)
+    assert load_with(world, A, TOKENS[:9]).end == max(positions, default=0)
 
 
 def test_a_fork_from_a_session_whose_blocks_are_not_cut_at_full_ones():
@@ -299,7 +299,7 @@ def test_a_fork_from_a_session_whose_blocks_are_not_cut_at_full_ones():
     store_with(world, A, TOKENS[:2], [])
     store_with(world, A, TOKENS[:15], [11], 2)
     fork = [*TOKENS[:11], 70, 71, 72]
-    assert load_with(world, B, fork).position == 11
+    assert load_with(world, B, fork).end == 11
     answer = store_with(world, B, fork, [14], 8)
     assert answer.refused == ""
-    assert load_with(world, B, [*fork, 1]).position == 14
+    assert load_with(world, B, [*fork, 1]).end == 14

@@ -14,7 +14,7 @@ from shared.types.graft_source import GraftSource
 from shared.types.granted_slots import Lookup
 from shared.types.lineage import WHOLE
 from tests.kvd.core.turns import ENGINE_ID, A, B, C, counter, queue_of
-from tests.kvd.core.windowed_turns import (
+from tests.kvd.core.turns_with_parts import (
     load_with,
     prepare_with,
     store_with,

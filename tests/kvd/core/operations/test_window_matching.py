@@ -12,7 +12,7 @@ from kvd.core.records.errors import InvalidRequestError
 from shared.types.granted_slots import Lookup
 from shared.types.kv_layout import Component, KVLayout, Layer
 from tests.kvd.core.turns import ENGINE_ID, A, B, C, counter, new_world
-from tests.kvd.core.windowed_turns import (
+from tests.kvd.core.turns_with_parts import (
     load_with,
     prepare_with,
     store_with,
@@ -271,9 +271,7 @@ def test_windows_are_not_asked_for_of_what_a_discard_has_left():
     store_with(world, A, TOKENS)
     world.engine.sessions.discard(A, to_bytes(TOKENS), [(6, 9)])
     kept = [*TOKENS[:6], *TOKENS[9:]]
-    answer = world.engine.stores.prepare(
-        A, to_bytes([*kept, 50, 51]), 0, ENGINE_ID, state_positions=[21]
-    )
+    answer = world.engine.stores.prepare(A, to_bytes([*kept, 50, 51]), 0, ENGINE_ID, load_ends=[21])
     assert [w.token_offset for w in answer.windows] == [19]
 
 
@@ -322,7 +320,7 @@ def test_requests_that_cannot_be():
     with pytest.raises(InvalidRequestError, match="ends behind 0 of 22"):
         prepare_with(window_world(), A, TOKENS, [0])
     with pytest.raises(InvalidRequestError, match="neither states nor windows"):
-        new_world().engine.stores.prepare(C, to_bytes(TOKENS), 0, ENGINE_ID, state_positions=[8])
+        new_world().engine.stores.prepare(C, to_bytes(TOKENS), 0, ENGINE_ID, load_ends=[8])
 
 
 def test_what_is_stored_and_loaded_is_counted():

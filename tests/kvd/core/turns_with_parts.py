@@ -1,4 +1,4 @@
-"""Stores and loads against a CacheWorld whose layout has windows: two slots for each block's."""
+"""Stores and loads against a CacheWorld whose layout has states or windows: two slots each."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +12,12 @@ from shared.types.kv_layout import KVLayout
 from shared.types.session_key import SessionKey
 from tests.kvd.core.turns import ENGINE_ID
 from tests.property.cache_world import CacheWorld, compute, to_bytes
+from tests.property.test_state_engine import STATE_LAYOUT, state_of
 from tests.property.test_window_engine import WINDOW_LAYOUT, check_windows, fill_windows
+
+
+def state_world(num_slots: int = 24, num_extents: int = 64, **limits) -> CacheWorld:
+    return window_world(num_slots, num_extents, layout=STATE_LAYOUT, **limits)
 
 
 def window_world(
@@ -34,12 +39,16 @@ def prepare_with(
 ) -> StoreAnswer:
     """Ask for slots and fill those granted."""
     answer = world.engine.stores.prepare(
-        key, to_bytes(tokens), from_token, ENGINE_ID, state_positions=positions
+        key, to_bytes(tokens), from_token, ENGINE_ID, load_ends=positions
     )
     rows = compute([], tokens)
     for block in answer.blocks:
         end = block.token_offset + block.num_tokens
         world.slots[block.slot_id] = rows[block.token_offset : end]
+    for granted in answer.states:
+        contents = state_of(compute([], tokens[: granted.position])[-1])
+        for slot_id, there in zip(granted.slot_ids, contents, strict=True):
+            world.slots[slot_id] = there
     fill_windows(world.slots, rows, answer)
     world.pump()
     return answer
@@ -54,7 +63,7 @@ def store_with(
     *,
     settle: bool = True,
 ) -> StoreAnswer:
-    """Store tokens, and the windows for loads that end at positions."""
+    """Store tokens, and what loads need that end at positions."""
     answer = prepare_with(world, key, tokens, positions, from_token)
     if answer.lease_id:
         world.engine.stores.complete(answer.lease_id, ENGINE_ID, success=True)
@@ -67,7 +76,7 @@ def store_with(
 
 @dataclass
 class Loaded:
-    """What a load gave: where it ends, 0 if it is a miss; and the answer."""
+    """What a load gave: where it ends, 0 without a state that has to be there; and the answer."""
 
     end: int
     answer: LoadAnswer
@@ -81,7 +90,7 @@ def load_with(
     *,
     dram_only: bool = False,
 ) -> Loaded:
-    """Load and complete; tokens and windows are what they should be."""
+    """Load and complete; tokens, and the state or windows, are what they should be."""
     answer = world.engine.loads.prepare(
         key, to_bytes(tokens), from_token, ENGINE_ID, dram_only=dram_only
     )
@@ -93,13 +102,14 @@ def load_with(
         check_loaded(world, tokens, answer, from_token)
         world.engine.loads.complete(answer.lease_id, ENGINE_ID)
     world.pump()
-    return Loaded(answer.end_token, answer)
+    is_vain = world.layout.state_bytes and answer.state is None
+    return Loaded(0 if is_vain else answer.end_token, answer)
 
 
 def check_loaded(
     world: CacheWorld, tokens: list[int], answer: LoadAnswer, from_token: int = 0
 ) -> None:
-    """Every row, and every window, is of exactly these tokens."""
+    """Every row, and the state or every window, are of exactly these tokens."""
     rows, end = compute([], tokens), from_token
     for span in answer.spans:
         assert span.token_offset == end, "spans follow each other"
@@ -107,7 +117,21 @@ def check_loaded(
         there = world.slots[span.slot_id][span.start : span.start + span.num_tokens]
         assert there == rows[span.token_offset : end], "a load is right"
     assert end == answer.end_token
-    check_windows(world.slots, rows, answer, world.layout.window)
+    if world.layout.window:
+        check_windows(world.slots, rows, answer, world.layout.window)
+        return
+    assert answer.state is not None or answer.more, "what is granted has its state, or more comes"
+    if answer.state is not None:
+        assert answer.state.position == end
+        there = [world.slots[slot_id] for slot_id in answer.state.slot_ids]
+        assert there == state_of(rows[end - 1]), "a state is that of these tokens"
+
+
+def positions_of(world: CacheWorld, key: SessionKey) -> list[int]:
+    """Where a session has states."""
+    session = world.engine._state.sessions[key]
+    spans = [*session.spans, *session.tail_spans()]
+    return sorted({span.start for span in spans if not span.num_tokens})
 
 
 def windowed_of(world: CacheWorld, key: SessionKey) -> list[tuple[int, int]]:
