@@ -40,10 +40,12 @@ $(CLIENTS)/npm/.installed: tests/clients/package.json
 demo: $(VENV)/.installed
 	$(BIN)/inference-svc demo
 
+# What `make test` leaves to other targets.
+USUAL := not long and not systemd and not clients
 # Two workers; who is done first takes over from the other.
 WORKERS ?= 2
 test: $(VENV)/.installed
-	$(BIN)/pytest -m 'not long and not systemd and not clients' -n $(WORKERS) --dist worksteal \
+	$(BIN)/pytest -m '$(USUAL)' -n $(WORKERS) --dist worksteal \
 		$(if $(SKIP_CORES),$(addprefix --ignore=,$(CORE_TESTS)))
 
 # The cores' tests alone, with the branches that they take: each core is to be tested by its own tests.
@@ -57,7 +59,7 @@ coverage: $(VENV)/.installed
 
 # What failed in the last run, without a neighbour on the machine. Nothing failed: nothing runs.
 test-failed: $(VENV)/.installed
-	$(BIN)/pytest -m 'not long and not systemd and not clients' --last-failed --last-failed-no-failures none
+	$(BIN)/pytest -m '$(USUAL)' --last-failed --last-failed-no-failures none
 
 # All tests several times beside busy neighbours, in random orders: what fails now and then fails here.
 # RUNS, BURNERS, WORKERS and SEED: see .ci/flakes. FLAKES names the tests, as FLAKES=tests/fault.
@@ -76,7 +78,7 @@ test-clients: $(VENV)/.installed $(addsuffix /.installed,$(CLIENT_ENVIRONMENTS))
 
 # What runs an engine, with its KV on pages (scheduler.working_kv).
 test-pages: $(VENV)/.installed
-	INFERENCE_SCHEDULER__WORKING_KV=pages $(BIN)/pytest -m 'not long and not systemd and not clients' -n $(WORKERS) --dist worksteal \
+	INFERENCE_SCHEDULER__WORKING_KV=pages $(BIN)/pytest -m '$(USUAL)' -n $(WORKERS) --dist worksteal \
 		tests/integration tests/fault tests/inference_svc/runtime/engine tests/inference_svc/runtime/turns
 
 # What runs on a GPU, in a few minutes. With GPU_TESTS_DEVICE=cpu an interpreter and a simulated device
