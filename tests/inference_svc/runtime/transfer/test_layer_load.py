@@ -363,7 +363,8 @@ def test_a_piece_has_as_many_elements_as_fit_a_cache(
     spans = [rows(0, number, 1, 2 * number) for number in range(10)]
     loader = LayerLoader(model.new_kv(10), arena_kv, spans, model.calibration)
     loader.load(0)
-    (pieces,) = loader._pieces.values()
+    (source,) = loader._sources
+    (pieces,) = source.pieces.values()
     size = 10 // num_pieces
     found = [(piece.first, piece.num_tokens) for piece in pieces]
     assert found == [(first, size) for first in range(0, 10, size)]
