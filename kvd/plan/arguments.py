@@ -173,6 +173,8 @@ def _options(
         warmup_turns=turns_of(arrivals.warmup_turns, "--warmup-turns", workload.num_turns),
         load_policy=kvd.load_policy,
         state_bytes=model.state_bytes,
+        windowed_bytes_per_token=model.windowed_bytes_per_token,
+        attention_window=model.attention_window,
         end_hints=kvd.end_hints,
         tool_hints=kvd.tool_hints,
         think_scale=positive(arrivals.think_scale, "--think-scale", may_be_zero=True),

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from kvd.plan.states import MOST_KEPT, Kept
+from kvd.plan.kept import MOST_KEPT, Kept
 from kvd.plan.trace import Session, Turn, truncated
 from shared.types.units import NS_PER_S
 
@@ -20,15 +20,19 @@ class PlannedModel:
     """A model as the planner sees it.
 
     Attributes:
-        kv_bytes_per_token: keys and values of all layers.
+        kv_bytes_per_token: keys and values of all layers that keep them of all tokens.
         window_tokens: the longest context.
         state_bytes: a state of all recurrent layers; 0: it has none.
+        windowed_bytes_per_token: keys and values of layers that keep them of the last tokens only.
+        attention_window: of how many; 0: there are no such layers.
     """
 
     name: str
     kv_bytes_per_token: int
     window_tokens: int
     state_bytes: int = 0
+    windowed_bytes_per_token: int = 0
+    attention_window: int = 0
 
 
 # Of the paper's models its own figures (Table 1, §4.1; MB = 10**6), so that its experiments can be
@@ -114,6 +118,7 @@ class ReplayOptions:
             supersedes.
         think_scale: multiplies think times; 0: no thinking.
         state_bytes: of a state; 0: the model has none.
+        windowed_bytes_per_token: see `PlannedModel`; so `attention_window`.
     """
 
     policy: str
@@ -129,6 +134,8 @@ class ReplayOptions:
     tool_hints: bool = True
     think_scale: float = 1.0
     state_bytes: int = 0
+    windowed_bytes_per_token: float = 0.0
+    attention_window: int = 0
 
 
 class Costs:
@@ -141,35 +148,47 @@ class Costs:
         self._pcie_bytes_per_s = hardware.pcie_bytes_per_s
         self._bytes_per_token = options.kv_bytes_per_token
         self._state_bytes = options.state_bytes
+        self._windowed_bytes = options.windowed_bytes_per_token
+        self._attention_window = options.attention_window
         self._window_tokens = options.window_tokens
         self._is_truncated = bool(options.window_tokens) and keep_to_window(
             sessions, options.window_tokens
         )
         self._window_bytes = (
-            self.num_bytes(options.window_tokens, MOST_KEPT) if options.charge == "window" else None
+            most_bytes(options, options.window_tokens) if options.charge == "window" else None
         )
 
     @property
-    def has_states(self) -> bool:
-        """Whether the model has recurrent layers."""
-        return self._state_bytes > 0
+    def has_parts(self) -> bool:
+        """Whether the model has layers that keep something else of tokens than KV of each."""
+        return self._state_bytes > 0 or self._attention_window > 0
 
-    def num_bytes(self, num_tokens: int, num_states: int) -> int:
-        """Return the bytes of so many tokens' KV, and of so many states if the model has any."""
-        return round(num_tokens * self._bytes_per_token) + self.states_bytes(num_states)
+    def held_bytes(self, num_tokens: int) -> int:
+        """Return what an engine holds of so many tokens: KV of all layers, and a state."""
+        of_token = self._bytes_per_token + self._windowed_bytes
+        return round(num_tokens * of_token) + self._state_bytes
 
-    def states_bytes(self, num_states: int) -> int:
-        """Return the bytes of so many states."""
-        return num_states * self._state_bytes
+    def loaded_bytes(self, num_tokens: int) -> int:
+        """Return the bytes of a load of so many tokens: with the state behind them, or a window."""
+        windowed = min(num_tokens, self._attention_window) * self._windowed_bytes
+        state = self._state_bytes if num_tokens else 0
+        return round(num_tokens * self._bytes_per_token + windowed) + state
+
+    def parts_bytes(self, kept: Kept) -> int:
+        """Return the bytes of the states, or windows, that are kept of a session."""
+        if self._attention_window:
+            return round(kept.num_windowed(self._attention_window) * self._windowed_bytes)
+        return len(kept.ends) * self._state_bytes
 
     def kept_bytes(self, kept: Kept) -> int:
         """Return the bytes of what is kept of a session."""
-        return self.num_bytes(kept.num_tokens, len(kept.states))
+        return round(kept.num_tokens * self._bytes_per_token) + self.parts_bytes(kept)
 
     def new_bytes(self, kept: Kept, clean: Kept) -> tuple[int, int]:
-        """Return the bytes of tokens and those of states that are kept now and were not before."""
+        """Return the bytes of tokens and those of parts that are kept now and were not before."""
         tokens = max(0, kept.num_tokens - clean.num_tokens)
-        return self.num_bytes(tokens, 0), self.states_bytes(len(kept.states) - len(clean.states))
+        parts = max(0, self.parts_bytes(kept) - self.parts_bytes(clean))
+        return round(tokens * self._bytes_per_token), parts
 
     def charge(self, num_bytes: int) -> int:
         """Return what a session of so many bytes takes of a tier."""
@@ -180,24 +199,28 @@ class Costs:
         num_tokens = turn.kept_tokens
         if self._is_truncated:
             num_tokens = truncated(num_tokens, 0, self._window_tokens)
-        return before.then(turn, num_tokens) if self.has_states else Kept(num_tokens)
+        if self._attention_window:
+            return before.with_windows(turn, num_tokens)
+        return before.with_states(turn, num_tokens) if self._state_bytes else Kept(num_tokens)
 
     def loadable(self, kept: Kept) -> int:
-        """Return how many of the tokens that are kept can be loaded: up to the last state, if any.
+        """Return how many of the tokens that are kept can be loaded.
 
-        With them comes one state.
+        Those before the last state, if the model has states, or before a window that is kept.
         """
-        if not self.has_states:
-            return kept.num_tokens
-        return kept.states[-1] if kept.states else 0
+        if self._attention_window:
+            return kept.last_window_end(self._attention_window)
+        if self._state_bytes:
+            return kept.ends[-1] if kept.ends else 0
+        return kept.num_tokens
 
     def compute_ns(self, num_tokens: int) -> int:
         """Prefill of so many tokens, without what every prefill takes."""
         return _ns(num_tokens * self._engine.prefill_s_per_token)
 
     def load_ns(self, num_tokens: int) -> int:
-        """Return the time from DRAM to HBM: of so many tokens, and of the state behind them."""
-        return _ns(self.num_bytes(num_tokens, num_tokens > 0) / self._pcie_bytes_per_s)
+        """Return the time from DRAM to HBM of a load of so many tokens."""
+        return _ns(self.loaded_bytes(num_tokens) / self._pcie_bytes_per_s)
 
     def prefill_ns(self, turn: Turn, loaded_tokens: int) -> int:
         """Prefill of a turn of which so much history is loaded meanwhile."""
@@ -216,6 +239,14 @@ class Costs:
     def _computed_ns(self, turn: Turn, loaded_tokens: int) -> int:
         num_computed = turn.history_tokens + turn.new_tokens - loaded_tokens
         return _ns(self._engine.fixed_s) + self.compute_ns(num_computed)
+
+
+def most_bytes(model: PlannedModel | ReplayOptions, num_tokens: int) -> int:
+    """Return the most bytes that are kept of a session of so many tokens."""
+    num_windowed = min(num_tokens, MOST_KEPT * model.attention_window)
+    of_tokens = num_tokens * model.kv_bytes_per_token
+    of_tokens += num_windowed * model.windowed_bytes_per_token
+    return round(of_tokens) + MOST_KEPT * model.state_bytes
 
 
 def _ns(seconds: float) -> int:

@@ -49,6 +49,8 @@ def choose_model(
         model.kv_bytes_per_token if kv_bytes_per_token is None else kv_bytes_per_token,
         window_tokens or model.window_tokens,
         model.state_bytes if state_bytes is None else state_bytes,
+        model.windowed_bytes_per_token if kv_bytes_per_token is None else 0,
+        model.attention_window if kv_bytes_per_token is None else 0,
     )
 
 
@@ -74,11 +76,17 @@ def read_model(
         raise UnknownModelError(f"{path}: no JSON object", REMEDY)
     nested = config.get("text_config")
     text = ModelConfig(path, {**config, **nested} if isinstance(nested, dict) else config)
+    if kv_bytes_per_token is None:
+        token = model_config.token_bytes(text)
+    else:
+        token = model_config.TokenBytes(kv_bytes_per_token)
     return PlannedModel(
         path.parent.resolve().name,
-        model_config.kv_bytes_per_token(text) if kv_bytes_per_token is None else kv_bytes_per_token,
+        token.kept,
         text.window_tokens,
         model_config.state_bytes(text) if state_bytes is None else state_bytes,
+        token.windowed,
+        token.window,
     )
 
 

@@ -1,6 +1,7 @@
 """How large a token's KV and a state are, by the fields of a model's config.json. Pure.
 
-A token's KV is keys and values of the layers that attend. A state is what the others keep of all
+A token's KV is keys and values of the layers that attend: of all tokens, or of the last ones only,
+where there are layers of both kinds (`KVLayout.window`). A state is what the others keep of all
 tokens so far: of each layer the newest inputs of its convolution, in the model's type, and a
 recurrent state, which Transformers keeps in float32. They are packed as the engine does it.
 
@@ -73,7 +74,22 @@ class ModelConfig:
         raise UnknownModelError(f"{self.path}: no {names[0]}", REMEDY)
 
 
-def kv_bytes_per_token(config: ModelConfig) -> int:
+@dataclass(frozen=True, slots=True)
+class TokenBytes:
+    """What the KV of a token takes.
+
+    Attributes:
+        kept: keys and values of layers that keep them of all tokens.
+        windowed: those of layers that keep them of the last ones only.
+        window: of how many; 0: there are no such layers.
+    """
+
+    kept: int
+    windowed: int = 0
+    window: int = 0
+
+
+def token_bytes(config: ModelConfig) -> TokenBytes:
     """Return the bytes of keys and values of all layers that attend.
 
     Raises:
@@ -81,11 +97,34 @@ def kv_bytes_per_token(config: ModelConfig) -> int:
     """
     if "kv_lora_rank" in config.fields:
         raise UnknownModelError(f"{config.path}: keeps latents, not keys and values", REMEDY)
+    num_windowed = 0
     if _is_hybrid(config):
         num_layers = sum(kind in _ATTENDING for kind in _kinds(config))
     else:
         num_layers = config.count(*_LAYERS)
-    return 2 * num_layers * _kv_width(config) * config.number_bytes if num_layers else 0
+        num_windowed = _num_windowed(config, num_layers)
+    if not num_layers:
+        return TokenBytes(0)
+    of_layer = 2 * _kv_width(config) * config.number_bytes
+    if not num_windowed:
+        return TokenBytes(num_layers * of_layer)
+    window = config.count("sliding_window")
+    return TokenBytes((num_layers - num_windowed) * of_layer, num_windowed * of_layer, window)
+
+
+def _num_windowed(config: ModelConfig, num_layers: int) -> int:
+    """Return how many layers attend to the last tokens only, if others attend to all."""
+    window = config.fields.get("sliding_window")
+    if not isinstance(window, int) or not 0 < window < config.window_tokens:
+        return 0
+    pattern = config.fields.get("sliding_window_pattern")
+    if kinds := _named_kinds(config):
+        found = kinds.count("sliding_attention")
+    elif isinstance(pattern, int) and pattern > 1:  # the last layer of each so many attends to all
+        found = num_layers - num_layers // pattern
+    else:
+        found = 0
+    return found if found < num_layers else 0
 
 
 def state_bytes(config: ModelConfig) -> int:

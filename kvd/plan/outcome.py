@@ -27,7 +27,7 @@ class TurnRecord:
         num_ahead: requests that waited when it arrived.
         was_resident: whether its session was in DRAM when it arrived.
         is_of_tools: whether it comes with the results of tools that the answer before it called.
-        lacks_state: whether tokens of it are held, but no state behind any of them.
+        lacks_part: whether tokens of it are held, but no state or window to load them with.
     """
 
     arrived_ns: int
@@ -39,7 +39,7 @@ class TurnRecord:
     found_in: Tier | None = None
     was_resident: bool = False
     is_of_tools: bool = False
-    lacks_state: bool = False
+    lacks_part: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +62,13 @@ class Outcome:
         num_tool_returns: how many of these there were.
         recomputed_per_turn: mean history tokens of a turn that were not loaded.
         stored_bytes_per_turn: mean bytes that are stored after a turn and were not before it: of
-            its tokens, of those computed anew, and of its states.
-        states_of_stored: share of states in these.
-        states_of_dram: share of states in what DRAM holds, in the mean of some moments.
-        states_of_ssd: the same of SSD.
-        num_stateless: turns of whose history tokens were held, but no state behind any of them.
-        stateless_fu: the same, per turn that has history.
+            its tokens, of those computed anew, and of its states or windows.
+        parts_of_stored: share of states or windows in these.
+        parts_of_dram: share of these in what DRAM holds, in the mean of some moments.
+        parts_of_ssd: the same of SSD.
+        num_partless: turns of whose history tokens were held, and none could be loaded for lack of
+            a state or window.
+        partless_fu: the same, per turn that has history.
         ttft_mean_s: mean seconds from arrival to the first token.
         start_ttft_mean_s: mean seconds from a turn's start to its first token, without the queue.
         queue_mean: requests that waited when a turn arrived.
@@ -107,11 +108,11 @@ class Outcome:
     num_tool_returns: int
     recomputed_per_turn: float
     stored_bytes_per_turn: float
-    states_of_stored: float
-    states_of_dram: float
-    states_of_ssd: float
-    num_stateless: int
-    stateless_fu: float
+    parts_of_stored: float
+    parts_of_dram: float
+    parts_of_ssd: float
+    num_partless: int
+    partless_fu: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +137,7 @@ class Tally:
     num_hits_4_ahead: int = 0
     num_dram_hits_4_ahead: int = 0
     num_guarded: int = 0
-    num_stateless: int = 0
+    num_partless: int = 0
     num_resident: int = 0
     num_tool_returns: int = 0
     num_resident_tools: int = 0
@@ -144,9 +145,9 @@ class Tally:
     loaded_tokens: int = 0
     prompt_tokens: int = 0
     stored_bytes: int = 0
-    stored_states_bytes: int = 0
+    stored_parts_bytes: int = 0
     held_bytes: Counter[Tier] = field(default_factory=Counter)  # summed over some moments
-    held_states_bytes: Counter[Tier] = field(default_factory=Counter)
+    held_parts_bytes: Counter[Tier] = field(default_factory=Counter)
     ttfts_ns: list[int] = field(default_factory=list)
     start_ttfts_ns: list[int] = field(default_factory=list)
     ahead: list[int] = field(default_factory=list)
@@ -164,8 +165,8 @@ class Tally:
             self.num_tool_returns += turn.is_of_tools
             self.num_resident_tools += turn.was_resident and turn.is_of_tools
         if not turn.loaded_tokens:
-            self.num_stateless += turn.lacks_state
-            self.num_guarded += turn.found_in is not None and not turn.lacks_state
+            self.num_partless += turn.lacks_part
+            self.num_guarded += turn.found_in is not None and not turn.lacks_part
             return
         in_dram, was_busy = turn.found_in is Tier.DRAM, turn.num_ahead >= BUSY_QUEUE
         self.num_hits += 1
@@ -178,16 +179,16 @@ class Tally:
         self.ttfts_ns.append(now_ns - turn.arrived_ns)
         self.start_ttfts_ns.append(now_ns - turn.started_ns)
 
-    def stored(self, tokens_bytes: int, states_bytes: int) -> None:
+    def stored(self, tokens_bytes: int, parts_bytes: int) -> None:
         """Count what a turn has left that was not stored before."""
-        self.stored_bytes += tokens_bytes + states_bytes
-        self.stored_states_bytes += states_bytes
+        self.stored_bytes += tokens_bytes + parts_bytes
+        self.stored_parts_bytes += parts_bytes
 
     def sampled(self, held: Mapping[Tier, tuple[int, int]]) -> None:
-        """Count what each tier holds at some moment: all bytes, and those of states."""
-        for tier, (num_bytes, states_bytes) in held.items():
+        """Count what each tier holds at some moment: all bytes, and those of states or windows."""
+        for tier, (num_bytes, parts_bytes) in held.items():
             self.held_bytes[tier] += num_bytes
-            self.held_states_bytes[tier] += states_bytes
+            self.held_parts_bytes[tier] += parts_bytes
 
     def outcome(self, num_turns: int, load: float, since: Totals, until: Totals) -> Outcome:
         """Sum up."""
@@ -222,15 +223,15 @@ class Tally:
             num_tool_returns=self.num_tool_returns,
             recomputed_per_turn=_share(self.history_tokens - self.loaded_tokens, self.num_turns),
             stored_bytes_per_turn=_share(self.stored_bytes, self.num_turns),
-            states_of_stored=_share(self.stored_states_bytes, self.stored_bytes),
-            states_of_dram=self._states_share(Tier.DRAM),
-            states_of_ssd=self._states_share(Tier.SSD),
-            num_stateless=self.num_stateless,
-            stateless_fu=_share(self.num_stateless, self.num_with_history),
+            parts_of_stored=_share(self.stored_parts_bytes, self.stored_bytes),
+            parts_of_dram=self._parts_share(Tier.DRAM),
+            parts_of_ssd=self._parts_share(Tier.SSD),
+            num_partless=self.num_partless,
+            partless_fu=_share(self.num_partless, self.num_with_history),
         )
 
-    def _states_share(self, tier: Tier) -> float:
-        return _share(self.held_states_bytes[tier], self.held_bytes[tier])
+    def _parts_share(self, tier: Tier) -> float:
+        return _share(self.held_parts_bytes[tier], self.held_bytes[tier])
 
 
 def _share(part: float, whole: float) -> float:

@@ -9,11 +9,11 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from kvd.plan.figures import RECOMPUTE, Capacity, PlanReport, Result, WorkloadFacts
-from kvd.plan.hardware import Hardware, PlannedModel, ReplayOptions, recompute_load
+from kvd.plan.hardware import Hardware, PlannedModel, ReplayOptions, most_bytes, recompute_load
+from kvd.plan.kept import most_states, most_windowed
 from kvd.plan.outcome import Outcome
 from kvd.plan.prices import Prices, cost_of
 from kvd.plan.sizes import BadOptionError
-from kvd.plan.states import MOST_KEPT, most_states
 from kvd.plan.sweep import Cell, run_cells
 from kvd.plan.workload import Workload
 from shared.version import __version__
@@ -52,10 +52,14 @@ class PlanRequest:
 def footprint_bytes(workload: Workload, model: PlannedModel, charge: str) -> int:
     """Add up all sessions at their largest, as tiers are charged."""
     if charge == "window":
-        of_window = model.window_tokens * model.kv_bytes_per_token + MOST_KEPT * model.state_bytes
-        return len(workload.sessions) * of_window
-    num_states = most_states(workload.sessions) if model.state_bytes else 0
-    return workload.footprint_tokens * model.kv_bytes_per_token + num_states * model.state_bytes
+        return len(workload.sessions) * most_bytes(model, model.window_tokens)
+    footprint = workload.footprint_tokens * model.kv_bytes_per_token
+    if model.state_bytes:
+        footprint += most_states(workload.sessions) * model.state_bytes
+    if model.attention_window:
+        num_windowed = most_windowed(workload.sessions, model.attention_window)
+        footprint += num_windowed * model.windowed_bytes_per_token
+    return footprint
 
 
 def check_window(workload: Workload, model: PlannedModel, charge: str) -> None:

@@ -28,9 +28,9 @@ from kvd.core.records.records import Tier
 from kvd.plan.belady import BeladyPolicy
 from kvd.plan.gpu import Gpu, Prefill
 from kvd.plan.hardware import Costs, Hardware, ReplayOptions, recompute_load
+from kvd.plan.kept import NOTHING, Kept
 from kvd.plan.outcome import Outcome, Tally, Totals, TurnRecord
 from kvd.plan.reading import Read, Reading, SsdChannel
-from kvd.plan.states import NOTHING, Kept
 from kvd.plan.tiers import Tiers
 from kvd.plan.trace import Session, Turn
 from shared.types.load_choice import RecentStarts, Traffic, loading_pays
@@ -191,7 +191,7 @@ class Replay:
         key, turn = self._keys[session], self._turn(session)
         self._returns_ns.pop(key, None)
         record = self._arriving(session, turn)
-        hbm_bytes = self._costs.num_bytes(turn.kept_tokens, 1)
+        hbm_bytes = self._costs.held_bytes(turn.kept_tokens)
         request = _Request(session, self._num_arrived, turn, record, hbm_bytes)
         self._num_arrived += 1
         self._waiting.append(request)
@@ -227,10 +227,10 @@ class Replay:
             self._since = self._totals()
         if self._is_measured(request):
             self._tally.started(record)
-            if self._costs.has_states and request.number % self._sample_every == 0:
-                self._tally.sampled(self._tiers.shares(self._states_bytes))
+            if self._costs.has_parts and request.number % self._sample_every == 0:
+                self._tally.sampled(self._tiers.shares(self._parts_bytes))
         if record.found_in is Tier.SSD and record.loaded_tokens:
-            self._reading.demand(key, self._costs.num_bytes(record.loaded_tokens, 1), self._now_ns)
+            self._reading.demand(key, self._costs.loaded_bytes(record.loaded_tokens), self._now_ns)
         else:
             self._prefill(request)
 
@@ -299,7 +299,7 @@ class Replay:
         if not kept.num_tokens:
             return
         record.found_in, tokens = found_in, self._costs.loadable(kept)
-        record.lacks_state = not tokens
+        record.lacks_part = not tokens
         if self._options.load_policy == "always" or self._pays(key, turn, found_in, tokens):
             record.loaded_tokens = tokens
 
@@ -307,7 +307,7 @@ class Replay:
         """Whether loading so much of a turn's history pays, by the engine's own rule."""
         wait_ns = 0
         if found_in is Tier.SSD:
-            num_bytes = self._costs.num_bytes(tokens, 1)
+            num_bytes = self._costs.loaded_bytes(tokens)
             wait_ns = self._reading.expected_ns(key, num_bytes, self._now_ns)
         traffic = Traffic(
             num_waiting=len(self._waiting),
@@ -342,7 +342,7 @@ class Replay:
         if not num_bytes:
             self._tiers.drop(key)
             return
-        clean = Kept(before.num_tokens, before.states_in(kept))
+        clean = Kept(before.num_tokens, before.ends_in(kept))
         if self._is_measured(request):
             self._tally.stored(*self._costs.new_bytes(kept, clean))
         self._placement.policy.on_access(key, self._now_ns)
@@ -364,10 +364,10 @@ class Replay:
             return num_bytes
         history_tokens = self._turn(int(key.session_id)).history_tokens
         loadable = self._costs.loadable(self._kept[key].within(history_tokens))
-        return min(num_bytes, self._costs.num_bytes(loadable, 1))
+        return min(num_bytes, self._costs.loaded_bytes(loadable))
 
-    def _states_bytes(self, key: SessionKey) -> int:
-        return self._costs.states_bytes(len(self._kept[key].states))
+    def _parts_bytes(self, key: SessionKey) -> int:
+        return self._costs.parts_bytes(self._kept[key])
 
     def _make_policy(self, context: PolicyContext) -> EvictionPolicy:
         if self._options.policy == BeladyPolicy.name:

@@ -61,7 +61,9 @@ def sections_of(report: PlanReport) -> Iterator[Section]:
             legends.append(legend)
     yield Section("where the history was", tuple(columns), " ".join(legends))
     if report.model.state_bytes:
-        yield Section("states", _STATES, _STATES_LEGEND)
+        yield Section("states", _parts("state"), _PARTS_LEGEND.format(part="state"))
+    if report.model.attention_window:
+        yield Section("windows", _parts("window"), _PARTS_LEGEND.format(part="window"))
     yield Section("time", _TIMES, _TIMES_LEGEND)
     yield Section("cost", _COSTS, _COSTS_LEGEND)
 
@@ -119,15 +121,21 @@ _PLACES_IF_ANY = (  # what there has to be for it to be shown
         "held, not loaded: of later turns, those whose history was computed: loading did not pay.",
     ),
 )
-_STATES = (
-    Column("of what\na turn\nstores", lambda found: _percent(found.outcome.states_of_stored)),
-    Column("of what\nis in\nDRAM", lambda found: _percent(found.outcome.states_of_dram)),
-    Column("of what\nis on\nSSD", lambda found: _percent(found.outcome.states_of_ssd)),
-    Column("held,\nbut no\nstate", lambda found: _percent(found.outcome.stateless_fu)),
-)
-_STATES_LEGEND = (
-    "the share of states in bytes. held, but no state: of later turns, those whose history was"
-    " held, but no state inside of it, so that all of it was computed."
+
+
+def _parts(part: str) -> tuple[Column, ...]:
+    """Return the columns about states, or about windows."""
+    return (
+        Column("of what\na turn\nstores", lambda found: _percent(found.outcome.parts_of_stored)),
+        Column("of what\nis in\nDRAM", lambda found: _percent(found.outcome.parts_of_dram)),
+        Column("of what\nis on\nSSD", lambda found: _percent(found.outcome.parts_of_ssd)),
+        Column(f"held,\nbut no\n{part}", lambda found: _percent(found.outcome.partless_fu)),
+    )
+
+
+_PARTS_LEGEND = (
+    "the share of {part}s in bytes. held, but no {part}: of later turns, those whose history was"
+    " held, but no {part} inside of it, so that all of it was computed."
 )
 _TIMES = (
     Column("TTFT", lambda found: format_duration(found.outcome.ttft_mean_s)),
@@ -148,7 +156,7 @@ _COSTS = (
         lambda found: _percent(found.cost_ratio) if found.cost_ratio else "-",
     ),
 )
-_COSTS_LEGEND = "stored a turn: bytes of tokens and states that were not stored before it."
+_COSTS_LEGEND = "stored a turn: bytes of tokens, states and windows that were not stored before it."
 
 
 CURVE_COLUMNS = ("policy", "knee of the tokens: more brings less", "cheapest")
@@ -201,6 +209,9 @@ def facts(report: PlanReport) -> Iterator[tuple[str, str]]:
     yield "begin", f"{arrivals}, recompute load {load_text(work.recompute_load)}"
     yield "measured", f"from turn {options['warmup_turns'] + 1} on"
     state = f", {format_size(model.state_bytes)} a state" if model.state_bytes else ""
+    if model.attention_window:
+        of_last = format_size(model.windowed_bytes_per_token)
+        state += f" and {of_last} of the last {model.attention_window}"
     yield "model", f"{model.name}, KV {size} a token{state}, window {model.window_tokens}"
     footprint = format_size(work.footprint_bytes)
     yield "footprint", f"{footprint} for all sessions, longest context {work.longest_tokens}"
@@ -325,10 +336,15 @@ def history_text(report: PlanReport) -> str:
         f"{_micros(compute_s)} a token to compute, {_micros(dram_s)} to load from DRAM,"
         f" {_micros(ssd_s)} from SSD"
     )
-    if report.model.state_bytes:
-        state_s = report.model.state_bytes / report.options["pcie_bytes_per_s"]
-        of_ssd_s = state_s + report.model.state_bytes / report.options["ssd_bytes_per_s"]
-        text += f"; a state {format_duration(state_s)} and {format_duration(of_ssd_s)}"
+    model = report.model
+    for part, num_bytes in (
+        ("state", model.state_bytes),
+        ("window", model.attention_window * model.windowed_bytes_per_token),
+    ):
+        if num_bytes:
+            of_dram_s = num_bytes / report.options["pcie_bytes_per_s"]
+            of_ssd_s = of_dram_s + num_bytes / report.options["ssd_bytes_per_s"]
+            text += f"; a {part} {format_duration(of_dram_s)} and {format_duration(of_ssd_s)}"
     if ssd_s <= compute_s or report.options["load_policy"] == "never":
         return text
     where = "from both" if dram_s > compute_s else "from SSD"

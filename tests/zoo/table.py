@@ -29,8 +29,7 @@ There is no list in the program: what calibration cannot prove is refused.
 they are, and makes no keys and values of them but for long prompts; *indexed*, the same, of those
 that the model's index chooses; *gather*, the model makes keys of what it caches, and gets all of
 it; *masked*, the model's own attention over all sequences at once, kept apart by a mask; *single*,
-the model's own attention, sequence by sequence; *one by one*, likewise, and tokens that follow a
-state one at a time.
+the model's own attention, sequence by sequence.
 
 **Latents**: a model of latent attention (MLA) caches a latent and a rotated part of each token and
 layer, for all heads together, and that is what kvd and the engine's memory hold: 576 values at
@@ -47,8 +46,10 @@ a dropped token is recomputed.
 
 **States**: models with recurrent layers (linear attention, Mamba, short convolutions) keep a state
 of a sequence, beside keys and values or instead of them. Theirs are coupled, always: what is
-stored is of use up to a position that has a stored state. Mamba's first scan (mamba, falcon_mamba,
-jamba) cannot begin with one in Transformers, but for a single token: hence *one by one*. Where
+stored is of use up to a position that has a stored state. In a step over several sequences the
+modules that go on from states are called for each sequence, and once for all that decode. Mamba's
+first scan (mamba, falcon_mamba, jamba) cannot begin with a state in Transformers, but for a single
+token: there these modules are called token by token, *one by one*. Where
 `flash-linear-attention`, `causal-conv1d` or `mamba-ssm` are installed Transformers computes with
 their kernels by itself, on a GPU; calibration then proves the model as it runs with them. Kernels
 change states in place, and are handed copies.
@@ -75,7 +76,7 @@ def rows(findings: Iterable[Findings]) -> dict[str, str]:
         outcome = ", ".join(found.distances) or f"refused, `{found.refusal}`: {found.reason}"
         if found.failed:
             outcome = f"FAILS: {'; '.join(found.failed)}"
-        mode = "one by one" if found.is_one_by_one else found.mode
+        mode = f"{found.mode}, one by one" if found.is_one_by_one else found.mode
         cells = (found.name, f"`{found.class_name}`", mode, found.positions, outcome)
         made[found.name] = f"| {' | '.join(cell or '-' for cell in cells)} |"
     return made

@@ -271,6 +271,8 @@ def _ways(loaded: LoadedModel) -> Iterator[tuple[Mode, str]]:
         yield "latent", capture.ATTENTION_NAME
         yield "indexed", capture.ATTENTION_NAME
         yield "gather", capture.ATTENTION_NAME
+    elif _is_stateful(loaded):  # it may have no attention at all
+        yield "ragged", stock_attentions(loaded.model)[0]
     for attention in stock_attentions(loaded.model):
         yield "masked", attention
     for attention in stock_attentions(loaded.model):
@@ -329,7 +331,9 @@ def _calibration(
         for seen in probe.attended
     )
     dtype = str(loaded.dtype).removeprefix("torch.")
-    windows = _windows(loaded, calls, len(recipes)) if mode == "ragged" else [0] * len(recipes)
+    windows = [0] * len(recipes)
+    if mode == "ragged" and not states:
+        windows = _windows(loaded, calls, len(recipes))
     layers = tuple(
         Layer(
             tuple(

@@ -6,7 +6,7 @@ matrix, whatever its weights are stored as. Other vectors, one of them at two pl
 the model does something to latents that a matrix does not.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,8 @@ from inference_svc.runtime.calibration.mode_probe import (
 from inference_svc.runtime.calibration.probe import Probe, SeenLayer
 from inference_svc.runtime.calibration.stock import TOLERANCE, distance
 from inference_svc.runtime.kv.states import StatePlace
-from inference_svc.runtime.model.capture import CaptureCache, ForwardCall, RotaryTap, under
+from inference_svc.runtime.model.capture import CaptureCache, ForwardCall
+from inference_svc.runtime.model.forward import TokenGroup, under
 from inference_svc.runtime.model.model_loader import LoadedModel
 from inference_svc.runtime.model.refusals import REMEDY, ModelModeMissingError
 from inference_svc.runtime.positions.recipes import Mode
@@ -83,7 +84,11 @@ class _UnitForward:
         self.made: list[_Made] = []
 
     def rotated(
-        self, _tap: RotaryTap, _args: tuple[Any, ...], _options: dict[str, Any], _result: Any
+        self,
+        _apply: Callable[..., Any],
+        _args: tuple[Any, ...],
+        _options: dict[str, Any],
+        _result: Any,
     ) -> None:
         """Nothing is asked of positions."""
 
@@ -103,13 +108,15 @@ class _UnitForward:
         """Return the index keys: which latents are chosen is of no concern."""
         return index
 
-    def state(self, _place: StatePlace) -> Tensor | None:
-        """Refuse: a model with states runs in no mode that attends over latents."""
-        raise AssertionError("a state is asked for in a mode of latents")
+    def token_groups(self) -> Iterator[TokenGroup]:
+        """Yield nothing: there is one sequence."""
+        return iter(())
+
+    def state(self, _place: StatePlace) -> None:
+        """Return no state: the sequence is before its first token."""
 
     def new_state(self, _place: StatePlace, _state: Tensor) -> None:
-        """Refuse likewise."""
-        raise AssertionError("a state is left in a mode of latents")
+        """Drop it: nothing goes on from there."""
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, _mask: Any, _options: dict[str, Any]

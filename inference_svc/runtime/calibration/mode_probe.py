@@ -7,9 +7,15 @@ from contextlib import contextmanager
 from torch import Tensor
 
 from inference_svc.runtime.calibration.probe import Probe, run_probe
-from inference_svc.runtime.calibration.stock import SAME, distance, use_attention
+from inference_svc.runtime.calibration.stock import (
+    SAME,
+    can_set_attention,
+    distance,
+    use_attention,
+)
 from inference_svc.runtime.compute.step_forward import causal_block
 from inference_svc.runtime.model import capture
+from inference_svc.runtime.model.mixers import tap_mixers
 from inference_svc.runtime.model.model_loader import LoadedModel
 from inference_svc.runtime.model.refusals import REMEDY, ModelModeMissingError, ModelUncachedError
 from inference_svc.runtime.positions.recipes import LATENT_MODES, MASKED_MODES, Mode
@@ -40,16 +46,15 @@ def probe_mode(loaded: LoadedModel, mode: Mode, attention: str) -> Probe:
     Raises:
         UnsupportedModelError: if the mode is none for this model.
     """
-    is_ours = mode not in {"masked", "single"}
+    is_ours = mode not in {"masked", "single"} and can_set_attention(loaded.model)
     use_attention(loaded.model, capture.PROBE_ATTENTION_NAME if is_ours else attention)
     if mode == "masked":
         _check_reach(loaded)
     with refused_if_it_fails(loaded, "with a cache of keys and values alone"):
         probe = _run(loaded, mode, 0)
     _check_layers(loaded, probe)
-    if mode != "single" and probe.states:
-        raise ModelModeMissingError(f"{loaded.architecture} keeps states of one sequence", REMEDY)
-    if is_ours:
+    _tap_mixers(loaded, mode, probe)
+    if mode not in {"masked", "single"}:
         _check_attention(loaded, mode, probe)
     if mode != "single":
         claimed_tokens = loaded.context_window - len(probe_tokens(loaded))
@@ -120,9 +125,24 @@ def _check_layers(loaded: LoadedModel, probe: Probe) -> None:
                 )
 
 
+def _tap_mixers(loaded: LoadedModel, mode: Mode, probe: Probe) -> None:
+    """Have modules that go on from states do so sequence by sequence.
+
+    Raises:
+        ModelModeMissingError: that cannot be had, and the mode is one of several sequences.
+    """
+    try:
+        tap_mixers(probe.mixer_calls(len(probe_tokens(loaded))))
+    except ModelModeMissingError:
+        if mode != "single":
+            raise
+
+
 def _check_attention(loaded: LoadedModel, mode: Mode, probe: Probe) -> None:
     """Refuse attention that ours cannot stand in for."""
     name = loaded.architecture
+    if not probe.layers:  # nothing but states
+        return
     if not probe.attended:
         raise ModelModeMissingError(f"{name} does not call the attention it is set to", REMEDY)
     is_by_head = any(seen.key.shape[1] * seen.value.shape[1] > 1 for seen in probe.layers.values())

@@ -20,7 +20,10 @@ from inference_svc.runtime.attention.attention import AttentionOptions
 from inference_svc.runtime.attention.softmax_attention import attend
 from inference_svc.runtime.calibration.rope_calls import ApplyCall, NormCall, RotaryCall, as_tuple
 from inference_svc.runtime.kv.states import StatePlace
-from inference_svc.runtime.model.capture import CHOSEN, ForwardCall, RotaryTap, under
+from inference_svc.runtime.model.capture import CHOSEN, ForwardCall
+from inference_svc.runtime.model.forward import TokenGroup, under
+from inference_svc.runtime.model.mixers import MixerCall
+from inference_svc.runtime.model.refusals import REMEDY, ModelModeMissingError
 from inference_svc.runtime.positions.recipes import AttentionCall
 
 Allowed = Callable[..., Tensor]  # (batch, head, query position, key positions) -> bool
@@ -118,6 +121,23 @@ class SeenAttention:
 
 
 @dataclass(eq=False)
+class SeenMixer:
+    """A module that asked for states, or left some.
+
+    Attributes:
+        around: the modules that it ran within.
+        args: of its call, by position.
+        options: of its call, by name.
+        result: what it returned.
+    """
+
+    around: tuple[nn.Module, ...]
+    args: tuple[Any, ...] = ()
+    options: dict[str, Any] = field(default_factory=dict)
+    result: Any = None
+
+
+@dataclass(eq=False)
 class Probe:
     """The forward of a probe, and all that its hooks reported."""
 
@@ -131,15 +151,18 @@ class Probe:
     num_misplaced: int = 0  # index keys that came at another time than behind their layer's keys
     states: dict[StatePlace, Tensor] = field(default_factory=dict)  # as the forward left them
     given_states: Mapping[StatePlace, Tensor] = field(default_factory=dict)
+    # What ran when states were asked for; None: something outside of all modules.
+    going_on: dict[nn.Module | None, SeenMixer] = field(default_factory=dict)
     logits: Tensor = field(default_factory=lambda: torch.zeros(0))  # [tokens, vocab]
+    running: list[nn.Module] = field(default_factory=list)  # modules, the outermost first
     norm_calls: list[NormCall] = field(default_factory=list)  # since something was cached
     _calls: list[ApplyCall] = field(default_factory=list)
 
     def rotated(
-        self, tap: RotaryTap, args: tuple[Any, ...], options: dict[str, Any], result: Any
+        self, apply: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any], result: Any
     ) -> None:
         """Record a call of an apply function."""
-        self._calls.append(ApplyCall(tap.apply, args, options, as_tuple(result)))
+        self._calls.append(ApplyCall(apply, args, options, as_tuple(result)))
 
     def cached(self, layer_index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Record a layer's key and value, [1, kv_heads, tokens, dim] both; return them."""
@@ -154,12 +177,18 @@ class Probe:
         self.indexes[layer_index] = SeenIndex(index.unsqueeze(1), *self._take_calls())
         return index
 
+    def token_groups(self) -> Iterator[TokenGroup]:
+        """Yield nothing: there is one sequence."""
+        return iter(())
+
     def state(self, place: StatePlace) -> Tensor | None:
         """Return what the sequence is to have had before, or has by now."""
+        self._note_mixer()
         return self.states.get(place, self.given_states.get(place))
 
     def new_state(self, place: StatePlace, state: Tensor) -> None:
         """Record a tensor of the state."""
+        self._note_mixer()
         self.states[place] = state
 
     def attend(
@@ -188,6 +217,44 @@ class Probe:
     def masked(self, allowed: Allowed) -> Mask:
         """Describe the model's mask."""
         return describe_mask(allowed, self.horizon, self.device)
+
+    def begun(self, module: nn.Module, _args: tuple[Any, ...]) -> None:
+        """Record that a module runs, within those that do by now."""
+        self.running.append(module)
+
+    def ended(
+        self, module: nn.Module, args: tuple[Any, ...], options: dict[str, Any], result: Any
+    ) -> None:
+        """Record that it has run, and how it was called if it went on from states."""
+        self.running.pop()
+        if module in self.going_on:
+            seen = self.going_on[module]
+            seen.args, seen.options, seen.result = args, options, result
+
+    def mixer_calls(self, num_tokens: int) -> dict[nn.Module, MixerCall]:
+        """Return which modules go on from states, and what of their calls counts tokens.
+
+        Of one that runs within another, the other only.
+
+        Args:
+            num_tokens: of the forward; no other dimension has as many.
+
+        Raises:
+            ModelModeMissingError: not in a way that several sequences could be kept apart by.
+        """
+        if None in self.going_on:
+            raise ModelModeMissingError("the model hands over its states at once", REMEDY)
+        return {
+            module: MixerCall.seen(
+                type(module).__name__, num_tokens, seen.args, seen.options, seen.result
+            )
+            for module, seen in self.going_on.items()
+            if module is not None and not any(outer in self.going_on for outer in seen.around)
+        }
+
+    def _note_mixer(self) -> None:
+        innermost = self.running[-1] if self.running else None
+        self.going_on.setdefault(innermost, SeenMixer(tuple(self.running[:-1])))
 
     def _take_calls(self) -> tuple[tuple[ApplyCall, ...], tuple[NormCall, ...]]:
         """Return the calls since something was cached, and begin anew."""
@@ -242,7 +309,7 @@ def run_probe(
 
 @contextmanager
 def _module_hooks(model: nn.Module, probe: Probe) -> Iterator[None]:
-    """Record every call of a rotary embedding module, and of a norm, inside the block."""
+    """Record what runs, and every call of a rotary embedding and of a norm, inside the block."""
 
     def note_rotary(
         module: nn.Module, args: tuple[Any, ...], options: dict[str, Any], result: Any
@@ -256,6 +323,8 @@ def _module_hooks(model: nn.Module, probe: Probe) -> Iterator[None]:
 
     handles = []
     for module in model.modules():
+        handles.append(module.register_forward_pre_hook(probe.begun))
+        handles.append(module.register_forward_hook(probe.ended, with_kwargs=True))
         name = type(module).__name__.lower()
         if "rotary" in name:
             handles.append(module.register_forward_hook(note_rotary, with_kwargs=True))

@@ -8,7 +8,7 @@ is then repeated with other keys.
 Knows no layers and no recipes.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from inference_svc.runtime.kv.states import StatePlace
-from inference_svc.runtime.model.capture import CaptureCache, ForwardCall, RotaryTap, under
+from inference_svc.runtime.model.capture import CaptureCache, ForwardCall
+from inference_svc.runtime.model.forward import TokenGroup, under
 from inference_svc.runtime.positions.recipes import KeySource
 from inference_svc.runtime.positions.rotary import Rope
 
@@ -169,11 +170,11 @@ class _Search:
         self._calls_left = call_index
 
     def rotated(
-        self, tap: RotaryTap, args: tuple[Any, ...], options: dict[str, Any], result: Any
+        self, apply: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any], result: Any
     ) -> None:
         """End at the call."""
         if self._calls_left == 0:
-            raise _FoundError(ApplyCall(tap.apply, args, options, as_tuple(result)))
+            raise _FoundError(ApplyCall(apply, args, options, as_tuple(result)))
         self._calls_left -= 1
 
     def cached(self, layer_index: int, key: Tensor, value: Tensor) -> NoReturn:  # noqa: ARG002
@@ -183,6 +184,10 @@ class _Search:
     def indexed(self, layer_index: int, index: Tensor) -> NoReturn:  # noqa: ARG002
         """Refuse: the layer was cached before it."""
         raise RopeOutOfReachError(f"layer {layer_index} is indexed before it")
+
+    def token_groups(self) -> Iterator[TokenGroup]:
+        """Yield nothing: there is one sequence."""
+        return iter(())
 
     def state(self, _place: StatePlace) -> None:
         """Return no state: the sequence is before its first token."""

@@ -27,7 +27,8 @@ from inference_svc.runtime.kv.new_tokens import NewOnPages
 from inference_svc.runtime.kv.paged_kv import PagedKv, PagePool
 from inference_svc.runtime.kv.sequence_kv import WriteBuffer
 from inference_svc.runtime.kv.write_ring import WriteRing
-from inference_svc.runtime.model.capture import ForwardCall, under
+from inference_svc.runtime.model.capture import ForwardCall
+from inference_svc.runtime.model.forward import under
 from inference_svc.runtime.model.model_loader import LoadedModel
 from inference_svc.runtime.positions.recipes import Calibration
 from shared.types.units import ceil_div

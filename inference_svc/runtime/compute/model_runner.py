@@ -12,8 +12,7 @@ attends to its own KV only. How many chunks a forward takes, and how they attend
     masked   as many as a context window holds the tokens of; the model's own attention, masked
     single   one; the model's own attention, masks and positions
 
-Of a model whose states only a single token can follow (`Calibration.is_one_by_one`), a chunk over a
-state takes a forward for each of its tokens.
+Modules that go on from states do so sequence by sequence (`step_states.py`).
 
 What happens within a forward is in `step_forward.py`. Steps that a graph was captured for are
 replayed (`decode_graphs.py`), which gives the same numbers.
@@ -25,7 +24,6 @@ exactly one thread calls `step`, and it alone appends in the meantime.
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -35,7 +33,7 @@ from torch import Tensor
 
 from inference_svc.runtime.attention.attention import AttentionBackend
 from inference_svc.runtime.attention.torch_attention import TorchAttention
-from inference_svc.runtime.compute.chunk import Chunk, advance, check_chunks, commit_chunks
+from inference_svc.runtime.compute.chunk import Chunk, check_chunks, commit_chunks
 from inference_svc.runtime.compute.decode_graphs import DecodeGraphs
 from inference_svc.runtime.compute.latent_forward import LatentForward
 from inference_svc.runtime.compute.step_forward import (
@@ -45,7 +43,8 @@ from inference_svc.runtime.compute.step_forward import (
     block_causal_mask,
 )
 from inference_svc.runtime.kv.copy_stream import StepClock
-from inference_svc.runtime.model.capture import ForwardCall, taking_states, under
+from inference_svc.runtime.model.capture import ForwardCall, taking_states
+from inference_svc.runtime.model.forward import under
 from inference_svc.runtime.model.model_loader import LoadedModel
 from inference_svc.runtime.positions.recipes import MASKED_MODES, Calibration
 
@@ -102,34 +101,9 @@ class ModelRunner:
     def _computed(self, chunks: Sequence[Chunk], clock: StepClock | None) -> Tensor:
         """Run as many forwards as it takes; see `step`."""
         groups = list(self._groups(chunks))
-        logits = []
-        for index, group in enumerate(groups):
-            last_clock = clock if index == len(groups) - 1 else None
-            if self._calibration.is_one_by_one and group[0].kv.num_tokens > 0:
-                logits += self._one_by_one(group[0], last_clock)
-            else:
-                logits.append(self._run(group, last_clock))
+        clocks = [None] * (len(groups) - 1) + [clock]
+        logits = [self._run(group, its) for group, its in zip(groups, clocks, strict=True)]
         return logits[0] if len(logits) == 1 else torch.cat(logits)
-
-    def _one_by_one(self, chunk: Chunk, clock: StepClock | None) -> list[Tensor]:
-        """Run a forward for each token of a chunk; return the logits of each, see `step`.
-
-        Counters move from token to token, and are left as they were.
-        """
-        kv, buffer, last = chunk.kv, chunk.write_buffer, len(chunk.token_ids) - 1
-        num_tokens, end_token = kv.num_tokens, -1 if buffer is None else buffer.end_token
-        logits = []
-        try:
-            for index, token_id in enumerate(chunk.token_ids):
-                wants = chunk.want_all or (chunk.want_logits and index == last)
-                part = replace(chunk, token_ids=[token_id], want_logits=wants, want_all=False)
-                logits.append(self._run([part], clock if index == last else None, index))
-                advance(part)
-        finally:
-            kv.num_tokens = num_tokens
-            if buffer is not None:
-                buffer.end_token = end_token
-        return logits
 
     def _groups(self, chunks: Sequence[Chunk]) -> Iterator[Sequence[Chunk]]:
         """Divide chunks into those that one forward takes."""
@@ -147,7 +121,7 @@ class ModelRunner:
             num_tokens += chunk.end_token
         yield group
 
-    def _run(self, chunks: Sequence[Chunk], clock: StepClock | None, num_before: int = 0) -> Tensor:
+    def _run(self, chunks: Sequence[Chunk], clock: StepClock | None) -> Tensor:
         """Run one forward, as `StepForward` has it; return [n, vocab] logits, see `step`."""
         mode, device = self._calibration.mode, self._loaded.device
         ends = list(accumulate(len(chunk.token_ids) for chunk in chunks))
@@ -164,7 +138,7 @@ class ModelRunner:
         if mode in MASKED_MODES:
             options["attention_mask"] = block_causal_mask(chunks, self._loaded.dtype, device)
         cache = self._call.cache(chunks[0].kv.num_tokens if mode == "single" else 0)
-        forward = self._forward(chunks, clock, num_before)
+        forward = self._forward(chunks, clock)
         with under(forward), _pooling(chunks):
             logits = self._call(
                 torch.tensor([token_ids], device=device),
@@ -176,15 +150,13 @@ class ModelRunner:
         forward.finish()
         return logits.float().cpu()
 
-    def _forward(
-        self, chunks: Sequence[Chunk], clock: StepClock | None, num_before: int
-    ) -> StepForward:
+    def _forward(self, chunks: Sequence[Chunk], clock: StepClock | None) -> StepForward:
         """Make the forward that the capture hooks report to."""
         if self._calibration.mode == "ragged":
             return RaggedForward(self._calibration, self._attention, chunks, clock)
         if self._calibration.expansions:
             return LatentForward(self._calibration, chunks, clock)
-        return GatheredForward(self._calibration, chunks, clock, num_before)
+        return GatheredForward(self._calibration, chunks, clock)
 
 
 def _pooling(chunks: Sequence[Chunk]) -> AbstractContextManager[None]:

@@ -19,7 +19,7 @@ of all layers are cut at once, new tokens of all sequences are copied in one cal
 of all write buffers.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -35,9 +35,10 @@ from inference_svc.runtime.attention.attention import (
 from inference_svc.runtime.attention.softmax_attention import Masks, attend
 from inference_svc.runtime.compute.chunk import Chunk
 from inference_svc.runtime.compute.step_places import StepPlaces
+from inference_svc.runtime.compute.step_states import StepStates
 from inference_svc.runtime.kv.copy_stream import StepClock
-from inference_svc.runtime.kv.states import SequenceStates, StatePlace
-from inference_svc.runtime.model.capture import RotaryTap
+from inference_svc.runtime.kv.states import StatePlace
+from inference_svc.runtime.model.forward import TokenGroup
 from inference_svc.runtime.positions.recipes import AttentionCall, Calibration
 
 
@@ -50,7 +51,6 @@ class StepForward:
         chunks: Sequence[Chunk],
         places: StepPlaces,
         clock: StepClock | None,
-        num_before: int = 0,
     ) -> None:
         """Store the parts; nothing is written yet.
 
@@ -59,11 +59,8 @@ class StepForward:
             chunks: what the forward computes.
             places: where its tokens go.
             clock: the gate that it opens; None: nobody follows it.
-            num_before: tokens of the lone chunk's sequence that a forward before has computed in
-                this step: its states are not current yet, but read.
         """
         self._chunks = chunks
-        self._num_before = num_before
         self._is_scored = any(chunk.scores is not None for chunk in chunks)
         self._layers = calibration.layers
         self._attention_calls = calibration.attention_calls
@@ -74,12 +71,14 @@ class StepForward:
         self._calls: list[tuple[tuple[Any, ...], Any]] = []  # since something was cached
         self._num_cached = 0
         self._num_attended = 0
-        for chunk in chunks:
-            if chunk.kv.states is not None and not num_before:
-                chunk.kv.states.begin()
+        self._states = StepStates(chunks, is_one_by_one=calibration.is_one_by_one)
 
     def rotated(
-        self, _tap: RotaryTap, args: tuple[Any, ...], _options: dict[str, Any], result: Any
+        self,
+        _apply: Callable[..., Any],
+        args: tuple[Any, ...],
+        _options: dict[str, Any],
+        result: Any,
     ) -> None:
         """Keep the call until the layer caches what was embedded."""
         self._calls.append((args, result))
@@ -133,13 +132,17 @@ class StepForward:
             self._clock.enqueued(self._num_cached)
         return index
 
+    def token_groups(self) -> Iterator[TokenGroup]:
+        """Yield how a module that goes on from states is given tokens; see `StepStates`."""
+        return self._states.token_groups()
+
     def state(self, place: StatePlace) -> Tensor | None:
-        """Return a tensor of the lone sequence's state, once it is there."""
-        return self._states().read(place)
+        """Return a tensor of the state, once it is there."""
+        return self._states.read(place)
 
     def new_state(self, place: StatePlace, state: Tensor) -> None:
-        """Keep a tensor of the lone sequence's state; `commit_chunks` makes it current."""
-        self._states().put(place, state)
+        """Keep a tensor of the state; `commit_chunks` makes it current."""
+        self._states.put(place, state)
 
     def finish(self) -> None:
         """Check what the forward has left, and open the clock for what no layer has opened it for.
@@ -147,9 +150,7 @@ class StepForward:
         Raises:
             AssertionError: a tensor of a state is missing, so that it is of no use.
         """
-        for chunk in self._chunks:
-            if chunk.kv.states is not None:
-                chunk.kv.states.check_pending()
+        self._states.check()
         if self._clock is not None and self._num_cached == 0:  # nothing but states
             self._clock.enqueued(len(self._layers))
 
@@ -162,19 +163,6 @@ class StepForward:
     def masked(self, _allowed: Callable[..., Tensor]) -> None:
         """Refuse: our attention has no mask function, so nobody asks for a mask."""
         raise AssertionError("our attention name has no mask function")
-
-    def _states(self) -> SequenceStates:
-        """Return the states of the forward's only sequence, which a load may have had to bring."""
-        kv = self._chunks[0].kv if len(self._chunks) == 1 else None
-        if kv is None or kv.states is None:
-            raise AssertionError("a state in a forward over other than one sequence that has some")
-        for gate in self._gates:
-            gate.wait(0)
-        if kv.states.num_tokens + self._num_before != kv.num_tokens:
-            raise AssertionError(
-                f"the state of {kv.states.num_tokens} tokens beside KV of {kv.num_tokens}"
-            )
-        return kv.states
 
     def _next_call(self, given: dict[str, Any]) -> tuple[AttentionCall, AttentionOptions]:
         """Return the attention call that is made now, and its options; count it."""
@@ -267,10 +255,9 @@ class GatheredForward(StepForward):
         calibration: Calibration,
         chunks: Sequence[Chunk],
         clock: StepClock | None,
-        num_before: int = 0,
     ) -> None:
         """Cut what each part's last token sees."""
-        super().__init__(calibration, chunks, StepPlaces.of(chunks), clock, num_before)
+        super().__init__(calibration, chunks, StepPlaces.of(chunks), clock)
         self._lengths = [chunk.end_token for chunk in chunks]
         self._handed: Sequence[int] = range(len(chunks))  # parts whose tokens the model is given
         self._keys = [chunk.kv.keys.cut(0, chunk.end_token) for chunk in chunks]

@@ -120,13 +120,19 @@ class SequenceStates:
 
         If the model is going to change it in place, it is a copy, and the new tensor at once.
         """
-        found = self._pending.get(place)
-        if found is not None:
-            return found
-        found = self._current.get(place)
-        if found is not None and self._shape_of[place].is_overwritten:
+        found = self.peek(place)
+        if found is not None and place not in self._pending and self.is_overwritten(place):
             found = self._pending[place] = found.clone()
         return found
+
+    def peek(self, place: StatePlace) -> Tensor | None:
+        """Return a tensor that nobody is going to change; None before the first token."""
+        found = self._pending.get(place)
+        return self._current.get(place) if found is None else found
+
+    def is_overwritten(self, place: StatePlace) -> bool:
+        """Whether the model changes this tensor in place."""
+        return self._shape_of[place].is_overwritten
 
     def put(self, place: StatePlace, state: Tensor) -> None:
         """Keep a forward's new tensor; it becomes current with `commit`.
@@ -228,6 +234,44 @@ class SequenceStates:
             parts.append(packed.narrow(0, offset, shape.num_bytes))
             offset += align_up(shape.num_bytes, ALIGNMENT)
         return parts
+
+
+class JointStates:
+    """The states of several sequences that a module goes on from at once, as of a batch.
+
+    Args:
+        states: of sequences that each have one.
+    """
+
+    def __init__(self, states: Sequence[SequenceStates]) -> None:
+        self._states = states
+        self._new: dict[StatePlace, Tensor] = {}
+
+    def read(self, place: StatePlace) -> Tensor:
+        """Return a tensor of all sequences, [sequences, ...]; as `SequenceStates.read`."""
+        found = self._new.get(place)
+        if found is not None:
+            return found
+        parts = [states.peek(place) for states in self._states]
+        joined = torch.cat([part for part in parts if part is not None])
+        if len(joined) != len(parts):
+            raise AssertionError(f"a sequence without a state at {place} is among those with one")
+        if self._states[0].is_overwritten(place):
+            self._new[place] = joined
+        return joined
+
+    def put(self, place: StatePlace, state: Tensor) -> None:
+        """Keep a new tensor of all sequences, until `hand_out`."""
+        self._new[place] = state
+
+    def hand_out(self) -> None:
+        """Put each sequence's part of what is new to its own states."""
+        for place, joined in self._new.items():
+            for states, part in zip(
+                self._states, joined.split_with_sizes([1] * len(self._states)), strict=True
+            ):
+                states.put(place, part)
+        self._new.clear()
 
 
 def _digest(shapes: Sequence[StateShape]) -> bytes:

@@ -1,6 +1,6 @@
 """How a model is run: it is called as its class wants to be, and reports what it caches.
 
-Three hooks let us see inside a forward, and attend in its place:
+Hooks let us see inside a forward (`forward.py`), and attend in its place:
 
 1. A registered attention function hands queries to the forward under way.
 2. `CaptureCache.update` hands it each layer's keys and values, and gets those to attend to;
@@ -8,8 +8,8 @@ Three hooks let us see inside a forward, and attend in its place:
    recurrent layers ask of a cache, the states of its sequence.
 3. A `RotaryTap` in place of each `apply_*rot*` function of the model's own modules hands it keys
    before RoPE.
+4. A `MixerTap` in place of the forward of each module that goes on from states (`mixers.py`).
 
-Each hook looks up the forward of the current context (`under`); without one, taps are transparent.
 Model code is not touched; taps are installed once per Python module and process-wide. Knows no
 architecture (`ForwardCall` asks a class for its signature), no working KV and no sequences.
 """
@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from types import SimpleNamespace
-from typing import Any, Protocol, get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache
 
 from inference_svc.runtime.kv.states import StatePlace
+from inference_svc.runtime.model.forward import current_forward, forward_under_way
+from inference_svc.runtime.model.mixers import MixerTap
 from inference_svc.runtime.model.refusals import REMEDY, ModelRecurrentError
 
 ATTENTION_NAME = "cachedattention"  # has no mask function: models then build no mask at all
@@ -40,54 +42,10 @@ CHOSEN = "indices"  # the option of an attention call that says which keys an in
 _ROTARY_NAME = re.compile(r"^apply_\w*rot")
 
 
-class Forward(Protocol):
-    """What happens inside one forward of the model, in the order it happens."""
-
-    def rotated(
-        self, tap: "RotaryTap", args: tuple[Any, ...], options: dict[str, Any], result: Any
-    ) -> None:
-        """Record a call of an apply function."""
-
-    def cached(self, layer_index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Receive a layer's new keys and values; return those to attend to.
-
-        All are [1, kv_heads, tokens, dim]; a model may transform what it gets before it attends.
-        Layers are numbered in the order in which they cache: a hybrid has others between them.
-        """
-
-    def indexed(self, layer_index: int, index: Tensor) -> Tensor:
-        """Receive a layer's new index keys; return those to choose by, [1, tokens, dim] both."""
-
-    def state(self, place: StatePlace) -> Tensor | None:
-        """Return a tensor of the sequence's state; None: there is none before its first token."""
-
-    def new_state(self, place: StatePlace, state: Tensor) -> None:
-        """Receive what this tensor of the state is behind the forward's tokens."""
-
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Any, options: dict[str, Any]
-    ) -> Tensor:
-        """Return attention's output [1, tokens, heads, dim] for query [1, heads, tokens, dim]."""
-
-    def masked(self, allowed: Callable[..., Tensor]) -> Any:
-        """Return the mask that attention calls get, given the predicate (batch, head, q, kv)."""
-
-
 # Takes what leaves the last layer, [1, rows, hidden]; returns what logits are made of.
 TakeStates = Callable[[Tensor], Tensor]
 
-_forward: ContextVar[Forward | None] = ContextVar("forward_under_capture", default=None)
 _take: ContextVar[TakeStates | None] = ContextVar("states_are_taken", default=None)
-
-
-@contextmanager
-def under(forward: Forward) -> Iterator[None]:
-    """Let the hooks report to `forward` inside the block, in this thread."""
-    token = _forward.set(forward)
-    try:
-        yield
-    finally:
-        _forward.reset(token)
 
 
 @contextmanager
@@ -135,9 +93,9 @@ class RotaryTap:
         tap: "RotaryTap", args: tuple[Any, ...], options: dict[str, Any], result: Any
     ) -> None:
         """Report a call to the forward that is under capture, if there is one."""
-        forward = _forward.get()
+        forward = forward_under_way()
         if forward is not None:
-            forward.rotated(tap, args, options, result)
+            forward.rotated(tap.apply, args, options, result)
 
 
 class CaptureCache(Cache):
@@ -162,12 +120,12 @@ class CaptureCache(Cache):
         """Hand over new keys and values, [1, kv_heads, tokens, dim]; return those to attend to."""
         self._new_tokens[layer_idx] = key_states.shape[-2]
         number = self._numbers.setdefault(layer_idx, len(self._numbers))
-        return _current().cached(number, key_states, value_states)
+        return current_forward().cached(number, key_states, value_states)
 
     def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
         """Hand over new index keys, [1, tokens, dim]; return those to choose by (DSA)."""
         number = self._numbers.get(layer_idx, len(self._numbers))
-        return _current().indexed(number, indexer_key_states)
+        return current_forward().indexed(number, indexer_key_states)
 
     def get_seq_length(self, layer_idx: int | None = 0) -> int:
         """Return the tokens of a layer: from its update on with those of this forward."""
@@ -191,7 +149,7 @@ class CaptureCache(Cache):
         **options: Any,
     ) -> tuple[Tensor, None]:
         """Hand over what attends; return what `Forward.attend` does. No model asks for it here."""
-        return _current().attend(query, key, value, attention_mask, options), None
+        return current_forward().attend(query, key, value, attention_mask, options), None
 
     @property
     def is_compileable(self) -> bool:
@@ -200,7 +158,7 @@ class CaptureCache(Cache):
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         """Return a convolution's last inputs, which the model may change in place."""
-        return _current().state(StatePlace(layer_idx, "conv", state_idx))
+        return current_forward().state(StatePlace(layer_idx, "conv", state_idx))
 
     def update_conv_state(
         self,
@@ -214,7 +172,7 @@ class CaptureCache(Cache):
 
         Before the first token these are as many zeros as the kernel lacks inputs.
         """
-        forward, place = _current(), StatePlace(layer_idx, "conv", state_idx)
+        forward, place = current_forward(), StatePlace(layer_idx, "conv", state_idx)
         before = forward.state(place)
         if before is None:
             width = conv_kernel_size or conv_states.shape[-1]
@@ -227,13 +185,13 @@ class CaptureCache(Cache):
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         """Return what a layer has summed up before this forward."""
-        return _current().state(StatePlace(layer_idx, "recurrent", state_idx))
+        return current_forward().state(StatePlace(layer_idx, "recurrent", state_idx))
 
     def update_recurrent_state(
         self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_options: Any
     ) -> Tensor:
         """Hand over what a layer has summed up with this forward; return it."""
-        _current().new_state(StatePlace(layer_idx, "recurrent", state_idx), recurrent_states)
+        current_forward().new_state(StatePlace(layer_idx, "recurrent", state_idx), recurrent_states)
         return recurrent_states
 
     def get_linear_cache(self, layer_idx: int) -> Tensor | None:
@@ -279,22 +237,15 @@ def leave_out_of_compiling(leave_out: Callable[[Any], Any]) -> None:
 
     `leave_out` wraps a function so that the compiler's graph ends before it, and another begins.
     """
-    for owner, name in ((RotaryTap, "report"), (CaptureCache, "attend")):
+    for owner, name in ((RotaryTap, "report"), (CaptureCache, "attend"), (MixerTap, "run")):
         setattr(owner, name, staticmethod(leave_out(getattr(owner, name))))
     AttentionInterface.register(ATTENTION_NAME, CaptureCache.attend)
     for name in ("update", "update_indexer"):
         setattr(CaptureCache, name, leave_out(getattr(CaptureCache, name)))
 
 
-def _current() -> Forward:
-    forward = _forward.get()
-    if forward is None:
-        raise AssertionError("a forward with our attention runs outside capture.under()")
-    return forward
-
-
 def _mask(*_args: Any, mask_function: Callable[..., Tensor], **_options: Any) -> Any:
-    return _current().masked(mask_function)
+    return current_forward().masked(mask_function)
 
 
 class ForwardCall:
@@ -365,7 +316,7 @@ class ForwardCall:
             by_layer = {0: returned} if isinstance(returned, list) else returned.rnn_state
             for layer_index, states in by_layer.items():
                 for index, state in enumerate(states):
-                    _current().new_state(StatePlace(layer_index, "recurrent", index), state)
+                    current_forward().new_state(StatePlace(layer_index, "recurrent", index), state)
         logits: Tensor = answer.logits[0]
         return logits if self.is_sparing else logits[logit_indices]
 
@@ -393,7 +344,7 @@ def _returns_states(model: Any, cache_name: str) -> bool:
 
 def _states_of(layer_index: int) -> list[Tensor]:
     """Return the states of a layer whose model returns them; none before the first token."""
-    found: list[Tensor] = []
-    while (state := _current().state(StatePlace(layer_index, "recurrent", len(found)))) is not None:
+    forward, found = current_forward(), list[Tensor]()
+    while (state := forward.state(StatePlace(layer_index, "recurrent", len(found)))) is not None:
         found.append(state)
     return found

@@ -245,8 +245,8 @@ class Calibration:
             runs.
         expansions: what keys and values are made by, of each of these calls over latents.
         notes: each attempt that failed before, and why.
-        state_shapes: what recurrent layers keep of a sequence; empty: the model has none. Then it
-            runs sequence by sequence, and its positions are coupled.
+        state_shapes: what recurrent layers keep of a sequence; empty: the model has none. If it
+            has some, positions are coupled.
         is_one_by_one: whether tokens that follow a state are computed one by one: what the model
             has for several begins without a state (Mamba's first scan).
     """

@@ -8,6 +8,7 @@ import pytest
 
 from kvd.plan.arguments import KNOWN_POLICIES, request_of
 from kvd.plan.hardware import recompute_load
+from kvd.plan.kept import most_states, most_windowed
 from kvd.plan.options import (
     ArrivalArguments,
     CapacityArguments,
@@ -17,7 +18,6 @@ from kvd.plan.options import (
 )
 from kvd.plan.prices import Prices
 from kvd.plan.sizes import GB
-from kvd.plan.states import most_states
 from shared.types.errors import ReportedError
 
 TRACE = Path("tests/data/trace_sample.jsonl.gz")
@@ -59,6 +59,33 @@ def test_states_count_in_the_footprint():
     assert capacity.total_bytes == 12 * (4096 * 780_000 + 3 * (72 << 20))
     none = EngineArguments(model="qwen3-next-80b", state_bytes="0")
     assert _request(engine=none).model.state_bytes == 0
+
+
+def test_windows_count_in_the_footprint(tmp_path):
+    """A directory's config says how large they are; a size that is given means all layers'."""
+    config = {
+        "num_hidden_layers": 6,
+        "num_attention_heads": 4,
+        "head_dim": 64,
+        "sliding_window": 128,
+        "sliding_window_pattern": 6,
+        "max_position_embeddings": 4096,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    share, charged = CapacityArguments(capacity_share="100%"), KvdArguments(charge="window")
+    gemma = EngineArguments(model=str(tmp_path))
+    request = _request(engine=gemma, capacity=share)
+    assert (
+        request.options.windowed_bytes_per_token == request.model.windowed_bytes_per_token == 5120
+    )
+    assert request.options.attention_window == request.model.attention_window == 128
+    num_windowed = most_windowed(request.workload.sessions, 128)
+    kept = request.workload.footprint_tokens * 1024
+    assert request.capacities[0].total_bytes == kept + num_windowed * 5120
+    (capacity,) = _request(engine=gemma, capacity=share, kvd=charged).capacities
+    assert capacity.total_bytes == 12 * (4096 * 1024 + 3 * 128 * 5120)
+    given = EngineArguments(model=str(tmp_path), kv_bytes_per_token="6144")  # noqa: S106 - of text
+    assert _request(engine=given).model.attention_window == 0
 
 
 def test_states_may_be_all_that_is_kept():

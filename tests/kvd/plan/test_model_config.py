@@ -14,8 +14,8 @@ from kvd.plan.model_config import (
     STATE_ALIGNMENT,
     ModelConfig,
     UnknownModelError,
-    kv_bytes_per_token,
     state_bytes,
+    token_bytes,
 )
 from shared.types.units import align_up
 from tests.sampled import sampled
@@ -97,13 +97,13 @@ def test_a_config_says_what_a_model_caches(name, tmp_path: Path):
     config = _config(json.loads((tmp_path / "config.json").read_text(encoding="utf-8")))
     of_token, of_state = _bytes_of(cache)
     assert of_state > STATE_ALIGNMENT
-    assert (kv_bytes_per_token(config), state_bytes(config)) == (of_token, of_state)
+    assert (token_bytes(config).kept, state_bytes(config)) == (of_token, of_state)
 
 
 def test_qwen3_next_keeps_72_mib_and_its_convolutions():
     """Of 48 layers every fourth attends: 24.6 KB a token. In the published config none is named."""
     config = _config(QWEN3_NEXT)
-    assert kv_bytes_per_token(config) == 12 * 2 * 2 * 256 * 2
+    assert token_bytes(config).kept == 12 * 2 * 2 * 256 * 2
     a_layer = 32 * 128 * 128 * 4 + 4 * (2 * 16 + 32) * 128 * 2
     assert state_bytes(config) == 64 + 36 * a_layer == MODELS["qwen3-next-80b"].state_bytes
 
@@ -127,7 +127,7 @@ def test_a_pattern_says_which_layers_attend():
             "torch_dtype": "bfloat16",
         }
     )
-    assert kv_bytes_per_token(config) == 2 * 2 * 64 * 2
+    assert token_bytes(config).kept == 2 * 2 * 64 * 2
     assert state_bytes(config) == 64 + 2 * (16 * 32 * 128 * 4 + 4 * (16 * 32 + 2 * 2 * 128) * 2)
 
 
@@ -145,7 +145,7 @@ def test_configs_have_other_ways_to_say_which_layers_attend(fields, kv_bytes):
     """Of eight layers so many, each with two times 16 numbers of two bytes."""
     sizes = {"num_attention_heads": 4, "num_key_value_heads": 1, "hidden_size": 64}
     config = _config({"num_hidden_layers": 8, **sizes, **fields})
-    assert kv_bytes_per_token(config) == kv_bytes * 2 * 16 * 2
+    assert token_bytes(config).kept == kv_bytes * 2 * 16 * 2
 
 
 def test_models_that_only_attend_keep_no_state():
@@ -153,7 +153,7 @@ def test_models_that_only_attend_keep_no_state():
     kinds = ["sliding_attention", "full_attention", "chunked_attention", "indexed_attention"]
     sizes = {"num_hidden_layers": 4, "num_attention_heads": 4, "hidden_size": 64}
     config = _config({"model_type": "gemma9", "layer_types": kinds, **sizes})
-    assert (kv_bytes_per_token(config), state_bytes(config)) == (4 * 2 * 64 * 2, 0)
+    assert (token_bytes(config).kept, state_bytes(config)) == (4 * 2 * 64 * 2, 0)
 
 
 @pytest.mark.parametrize(
@@ -172,3 +172,37 @@ def test_states_that_the_config_does_not_say_are_refused(fields, complaint):
         state_bytes(_config(fields))
     assert "config.json" in str(raised.value)
     assert "--kv-bytes-per-token" in str(raised.value)
+
+
+GEMMA3 = {
+    "model_type": "gemma3_text",
+    "num_hidden_layers": 34,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "hidden_size": 2560,
+    "sliding_window": 1024,
+    "sliding_window_pattern": 6,
+    "max_position_embeddings": 131_072,
+    "dtype": "bfloat16",
+}
+OF_LAYER = 2 * 4 * 256 * 2
+
+
+@pytest.mark.parametrize(
+    ("changed", "num_windowed"),
+    [
+        ({}, 29),
+        ({"layer_types": ["sliding_attention", "full_attention"] * 17}, 17),
+        ({"layer_types": ["sliding_attention"] * 34}, 0),  # all of them: all tokens are kept
+        ({"layer_types": ["full_attention"] * 34}, 0),
+        ({"sliding_window": None}, 0),
+        ({"sliding_window": 131_072}, 0),
+        ({"sliding_window_pattern": None}, 0),
+    ],
+)
+def test_layers_that_attend_to_the_last_tokens_are_counted(changed, num_windowed):
+    """Where others attend to all: by a list of kinds, or every so many layers."""
+    found = token_bytes(ModelConfig(Path("config.json"), {**GEMMA3, **changed}))
+    assert found.kept == (34 - num_windowed) * OF_LAYER
+    assert (found.windowed, found.window) == (num_windowed * OF_LAYER, 1024 * bool(num_windowed))

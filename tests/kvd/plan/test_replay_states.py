@@ -1,4 +1,4 @@
-"""Replays of a model with states: small ones by hand, and what more bytes of a state do."""
+"""Replays of a model with states or windows: small ones by hand, and what more bytes do."""
 
 from dataclasses import asdict, replace
 
@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from kvd.core.eviction.policies import POLICIES
 from kvd.plan.hardware import EngineConstants, Hardware, ReplayOptions
+from kvd.plan.kept import MOST_KEPT
 from kvd.plan.replay import Replay, replay
-from kvd.plan.states import MOST_KEPT
 from kvd.plan.trace import Session, Turn
 from tests.kvd.plan.small_machine import FIRST, LRU, MACHINE, SECOND, SSD_ONLY, at
 from tests.kvd.plan.test_replay import HARDWARE, OPTIONS, sessions_of_any_kind
@@ -41,13 +41,13 @@ def test_what_a_turn_stores_is_counted_in_bytes():
     """Its tokens, and two states; their share stands beside that of what the tiers hold."""
     outcome = replay([at(0.0, FIRST, SECOND)], MACHINE, WITH_STATES)
     assert outcome.stored_bytes_per_turn == (16_000 + 6_000 + 4 * STATE) / 2
-    assert outcome.states_of_stored == 4 * STATE / (22_000 + 4 * STATE)
-    assert outcome.states_of_dram == 2 * STATE / (16_000 + 2 * STATE)  # when the second one starts
-    assert outcome.states_of_ssd == 0.0
+    assert outcome.parts_of_stored == 4 * STATE / (22_000 + 4 * STATE)
+    assert outcome.parts_of_dram == 2 * STATE / (16_000 + 2 * STATE)  # when the second one starts
+    assert outcome.parts_of_ssd == 0.0
     on_ssd = replay([at(0.0, FIRST, SECOND)], SSD_ONLY, WITH_STATES)
-    assert (on_ssd.states_of_dram, on_ssd.states_of_ssd) == (0.0, outcome.states_of_dram)
+    assert (on_ssd.parts_of_dram, on_ssd.parts_of_ssd) == (0.0, outcome.parts_of_dram)
     plain = replay([at(0.0, FIRST, SECOND)], MACHINE, LRU)
-    assert (plain.stored_bytes_per_turn, plain.states_of_stored) == (11_000, 0.0)
+    assert (plain.stored_bytes_per_turn, plain.parts_of_stored) == (11_000, 0.0)
 
 
 def test_a_history_that_ends_between_two_states_is_computed_from_the_first_of_them():
@@ -56,15 +56,15 @@ def test_a_history_that_ends_between_two_states_is_computed_from_the_first_of_th
     assert replay(sessions, MACHINE, LRU).recomputed_per_turn == 0
     outcome = replay(sessions, MACHINE, WITH_STATES)
     assert outcome.recomputed_per_turn == pytest.approx(2 / 3)
-    assert (outcome.num_hits, outcome.num_stateless) == (2, 0)
+    assert (outcome.num_hits, outcome.num_partless) == (2, 0)
 
 
 def test_tokens_without_a_state_are_computed_anew_and_stored_once():
     """What remains of the session is before its first state: it is held, and of no use."""
     sessions = [at(0.0, FIRST, SECOND, replace(THIRD, history_tokens=8))]
     outcome = replay(sessions, SSD_ONLY, replace(WITH_STATES, tiers="inclusive"))
-    assert (outcome.num_hits, outcome.num_stateless, outcome.num_guarded) == (1, 1, 0)
-    assert outcome.stateless_fu == 0.5
+    assert (outcome.num_hits, outcome.num_partless, outcome.num_guarded) == (1, 1, 0)
+    assert outcome.partless_fu == 0.5
     third_bytes = (13 - 8) * 1000 + 2 * STATE
     assert outcome.ssd_bytes_written == 16_000 + 6_000 + 4 * STATE + third_bytes
 
@@ -106,14 +106,14 @@ def test_a_model_may_have_states_alone():
     mamba = replace(WITH_STATES, kv_bytes_per_token=0)
     outcome = replay([at(0.0, FIRST, SECOND)], SSD_ONLY, mamba)
     assert (outcome.hits_tok, outcome.ssd_bytes_read) == (1.0, STATE)
-    assert (outcome.states_of_stored, outcome.states_of_ssd) == (1.0, 1.0)
+    assert (outcome.parts_of_stored, outcome.parts_of_ssd) == (1.0, 1.0)
 
 
 def test_a_state_that_is_slower_to_load_than_its_history_to_compute_is_not_loaded():
     """It takes 20 s from DRAM, and its 16 tokens 16 s."""
     large = replace(WITH_STATES, state_bytes=160_000, load_policy="auto")
     outcome = replay([at(0.0, FIRST, SECOND)], MACHINE, large)
-    assert (outcome.num_guarded, outcome.num_hits, outcome.num_stateless) == (1, 0, 0)
+    assert (outcome.num_guarded, outcome.num_hits, outcome.num_partless) == (1, 0, 0)
 
 
 BEFORE = {  # hits, bytes written and read, mean TTFT in seconds: as before there were states
@@ -136,18 +136,56 @@ def test_a_model_without_states_is_planned_as_ever(policy):
     assert (found.num_hits, *moved, found.ttft_mean_s) == BEFORE[policy]
 
 
+# ------------------------------------------------------------------------------------- windows
+
+WITH_WINDOWS = replace(LRU, windowed_bytes_per_token=500, attention_window=4)
+
+
+def test_windows_are_written_and_one_is_read():
+    """Of a first turn three, apart from each other; of the next one's two one is new."""
+    outcome = replay([at(0.0, FIRST, SECOND)], SSD_ONLY, WITH_WINDOWS)
+    assert outcome.ssd_bytes_read == 16_000 + 4 * 500
+    assert outcome.ssd_bytes_written == (16_000 + 12 * 500) + (22_000 + 12 * 500)
+    assert outcome.parts_of_stored == (12 + 8) * 500 / (22_000 + 20 * 500)
+    assert (outcome.hits_fu, outcome.hits_tok) == (1.0, 1.0)
+
+
+def test_a_window_as_long_as_the_context_is_kv_of_all_tokens():
+    """The same figures as of a model whose layers all keep theirs; three quarters are parts."""
+    sessions = [at(float(start), FIRST, SECOND, THIRD) for start in range(0, 60, 7)]
+    machine = replace(MACHINE, dram_bytes=50_000, ssd_bytes=90_000)
+    whole = asdict(replay(sessions, machine, LRU))
+    split = replace(
+        LRU, kv_bytes_per_token=250, windowed_bytes_per_token=750, attention_window=1000
+    )
+    found = asdict(replay(sessions, machine, split))
+    shares = {name for name in found if name.startswith("parts_of")}
+    assert all(found[name] == 0.75 for name in shares if found[name])
+    assert {name: found[name] for name in found.keys() - shares} == {
+        name: whole[name] for name in whole.keys() - shares
+    }
+
+
 # -------------------------------------------------------------------------------- every replay
 
-STATE_SIZES = st.sampled_from([0, 1, 4_000, 20_000])
+NO_PARTS: dict[str, int] = {}
+PARTS = st.one_of(
+    st.just(NO_PARTS),
+    st.fixed_dictionaries({"state_bytes": st.sampled_from([1, 4_000, 20_000])}),
+    st.fixed_dictionaries(
+        {
+            "windowed_bytes_per_token": st.sampled_from([1, 1000]),
+            "attention_window": st.integers(1, 30),
+        }
+    ),
+)
 
 
 @settings(max_examples=150, deadline=None)
-@given(sessions_of_any_kind(), HARDWARE, OPTIONS, STATE_SIZES)
-def test_every_replay_with_states_ends_and_keeps_its_invariants(
-    sessions, hardware, options, state_bytes
-):
-    """As without; and what is held without a state is no hit."""
-    run = Replay(sessions, hardware, replace(options, state_bytes=state_bytes))
+@given(sessions_of_any_kind(), HARDWARE, OPTIONS, PARTS)
+def test_every_replay_with_parts_ends_and_keeps_its_invariants(sessions, hardware, options, parts):
+    """As without; and what is held without a state or window is no hit."""
+    run = Replay(sessions, hardware, replace(options, **parts))
     num_turns = sum(len(session.turns) for session in sessions)
     run.begin()
     num_done = 0
@@ -159,10 +197,10 @@ def test_every_replay_with_states_ends_and_keeps_its_invariants(
     outcome = run.outcome()
     assert num_done == num_turns
     with_history = sum(turn.history_tokens > 0 for each in sessions for turn in each.turns)
-    assert outcome.num_hits + outcome.num_stateless + outcome.num_guarded <= with_history
-    for share in (outcome.states_of_stored, outcome.states_of_dram, outcome.states_of_ssd):
-        assert 0 <= share <= (1 if state_bytes else 0)
-    assert outcome.num_stateless == 0 or state_bytes
+    assert outcome.num_hits + outcome.num_partless + outcome.num_guarded <= with_history
+    for share in (outcome.parts_of_stored, outcome.parts_of_dram, outcome.parts_of_ssd):
+        assert 0 <= share <= (1 if parts else 0)
+    assert outcome.num_partless == 0 or "state_bytes" in parts  # of windows the first one stays
 
 
 @settings(max_examples=100, deadline=None)
@@ -179,7 +217,7 @@ def test_states_cost_nothing_but_what_they_take(sessions, hardware, options):
     without, found = (
         asdict(replay(whole, room, replace(plain, state_bytes=size))) for size in (0, 1)
     )
-    in_bytes = ("ssd_bytes_", "stored_bytes", "states_of")
+    in_bytes = ("ssd_bytes_", "stored_bytes", "parts_of")
     for name in without:
         if not name.startswith(in_bytes):
             assert found[name] == without[name], name

@@ -94,18 +94,21 @@ def test_returns_with_tools_have_a_column():
     assert "tool hints" not in text
 
 
-def test_states_have_a_table_if_the_model_has_any():
+def test_states_and_windows_have_a_table_if_the_model_has_any():
     """Their share of what is stored and held, and whose history had none."""
-    shares = {"states_of_stored": 0.61, "states_of_dram": 0.52, "states_of_ssd": 0.43}
-    found = result(
-        "lru", 8, 100, 0.5, 4.0, stored_bytes_per_turn=2.5e8, stateless_fu=0.34, **shares
-    )
+    shares = {"parts_of_stored": 0.61, "parts_of_dram": 0.52, "parts_of_ssd": 0.43}
+    found = result("lru", 8, 100, 0.5, 4.0, stored_bytes_per_turn=2.5e8, partless_fu=0.34, **shares)
     report = plan(found)
     text = _text(replace(report, model=replace(report.model, state_bytes=72 << 20)))
     for shown in ("KV 780 KB a token, 75.5 MB a state,", "a state 3 ms and 18 ms", "250 MB"):
         assert shown in text
     (row,) = [line.split() for line in text.splitlines() if "61.0%" in line]
     assert row[-4:] == ["61.0%", "52.0%", "43.0%", "34.0%"]
+    windowed = replace(report.model, windowed_bytes_per_token=5_000_000, attention_window=1024)
+    text = _text(replace(report, model=windowed))
+    for shown in ("KV 780 KB a token and 5 MB of the last 1024,", "a window 205 ms and 1.23 s"):
+        assert shown in text
+    assert "held, but no window" in text
     text = _text(report)
     assert "250 MB" in text  # what a turn stores is said of every model
     assert "a state" not in text

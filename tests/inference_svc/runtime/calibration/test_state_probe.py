@@ -23,7 +23,7 @@ def probed(model):
 def test_a_hybrid_keeps_states_beside_the_kv_of_its_attention(tiny):
     """Layers that cache KV are numbered densely, states have the model's own numbers."""
     calibration = tiny("qwen3-next").calibration
-    assert (calibration.mode, calibration.positions) == ("single", "coupled")
+    assert (calibration.mode, calibration.positions) == ("ragged", "coupled")
     assert len(calibration.layers) == len(calibration.layout.layers) == 1  # of two
     shapes = calibration.state_shapes
     assert [(shape.layer_index, shape.kind) for shape in shapes] == [(0, "conv"), (0, "recurrent")]
@@ -34,6 +34,7 @@ def test_a_hybrid_keeps_states_beside_the_kv_of_its_attention(tiny):
 def test_a_model_of_states_alone_has_one_layer_without_components(tiny):
     """And a slot has room for a state."""
     calibration = tiny("mamba").calibration
+    assert calibration.mode == "ragged"
     assert [layer.components for layer in calibration.layout.layers] == [()]
     assert {shape.layer_index for shape in calibration.state_shapes} == {0, 1}
     assert calibration.layout.block_bytes >= calibration.layout.state_bytes

@@ -1,5 +1,7 @@
 """Forwards over sequences' KV give the stock model's logits, whatever the batch looks like."""
 
+import random
+
 import pytest
 import torch
 
@@ -246,8 +248,29 @@ def test_write_buffer_takes_tokens_from_its_first_on(tiny):
 
 
 @pytest.mark.parametrize("name", WITH_STATES)
+def test_sequences_with_states_do_not_mix(tiny, name):
+    """In batches of chunks of any sizes, in any order, of sequences that begin at other times."""
+    model, draw = tiny(name), random.Random(7)  # noqa: S311
+    given = {model.new_kv(40): tokens(seed, draw.randint(9, 40)) for seed in range(5)}
+    logits = {kv: [] for kv in given}
+    while left := [kv for kv in given if kv.num_tokens < len(given[kv])]:
+        chosen = draw.sample(left, draw.randint(1, len(left)))
+        sizes = [draw.choice([1, 1, 2, 7]) for _ in chosen]
+        pieces = [given[kv][kv.num_tokens :][:size] for kv, size in zip(chosen, sizes, strict=True)]
+        chunks = [
+            Chunk(kv, piece, True, want_all=True) for kv, piece in zip(chosen, pieces, strict=True)
+        ]
+        found = model.runner.step(chunks).split_with_sizes([len(piece) for piece in pieces])
+        for kv, rows in zip(chosen, found, strict=True):
+            logits[kv].append(rows)
+    for kv, token_ids in given.items():
+        expected = model.stock_logits(token_ids)
+        torch.testing.assert_close(torch.cat(logits[kv]), expected, **CLOSE_OF.get(name, CLOSE))
+
+
+@pytest.mark.parametrize("name", WITH_STATES)
 def test_a_failed_step_leaves_states_as_they_were(tiny, monkeypatch, name):
-    """Also of a sequence whose own forward had succeeded."""
+    """Of every sequence, whichever it failed of."""
     model = tiny(name)
     first, second = model.new_kv(40), model.new_kv(40)
     given = {first: tokens(3, 30), second: tokens(4, 20)}
@@ -257,11 +280,11 @@ def test_a_failed_step_leaves_states_as_they_were(tiny, monkeypatch, name):
     again = [Chunk(kv, given[kv][kv.num_tokens :][:3], True) for kv in given]
 
     def fail():
-        raise RuntimeError("the second forward fails when it is done")
+        raise RuntimeError("the second sequence fails")
 
     with monkeypatch.context() as patch:
         patch.setattr(second.states, "check_pending", fail)
-        with pytest.raises(RuntimeError, match="the second forward"):
+        with pytest.raises(RuntimeError, match="the second sequence"):
             model.runner.step(again)
     assert [kv.num_tokens for kv in given] == [12, 9]
     assert all(kv.states.snapshot().equal(was) for kv, was in zip(given, before, strict=True))

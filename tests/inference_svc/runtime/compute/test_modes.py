@@ -39,6 +39,8 @@ def count_forwards(model, chunks, clock=None):
         ("deepseek-v32", [9]),
         ("falcon", [9]),
         ("bloom", [4, 3, 2]),
+        ("qwen3-next", [9]),
+        ("mamba", [9]),
     ],
 )
 def test_a_step_is_as_few_forwards_as_the_mode_allows(tiny, name, sizes):

@@ -6,6 +6,7 @@ import torch
 from inference_svc.runtime.kv import states as kv_states
 from inference_svc.runtime.kv.states import (
     ALIGNMENT,
+    JointStates,
     SequenceStates,
     StatePlace,
     StateShape,
@@ -126,3 +127,29 @@ def test_a_sequence_that_is_reset_has_no_state():
     states = filled()
     states.clear()
     assert (states.num_tokens, states.read(SUM.place)) == (0, None)
+
+
+def test_states_of_several_sequences_are_read_and_put_as_of_a_batch():
+    """What is changed in place is nobody's current tensor; parts are handed out at the end."""
+    both = [filled(1), filled(2)]
+    before = [states.snapshot() for states in both]
+    joint = JointStates(both)
+    conv = joint.read(CONV.place)
+    assert conv.equal(torch.cat([tensor_of(CONV, 1), tensor_of(CONV, 2)]))
+    conv.add_(1)
+    assert joint.read(CONV.place) is conv
+    assert joint.read(SUM.place).shape == (2, *SUM.shape[1:])
+    joint.put(SUM.place, torch.cat([tensor_of(SUM, 3), tensor_of(SUM, 4)]))
+    joint.hand_out()
+    for seed, (states, was) in enumerate(zip(both, before, strict=True), 1):
+        assert states.snapshot().equal(was)
+        states.commit(8)
+        assert states.read(SUM.place).equal(tensor_of(SUM, seed + 2))
+        assert states.read(CONV.place).equal(tensor_of(CONV, seed) + 1)
+
+
+def test_a_sequence_without_a_state_is_not_gone_on_from_with_others():
+    """It would be left out."""
+    joint = JointStates([filled(), SequenceStates(SHAPES, CPU)])
+    with pytest.raises(AssertionError, match="without a state"):
+        joint.read(SUM.place)
