@@ -151,13 +151,14 @@ def _sequences(
     page_tokens: int | None,
 ) -> list[SequenceKv]:
     """Return empty KV for sequences of these lengths; pages are dealt out last page first."""
-    shapes = [layer.shape for layer in calibration.layers]
+    shapes, states = [layer.shape for layer in calibration.layers], calibration.state_shapes
+    device, dtype = loaded.device, loaded.dtype
     if page_tokens is None:
-        pool = KVPool(shapes, sum(lengths), device=loaded.device, dtype=loaded.dtype)
+        pool = KVPool(shapes, sum(lengths), device=device, dtype=dtype, states=states)
         return [pool.new_kv(length) for length in lengths]
     counts = [ceil_div(length, page_tokens) for length in lengths]
     slots = PagedSlots(sum(counts), page_tokens)
-    paged = PagePool(shapes, slots, 1, device=loaded.device, dtype=loaded.dtype)
+    paged = PagePool(shapes, slots, 1, device=device, dtype=dtype, states=states)
     pages = list(range(sum(counts)))
     return [
         paged.new_kv(length, [pages.pop() for _ in range(count)])

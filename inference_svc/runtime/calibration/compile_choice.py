@@ -99,7 +99,13 @@ def _logits(loaded: LoadedModel, calibration: Calibration) -> Tensor:
     """Compute two sequences, [n, vocab]."""
     num_tokens = sum(map(sum, STEPS))
     shapes = [layer.shape for layer in calibration.layers]
-    pool = KVPool(shapes, 3 * num_tokens, device=loaded.device, dtype=loaded.dtype)
+    pool = KVPool(
+        shapes,
+        3 * num_tokens,
+        device=loaded.device,
+        dtype=loaded.dtype,
+        states=calibration.state_shapes,
+    )
     runner = ModelRunner(loaded, calibration)
     sequences = [pool.new_kv(num_tokens) for _ in range(2)]
     buffer = pool.new_write_buffer(0, num_tokens)

@@ -83,6 +83,9 @@ def choose_graphs(
     if not isinstance(attention, PagedAttention) or not isinstance(pool, PagePool):
         log.warning("graphs_chosen", graphs=0, reason="attention is not over pages")
         return None
+    if calibration.state_shapes:  # they have no place of their own that graphs could be told of
+        log.warning("graphs_chosen", graphs=0, reason="the model has states")
+        return None
     shapes = step_shapes(memory.most_rows, memory.window_tokens)
     try:
         step = DecodeStep(loaded, calibration, attention, (pool, memory.ring), shapes)

@@ -55,14 +55,24 @@ def test_a_cpu_has_no_kernels(llama, monkeypatch):
         choose_attention("triton", *llama, PAGE_TOKENS)
 
 
-FAMILIES = ["gpt_oss", "gemma2", "llama", "gemma3_text", "phi3", "cohere2", "hunyuan_v1_dense"]
+FAMILIES = [
+    "gpt_oss",
+    "gemma2",
+    "qwen3_next",
+    "mamba",
+    "llama",
+    "gemma3_text",
+    "phi3",
+    "cohere2",
+    "hunyuan_v1_dense",
+]
 
 
 @pytest.mark.parametrize(
-    "name", [*FAMILIES[:2], *(pytest.param(name, marks=pytest.mark.long) for name in FAMILIES[2:])]
+    "name", [*FAMILIES[:3], *(pytest.param(name, marks=pytest.mark.long) for name in FAMILIES[3:])]
 )
 def test_what_answers_as_torch_does_is_taken(name):
-    """Windows, softcaps, sinks, layers of several shapes."""
+    """Windows, softcaps, sinks, layers of several shapes, states."""
     loaded = built(name)
     chosen = choose_attention("triton", loaded, calibrate(loaded), PAGE_TOKENS)
     assert isinstance(chosen, PagedAttention)

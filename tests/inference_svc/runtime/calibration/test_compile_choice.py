@@ -40,7 +40,13 @@ def is_compiled(loaded):
 
 @pytest.mark.parametrize(
     "name",
-    ["llama", *(pytest.param(name, marks=pytest.mark.long) for name in ("gemma2", "gpt-neox"))],
+    [
+        "llama",
+        *(
+            pytest.param(name, marks=pytest.mark.long)
+            for name in ("gemma2", "gpt-neox", "qwen3-next")
+        ),
+    ],
 )
 def test_layers_are_compiled_between_our_hooks(made, name, monkeypatch):
     """No graph ends but there, answers are the same, and nothing is compiled while it serves."""

@@ -69,6 +69,12 @@ def test_attention_must_be_over_pages(paged):
     assert line["log_level"] == "warning"
 
 
+def test_what_goes_on_from_states_is_not_replayed(paged):
+    """They lie where the last step has left them, and nowhere in a graph."""
+    graphs, line = chosen(paged("lfm2"))
+    assert (graphs, line["reason"]) == (None, "the model has states")
+
+
 def remembering():
     """A kernel that copies the lengths of a step, when it first sees it."""
     seen = {}
