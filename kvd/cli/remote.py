@@ -107,6 +107,25 @@ def remote_sweep(url: Url = "", runtime_dir: RuntimeDir = None, as_json: AsJson 
         )
 
 
+@remote_app.command("follow")
+def remote_follow(
+    runtime_dir: RuntimeDir = None,
+    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+    log_format: Annotated[
+        str, typer.Option(help="auto (text on a terminal), json or text.")
+    ] = "auto",
+) -> None:
+    """Move the sessions of a running kvd by themselves, as its settings of [remote] say.
+
+    It pushes those that were stored, drops from the store what is flushed or ended here, and
+    fetches what turns wait for and kvd does not have; until SIGTERM, when it pushes what is left.
+    kvd never waits for it, nor for the store. A reload of kvd's settings is followed.
+    """
+    from kvd.following.process import follow
+
+    follow(runtime_dir, log_level, log_format)
+
+
 def _opened(url: str, runtime_dir: RuntimeDir) -> tuple[str, BlobStore]:
     if url:
         return opened(url, None, "URL")
