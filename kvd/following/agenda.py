@@ -212,10 +212,10 @@ class Agenda:
             key, terms = _key_of(info), terms_of(info)
             used_s = now_s - info.idle_s
             known = there.get(key)
-            if key in self._drops:
-                continue
             if known is not None and known[0] == terms and used_s <= known[1]:
                 self._there[key] = known
+            elif key in self._drops:
+                continue
             elif info.ended:
                 self.deleted(key, unix_s, of_others=True)
                 self._there[key] = (terms, now_s)
