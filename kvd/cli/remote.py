@@ -1,4 +1,4 @@
-"""`kvd remote`: what lies in an object store, without a kvd: ls, rm, sweep."""
+"""`kvd remote`: what lies in an object store, without a kvd: ls, rm, sweep; and `follow`."""
 
 import os
 import time
@@ -22,7 +22,7 @@ from shared.types.units import format_bytes
 
 remote_app = typer.Typer(
     cls=WholeHelp,
-    help="List and remove sessions in an object store, and sweep it.",
+    help="List and remove sessions in an object store, sweep it; move sessions by themselves.",
     rich_markup_mode=None,
     no_args_is_help=True,
 )

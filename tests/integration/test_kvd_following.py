@@ -176,7 +176,8 @@ async def test_a_store_that_fails_is_nothing_to_turns(tmp_path: Path) -> None:
         store.unlink()
         elsewhere.rename(store)
         await until_there(store, "s", 1050)
-        assert one.following.said("remote_store_answers") == 1
+        await one.following.until_said("remote_store_answers")
+        assert one.following.said("remote_store_fails") == 1
 
 
 @pytest.mark.parametrize("write", ["drain", "none"])
