@@ -6,7 +6,9 @@ from functools import partial
 
 from shared.serving.metric_export import Metric, MetricExporter, MetricTable, Scrape
 from shared.serving.process_metrics import PROCESS_METRICS, fill_process
+from shared.terminal.printing import counted
 from shared.types.histogram import Tally
+from shared.types.units import format_duration
 from shared.version import __version__
 
 METRICS = MetricTable(
@@ -89,6 +91,15 @@ class Waiting:
     oldest_s: float
     num_drops: int
     num_wanted: int
+
+
+def status_of(figures: Figures, waiting: Waiting) -> str:
+    """Say in a line how it goes."""
+    if not figures.kvd_up:
+        return "kvd does not answer"
+    store = {None: "", True: ", the store answers", False: ", the store fails"}[figures.store_up]
+    oldest = f", the oldest for {format_duration(waiting.oldest_s)}" if waiting.oldest_s else ""
+    return f"{counted(waiting.num_unpushed, 'session')} to push{oldest}{store}"
 
 
 def make_exporter(figures: Figures, waiting: Callable[[], Waiting]) -> MetricExporter:

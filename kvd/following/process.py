@@ -11,7 +11,7 @@ import typer
 
 from kvd.client.connection import open_client
 from kvd.config import RemoteSettings
-from kvd.following.figures import Figures, make_exporter
+from kvd.following.figures import Figures, make_exporter, status_of
 from kvd.following.follower import Follower
 from shared.access.clients import ClientBook, Clients
 from shared.access.settings import TlsSettings
@@ -49,7 +49,7 @@ async def _follow_until_signal(runtime_dir: Path | None) -> None:
     serving = asyncio.create_task(
         _serve_metrics(make_exporter(figures, follower.waiting), figures, changes)
     )
-    beating = asyncio.create_task(_beat())
+    beating = asyncio.create_task(_beat(figures, follower))
     try:
         systemd.notify(systemd.READY)
         await follower.run(stop)
@@ -60,11 +60,12 @@ async def _follow_until_signal(runtime_dir: Path | None) -> None:
         await asyncio.gather(serving, beating, return_exceptions=True)
 
 
-async def _beat() -> None:
-    """Notify the watchdog for ever: the loop is alive."""
+async def _beat(figures: Figures, follower: Follower) -> None:
+    """Notify the watchdog for ever: the loop is alive; and whoever says `systemctl status`."""
     beat_s = min(systemd.watchdog_interval_s() or BEAT_S, BEAT_S)
     while True:
-        systemd.notify(systemd.WATCHDOG)
+        status = status_of(figures, follower.waiting())
+        systemd.notify(systemd.WATCHDOG, f"STATUS={status}")
         await asyncio.sleep(beat_s)
 
 

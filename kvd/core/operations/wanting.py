@@ -1,8 +1,9 @@
 """Which sessions are wanted and not stored: whoever can fetch them elsewhere is told by an event.
 
 Pure. A turn that waits in an engine's queue wants its history long before it is loaded. Nobody here
-waits for what may come: a turn whose history is not there in time computes it anew. Each session is
-asked for once in a while, and of very many only so many a second.
+waits for what may come: a turn whose history is not there in time computes it anew. An engine that
+knows of no history asks, too: the conversation may have begun elsewhere, and come whole. Each
+session is asked for once in a while; of very many only so many a second, known histories first.
 """
 
 from collections import OrderedDict
@@ -29,13 +30,13 @@ class Wanting:
         self._num_this_second = 0
 
     def queued(self, requests: Iterable[QueuedRequest]) -> None:
-        """Ask for the sessions of requests that wait, have a history, and are not stored."""
+        """Ask for the sessions of requests that wait and are not stored."""
         state = self._state
         if not state.limits.wants_sessions:
             return
-        for request in requests:
-            if request.history_tokens and request.key not in state.sessions:
-                self._want(request.key, request.history_tokens)
+        missing = [request for request in requests if request.key not in state.sessions]
+        for request in sorted(missing, key=lambda one: not one.history_tokens):
+            self._want(request.key, request.history_tokens)
 
     def _want(self, key: SessionKey, num_tokens: int) -> None:
         now_ns = self._state.now_ns

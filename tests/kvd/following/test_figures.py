@@ -2,7 +2,7 @@
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvd.following.figures import METRICS, Figures, Waiting, make_exporter
+from kvd.following.figures import METRICS, Figures, Waiting, make_exporter, status_of
 
 NOTHING = Waiting(0, 0.0, 0, 0)
 
@@ -36,6 +36,17 @@ def test_a_scrape_says_what_was_done_and_what_is_left():
     assert ("kvd_remote_store_up",) not in before
     figures.store_up = False
     assert scraped(figures)["kvd_remote_store_up",] == 0
+
+
+def test_a_line_says_how_it_goes():
+    """For `systemctl status`."""
+    figures = Figures()
+    assert status_of(figures, NOTHING) == "kvd does not answer"
+    figures.kvd_up = True
+    assert status_of(figures, NOTHING) == "0 sessions to push"
+    figures.store_up = False
+    said = status_of(figures, Waiting(1, 90.0, 0, 0))
+    assert said == "1 session to push, the oldest for 1m30s, the store fails"
 
 
 def test_names():

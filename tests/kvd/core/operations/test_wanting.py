@@ -23,14 +23,16 @@ def wanted(world, *requests, replaces=False):
 
 
 @pytest.mark.parametrize("replaces", [True, False])
-def test_what_waits_with_a_history_and_is_not_stored_is_asked_for(replaces):
-    """Neither a first turn's session, which nobody has, nor one that is here."""
+def test_what_waits_and_is_not_stored_is_asked_for(replaces):
+    """What is known to have a history first; not what is here."""
     world = new_world(wants_sessions=True)
     store(world, A, ONES)
     other, first = B._replace(session_id="other"), B._replace(session_id="first")
-    requests = [(1, (A, 4)), (2, (B, 40)), (3, (first, 0)), (4, (other, 9))]
-    assert wanted(world, *requests, replaces=replaces) == [(B, "40"), (other, "9")]
-    assert counter(world, "sessions_wanted") == 2
+    requests = [(1, (A, 4)), (2, (first, 0)), (3, (B, 40)), (4, (other, 9))]
+    assert wanted(world, *requests, replaces=replaces) == [
+        *((B, "40"), (other, "9"), (first, "0")),
+    ]
+    assert counter(world, "sessions_wanted") == 3
 
 
 def test_nobody_asks_where_nobody_answers():
@@ -49,6 +51,14 @@ def test_a_session_is_asked_for_again_after_a_while():
     world.now_ns += ASK_AGAIN_NS
     world.engine.advance(world.now_ns)
     assert wanted(world, (1, (B, 4))) == [(B, "4")]
+
+
+def test_what_is_remembered_is_bounded(monkeypatch):
+    """Who was asked for longest ago is forgotten, and may be asked for again."""
+    monkeypatch.setattr("kvd.core.operations.wanting.MOST_REMEMBERED", 1)
+    world = new_world(wants_sessions=True)
+    assert wanted(world, (1, (A, 4)), (2, (B, 4))) == [(A, "4"), (B, "4")]
+    assert wanted(world, (1, (A, 4)), (2, (B, 4))) == [(A, "4"), (B, "4")]
 
 
 def test_a_flood_is_bounded():
