@@ -1,53 +1,18 @@
 """kvd remote follow beside real daemons: sessions move by themselves, and nobody waits for that."""
 
-import asyncio
-import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 
-from kvd.remote.catalog import Catalog
-from kvd.remote.names import session_place
-from kvd.remote.object_store import open_store
-from tests.kvd_polling import eventually, sessions_of
+from tests.following_process import Following, manifest_of, remote_settings, until_there
+from tests.kvd_polling import sessions_of
 from tests.processes import KvdProcess, run_cli, running_kvd
 from tests.synthetic_engine import SyntheticEngine, attached_engine, key_of
-from tests.warm_python import WarmPython, wait_ended
 
 SIZES = ("--dram", "4MB", "--ssd", "8MB")
 TOKENS = list(range(100, 1150))
-FOLLOWING = WarmPython("kvd.cli.main", "kvd.following.process", "obstore", "obstore.store")
-
-
-class Following:
-    """`kvd remote follow` of one kvd; it may be ended and started again."""
-
-    def __init__(self, kvd: KvdProcess) -> None:
-        self._kvd = kvd
-        self._log = kvd.log_path.with_name("follow.log")
-        self._process = None
-
-    def start(self) -> None:
-        options = ("remote", "follow", "--runtime-dir", str(self._kvd.runtime_dir))
-        with self._log.open("ab") as log:
-            self._process = FOLLOWING.spawn("kvd.cli.main", options, dict(os.environ), log.fileno())
-
-    async def end(self, number: int) -> int:
-        self._process.send_signal(number)
-        async with asyncio.timeout(60):
-            return await wait_ended(self._process)
-
-    def said(self, event: str) -> int:
-        """How often it has logged an event."""
-        return self._log.read_text().count(f'"event": "{event}"')
-
-    async def until_said(self, event: str, times: int = 1) -> None:
-        async def has_said() -> bool:
-            return self.said(event) >= times
-
-        await eventually(has_said, wanted=True)
 
 
 class Server:
@@ -62,8 +27,7 @@ async def server(
     directory: Path, store: Path, sizes: tuple[str, ...] = SIZES, **settings: str
 ) -> AsyncIterator[Server]:
     """A server whose follower writes to, and fetches from, a directory."""
-    values = {"url": f"file://{store}", "write": "all", "quiet": "0s", "pull": "true", **settings}
-    environ = {f"KVD_REMOTE__{name.upper()}": value for name, value in values.items()}
+    environ = remote_settings(store, **settings)
     async with (
         running_kvd(directory, *sizes, environ=environ) as kvd,
         attached_engine(kvd.runtime_dir) as engine,
@@ -74,22 +38,6 @@ async def server(
             yield Server(kvd, engine, following)
         finally:
             await following.end(9)
-
-
-def manifest_of(store: Path, session: str):
-    """What the store has of a session; None: nothing, or it was dropped."""
-    found = Catalog(open_store(f"file://{store}")).read(session_place(key_of(session)))
-    return None if found is None or found.manifest.dropped else found.manifest
-
-
-async def until_there(store: Path, session: str, num_tokens: int | None, epoch: int = 1) -> None:
-    """Return when the store has so much of a session; None: nothing any more."""
-
-    async def there():
-        found = await asyncio.to_thread(manifest_of, store, session)
-        return found and (found.num_tokens, found.epoch)
-
-    await eventually(there, num_tokens and (num_tokens, epoch))
 
 
 async def test_sessions_follow_their_turns(tmp_path: Path) -> None:
