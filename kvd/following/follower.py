@@ -41,7 +41,7 @@ KVD_PAUSE_S = 5.0  # at most, between two tries to connect
 DRAIN_POLL_S = 0.05  # upper bound between two looks at whether all is done
 
 log = get_logger(__name__)
-Heard = pb.Event | ReportedError | None  # None: no event is missed from now on
+Heard = pb.Event | ReportedError | None  # None: no event is missed from now on, and comes first
 
 
 class Follower:
@@ -136,13 +136,13 @@ class Follower:
     async def _listen(self, client: OperatorClient, work: Work) -> None:
         """Hear of events until there are no more, which is an error."""
         inbox: asyncio.Queue[Heard] = asyncio.Queue()
-        began_unix_s = time.time()
         self._watch(client, inbox)
         while True:
             one = await inbox.get()
             if isinstance(one, ReportedError):
                 raise one
             if one is None:
+                await self._look_back(client)
                 await self._list(client)
                 self._figures.kvd_up = True
                 self._kvd_pause.succeeded()
@@ -150,17 +150,15 @@ class Follower:
             elif one.name == EVENTS_LOST:
                 log.warning("events_lost", num_events=one.fields["num_events"])
                 await self._list(client)
-            elif one.unix_s >= began_unix_s:
+            else:
                 hear(one, self._agenda, self._wanted, time.monotonic())
                 self._seen_unix_s = one.unix_s
-            elif one.unix_s > self._seen_unix_s:
-                hear_deletion(one, self._agenda)
             work.wake()
 
     def _watch(self, client: OperatorClient, inbox: asyncio.Queue[Heard]) -> None:
         """Have a thread of its own put kvd's events into the inbox; it ends with the client."""
         loop = asyncio.get_running_loop()
-        request = pb.WatchEventsRequest(names=EVENTS, num_recent=MAX_RECENT)
+        request = pb.WatchEventsRequest(names=EVENTS)
 
         def put(one: Heard) -> None:
             with suppress(RuntimeError):  # the loop has ended
@@ -175,6 +173,17 @@ class Follower:
                 put(error)
 
         threading.Thread(target=watch, name="events", daemon=True).start()
+
+    async def _look_back(self, client: OperatorClient) -> None:
+        """Hear of deletions that nobody heard of, as far as kvd remembers them.
+
+        Before all events that were heard since: these are among them, and are taken once more.
+        """
+        request = pb.WatchEventsRequest(names=EVENTS, num_recent=MAX_RECENT, recent_only=True)
+        for event in await in_thread(lambda: list(client.events(request))):
+            if event.unix_s > self._seen_unix_s:
+                hear_deletion(event, self._agenda)
+                self._seen_unix_s = event.unix_s
 
     async def _list(self, client: OperatorClient) -> None:
         """Make good what was not heard of."""
