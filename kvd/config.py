@@ -13,6 +13,7 @@ from kvd.core.records.records import Admission
 from shared.access.settings import (
     ClientName,
     ClientSettings,
+    Listen,
     ListenTcp,
     Tenants,
     TlsSettings,
@@ -24,7 +25,12 @@ from shared.config.reload import LiveSettings
 from shared.config.room import Demand, check_room
 from shared.config.settings import LoadedSettings, load_settings
 from shared.process.runtime_dir import default_runtime_dir, default_state_dir
-from shared.serving.observing_settings import MetricsSettings, ProcessSettings, TracingSettings
+from shared.serving.observing_settings import (
+    MetricsSettings,
+    ProcessSettings,
+    TracingSettings,
+    is_open,
+)
 from shared.types.kv_layout import KVLayout
 from shared.types.setting_types import (
     ByteSize,
@@ -138,9 +144,23 @@ class EncryptionSettings(Section):
 
 
 class RemoteSettings(Section):
-    """The store that sessions are pushed to and pulled from."""
+    """The store that sessions are pushed to and pulled from; what `kvd remote follow` goes by."""
 
     url: Annotated[str, StringConstraints(pattern=r"^$|^(s3|gs|az|file)://[^@?#]+$")] = ""
+    write: Literal["none", "drain", "all"] = "none"
+    quiet: Duration = Field(default=10.0, ge=0)
+    pull: bool = False
+    rate: ByteSizeOrNone = Field(default=None, ge=1 << 10)  # a second, each way
+    drain: Duration = Field(default=60.0, ge=0)
+    metrics: Listen = ()
+
+    @field_validator("metrics")
+    @classmethod
+    def _local(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for address in value:
+            if not is_open(address):
+                raise ValueError(f"{address[:60]} is not of this machine: unix:/path or 127.0.0.1")
+        return value
 
 
 class IntegritySettings(Section):

@@ -12,6 +12,7 @@ from kvd.session_files.file_format import (
     row_bytes,
 )
 from shared.pb.kvd.v1 import kvd_pb2 as pb
+from shared.types.errors import NotFoundError
 from shared.types.lineage import WHOLE
 from tests.synthetic_engine import encode, key_of, small_layout
 
@@ -26,12 +27,19 @@ class Server:
     Attributes:
         sessions: what it has of each.
         on_export: called when one begins to be exported.
+        lost: why ends of sessions are lost.
     """
 
     def __init__(self, name: str) -> None:
         self.owner = Owner(name, name)
         self.on_export: Callable[[], None] = lambda: None
+        self.lost = ""
         self.sessions: dict[str, State] = {}
+
+    def describe(self, key: pb.SessionKey) -> pb.DescribeSessionResponse:
+        if key.session_id not in self.sessions:
+            raise NotFoundError(f"no session {key.session_id}", "see: kvd ls")
+        return pb.DescribeSessionResponse(info=self.info(key.session_id))
 
     def info(self, session: str, expires_in_s: float = -1.0) -> pb.SessionInfo:
         key = key_of(session)
@@ -39,6 +47,7 @@ class Server:
             session=pb.SessionKey(tenant=key.tenant, model=key.model, session_id=session),
             num_tokens=len(self.sessions[session]),
             expires_in_s=expires_in_s,
+            lost=self.lost,
         )
 
     def export_chunks(self, request: pb.ExportSessionRequest) -> Iterator[pb.SessionFilePart]:

@@ -138,6 +138,7 @@ class CacheBuilder:
             compact_min_bytes=settings.compaction.min_bytes,
             compact_rest_ns=int(settings.compaction.rest * NS_PER_S),
             tenant_limits=self._tenant_limits,
+            wants_sessions=settings.remote.pull,
         )
 
     def _tenant_limits(self, tenant: str) -> TenantLimits:

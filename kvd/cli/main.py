@@ -78,6 +78,7 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
         "kvd remote rm s3://sessions/prod --session conversation-17",
         "kvd remote rm s3://sessions/prod --tenant acme --yes",
     ),
+    "remote follow": ("kvd remote follow", "kvd remote follow --runtime-dir /run/kvd"),
     "remote sweep": ("kvd remote sweep s3://sessions/prod",),
     "doctor": ("kvd doctor", "kvd doctor --config /etc/kvd/kvd.toml --quiet"),
     "plan": (
@@ -208,7 +209,7 @@ COMMANDS: Mapping[str, LazyCommand] = {
     ),
     "remote": LazyCommand(
         "kvd.cli.remote:remote_app",
-        "List and remove sessions in an object store, and sweep it",
+        "List and remove sessions in an object store, sweep it; move sessions by themselves",
         heading=SESSIONS,
     ),
     "plan": LazyCommand(

@@ -257,7 +257,7 @@ def _names(key: kvd_pb2.SessionKey) -> dict[str, str]:
 def _summary(results: Sequence[dict[str, Any]], url: str) -> str:
     num_bytes = sum(result["num_bytes"] for result in results)
     sent = sum(result["sent_bytes"] for result in results)
-    unchanged = sum(result["outcome"] is Outcome.UNCHANGED for result in results)
+    unchanged = sum(result["outcome"] is not Outcome.PUSHED for result in results)
     more = f", {unchanged} unchanged" if unchanged else ""
     what = f"{format_bytes(sent)} sent of {format_bytes(num_bytes)}{more}"
     return f"pushed {counted(len(results), 'session')} to {url} ({what})"

@@ -1,4 +1,4 @@
-"""`kvd remote`: what lies in an object store, without a kvd: ls, rm, sweep."""
+"""`kvd remote`: what lies in an object store, without a kvd: ls, rm, sweep; and `follow`."""
 
 import os
 import time
@@ -22,7 +22,7 @@ from shared.types.units import format_bytes
 
 remote_app = typer.Typer(
     cls=WholeHelp,
-    help="List and remove sessions in an object store, and sweep it.",
+    help="List and remove sessions in an object store, sweep it; move sessions by themselves.",
     rich_markup_mode=None,
     no_args_is_help=True,
 )
@@ -105,6 +105,25 @@ def remote_sweep(url: Url = "", runtime_dir: RuntimeDir = None, as_json: AsJson 
             "tenants' data stays: push these sessions again, or remove them",
             err=True,
         )
+
+
+@remote_app.command("follow")
+def remote_follow(
+    runtime_dir: RuntimeDir = None,
+    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+    log_format: Annotated[
+        str, typer.Option(help="auto (text on a terminal), json or text.")
+    ] = "auto",
+) -> None:
+    """Move the sessions of a running kvd by themselves, as its settings of [remote] say.
+
+    It pushes those that were stored, drops from the store what is flushed or ended here, and
+    fetches what turns wait for and kvd does not have; until SIGTERM, when it pushes what is left.
+    kvd never waits for it, nor for the store. A reload of kvd's settings is followed.
+    """
+    from kvd.following.process import follow
+
+    follow(runtime_dir, log_level, log_format)
 
 
 def _opened(url: str, runtime_dir: RuntimeDir) -> tuple[str, BlobStore]:

@@ -1,6 +1,6 @@
 """Synchronous client of the Operator and Reader services, for the command line."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
@@ -102,10 +102,23 @@ class OperatorClient:
             answer: kvd_pb2.FlushResponse = self._operator.Flush(request, timeout=timeout_s)
         return answer
 
-    def events(self, request: kvd_pb2.WatchEventsRequest) -> Iterator[kvd_pb2.Event]:
-        """Yield events as they come, or those of the past; without a deadline."""
+    def events(
+        self,
+        request: kvd_pb2.WatchEventsRequest,
+        watching: Callable[[], None] | None = None,
+    ) -> Iterator[kvd_pb2.Event]:
+        """Yield events as they come, or those of the past; without a deadline.
+
+        Args:
+            request: which.
+            watching: called once none is missed any more, before the first one comes.
+        """
         with self._reported():
-            yield from self._reader.WatchEvents(request)
+            call = self._reader.WatchEvents(request)
+            if watching is not None:
+                call.initial_metadata()  # waits for it
+                watching()
+            yield from call
 
     def pin(self, key: kvd_pb2.SessionKey, *, soft: bool) -> None:
         """Protect a session; soft: until nothing else is left to evict."""

@@ -50,6 +50,7 @@ from kvd.core.operations.scrubbing import Scrubber
 from kvd.core.operations.session_files import SessionFiles
 from kvd.core.operations.sessions import Sessions
 from kvd.core.operations.storing import Storer
+from kvd.core.operations.wanting import Wanting
 from kvd.core.records.actions import Action
 from kvd.core.records.entries import AdoptedSlot, IndexEntries, OrphanSlot
 from kvd.core.recovery import adopting, restoring
@@ -109,7 +110,12 @@ class CacheEngine:
         self.retention = Retainer(state, publisher.adopt, writer.take)
         self.expectations = Expectations(state)
         self.engines = EngineReports(
-            state, self.loads, self.stores, prefetcher, self.expectations.arrived
+            state,
+            self.loads,
+            self.stores,
+            prefetcher,
+            self.expectations.arrived,
+            Wanting(state).queued,
         )
         self.scrubs = Scrubber(state, self.loads, writer)
         self.erasing = Eraser(state, self.loads, self.stores, self.sessions)

@@ -26,7 +26,12 @@ if TYPE_CHECKING:
     from importlib.resources.abc import Traversable
 
 
-UNITS = ("kvd.service", "inference-svc@.service", "cachedattention.slice")
+UNITS = (
+    "kvd.service",
+    "kvd-remote.service",
+    "inference-svc@.service",
+    "cachedattention.slice",
+)
 SETTINGS = ("kvd.toml", "inference-svc.toml")
 # Only for the system: shipped name → (directory of /usr/local/lib, name there).
 SYSTEM_FILES: Mapping[str, tuple[str, str]] = {

@@ -264,6 +264,11 @@ METRICS = MetricTable(
         _gauge("kvd_pinned_sessions", "Sessions that are pinned", "pin"),
         _gauge("kvd_retained_sessions", "Sessions that are kept as their clients wish"),
         _counter(
+            "kvd_sessions_wanted_total",
+            "Sessions that turns waited for and kvd did not have: asked for at the remote store",
+            counted="sessions_wanted",
+        ),
+        _counter(
             "kvd_retentions_total",
             "Wishes of clients that a session be kept for a while, each turn's anew",
             counted="retentions",

@@ -152,6 +152,11 @@ def is_unchanged(before: pb.SessionManifest | None, info: pb.SessionInfo, now_s:
     return is_same and now_s - info.idle_s < before.seen_unix_s
 
 
+def is_remnant(before: pb.SessionManifest, info: pb.SessionInfo) -> bool:
+    """Whether a server has less of a session than it has pushed, for its end was lost since."""
+    return not before.dropped and bool(info.lost) and info.num_tokens < before.num_tokens
+
+
 def has_expired(manifest: pb.SessionManifest, age_s: float) -> bool:
     """Whether its session is to be kept no longer, so long after the manifest was stored."""
     return not manifest.dropped and 0 <= manifest.expires_after_s <= age_s
@@ -163,6 +168,11 @@ def fenced(manifest: pb.SessionManifest) -> FencedError:
         f"session {manifest.session.session_id!r} belongs to {manifest.owner_name} "
         f"since epoch {manifest.epoch}",
         "pull it from there, or push it nevertheless with --take",
+        details={
+            "owner": manifest.owner_name,
+            "epoch": str(manifest.epoch),
+            "num_tokens": str(manifest.num_tokens),
+        },
     )
 
 

@@ -16,7 +16,7 @@ from kvd.host.pacing import SharedPace
 from kvd.remote.blob_store import BlobStore
 from kvd.remote.catalog import Catalog, Pushed
 from kvd.remote.chunk_store import ChunkStore
-from kvd.remote.manifest import Owner, is_unchanged, pushed
+from kvd.remote.manifest import Owner, is_remnant, is_unchanged, pushed
 from kvd.remote.names import session_place
 from shared.pb.kvd.v1 import kvd_pb2 as pb
 from shared.types.errors import ConflictError, StateError
@@ -39,6 +39,7 @@ class Outcome(StrEnum):
 
     PUSHED = "pushed"
     UNCHANGED = "unchanged"  # it lay there already
+    LONGER = "longer"  # what lies there is: the session's end was lost here
 
 
 @dataclass(frozen=True)
@@ -131,6 +132,8 @@ class Pusher:
         is_ours = last is not None and last.owner == self._owner.server_id
         if last is not None and is_ours and is_unchanged(last, info, seen_unix_s):
             return _result(Outcome.UNCHANGED, last, 0)
+        if last is not None and is_ours and is_remnant(last, info):
+            return _result(Outcome.LONGER, last, 0)
         chunks = ChunkStore(self._store, key.tenant, self._monotonic)
         content = self._sent(info.session, before, chunks, prefix=prefix)
         manifest.header = content.header
@@ -219,8 +222,19 @@ def in_order(sessions: Sequence[pb.SessionInfo]) -> list[pb.SessionInfo]:
     """
 
     def rank(info: pb.SessionInfo) -> tuple[bool, bool, bool, float]:
-        is_over = info.ended or info.superseded
-        value = info.num_tokens / (info.idle_s + 60.0)
-        return is_over, not info.dirty_bytes, info.pin == pb.PIN_NONE, -value
+        return rank_of(
+            is_over=info.ended or info.superseded,
+            is_dirty=bool(info.dirty_bytes),
+            is_pinned=info.pin != pb.PIN_NONE,
+            num_tokens=info.num_tokens,
+            idle_s=info.idle_s,
+        )
 
     return sorted(sessions, key=rank)
+
+
+def rank_of(
+    *, is_over: bool, is_dirty: bool, is_pinned: bool, num_tokens: int, idle_s: float
+) -> tuple[bool, bool, bool, float]:
+    """Rank a session for a push: the lowest goes first; see `in_order`."""
+    return is_over, not is_dirty, not is_pinned, -num_tokens / (idle_s + 60.0)

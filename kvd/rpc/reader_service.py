@@ -177,7 +177,9 @@ class ReaderService(kvd_pb2_grpc.ReaderServicer):  # type: ignore[misc]  # the s
             ):
                 yield message
 
-    async def WatchEvents(self, request: pb.WatchEventsRequest, _: Any) -> AsyncIterator[pb.Event]:  # noqa: N802
+    async def WatchEvents(  # noqa: N802
+        self, request: pb.WatchEventsRequest, call: Any
+    ) -> AsyncIterator[pb.Event]:
         """Stream the last events, if they are wanted, and those from now on."""
         wanted = event_filter_of(request, allowed_tenants())
         recent = self._events.recent(wanted, request.num_recent)
@@ -186,6 +188,7 @@ class ReaderService(kvd_pb2_grpc.ReaderServicer):  # type: ignore[misc]  # the s
                 yield event
             return
         with self._events.watch(wanted) as watcher:
+            await call.send_initial_metadata(())  # nothing is missed from now on
             for event in recent:
                 yield event
             while True:

@@ -33,6 +33,7 @@ from kvd.session_files.file_format import (
     row_bytes,
 )
 from kvd.session_files.slot_runs import RowBuffer, SlotRuns, finished_in_thread
+from kvd.session_files.unfinished import unfinished_name
 from shared.access.identity import TenantDeniedError
 from shared.process.log import get_logger
 from shared.types.block_key import TOKEN_BYTES
@@ -43,6 +44,7 @@ from shared.types.units import NS_PER_S
 
 BATCH_BYTES = 8 << 20  # of rows stored at once; at least one block
 WAIT_S = 60.0  # for a slot
+REPLACED, IMPORTED = "replaced", "imported"  # why the name of a session goes
 UNFINISHED_NS = 600 * NS_PER_S  # what a killed kvd leaves of an import expires
 
 log = get_logger(__name__)
@@ -79,7 +81,7 @@ class Import:
         self._lineage = lineage
         self._replaces = replaces
         layout = cache.layout
-        self._unfinished = key._replace(session_id=f"import-{secrets.token_hex(16)}")
+        self._unfinished = key._replace(session_id=unfinished_name())
         self._engine_id = secrets.randbits(63)
         self._runs = SlotRuns.of_tokens(layout)
         self._window_runs = SlotRuns.of_windows(layout)
@@ -271,7 +273,7 @@ class Import:
         if stored is None or stored.num_tokens * TOKEN_BYTES != len(self._token_ids):
             raise self._lost()
         if self._replaces and core.inspection.info(self.key) is not None:
-            if core.sessions.flush(self.key, dry_run=False).skipped_leased:
+            if core.sessions.flush(self.key, dry_run=False, why=REPLACED).skipped_leased:
                 raise InUseError(
                     f"session {self.key} is in use",
                     "wait for the end of its turn, or see kvd leases",
@@ -297,7 +299,9 @@ class Import:
     def _forget(self) -> None:
         """Drop the name of the unfinished session; the blocks stay with the finished one."""
         try:
-            self._cache.act(lambda core: core.sessions.flush(self._unfinished, dry_run=False))
+            self._cache.act(
+                lambda core: core.sessions.flush(self._unfinished, dry_run=False, why=IMPORTED)
+            )
         except UnknownSessionError:
             return  # nothing was stored, or it has given way to others
 

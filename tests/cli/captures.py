@@ -122,7 +122,9 @@ CAPTURES = [
     if kind != "pipe" or name not in ONLY_ON_TERMINALS
 ]
 # They run until they are ended, and what they write is a log, or where both of these are.
-SHOW_A_LOG = frozenset({"kvd-serve", "inference-svc-serve", "inference-svc-up"})
+SHOW_A_LOG = frozenset(
+    {"kvd-serve", "kvd-remote-follow", "inference-svc-serve", "inference-svc-up"}
+)
 _STYLES = re.compile(r"\x1b\[[0-9;]*m")
 
 

@@ -9,13 +9,18 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from inference_svc.metrics.table import METRICS as INFERENCE
+from kvd.following.figures import METRICS as FOLLOWING
 from kvd.metrics.table import METRICS as KVD
 from shared.serving.metric_export import Metric, MetricTable
 from shared.serving.process_metrics import PROCESS_METRICS
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "metrics.md"
 MARKER = "<!-- From here on:"
-TABLES: dict[str, MetricTable] = {"kvd": KVD, "inference-svc": INFERENCE}
+TABLES: dict[str, MetricTable] = {
+    "kvd": KVD,
+    "kvd remote follow": FOLLOWING,
+    "inference-svc": INFERENCE,
+}
 
 
 def document() -> str:

@@ -11,6 +11,7 @@ from inference_svc.config import InferenceSettings, load_inference_settings
 from inference_svc.metrics.table import METRICS as INFERENCE_METRICS
 from kvd import config
 from kvd.cli.main import app as kvd_app
+from kvd.following.figures import METRICS as FOLLOWING_METRICS
 from kvd.metrics.table import METRICS as KVD_METRICS
 
 REPOSITORY = Path(__file__).parents[2]
@@ -51,7 +52,8 @@ def test_metrics_exist():
     """Each metric that is to be looked at is in the tables."""
     named = {name for code in CODE for name in re.findall(r"^(?:kvd|inference)_[a-z_]+\b", code)}
     assert len(named) > 4
-    assert named <= {metric.name for metric in (*KVD_METRICS, *INFERENCE_METRICS)}
+    tables = (KVD_METRICS, FOLLOWING_METRICS, INFERENCE_METRICS)
+    assert named <= {metric.name for table in tables for metric in table}
 
 
 def test_settings_exist():

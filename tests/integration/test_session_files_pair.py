@@ -6,6 +6,9 @@ import pytest
 
 from inference_svc.client import turn_request
 from shared.pb.inference.v1 import inference_pb2 as pb
+from shared.types.errors import InvalidInputError
+from shared.types.session_key import SessionKey
+from tests.following_process import Following, remote_settings, until_there
 from tests.inference_processes import InferenceProcess, wait_kvd_state
 from tests.kvd_polling import all_clean, eventually, sessions_of
 from tests.oracle import Oracle
@@ -13,6 +16,7 @@ from tests.processes import KvdProcess, run_cli
 
 GREEDY = pb.Sampling(max_tokens=24, ignore_eos=True)
 TIERS = ("--dram", "64MB", "--ssd", "64MB")
+TOO_LONG = "Keys and values are kept. " * 40_000
 DOCUMENT = [5 + number * 7 % 400 for number in range(300)]  # more than two blocks of tokens
 
 
@@ -20,9 +24,10 @@ DOCUMENT = [5 + number * 7 % 400 for number in range(300)]  # more than two bloc
     ("away", "here"),
     [
         (("export", "moved", "{0}/moved.kvd"), ("import", "{0}/moved.kvd")),
-        (
+        pytest.param(
             ("push", "--all", "--to", "file://{0}/store"),
             ("pull", "moved", "--from", "file://{0}/store"),
+            marks=pytest.mark.long,
         ),
     ],
     ids=["file", "store"],
@@ -64,6 +69,50 @@ async def test_the_next_turn_hits_on_another_kvd(tiny_model, tmp_path, away, her
         assert len(turns) == 3
         assert verdict.is_identical
     finally:
+        await other.stop()
+        await kvd.stop()
+
+
+async def test_the_next_turn_hits_where_it_is_fetched(tiny_model, tmp_path):
+    """Pushed by itself after its turns, fetched as soon as a turn of it arrives elsewhere.
+
+    That turn is refused, for its text is too long; so it is known what the next one finds.
+    """
+    store = tmp_path / "store"
+    environ = remote_settings(store)
+    kvd = KvdProcess(tmp_path / "kvd", TIERS, keep="none", environ=environ)
+    other = KvdProcess(tmp_path / "kvd", TIERS, keep="none", environ=environ)
+    other.state_dir = tmp_path / "other"
+    following = Following(kvd)
+    await kvd.start()
+    try:
+        following.start()
+        async with (
+            InferenceProcess(tiny_model, tmp_path, kvd.runtime_dir) as service,
+            service.client() as client,
+        ):
+            await wait_kvd_state(client, "attached")
+            usage = (await client.submit(turn_request(DOCUMENT, "moved", sampling=GREEDY))).usage
+            stored = usage.new_tokens + usage.output_tokens - 1
+            await eventually(lambda: _stored_tokens(kvd), [stored])
+            [info] = await sessions_of(kvd)
+            await until_there(store, SessionKey("default", info.session.model, "moved"), stored)
+            await kvd.stop()
+            await wait_kvd_state(client, "detached")
+            await other.start()
+            await wait_kvd_state(client, "attached")
+            await following.until_said("kvd_followed", 2)
+            while await _stored_tokens(other) != [stored]:
+                with pytest.raises(InvalidInputError, match="tokens"):
+                    await client.submit(turn_request(TOO_LONG, "moved", sampling=GREEDY))
+            result = await client.submit(turn_request("At last? ", "moved", sampling=GREEDY))
+            assert result.usage.history_tokens == result.usage.reused_tokens == stored
+            session = await client.get_session("moved", with_turns=True)
+        turns = [(list(turn.input_ids), list(turn.output_ids)) for turn in session.turn_records]
+        verdict = await asyncio.to_thread(Oracle(tiny_model).judge, turns)
+        assert verdict.is_identical
+    finally:
+        await following.end(9)
         await other.stop()
         await kvd.stop()
 

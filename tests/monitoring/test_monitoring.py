@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from inference_svc.metrics.table import METRICS as INFERENCE
+from kvd.following.figures import METRICS as FOLLOWING
 from kvd.metrics.table import METRICS as KVD
 
 ROOT = Path(__file__).parents[2]
@@ -28,7 +29,8 @@ QUERIES = {
         for target in panel["targets"]
     },
 }
-ROWS = {name: row for table in (KVD, INFERENCE) for row in table for name in row.exported_names}
+TABLES = (KVD, FOLLOWING, INFERENCE)
+ROWS = {name: row for table in TABLES for row in table for name in row.exported_names}
 SELECTOR = re.compile(r"\b((?:kvd|inference|process|up)(?:_\w+)?)\b(?:\{([^}]*)\})?")
 MATCHER = re.compile(r'(\w+)\s*(?:=~|!=|=)\s*"([^"]*)"')
 GROUPING = re.compile(r"\b(?:by|without)\s*\(([^)]*)\)")
@@ -82,7 +84,11 @@ def test_scraped_where_it_is_served():
     jobs = {
         job["job_name"]: job["static_configs"][0]["targets"] for job in config["scrape_configs"]
     }
-    for job, settings in (("kvd", "kvd.toml"), ("inference-svc", "inference-svc.toml")):
+    for job, settings in (
+        ("kvd", "kvd.toml"),
+        ("kvd-remote", "kvd.toml"),
+        ("inference-svc", "inference-svc.toml"),
+    ):
         (target,) = jobs[job]
         assert f'"{target}"' in (ROOT / "systemd" / settings).read_text(encoding="utf-8")
 

@@ -8,6 +8,7 @@ from tests.systemd.machine import VENV
 
 pytestmark = [pytest.mark.systemd, pytest.mark.asyncio(loop_scope="session")]
 
+SERVICES = ("kvd.service", "kvd-remote.service", "inference-svc@demo.service")
 MOST_EXPOSURE = 2.0  # of 10, by `systemd-analyze security`
 SOCKETS = {
     "engine.sock": "kvd kvd-engine 660",
@@ -19,14 +20,14 @@ SOCKETS = {
 
 async def test_systemd_finds_no_fault(container):
     """`systemd-analyze verify` has nothing to say about any of the units."""
-    units = ("kvd.service", "inference-svc@demo.service", "cachedattention.slice")
+    units = (*SERVICES, "cachedattention.slice")
     assert await container.tried("systemd-analyze", "verify", "--man=no", *units) == (0, "")
 
 
 async def test_units_are_hardened(container):
-    """The exposure of both services is low, as systemd counts it."""
+    """The exposure of each service is low, as systemd counts it."""
     version = await container.systemd_version()
-    for unit in ("kvd.service", "inference-svc@demo.service"):
+    for unit in SERVICES:
         said = await container.run("systemd-analyze", "security", "--no-pager", unit)
         exposure = float(re.search(r"Overall exposure level for \S+: ([\d.]+)", said)[1])
         print(f"systemd {version}: exposure of {unit}: {exposure}")

@@ -241,14 +241,14 @@ class KvdSessionStore:
             self._talk.note_problem("end_session", error)
 
     async def forget(self, key: SessionKey, token_ids: bytes) -> None:
-        """See SessionStore. Without kvd the KV stays, and kvd later learns of the session's end."""
+        """See SessionStore. Its end goes from other servers, too; without kvd that is made good."""
         if not token_ids:
             return
         try:
             await self._client.discard(key, token_ids, [(0, len(token_ids) // TOKEN_BYTES)])
         except ReportedError as error:
             self._talk.note_problem("forget", error)
-            await self.end_session(key)
+        await self.end_session(key)
 
     def follow_queue(self, feed: QueueFeed) -> None:
         """See SessionStore."""

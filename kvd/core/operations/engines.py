@@ -13,7 +13,7 @@ from kvd.core.operations.storing import Storer
 from kvd.core.records.actions import OWNER_DETACHED, OWNER_GONE, OWNER_REATTACHED
 from kvd.core.state.cache_state import CacheState
 from kvd.core.state.leases import Lease, LoadLease
-from shared.types.queue_delta import QueueChange
+from shared.types.queue_delta import QueueChange, QueuedRequest
 from shared.types.session_key import SessionKey
 
 
@@ -25,6 +25,7 @@ class EngineReports:
         loader, storer: end leases of engines that are gone.
         prefetcher: plans anew when a queue has changed.
         arrived: called with the sessions of which turns have arrived, by each change.
+        queued: called with the requests that wait, as each change reports them.
     """
 
     def __init__(
@@ -34,12 +35,14 @@ class EngineReports:
         storer: Storer,
         prefetcher: Prefetcher,
         arrived: Callable[[Iterable[SessionKey]], None],
+        queued: Callable[[Iterable[QueuedRequest]], None],
     ) -> None:
         self._state = state
         self._loader = loader
         self._storer = storer
         self._prefetcher = prefetcher
         self._arrived = arrived
+        self._queued = queued
 
     def gone(self, engine_id: int) -> None:
         """Release everything an engine holds: it is dead and will not touch its slots."""
@@ -102,6 +105,7 @@ class EngineReports:
         self._prefetcher.queue_changed()
         digest = state.placement.replace_queue(engine_id, queue, state.now_ns)
         self._arrived(state.placement.arrived)
+        self._queued(queue.waiting)
         return digest
 
     def change_queue(self, engine_id: int, change: QueueChange) -> int:
@@ -111,6 +115,7 @@ class EngineReports:
         self._prefetcher.queue_changed()
         digest = state.placement.change_queue(engine_id, change, state.now_ns)
         self._arrived(state.placement.arrived)
+        self._queued(change.waiting)
         return digest
 
     def num_requests(self, engine_id: int) -> tuple[int, int]:

@@ -27,6 +27,7 @@ from shared.types.units import NS_PER_S
 EXPIRE_BATCH = (
     128  # sessions per call, so that one call stays short; the next deadline is then already due
 )
+FLUSH = "flush"  # why a session goes that an operator drops
 RECHECK_NS = NS_PER_S  # when to check again a session whose TTL passed while it was in use
 
 
@@ -111,6 +112,7 @@ class Sessions:
         state.turns.ended(key)
         self._reschedule_prefetch()
         state.policy.on_end(key)  # be it stored: it may learn from it
+        state.outbox.emit(SESSION_ENDED, key)  # be it stored: it may be elsewhere
         session = state.sessions.get(key)
         if session is None:
             return False
@@ -118,7 +120,6 @@ class Sessions:
         session.ended = True
         state.tenants.on_end(key)
         state.outbox.index.session_changed(key)
-        state.outbox.emit(SESSION_ENDED, key)
         state.record_move(key, MoveKind.ENDED)
         return True
 
@@ -184,11 +185,11 @@ class Sessions:
 
     # ------------------------------------------------------------------------------------- flushes
 
-    def flush(self, key: SessionKey | None, *, dry_run: bool) -> FlushAnswer:
+    def flush(self, key: SessionKey | None, *, dry_run: bool, why: str = FLUSH) -> FlushAnswer:
         """Drop one session, or all (None), except leased ones, from every tier.
 
         All of very many take long: `flush_selected` does it bit by bit. A dry run only says what
-        would go.
+        would go. `why` is told by the event and the session's history.
 
         Raises:
             UnknownSessionError: if the one named is not stored.
@@ -201,7 +202,7 @@ class Sessions:
             del flushed[leased_key]
         if dry_run:
             return FlushAnswer(len(flushed), self.freed_bytes(flushed, Counter()), leased)
-        return self.drop(flushed, leased)
+        return self.drop(flushed, leased, why)
 
     def flush_selected(self, keys: Iterable[SessionKey], wanted: SessionFilter) -> FlushAnswer:
         """Drop those of the sessions that are (still) meant, except leased ones."""
@@ -223,7 +224,7 @@ class Sessions:
         return tuple(flushed), tuple(leased)
 
     def drop(
-        self, keys: Collection[SessionKey], leased: tuple[SessionKey, ...], why: str = "flush"
+        self, keys: Collection[SessionKey], leased: tuple[SessionKey, ...], why: str = FLUSH
     ) -> FlushAnswer:
         """Drop stored sessions from every tier, in use or not; `leased` were left out."""
         num_bytes = self.freed_bytes(keys, Counter())

@@ -42,6 +42,7 @@ OWNER_REATTACHED = "owner_reattached"
 SCRUBBED = "scrubbed"
 RESTORED = "restored"
 SESSION_READ_AHEAD = "session_read_ahead"
+SESSION_WANTED = "session_wanted"
 
 
 class IoOutcome(Enum):

@@ -120,6 +120,7 @@ class SessionInfo:
         retained_until_ns: when that is over unless it is used; None: it is not retained.
         awaited_tools: names of tools that its last answer calls.
         superseded: another session goes on in its place.
+        lost: why its end is not stored any more; "": nothing was lost since it was stored.
     """
 
     key: SessionKey
@@ -143,6 +144,7 @@ class SessionInfo:
     retained_until_ns: int | None = None
     awaited_tools: tuple[str, ...] = ()
     superseded: bool = False
+    lost: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,3 +49,4 @@ class Limits:
     max_waste: float = 1.0  # share of unused tokens from which on blocks are compacted; 1: never
     compact_min_bytes: int = 0  # of such blocks, below which a session is left as it is
     compact_rest_ns: int = 2 * NS_PER_S  # how long a session is left alone before
+    wants_sessions: bool = False  # whether those that turns want and are not stored are asked for

@@ -51,6 +51,7 @@ COUNTERS = (
     "sessions_dropped",  # sessions that lost all their blocks to make room
     "sessions_expired",
     "sessions_flushed",
+    "sessions_wanted",  # by turns that wait, and not stored: asked for
     "retentions",  # wishes of clients that a session be kept for a while
     "retentions_cut",  # of these, cut to what the settings allow, perhaps to nothing
     "awaits",  # answers that call tools, as engines said

@@ -27,6 +27,7 @@ from shared.config.completion_scripts import Shell, completion_script
 from shared.types.units import parse_duration_s
 
 PROGRAMS = Path(sys.executable).parent
+SERVICES = ("kvd.service", "kvd-remote.service", "inference-svc@.service")
 SYSTEMD_ANALYZE = shutil.which("systemd-analyze")
 
 
@@ -67,6 +68,7 @@ def test_everything_is_where_systemd_looks(tmp_path):
     local = "usr/local/lib"
     assert set(files_in(tmp_path)) == {
         f"{local}/systemd/system/kvd.service",
+        f"{local}/systemd/system/kvd-remote.service",
         f"{local}/systemd/system/inference-svc@.service",
         f"{local}/systemd/system/cachedattention.slice",
         f"{local}/sysusers.d/cachedattention.conf",
@@ -135,7 +137,7 @@ def test_a_link_to_another_installation_is_not_removed(tmp_path):
 def test_units_run_the_program_that_was_installed(tmp_path):
     """Every Exec line of the units names a program of this installation, or of the system."""
     install("--root", str(tmp_path))
-    for name in ("kvd.service", "inference-svc@.service"):
+    for name in SERVICES:
         unit = (tmp_path / "usr/local/lib/systemd/system" / name).read_text()
         programs = {
             Path(line.partition("=")[2].split()[0])
@@ -198,7 +200,7 @@ def test_every_user_and_group_that_is_named_is_made():
     made = {line[1] for line in lines if line and line[0] in ("u", "g")}
     named = {
         name
-        for unit in ("kvd.service", "inference-svc@.service")
+        for unit in SERVICES
         for line in shipped[unit].splitlines()
         if line.startswith(("User=", "Group=", "SupplementaryGroups="))
         for name in line.partition("=")[2].split()
@@ -296,8 +298,8 @@ def test_units_of_a_user_are_their_own(tmp_path):
         *(tmp_path / name for name in ("bin", "config", "data", "state")), Path("/run/user/1000")
     )
     files = {file.path: file.text for file in user_files(read_shipped(), PROGRAMS, own)}
-    assert len(files) == 5
-    for name in ("kvd.service", "inference-svc@.service"):
+    assert len(files) == 6
+    for name in SERVICES:
         unit = files[own.data / "systemd/user" / name]
         said = [line for line in unit.splitlines() if line and not line.startswith("#")]
         assert not [line for line in said if "/etc/" in line or "/var/" in line]
@@ -358,6 +360,8 @@ def test_units_leave_time_and_room_for_the_default_settings():
     service = load_inference_settings(None, {}).settings.server
     units = {name: dict(_directives(shipped[name])) for name in shipped if "service" in name}
     assert parse_duration_s(units["kvd.service"]["TimeoutStopSec"]) > kvd.drain
+    remote_s = parse_duration_s(units["kvd-remote.service"]["TimeoutStopSec"])
+    assert remote_s > config.Settings().remote.drain
     stop_s = parse_duration_s(units["inference-svc@.service"]["TimeoutStopSec"])
     assert stop_s > service.drain_s
     assert int(units["kvd.service"]["FileDescriptorStoreMax"]) >= 2 * kvd.max_layouts

@@ -15,6 +15,7 @@ from tests.kvd.core.turns import (
     ENGINE_ID,
     ONES,
     OTHER_TENANT,
+    THREES,
     TWOS,
     A,
     B,
@@ -285,6 +286,29 @@ def test_an_ended_session_is_counted_as_ended_once_it_is_stored():
     assert not world.engine.inspection.info(A).ended
     world.quiesce()
     assert not world.index.sessions[A].ended
+
+
+def test_the_end_of_a_session_that_is_not_stored_is_told():
+    """It may be stored elsewhere, from where it is to go, too."""
+    world = new_world()
+    world.pump()
+    world.events.clear()
+    assert not world.engine.sessions.end(A)
+    world.pump()
+    assert [(e.name, e.key) for e in world.events if isinstance(e, Emit)] == [(SESSION_ENDED, A)]
+
+
+def test_a_session_that_was_cut_says_why():
+    """Until it is stored again: what others have of it may be more than what is here."""
+    world = new_world(num_slots=2, num_extents=0)
+    store(world, A, ONES + TWOS)
+    assert world.engine.inspection.info(A).lost == ""
+    store(world, B, THREES)
+    info = world.engine.inspection.info(A)
+    assert (info.num_tokens, info.lost) == (4, "evicted")
+    world.engine.sessions.flush(B, dry_run=False)
+    store(world, A, ONES + TWOS)
+    assert world.engine.inspection.info(A).lost == ""
 
 
 def test_an_ended_session_is_the_first_to_go_for_its_tenants_quota():

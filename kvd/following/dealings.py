@@ -1,0 +1,138 @@
+"""Dealings with one store, one session at a time: what the agenda says, done. These calls block.
+
+It owns no state but the bounds of bandwidth. Any thread; pushes and drops from one at a time.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Protocol
+
+from kvd.errors import SessionExistsError
+from kvd.following.agenda import Drop, Push
+from kvd.host.pacing import SharedPace
+from kvd.remote.blob_store import BlobStore
+from kvd.remote.catalog import Catalog
+from kvd.remote.errors import NotPushedError, OvertakenError
+from kvd.remote.manifest import Owner
+from kvd.remote.names import session_place
+from kvd.remote.pulling import Puller, PullResult, Sink
+from kvd.remote.pushing import Pusher, PushResult, Source
+from shared.kvd_client.messages import key_message
+from shared.pb.kvd.v1 import kvd_pb2 as pb
+from shared.types.errors import NotFoundError, StateError, UnavailableError
+from shared.types.session_key import SessionKey
+
+DROP_TRIES = 3  # of a session that is replaced at the same time
+
+
+class Kvd(Source, Sink, Protocol):
+    """The kvd whose sessions these are."""
+
+    def describe(self, key: pb.SessionKey) -> pb.DescribeSessionResponse:
+        """Return a session; NotFoundError if it is not stored."""
+
+
+class StoppedError(UnavailableError):
+    """It was broken off, because the follower stops, or goes on with another store."""
+
+    reason = "stopped"
+
+
+class Dealings:
+    """See the module docstring.
+
+    Args:
+        store: it is opened, or made, by `open`.
+        kvd: from which, and to which.
+        owner: that server.
+        rate: bytes a second each way; 0: no bound.
+        on_sent, on_received: told of bytes as they are dealt with.
+    """
+
+    def __init__(
+        self,
+        store: BlobStore,
+        kvd: Kvd,
+        owner: Owner,
+        rate: int,
+        on_sent: Callable[[int], None] = lambda _: None,
+        on_received: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        self._catalog = Catalog(store)
+        self._kvd = kvd
+        self._owner = owner
+        self._stopped = threading.Event()
+
+        def told(tell: Callable[[int], None]) -> Callable[[int], None]:
+            def on_bytes(num_bytes: int) -> None:
+                self._check()
+                tell(num_bytes)
+
+            return on_bytes
+
+        paces = [SharedPace(rate, sleep=self._sleep) for _ in range(2)]
+        self._pusher = Pusher(store, kvd, owner, paces[0], told(on_sent))
+        self._puller = Puller(store, kvd, owner, paces[1], told(on_received))
+
+    def stop(self) -> None:
+        """Break off what is under way, and refuse what comes."""
+        self._stopped.set()
+
+    def open(self) -> None:
+        """Make sure that the store is one for sessions."""
+        self._catalog.open()
+
+    def push(self, step: Push) -> tuple[pb.SessionInfo, PushResult] | None:
+        """Push a session; None: kvd does not have it any more."""
+        self._check()
+        info = self._found(step.key)
+        return None if info is None else (info, self._pusher.push(info, takes=step.takes))
+
+    def drop(self, step: Drop) -> bool:
+        """Drop a session from the store; returns whether it was there, and is ours to drop."""
+        for _ in range(DROP_TRIES):
+            self._check()
+            found = self._catalog.read(session_place(step.key))
+            if found is None or found.manifest.dropped:
+                return False
+            if found.manifest.owner != self._owner.server_id and not step.of_others:
+                return False
+            if found.manifest.seen_unix_s > step.unix_s:
+                return False
+            with suppress(OvertakenError):
+                self._catalog.drop(found)
+                return True
+        raise OvertakenError(f"session {step.key} is replaced again and again", "drop it later")
+
+    def pull(self, key: SessionKey) -> tuple[pb.SessionInfo, PullResult] | None:
+        """Fetch a session; None: it is not there, or kvd has it by now."""
+        self._check()
+        found = self._catalog.read(session_place(key))
+        if found is None or found.manifest.dropped or self._found(key) is not None:
+            return None
+        try:
+            pulled = self._puller.pull(found, time.time())
+        except NotPushedError:  # it has expired
+            return None
+        except StateError as error:
+            if error.reason != SessionExistsError.reason:
+                raise
+            return None  # a turn has stored it meanwhile
+        info = self._found(key)
+        return None if info is None else (info, pulled)
+
+    def _found(self, key: SessionKey) -> pb.SessionInfo | None:
+        try:
+            return self._kvd.describe(key_message(key)).info
+        except NotFoundError:
+            return None
+
+    def _sleep(self, seconds: float) -> None:
+        self._stopped.wait(seconds)
+        self._check()
+
+    def _check(self) -> None:
+        if self._stopped.is_set():
+            raise StoppedError("the follower stops", "it goes on when it is started again")

@@ -1,0 +1,125 @@
+"""What the follower counts, and the table of its metrics: served by itself, at `remote.metrics`."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+from shared.serving.metric_export import Metric, MetricExporter, MetricTable, Scrape
+from shared.serving.process_metrics import PROCESS_METRICS, fill_process
+from shared.terminal.printing import counted
+from shared.types.histogram import Tally
+from shared.types.units import format_duration
+from shared.version import __version__
+
+METRICS = MetricTable(
+    (
+        Metric("kvd_remote_build_info", "info", "What runs", ("version",)),
+        Metric(
+            "kvd_remote_pushes_total",
+            "counter",
+            "Sessions by what became of their push: pushed, unchanged, longer there, gone from "
+            "kvd, fenced (another server owns it), failed",
+            ("result",),
+        ),
+        Metric(
+            "kvd_remote_pulls_total",
+            "counter",
+            "Sessions that turns wanted by what became of their pull: pulled, absent from the "
+            "store (or stored by kvd meanwhile), failed",
+            ("result",),
+        ),
+        Metric(
+            "kvd_remote_drops_total",
+            "counter",
+            "Sessions that were flushed or ended by what became of them in the store: dropped, "
+            "absent (or another server's), failed",
+            ("result",),
+        ),
+        Metric(
+            "kvd_remote_bytes_total",
+            "counter",
+            "Bytes of sessions that were dealt with, those that lay there already included",
+            ("direction",),
+        ),
+        Metric(
+            "kvd_remote_unpushed_sessions",
+            "gauge",
+            "Sessions that are to be pushed, or to be looked at in the store",
+        ),
+        Metric(
+            "kvd_remote_oldest_unpushed_seconds",
+            "gauge",
+            "For how long the oldest session has been stored here and not there",
+        ),
+        Metric("kvd_remote_undropped_sessions", "gauge", "Sessions that are to be dropped there"),
+        Metric("kvd_remote_wanted_sessions", "gauge", "Sessions that wait to be pulled"),
+        Metric("kvd_remote_store_up", "gauge", "1 while the last call of the store succeeded"),
+        Metric("kvd_remote_kvd_up", "gauge", "1 while kvd's events are followed"),
+        *PROCESS_METRICS,
+    )
+)
+
+
+@dataclass
+class Figures:
+    """Counts since the start.
+
+    Attributes:
+        pushes, pulls, drops: by result.
+        bytes: by direction.
+        store_up: whether the store's last call succeeded; None: none was made yet.
+        kvd_up: whether kvd's events are followed.
+    """
+
+    pushes: Tally = field(default_factory=Tally)
+    pulls: Tally = field(default_factory=Tally)
+    drops: Tally = field(default_factory=Tally)
+    bytes: dict[str, int] = field(default_factory=lambda: {"sent": 0, "received": 0})
+    store_up: bool | None = None
+    kvd_up: bool = False
+
+    def add_bytes(self, direction: str, num_bytes: int) -> None:
+        """Count bytes; from any thread, for what is lost to a race is little."""
+        self.bytes[direction] += num_bytes
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """What is left to do at a moment; `oldest_s`: for how long the oldest has waited, or 0."""
+
+    num_unpushed: int
+    oldest_s: float
+    num_drops: int
+    num_wanted: int
+
+
+def status_of(figures: Figures, waiting: Waiting) -> str:
+    """Say in a line how it goes."""
+    if not figures.kvd_up:
+        return "kvd does not answer"
+    store = {None: "", True: ", the store answers", False: ", the store fails"}[figures.store_up]
+    oldest = f", the oldest for {format_duration(waiting.oldest_s)}" if waiting.oldest_s else ""
+    return f"{counted(waiting.num_unpushed, 'session')} to push{oldest}{store}"
+
+
+def make_exporter(figures: Figures, waiting: Callable[[], Waiting]) -> MetricExporter:
+    """Return the exporter of the table."""
+    return MetricExporter(METRICS, partial(_fill, figures, waiting))
+
+
+def _fill(figures: Figures, waiting: Callable[[], Waiting], scrape: Scrape) -> None:
+    scrape.put("kvd_remote_build_info", 1, __version__)
+    scrape.put_tally("kvd_remote_pushes_total", figures.pushes)
+    scrape.put_tally("kvd_remote_pulls_total", figures.pulls)
+    scrape.put_tally("kvd_remote_drops_total", figures.drops)
+    for direction, num_bytes in figures.bytes.items():
+        scrape.put("kvd_remote_bytes_total", num_bytes, direction)
+    left = waiting()
+    scrape.put("kvd_remote_unpushed_sessions", left.num_unpushed)
+    scrape.put("kvd_remote_oldest_unpushed_seconds", left.oldest_s)
+    scrape.put("kvd_remote_undropped_sessions", left.num_drops)
+    scrape.put("kvd_remote_wanted_sessions", left.num_wanted)
+    if figures.store_up is not None:
+        scrape.put("kvd_remote_store_up", figures.store_up)
+    scrape.put("kvd_remote_kvd_up", figures.kvd_up)
+    fill_process(scrape)

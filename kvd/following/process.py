@@ -1,0 +1,108 @@
+"""The follower's process: signals, systemd, logs, metrics; until SIGTERM or SIGINT."""
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+
+import typer
+
+from kvd.client.connection import open_client
+from kvd.config import RemoteSettings
+from kvd.following.figures import Figures, make_exporter, status_of
+from kvd.following.follower import Follower
+from shared.access.clients import ClientBook, Clients
+from shared.access.settings import TlsSettings
+from shared.process import systemd
+from shared.process.dumps import forbid_dumps
+from shared.process.log import LEVELS, configure_logging, get_logger
+from shared.serving.metric_export import MetricExporter
+from shared.serving.observing_settings import MetricsSettings
+from shared.serving.operations_http import Operations, serving_operations
+from shared.types.errors import ReportedError
+
+BEAT_S = 5.0
+_FORMATS = {"auto": None, "json": True, "text": False}
+
+log = get_logger(__name__)
+
+
+def follow(runtime_dir: Path | None, log_level: str, log_format: str) -> None:
+    """Follow the kvd that a command line names, until a signal ends it."""
+    if log_level not in LEVELS:
+        raise typer.BadParameter(f"choose one of {', '.join(LEVELS)}", param_hint="--log-level")
+    if log_format not in _FORMATS:
+        raise typer.BadParameter(f"choose one of {', '.join(_FORMATS)}", param_hint="--log-format")
+    configure_logging(log_level, json=_FORMATS[log_format])
+    forbid_dumps()  # conversations pass through
+    asyncio.run(_follow_until_signal(runtime_dir))
+
+
+async def _follow_until_signal(runtime_dir: Path | None) -> None:
+    stop, loop = asyncio.Event(), asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    figures, changes = Figures(), asyncio.Queue[RemoteSettings]()
+    follower = Follower(partial(open_client, runtime_dir), figures, changes.put_nowait)
+    serving = asyncio.create_task(
+        _serve_metrics(make_exporter(figures, follower.waiting), figures, changes)
+    )
+    beating = asyncio.create_task(_beat(figures, follower))
+    try:
+        systemd.notify(systemd.READY)
+        await follower.run(stop)
+        systemd.notify(systemd.STOPPING)
+    finally:
+        for task in (serving, beating):
+            task.cancel()
+        await asyncio.gather(serving, beating, return_exceptions=True)
+
+
+async def _beat(figures: Figures, follower: Follower) -> None:
+    """Notify the watchdog for ever: the loop is alive; and whoever says `systemctl status`."""
+    beat_s = min(systemd.watchdog_interval_s() or BEAT_S, BEAT_S)
+    while True:
+        status = status_of(figures, follower.waiting())
+        systemd.notify(systemd.WATCHDOG, f"STATUS={status}")
+        await asyncio.sleep(beat_s)
+
+
+async def _serve_metrics(
+    exporter: MetricExporter, figures: Figures, changes: asyncio.Queue[RemoteSettings]
+) -> None:
+    """Serve metrics where the settings say, for ever."""
+    settings = await changes.get()
+    while True:
+        async with _served(exporter, figures, settings):
+            listen = settings.metrics
+            while settings.metrics == listen:
+                settings = await changes.get()
+
+
+@asynccontextmanager
+async def _served(
+    exporter: MetricExporter, figures: Figures, settings: RemoteSettings
+) -> AsyncIterator[None]:
+    """Serve inside the block; an address that cannot be used is logged, and no more than that."""
+
+    def not_ready() -> str:
+        if not figures.kvd_up:
+            return "no_kvd"
+        return "store_fails" if figures.store_up is False else ""
+
+    operations = Operations(exporter, not_ready, ClientBook(Clients({})))
+    serving = serving_operations(
+        MetricsSettings(listen=settings.metrics), TlsSettings(), operations
+    )
+    try:
+        await serving.__aenter__()
+    except ReportedError as error:
+        log.error("metrics_not_served", error=str(error))  # noqa: TRY400
+        yield
+        return
+    try:
+        yield
+    finally:
+        await serving.__aexit__(None, None, None)

@@ -1,0 +1,263 @@
+"""The work over one connection to kvd: one task pushes and drops, some pull.
+
+What blocks is in threads. A store that fails is left alone for a while, ever longer, by all of
+them. Whatever was under way when the connection ends is the agenda's again.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import ParamSpec, TypeVar
+
+from kvd.config import RemoteSettings
+from kvd.errors import NotRunningError
+from kvd.following.agenda import Agenda, Drop, Step
+from kvd.following.backoff import Backoff
+from kvd.following.dealings import Dealings, Kvd, StoppedError
+from kvd.following.figures import Figures
+from kvd.following.wanted import Wanted
+from kvd.remote.blob_store import BlobStore
+from kvd.remote.errors import FencedError, StoreDeniedError, StoreFailedError
+from kvd.remote.manifest import Owner
+from shared.process.log import get_logger
+from shared.types.errors import ReportedError
+from shared.types.session_key import SessionKey
+
+NO_KVD_S = 0.2  # until it is noticed that kvd is gone
+
+P = ParamSpec("P")
+T = TypeVar("T")
+log = get_logger(__name__)
+
+
+class Work:
+    """See the module docstring.
+
+    Args:
+        kvd: the client of this connection.
+        owner: that server.
+        settings: in force.
+        open_url: opens the store of a URL.
+        agenda: what is pushed and dropped, and when.
+        wanted: what is pulled.
+        pause: how long the store is left alone.
+        figures: are kept up.
+    """
+
+    def __init__(
+        self,
+        kvd: Kvd,
+        owner: Owner,
+        settings: RemoteSettings,
+        open_url: Callable[[str], BlobStore],
+        agenda: Agenda,
+        wanted: Wanted,
+        pause: Backoff,
+        figures: Figures,
+    ) -> None:
+        self._kvd = kvd
+        self._owner = owner
+        self._settings = settings
+        self._open_url = open_url
+        self._agenda = agenda
+        self._wanted = wanted
+        self._pause = pause
+        self._figures = figures
+        self._dealings: Dealings | None = None
+        self._opening = asyncio.Lock()
+        self._for_pushes = asyncio.Event()
+        self._for_pulls = asyncio.Event()
+
+    def wake(self) -> None:
+        """Look again: agenda, wanted or the settings have changed."""
+        self._for_pushes.set()
+        self._for_pulls.set()
+
+    def use(self, settings: RemoteSettings) -> None:
+        """Go by other settings."""
+        before, self._settings = self._settings, settings
+        if (before.url, before.rate) != (settings.url, settings.rate):
+            self.stop()
+            self._pause.succeeded()
+        self.wake()
+
+    def stop(self) -> None:
+        """Break off what is under way with the store."""
+        if self._dealings is not None:
+            self._dealings.stop()
+        self._dealings = None
+
+    async def push(self) -> None:
+        """Do what the agenda says, one step after the other, for ever."""
+        while True:
+            self._for_pushes.clear()
+            dealings = await self._opened()
+            step = None if dealings is None else self._agenda.next(time.monotonic())
+            if dealings is None or step is None:
+                await self._rest(self._for_pushes)
+                continue
+            try:
+                await self._do(dealings, step)
+            finally:
+                if self._agenda.is_busy:
+                    self._agenda.postponed()
+
+    async def pull(self) -> None:
+        """Fetch what is wanted, one session after the other, for ever."""
+        while True:
+            self._for_pulls.clear()
+            key = self._wanted.next(time.monotonic())
+            if key is None:
+                await self._for_pulls.wait()
+                continue
+            try:
+                dealings = await self._opened()
+                if dealings is not None:  # else nobody waits until it answers
+                    await self._fetch(dealings, key)
+            finally:
+                self._wanted.done(key)
+
+    # ----------------------------------------------------------------------------------- the store
+
+    async def _opened(self) -> Dealings | None:
+        """Return the store; None: there is none, or it is left alone now."""
+        async with self._opening:
+            if not self._settings.url or time.monotonic() < self._pause.retry_at_s:
+                return None
+            if self._dealings is None:
+                settings = self._settings
+                try:
+                    dealings = await in_thread(self._open, settings)
+                except ReportedError as error:
+                    self._failed(error)
+                    return None
+                if settings is not self._settings:
+                    return None  # it has others by now: whoever has set them wakes us
+                self._dealings = dealings
+            return self._dealings
+
+    def _open(self, settings: RemoteSettings) -> Dealings:
+        dealings = Dealings(
+            self._open_url(settings.url),
+            self._kvd,
+            self._owner,
+            settings.rate or 0,
+            partial(self._figures.add_bytes, "sent"),
+            partial(self._figures.add_bytes, "received"),
+        )
+        dealings.open()
+        return dealings
+
+    def _failed(self, error: ReportedError) -> None:
+        """Leave the store alone for a while."""
+        self._figures.store_up = False
+        if self._pause.failed(time.monotonic()):
+            log.warning("remote_store_fails", url=self._settings.url, error=str(error))
+
+    def _answered(self) -> None:
+        self._figures.store_up = True
+        if self._pause.succeeded():
+            log.info("remote_store_answers", url=self._settings.url)
+
+    async def _rest(self, woken: asyncio.Event) -> None:
+        """Wait until there may be something to do."""
+        until_s = self._pause.retry_at_s if self._pause.is_failing else self._agenda.wait_until_s()
+        wait_s = None if until_s is None else max(0.0, until_s - time.monotonic())
+        with suppress(TimeoutError):
+            await asyncio.wait_for(woken.wait(), wait_s if self._settings.url else None)
+
+    # ---------------------------------------------------------------------------- pushes and drops
+
+    async def _do(self, dealings: Dealings, step: Step) -> None:
+        counted = self._figures.drops if isinstance(step, Drop) else self._figures.pushes
+        try:
+            result = await self._ended(dealings, step)
+        except FencedError as error:
+            result = "fenced"
+            if self._agenda.fenced(int(error.details["num_tokens"])):
+                log.warning("session_fenced", session=str(step.key), error=error.message)
+        except (StoreFailedError, StoreDeniedError) as error:
+            counted.add("failed")
+            self._failed(error)
+            return
+        except (NotRunningError, StoppedError):
+            await asyncio.sleep(NO_KVD_S)
+            return
+        except ReportedError as error:
+            result = "failed"
+            what = "session_not_dropped" if isinstance(step, Drop) else "session_not_pushed"
+            log.warning(what, session=str(step.key), reason=error.reason, error=str(error))
+            self._agenda.failed(time.monotonic())
+        counted.add(result)
+        self._answered()
+
+    async def _ended(self, dealings: Dealings, step: Step) -> str:
+        """Do a step, and tell the agenda and the caller what became of it."""
+        if isinstance(step, Drop):
+            was_there = await in_thread(dealings.drop, step)
+            self._agenda.dropped()
+            return "dropped" if was_there else "absent"
+        begun_s = time.monotonic()
+        found = await in_thread(dealings.push, step)
+        if found is None:
+            self._agenda.missing()
+            return "gone"
+        info, pushed = found
+        self._agenda.pushed(info, begun_s)
+        log.info(
+            "session_pushed",
+            session=str(step.key),
+            outcome=pushed.outcome.value,
+            num_tokens=pushed.num_tokens,
+            sent_bytes=pushed.sent_bytes,
+            epoch=pushed.epoch,
+        )
+        return pushed.outcome.value
+
+    # --------------------------------------------------------------------------------------- pulls
+
+    async def _fetch(self, dealings: Dealings, key: SessionKey) -> None:
+        pulls, begun_s = self._figures.pulls, time.monotonic()
+        try:
+            found = await in_thread(dealings.pull, key)
+        except (StoreFailedError, StoreDeniedError) as error:
+            pulls.add("failed")
+            self._failed(error)
+            return
+        except (NotRunningError, StoppedError):
+            return
+        except ReportedError as error:
+            pulls.add("failed")
+            log.warning(
+                "session_not_pulled", session=str(key), reason=error.reason, error=str(error)
+            )
+            return
+        self._answered()
+        if found is None:
+            pulls.add("absent")
+            return
+        info, pulled = found
+        pulls.add("pulled")
+        self._agenda.pulled(info, begun_s)
+        log.info(
+            "session_pulled",
+            session=str(key),
+            num_tokens=pulled.num_tokens,
+            num_bytes=pulled.num_bytes,
+            epoch=pulled.epoch,
+            duration_s=round(time.monotonic() - begun_s, 3),
+        )
+
+
+async def in_thread(do: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Call what blocks; who is cancelled meanwhile still waits for its end."""
+    done = asyncio.ensure_future(asyncio.to_thread(do, *args, **kwargs))
+    try:
+        return await asyncio.shield(done)
+    except asyncio.CancelledError:
+        await asyncio.wait([done])
+        if not done.cancelled():
+            done.exception()
+        raise

@@ -1,0 +1,141 @@
+"""kvd remote follow beside real daemons: sessions move by themselves, and nobody waits for that."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.following_process import Following, manifest_of, remote_settings, until_there
+from tests.kvd_polling import sessions_of
+from tests.processes import KvdProcess, run_cli, running_kvd
+from tests.synthetic_engine import SyntheticEngine, attached_engine, key_of
+
+SIZES = ("--dram", "4MB", "--ssd", "8MB")
+TOKENS = list(range(100, 1150))
+
+
+class Server:
+    """A kvd, its engine and its follower."""
+
+    def __init__(self, kvd: KvdProcess, engine: SyntheticEngine, following: Following) -> None:
+        self.kvd, self.engine, self.following = kvd, engine, following
+
+
+@asynccontextmanager
+async def server(
+    directory: Path, store: Path, sizes: tuple[str, ...] = SIZES, **settings: str
+) -> AsyncIterator[Server]:
+    """A server whose follower writes to, and fetches from, a directory."""
+    environ = remote_settings(store, **settings)
+    async with (
+        running_kvd(directory, *sizes, environ=environ) as kvd,
+        attached_engine(kvd.runtime_dir) as engine,
+    ):
+        following = Following(kvd)
+        following.start()
+        try:
+            yield Server(kvd, engine, following)
+        finally:
+            await following.end(9)
+
+
+async def test_sessions_follow_their_turns(tmp_path: Path) -> None:
+    """Stored at A, wanted at B, there in time, A fenced; what goes on at A again is A's again."""
+    store = tmp_path / "store"
+    async with server(tmp_path / "1", store) as a, server(tmp_path / "2", store) as b:
+        await a.engine.store(key_of("s"), TOKENS)
+        await until_there(store, "s", 1050)
+        await b.following.until_said("kvd_followed")
+        b.engine.queue.waits((0, 0.0, 1), key_of("s"), len(TOKENS))
+        b.engine.queue.waits((0, 1.0, 2), key_of("nowhere"), 50)
+        await until_there(store, "s", 1050, epoch=2)
+        await b.following.until_said("session_pulled")
+        assert (await b.engine.load(key_of("s"), TOKENS)).num_tokens == 1050
+        await a.engine.store(key_of("s"), [*TOKENS, 1])
+        await a.following.until_said("session_fenced")
+        await a.engine.store(key_of("s"), [*TOKENS, 1, 2])
+        await until_there(store, "s", 1052, epoch=3)
+
+
+async def test_what_is_dropped_on_purpose_goes_from_the_store(tmp_path: Path) -> None:
+    """By a flush or an end, be it not stored here any more; what is evicted stays there."""
+    store, sizes = tmp_path / "store", ("--dram", "1MB", "--ssd", "0")
+    async with server(tmp_path / "1", store, sizes) as one:
+        for name in ("flushed", "ended", "evicted", "ended-elsewhere"):
+            await one.engine.store(key_of(name), TOKENS[:40])
+            await until_there(store, name, 40)
+        code, _, said = await run_cli("flush", "flushed", "--runtime-dir", str(one.kvd.runtime_dir))
+        assert code == 0, said
+        await one.engine.client.end_session(key_of("ended"))
+        for name in ("flushed", "ended"):
+            await until_there(store, name, None)
+        await one.engine.store(key_of("large"), [7] * 2040)  # takes all others' room
+        await until_there(store, "large", 2040)
+        names = {info.session.session_id for info in await sessions_of(one.kvd)}
+        assert "ended-elsewhere" not in names, names
+        assert manifest_of(store, "evicted") is not None
+        await one.engine.client.end_session(key_of("ended-elsewhere"))
+        await until_there(store, "ended-elsewhere", None)
+
+
+async def test_killed_and_started_again(tmp_path: Path) -> None:
+    """In the middle of a push, too; what was stored or flushed meanwhile is made good.
+
+    Then kvd is the one that ends, and is followed again when it is back.
+    """
+    store = tmp_path / "store"
+    async with server(tmp_path / "1", store, rate="1MB") as one:
+        await one.engine.store(key_of("early"), TOKENS[:40])
+        await until_there(store, "early", 40)
+        await one.engine.store(key_of("s"), TOKENS)
+        await one.following.end(9)  # wherever it is
+        await one.engine.store(key_of("late"), TOKENS[:50])
+        code, _, _ = await run_cli("flush", "early", "--runtime-dir", str(one.kvd.runtime_dir))
+        assert code == 0
+        assert (await one.engine.load(key_of("s"), TOKENS)).num_tokens == 1050
+        one.following.start()
+        await until_there(store, "s", 1050)
+        await until_there(store, "late", 50)
+        await until_there(store, "early", None)
+
+        await one.kvd.kill()
+        await one.following.until_said("kvd_not_followed")
+        num_followed = one.following.said("kvd_followed")
+        await one.kvd.start()
+        await one.following.until_said("kvd_followed", num_followed + 1)
+        async with attached_engine(one.kvd.runtime_dir) as engine:
+            await engine.store(key_of("after"), TOKENS[:60])
+            await until_there(store, "after", 60)
+        assert one.following.said("session_not_pushed") == 0
+
+
+async def test_a_store_that_fails_is_nothing_to_turns(tmp_path: Path) -> None:
+    """Stores and loads go on; when it is mended what it lacks comes, and settings are followed."""
+    store, elsewhere = tmp_path / "store", tmp_path / "elsewhere"
+    async with server(tmp_path / "1", store) as one:
+        await one.engine.store(key_of("before"), TOKENS[:40])
+        await until_there(store, "before", 40)
+        store.rename(elsewhere)
+        store.touch()  # a file, where a directory is to be
+        await one.engine.store(key_of("s"), TOKENS)
+        await one.following.until_said("remote_store_fails")
+        assert (await one.engine.load(key_of("s"), TOKENS)).num_tokens == 1050
+        store.unlink()
+        elsewhere.rename(store)
+        await until_there(store, "s", 1050)
+        await one.following.until_said("remote_store_answers")
+        assert one.following.said("remote_store_fails") == 1
+
+
+@pytest.mark.parametrize("write", ["drain", "none"])
+async def test_what_is_left_goes_at_the_end(tmp_path: Path, write: str) -> None:
+    """With "drain" everything, and only then."""
+    store = tmp_path / "store"
+    async with server(tmp_path / "1", store, write=write) as one:
+        await one.engine.store(key_of("s"), TOKENS)
+        await one.following.until_said("kvd_followed")
+        assert await one.following.end(15) == 0
+        there = manifest_of(store, "s") if store.exists() else None
+        assert (there is not None) is (write == "drain")
+        one.following.start()

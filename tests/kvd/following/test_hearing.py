@@ -1,0 +1,85 @@
+"""What each event comes to: something to push, to drop, to fetch, or nothing."""
+
+import pytest
+
+from kvd.core.records import actions
+from kvd.following.agenda import Agenda, Drop, Push
+from kvd.following.hearing import EVENTS, hear, hear_deletion
+from kvd.following.wanted import Wanted
+from kvd.session_files.unfinished import unfinished_name
+from shared.pb.kvd.v1 import kvd_pb2 as pb
+from tests.kvd.following.sessions import A
+from tests.synthetic_engine import key_of
+
+
+def event_of(name, key=A, **fields):
+    named = pb.SessionKey(tenant=key.tenant, model=key.model, session_id=key.session_id)
+    return pb.Event(unix_s=5.0, name=name, session=named, fields=fields)
+
+
+def heard(*events):
+    """What is next after these events."""
+    agenda, wanted = Agenda(), Wanted()
+    agenda.follow("all", 0.0)
+    for event in events:
+        hear(event, agenda, wanted, 0.0)
+    return agenda.next(1e9), wanted.next(0.0)
+
+
+STORED = event_of(actions.SESSION_STORED, num_tokens="4")
+DROPPED = event_of(actions.SESSION_FLUSHED, why="flush")
+
+
+@pytest.mark.parametrize(
+    ("events", "step"),
+    [
+        ([STORED], Push(A)),
+        ([event_of(actions.SESSION_DISCARDED, num_tokens="4")], Push(A)),
+        ([event_of(actions.SESSION_GRAFTED)], Push(A)),
+        ([event_of(actions.SESSION_CUT, num_tokens="2", why="evicted")], None),
+        ([STORED, event_of(actions.SESSION_CUT, num_tokens="2")], Push(A)),
+        ([STORED, event_of(actions.SESSION_SUPERSEDED)], Push(A)),
+        ([STORED, event_of(actions.SESSION_DROPPED, why="evicted")], None),
+        ([STORED, event_of(actions.SESSION_EXPIRED, why="ttl")], None),
+        ([STORED, DROPPED], Drop(A, 5.0, of_others=False)),
+        ([event_of(actions.SESSION_FLUSHED, why="erased")], Drop(A, 5.0, of_others=False)),
+        ([event_of(actions.SESSION_ENDED)], Drop(A, 5.0, of_others=True)),
+        ([DROPPED, STORED], Push(A)),
+        ([STORED, event_of(actions.SESSION_FLUSHED, why="replaced")], None),
+        ([event_of(actions.SESSION_FLUSHED, why="imported")], None),
+    ],
+)
+def test_of_an_event_that_has_just_happened(events, step):
+    """Only what somebody wanted to be gone goes from the store."""
+    assert heard(*events) == (step, None)
+
+
+def test_what_is_wanted_is_fetched():
+    """And not pushed."""
+    assert heard(event_of(actions.SESSION_WANTED, num_tokens="9")) == (None, A)
+
+
+def test_what_is_being_imported_is_nobodys():
+    """It gets its own name when all of it is there."""
+    unfinished = key_of(unfinished_name())
+    for name in EVENTS:
+        assert heard(event_of(name, unfinished, num_tokens="1", why="flush")) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("events", "step"),
+    [
+        ([STORED], None),
+        ([DROPPED], Drop(A, 5.0, of_others=False)),
+        ([DROPPED, STORED], None),
+        ([STORED, event_of(actions.SESSION_ENDED)], Drop(A, 5.0, of_others=True)),
+        ([event_of(actions.SESSION_DROPPED, why="evicted")], None),
+    ],
+)
+def test_of_the_past_only_deletions_are_heard(events, step):
+    """What else has become of sessions a listing says."""
+    agenda = Agenda()
+    agenda.follow("all", 0.0)
+    for event in events:
+        hear_deletion(event, agenda)
+    assert agenda.next(1e9) == step

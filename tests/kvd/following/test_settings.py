@@ -1,0 +1,48 @@
+"""The follower goes by kvd's own settings, as it tells them."""
+
+import pytest
+
+from kvd.config import load
+from kvd.following.settings import OtherReleaseError, remote_settings
+from kvd.rpc.operator_messages import settings_message
+from shared.pb.kvd.v1 import kvd_pb2 as pb
+
+GIVEN = {
+    "remote.url": "s3://sessions/prod",
+    "remote.write": "all",
+    "remote.quiet": "1m",
+    "remote.pull": True,
+    "remote.rate": "10MB",
+    "remote.metrics": ["127.0.0.1:9642"],
+}
+
+
+class Kvd:
+    """What it answers when it is asked for its settings."""
+
+    def __init__(self, answer: pb.GetSettingsResponse) -> None:
+        self._answer = answer
+
+    def settings(self) -> pb.GetSettingsResponse:
+        return self._answer
+
+
+@pytest.mark.parametrize("given", [{}, GIVEN])
+def test_they_are_those_in_force(given):
+    """Whatever of them is given, and the defaults."""
+    loaded = load(None, given)
+    assert remote_settings(Kvd(settings_message(loaded))) == loaded.settings.remote
+
+
+def test_a_kvd_of_another_release_is_told_so():
+    """By the setting that is not known here."""
+    answer = settings_message(load(None, {}))
+    answer.settings.add(key="remote.colour", json='"red"')
+    with pytest.raises(OtherReleaseError, match="colour"):
+        remote_settings(Kvd(answer))
+
+
+def test_metrics_are_for_this_machine():
+    """Nothing guards them elsewhere."""
+    with pytest.raises(Exception, match="not of this machine"):
+        load(None, {"remote.metrics": ["0.0.0.0:9642"]})

@@ -1,0 +1,213 @@
+"""The work over a connection, with servers and a store in memory: what fails is tried again."""
+
+import asyncio
+import threading
+import time
+from contextlib import asynccontextmanager
+from random import Random
+
+import pytest
+from structlog.testing import capture_logs
+
+from kvd.config import RemoteSettings
+from kvd.following.agenda import Agenda
+from kvd.following.backoff import Backoff
+from kvd.following.figures import Figures
+from kvd.following.wanted import Wanted
+from kvd.following.work import Work
+from kvd.remote.catalog import Catalog
+from kvd.remote.errors import StoreDeniedError
+from kvd.remote.names import session_place
+from tests.faulty_store import FaultyStore, Odds, View
+from tests.kvd.following.sessions import A, B
+from tests.remote_server import STEP, Server
+
+FAILS = Odds(fails=1.0)
+URL = "file:///store"
+
+
+class Scene:
+    """One server's work, on a store that others use, too.
+
+    Attributes:
+        opened: URLs of stores that were opened.
+    """
+
+    def __init__(self, name="one", store=None, **settings) -> None:
+        self.store = store or FaultyStore(Random(4))  # noqa: S311
+        self.server = Server(name)
+        self.agenda, self.wanted, self.figures = Agenda(), Wanted(), Figures()
+        self.pause = Backoff(Random(4), first_s=0.001, longest_s=0.002)  # noqa: S311
+        self.settings = RemoteSettings(url=URL, write="all", quiet=0.0, pull=True, **settings)
+        self.agenda.follow("all", 0.0)
+        self.opened: list[str] = []
+        self.work = Work(
+            self.server,
+            self.server.owner,
+            self.settings,
+            self._open,
+            self.agenda,
+            self.wanted,
+            self.pause,
+            self.figures,
+        )
+
+    def _open(self, url: str) -> View:
+        self.opened.append(url)
+        return View(self.store)
+
+    def stores(self, key=A, tokens=tuple(range(STEP))) -> None:
+        """Store a session in kvd, which tells of it."""
+        self.server.sessions[key.session_id] = tokens
+        self.agenda.stored(key, 0.0, len(tokens))
+        self.work.wake()
+
+    def manifest(self, key=A):
+        found = Catalog(View(self.store, is_calm=True)).read(session_place(key))
+        return None if found is None else found.manifest
+
+    @asynccontextmanager
+    async def working(self):
+        tasks = [asyncio.create_task(one) for one in (self.work.push(), self.work.pull())]
+        try:
+            yield self
+        finally:
+            self.work.stop()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def until(is_true) -> None:
+    """Wait for what other tasks and threads do."""
+    async with asyncio.timeout(30):
+        while not is_true():  # noqa: ASYNC110  # several tasks, and no event of all
+            await asyncio.sleep(0.001)
+
+
+async def test_pushes_drops_and_pulls():
+    """Each is counted by what became of it."""
+    one = Scene()
+    two = Scene("two", one.store)
+    async with one.working(), two.working():
+        one.stores()
+        await until(lambda: one.agenda.is_done)
+        two.wanted.add(A, time.monotonic())
+        two.wanted.add(B, time.monotonic())
+        two.work.wake()
+        await until(lambda: two.figures.pulls.counts.total() == 2)
+        assert two.server.sessions["a"] == one.server.sessions["a"]
+        assert dict(two.figures.pulls.counts) == {("pulled",): 1, ("absent",): 1}
+        with capture_logs() as lines:
+            for tokens in (range(STEP + 1), range(STEP + 2)):
+                one.stores(tokens=tuple(tokens))
+                await until(lambda: one.agenda.is_done)
+        assert [line["event"] for line in lines] == ["session_fenced", "session_pushed"]
+        one.agenda.deleted(A, 4e9, of_others=False)
+        one.work.wake()
+        await until(lambda: one.agenda.is_done)
+    assert dict(one.figures.pushes.counts) == {("pushed",): 2, ("fenced",): 1}
+    assert dict(one.figures.drops.counts) == {("dropped",): 1}
+    assert one.figures.bytes["sent"] > one.figures.bytes["received"] == 0
+    assert (one.figures.store_up, one.manifest().dropped) == (True, True)
+
+
+@pytest.mark.parametrize("is_open", [True, False])
+async def test_a_store_that_fails_is_tried_again_until_it_answers(is_open):
+    """One line says that it fails, one that it answers; what was to be done is done."""
+    scene = Scene()
+    with capture_logs() as lines:
+        async with scene.working():
+            if is_open:
+                scene.stores(B)
+                await until(lambda: scene.agenda.is_done)
+            scene.store.odds = FAILS
+            scene.stores()
+            await until(lambda: scene.pause._num_failures > 3)
+            assert scene.figures.store_up is False
+            scene.store.odds = Odds()
+            await until(lambda: scene.agenda.is_done)
+    events = [line["event"] for line in lines if line["event"] != "session_pushed"]
+    assert events == ["remote_store_fails", "remote_store_answers"]
+    assert scene.manifest().num_tokens == STEP
+
+
+async def test_nobody_waits_for_a_store_that_fails():
+    """What is wanted while it is left alone is given up: its turn computes it."""
+    scene = Scene()
+    scene.pause = scene.work._pause = Backoff(Random(4), first_s=1000.0)  # noqa: S311
+    scene.store.odds = FAILS
+    async with scene.working():
+        scene.stores()
+        await until(lambda: scene.pause.is_failing)
+        scene.wanted.add(A, time.monotonic())
+        scene.work.wake()
+        await until(lambda: not len(scene.wanted))
+        num_opened = len(scene.opened)
+        scene.store.odds = Odds()
+        scene.work.use(scene.settings.model_copy(update={"url": "file:///other"}))
+        await until(lambda: scene.agenda.is_done)
+    assert scene.opened[num_opened:] == ["file:///other"]
+    assert not scene.figures.pulls.counts
+
+
+async def test_a_session_that_fails_holds_up_no_other():
+    """It is named in the log, and tried again later."""
+    scene = Scene()
+    with capture_logs() as lines:
+        async with scene.working():
+            scene.stores(A, ())  # a session without tokens cannot be pushed
+            scene.stores(B)
+            await until(lambda: scene.manifest(B) is not None and not scene.agenda.is_busy)
+    failed = next(line for line in lines if line["event"] == "session_not_pushed")
+    assert failed["session"] == str(A)
+    assert scene.agenda.num_unpushed == 1
+    assert scene.figures.pushes.counts["failed",] == 1
+
+
+async def test_a_store_that_refuses_us_is_one_that_fails():
+    """Credentials may be put right while it runs."""
+    scene = Scene()
+
+    class Denied(View):
+        def put(self, *_, **__) -> None:
+            raise StoreDeniedError("the store refuses these credentials", "see the environment")
+
+    scene.work._open_url = lambda _: Denied(scene.store)
+    with capture_logs() as lines:
+        async with scene.working():
+            scene.stores()
+            await until(lambda: scene.pause._num_failures > 2)
+            scene.work._open_url = scene._open
+            await until(lambda: scene.agenda.is_done)
+    assert lines[0]["event"] == "remote_store_fails"
+
+
+async def test_what_is_under_way_at_the_end_is_left_to_do():
+    """The thread's end is waited for, so that no session is ever pushed twice at once."""
+    scene, begun, may_end = Scene(), threading.Event(), threading.Event()
+
+    def hold() -> None:
+        begun.set()
+        may_end.wait(30)
+
+    scene.server.on_export = hold
+    async with scene.working():
+        scene.stores()
+        await until(begun.is_set)
+        asyncio.get_running_loop().call_later(0.01, may_end.set)
+    assert may_end.is_set()
+    assert (scene.agenda.is_busy, scene.agenda.num_unpushed) == (False, 1)
+    assert scene.manifest() is None
+
+
+async def test_without_a_store_nothing_is_done():
+    """Until one is named."""
+    scene = Scene()
+    scene.work.use(scene.settings.model_copy(update={"url": ""}))
+    async with scene.working():
+        scene.stores()
+        await asyncio.sleep(0)
+        assert (scene.opened, scene.agenda.is_done) == ([], False)
+        scene.work.use(scene.settings)
+        await until(lambda: scene.agenda.is_done)
