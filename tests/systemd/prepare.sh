@@ -1,6 +1,7 @@
 #!/bin/sh
 # Makes what tests/systemd boots: a Debian root file system with systemd, and a virtual environment
-# in it that has all of kvd's dependencies. kvd itself comes as a wheel, which each test installs.
+# in it that has all of kvd's dependencies, those of the extra `remote` among them. kvd itself comes
+# as a wheel, which each test installs.
 #
 #   prepare.sh DIRECTORY PYTHON [SUITE]
 #
@@ -35,12 +36,13 @@ if ! command -v systemd-nspawn >/dev/null || ! command -v debootstrap >/dev/null
 fi
 
 mkdir -p "$directory"
-# The extra `engine` is gigabytes, and taken from PYTHON's environment if that fits.
+# With what reaches object stores. The extra `engine` is gigabytes, and taken from PYTHON's environment if that fits.
 dependencies=$("$python" - "$repository/pyproject.toml" <<'PYTHON'
 import sys, tomllib
 from pathlib import Path
 
-print(*tomllib.loads(Path(sys.argv[1]).read_text())["project"]["dependencies"], sep="\n")
+project = tomllib.loads(Path(sys.argv[1]).read_text())["project"]
+print(*project["dependencies"], *project["optional-dependencies"]["remote"], sep="\n")
 PYTHON
 )
 
