@@ -13,6 +13,7 @@ from kvd.plan.states import MOST_KEPT
 from kvd.plan.trace import Session, Turn
 from tests.kvd.plan.small_machine import FIRST, LRU, MACHINE, SECOND, SSD_ONLY, at
 from tests.kvd.plan.test_replay import HARDWARE, OPTIONS, sessions_of_any_kind
+from tests.sampled import examples
 
 STATE = 4000  # as much as four tokens
 WITH_STATES = replace(LRU, state_bytes=STATE)
@@ -141,7 +142,7 @@ def test_a_model_without_states_is_planned_as_ever(policy):
 STATE_SIZES = st.sampled_from([0, 1, 4_000, 20_000])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(sessions_of_any_kind(), HARDWARE, OPTIONS, STATE_SIZES)
 def test_every_replay_with_states_ends_and_keeps_its_invariants(
     sessions, hardware, options, state_bytes
@@ -165,7 +166,7 @@ def test_every_replay_with_states_ends_and_keeps_its_invariants(
     assert outcome.num_stateless == 0 or state_bytes
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(sessions_of_any_kind(), HARDWARE, OPTIONS)
 def test_states_cost_nothing_but_what_they_take(sessions, hardware, options):
     """Where each turn goes on at the end of the one before, states of no size would be free.
@@ -185,7 +186,7 @@ def test_states_cost_nothing_but_what_they_take(sessions, hardware, options):
             assert found[name] == without[name], name
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     sessions=sessions_of_any_kind(),
     sizes=st.lists(st.integers(0, 30), min_size=2, max_size=2).map(sorted),
