@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 
 from inference_svc import assembly
-from inference_svc.bench import copied_slots, decode
+from inference_svc.bench import copied_slots, decode, prefill
 from inference_svc.bench.copied_slots import CopierNotReadyError
 from inference_svc.bench.options import (
     BuffersOptions,
@@ -107,8 +107,9 @@ def test_buffers_are_compared_with_the_start_gates_choice(measure):
     assert "of 2 layers" in note
 
 
-def test_prefill_is_compared_with_the_stock_model_and_with_the_matrix_rate(measure):
+def test_prefill_is_compared_with_the_stock_model_and_with_the_matrix_rate(measure, monkeypatch):
     """Every length by itself."""
+    monkeypatch.setattr(prefill, "MATRIX_SIDE", 64)
     report = measure(PrefillOptions((20, 70), pairs=PAIRS))
     assert [case.facts["prompt_tokens"] for case in report.cases] == [20, 70]
     for case in report.cases:
