@@ -38,6 +38,13 @@ CHOICE = ModelChoice(random="4x256", layers=2, threads=1)
 PAIRS = 2
 
 
+@pytest.fixture(autouse=True)
+def small_floors(monkeypatch):
+    """What the machine can do is not asserted: finding it out takes no time."""
+    monkeypatch.setattr(prefill, "MATRIX_SIDE", 64)
+    monkeypatch.setattr(decode, "BUFFER_BYTES", 1 << 20)
+
+
 @pytest.fixture
 def measure(tmp_path):
     said = []
@@ -107,9 +114,8 @@ def test_buffers_are_compared_with_the_start_gates_choice(measure):
     assert "of 2 layers" in note
 
 
-def test_prefill_is_compared_with_the_stock_model_and_with_the_matrix_rate(measure, monkeypatch):
+def test_prefill_is_compared_with_the_stock_model_and_with_the_matrix_rate(measure):
     """Every length by itself."""
-    monkeypatch.setattr(prefill, "MATRIX_SIDE", 64)
     report = measure(PrefillOptions((20, 70), pairs=PAIRS))
     assert [case.facts["prompt_tokens"] for case in report.cases] == [20, 70]
     for case in report.cases:
