@@ -97,6 +97,7 @@ def question(text, *before):
 # ------------------------------------------------------------------------------------------- both
 
 
+@pytest.mark.long
 async def test_sessions_beside_each_other_are_kept_apart(pair, oracle):
     """Of unequal lengths, in the same steps."""
     async with pair.with_kvd(*DRAM):

@@ -35,7 +35,7 @@ from tests.recorded_graph import RecordedGraphs
 from tests.split_attention import attend_pages
 
 CHOICE = ModelChoice(random="4x256", layers=2, threads=1)
-PAIRS = 2
+PAIRS = 1
 
 
 @pytest.fixture(autouse=True)
