@@ -1,5 +1,6 @@
 """Fixtures of more than one test folder."""
 
+import gc
 import os
 import shutil
 import signal
@@ -64,6 +65,21 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("long") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(LONG_S))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Leave what is imported and collected out of garbage collection.
+
+    It stays to the end: looking at it again and again took up to a fifth of the processor time of
+    tests that do much in this process.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.fixture(autouse=True)

@@ -13,6 +13,7 @@ from shared.children.child_process import ChildProcess
 from tests.warm_python import WarmProcess, WarmPython
 
 STATE_S = 60.0
+PAUSE_S = 0.02
 # What a service imports on its way: see tests/warm_python.py.
 SERVICE = WarmPython(
     "inference_svc.cli.main",
@@ -117,11 +118,16 @@ class _WarmChild(ChildProcess):
         return SERVICE.spawn(module, arguments, self._whole_environ, log)
 
 
+async def pause() -> None:
+    """Leave the processor to what is asked again and again: it is to do what is waited for."""
+    await asyncio.sleep(PAUSE_S)
+
+
 async def wait_kvd_state(client: InferenceClient, state: str) -> None:
     """Return when the service says that kvd is "attached" or "detached"."""
     async with asyncio.timeout(STATE_S):
         while (await client.get_model()).kvd_state != state:
-            pass  # each round waits for an answer; there is nothing to subscribe to
+            await pause()  # there is nothing to subscribe to
 
 
 async def wait_saved(client: InferenceClient) -> None:
@@ -131,4 +137,4 @@ async def wait_saved(client: InferenceClient) -> None:
     """
     async with asyncio.timeout(STATE_S):
         while (await client.get_model()).gauges["saves_under_way"]:
-            pass  # as above
+            await pause()

@@ -14,7 +14,7 @@ from inference_svc.client import TurnResult, turn_request
 from shared.pb.inference.v1 import inference_pb2
 from shared.pb.kvd.v1 import kvd_pb2, kvd_pb2_grpc
 from shared.process.runtime_dir import READER_SOCKET, channel_options
-from tests.inference_processes import InferenceProcess
+from tests.inference_processes import InferenceProcess, pause
 from tests.oracle import Oracle, Verdict
 from tests.processes import KvdProcess
 
@@ -165,7 +165,7 @@ def resident_pair(model_dir: Path, directory: Path) -> Pair:
 
 
 async def until(is_so: Callable[[], Awaitable[bool]]) -> None:
-    """Ask again until it is so; every question goes to another process, so this does not spin."""
+    """Ask again until it is so."""
     async with asyncio.timeout(SETTLE_S):
         while not await is_so():
-            pass
+            await pause()

@@ -5,10 +5,14 @@ worker collects the same tests in the same order.
 """
 
 from collections.abc import Collection, Sequence
+from itertools import combinations, product
 from random import Random
 from typing import Any
 
 import pytest
+from hypothesis import settings
+
+SHARE = 3  # of the examples, one of so many is tried by `make test`
 
 
 def sampled(items: Sequence[str], count: int, seed: int, always: Collection[str] = ()) -> list[Any]:
@@ -30,3 +34,45 @@ def sampled(items: Sequence[str], count: int, seed: int, always: Collection[str]
         pytest.param(item, id=item, marks=() if item in chosen else pytest.mark.long)
         for item in items
     ]
+
+
+def sampled_cases(*axes: Sequence[Any], count: int, seed: int) -> list[Any]:
+    """Make all combinations of values parameters of a test, all but a sample marked `long`.
+
+    The sample has every value of every axis and, as far as there is room, every two together.
+
+    Args:
+        axes: the values of one argument each, in an order that is the same in every process.
+        count: how many are not long; no fewer than the longest axis has values.
+        seed: another seed is another sample.
+    """
+    assert count >= max(map(len, axes)), "not every value would be tried"
+    cases = list(product(*map(enumerate, axes)))
+    places = [list(enumerate(place for place, _ in case)) for case in cases]
+    left = Random(seed).sample(range(len(cases)), len(cases))  # noqa: S311 - a choice, not a secret
+    chosen: set[int] = set()
+    seen: set[Any] = set()
+    while left and len(chosen) < count:
+        best = max(left, key=lambda number: _new(places[number], seen))
+        left.remove(best)
+        chosen.add(best)
+        seen.update(places[best], combinations(places[best], 2))
+    return [
+        pytest.param(
+            *(value for _, value in case), marks=() if number in chosen else pytest.mark.long
+        )
+        for number, case in enumerate(cases)
+    ]
+
+
+def _new(places: Sequence[Any], seen: Collection[Any]) -> tuple[int, int]:
+    """Return how many of a case's values, and of its pairs of values, are not in the sample yet."""
+    return (
+        sum(place not in seen for place in places),
+        sum(pair not in seen for pair in combinations(places, 2)),
+    )
+
+
+def examples(num_examples: int) -> int:
+    """Return how many examples Hypothesis is to draw: so many, or for `make test` a third."""
+    return -(-num_examples // SHARE) if settings().derandomize else num_examples

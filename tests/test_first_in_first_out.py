@@ -43,10 +43,10 @@ def _looked_at(call: ast.Call) -> ast.Attribute | None:
 
 
 def _queues_of_dicts(modules: list[ast.Module]) -> list[str]:
-    of_others = {name for module in modules for name in _plain_dicts(module)}
+    dicts = [_plain_dicts(module) for module in modules]
+    of_others = set().union(*dicts)
     found = []
-    for module in modules:
-        own = _plain_dicts(module)
+    for module, own in zip(modules, dicts, strict=True):
         calls = (node for node in ast.walk(module) if isinstance(node, ast.Call))
         for looked_at in filter(None, map(_looked_at, calls)):
             is_own = isinstance(looked_at.value, ast.Name) and looked_at.value.id == "self"

@@ -2,8 +2,12 @@
 
 import subprocess
 import sys
+from itertools import product
 
-from tests.sampled import sampled
+import pytest
+from hypothesis import settings
+
+from tests.sampled import examples, sampled, sampled_cases
 
 NAMES = [f"item-{index}" for index in range(40)]
 
@@ -57,3 +61,39 @@ def test_another_process_collects_the_same():
         for seed in ("1", "2")
     ]
     assert printed == [str(short(sampled(NAMES, 7, seed=1)))] * 2
+
+
+AXES = (list("abcde"), [1, 2, 3], [True, False])
+
+
+def test_a_sample_of_cases_has_every_value():
+    """Each combination is there once, and the sample has the size that was asked for."""
+    params = sampled_cases(*AXES, count=6, seed=1)
+    assert [param.values for param in params] == list(product(*AXES))
+    chosen = [param.values for param in params if not param.marks]
+    assert len(chosen) == 6
+    assert [set(values) for values in zip(*chosen, strict=True)] == list(map(set, AXES))
+
+
+def test_a_larger_sample_of_cases_has_every_two_values_together():
+    """As far as there is room."""
+    chosen = [p.values for p in sampled_cases(*AXES, count=18, seed=1) if not p.marks]
+    assert {case[:2] for case in chosen} == set(product(*AXES[:2]))
+    assert {case[1:] for case in chosen} == set(product(*AXES[1:]))
+
+
+def test_a_sample_of_cases_that_is_too_small_is_an_error():
+    """Rather than one that leaves a value out."""
+    with pytest.raises(AssertionError, match="not every value"):
+        sampled_cases(*AXES, count=4, seed=1)
+
+
+@pytest.mark.parametrize(("is_seeded", "num_examples"), [(True, 34), (False, 100)])
+def test_make_test_has_a_third_of_the_examples(is_seeded, num_examples):
+    """The profile says which run it is: tests/conftest.py."""
+    before = settings.get_current_profile_name()
+    settings.load_profile("seeded" if is_seeded else "random")
+    try:
+        assert examples(100) == num_examples
+    finally:
+        settings.load_profile(before)

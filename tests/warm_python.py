@@ -186,10 +186,11 @@ def main() -> None:
     """Import, then fork for each request, until the requests end."""
     requests = socket.socket(fileno=int(sys.argv[1]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the tests' business
+    gc.disable()
     for module in sys.argv[2:]:
         importlib.import_module(module)
-    gc.collect()
     gc.freeze()  # what is imported stays: a child's collections need not copy its pages
+    gc.enable()
     children = _Children()
     children.selector.register(requests, selectors.EVENT_READ, None)
     while True:

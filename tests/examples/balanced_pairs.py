@@ -17,7 +17,7 @@ from inference_svc.client import InferenceClient
 from shared.access.channels import ClientCredentials
 from shared.pb.inference.v1 import inference_pb2 as pb
 from shared.types.errors import NotFoundError
-from tests.inference_processes import InferenceProcess, wait_kvd_state
+from tests.inference_processes import InferenceProcess, pause, wait_kvd_state
 from tests.kvd_polling import eventually
 from tests.processes import KvdProcess
 from tests.tls_files import Authority
@@ -121,7 +121,7 @@ class Pair:
         """Return when so many turns are being computed."""
         async with asyncio.timeout(SETTLE_S), self.service.client() as client:
             while (await client.get_model()).running_turns != num_turns:
-                pass  # each round waits for an answer; there is nothing to subscribe to
+                await pause()  # there is nothing to subscribe to
 
     async def counter(self, name: str) -> int:
         """Of the service."""

@@ -19,6 +19,7 @@ from tests.fault.ledger import Ledger, everything_verifies, flip, nothing_leaks
 from tests.faulty_kvd import FaultyKvd
 from tests.kvd_polling import all_clean, reader_stats
 from tests.processes import run_cli
+from tests.sampled import sampled
 from tests.synthetic_engine import attached_engine, small_layout
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -242,7 +243,7 @@ async def stored(served):
     return kvd, engine, ledger
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", sampled(list(CASES), 12, seed=1))
 async def test_damaged(stored, outcome, name):
     """Damaged while kvd is down."""
     kvd, engine, ledger = stored

@@ -111,7 +111,7 @@ async def play(pair, oracle, seed, num_steps, tiers=TINY_TIERS):
 
 async def test_a_random_scene(pair, oracle):
     """A seeded sample of the long test: something is reused, something was lost."""
-    scene = await play(pair, oracle, seed=1, num_steps=20)
+    scene = await play(pair, oracle, seed=1, num_steps=12)
     assert scene.num_kills > 0
     assert scene.num_reused > 0
     assert scene.num_recomputed > 0
@@ -120,7 +120,7 @@ async def test_a_random_scene(pair, oracle):
 async def test_a_random_scene_with_windows(windowed, windowed_model):
     """The same, of a model whose layers mostly attend to the last tokens only."""
     before = await windowed.counters()
-    scene = await play(windowed, Oracle(windowed_model), 1, 30, SMALL_TIERS)
+    scene = await play(windowed, Oracle(windowed_model), 1, 14, SMALL_TIERS)
     after = await windowed.counters()
     assert scene.num_kills > 0
     assert after["loaded_window_tokens"] > before["loaded_window_tokens"]

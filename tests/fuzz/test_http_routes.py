@@ -204,7 +204,7 @@ async def test_every_route_is_answered(fuzzed):
     await fuzzed.is_served()
 
 
-@few(24)
+@few(12)
 @given(scenes)
 async def test_any_requests(fuzzed, scene):
     """Requests in any order, some at the same time."""

@@ -242,7 +242,7 @@ async def _complete(fuzzed: Fuzzed, engine: SyntheticEngine) -> None:
                 )
 
 
-@few(30)
+@few(15)
 @given(scenes)
 async def test_any_calls(fuzzed, scene):
     """Calls in any order, some at the same time."""

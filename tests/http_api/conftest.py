@@ -14,7 +14,7 @@ from openai import AsyncOpenAI, OpenAI
 from shared.pb.kvd.v1 import kvd_pb2, kvd_pb2_grpc
 from shared.process.runtime_dir import READER_SOCKET, channel_options
 from shared.types.errors import NotFoundError
-from tests.inference_processes import InferenceProcess, wait_kvd_state
+from tests.inference_processes import InferenceProcess, pause, wait_kvd_state
 from tests.processes import KvdProcess
 
 MODEL = "tiny"
@@ -133,6 +133,7 @@ class ApiService:
                 while stored.get(session_id, 0) < num_tokens:
                     page = await stub.ListSessions(kvd_pb2.ListSessionsRequest(limit=1000))
                     stored = {one.session.session_id: one.num_tokens for one in page.sessions}
+                    await pause()
 
     async def counter(self, name) -> int:
         async with self.service.client() as client:

@@ -6,6 +6,7 @@ import openai
 import pytest
 
 from tests.http_api.conftest import MODEL
+from tests.inference_processes import pause
 
 LENGTH = 8
 
@@ -48,4 +49,4 @@ async def until_gone(api, session_id):
     """Wait for what is tidied up beside everything else."""
     async with asyncio.timeout(60):
         while await api.num_turns(session_id) != -1:
-            pass
+            await pause()

@@ -11,6 +11,7 @@ from inference_svc.client import turn_request
 from shared.pb.inference.v1 import inference_pb2 as pb
 from shared.types.errors import NotFoundError
 from tests.http_api.conftest import MODEL, name_of, said
+from tests.inference_processes import pause
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -325,9 +326,9 @@ async def test_a_client_that_leaves_cancels_its_turn(api, opening):
         await other.close()
         async with asyncio.timeout(60):
             while await api.counter("turns_cancelled") < cancelled + 2:
-                pass  # each round asks the service
+                await pause()
             while await api.num_turns(names[1]) != -1:
-                pass
+                await pause()
     assert names[0] == first.model_extra["session_id"] != names[1]
     assert await api.num_turns(names[0]) == 1
 

@@ -6,6 +6,7 @@ import openai
 import pytest
 
 from tests.http_api.conftest import MODEL, name_of, said
+from tests.inference_processes import pause
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -82,5 +83,5 @@ async def test_a_kill_in_the_middle_of_turns(api, opening):
     await api.start()
     async with asyncio.timeout(60):
         while await api.num_turns(fork) != -1:
-            pass  # each round asks the service
+            await pause()
     await check_known(api, opening, *known)

@@ -37,7 +37,7 @@ async def demo(num_conversations, *flags):
     )
 
 
-@pytest.mark.parametrize("num_conversations", [2, pytest.param(None, marks=pytest.mark.long)])
+@pytest.mark.parametrize("num_conversations", [1, pytest.param(None, marks=pytest.mark.long)])
 async def test_the_demo_shows_what_it_promises(num_conversations):
     """Identical answers, nearly all history reused, also after kvd was killed; then kvd's CLI."""
     process = await demo(num_conversations, "--json", "--keep-running")

@@ -24,6 +24,8 @@ async def test_one_session_of_many_turns(pair, oracle):
             0,
             {"dram": usage.reused_tokens},
         )
+        assert usage.load_s > 0
+        assert not usage.recompute_reason
 
 
 async def test_interleaved_sessions(pair, oracle):

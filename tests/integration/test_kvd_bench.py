@@ -22,7 +22,7 @@ TINY = replace(
     ssd_pass_s=0.01,
     ssd_max_bytes=8 * MIB,
     ssd_pairs=2,
-    session_counts=(10, 50, 200),
+    session_counts=(5, 10, 40),
     rounds=2,
     calls_per_round=10,
     queue_jobs=200,
@@ -63,17 +63,17 @@ def test_calls_are_timed_at_every_number_of_sessions_and_on_both_levels(measured
     found = {(entry.level, entry.operation, entry.num_sessions) for entry in measured.latencies}
     calls = ("prepare_load", "complete_load", "prepare_store", "complete_store")
     expected = {
-        (level, call, n) for level in ("rpc", "core") for call in calls for n in (10, 50, 200)
+        (level, call, n) for level in ("rpc", "core") for call in calls for n in (5, 10, 40)
     }
-    assert found == expected | {("rpc", "look_up", n) for n in (10, 50, 200)}
+    assert found == expected | {("rpc", "look_up", n) for n in (5, 10, 40)}
     assert all(entry.num_calls == 20 for entry in measured.latencies)
     assert all(0 < entry.p50_us <= entry.p99_us for entry in measured.latencies)
-    assert {(entry.from_sessions, entry.to_sessions) for entry in measured.growths} == {(50, 200)}
+    assert {(entry.from_sessions, entry.to_sessions) for entry in measured.growths} == {(10, 40)}
     assert len(measured.growths) == 9
 
 
 def test_a_restart_finds_every_session_of_the_index(measured):
-    assert measured.restart.num_restored == measured.restart.num_sessions == 200
+    assert measured.restart.num_restored == measured.restart.num_sessions == 40
     assert measured.restart.ready_s.median > 0
     assert measured.restart.rss_bytes > 0
 

@@ -39,7 +39,9 @@ async def test_a_prompt_that_sessions_share_is_computed_once(tiny_model):
     shutil.rmtree(directory)
 
 
-@pytest.mark.parametrize("working_kv", ["contiguous", "pages"])
+@pytest.mark.parametrize(
+    "working_kv", ["pages", pytest.param("contiguous", marks=pytest.mark.long)]
+)
 async def test_sessions_that_come_at_once_compute_one_prompt_once(tiny_model, working_kv):
     """The first of them does, for all; kvd has the whole of each."""
     directory = Path(tempfile.mkdtemp(prefix="ca-"))

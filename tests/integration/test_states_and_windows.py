@@ -97,6 +97,7 @@ def question(text, *before):
 # ------------------------------------------------------------------------------------------- both
 
 
+@pytest.mark.long
 async def test_sessions_beside_each_other_are_kept_apart(pair, oracle):
     """Of unequal lengths, in the same steps."""
     async with pair.with_kvd(*DRAM):
@@ -336,7 +337,7 @@ async def test_conversations_that_begin_alike_share_a_window(pair, oracle):
 @with_windows
 async def test_a_long_answer_leaves_a_window_before_it(pair, oracle):
     """Who asks the same again, or whose template drops what a model thought, goes on there."""
-    long = inference_pb2.Sampling(max_tokens=900, ignore_eos=True)
+    long = inference_pb2.Sampling(max_tokens=500, ignore_eos=True)
     short = inference_pb2.Sampling(max_tokens=4, ignore_eos=True)
     async with pair.with_kvd(*DRAM):
         asked = question("What is a block, and what is it for? " * 30, LONG_SYSTEM)

@@ -1,6 +1,5 @@
 """Turns against the real service and a real kvd: what is reused, from where, and when it is not."""
 
-import asyncio
 import shutil
 import tempfile
 from contextlib import aclosing
@@ -11,7 +10,7 @@ import pytest_asyncio
 
 from inference_svc.client import turn_request
 from shared.pb.inference.v1 import inference_pb2 as pb
-from tests.inference_processes import InferenceProcess, wait_kvd_state, wait_saved
+from tests.inference_processes import InferenceProcess, wait_kvd_state
 from tests.oracle import Oracle
 from tests.processes import KvdProcess, running_kvd
 
@@ -63,49 +62,6 @@ async def judge(client, oracle, session_id):
         (list(record.input_ids), list(record.output_ids)) for record in session.turn_records
     )
     return verdict.is_identical
-
-
-async def test_history_is_loaded_not_recomputed(client, oracle):
-    """From the second turn on all history is reused, and the answers are the stock model's."""
-    first = [6, *DOCUMENT]  # which no other test has stored
-    results = await talk(client, "loaded", 4, first)
-    assert results[0].usage.new_tokens == len(first) + len("loaded")
-    for result in results[1:]:
-        usage = result.usage
-        assert usage.reused_tokens == usage.history_tokens > len(DOCUMENT)
-        assert (usage.recomputed_tokens, usage.recompute_reason) == (0, "")
-        assert dict(usage.tier_tokens) == {"dram": usage.reused_tokens}
-        assert usage.load_s > 0
-    assert await judge(client, oracle, "loaded")
-
-
-async def test_interleaved_sessions_each_reuse_their_own(client, oracle):
-    """Six sessions at once, three turns each."""
-    names = [f"many-{number}" for number in range(6)]
-    for results in await asyncio.gather(*(talk(client, name, 3) for name in names)):
-        for result in results[1:]:
-            assert result.usage.recomputed_tokens == 0
-    for name in names:
-        assert await judge(client, oracle, name)
-
-
-async def test_a_new_session_reuses_an_equal_prefix(client, oracle):
-    """Full blocks that another session has computed are history for this one too."""
-    await talk(client, "prefix-a", 1, first=[3, *DOCUMENT])
-    await wait_saved(client)  # only the session's own next turn waits for that by itself
-    (result,) = await talk(client, "prefix-b", 1, first=[3, *DOCUMENT])
-    assert result.usage.reused_tokens == result.usage.history_tokens == 256
-    assert await judge(client, oracle, "prefix-b")
-
-
-async def test_a_fork_reuses_what_it_was_forked_from(client, oracle):
-    """The fork's first own turn loads the common history."""
-    await talk(client, "origin", 3)
-    fork = await client.fork_session("origin", at_turn=2, new_session_id="forked")
-    result = await client.submit(turn_request("Else? ", "forked", sampling=GREEDY))
-    assert fork.turns == result.accepted.turn == 2
-    assert result.usage.reused_tokens >= 256
-    assert await judge(client, oracle, "forked")
 
 
 async def test_a_cancelled_turn_costs_no_history(client, oracle):

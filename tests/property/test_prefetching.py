@@ -8,6 +8,7 @@ from kvd.core.state.limits import Limits
 from shared.types.session_key import SessionKey
 from tests.kvd.core.turns import ENGINE_ID, counter, load, queue_of, store, tiers_of
 from tests.property.cache_world import MODEL, SHAPE, CacheWorld
+from tests.sampled import examples
 
 KEYS = [SessionKey("a", MODEL, name) for name in "stuvwx"]
 ENOUGH_EXTENTS = 64
@@ -21,7 +22,7 @@ def num_in_dram(world, key):
     return sum("D" in tiers for tiers in tiers_of(world, key))
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(150), deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     policy=st.sampled_from(["lookahead_queue", "predictive"]),
     num_slots=st.integers(3, 9),

@@ -261,7 +261,7 @@ def merged(runs: list[dict[str, int]]) -> dict[str, int]:
 
 def test_over_a_store_that_keeps_its_word() -> None:
     """The last state that was pushed is there, whole, and has one owner."""
-    seen = merged([play(seed, KEEPS_ITS_WORD, is_sound=True, num_steps=60) for seed in range(25)])
+    seen = merged([play(seed, KEEPS_ITS_WORD, is_sound=True, num_steps=60) for seed in range(12)])
     wanted = {error.__name__ for error in (FencedError, OvertakenError, StoreFailedError)}
     assert {*wanted, "CrashError", "pushed", "pulled", "swept"} <= seen.keys(), seen
     assert seen["removed"] > 10  # chunks that nobody named
@@ -269,7 +269,7 @@ def test_over_a_store_that_keeps_its_word() -> None:
 
 def test_over_a_store_that_does_not() -> None:
     """With partial lists and conditions that are not looked at: still no state but a whole one."""
-    seen = merged([play(seed, DOES_NOT, is_sound=False, num_steps=60) for seed in range(15)])
+    seen = merged([play(seed, DOES_NOT, is_sound=False, num_steps=60) for seed in range(8)])
     assert min(seen[what] for what in ("pushed", "pulled", "swept", "dropped")) > 0
 
 

@@ -23,6 +23,7 @@ from shared.types.queue_delta import (
     waiting_digest,
 )
 from shared.types.session_key import SessionKey
+from tests.sampled import examples
 
 SESSIONS = [SessionKey("a", "m", f"s{number}") for number in range(7)]
 ENGINES = [1, 2, 3]
@@ -305,7 +306,7 @@ def _some_of(numbers):
 
 
 PlacementMachine.TestCase.settings = settings(
-    max_examples=150,
+    max_examples=examples(150),
     stateful_step_count=40,
     deadline=None,
     suppress_health_check=list(HealthCheck),

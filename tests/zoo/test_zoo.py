@@ -36,7 +36,7 @@ ALWAYS = (
     "qwen3_next",
     "recurrent_gemma",
 )
-SAMPLED = 20
+SAMPLED = 12
 
 
 @pytest.fixture(scope="module", autouse=True)

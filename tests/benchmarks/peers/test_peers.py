@@ -86,6 +86,7 @@ def choices(tiny_model):
     return [Choice(name, sys.executable, str(tiny_model)) for name in ("ours", "transformers")]
 
 
+@pytest.mark.long
 async def test_engines_choose_the_same_tokens_also_after_a_restart_of_ours(
     choices, tiny_model, short_dir
 ):

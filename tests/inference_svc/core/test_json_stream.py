@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from inference_svc.core.json_stream import MAX_DEPTH, MAX_DIGITS, JsonStream, closed
 from tests.inference_svc.core.tools.written_calls import texts, values
+from tests.sampled import examples
 
 objects = st.dictionaries(texts, values, max_size=4)
 
@@ -22,7 +23,7 @@ def rewritten(pieces):
     return written, left, stream
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(
     value=objects,
     indent=st.sampled_from([None, 1]),
@@ -41,7 +42,7 @@ def test_an_object_is_written_as_json_is(value, indent, is_ascii, rest, data):
         assert stream.is_complete
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(value=objects, data=st.data())
 def test_a_beginning_can_be_closed(value, data):
     """It has the members that are complete, and nothing that was not there."""
@@ -55,7 +56,7 @@ def test_a_beginning_can_be_closed(value, data):
     assert json.dumps(value, ensure_ascii=False).startswith(written)
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(st.text('{}[]":,\\utrnalse0.e-+ \n', max_size=40).map('{"a": '.__add__))
 def test_whatever_is_complete_is_json(text):
     """And the same at once as character by character; what is broken writes no more."""

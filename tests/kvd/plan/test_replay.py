@@ -13,6 +13,7 @@ from kvd.plan.outcome import Outcome
 from kvd.plan.replay import Replay, replay
 from kvd.plan.trace import Session, Turn
 from tests.kvd.plan.small_machine import ENGINE, FIRST, LRU, MACHINE, SECOND, SSD_ONLY, at
+from tests.sampled import examples
 
 SPANS = (0.0, 0.5, 3.0, 20.0)
 
@@ -320,7 +321,7 @@ HARDWARE = st.builds(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(sessions=sessions_of_any_kind(), hardware=HARDWARE, options=OPTIONS)
 def test_every_replay_ends_and_keeps_its_invariants(sessions, hardware, options):
     """No tier is ever above its capacity, every turn completes once, and hits are of history."""
@@ -342,14 +343,14 @@ def test_every_replay_ends_and_keeps_its_invariants(sessions, hardware, options)
         assert outcome.num_hits == outcome.ssd_bytes_written == outcome.ssd_bytes_read == 0
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(sessions=sessions_of_any_kind(), hardware=HARDWARE, options=OPTIONS)
 def test_a_replay_is_deterministic(sessions, hardware, options):
     """The same inputs give the same outcome, to the last digit."""
     assert replay(sessions, hardware, options) == replay(sessions, hardware, options)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(sessions=sessions_of_any_kind(), num_slots=st.integers(1, 6))
 def test_nothing_beats_belady_at_equal_sizes(sessions, num_slots):
     """With computing that takes no time the turns come in one order, whatever hits."""
@@ -365,7 +366,7 @@ def test_nothing_beats_belady_at_equal_sizes(sessions, num_slots):
         assert replay(apart, hardware, replace(options, policy=policy)).num_hits <= best
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(sessions=sessions_of_any_kind(), options=OPTIONS)
 def test_room_for_all_loses_nothing(sessions, options):
     """With DRAM above the footprint every turn whose history is held hits, under any policy."""

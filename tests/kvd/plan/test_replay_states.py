@@ -13,6 +13,7 @@ from kvd.plan.replay import Replay, replay
 from kvd.plan.trace import Session, Turn
 from tests.kvd.plan.small_machine import FIRST, LRU, MACHINE, SECOND, SSD_ONLY, at
 from tests.kvd.plan.test_replay import HARDWARE, OPTIONS, sessions_of_any_kind
+from tests.sampled import examples
 
 STATE = 4000  # as much as four tokens
 WITH_STATES = replace(LRU, state_bytes=STATE)
@@ -181,7 +182,7 @@ PARTS = st.one_of(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(sessions_of_any_kind(), HARDWARE, OPTIONS, PARTS)
 def test_every_replay_with_parts_ends_and_keeps_its_invariants(sessions, hardware, options, parts):
     """As without; and what is held without a state or window is no hit."""
@@ -203,7 +204,7 @@ def test_every_replay_with_parts_ends_and_keeps_its_invariants(sessions, hardwar
     assert outcome.num_partless == 0 or "state_bytes" in parts  # of windows the first one stays
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(sessions_of_any_kind(), HARDWARE, OPTIONS)
 def test_states_cost_nothing_but_what_they_take(sessions, hardware, options):
     """Where each turn goes on at the end of the one before, states of no size would be free.
@@ -223,7 +224,7 @@ def test_states_cost_nothing_but_what_they_take(sessions, hardware, options):
             assert found[name] == without[name], name
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     sessions=sessions_of_any_kind(),
     sizes=st.lists(st.integers(0, 30), min_size=2, max_size=2).map(sorted),

@@ -14,6 +14,7 @@ from shared.types.kv_layout import KVLayout
 from shared.types.units import SECTOR_BYTES
 from tests.kvd.tiers.blocks_on_disk import EXTENT, SHAPE, WHOLE, Failing
 from tests.kvd.tiers.disk import LAYOUT, Block, Disk, new_slot
+from tests.sampled import examples
 
 
 def _flip(path, position):
@@ -109,7 +110,7 @@ def test_a_missing_file_is_corrupt(disk):
     assert disk.read(3 * WHOLE, other, new_slot())[0] is IoOutcome.OK
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(data=st.data(), num_tokens=st.sampled_from([1, 5, 15, 16]))
 def test_altered_segments_never_pass(data, num_tokens):
     """Whatever a segment holds: a read that is OK brought the bytes that were written."""

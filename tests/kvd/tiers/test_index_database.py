@@ -16,6 +16,7 @@ from kvd.tiers.index_database import (
 )
 from kvd.tiers.manifest import Manifest
 from tests.kvd.tiers.indexes import BLOCK, KEY, LAYOUT, SESSION, fill, rows_of
+from tests.sampled import examples
 
 
 def test_a_file_that_is_no_database_is_moved_aside(make, tmp_path):
@@ -60,7 +61,7 @@ def test_foreign_tables_are_damage(make, tmp_path):
     assert (tmp_path / "manifest.db.corrupt-1").exists()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(data=st.data())
 def test_flipped_bytes_never_end_the_start(tmp_path_factory, data):
     """Whatever is flipped: the index opens, or says that it is newer; reading it does not fail."""

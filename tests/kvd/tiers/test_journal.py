@@ -25,6 +25,7 @@ from kvd.tiers.journal import (
     record_bytes_of,
     unpack_header,
 )
+from tests.sampled import examples
 from tests.synthetic_engine import small_layout
 
 LAYOUT = small_layout()
@@ -164,7 +165,7 @@ damage = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.lists(st.tuples(st.integers(0, NUM_SLOTS - 1), records), max_size=8), damage)
 def test_damage_never_raises_and_never_makes_a_record(puts, damages):
     """Records that were not hit are read; a record that is read has its checksum."""
@@ -193,7 +194,7 @@ def test_damage_never_raises_and_never_makes_a_record(puts, damages):
     os.close(fd)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.binary(max_size=SIZE - HEADER_BYTES))
 def test_arbitrary_bytes_hold_no_record(data):
     """A file that never was a journal."""

@@ -20,6 +20,7 @@ from shared.types.kv_layout import Component, KVLayout, Layer
 from shared.types.units import SECTOR_BYTES
 from tests.kvd.tiers.blocks_on_disk import EXTENT, SHAPE, WHOLE, Failing
 from tests.kvd.tiers.disk import LAYOUT, Block, Disk, new_slot
+from tests.sampled import examples
 
 
 @pytest.mark.parametrize("direct", ["auto", "off"])
@@ -37,7 +38,7 @@ def test_written_blocks_are_read(disk, direct):
         disk.volume(direct=direct)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     num_tokens=st.lists(st.integers(1, LAYOUT.block_tokens), min_size=1, max_size=4),
     layered=st.booleans(),

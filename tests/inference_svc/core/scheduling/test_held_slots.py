@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inference_svc.core.scheduling.held_slots import ContiguousSlots, PageCopy, PagedSlots
+from tests.sampled import examples
 
 
 @pytest.mark.parametrize("slots", [ContiguousSlots(40), PagedSlots(10, 4)])
@@ -131,7 +132,7 @@ ACTS = st.lists(
 
 
 @given(acts=ACTS, page_tokens=st.integers(1, 5))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 def test_any_order_of_events_keeps_the_account(acts, page_tokens):
     """What is free, needed and evictable is what the holdings say."""
     slots, holdings = PagedSlots(12, page_tokens), []

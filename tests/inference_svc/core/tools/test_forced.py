@@ -21,6 +21,7 @@ from tests.inference_svc.core.tools.written_calls import (
     values,
     wrote,
 )
+from tests.sampled import examples
 
 objects = st.dictionaries(texts, values, max_size=3)
 NAME_FIRST = sorted(set(FAMILIES) - {hermes_turned}, key=lambda family: family.__name__)
@@ -42,7 +43,7 @@ def test_every_format_is_tried():
     assert {FAMILIES[family] for family in NAME_FIRST} == set(FORMATS) - {"gpt-oss"}
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(
     family=st.sampled_from(NAME_FIRST),
     name=st.sampled_from(NAMES),

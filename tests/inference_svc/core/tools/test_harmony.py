@@ -10,6 +10,7 @@ from inference_svc.core.tools.harmony import BODY, MAX_HEADER, HarmonyReader
 from inference_svc.core.tools.parts import ReadAnswer, summed
 from inference_svc.core.tools.reader import read_whole
 from tests.inference_svc.core.tools.written_calls import NAMES, called, values
+from tests.sampled import examples
 
 ANALYSIS = "<|channel|>analysis<|message|>It wants rain.<|end|>"
 PREAMBLE = "<|start|>assistant<|channel|>commentary<|message|>Let me see.<|end|>"
@@ -130,7 +131,7 @@ some_calls = st.tuples(
 )
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(thoughts=words, said=words, calls=st.lists(some_calls, max_size=2), final=words)
 def test_messages_in_any_order_are_read_back(thoughts, said, calls, final):
     """Whatever they say, as long as it is no mark."""

@@ -17,11 +17,12 @@ from inference_svc.core.tools.json_value import (
     skip_blanks,
 )
 from tests.inference_svc.core.tools.written_calls import texts, values
+from tests.sampled import examples
 
 objects = st.dictionaries(texts, values, max_size=3)
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(
     value=objects | st.lists(values, max_size=3),
     indent=st.sampled_from([None, 1]),
@@ -42,7 +43,7 @@ def test_a_value_is_complete_at_its_last_character(value, indent, blanks, rest, 
     assert read_value(text + rest, 2, "{[") == (value, len(text))
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(text=st.text('{}[]":,\\utrnael0.e-+ \n', max_size=40).map('{"a": '.__add__))
 def test_what_is_no_value_stays_none(text):
     """Read from any of its beginnings: none, then perhaps a value or an error, and no other."""

@@ -18,6 +18,7 @@ from tests.inference_svc.core.tools.written_calls import (
     writings,
     wrote,
 )
+from tests.sampled import examples
 
 NO_OBJECTS = ("[1]", '"x"', "7", "null", "x", "")
 NO_JSON = (
@@ -50,7 +51,7 @@ def in_pieces(reader, pieces):
     return summed([part for piece in pieces for part in reader.push(piece)] + reader.end())
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(writings())
 def test_calls_are_read_as_they_were_meant(case):
     """Names and arguments, in order; what was said before stays, and nothing else."""
@@ -60,7 +61,7 @@ def test_calls_are_read_as_they_were_meant(case):
     assert answer.content == (before if before.strip() else "")
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(writings(), st.data())
 def test_pieces_say_the_same_as_the_whole(case, data):
     """Wherever the answer is cut: at each character in two, in characters, in any pieces."""
@@ -75,7 +76,7 @@ def test_pieces_say_the_same_as_the_whole(case, data):
         assert in_pieces(reader_of(family), [text[:cut], text[cut:]]) == whole
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(writings())
 def test_an_answer_that_is_cut_off_calls_what_is_complete(case):
     """The rest is text, all of it; it calls nothing, whatever is in it."""
@@ -91,7 +92,7 @@ def test_an_answer_that_is_cut_off_calls_what_is_complete(case):
         assert squeezed(answer.content) == squeezed(before[:cut]) + left
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(writings())
 def test_tools_that_nobody_offered_are_not_called(case):
     """The text is as the model wrote it."""
@@ -152,7 +153,7 @@ def test_a_call_in_a_text_of_what_is_no_call_is_text(family, name, rest):
 
 
 @families
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     text=st.lists(
         st.sampled_from([*'<{["|tn:_ \n;,', "tool_c", "[TOOL_CALLS", DEEPSEEK_MARKS[0][:-1]])

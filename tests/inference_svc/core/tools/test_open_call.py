@@ -32,6 +32,7 @@ from tests.inference_svc.core.tools.written_calls import (
     writings,
     wrote,
 )
+from tests.sampled import examples
 
 objects = st.dictionaries(texts, values, max_size=3)
 NAME_FIRST = sorted(set(FAMILIES) - {hermes_turned}, key=lambda family: family.__name__)
@@ -55,7 +56,7 @@ def test_every_format_binds_its_calls():
     assert all(made.closings for made in FORMATS.values())
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(drawn=writings(tuple(NAME_FIRST)), data=st.data())
 def test_a_whole_answer_is_read_as_if_it_were_not_bound(drawn, data):
     """What it says, and its calls in order: with any blanks, in any pieces, some or all shown."""
@@ -75,7 +76,7 @@ def test_a_whole_answer_is_read_as_if_it_were_not_bound(drawn, data):
         assert is_open(reader.last_call) is None
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(
     family=st.sampled_from(NAME_FIRST),
     name=st.sampled_from(NAMES),

@@ -6,6 +6,7 @@ import torch
 from inference_svc.runtime.attention import softmax_attention
 from inference_svc.runtime.attention.attention import AttentionOptions
 from inference_svc.runtime.attention.softmax_attention import TILE_TOKENS, attend, attend_one
+from tests.sampled import sampled_cases
 
 HEADS, DIM, LENGTH = 6, 8, TILE_TOKENS + 40
 OPTIONS = {
@@ -50,11 +51,18 @@ def assert_close(attended, expected):
     torch.testing.assert_close(attended.double(), expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("value_dim", [DIM, DIM + 4])
-@pytest.mark.parametrize("kv_heads", [2, HEADS])
-@pytest.mark.parametrize("num_tokens", [1, 5, TILE_TOKENS + 1, LENGTH])
-@pytest.mark.parametrize("window", [None, 1, 6, 100, LENGTH + 1])
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(
+    ("name", "window", "num_tokens", "kv_heads", "value_dim"),
+    sampled_cases(
+        list(OPTIONS),
+        [None, 1, 6, 100, LENGTH + 1],
+        [1, 5, TILE_TOKENS + 1, LENGTH],
+        [2, HEADS],
+        [DIM, DIM + 4],
+        count=50,
+        seed=1,
+    ),
+)
 def test_attention_equals_the_formula(name, window, num_tokens, kv_heads, value_dim):
     """Every combination of history, tiles, window, scale, softcap, sinks, groups and widths."""
     query, keys, values = tensors(num_tokens, kv_heads, value_dim)
@@ -64,10 +72,17 @@ def test_attention_equals_the_formula(name, window, num_tokens, kv_heads, value_
     assert_close(attended, textbook(query, keys, values, options))
 
 
-@pytest.mark.parametrize("num_tokens", [1, 5, TILE_TOKENS + 1, LENGTH])
-@pytest.mark.parametrize("window", [None, 6])
-@pytest.mark.parametrize("chunk", [1, 7, 100, TILE_TOKENS + 20, LENGTH, LENGTH + 1])
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(
+    ("name", "chunk", "window", "num_tokens"),
+    sampled_cases(
+        list(OPTIONS),
+        [1, 7, 100, TILE_TOKENS + 20, LENGTH, LENGTH + 1],
+        [None, 6],
+        [1, 5, TILE_TOKENS + 1, LENGTH],
+        count=40,
+        seed=2,
+    ),
+)
 def test_chunks_equal_the_formula(name, chunk, window, num_tokens):
     """A query sees its own chunk up to itself, however tiles and chunks lie to each other."""
     query, keys, values = tensors(num_tokens, 2)

@@ -55,21 +55,13 @@ def test_a_cpu_has_no_kernels(llama, monkeypatch):
         choose_attention("triton", *llama, PAGE_TOKENS)
 
 
-FAMILIES = [
-    "gpt_oss",
-    "gemma2",
-    "qwen3_next",
-    "mamba",
-    "llama",
-    "gemma3_text",
-    "phi3",
-    "cohere2",
-    "hunyuan_v1_dense",
-]
+# tests/gpu has gpt_oss for every run, and none with states.
+FAMILIES = ["qwen3_next", "mamba", "gemma2", "llama", "gemma3_text", "phi3", "cohere2"]
+FAMILIES += ["hunyuan_v1_dense"]
 
 
 @pytest.mark.parametrize(
-    "name", [*FAMILIES[:3], *(pytest.param(name, marks=pytest.mark.long) for name in FAMILIES[3:])]
+    "name", [FAMILIES[0], *(pytest.param(name, marks=pytest.mark.long) for name in FAMILIES[1:])]
 )
 def test_what_answers_as_torch_does_is_taken(name):
     """Windows, softcaps, sinks, layers of several shapes, states."""

@@ -90,8 +90,10 @@ def test_what_answers_otherwise_is_refused(made, monkeypatch):
     assert is_compiled(loaded) == [False, False]
 
 
-def test_a_layer_that_the_compiler_cannot_see_through_is_refused(made):
+@pytest.mark.long
+def test_a_layer_that_the_compiler_cannot_see_through_is_refused(made, monkeypatch):
     """As one that prints, or asks for numbers."""
+    monkeypatch.setattr(compile_choice, "STEPS", ((3, 0),))
     loaded, calibration = made("llama")
     norm = layers_of(loaded.model)[0].input_layernorm
     forward = norm.forward

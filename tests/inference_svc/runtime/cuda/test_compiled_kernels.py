@@ -16,7 +16,7 @@ ALL = [
     for dtype in ("bfloat16", "float16", "float32")
     for dim in (64, 128, 256)
 ]
-SOME = ["80:bfloat16:128", "90:bfloat16:128"]
+SOME = ["90:bfloat16:128"]
 
 pytestmark = pytest.mark.skipif(
     platform.machine() != "x86_64", reason="Triton's compiler comes for x86-64"
@@ -53,7 +53,7 @@ def check(found, cases):
 
 
 def test_kernels_compile(tmp_path):
-    """For two architectures."""
+    """For one architecture."""
     check(compiled(SOME, tmp_path), SOME)
 
 

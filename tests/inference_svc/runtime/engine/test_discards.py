@@ -19,6 +19,7 @@ from inference_svc.runtime.compute.attention_scores import ScoreKeeper
 from inference_svc.runtime.engine.engine_request import ContextCut, as_token_bytes
 from shared.types.lineage import WHOLE, Lineage
 from tests.memory_engine import loaded_model, running_engine
+from tests.sampled import sampled_cases
 
 WINDOW = 64
 PROMPT = list(range(20, 60))
@@ -126,8 +127,9 @@ async def held(thread):
 CHOICES = [oldest_half, behind_the_first_four, every_third, all_but_two, the_oldest]
 
 
-@pytest.mark.parametrize("choose", CHOICES)
-@pytest.mark.parametrize("write_slots", [4000, 0])
+@pytest.mark.parametrize(
+    ("choose", "write_slots"), sampled_cases(CHOICES, [4000, 0], count=5, seed=1)
+)
 async def test_an_answer_goes_on_when_its_window_is_full(model, stock, choose, write_slots):
     """Again and again, from the rows that are left."""
     async with running_engine(model, write_slots=write_slots) as engine:
@@ -148,8 +150,9 @@ async def test_an_answer_goes_on_when_its_window_is_full(model, stock, choose, w
         await engine.all_released()
 
 
-@pytest.mark.parametrize("choose", CHOICES)
-@pytest.mark.parametrize("keeps_residents", [True, False])
+@pytest.mark.parametrize(
+    ("choose", "keeps_residents"), sampled_cases(CHOICES, [True, False], count=5, seed=2)
+)
 async def test_the_next_turn_goes_on_from_what_is_left(model, stock, keeps_residents, choose):
     """From memory, or from the store, which receives a discard between the saves around it."""
     async with running_engine(model, keeps_residents=keeps_residents) as engine:

@@ -15,6 +15,7 @@ from inference_svc.runtime.compute.sampling import Sampler
 from inference_svc.runtime.engine.drafts import TRY_EVERY, Drafter
 from tests.memory_engine import BLOCK_TOKENS, alone, loaded_model, running_engine
 from tests.recorded_graph import RecordedGraphs
+from tests.sampled import sampled_cases
 
 PROMPT = list(range(20, 60))
 ANSWER_TOKENS = 60
@@ -109,8 +110,10 @@ def check_same(tokens, expected):
         assert token.logprob == pytest.approx(other.logprob, abs=1e-4)
 
 
-@pytest.mark.parametrize("memory", MEMORY)
-@pytest.mark.parametrize("params", [PLAIN, DRAWN, PENALISED], ids=["greedy", "drawn", "penalised"])
+@pytest.mark.parametrize(
+    ("params", "memory"),
+    sampled_cases([PLAIN, DRAWN, PENALISED], list(MEMORY), count=6, seed=1),
+)
 async def test_answers_and_what_is_stored_are_those_without_drafts(model, params, memory):
     """Three turns beside each other, whose drafts are right, half right, or wrong."""
     limits = MEMORY[memory]
@@ -136,7 +139,7 @@ async def test_answers_and_what_is_stored_are_those_without_drafts(model, params
         assert engine.store.saves == bool(engine.store.rows)
 
 
-@pytest.mark.parametrize("end", [1, 2, 7, 8, 9, 30])
+@pytest.mark.parametrize("end", [1, 8, 9, pytest.param(30, marks=pytest.mark.long)])
 async def test_an_answer_that_ends_within_a_draft_is_as_it_would_have_been(model, end):
     """The next turn, too, which goes on from what is resident."""
     tokens, _ = await plainly(model, PLAIN)

@@ -13,11 +13,13 @@ def model(tiny_model):
     return loaded_model(tiny_model)
 
 
-@pytest.mark.parametrize("write_slots", [1, 5, 16, 40, 4000])
+@pytest.mark.parametrize(
+    "write_slots", [1, 16, 4000, *(pytest.param(n, marks=pytest.mark.long) for n in (5, 40))]
+)
 async def test_a_ring_of_any_size_stores_all_that_is_computed(model, write_slots):
     """Turns beside each other, and again over what was stored of them."""
     async with running_engine(model, write_slots=write_slots, keeps_residents=False) as engine:
-        prompts = [list(range(20 + n, 90 + 7 * n)) for n in range(4)]
+        prompts = [list(range(20 + n, 90 + 7 * n)) for n in range(3)]
         turns = await asyncio.gather(
             *(engine.run(prompt, session=str(n)) for n, prompt in enumerate(prompts))
         )

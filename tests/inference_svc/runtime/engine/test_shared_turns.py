@@ -6,6 +6,7 @@ import pytest
 
 from tests.memory_engine import BLOCK_TOKENS, alone, loaded_model, running_engine
 
+NUM_SESSIONS = 6
 SYSTEM = [20 + number % 300 for number in range(10 * BLOCK_TOKENS)]
 
 
@@ -20,15 +21,15 @@ async def test_sessions_that_come_at_once_compute_one_prompt_once(model, write_s
     """The first computes it, while the others wait; each answers as it would alone."""
     limits = {"page_tokens": page_tokens, "write_slots": write_slots, "block_tokens": BLOCK_TOKENS}
     async with running_engine(model, **limits) as engine:
-        prompts = [[*SYSTEM, 330 + number, 7] for number in range(16)]
+        prompts = [[*SYSTEM, 330 + number, 7] for number in range(NUM_SESSIONS)]
         turns = await asyncio.gather(
             *(engine.run(prompt, session=str(n)) for n, prompt in enumerate(prompts))
         )
-        assert [turn.loaded_tokens for turn in turns] == [0] + [len(SYSTEM)] * 15
+        assert [turn.loaded_tokens for turn in turns] == [0] + [len(SYSTEM)] * (NUM_SESSIONS - 1)
         for turn, prompt in zip(turns, prompts, strict=True):
             assert turn.sink.token_ids == await alone(model, prompt)
         if page_tokens:
-            assert engine.loop.gauges()["shared_token_slots"] == 15 * len(SYSTEM)
+            assert engine.loop.gauges()["shared_token_slots"] == (NUM_SESSIONS - 1) * len(SYSTEM)
         await engine.all_released()
         assert engine.counters.snapshot()["saves"] == len(prompts)
         assert {len(rows[0]) // 4 for rows in engine.store.rows.values()} == {len(SYSTEM) + 2 + 7}

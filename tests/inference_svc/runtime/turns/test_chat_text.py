@@ -9,6 +9,7 @@ from inference_svc.core.errors import InvalidTurnError, NoChatTemplateError
 from inference_svc.runtime.turns.answer_writer import Detokenizer
 from inference_svc.runtime.turns.chat_template import ChatTemplate, written_in
 from inference_svc.runtime.turns.chat_text import TurnText
+from tests.sampled import examples
 from tests.tokenizers import make_tokenizer
 
 STRICT = (
@@ -138,7 +139,7 @@ def test_no_template_and_no_tokenizer(tokenizer):
     assert Detokenizer(None, [1]).push(3) == ""
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(text=st.text(alphabet="ab é東🙂\u0301\n", max_size=30))
 def test_pieces_are_the_text_and_never_half_a_character(tokenizer, text):
     """Token by token, the pieces add up to the text, and no piece has a replacement character."""

@@ -9,6 +9,7 @@ from kvd.core.eviction.session_order import Guard
 from kvd.core.records.records import Tier
 from shared.types.queue_delta import QueueChange, QueuedRequest, RunningRequest
 from tests.kvd.core.eviction.sessions import Sessions, key_of
+from tests.sampled import examples
 
 NAMES = "abcdefgh"
 names = st.sampled_from(NAMES)
@@ -185,5 +186,5 @@ class EveryOrder(RuleBasedStateMachine):
 
 TestEveryOrder = EveryOrder.TestCase
 TestEveryOrder.settings = settings(
-    max_examples=100, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=examples(100), deadline=None, suppress_health_check=list(HealthCheck)
 )

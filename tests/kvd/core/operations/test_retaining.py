@@ -30,6 +30,7 @@ from tests.kvd.core.turns import (
     wait,
 )
 from tests.property.cache_world import LAYOUT, MODEL, CacheWorld
+from tests.sampled import examples
 
 D, E = (SessionKey("a", MODEL, name) for name in "de")
 FOURS, FIVES = [4] * 4, [5] * 4
@@ -159,7 +160,7 @@ def kept_on(world: CacheWorld, tier: str) -> dict[SessionKey, int]:
     return {key: sum(tier in each for each in tiers_of(world, key)) for key in stored}
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 @given(STEPS, st.sampled_from(sorted(POLICIES)), st.booleans(), st.sampled_from(Admission))
 def test_nothing_retained_goes_for_good_while_there_is_something_else(
     steps, policy, has_ssd, admission
