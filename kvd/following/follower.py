@@ -82,11 +82,17 @@ class Follower:
         return Waiting(agenda.num_unpushed, age_s, agenda.num_drops, len(self._wanted))
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Follow kvd until `stop` is set, then push what is left as the settings say."""
-        while not stop.is_set():
+        """Follow kvd until `stop` is set, then push what is left as the settings say.
+
+        For that kvd is asked once more if it did not answer when `stop` was set.
+        """
+        is_over = False
+        while not is_over:
+            is_over = stop.is_set()
             try:
                 with self._connect() as client:
                     await self._follow(client, stop)
+                is_over = True
             except ReportedError as error:
                 now_s = time.monotonic()
                 if self._kvd_pause.failed(now_s):

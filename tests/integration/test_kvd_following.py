@@ -139,3 +139,18 @@ async def test_what_is_left_goes_at_the_end(tmp_path: Path, write: str) -> None:
         there = manifest_of(store, "s") if store.exists() else None
         assert (there is not None) is (write == "drain")
         one.following.start()
+
+
+async def test_what_is_left_goes_at_the_end_of_one_that_has_lost_kvd(tmp_path: Path) -> None:
+    """It asks once more: kvd may be back."""
+    store = tmp_path / "store"
+    async with server(tmp_path / "1", store, write="drain") as one:
+        await one.following.until_said("kvd_followed")
+        await one.kvd.stop()
+        await one.following.until_said("kvd_not_followed")
+        await one.kvd.start()
+        async with attached_engine(one.kvd.runtime_dir) as engine:
+            await engine.store(key_of("s"), TOKENS)
+            assert await one.following.end(15) == 0
+        assert manifest_of(store, "s") is not None
+        one.following.start()
