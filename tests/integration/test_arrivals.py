@@ -62,7 +62,8 @@ async def test_ssd_is_read_for_a_turn_whose_prompt_is_not_known(tiny_model, shor
         turn = await client.submit(turn_request("More ", "a", sampling=GREEDY))
         assert turn.usage.recomputed_tokens == 0
         assert dict(turn.usage.tier_tokens) == {"dram": turn.usage.history_tokens}
-        assert await counts(kvd, "returns_dram", "returns_ssd", "returns_gone") == (1, 1, 0)
+        # Whether that turn was heard of before it began depends on when queues are reported.
+        assert await counts(kvd, "returns_ssd", "returns_gone") == (1, 0)
 
 
 async def test_a_policy_that_does_not_look_ahead_reads_nothing_for_it(tiny_model, short_dir):
