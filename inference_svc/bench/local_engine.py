@@ -132,6 +132,7 @@ class LocalEngine:
     Attributes:
         parts: the engine's parts.
         kvd: beside it; None if there is none.
+        has_states: whether the model has states; then no part of a sequence stays resident.
     """
 
     def __init__(self, parts: EngineParts, model: Model, kvd: ChildKvd | None) -> None:
@@ -139,6 +140,7 @@ class LocalEngine:
         self.kvd = kvd
         self.block_tokens = model.calibration.layout.block_tokens
         self.num_layers = len(model.calibration.layers)
+        self.has_states = bool(model.calibration.state_shapes)
         self.device = model.loaded.device
         self._model = model
         self._numbers = count(1)
@@ -180,8 +182,9 @@ class LocalEngine:
             max_tokens: length of the answer.
             source: where the history is to come from; a resident sequence that it is not to come
                 from is released first.
-            keep_tokens: tokens of prompt and answer that the session keeps afterwards; 0: all of
-                it is given up, and the session stays as kvd has it.
+            keep_tokens: tokens of prompt and answer that the session keeps afterwards, up to which
+                a load is possible then; 0: all of it is given up, and the session stays as kvd has
+                it.
             history_tokens: history as kvd's look-ahead is told of it; by default `keep_tokens`.
             is_over: ends the answer before its length.
             is_final: whether the session ends with this turn, which is reported to kvd.
@@ -192,6 +195,7 @@ class LocalEngine:
             engine.memory.release_resident(key)
         sink = _Sink(max_tokens, is_over)
         history = keep_tokens if history_tokens is None else history_tokens
+        marks = (keep_tokens,) if keep_tokens else ()
         request = EngineRequest(
             number=next(self._numbers),
             key=key,
@@ -200,6 +204,8 @@ class LocalEngine:
             arrived_ns=time.monotonic_ns(),
             history_tokens=min(history, len(prompt_ids)),
             is_final=is_final,
+            load_ends=marks,
+            marks=marks if self.has_states else (),
             sampler=Sampler(
                 SamplingParams(max_tokens=max_tokens, ignore_eos=True), grammar=grammar
             ),

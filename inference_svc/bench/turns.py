@@ -105,7 +105,9 @@ class _Case:
             has_re = has_re and not is_long
         elif is_long and options.re_pairs:
             has_re = has_re and round_number < options.re_pairs
-        return ["re", "ca", "resident"] if has_re else ["ca", "resident"]
+        # Of a turn's own tokens a state cannot be rid of: then nothing of it stays resident.
+        floor = [] if self.engine.has_states else ["resident"]
+        return [*(["re"] if has_re else []), "ca", *floor]
 
     async def _take(self, name: str) -> dict[str, float] | None:
         source, tier = WAYS[name]

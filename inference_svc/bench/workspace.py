@@ -55,6 +55,7 @@ format = "json"
 
 
 SPARE_BLOCKS = 16  # of a tier, beyond what is asked for
+SPARE_STATES = 8  # of a session that is stored while it is there: first and newest, old and new
 SEGMENT_BYTES = 64 << 20
 
 
@@ -104,8 +105,9 @@ class Workspace:
             yield kvd
 
     def num_blocks(self, num_tokens: int) -> int:
-        """Return the blocks of a tier that holds so many tokens."""
-        return ceil_div(num_tokens, self.layout.block_tokens) + SPARE_BLOCKS
+        """Return the blocks of a tier that holds so many tokens, and some states if need be."""
+        of_states = SPARE_STATES * ceil_div(self.layout.state_bytes, self.layout.block_bytes)
+        return ceil_div(num_tokens, self.layout.block_tokens) + SPARE_BLOCKS + of_states
 
     def _tier_bytes(self, num_tokens: int) -> int:
         return self.num_blocks(num_tokens) * self.layout.block_bytes
