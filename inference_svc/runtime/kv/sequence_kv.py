@@ -19,7 +19,7 @@ Invariants:
 """
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
@@ -243,10 +243,10 @@ class WriteBuffer(LentKv[SlotTensors]):
         is_behind = not self.load_ends or num_tokens > self.load_ends[-1]
         return [*self.load_ends, num_tokens] if is_behind else list(self.load_ends)
 
-    def forget_states(self, end_token: int) -> None:
-        """Forget the states at and before a position, which are stored, or will not be."""
-        for position in [position for position in self.states if position <= end_token]:
-            del self.states[position]
+    def forget_states(self, positions: Iterable[int]) -> None:
+        """Forget the states at positions, which are stored, or will not be; some may have gone."""
+        for position in positions:
+            self.states.pop(position, None)
 
     def remaining_slots(self) -> Sequence[int]:
         """Return the slots of all that was not forgotten."""

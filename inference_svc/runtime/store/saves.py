@@ -173,8 +173,9 @@ class SaveStream:
     async def _store_piece(self, piece: _Piece) -> None:
         num_tokens = len(piece.token_ids) // TOKEN_BYTES
         from_token, end_token = min(self._buffer.first_token, num_tokens), num_tokens
-        has_states = any(position <= end_token for position in self._buffer.states)
-        if end_token == from_token and not has_states:  # no more is kept than is stored
+        # A state that comes while these are stored is stored with the next piece.
+        states = [position for position in self._buffer.states if position <= end_token]
+        if end_token == from_token and not states:  # no more is kept than is stored
             return
         with child_span("save", {"kv.from_token": from_token}):
             reason = await self._store.save(
@@ -187,7 +188,7 @@ class SaveStream:
             )
         self.refused_reason = reason
         if reason == "":
-            self._buffer.forget_states(end_token)
+            self._buffer.forget_states(states)
             if not piece.is_cut:
                 end_token = self._end_of_blocks(end_token)
             if end_token > self._buffer.first_token:

@@ -8,6 +8,7 @@ from inference_svc.core.counters import Counters
 from inference_svc.runtime.engine.engine_request import as_token_bytes
 from inference_svc.runtime.kv.kv_pool import KVPool
 from inference_svc.runtime.kv.layer_tensors import LayerShape
+from inference_svc.runtime.kv.states import SequenceStates
 from inference_svc.runtime.store.saves import Saves
 from shared.types.lineage import WHOLE
 from shared.types.session_key import SessionKey
@@ -142,6 +143,24 @@ async def test_what_is_stored_leaves_the_buffer():
     assert buffer.first_token == 11, "what could not be stored stays, to be tried again"
     stream.abandon()
     await life
+
+
+async def test_a_state_that_comes_during_a_save_is_stored_with_the_next_piece():
+    """It is behind tokens that are being stored, and was not there when that began."""
+    scene = Scene()
+    scene.store.may_end.clear()
+    buffer = scene.buffer(0)
+    stream, task = scene.open_on(buffer)
+    stream.follow(tokens(8), None)
+    await scene.store.began.wait()
+    buffer.states[8] = SequenceStates((), torch.device("cpu"))
+    scene.store.may_end.set()
+    await stream.idle.wait()
+    assert list(buffer.states) == [8]
+    stream.finish(tokens(8))
+    await task
+    assert scene.store.saves == [(0, 8), (8, 8)]
+    assert buffer.states == {}
 
 
 async def test_what_nobody_has_asked_to_store_is_counted():

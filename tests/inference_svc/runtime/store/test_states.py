@@ -104,5 +104,5 @@ def test_few_states_wait_to_be_stored(hybrid, copy_threads):
     assert [states.num_tokens for states in buffer.states.values()] == [4, 16, 20, 24]
     packed = buffer.states[24].snapshot()
     assert not torch.equal(packed, kv.states.snapshot())
-    buffer.forget_states(20)
+    buffer.forget_states([4, 16, 20])
     assert list(buffer.states) == [24]
