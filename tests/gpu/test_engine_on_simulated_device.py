@@ -218,7 +218,7 @@ async def test_states_and_latents_do_not_race_either(
     monkeypatch.setattr(  # as turns have states stored on their way
         local_engine,
         "EngineRequest",
-        lambda **given: request(**given, marks=(len(given["token_ids"]) // 2,)),
+        lambda **given: request(**{**given, "marks": (len(given["token_ids"]) // 2,)}),
     )
     model = built(name)
     has_states = bool(model.calibration.state_shapes)
