@@ -105,7 +105,7 @@ class _Case:
             has_re = has_re and not is_long
         elif is_long and options.re_pairs:
             has_re = has_re and round_number < options.re_pairs
-        # Of a turn's own tokens a state cannot be rid of: then nothing of it stays resident.
+        # A state cannot be cut back to the history: with states there is no resident to go on from.
         floor = [] if self.engine.has_states else ["resident"]
         return [*(["re"] if has_re else []), "ca", *floor]
 

@@ -55,7 +55,7 @@ format = "json"
 
 
 SPARE_BLOCKS = 16  # of a tier, beyond what is asked for
-SPARE_STATES = 8  # of a session that is stored while it is there: first and newest, old and new
+SPARE_STATES = 8  # the first and the newest two of a session, and as many that replace them
 SEGMENT_BYTES = 64 << 20
 
 

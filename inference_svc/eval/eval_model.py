@@ -19,6 +19,7 @@ from inference_svc.core.errors import UnsupportedModelError
 from inference_svc.core.truncation import USUAL_SINKS
 from inference_svc.eval.options import METHODS, EvalChoice, Method, Positions, positions_of
 from inference_svc.runtime.calibration.calibration import MIN_CONTEXT_WINDOW, calibrate
+from inference_svc.runtime.calibration.proof import new_pool
 from inference_svc.runtime.calibration.sinks import find_sinks
 from inference_svc.runtime.compute.model_runner import ModelRunner
 from inference_svc.runtime.kv.kv_pool import KVPool
@@ -102,8 +103,7 @@ def prepare_model(
     _check_calibrations(served, calibrations, methods)
     decoupled = [found for found in calibrations.values() if found.positions == "decoupled"]
     sink_tokens = find_sinks(served, decoupled[0]) if decoupled else USUAL_SINKS
-    shapes = [layer.shape for layer in calibrations[kinds[0]].layers]
-    pool = KVPool(shapes, 2 * SEQUENCES * window, device=served.device, dtype=served.dtype)
+    pool = new_pool(served, calibrations[kinds[0]], 2 * SEQUENCES * window)
     runners = {kind: ModelRunner(served, found) for kind, found in calibrations.items()}
     return EvalModel(served, text, window, sink_tokens, pool, calibrations, runners)
 

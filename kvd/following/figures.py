@@ -38,7 +38,7 @@ METRICS = MetricTable(
         Metric(
             "kvd_remote_bytes_total",
             "counter",
-            "Bytes of sessions that were dealt with, those that lay there already included",
+            "Bytes of sessions that were pushed or pulled, those that lay there already included",
             ("direction",),
         ),
         Metric(

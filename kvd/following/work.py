@@ -15,8 +15,8 @@ from kvd.config import RemoteSettings
 from kvd.errors import NotRunningError
 from kvd.following.agenda import Agenda, Drop, Step
 from kvd.following.backoff import Backoff
-from kvd.following.dealings import Dealings, Kvd, StoppedError
 from kvd.following.figures import Figures
+from kvd.following.transfers import Kvd, StoppedError, Transfers
 from kvd.following.wanted import Wanted
 from kvd.remote.blob_store import BlobStore
 from kvd.remote.errors import FencedError, StoreDeniedError, StoreFailedError
@@ -65,7 +65,7 @@ class Work:
         self._wanted = wanted
         self._pause = pause
         self._figures = figures
-        self._dealings: Dealings | None = None
+        self._transfers: Transfers | None = None
         self._opening = asyncio.Lock()
         self._for_pushes = asyncio.Event()
         self._for_pulls = asyncio.Event()
@@ -85,21 +85,21 @@ class Work:
 
     def stop(self) -> None:
         """Break off what is under way with the store."""
-        if self._dealings is not None:
-            self._dealings.stop()
-        self._dealings = None
+        if self._transfers is not None:
+            self._transfers.stop()
+        self._transfers = None
 
     async def push(self) -> None:
         """Do what the agenda says, one step after the other, for ever."""
         while True:
             self._for_pushes.clear()
-            dealings = await self._opened()
-            step = None if dealings is None else self._agenda.next(time.monotonic())
-            if dealings is None or step is None:
+            transfers = await self._opened()
+            step = None if transfers is None else self._agenda.next(time.monotonic())
+            if transfers is None or step is None:
                 await self._rest(self._for_pushes)
                 continue
             try:
-                await self._do(dealings, step)
+                await self._do(transfers, step)
             finally:
                 if self._agenda.is_busy:
                     self._agenda.postponed()
@@ -113,33 +113,33 @@ class Work:
                 await self._for_pulls.wait()
                 continue
             try:
-                dealings = await self._opened()
-                if dealings is not None:  # else nobody waits until it answers
-                    await self._fetch(dealings, key)
+                transfers = await self._opened()
+                if transfers is not None:  # else nobody waits until it answers
+                    await self._fetch(transfers, key)
             finally:
                 self._wanted.done(key)
 
     # ----------------------------------------------------------------------------------- the store
 
-    async def _opened(self) -> Dealings | None:
+    async def _opened(self) -> Transfers | None:
         """Return the store; None: there is none, or it is left alone now."""
         async with self._opening:
             if not self._settings.url or time.monotonic() < self._pause.retry_at_s:
                 return None
-            if self._dealings is None:
+            if self._transfers is None:
                 settings = self._settings
                 try:
-                    dealings = await in_thread(self._open, settings)
+                    transfers = await in_thread(self._open, settings)
                 except ReportedError as error:
                     self._failed(error)
                     return None
                 if settings is not self._settings:
                     return None  # it has others by now: whoever has set them wakes us
-                self._dealings = dealings
-            return self._dealings
+                self._transfers = transfers
+            return self._transfers
 
-    def _open(self, settings: RemoteSettings) -> Dealings:
-        dealings = Dealings(
+    def _open(self, settings: RemoteSettings) -> Transfers:
+        transfers = Transfers(
             self._open_url(settings.url),
             self._kvd,
             self._owner,
@@ -147,8 +147,8 @@ class Work:
             partial(self._figures.add_bytes, "sent"),
             partial(self._figures.add_bytes, "received"),
         )
-        dealings.open()
-        return dealings
+        transfers.open()
+        return transfers
 
     def _failed(self, error: ReportedError) -> None:
         """Leave the store alone for a while."""
@@ -170,10 +170,10 @@ class Work:
 
     # ---------------------------------------------------------------------------- pushes and drops
 
-    async def _do(self, dealings: Dealings, step: Step) -> None:
+    async def _do(self, transfers: Transfers, step: Step) -> None:
         counted = self._figures.drops if isinstance(step, Drop) else self._figures.pushes
         try:
-            result = await self._ended(dealings, step)
+            result = await self._ended(transfers, step)
         except FencedError as error:
             result = "fenced"
             if self._agenda.fenced(int(error.details["num_tokens"])):
@@ -193,14 +193,14 @@ class Work:
         counted.add(result)
         self._answered()
 
-    async def _ended(self, dealings: Dealings, step: Step) -> str:
+    async def _ended(self, transfers: Transfers, step: Step) -> str:
         """Do a step, and tell the agenda and the caller what became of it."""
         if isinstance(step, Drop):
-            was_there = await in_thread(dealings.drop, step)
+            was_there = await in_thread(transfers.drop, step)
             self._agenda.dropped()
             return "dropped" if was_there else "absent"
         begun_s = time.monotonic()
-        found = await in_thread(dealings.push, step)
+        found = await in_thread(transfers.push, step)
         if found is None:
             self._agenda.missing()
             return "gone"
@@ -218,10 +218,10 @@ class Work:
 
     # --------------------------------------------------------------------------------------- pulls
 
-    async def _fetch(self, dealings: Dealings, key: SessionKey) -> None:
+    async def _fetch(self, transfers: Transfers, key: SessionKey) -> None:
         pulls, begun_s = self._figures.pulls, time.monotonic()
         try:
-            found = await in_thread(dealings.pull, key)
+            found = await in_thread(transfers.pull, key)
         except (StoreFailedError, StoreDeniedError) as error:
             pulls.add("failed")
             self._failed(error)

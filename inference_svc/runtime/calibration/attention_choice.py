@@ -22,10 +22,10 @@ from inference_svc.core.scheduling.held_slots import PagedSlots
 from inference_svc.runtime.attention.attention import AttentionBackend
 from inference_svc.runtime.attention.paged_attention import PagedAttention
 from inference_svc.runtime.attention.torch_attention import TorchAttention
+from inference_svc.runtime.calibration.proof import new_pool
 from inference_svc.runtime.calibration.stock import is_same, logits_distance
 from inference_svc.runtime.compute.chunk import Chunk
 from inference_svc.runtime.compute.model_runner import ModelRunner
-from inference_svc.runtime.kv.kv_pool import KVPool
 from inference_svc.runtime.kv.paged_kv import PagePool
 from inference_svc.runtime.kv.sequence_kv import SequenceKv
 from inference_svc.runtime.model.model_loader import LoadedModel
@@ -151,14 +151,13 @@ def _sequences(
     page_tokens: int | None,
 ) -> list[SequenceKv]:
     """Return empty KV for sequences of these lengths; pages are dealt out last page first."""
-    shapes, states = [layer.shape for layer in calibration.layers], calibration.state_shapes
-    device, dtype = loaded.device, loaded.dtype
     if page_tokens is None:
-        pool = KVPool(shapes, sum(lengths), device=device, dtype=dtype, states=states)
+        pool = new_pool(loaded, calibration, sum(lengths))
         return [pool.new_kv(length) for length in lengths]
     counts = [ceil_div(length, page_tokens) for length in lengths]
     slots = PagedSlots(sum(counts), page_tokens)
-    paged = PagePool(shapes, slots, 1, device=device, dtype=dtype, states=states)
+    shapes, states = [layer.shape for layer in calibration.layers], calibration.state_shapes
+    paged = PagePool(shapes, slots, 1, device=loaded.device, dtype=loaded.dtype, states=states)
     pages = list(range(sum(counts)))
     return [
         paged.new_kv(length, [pages.pop() for _ in range(count)])

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from inference_svc.runtime.calibration.attention_choice import is_gpu, reason_of
+from inference_svc.runtime.calibration.proof import new_pool
 from inference_svc.runtime.calibration.stock import is_same, logits_distance
 from inference_svc.runtime.compute.chunk import Chunk
 from inference_svc.runtime.compute.model_runner import ModelRunner
-from inference_svc.runtime.kv.kv_pool import KVPool
 from inference_svc.runtime.model.compiled_layers import (
     compile_layers,
     compute_as_before,
@@ -98,14 +98,7 @@ def _refuted(loaded: LoadedModel, calibration: Calibration, backend: str) -> str
 def _logits(loaded: LoadedModel, calibration: Calibration) -> Tensor:
     """Compute two sequences, [n, vocab]."""
     num_tokens = sum(map(sum, STEPS))
-    shapes = [layer.shape for layer in calibration.layers]
-    pool = KVPool(
-        shapes,
-        3 * num_tokens,
-        device=loaded.device,
-        dtype=loaded.dtype,
-        states=calibration.state_shapes,
-    )
+    pool = new_pool(loaded, calibration, 3 * num_tokens)
     runner = ModelRunner(loaded, calibration)
     sequences = [pool.new_kv(num_tokens) for _ in range(2)]
     buffer = pool.new_write_buffer(0, num_tokens)

@@ -83,7 +83,7 @@ def choose_graphs(
     if not isinstance(attention, PagedAttention) or not isinstance(pool, PagePool):
         log.warning("graphs_chosen", graphs=0, reason="attention is not over pages")
         return None
-    if calibration.state_shapes:  # they have no place of their own that graphs could be told of
+    if calibration.state_shapes:  # a graph reads what lies in one place, and states move
         log.warning("graphs_chosen", graphs=0, reason="the model has states")
         return None
     shapes = step_shapes(memory.most_rows, memory.window_tokens)

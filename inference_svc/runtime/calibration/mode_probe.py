@@ -46,15 +46,17 @@ def probe_mode(loaded: LoadedModel, mode: Mode, attention: str) -> Probe:
     Raises:
         UnsupportedModelError: if the mode is none for this model.
     """
-    is_ours = mode not in {"masked", "single"} and can_set_attention(loaded.model)
-    use_attention(loaded.model, capture.PROBE_ATTENTION_NAME if is_ours else attention)
+    is_ours = mode not in {"masked", "single"}
+    if is_ours and can_set_attention(loaded.model):
+        attention = capture.PROBE_ATTENTION_NAME
+    use_attention(loaded.model, attention)
     if mode == "masked":
         _check_reach(loaded)
     with refused_if_it_fails(loaded, "with a cache of keys and values alone"):
         probe = _run(loaded, mode, 0)
     _check_layers(loaded, probe)
     _tap_mixers(loaded, mode, probe)
-    if mode not in {"masked", "single"}:
+    if is_ours:
         _check_attention(loaded, mode, probe)
     if mode != "single":
         claimed_tokens = loaded.context_window - len(probe_tokens(loaded))

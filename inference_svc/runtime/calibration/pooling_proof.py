@@ -4,11 +4,11 @@ import torch
 from torch import Tensor
 
 from inference_svc.core.pooling import Pooling
+from inference_svc.runtime.calibration.proof import new_pool
 from inference_svc.runtime.calibration.stock import is_same, proof_tokens, stock_attention
 from inference_svc.runtime.compute.chunk import Chunk
 from inference_svc.runtime.compute.model_runner import ModelRunner
 from inference_svc.runtime.compute.pooler import Pooler
-from inference_svc.runtime.kv.kv_pool import KVPool
 from inference_svc.runtime.model.capture import tap_head
 from inference_svc.runtime.model.model_loader import LoadedModel
 from inference_svc.runtime.model.pooling_files import UnknownPoolingError
@@ -41,14 +41,7 @@ def prove_pooling(loaded: LoadedModel, calibration: Calibration, pooling: Poolin
 def _pooled(loaded: LoadedModel, calibration: Calibration, pooling: Pooling) -> Tensor:
     """Pool the proof's tokens in two steps, [hidden]."""
     token_ids, runner = proof_tokens(loaded), ModelRunner(loaded, calibration)
-    shapes = [layer.shape for layer in calibration.layers]
-    pool = KVPool(
-        shapes,
-        len(token_ids),
-        device=loaded.device,
-        dtype=loaded.dtype,
-        states=calibration.state_shapes,
-    )
+    pool = new_pool(loaded, calibration, len(token_ids))
     kv, pooler = pool.new_kv(len(token_ids)), Pooler(pooling, len(token_ids))
     for part in (token_ids[:FIRST_CHUNK], token_ids[FIRST_CHUNK:]):
         runner.step([Chunk(kv, part, want_logits=False, pooler=pooler)])

@@ -77,6 +77,17 @@ def prove(loaded: LoadedModel, calibration: Calibration, reference: StockLogits)
             )
 
 
+def new_pool(loaded: LoadedModel, calibration: Calibration, num_token_slots: int) -> KVPool:
+    """Make memory for sequences of a model: KV of its layers, and states if it has some."""
+    return KVPool(
+        [layer.shape for layer in calibration.layers],
+        num_token_slots,
+        device=loaded.device,
+        dtype=loaded.dtype,
+        states=calibration.state_shapes,
+    )
+
+
 _Logits = tuple[int, Tensor]  # position of the first token, logits [tokens, vocab]
 
 
@@ -88,16 +99,8 @@ class _Paths:
         self._calibration = calibration
         self._runner = ModelRunner(loaded, calibration)
         self._stored = len(self._token_ids) - NOT_STORED
-        shapes = [layer.shape for layer in calibration.layers]
-        total = len(self._token_ids)
         self._loaded = loaded
-        self._pool = KVPool(
-            shapes,
-            5 * total,
-            device=loaded.device,
-            dtype=loaded.dtype,
-            states=calibration.state_shapes,
-        )
+        self._pool = new_pool(loaded, calibration, 5 * len(self._token_ids))
 
     def run(self, reference: StockLogits) -> Iterator[tuple[str, Tensor, Tensor]]:
         """Yield (path, the stock model's logits, ours), [tokens, vocab] both, path by path.

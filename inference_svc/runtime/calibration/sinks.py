@@ -22,9 +22,9 @@ from torch import Tensor
 
 from inference_svc.core.discards import Range
 from inference_svc.core.truncation import USUAL_SINKS
+from inference_svc.runtime.calibration.proof import new_pool
 from inference_svc.runtime.compute.chunk import Chunk
 from inference_svc.runtime.compute.model_runner import ModelRunner
-from inference_svc.runtime.kv.kv_pool import KVPool
 from inference_svc.runtime.kv.sequence_kv import SequenceKv, WriteBuffer
 from inference_svc.runtime.model.model_loader import LoadedModel
 from inference_svc.runtime.positions.recipes import Calibration
@@ -96,9 +96,7 @@ def sink_distances(
     num_tokens = len(token_ids) - NEXT_TOKENS
     text_ids, next_ids = list(token_ids[:num_tokens]), list(token_ids[num_tokens:])
     runner = ModelRunner(loaded, calibration)
-    shapes = [layer.shape for layer in calibration.layers]
-    num_token_slots = (2 + len(CANDIDATES)) * len(token_ids)
-    pool = KVPool(shapes, num_token_slots, device=loaded.device, dtype=loaded.dtype)
+    pool = new_pool(loaded, calibration, (2 + len(CANDIDATES)) * len(token_ids))
     whole, stored = pool.new_kv(len(token_ids)), pool.new_write_buffer(0, num_tokens)
     runner.step([Chunk(whole, text_ids, want_logits=False, write_buffer=stored)])
     kvs = [whole]

@@ -79,16 +79,11 @@ def check_chunks(chunks: Sequence[Chunk]) -> None:
 def commit_chunks(chunks: Sequence[Chunk]) -> None:
     """Move the counters of sequences' KV and write buffers, and states, past what a step wrote."""
     for chunk in chunks:
-        advance(chunk)
+        if chunk.write_buffer is not None:
+            chunk.write_buffer.end_token = max(chunk.write_buffer.first_token, chunk.end_token)
+        chunk.kv.num_tokens = chunk.end_token
         if chunk.kv.states is not None:
             chunk.kv.states.commit(chunk.kv.num_tokens)
-
-
-def advance(chunk: Chunk) -> None:
-    """Move the counters of a chunk's KV and write buffer past its tokens."""
-    if chunk.write_buffer is not None:
-        chunk.write_buffer.end_token = max(chunk.write_buffer.first_token, chunk.end_token)
-    chunk.kv.num_tokens = chunk.end_token
 
 
 def retract(chunk: Chunk, num_tokens: int) -> None:

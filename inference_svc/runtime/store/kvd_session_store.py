@@ -241,7 +241,7 @@ class KvdSessionStore:
             self._talk.note_problem("end_session", error)
 
     async def forget(self, key: SessionKey, token_ids: bytes) -> None:
-        """See SessionStore. Its end goes from other servers, too; without kvd that is made good."""
+        """See SessionStore. Told as the session's end, too: whoever else keeps it drops it."""
         if not token_ids:
             return
         try:

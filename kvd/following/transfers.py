@@ -1,4 +1,4 @@
-"""Dealings with one store, one session at a time: what the agenda says, done. These calls block.
+"""Transfers between kvd and one store, a session each: pushes, drops, pulls. These calls block.
 
 It owns no state but the bounds of bandwidth. Any thread; pushes and drops from one at a time.
 """
@@ -40,7 +40,7 @@ class StoppedError(UnavailableError):
     reason = "stopped"
 
 
-class Dealings:
+class Transfers:
     """See the module docstring.
 
     Args:
@@ -48,7 +48,7 @@ class Dealings:
         kvd: from which, and to which.
         owner: that server.
         rate: bytes a second each way; 0: no bound.
-        on_sent, on_received: told of bytes as they are dealt with.
+        on_sent, on_received: told of bytes of sessions, those that lie there already included.
     """
 
     def __init__(

@@ -5,7 +5,7 @@ from random import Random
 import pytest
 
 from kvd.following.agenda import Drop, Push
-from kvd.following.dealings import Dealings, StoppedError
+from kvd.following.transfers import StoppedError, Transfers
 from kvd.remote.catalog import Catalog
 from kvd.remote.errors import FencedError, OvertakenError
 from kvd.remote.names import session_place
@@ -25,12 +25,12 @@ class Place:
         self.store = FaultyStore(Random(3))  # noqa: S311
         self.view = View(self.store, is_calm=True)
         self.servers = [Server("one"), Server("two")]
-        self.dealings = [
-            Dealings(self.view, server, server.owner, rate=0) for server in self.servers
+        self.transfers = [
+            Transfers(self.view, server, server.owner, rate=0) for server in self.servers
         ]
         self.servers[0].sessions["a"] = TOKENS
-        self.dealings[0].open()
-        assert self.dealings[0].push(Push(A)) is not None
+        self.transfers[0].open()
+        assert self.transfers[0].push(Push(A)) is not None
 
     @property
     def manifest(self):
@@ -40,14 +40,14 @@ class Place:
 def test_a_pulled_session_is_its_servers():
     """The one before is told so, and takes it over only when that is asked."""
     place = Place()
-    info, pulled = place.dealings[1].pull(A)
+    info, pulled = place.transfers[1].pull(A)
     assert (info.num_tokens, pulled.epoch) == (len(TOKENS), 2)
     assert place.servers[1].sessions["a"] == TOKENS
     with pytest.raises(FencedError) as fenced:
-        place.dealings[0].push(Push(A))
+        place.transfers[0].push(Push(A))
     assert fenced.value.details == {"owner": "two", "epoch": "2", "num_tokens": str(len(TOKENS))}
     place.servers[0].sessions["a"] = (*TOKENS, 7)
-    place.dealings[0].push(Push(A, takes=True))
+    place.transfers[0].push(Push(A, takes=True))
     assert (place.manifest.owner_name, place.manifest.epoch) == ("one", 3)
 
 
@@ -55,11 +55,11 @@ def test_what_is_here_is_not_pulled():
     """Nor what nobody has pushed, or has dropped; the owner stays who it is."""
     place = Place()
     place.servers[1].sessions["a"] = (1,)
-    assert place.dealings[1].pull(A) is None
-    assert place.dealings[1].pull(A._replace(session_id="other")) is None
+    assert place.transfers[1].pull(A) is None
+    assert place.transfers[1].pull(A._replace(session_id="other")) is None
     del place.servers[1].sessions["a"]
-    place.dealings[0].drop(Drop(A, LATER, of_others=False))
-    assert place.dealings[1].pull(A) is None
+    place.transfers[0].drop(Drop(A, LATER, of_others=False))
+    assert place.transfers[1].pull(A) is None
     assert place.manifest.owner_name == "one"
 
 
@@ -75,30 +75,30 @@ def test_what_a_turn_stores_meanwhile_wins():
         raise error
 
     server.import_session = refuse
-    assert place.dealings[1].pull(A) is None
+    assert place.transfers[1].pull(A) is None
     assert server.sessions["a"] == (1, 2)
-    place.dealings[1].push(Push(A))
+    place.transfers[1].push(Push(A))
     assert (place.manifest.owner_name, place.manifest.num_tokens) == ("two", 2)
 
 
 def test_whose_sessions_are_dropped():
     """Own ones; others' only if the session is over; and no later life of it."""
     place = Place()
-    assert not place.dealings[1].drop(Drop(A, LATER, of_others=False))
-    assert not place.dealings[0].drop(Drop(A, EARLIER, of_others=False))
-    assert place.dealings[1].drop(Drop(A, LATER, of_others=True))
+    assert not place.transfers[1].drop(Drop(A, LATER, of_others=False))
+    assert not place.transfers[0].drop(Drop(A, EARLIER, of_others=False))
+    assert place.transfers[1].drop(Drop(A, LATER, of_others=True))
     assert place.manifest.dropped
-    assert not place.dealings[1].drop(Drop(A, LATER, of_others=True))
-    place.dealings[0].push(Push(A))
+    assert not place.transfers[1].drop(Drop(A, LATER, of_others=True))
+    place.transfers[0].push(Push(A))
     assert not place.manifest.dropped
-    assert place.dealings[0].drop(Drop(A, LATER, of_others=False))
+    assert place.transfers[0].drop(Drop(A, LATER, of_others=False))
 
 
 def test_a_session_that_is_gone_is_not_pushed():
     """What the store has of it stays."""
     place = Place()
     del place.servers[0].sessions["a"]
-    assert place.dealings[0].push(Push(A)) is None
+    assert place.transfers[0].push(Push(A)) is None
     assert not place.manifest.dropped
 
 
@@ -108,10 +108,10 @@ def test_a_remnant_takes_no_longer_ones_place():
     server = place.servers[0]
     server.sessions["a"] = TOKENS[:STEP]
     server.lost = "evicted"
-    _, result = place.dealings[0].push(Push(A))
+    _, result = place.transfers[0].push(Push(A))
     assert (result.outcome, place.manifest.num_tokens) == ("longer", len(TOKENS))
     server.lost = ""
-    place.dealings[0].push(Push(A))
+    place.transfers[0].push(Push(A))
     assert place.manifest.num_tokens == STEP
 
 
@@ -125,16 +125,16 @@ def test_a_drop_that_is_overtaken_is_tried_again():
         num_looks += 1
         raise OvertakenError("replaced", "try again")
 
-    place.dealings[0]._catalog.drop = replaced
+    place.transfers[0]._catalog.drop = replaced
     with pytest.raises(OvertakenError):
-        place.dealings[0].drop(Drop(A, LATER, of_others=False))
+        place.transfers[0].drop(Drop(A, LATER, of_others=False))
     assert num_looks > 1
 
 
 def test_stopped_in_the_middle():
     """What has begun is broken off at its next piece; it counts when it is done anew."""
     place = Place()
-    one = place.dealings[0]
+    one = place.transfers[0]
     place.servers[0].sessions["a"] = (*TOKENS, *TOKENS)
     place.servers[0].on_export = one.stop
     with pytest.raises(StoppedError):
@@ -143,7 +143,7 @@ def test_stopped_in_the_middle():
     with pytest.raises(StoppedError):
         one.pull(A)
     place.servers[0].on_export = lambda: None
-    again = Dealings(place.view, place.servers[0], place.servers[0].owner, rate=0)
+    again = Transfers(place.view, place.servers[0], place.servers[0].owner, rate=0)
     again.push(Push(A))
     assert place.manifest.num_tokens == 2 * len(TOKENS)
 
@@ -151,7 +151,7 @@ def test_stopped_in_the_middle():
 def test_a_pace_does_not_hold_up_the_end():
     """A push that waits for its share of the bandwidth ends at once."""
     place = Place()
-    slow = Dealings(place.view, place.servers[0], place.servers[0].owner, rate=1)
+    slow = Transfers(place.view, place.servers[0], place.servers[0].owner, rate=1)
     place.servers[0].sessions["a"] = tuple(range(100, 100 + 9 * STEP))
     place.servers[0].on_export = slow.stop
     with pytest.raises(StoppedError):
