@@ -1,6 +1,5 @@
 """A device's driver in the memory of the host, for engines on a CPU: what it shares is a memfd."""
 
-import ctypes
 import mmap
 import os
 
@@ -8,18 +7,13 @@ import torch
 
 
 class HostDriver:
-    """See `runtime/cuda/driver.py`; copies are done at once."""
+    """See `runtime/cuda/driver.py`; it locks nothing, so that nothing is copied in place."""
 
     def register(self, address, num_bytes):
         """Nothing need be locked."""
 
     def unregister(self, address):
         """Nothing was."""
-
-    def copy_batch(self, targets, sources, sizes):
-        """Copy now."""
-        for target, source, size in zip(targets, sources, sizes, strict=True):
-            ctypes.memmove(target, source, size)
 
     def staging(self, num_bytes):
         """Memory of the host."""

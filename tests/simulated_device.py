@@ -90,7 +90,7 @@ class SimulatedDevice:
         promptness: how probable it is that work is over when somebody asks.
         registered: sizes of registered host memory, by address.
         fails_at: how many calls of `register` succeed before one fails; None: all.
-        num_batches: calls of `copy_batch`.
+        num_batches: pieces of work that copied slots.
         races: for those who catch what threads raise.
     """
 
@@ -144,6 +144,21 @@ class SimulatedDevice:
         for stream in self._streams:
             _merge(self.host.clock, stream.clock)
         del self.registered[address]
+
+    def gather(self, pieces, rows):
+        self._copy(pieces, rows, to_slots=False)
+
+    def scatter(self, rows, pieces):
+        self._copy(pieces, rows, to_slots=True)
+
+    def _copy(self, pieces, rows, *, to_slots):
+        assert rows.is_contiguous()
+        size = pieces.piece_bytes
+        assert rows.nbytes == size * len(pieces.slot_ids)
+        addresses = [pieces.address + slot_id * pieces.bytes_apart for slot_id in pieces.slot_ids]
+        places = [rows.data_ptr() + row * size for row in range(len(addresses))]
+        ends = (places, addresses) if to_slots else (addresses, places)
+        self.copy_batch(*reversed(ends), [size] * len(addresses))
 
     def copy_batch(self, targets, sources, sizes):
         with self._lock, _disable_current_modes():

@@ -58,8 +58,7 @@ class CudaGpu:
         """
         self._calls = DriverCalls()
         self._number = self._find(device)
-        handle = self._calls.call("cuDeviceGet", self._number)
-        self._context = self._calls.call("cuDevicePrimaryCtxRetain", handle)
+        self._context = self._calls.context(self._number)
 
     def register(self, address: int, num_bytes: int) -> None:
         """See HostRegister."""
@@ -107,8 +106,7 @@ class CudaGpu:
         self._calls.call("cuEventDestroy", copied)
 
     def _enter(self) -> None:
-        """Make the context this thread's."""
-        self._calls.call("cuCtxSetCurrent", self._context)
+        self._calls.enter(self._context)
 
     def _find(self, device: str) -> int:
         for number in range(self._calls.call("cuDeviceGetCount")):

@@ -46,6 +46,14 @@ class DriverCalls:
             return tuple(results)
         return results[0] if results else None
 
+    def context(self, number: int) -> Any:
+        """Return the context of a GPU that everything in this process has, torch too."""
+        return self.call("cuDevicePrimaryCtxRetain", self.call("cuDeviceGet", number))
+
+    def enter(self, context: Any) -> None:
+        """Make a context this thread's: a new thread has none, whatever others have."""
+        self.call("cuCtxSetCurrent", context)
+
     def register(self, address: int, num_bytes: int) -> None:
         """Lock host memory in place; see RegisteredMemory. The context is current."""
         self.call("cuMemHostRegister", address, num_bytes, self.names.CU_MEMHOSTREGISTER_PORTABLE)

@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 import transformers
 
+ROOT = Path(__file__).parents[2]
 ALL_S = 540.0
 LEAST_S = 1.0  # a part that has less is not begun
 END_S = 10.0  # of a command, from SIGINT to its end
@@ -178,7 +179,9 @@ def run(part: Part, out: Path, limit_s: float) -> Outcome:
         command += ["--json", str(files["json"]), "--directory", str(out)]
         if importlib.util.find_spec("matplotlib") is not None:
             command += ["--plot", str(files["png"])]
-    environ = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    # Without an installation, too: kvd is started from other directories.
+    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environ = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONPATH": paths}
     began_s = time.monotonic()
     log = files["log"]
     with log.open("w+", encoding="utf-8") as written:

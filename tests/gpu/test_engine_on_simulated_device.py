@@ -6,6 +6,7 @@ for models with states, with latents and with an index; answers are those of the
 """
 
 import asyncio
+import os
 import traceback
 from functools import wraps
 
@@ -37,6 +38,9 @@ from tests.zoo.architectures import architectures
 from tests.zoo.models import build_model
 
 CPU = torch.device("cpu")
+pytestmark = pytest.mark.skipif(
+    os.environ.get("GPU_TESTS_DEVICE", "cpu") != "cpu", reason="it stands in for a device"
+)
 
 
 @pytest.fixture(scope="module")

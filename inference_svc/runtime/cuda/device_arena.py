@@ -1,6 +1,6 @@
 """DeviceArena: an arena whose slots are copied from and to a device without the CPU's help.
 
-    registered slots   one batch of copies for a component of a layer, a piece for each slot
+    registered slots   one kernel for a component of a layer reads them, or writes them, in place
     others             through staging memory that is locked in place, gathered there by the CPU
 
 Every copy is enqueued on the calling thread's current stream, and is done when that is: callers
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from inference_svc.runtime.cuda.driver import Driver
+from inference_svc.runtime.cuda.slot_copies import SlotPieces
 from inference_svc.runtime.kv.arena_kv import Arena, ArenaKv, ScatteredTokens, SlotRun
 from inference_svc.runtime.kv.copy_stream import Mark, mark_enqueued
 from shared.cuda.registered_memory import RegisteredMemory
@@ -66,8 +67,7 @@ class DeviceArena(ArenaKv):
         """Enqueue copies of a run's tokens to the device; see `ArenaKv.gather`."""
         if isinstance(run, SlotRun) and self._has_registered(run):
             target = out if out.is_contiguous() else out.new_empty(out.shape)
-            pieces = self._pieces(layer_index, component_index, run)
-            self._driver.copy_batch(_addresses(target), *pieces)
+            self._driver.gather(self._pieces(layer_index, component_index, run), target)
             if target is not out:
                 out.copy_(target)
             return
@@ -87,8 +87,8 @@ class DeviceArena(ArenaKv):
         Where slots are registered the copies are enqueued, else they are done on return.
         """
         if self._has_registered(run):
-            addresses, sizes = self._pieces(layer_index, component_index, run)
-            self._driver.copy_batch(addresses, _addresses(source.contiguous()), sizes)
+            pieces = self._pieces(layer_index, component_index, run)
+            self._driver.scatter(source.contiguous(), pieces)
             return
         parts = run.split(fitting_tokens(run, source, STAGING_BYTES))
         for part, rows in zip(parts, rows_of(parts, source), strict=True):
@@ -101,15 +101,13 @@ class DeviceArena(ArenaKv):
     def _has_registered(self, run: SlotRun) -> bool:
         return self.registered is not None and self.registered.has(max(run.slot_ids))
 
-    def _pieces(
-        self, layer_index: int, component_index: int, run: SlotRun
-    ) -> tuple[list[int], list[int]]:
-        """Return the addresses and sizes of a run's pieces, one for each slot."""
+    def _pieces(self, layer_index: int, component_index: int, run: SlotRun) -> SlotPieces:
+        """Return where a run's pieces are, one for each slot."""
         view = self.view(layer_index, component_index)
-        apart, token_bytes = (stride * view.itemsize for stride in view.stride()[:2])
+        bytes_apart, token_bytes = (stride * view.itemsize for stride in view.stride()[:2])
         first = view.data_ptr() + run.start * token_bytes
-        sizes = [run.tokens_per_slot * token_bytes] * len(run.slot_ids)
-        return [first + slot_id * apart for slot_id in run.slot_ids], sizes
+        piece_bytes = run.tokens_per_slot * token_bytes
+        return SlotPieces(first, bytes_apart, run.indices_on(self._device), piece_bytes)
 
     def _staging(self) -> "Staging":
         """Return this thread's staging memory, which nothing is copied from any more."""
@@ -153,8 +151,3 @@ def rows_of(parts: Sequence[SlotRun | ScatteredTokens], tokens: Tensor) -> Seque
     """Cut the rows of all tokens of a run to those of its parts."""
     return tokens.split_with_sizes([part.num_tokens // part.tokens_per_slot for part in parts])
 
-
-def _addresses(tokens: Tensor) -> list[int]:
-    """Return the address of each row of a contiguous tensor."""
-    first, apart = tokens.data_ptr(), tokens.stride(0) * tokens.itemsize
-    return [first + row * apart for row in range(len(tokens))]

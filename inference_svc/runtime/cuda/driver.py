@@ -5,12 +5,12 @@ runs copies late and out of order (`tests/simulated_device.py`).
 """
 
 import weakref
-from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from inference_svc.runtime.cuda.slot_copies import SlotPieces, copy_slots
 from shared.cuda.driver_calls import DriverCalls
 from shared.cuda.registered_memory import HostRegister
 from shared.cuda.shared_memory import SharedGpuMemory
@@ -19,19 +19,16 @@ from shared.cuda.shared_memory import SharedGpuMemory
 class Driver(HostRegister, Protocol):
     """Registers host memory, and copies between it and the device on a stream."""
 
-    def copy_batch(
-        self, targets: Sequence[int], sources: Sequence[int], sizes: Sequence[int]
-    ) -> None:
-        """Enqueue copies of so many bytes on this thread's current stream, in any order.
+    def gather(self, pieces: SlotPieces, rows: Tensor) -> None:
+        """Enqueue copies of pieces of registered memory to the device, on the current stream.
 
         Args:
-            targets: addresses, of the device or of registered memory.
-            sources: likewise.
-            sizes: bytes of each; at least one.
-
-        Raises:
-            DriverError: they cannot be.
+            pieces: where they are, at least one.
+            rows: [pieces, ...] contiguous on the device.
         """
+
+    def scatter(self, rows: Tensor, pieces: SlotPieces) -> None:
+        """Enqueue the copies of `gather` the other way."""
 
     def staging(self, num_bytes: int) -> Tensor:
         """Return [num_bytes] uint8 of host memory that is locked in place."""
@@ -64,25 +61,28 @@ class CudaDriver:
         self._calls = DriverCalls()
         torch.cuda.init()  # type: ignore[no-untyped-call]
         self._device = device
+        self._number = torch.cuda.current_device() if device.index is None else device.index
+        self._context = self._calls.context(self._number)
         self.uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
 
     def register(self, address: int, num_bytes: int) -> None:
         """See Driver."""
-        with torch.cuda.device(self._device):
-            self._calls.register(address, num_bytes)
+        self._calls.enter(self._context)
+        self._calls.register(address, num_bytes)
 
     def unregister(self, address: int) -> None:
         """See Driver."""
-        with torch.cuda.device(self._device):
-            torch.cuda.synchronize(self._device)
-            self._calls.unregister(address)
+        self._calls.enter(self._context)
+        torch.cuda.synchronize(self._device)
+        self._calls.unregister(address)
 
-    def copy_batch(
-        self, targets: Sequence[int], sources: Sequence[int], sizes: Sequence[int]
-    ) -> None:
+    def gather(self, pieces: SlotPieces, rows: Tensor) -> None:
         """See Driver."""
-        stream = torch.cuda.current_stream(self._device).cuda_stream
-        self._calls.copy_batch(targets, sources, sizes, stream)
+        copy_slots(pieces, rows, to_slots=False)
+
+    def scatter(self, rows: Tensor, pieces: SlotPieces) -> None:
+        """See Driver."""
+        copy_slots(pieces, rows, to_slots=True)
 
     def staging(self, num_bytes: int) -> Tensor:
         """See Driver."""
@@ -90,12 +90,11 @@ class CudaDriver:
 
     def share(self, num_bytes: int) -> tuple[Tensor, int]:
         """See Driver."""
-        with torch.cuda.device(self._device):
-            number = torch.cuda.current_device()
-            memory = SharedGpuMemory(self._calls, number, num_bytes)
-            fd, memory.fd = memory.fd, -1
-            data = _Bytes(memory, num_bytes, self._device)
-            return torch.as_tensor(data, device=self._device), fd
+        self._calls.enter(self._context)
+        memory = SharedGpuMemory(self._calls, self._number, num_bytes)
+        fd, memory.fd = memory.fd, -1
+        data = _Bytes(memory, num_bytes, self._device)
+        return torch.as_tensor(data, device=self._device), fd
 
 
 class _Bytes:

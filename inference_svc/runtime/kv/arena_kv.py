@@ -10,6 +10,7 @@ Invariant: the views keep the arena mapped (`shared.kvd_client.arena_map`): what
 readable for as long as they live, though it means something only under a lease.
 """
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -103,6 +104,19 @@ class SlotRun:
     def indices(self) -> Tensor:
         """The slot ids as a tensor, [slots] int64."""
         return torch.tensor(self.slot_ids)
+
+    def indices_on(self, device: torch.device) -> Tensor:
+        """Return the slot ids on a device, for copies on this thread's current stream."""
+        kept = self._indices_on
+        key = (device, threading.get_ident())
+        if key not in kept:
+            kept[key] = self.indices.to(device, non_blocking=True)
+        return kept[key]
+
+    @cached_property
+    def _indices_on(self) -> dict[tuple[torch.device, int], Tensor]:
+        """The ids where they were asked for, by thread: streams do not wait for each other."""
+        return {}
 
     @cached_property
     def is_consecutive(self) -> bool:
