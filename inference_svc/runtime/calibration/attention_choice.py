@@ -109,7 +109,7 @@ def _refuted(
         logits = _logits(loaded, calibration, paged, page_tokens)
     except Exception as error:  # noqa: BLE001 - what compilers and drivers raise is too much to foresee
         return reason_of(error)
-    if is_same(logits, expected, loaded.dtype):
+    if is_same(logits, expected, loaded.dtype, calibration.rounding):
         return ""
     distance = logits_distance(logits, expected, loaded.dtype)
     return f"its logits are {distance:.1e} off those of torch"

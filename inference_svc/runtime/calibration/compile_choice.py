@@ -84,7 +84,7 @@ def _refuted(loaded: LoadedModel, calibration: Calibration, backend: str) -> str
         breaks = other_breaks()
         if breaks:
             reason = f"the compiler cannot see through a layer: {breaks[0][:160]}"
-        elif is_same(logits, expected, loaded.dtype):
+        elif is_same(logits, expected, loaded.dtype, calibration.rounding):
             return ""
         else:
             distance = logits_distance(logits, expected, loaded.dtype)

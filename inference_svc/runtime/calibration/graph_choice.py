@@ -19,7 +19,7 @@ from inference_svc.core.scheduling.held_slots import PageCopy
 from inference_svc.runtime.attention.attention import AttentionBackend
 from inference_svc.runtime.attention.paged_attention import PagedAttention
 from inference_svc.runtime.calibration.attention_choice import reason_of
-from inference_svc.runtime.calibration.stock import TOLERANCE
+from inference_svc.runtime.calibration.stock import tolerance
 from inference_svc.runtime.compute.chunk import Chunk
 from inference_svc.runtime.compute.decode_graphs import Capture, DecodeGraphs, step_shapes
 from inference_svc.runtime.compute.decode_step import DecodeStep, StepShape
@@ -95,7 +95,7 @@ def choose_graphs(
     except Exception as error:  # noqa: BLE001 - what models and drivers raise is too much to foresee
         log.warning("graphs_chosen", graphs=0, reason=reason_of(error))
         return None
-    if not distance <= TOLERANCE[loaded.dtype]:  # nor if it is no number
+    if not distance <= tolerance(loaded.dtype, calibration.rounding):  # nor if it is no number
         reason = f"what is replayed is {distance:.1e} off what is computed"
         log.warning("graphs_chosen", graphs=0, reason=reason)
         return None

@@ -34,7 +34,7 @@ def prove_pooling(loaded: LoadedModel, calibration: Calibration, pooling: Poolin
         found, expected = _pooled(loaded, calibration, pooling), _stock_pooled(loaded, pooling)
     except Exception as error:
         raise UnknownPoolingError(f"it cannot be pooled ({type(error).__name__})") from error
-    if not is_same(found[None], expected[None], loaded.dtype):
+    if not is_same(found[None], expected[None], loaded.dtype, calibration.rounding):
         raise UnknownPoolingError("what its head gets is not what its last layer gives")
 
 

@@ -69,7 +69,7 @@ def prove(loaded: LoadedModel, calibration: Calibration, reference: StockLogits)
             Or index keys are: logits of so few tokens may not depend on them.
     """
     for path, expected, logits in _Paths(loaded, calibration).run(reference):
-        if not is_same(logits, expected, loaded.dtype):
+        if not is_same(logits, expected, loaded.dtype, reference.rounding):
             distance = logits_distance(logits, expected, loaded.dtype)
             raise CalibrationMismatchError(
                 f"{path} of {loaded.architecture} is {distance:.1e} off the stock model",

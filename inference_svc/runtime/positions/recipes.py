@@ -249,6 +249,7 @@ class Calibration:
             has some, positions are coupled.
         is_one_by_one: whether tokens that follow a state are computed one by one: what the model
             has for several begins without a state (Mamba's first scan).
+        rounding: relative distance of logits that are equally right, as the stock model has it.
     """
 
     mode: Mode
@@ -260,3 +261,4 @@ class Calibration:
     notes: tuple[str, ...] = ()
     state_shapes: tuple[StateShape, ...] = ()
     is_one_by_one: bool = False
+    rounding: float = 0.0
