@@ -72,6 +72,10 @@ class Event:
     def synchronize(self):
         _merge(self._device.host.clock, self._clock)
 
+    def elapsed_time(self, _other):
+        """Time is not simulated."""
+        return 0.0
+
     def query(self):
         """Whether it is reached: surely once it was waited for; who is told so knows it."""
         host = self._device.host.clock
@@ -145,20 +149,34 @@ class SimulatedDevice:
             _merge(self.host.clock, stream.clock)
         del self.registered[address]
 
-    def gather(self, pieces, rows):
-        self._copy(pieces, rows, to_slots=False)
+    def gather(self, slots, here):
+        self._copy(slots, here, to_slots=False)
 
-    def scatter(self, rows, pieces):
-        self._copy(pieces, rows, to_slots=True)
+    def scatter(self, here, slots):
+        self._copy(slots, here, to_slots=True)
 
-    def _copy(self, pieces, rows, *, to_slots):
-        assert rows.is_contiguous()
-        size = pieces.piece_bytes
-        assert rows.nbytes == size * len(pieces.slot_ids)
-        addresses = [pieces.address + slot_id * pieces.bytes_apart for slot_id in pieces.slot_ids]
-        places = [rows.data_ptr() + row * size for row in range(len(addresses))]
-        ends = (places, addresses) if to_slots else (addresses, places)
-        self.copy_batch(*reversed(ends), [size] * len(addresses))
+    def _copy(self, slots, here, *, to_slots):
+        """Copy what the kernel would, tokens that lie side by side in one piece."""
+        size = here.memory[0].nbytes
+        assert here.memory[0].is_contiguous()
+        offsets = slots.offsets.tolist()
+        assert all(offset % slots.step == 0 for offset in offsets)
+        places = range(len(offsets)) if here.places is None else here.places.tolist()
+        apart = here.memory.stride(0) * here.memory.itemsize
+        pieces = [[-1, -1, 0]]
+        for offset, place in zip(offsets, places, strict=True):
+            last = pieces[-1]
+            if (last[0] + last[2], last[1] + last[2]) == (offset, place * apart):
+                last[2] += size
+            else:
+                pieces.append([offset, place * apart, size])
+        moves = [
+            (slots.address + in_slot + offset, here.memory.data_ptr() + on_device + place, num)
+            for in_slot, on_device in zip(slots.layers, here.layers, strict=True)
+            for offset, place, num in pieces[1:]
+        ]
+        in_slots, on_device, sizes = zip(*moves, strict=True)
+        self.copy_batch(*((in_slots, on_device) if to_slots else (on_device, in_slots)), sizes)
 
     def copy_batch(self, targets, sources, sizes):
         with self._lock, _disable_current_modes():

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from inference_svc.runtime.cuda.device_arena import DeviceArena
-from inference_svc.runtime.kv.arena_kv import ArenaKv, ScatteredTokens, SlotRun
+from inference_svc.runtime.kv.arena_kv import ArenaKv
 from inference_svc.runtime.kv.copy_stream import CopyStream
+from inference_svc.runtime.kv.slot_runs import ScatteredTokens, SlotRun
 from shared.cuda.driver_calls import DriverError
 from shared.types.kv_layout import Component, KVLayout, Layer
 

@@ -118,9 +118,7 @@ def calibrate(
             for choice in ("decoupled", "coupled") if positions == "auto" else (positions,):
                 with refused.noting(f"{mode} {choice}"):
                     found = _calibration(loaded, mode, probe, choice, refused.reasons())
-                    calibration = replace(
-                        found, expansions=expansions, rounding=reference.rounding
-                    )
+                    calibration = replace(found, expansions=expansions, rounding=reference.rounding)
                     with refused_if_it_fails(loaded, "step by step"):
                         return _proven(loaded, calibration, reference)
     if not reference.is_causal:

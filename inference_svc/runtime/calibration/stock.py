@@ -228,9 +228,7 @@ def _moved_positions(rotaries: list[Any], by: int) -> Iterator[None]:
             handle.remove()
 
 
-def is_same(
-    logits: Tensor, expected: Tensor, dtype: torch.dtype, rounding: float = 0.0
-) -> bool:
+def is_same(logits: Tensor, expected: Tensor, dtype: torch.dtype, rounding: float = 0.0) -> bool:
     """Whether logits [tokens, vocab] are the expected ones, but for rounding in `dtype`.
 
     Args:

@@ -14,8 +14,9 @@ from inference_svc.runtime.cuda.copier_channel import CopierChannel, CopierGoneE
 from inference_svc.runtime.cuda.copier_link import CopierLink
 from inference_svc.runtime.cuda.device_arena import DeviceArena, fitting_tokens, rows_of
 from inference_svc.runtime.cuda.driver import Driver
-from inference_svc.runtime.kv.arena_kv import Arena, ScatteredTokens, SlotRun
+from inference_svc.runtime.kv.arena_kv import Arena
 from inference_svc.runtime.kv.copy_stream import mark_enqueued
+from inference_svc.runtime.kv.slot_runs import ScatteredTokens, SlotRun
 from shared.kvd_client.copy_jobs import MAX_JOB_SLOTS, Way
 from shared.types.kv_layout import KVLayout
 

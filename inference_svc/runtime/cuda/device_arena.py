@@ -12,14 +12,17 @@ mark and wait for streams, as `CopyStream` does.
 import threading
 import weakref
 from collections.abc import Sequence
+from math import gcd
 
 import torch
 from torch import Tensor
 
 from inference_svc.runtime.cuda.driver import Driver
-from inference_svc.runtime.cuda.slot_copies import SlotPieces
-from inference_svc.runtime.kv.arena_kv import Arena, ArenaKv, ScatteredTokens, SlotRun
+from inference_svc.runtime.cuda.slot_copies import TokensInSlots, TokensOnDevice
+from inference_svc.runtime.kv.arena_kv import Arena, ArenaKv
 from inference_svc.runtime.kv.copy_stream import Mark, mark_enqueued
+from inference_svc.runtime.kv.layer_tensors import Places
+from inference_svc.runtime.kv.slot_runs import ScatteredTokens, SlotRun
 from shared.cuda.registered_memory import RegisteredMemory
 from shared.types.kv_layout import KVLayout
 
@@ -65,9 +68,10 @@ class DeviceArena(ArenaKv):
         self, layer_index: int, component_index: int, run: SlotRun | ScatteredTokens, out: Tensor
     ) -> None:
         """Enqueue copies of a run's tokens to the device; see `ArenaKv.gather`."""
-        if isinstance(run, SlotRun) and self._has_registered(run):
+        if self._has_registered(run):
             target = out if out.is_contiguous() else out.new_empty(out.shape)
-            self._driver.gather(self._pieces(layer_index, component_index, run), target)
+            slots = self._tokens_in_slots((layer_index,), component_index, run)
+            self._driver.gather(slots, TokensOnDevice(run.by_token(target)))
             if target is not out:
                 out.copy_(target)
             return
@@ -81,15 +85,26 @@ class DeviceArena(ArenaKv):
             rows.copy_(staged, non_blocking=True)
             staging.in_use = mark_enqueued(self._device)
 
-    def scatter(self, layer_index: int, component_index: int, run: SlotRun, source: Tensor) -> None:
-        """Copy tokens of the device to a run's slots; see `ArenaKv.scatter`.
-
-        Where slots are registered the copies are enqueued, else they are done on return.
-        """
-        if self._has_registered(run):
-            pieces = self._pieces(layer_index, component_index, run)
-            self._driver.scatter(source.contiguous(), pieces)
+    def gather_to(
+        self,
+        layer_index: int,
+        component_index: int,
+        run: SlotRun | ScatteredTokens,
+        region: Tensor,
+        places: Tensor,
+    ) -> None:
+        """Enqueue copies of a run's tokens to places of a region; see `ArenaKv.gather_to`."""
+        if self._has_registered(run) and region[0].is_contiguous():
+            slots = self._tokens_in_slots((layer_index,), component_index, run)
+            self._driver.gather(slots, TokensOnDevice(region, places))
             return
+        super().gather_to(layer_index, component_index, run, region, places)
+
+    def scatter(self, layer_index: int, component_index: int, run: SlotRun, source: Tensor) -> None:
+        """Copy tokens of the device to a run's slots, by staging memory; see `ArenaKv.scatter`.
+
+        They are copied on return.
+        """
         parts = run.split(fitting_tokens(run, source, STAGING_BYTES))
         for part, rows in zip(parts, rows_of(parts, source), strict=True):
             staging = self._staging()
@@ -98,16 +113,46 @@ class DeviceArena(ArenaKv):
             mark_enqueued(self._device).synchronize()
             super().scatter(layer_index, component_index, part, staged)
 
-    def _has_registered(self, run: SlotRun) -> bool:
-        return self.registered is not None and self.registered.has(max(run.slot_ids))
+    def scatter_layers(
+        self,
+        layers: Sequence[int],
+        component_index: int,
+        run: SlotRun,
+        tensors: Sequence[Tensor],
+        places: Places,
+    ) -> None:
+        """Copy tokens of some layers to a run's slots; see `ArenaKv.scatter_layers`.
 
-    def _pieces(self, layer_index: int, component_index: int, run: SlotRun) -> SlotPieces:
-        """Return where a run's pieces are, one for each slot."""
-        view = self.view(layer_index, component_index)
+        Where slots are registered the copies are enqueued, in one piece for layers of one shape.
+        """
+        if not self._has_registered(run):
+            super().scatter_layers(layers, component_index, run, tensors, places)
+            return
+        by_shape: dict[torch.Size, list[int]] = {}
+        for layer_index in layers:
+            by_shape.setdefault(tensors[layer_index].shape, []).append(layer_index)
+        for alike in by_shape.values():
+            memory, index = places.of(tensors[alike[0]])
+            first = tensors[alike[0]].data_ptr()
+            apart = [tensors[layer_index].data_ptr() - first for layer_index in alike]
+            here = TokensOnDevice(memory, index, apart)
+            self._driver.scatter(here, self._tokens_in_slots(alike, component_index, run))
+
+    def _has_registered(self, run: SlotRun | ScatteredTokens) -> bool:
+        return self.registered is not None and self.registered.has(run.last_slot)
+
+    def _tokens_in_slots(
+        self, layers: Sequence[int], component_index: int, run: SlotRun | ScatteredTokens
+    ) -> TokensInSlots:
+        """Return where a run's tokens are, of layers whose tokens have one shape."""
+        view = self.view(layers[0], component_index)
         bytes_apart, token_bytes = (stride * view.itemsize for stride in view.stride()[:2])
-        first = view.data_ptr() + run.start * token_bytes
-        piece_bytes = run.tokens_per_slot * token_bytes
-        return SlotPieces(first, bytes_apart, run.indices_on(self._device), piece_bytes)
+        offsets = run.distances_on(self._device, bytes_apart, token_bytes)
+        first, *others = (
+            self.layout.component_offset(layer_index, component_index) for layer_index in layers
+        )
+        apart = [0, *(offset - first for offset in others)]
+        return TokensInSlots(view.data_ptr(), offsets, gcd(bytes_apart, token_bytes), apart)
 
     def _staging(self) -> "Staging":
         """Return this thread's staging memory, which nothing is copied from any more."""
@@ -150,4 +195,3 @@ def fitting_tokens(run: SlotRun | ScatteredTokens, tokens: Tensor, num_bytes: in
 def rows_of(parts: Sequence[SlotRun | ScatteredTokens], tokens: Tensor) -> Sequence[Tensor]:
     """Cut the rows of all tokens of a run to those of its parts."""
     return tokens.split_with_sizes([part.num_tokens // part.tokens_per_slot for part in parts])
-

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from inference_svc.runtime.cuda.slot_copies import SlotPieces, copy_slots
+from inference_svc.runtime.cuda.slot_copies import TokensInSlots, TokensOnDevice, copy_slots
 from shared.cuda.driver_calls import DriverCalls
 from shared.cuda.registered_memory import HostRegister
 from shared.cuda.shared_memory import SharedGpuMemory
@@ -19,15 +19,10 @@ from shared.cuda.shared_memory import SharedGpuMemory
 class Driver(HostRegister, Protocol):
     """Registers host memory, and copies between it and the device on a stream."""
 
-    def gather(self, pieces: SlotPieces, rows: Tensor) -> None:
-        """Enqueue copies of pieces of registered memory to the device, on the current stream.
+    def gather(self, slots: TokensInSlots, here: TokensOnDevice) -> None:
+        """Enqueue copies of tokens of registered memory to the device, on the current stream."""
 
-        Args:
-            pieces: where they are, at least one.
-            rows: [pieces, ...] contiguous on the device.
-        """
-
-    def scatter(self, rows: Tensor, pieces: SlotPieces) -> None:
+    def scatter(self, here: TokensOnDevice, slots: TokensInSlots) -> None:
         """Enqueue the copies of `gather` the other way."""
 
     def staging(self, num_bytes: int) -> Tensor:
@@ -61,7 +56,7 @@ class CudaDriver:
         self._calls = DriverCalls()
         torch.cuda.init()  # type: ignore[no-untyped-call]
         self._device = device
-        self._number = torch.cuda.current_device() if device.index is None else device.index
+        self._number = torch.empty(0, device=device).get_device()
         self._context = self._calls.context(self._number)
         self.uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
 
@@ -76,13 +71,13 @@ class CudaDriver:
         torch.cuda.synchronize(self._device)
         self._calls.unregister(address)
 
-    def gather(self, pieces: SlotPieces, rows: Tensor) -> None:
+    def gather(self, slots: TokensInSlots, here: TokensOnDevice) -> None:
         """See Driver."""
-        copy_slots(pieces, rows, to_slots=False)
+        copy_slots(slots, here, to_slots=False)
 
-    def scatter(self, rows: Tensor, pieces: SlotPieces) -> None:
+    def scatter(self, here: TokensOnDevice, slots: TokensInSlots) -> None:
         """See Driver."""
-        copy_slots(pieces, rows, to_slots=True)
+        copy_slots(slots, here, to_slots=True)
 
     def staging(self, num_bytes: int) -> Tensor:
         """See Driver."""

@@ -1,61 +1,105 @@
-"""Pieces of slots are copied by a kernel of Triton's, which reads and writes the host's memory.
+"""Tokens in slots are copied by a kernel of Triton's, which reads and writes the host's memory.
 
 The device's copy engines, given as many pieces, take about a microsecond for each, and Python as
-much to name it; a layer's piece of a block is a microsecond of the bus.
+much to name it; a layer's piece of a block is a microsecond of the bus. And one launch takes the
+tokens of all layers, where all of them are there.
 """
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
-from inference_svc.runtime.cuda.kernels.slot_copies import copy_pieces
+from inference_svc.runtime.cuda.kernels.slot_copies import copy_tokens
 
-PROGRAMS, WARPS = 32, 8
+PROGRAMS, WARPS = 16, 8
 BLOCK_BYTES = 16 << 10  # that a program has under way
 ITEMS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}  # by size
+VECTOR_BYTES = 16  # of a thread, at most
 
 
-class SlotPieces(NamedTuple):
-    """A piece of each of some slots, all of one size, in memory that the device reaches.
+class TokensInSlots(NamedTuple):
+    """Where some tokens are in memory that the device reaches, in one component of some layers.
 
     Attributes:
-        address: of the first slot's.
-        bytes_apart: from one slot's to the next one's.
-        slot_ids: [pieces] int64 on the device.
-        piece_bytes: size of each.
+        address: of the first layer's component in the first slot.
+        offsets: [tokens] int64 on the device: bytes from there to each token.
+        step: a divisor of all offsets.
+        layers: bytes from the first layer's component to that of each layer.
     """
 
     address: int
-    bytes_apart: int
-    slot_ids: Tensor
-    piece_bytes: int
+    offsets: Tensor
+    step: int
+    layers: Sequence[int] = (0,)
 
 
-def copy_slots(pieces: SlotPieces, rows: Tensor, *, to_slots: bool) -> None:
-    """Enqueue copies of pieces to rows, or the other way; on this thread's current stream.
+class TokensOnDevice(NamedTuple):
+    """Where the same tokens are on the device.
+
+    Attributes:
+        memory: the first layer's tensor, [slots, *shape]; the elements of a token lie side by side.
+        places: [tokens] int64 on the device, the slot of each; None: the first ones.
+        layers: bytes from the first layer's tensor to that of each layer.
+    """
+
+    memory: Tensor
+    places: Tensor | None = None
+    layers: Sequence[int] = (0,)
+
+
+def copy_slots(slots: TokensInSlots, here: TokensOnDevice, *, to_slots: bool) -> None:
+    """Enqueue copies of tokens to the device, or the other way; on this thread's current stream.
 
     Args:
-        pieces: at least one.
-        rows: [pieces, ...] contiguous on the device.
-        to_slots: whether rows are copied to pieces.
+        slots: at least one token.
+        here: where they are on the device.
+        to_slots: whether they are copied to their slots.
     """
-    size = math.gcd(8, pieces.address, pieces.bytes_apart, pieces.piece_bytes)
-    items = pieces.piece_bytes // size
-    block = min(BLOCK_BYTES // size, triton.next_power_of_2(items))
-    num_parts = len(pieces.slot_ids) * triton.cdiv(items, block)
-    with torch.cuda.device_of(rows):  # type: ignore[no-untyped-call]
-        copy_pieces[(min(PROGRAMS, num_parts),)](
-            rows.view(-1).view(ITEMS[size]),
-            pieces.address,
-            pieces.slot_ids,
+    memory = here.memory
+    token_bytes = memory[0].nbytes
+    bytes_apart = memory.stride(0) * memory.itemsize
+    alignment = math.gcd(
+        VECTOR_BYTES,
+        token_bytes,
+        bytes_apart,
+        slots.address,
+        slots.step,
+        memory.data_ptr(),
+        *slots.layers,
+        *here.layers,
+    )
+    size = min(alignment, max(ITEMS))
+    items = token_bytes // size
+    block_items = min(triton.next_power_of_2(items), BLOCK_BYTES // size)
+    tokens = max(1, BLOCK_BYTES // size // block_items)
+    num_tokens, num_layers = len(slots.offsets), len(slots.layers)
+    num_parts = num_layers * triton.cdiv(num_tokens, tokens) * triton.cdiv(items, block_items)
+    slot_layers = memory_layers = None
+    if num_layers > 1:
+        layers = torch.tensor([slots.layers, here.layers]).to(memory.device, non_blocking=True)
+        slot_layers, memory_layers = layers.unbind(0)
+    with torch.cuda.device_of(memory):  # type: ignore[no-untyped-call]
+        copy_tokens[(min(PROGRAMS, num_parts),)](
+            memory[0].view(-1).view(ITEMS[size]),
+            slots.address,
+            slots.offsets,
+            here.places,
+            slot_layers,
+            memory_layers,
+            num_tokens,
             num_parts,
-            pieces.bytes_apart // size,
-            PIECE_ITEMS=items,
-            BLOCK=block,
+            bytes_apart // size,
+            ITEMS=items,
+            ITEM_BYTES=size,
+            BLOCK_ITEMS=block_items,
+            TOKENS=tokens,
             TO_SLOTS=to_slots,
-            ALIGNMENT=math.gcd(16, pieces.address),
+            HAS_PLACES=here.places is not None,
+            HAS_LAYERS=num_layers > 1,
+            ALIGNMENT=alignment,
             num_warps=WARPS,
         )

@@ -32,7 +32,7 @@ from inference_svc.core.scheduling.start_gate import HBM
 from inference_svc.core.scheduling.step_plan import Admission
 from inference_svc.runtime.engine.engine_request import EngineRequest, Load
 from inference_svc.runtime.engine.requests import RequestMemory, Requests
-from inference_svc.runtime.kv.copy_stream import CopyStream, DoneInOrder
+from inference_svc.runtime.kv.copy_stream import CopyStream, DoneInOrder, LoadGate
 from inference_svc.runtime.kv.kv_pool import KVPool
 from inference_svc.runtime.kv.layer_gate import LayerGate
 from inference_svc.runtime.kv.sequence_kv import SequenceKv
@@ -120,7 +120,7 @@ class Loads:
             request.write_buffer = self._ring.lend(begun.tail_from, begun.end_token)
         if begun.grant is not None:
             load.begun = begun
-            load.gate = kv.gate = LayerGate(self._num_layers)
+            load.gate = kv.gate = LoadGate(self._num_layers, kv.device)
 
     def begin_resident(self, request: EngineRequest, load: Load) -> None:
         """Give the request a resident's KV, or KV to copy it to, and its write buffer."""
@@ -151,7 +151,7 @@ class Loads:
             kv.states = source.states.fork()
         if admission.is_copy:
             assert source is not None, "a copy has a source"  # noqa: S101
-            load.gate = kv.gate = LayerGate(self._num_layers)
+            load.gate = kv.gate = LoadGate(self._num_layers, kv.device)
             load.source = source
             load.held.enter_context(source.hold())
 
@@ -230,7 +230,9 @@ def _copy_prefix(source: SequenceKv, target: SequenceKv) -> None:
         try:
             for layer_index in range(gate.num_layers):
                 copy_layer(source, target, layer_index, target.num_tokens)
-                copied.enqueued(stream.mark())
+                mark = stream.mark()
+                gate.copies_enqueued(layer_index + 1, mark)
+                copied.enqueued(mark)
             copied.finish()
         except BaseException as error:
             gate.fail(error)

@@ -10,15 +10,15 @@ Invariant: the views keep the arena mapped (`shared.kvd_client.arena_map`): what
 readable for as long as they live, though it means something only under a lease.
 """
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from inference_svc.runtime.kv.layer_tensors import Places
+from inference_svc.runtime.kv.slot_runs import ScatteredTokens, SlotRun
 from shared.types.granted_slots import GrantedWindow
 from shared.types.kv_layout import ITEM_BYTES, KVLayout
 
@@ -71,86 +71,6 @@ def part_of(windows: Sequence[GrantedWindow], part: int) -> list[SlotTokens]:
         SlotTokens(window.slot_ids[part], window.token_offset, window.num_tokens, window.start)
         for window in windows
     ]
-
-
-@dataclass(frozen=True)
-class SlotRun:
-    """Tokens [start, start + tokens_per_slot) of some slots, at least one, in this order."""
-
-    slot_ids: Sequence[int]
-    start: int
-    tokens_per_slot: int
-
-    @property
-    def num_tokens(self) -> int:
-        """Number of tokens of all slots together."""
-        return len(self.slot_ids) * self.tokens_per_slot
-
-    def split(self, max_tokens: int) -> "list[SlotRun]":
-        """Cut into runs of at most `max_tokens`, or of one slot if that has more already."""
-        step = max(1, max_tokens // self.tokens_per_slot)
-        if step >= len(self.slot_ids):
-            return [self]
-        return [
-            SlotRun(self.slot_ids[begin : begin + step], self.start, self.tokens_per_slot)
-            for begin in range(0, len(self.slot_ids), step)
-        ]
-
-    def placed(self, tokens: Tensor) -> Tensor:
-        """View contiguous tokens [num_tokens, *shape] as [slots, tokens_per_slot, *shape]."""
-        return tokens.view(len(self.slot_ids), self.tokens_per_slot, *tokens.shape[1:])
-
-    @cached_property
-    def indices(self) -> Tensor:
-        """The slot ids as a tensor, [slots] int64."""
-        return torch.tensor(self.slot_ids)
-
-    def indices_on(self, device: torch.device) -> Tensor:
-        """Return the slot ids on a device, for copies on this thread's current stream."""
-        kept = self._indices_on
-        key = (device, threading.get_ident())
-        if key not in kept:
-            kept[key] = self.indices.to(device, non_blocking=True)
-        return kept[key]
-
-    @cached_property
-    def _indices_on(self) -> dict[tuple[torch.device, int], Tensor]:
-        """The ids where they were asked for, by thread: streams do not wait for each other."""
-        return {}
-
-    @cached_property
-    def is_consecutive(self) -> bool:
-        """Whether the slots lie side by side, in order."""
-        first = self.slot_ids[0]
-        return first >= 0 and list(self.slot_ids) == list(range(first, first + len(self.slot_ids)))
-
-
-@dataclass(frozen=True, eq=False)
-class ScatteredTokens:
-    """Tokens here and there, one by one: many short runs, as a discard leaves them.
-
-    Attributes:
-        slot_ids: [n] int64, each token's slot.
-        offsets: [n] int64, each token's offset in its slot.
-    """
-
-    slot_ids: Tensor
-    offsets: Tensor
-    tokens_per_slot: ClassVar = 1
-
-    @property
-    def num_tokens(self) -> int:
-        """Number of tokens."""
-        return len(self.offsets)
-
-    def split(self, max_tokens: int) -> "list[ScatteredTokens]":
-        """Cut into parts of at most `max_tokens`."""
-        return [
-            ScatteredTokens(
-                *(ids[first : first + max_tokens] for ids in (self.slot_ids, self.offsets))
-            )
-            for first in range(0, self.num_tokens, max_tokens)
-        ]
 
 
 class ArenaKv:
@@ -214,6 +134,27 @@ class ArenaKv:
         else:
             out.copy_(tokens.index_select(0, run.indices))
 
+    def gather_to(
+        self,
+        layer_index: int,
+        component_index: int,
+        run: SlotRun | ScatteredTokens,
+        region: Tensor,
+        places: Tensor,
+    ) -> None:
+        """Copy a run's tokens to places of a region, [slots, *shape] on a device.
+
+        Args:
+            layer_index: see `gather`.
+            component_index: likewise.
+            run: likewise.
+            region: others' tokens are in it, too.
+            places: [num_tokens] int64 on its device.
+        """
+        tokens = region.new_empty(run.num_tokens, *region.shape[1:])
+        self.gather(layer_index, component_index, run, run.by_slot(tokens))
+        region.index_copy_(0, places, tokens)
+
     def read_state(self, slot_ids: Sequence[int]) -> Tensor:
         """Copy a state out of its slots, [state_bytes] uint8."""
         return self._slots[list(slot_ids)].flatten()[: self.layout.state_bytes]
@@ -273,6 +214,27 @@ class ArenaKv:
             tokens.narrow(0, run.slot_ids[0], len(run.slot_ids)).copy_(source)
         else:
             tokens.index_copy_(0, run.indices, source.cpu())
+
+    def scatter_layers(
+        self,
+        layers: Sequence[int],
+        component_index: int,
+        run: SlotRun,
+        tensors: Sequence[Tensor],
+        places: Places,
+    ) -> None:
+        """Copy tokens of some layers to a run's slots; no other byte changes.
+
+        Args:
+            layers: their indices.
+            component_index: that all of them have.
+            run: the slots and their tokens.
+            tensors: by layer, [slots, *shape].
+            places: where the run's tokens are in each of them.
+        """
+        for layer_index in layers:
+            tokens = places.read(tensors[layer_index])
+            self.scatter(layer_index, component_index, run, run.by_slot(tokens))
 
     def _tokens(self, layer_index: int, component_index: int, run: SlotRun) -> Tensor:
         """View the run's tokens of every slot, [num_slots, tokens_per_slot, *shape]."""

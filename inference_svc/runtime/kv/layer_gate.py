@@ -12,6 +12,7 @@ Invariants:
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 from shared.types.errors import LoadFailedError
 
@@ -71,6 +72,9 @@ class LayerGate:
                 self._changed.notify_all()
         self._notify()
 
+    def copies_enqueued(self, num_layers: int, mark: Any) -> None:
+        """Note where on a device the copies of layers [0, num_layers) end; nobody passes sooner."""
+
     def fail(self, error: BaseException) -> None:
         """Raise `error` in all who wait, and in everybody who waits later."""
         with self._changed:
@@ -97,13 +101,17 @@ class LayerGate:
             LoadFailedError: it did not open within `timeout_s`; the gate stays as it is.
             whatever `fail` was given.
         """
-        if layer_index >= self._num_open:
+        if not self._lets_pass(layer_index + 1):
             self._block(f"layer {layer_index}", layer_index + 1, timeout_s)
 
     def wait_confirmed(self, timeout_s: float = LAYER_TIMEOUT_S) -> None:
         """Return once the gate is confirmed; raises as `wait` does."""
         if not self._is_confirmed:
             self._block("the confirmation", None, timeout_s)
+
+    def _lets_pass(self, num_layers: int) -> bool:
+        """Whether layers [0, num_layers) may be passed."""
+        return self._num_open >= num_layers
 
     def _notify(self) -> None:
         on_change = self.on_change
@@ -114,7 +122,7 @@ class LayerGate:
         """Wait for `num_layers` open layers, or for the confirmation if it is None."""
 
         def is_over() -> bool:
-            is_there = self._is_confirmed if num_layers is None else self._num_open >= num_layers
+            is_there = self._is_confirmed if num_layers is None else self._lets_pass(num_layers)
             return is_there or self._error is not None
 
         with self._changed:

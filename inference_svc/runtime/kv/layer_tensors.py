@@ -257,7 +257,7 @@ class Places:
         self._first = slots[0] if slots else 0
         self._index: Tensor | None = None
         if any(slot != self._first + offset for offset, slot in enumerate(slots)):
-            self._index = torch.tensor(slots, device=device)
+            self._index = torch.tensor(slots).to(device, non_blocking=True)
 
     @classmethod
     def at(cls, index: Tensor) -> "Places":
@@ -265,6 +265,12 @@ class Places:
         places = cls((), index.device)
         places._index = index
         return places
+
+    def of(self, tensor: Tensor) -> tuple[Tensor, Tensor | None]:
+        """View a tensor from some slot on, with [n] int64 of slots from there; None: in order."""
+        if self._index is None:
+            return tensor.narrow(0, self._first, self._num_slots), None
+        return tensor, self._index
 
     def read(self, tensor: Tensor) -> Tensor:
         """Return the slots' rows, [slots here, kv_heads, dim]; a view if they lie side by side."""

@@ -295,7 +295,7 @@ class KvdLoads:
     ) -> None:
         tensors = self._talk.as_tensors(grant.arena)
 
-        def copy(wait_layer: Callable[[int], None]) -> None:
+        def copy(wait_layer: Callable[[int], object]) -> None:
             stream = CopyStream(kv.device)
             loaded = DoneInOrder(lambda num_layers: gate.open(layers.start + num_layers))
             state, room = grant.state if layers.start == 0 else None, None
@@ -329,7 +329,9 @@ class KvdLoads:
                 for layer_index in layers:
                     wait_layer(layer_index)
                     loader.load(layer_index)
-                    loaded.enqueued(stream.mark())
+                    mark = stream.mark()
+                    gate.copies_enqueued(layer_index + 1, mark)
+                    loaded.enqueued(mark)
                 loaded.finish()
 
         if grant.progress is None:

@@ -6,7 +6,7 @@ a later turn a recomputation, nothing else.
 
 import hashlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from inference_svc.core.counters import Counters
@@ -22,7 +22,7 @@ from inference_svc.runtime.positions.recipes import Calibration
 from inference_svc.runtime.positions.rotation import EmbedKernel
 from inference_svc.runtime.store.kvd_loads import CopyThreads, KvdLoads, KvdTalk
 from inference_svc.runtime.store.session_store import SessionLoads, StoreState
-from inference_svc.runtime.transfer.layer_store import no_wait, store_blocks
+from inference_svc.runtime.transfer.layer_store import WaitLayer, no_wait, store_blocks
 from shared.kvd_client.client import KvdClient
 from shared.kvd_client.grants import StoreGrant
 from shared.types.block_key import TOKEN_BYTES
@@ -255,13 +255,15 @@ class KvdSessionStore:
         self._client.queue.follow(feed)
 
 
-def _in_groups(clock: StepClock, stream: CopyStream) -> Callable[[int], None]:
+def _in_groups(clock: StepClock, stream: CopyStream) -> WaitLayer:
     """Wait for a layer together with those beside it: each wake-up costs the forward a little."""
     group = ceil_div(clock.num_layers, WAKE_UPS)
 
-    def wait_layer(layer_index: int) -> None:
-        last_of_group = min((layer_index // group + 1) * group, clock.num_layers) - 1
-        clock.wait(last_of_group)
-        stream.wait(clock.computed(last_of_group))
+    def wait_layer(layer_index: int) -> int:
+        end_of_group = min((layer_index // group + 1) * group, clock.num_layers)
+        clock.wait(end_of_group - 1)
+        end = max(end_of_group, clock.num_open)  # of all layers, behind a step that was replayed
+        stream.wait(clock.computed(end - 1))
+        return end
 
     return wait_layer

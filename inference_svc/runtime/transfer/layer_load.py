@@ -21,8 +21,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from inference_svc.runtime.kv.arena_kv import ArenaKv, ScatteredTokens, SlotRun, part_of
+from inference_svc.runtime.kv.arena_kv import ArenaKv, part_of
+from inference_svc.runtime.kv.layer_tensors import TokenTensors
 from inference_svc.runtime.kv.sequence_kv import SequenceKv, WriteBuffer
+from inference_svc.runtime.kv.slot_runs import ScatteredTokens, SlotRun
 from inference_svc.runtime.positions.recipes import Calibration, PostRotary
 from inference_svc.runtime.positions.rotary import RotaryTable
 from inference_svc.runtime.positions.rotation import EmbedKernel, Tables, Turn
@@ -104,6 +106,11 @@ class LayerLoader:
     def _place(self, source: "_Source", layer_index: int, component: int) -> None:
         """Copy tokens as they are to their token slots."""
         tokens = self._kv.components[component]
+        if self._kernel is not None:  # there are kernels for these, too
+            region = tokens.region(layer_index)
+            for run, places in source.places_in(tokens):
+                self._arena.gather_to(layer_index, component, run, region, places)
+            return
         for run, first in _placed(source.runs, source.first):
             with tokens.filling(layer_index, first, run.num_tokens) as place:
                 self._arena.gather(layer_index, component, run, _place_of(run, place, 0))
@@ -222,6 +229,17 @@ class _Source:
         self.tail_tokens = _tail_tokens(spans, tail)
         self.pieces: dict[tuple[int, RotaryTable, tuple[int, int]], list[_Piece]] = {}
         self.landings: dict[tuple[int, RotaryTable], list[_Landing]] = {}
+        self._places: dict[int, list[tuple[Run, Tensor]]] = {}
+
+    def places_in(self, tokens: TokenTensors) -> list[tuple[Run, Tensor]]:
+        """Return the runs, and where each goes, [n] int64 on the device; made on this thread."""
+        thread = threading.get_ident()
+        if thread not in self._places:
+            self._places[thread] = [
+                (run, tokens.slot_index(first, run.num_tokens))
+                for run, first in _placed(self.runs, self.first)
+            ]
+        return self._places[thread]
 
 
 class _Piece(NamedTuple):

@@ -7,20 +7,25 @@ Pure copying: it may follow a forward layer by layer, or run long after the sequ
 gone.
 """
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 
 import torch
 
-from inference_svc.runtime.kv.arena_kv import ArenaKv, Block, SlotRun, part_of
+from inference_svc.runtime.kv.arena_kv import ArenaKv, Block, part_of
 from inference_svc.runtime.kv.layer_tensors import Places
 from inference_svc.runtime.kv.sequence_kv import WriteBuffer
+from inference_svc.runtime.kv.slot_runs import SlotRun
 from inference_svc.runtime.positions.recipes import Calibration
 from shared.types.granted_slots import GrantedWindow
 
+WaitLayer = Callable[[int], int]  # returns how many layers are there, this one among them
 
-def no_wait(_layer_index: int) -> None:
+
+def no_wait(_layer_index: int) -> int:
     """Every layer is there."""
+    return sys.maxsize
 
 
 @torch.inference_mode()
@@ -29,7 +34,7 @@ def store_blocks(
     arena: ArenaKv,
     blocks: Sequence[Block],
     calibration: Calibration,
-    wait_layer: Callable[[int], None] = no_wait,
+    wait_layer: WaitLayer = no_wait,
     windows: Sequence[GrantedWindow] = (),
 ) -> None:
     """Copy the blocks' tokens to their slots; the buffer is only read.
@@ -40,8 +45,9 @@ def store_blocks(
             unless this raised.
         blocks: the blocks, in any order; fastest in the order of tokens.
         calibration: what is known of the model that the buffer belongs to.
-        wait_layer: callback before each layer is read; returns once it is in the buffer, and may
-            raise. Given one, blocks may have tokens that a forward under way is about to write.
+        wait_layer: callback before a layer is read; returns once it is in the buffer, with those
+            that are, too, and may raise. Given one, blocks may have tokens that a forward under
+            way is about to write.
         windows: where those tokens go of which layers with a window are stored, in any order.
 
     Raises:
@@ -63,12 +69,20 @@ def store_blocks(
     parts = [blocks, *(part_of(windows, part) for part in range(layout.window_slots))]
     pieces = [list(_pieces(buffer, part)) for part in parts]
     arena.clear_unwritten(windows)
-    for layer_index in range(len(calibration.layers)):
-        wait_layer(layer_index)
-        for run, places in pieces[layout.part_of(layer_index)]:
-            for component_index in range(len(calibration.layers[layer_index].components)):
-                tokens = places.read(buffer.components[component_index][layer_index])
-                arena.scatter(layer_index, component_index, run, run.placed(tokens))
+    first, num_layers = 0, len(calibration.layers)
+    while first < num_layers:
+        end = min(wait_layer(first), num_layers)
+        for part, stored_there in enumerate(pieces):
+            inside = [layer for layer in range(first, end) if layout.part_of(layer) == part]
+            for component_index, tensors in enumerate(buffer.components):
+                having = [
+                    layer
+                    for layer in inside
+                    if component_index < len(calibration.layers[layer].components)
+                ]
+                for run, places in stored_there if having else ():
+                    arena.scatter_layers(having, component_index, run, tensors.layers, places)
+        first = end
 
 
 def _pieces(buffer: WriteBuffer, blocks: Sequence[Block]) -> Iterator[tuple[SlotRun, Places]]:

@@ -1,12 +1,15 @@
-"""Pieces of slots copied between the host's memory, which is locked in place, and the device's.
+"""Tokens copied between slots, in the host's memory that is locked in place, and the device's.
 
-    slots    address of the first slot's piece; slot s has its own `s * slot_items` behind it
-    slot_ids [pieces] whose pieces they are
-    rows     [pieces, PIECE_ITEMS] on the device
+    slots          address of the first layer's component in the first slot
+    offsets        [tokens] bytes from there to each token
+    memory         the first layer's tensor on the device; tokens lie `token_items` apart there
+    places         [tokens] which token of it each is; without HAS_PLACES they are the first ones
+    slot_layers,   [layers] bytes from the first layer to each, in a slot and on the device; without
+    memory_layers  HAS_LAYERS there is one
 
-The programs take turns at parts of BLOCK items, whatever the pieces are. What they have under way
-together is what the bus carries while it answers one of them: few programs suffice, and the rest of
-the device computes.
+The programs take turns at a few tokens each, whatever they are. What they have under way together
+is what the bus carries while it answers one of them: few programs suffice, and the rest of the
+device computes.
 """
 
 import triton
@@ -14,26 +17,51 @@ import triton.language as tl
 
 
 @triton.jit
-def copy_pieces(
-    rows,
+def copy_tokens(
+    memory,
     slots,
-    slot_ids,
+    offsets,
+    places,
+    slot_layers,
+    memory_layers,
+    num_tokens,
     num_parts,
-    slot_items,
-    PIECE_ITEMS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    token_items,
+    ITEMS: tl.constexpr,
+    ITEM_BYTES: tl.constexpr,
+    BLOCK_ITEMS: tl.constexpr,
+    TOKENS: tl.constexpr,
     TO_SLOTS: tl.constexpr,
+    HAS_PLACES: tl.constexpr,
+    HAS_LAYERS: tl.constexpr,
     ALIGNMENT: tl.constexpr,
 ):
-    """Copy pieces of items of the type of rows: from slots, or with TO_SLOTS the other way."""
-    slots = tl.multiple_of(slots.to(tl.pointer_type(rows.dtype.element_ty)), ALIGNMENT)
-    parts: tl.constexpr = (PIECE_ITEMS + BLOCK - 1) // BLOCK
+    """Copy ITEMS items of each token from slots to the device, or with TO_SLOTS the other way.
+
+    A part is BLOCK_ITEMS of each of TOKENS tokens. Addresses are multiples of ALIGNMENT bytes.
+    """
+    slots = slots.to(tl.pointer_type(memory.dtype.element_ty))
+    cuts: tl.constexpr = (ITEMS + BLOCK_ITEMS - 1) // BLOCK_ITEMS
+    groups = (num_tokens + TOKENS - 1) // TOKENS
     for part in range(tl.program_id(0), num_parts, tl.num_programs(0)):
-        piece = part // parts
-        items = part % parts * BLOCK + tl.arange(0, BLOCK)
-        is_item = items < PIECE_ITEMS
-        there = slots + tl.load(slot_ids + piece) * slot_items + items
-        here = rows + piece.to(tl.int64) * PIECE_ITEMS + items
+        tokens = part // cuts % groups * TOKENS + tl.arange(0, TOKENS)
+        items = part % cuts * BLOCK_ITEMS + tl.arange(0, BLOCK_ITEMS)
+        is_token = tokens < num_tokens
+        there = tl.load(offsets + tokens, mask=is_token, other=0)
+        here = tokens.to(tl.int64)
+        if HAS_PLACES:
+            here = tl.load(places + tokens, mask=is_token, other=0)
+        here = here * token_items * ITEM_BYTES
+        if HAS_LAYERS:
+            layer = part // cuts // groups
+            there += tl.load(slot_layers + layer)
+            here += tl.load(memory_layers + layer)
+        # All that is added to the addresses is such a multiple, which the compiler cannot know.
+        there = tl.multiple_of(there // ITEM_BYTES, ALIGNMENT // ITEM_BYTES)
+        here = tl.multiple_of(here // ITEM_BYTES, ALIGNMENT // ITEM_BYTES)
+        there = tl.multiple_of(slots, ALIGNMENT) + there[:, None] + items[None, :]
+        here = tl.multiple_of(memory, ALIGNMENT) + here[:, None] + items[None, :]
+        is_item = is_token[:, None] & (items[None, :] < ITEMS)
         if TO_SLOTS:
             tl.store(there, tl.load(here, mask=is_item), mask=is_item)
         else:

@@ -12,9 +12,10 @@ from inference_svc.runtime.cuda import device_arena
 from inference_svc.runtime.cuda.copier_arena import CopierArena
 from inference_svc.runtime.cuda.device_arena import DeviceArena
 from inference_svc.runtime.kv import copy_stream
-from inference_svc.runtime.kv.arena_kv import ArenaKv, ScatteredTokens, SlotRun
+from inference_svc.runtime.kv.arena_kv import ArenaKv
 from inference_svc.runtime.kv.copy_stream import CopyStream, DoneInOrder, StepClock
 from inference_svc.runtime.kv.paged_kv import PagePool
+from inference_svc.runtime.kv.slot_runs import ScatteredTokens, SlotRun
 from inference_svc.runtime.transfer.layer_load import LayerLoader
 from inference_svc.runtime.transfer.layer_store import store_blocks
 from tests.embed_in_one_call import embed_in_one_call
@@ -261,16 +262,15 @@ def test_a_store_waits_for_the_layer_that_is_computed(there, rows, model):
             pytest.raises(RaceError, match="reads what may still be written"),
             CopyStream(CPU).copies(behind_computing=False),
         ):
-            store_blocks(buffer, there.arena, blocks, there.calibration, lambda _layer: None)
+            store_blocks(buffer, there.arena, blocks, there.calibration, lambda layer: layer + 1)
         stream = CopyStream(CPU)
+
+        def wait_layer(layer_index):
+            stream.wait(clock.computed(layer_index))
+            return layer_index + 1
+
         with stream.copies(behind_computing=False):
-            store_blocks(
-                buffer,
-                there.arena,
-                blocks,
-                there.calibration,
-                lambda layer: stream.wait(clock.computed(layer)),
-            )
+            store_blocks(buffer, there.arena, blocks, there.calibration, wait_layer)
 
 
 def test_staging_memory_is_not_filled_while_it_is_copied(device, model, make_arena, monkeypatch):

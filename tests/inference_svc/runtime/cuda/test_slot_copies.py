@@ -1,13 +1,24 @@
-"""The kernel that copies pieces of slots, run by Triton's interpreter: those bytes, and no others."""
+"""The kernel that copies tokens of slots, run by Triton's interpreter: no byte but theirs."""
+
+from math import gcd
 
 import pytest
 import torch
 
 from inference_svc.runtime.cuda import slot_copies
-from inference_svc.runtime.cuda.slot_copies import SlotPieces, copy_slots
+from inference_svc.runtime.cuda.slot_copies import TokensInSlots, TokensOnDevice, copy_slots
 
-NUM_SLOTS = 5
-IDS = [3, 0, 4]
+NUM_SLOTS, NUM_PLACES = 5, 9
+# Bytes of a slot, of a token, from the slot's beginning to the first token, and between layers.
+SIZES = [
+    (4096, 512, 1024, 2048),
+    (4096, 96, 32, 480),
+    (400, 40, 8, 160),
+    (100, 12, 4, 52),
+    (90, 6, 2, 30),
+    (33, 3, 1, 11),
+]
+SLOTS, IN_SLOT = [3, 3, 0, 4, 1], [0, 1, 1, 0, 0]
 
 
 @pytest.fixture(params=[16 << 10, 64], ids=["whole", "in parts"])
@@ -16,22 +27,45 @@ def _block(request, monkeypatch):
     monkeypatch.setattr(slot_copies, "PROGRAMS", 2)
 
 
+def random_bytes(*shape):
+    return torch.randint(0, 256, shape, dtype=torch.uint8)
+
+
 @pytest.mark.usefixtures("_block")
 @pytest.mark.parametrize("to_slots", [False, True])
-@pytest.mark.parametrize(
-    ("slot_bytes", "first", "piece_bytes"),
-    [(4096, 0, 2048), (4096, 32, 96), (400, 8, 200), (100, 4, 36), (90, 2, 10), (33, 1, 7)],
-)
-def test_pieces_are_copied_and_nothing_beside_them(to_slots, slot_bytes, first, piece_bytes):
-    """Whatever they are multiples of, in one part and in several."""
-    memory = torch.randint(0, 256, (NUM_SLOTS, slot_bytes), dtype=torch.uint8)
-    rows = torch.randint(0, 256, (len(IDS) + 1, piece_bytes), dtype=torch.uint8)
-    pieces = SlotPieces(memory.data_ptr() + first, slot_bytes, torch.tensor(IDS), piece_bytes)
-    expected, expected_rows = memory.clone(), rows.clone()
-    if to_slots:
-        expected[IDS, first : first + piece_bytes] = rows[: len(IDS)]
-    else:
-        expected_rows[: len(IDS)] = memory[IDS, first : first + piece_bytes]
-    copy_slots(pieces, rows[: len(IDS)], to_slots=to_slots)
-    assert torch.equal(memory, expected)
-    assert torch.equal(rows, expected_rows)
+@pytest.mark.parametrize("places", [None, [7, 0, 3, 8, 2]])
+@pytest.mark.parametrize("num_layers", [1, 2])
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_tokens_are_copied_and_nothing_beside_them(to_slots, places, num_layers, sizes):
+    """Of one layer and of several, whatever their sizes are multiples of."""
+    slot_bytes, token_bytes, first, layer_bytes = sizes
+    slots = random_bytes(NUM_SLOTS * slot_bytes)
+    memory = random_bytes(num_layers, NUM_PLACES, token_bytes + 5 * (token_bytes == 12))
+    distances = [
+        slot * slot_bytes + at * token_bytes for slot, at in zip(SLOTS, IN_SLOT, strict=True)
+    ]
+    expected, expected_memory = slots.clone(), memory.clone()
+    for layer in range(num_layers):
+        for token, distance in enumerate(distances):
+            begin = first + layer * layer_bytes + distance
+            place = token if places is None else places[token]
+            if to_slots:
+                expected[begin : begin + token_bytes] = memory[layer, place, :token_bytes]
+            else:
+                expected_memory[layer, place, :token_bytes] = slots[begin : begin + token_bytes]
+    copy_slots(
+        TokensInSlots(
+            slots.data_ptr() + first,
+            torch.tensor(distances),
+            gcd(slot_bytes, token_bytes),
+            [layer * layer_bytes for layer in range(num_layers)],
+        ),
+        TokensOnDevice(
+            memory[0, :, :token_bytes],
+            None if places is None else torch.tensor(places),
+            [layer * memory.stride(0) for layer in range(num_layers)],
+        ),
+        to_slots=to_slots,
+    )
+    assert torch.equal(slots, expected)
+    assert torch.equal(memory, expected_memory)

@@ -6,7 +6,8 @@ import os
 import pytest
 import torch
 
-from inference_svc.runtime.kv.arena_kv import ArenaKv, SlotRun
+from inference_svc.runtime.kv.arena_kv import ArenaKv
+from inference_svc.runtime.kv.slot_runs import SlotRun
 from shared.kvd_client.arena_map import ArenaMap
 from shared.types.kv_layout import Component, KVLayout, Layer
 

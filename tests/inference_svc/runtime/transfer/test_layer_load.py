@@ -10,9 +10,9 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicIndexedLayer
 
 from inference_svc.runtime.compute.chunk import Chunk
-from inference_svc.runtime.kv.arena_kv import ScatteredTokens, SlotRun
 from inference_svc.runtime.kv.copy_stream import StepClock
 from inference_svc.runtime.kv.layer_gate import LayerGate
+from inference_svc.runtime.kv.slot_runs import ScatteredTokens, SlotRun
 from inference_svc.runtime.transfer.layer_load import LayerLoader, _balanced, copy_layer
 from inference_svc.runtime.transfer.layer_store import store_blocks
 from inference_svc.runtime.transfer.spans import check_spans
@@ -430,6 +430,7 @@ def test_a_save_follows_a_forward(tiny, make_arena, rows):
     def wait_layer(layer_index):
         waited.append(layer_index)
         clock.wait(layer_index, SOON)
+        return layer_index + 1
 
     with ThreadPoolExecutor(1) as threads:
         block = rows(2, 0, HISTORY)

@@ -5,7 +5,7 @@ import torch
 
 from inference_svc.core.discards import kept_runs, num_in
 from inference_svc.runtime.compute.chunk import Chunk
-from inference_svc.runtime.kv.arena_kv import ScatteredTokens, SlotRun
+from inference_svc.runtime.kv.slot_runs import ScatteredTokens, SlotRun
 from inference_svc.runtime.transfer.layer_load import LayerLoader, _runs
 from inference_svc.runtime.transfer.layer_store import store_blocks
 from inference_svc.runtime.transfer.spans import check_spans
