@@ -8,6 +8,7 @@ import torch
 from inference_svc.runtime.cuda.device_arena import DeviceArena
 from inference_svc.runtime.kv.arena_kv import ArenaKv
 from inference_svc.runtime.kv.copy_stream import CopyStream
+from inference_svc.runtime.kv.layer_tensors import Places
 from inference_svc.runtime.kv.slot_runs import ScatteredTokens, SlotRun
 from shared.cuda.driver_calls import DriverError
 from shared.types.kv_layout import Component, KVLayout, Layer
@@ -73,14 +74,38 @@ def test_loads_have_the_slots_bytes(arena, device, driver, run, component):
     assert torch.equal(out.cpu(), expected)
 
 
-@pytest.mark.parametrize("run", RUNS[:2])
-def test_saves_change_only_their_tokens(arena, device, driver, run):
-    """Not a byte beside them."""
+@pytest.mark.parametrize("run", RUNS)
+def test_loads_go_to_their_places(arena, device, driver, run):
+    """In memory that others have, too."""
     on_device, plain = arena
-    expected = plain.view(0, 1).clone()
-    rows = torch.randn(len(run.slot_ids), run.tokens_per_slot, *expected.shape[2:]).bfloat16()
-    expected[run.slot_ids, run.start : run.start + run.tokens_per_slot] = rows
-    source = there(rows, device, driver)
+    shape = plain.view(1, 0).shape[2:]
+    places = torch.randperm(300, generator=torch.Generator().manual_seed(2))[: run.num_tokens]
+    tokens = torch.empty(run.num_tokens, *shape, dtype=torch.bfloat16)
+    plain.gather(1, 0, run, run.by_slot(tokens))
+    expected = torch.full((300, *shape), 7.0, dtype=torch.bfloat16)
+    expected[places] = tokens
+    region = there(torch.full_like(expected, 7.0), device, driver)
     with CopyStream(device).copies(behind_computing=True):
-        on_device.scatter(0, 1, run, source)
-    assert torch.equal(plain.view(0, 1), expected)
+        on_device.gather_to(1, 0, run, region, there(places, device, driver))
+    assert torch.equal(region.cpu(), expected)
+
+
+@pytest.mark.parametrize("run", RUNS[:2])
+@pytest.mark.parametrize("lies", ["side by side", "here and there"])
+def test_saves_change_only_their_tokens(arena, device, driver, run, lies):
+    """Of both layers: not a byte beside them."""
+    on_device, plain = arena
+    views = [plain.view(layer, 1) for layer in (0, 1)]
+    expected = [view.clone() for view in views]
+    slots = list(range(5, 5 + run.num_tokens))
+    if lies == "here and there":
+        slots.reverse()
+    tensors = torch.randn(2, 300, *views[0].shape[2:]).bfloat16()
+    for wanted, tensor in zip(expected, tensors, strict=True):
+        rows = run.by_slot(tensor[slots])
+        wanted[run.slot_ids, run.start : run.start + run.tokens_per_slot] = rows
+    layers = there(tensors, device, driver).unbind(0)
+    with CopyStream(device).copies(behind_computing=True):
+        on_device.scatter_layers((0, 1), 1, run, layers, Places(slots, device))
+    for wanted, view in zip(expected, views, strict=True):
+        assert torch.equal(view, wanted)

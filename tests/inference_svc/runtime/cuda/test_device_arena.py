@@ -13,11 +13,12 @@ from inference_svc.runtime.cuda.copier_arena import CopierArena
 from inference_svc.runtime.cuda.device_arena import DeviceArena
 from inference_svc.runtime.kv import copy_stream
 from inference_svc.runtime.kv.arena_kv import ArenaKv
-from inference_svc.runtime.kv.copy_stream import CopyStream, DoneInOrder, StepClock
+from inference_svc.runtime.kv.copy_stream import CopyStream, DoneInOrder, LoadGate, StepClock
 from inference_svc.runtime.kv.paged_kv import PagePool
 from inference_svc.runtime.kv.slot_runs import ScatteredTokens, SlotRun
 from inference_svc.runtime.transfer.layer_load import LayerLoader
 from inference_svc.runtime.transfer.layer_store import store_blocks
+from shared.types.errors import LoadFailedError
 from tests.embed_in_one_call import embed_in_one_call
 from tests.inference_svc.runtime.cuda.copier_in_process import copier_of
 from tests.inference_svc.runtime.transfer.test_layer_load import blocks_of, tokens
@@ -139,6 +140,8 @@ def test_a_store_has_the_bits_of_the_buffer(
     with device.running(), CopyStream(CPU).copies(behind_computing=True):
         store_blocks(buffer, there.arena, blocks, there.calibration)
     assert torch.equal(there.bytes, expected)
+    if there.arena.registered is not None and there.arena.registered.num_slots:
+        assert device.num_batches == 4  # keys and values, of whole blocks and of the last one
 
 
 def test_tokens_here_and_there_are_gathered(device, any_there):
@@ -205,6 +208,29 @@ def test_whoever_waits_for_a_gate_may_read(device, model, any_there, rows):
         load(there, kv, blocks, opened)
         kv.keys.read(0, 0, HISTORY).sum()
     assert refused == [1]
+
+
+def test_whoever_passes_a_gate_reads_behind_the_copies(device, model, there, rows):
+    """As soon as they are enqueued, without a thread that waits; what was not passed is refused."""
+    device.promptness = 0.0
+    _, _, blocks = stored(model, there.plain, rows)
+    kv, gate, loading = there.new_kv(), LoadGate(2, CPU), CopyStream(CPU)
+    with device.running(), loading.copies(behind_computing=True):
+        loader = LayerLoader(kv, there.arena, blocks, there.calibration)
+        for layer_index in range(2):
+            loader.load(layer_index)
+            gate.copies_enqueued(layer_index + 1, loading.mark())
+        with device.stream(device._usual):
+            gate.wait(0)
+            kv.values.read(0, 0, HISTORY).sum()
+            with pytest.raises(RaceError, match="reads what may still be written"):
+                kv.values.read(1, 0, HISTORY).sum()
+            gate.wait(1)
+            kv.values.read(1, 0, HISTORY).sum()
+    assert gate.num_open == 0
+    gate.fail(LoadFailedError("kvd is gone", "ask again"))
+    with pytest.raises(LoadFailedError):
+        gate.wait(0)
 
 
 def test_a_load_waits_for_those_who_read_its_pages(there, rows, model):
