@@ -6,7 +6,7 @@ needs PyTorch and Transformers, the extra `engine`; nothing here imports them.
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -37,6 +37,19 @@ def default_state_dir(environ: Mapping[str, str] = os.environ) -> Path:
     if environ.get("XDG_STATE_HOME"):
         return Path(environ["XDG_STATE_HOME"]) / SYSTEM_NAME
     return Path.home() / ".local" / "state" / SYSTEM_NAME
+
+
+KERNEL_CACHES = {"TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
+
+
+def keep_kernels_in(state_dir: Path, environ: MutableMapping[str, str] = os.environ) -> None:
+    """Let compilers of kernels keep what they make beside the state, unless a variable says where.
+
+    By themselves they keep it in the home directory, which a service has none of. To be called
+    before they are imported.
+    """
+    for variable, name in KERNEL_CACHES.items():
+        environ.setdefault(variable, str(state_dir / "kernels" / name))
 
 
 EXTRA = "cachedattention[engine]"

@@ -16,6 +16,7 @@ import uvloop
 
 from inference_svc.config import LIVE_KEYS, InferenceSettings, ModelSettings
 from inference_svc.core.errors import UnknownModelError
+from inference_svc.installation import keep_kernels_in
 from inference_svc.runtime.model.model_directory import check_model
 from inference_svc.runtime.turns.transcript import TranscriptStore
 from inference_svc.service.listening import GrpcServers, prepare_sockets
@@ -67,6 +68,7 @@ def run(
         forbid_dumps()
     check_free((*settings.openai.listen, *settings.metrics.listen))
     prepare_sockets(settings.server.listen)
+    keep_kernels_in(settings.server.state_dir)
     transcripts = TranscriptStore(settings.server.state_dir / "sessions")
     transcripts.open()
     tracing = start_tracing(settings.tracing, "inference-svc", __version__)

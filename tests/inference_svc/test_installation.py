@@ -6,7 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from inference_svc.installation import PYTHONS, UntestedPythonError, require_engine
+from inference_svc.installation import (
+    PYTHONS,
+    UntestedPythonError,
+    keep_kernels_in,
+    require_engine,
+)
 
 PROJECT = Path(__file__).parents[2] / "pyproject.toml"
 
@@ -26,3 +31,13 @@ def test_another_python_is_refused_before_torch_is_looked_for(python):
         require_engine(python)
     assert no.value.exit_code == 78
     assert "3.11 or 3.12" in no.value.remedy
+
+
+def test_kernels_are_kept_beside_the_state(tmp_path):
+    """For a service has no home; where somebody says another place, they are there."""
+    environ = {"TRITON_CACHE_DIR": "/elsewhere"}
+    keep_kernels_in(tmp_path, environ)
+    assert environ == {
+        "TRITON_CACHE_DIR": "/elsewhere",
+        "TORCHINDUCTOR_CACHE_DIR": f"{tmp_path}/kernels/inductor",
+    }

@@ -31,7 +31,7 @@ from inference_svc.runtime.model.packed_linear import pack_weights, packed_bytes
 from inference_svc.runtime.model.remembered_file import RememberedFile
 from inference_svc.runtime.positions.recipes import Calibration, Mode, Positions
 
-FORMAT = b"proofs 2"  # what is remembered in another format is not believed
+FORMAT = b"proofs 3"  # what is remembered in another format is not believed
 MOST_PROOFS = 64  # some 500 bytes each
 
 
@@ -48,6 +48,7 @@ class Proof:
         sink_tokens: first tokens that the model leans on.
         is_packed: whether that was with packed weights.
         is_one_by_one: see `Calibration`.
+        rounding: likewise.
     """
 
     mode: Mode
@@ -58,6 +59,7 @@ class Proof:
     sink_tokens: int
     is_packed: bool
     is_one_by_one: bool
+    rounding: float
 
 
 def calibrate_once(
@@ -96,6 +98,7 @@ def calibrate_once(
         sink_tokens,
         packed_bytes(loaded.model) > 0,
         calibration.is_one_by_one,
+        calibration.rounding,
     )
     remembered.remember({name: asdict(proof)})
     return calibration, sink_tokens, False
@@ -136,7 +139,7 @@ def _calibrate_by(loaded: LoadedModel, proof: Proof) -> Calibration | None:
         pack_weights(loaded.model)
     try:
         found = calibration_by(loaded, proof.mode, proof.attention, proof.positions, proof.notes)
-        found = replace(found, is_one_by_one=proof.is_one_by_one)
+        found = replace(found, is_one_by_one=proof.is_one_by_one, rounding=proof.rounding)
         if _digest(found) == proof.found:
             return found
     except UnsupportedModelError:

@@ -27,13 +27,11 @@ MOST_TOKENS = 1 << 20
 
 
 class Capture(Protocol):
-    """Captures what a call enqueues.
+    """Captures what a call enqueues."""
 
-    Attributes:
-        num_bytes: of memory that is kept for all that was captured.
-    """
-
-    num_bytes: int
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of memory that are kept for all that was captured."""
 
     def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
         """Run once as ever, so that everything is compiled and allocated, and once captured.

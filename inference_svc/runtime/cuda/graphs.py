@@ -12,19 +12,16 @@ class CudaCapture:
     They may, since they are replayed one at a time, and nothing that one leaves in the pool is read
     after another has run.
 
-    Attributes:
-        num_bytes: of the device's memory that capturing has taken, the driver's included.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.num_bytes = 0
         self._device = device
+        self._free_before = self._free_bytes()
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
         """Run once to compile and allocate, and once captured; see the protocol `Capture`."""
-        before = self._free_bytes()
         graph = torch.cuda.CUDAGraph()
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
@@ -39,8 +36,12 @@ class CudaCapture:
                     graph.capture_end()
                 raise
             graph.capture_end()
-        self.num_bytes += max(0, before - self._free_bytes())
         return graph.replay
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the device's memory that capturing has taken, the driver's included."""
+        return max(0, self._free_before - self._free_bytes())
 
     def _free_bytes(self) -> int:
         """Return what is free on the device, without what torch keeps for later."""

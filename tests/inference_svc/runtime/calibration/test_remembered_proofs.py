@@ -136,6 +136,7 @@ def test_a_model_that_is_not_as_it_was_proven_has_its_own_weights_again(build, m
         0,
         is_packed=True,
         is_one_by_one=False,
+        rounding=0.0,
     )
     assert remembered_proofs._calibrate_by(loaded, proof) is None
     assert not packed_bytes(loaded.model)
