@@ -43,7 +43,11 @@ async def measure_prefill(
     async with (
         work.kvd(2 * longest) as kvd,
         running_engine(
-            work.model, kvd, kv_tokens=4 * longest, cache={"residents": False}
+            work.model,
+            kvd,
+            kv_tokens=4 * longest,
+            cache={"residents": False},
+            scheduler={"max_running": 1},
         ) as engine,
     ):
         lengths = [

@@ -53,7 +53,11 @@ async def measure_turns(
     async with (
         work.kvd(2 * longest) as kvd,
         running_engine(
-            work.model, kvd, kv_tokens=4 * longest, cache={"transport": options.transport}
+            work.model,
+            kvd,
+            kv_tokens=4 * longest,
+            cache={"transport": options.transport},
+            scheduler={"max_running": 1},
         ) as engine,
     ):
         session = BenchSession(engine, "history")

@@ -93,6 +93,25 @@ def test_a_token_that_rounding_sends_elsewhere_is_forgiven_in_16_bits():
         assert not is_same(wrong, expected, torch.float32)
 
 
+def test_as_much_is_allowed_as_the_model_is_off_itself():
+    """Three times that, and never as much as wrong positions give."""
+    expected, off = torch.ones(5, 9), torch.ones(5, 9) * 1.08
+    assert not is_same(off, expected, torch.bfloat16)
+    assert not is_same(off, expected, torch.bfloat16, rounding=0.02)
+    assert is_same(off, expected, torch.bfloat16, rounding=0.03)
+    assert not is_same(expected * 1.2, expected, torch.bfloat16, rounding=0.3)
+
+
+def test_rounding_is_the_distance_of_ways_that_are_right(build):
+    """In 16 bits; by itself the model is none off in float32."""
+    loaded = describe_model(build("llama"), tokenizer=None, name="llama", fingerprint="0" * 32)
+    assert stock_logits(loaded).rounding == 0
+    half = describe_model(
+        build("llama").bfloat16(), tokenizer=None, name="llama", fingerprint="0" * 32
+    )
+    assert 1e-4 < stock_logits(half).rounding < 5e-2
+
+
 def test_norms_behind_rope_have_no_reference_for_other_positions(build):
     """Their weights differ, so that scores depend on more than distances: nothing is refused."""
     model = build("hunyuan")

@@ -35,6 +35,18 @@ def test_what_was_proven_is_found_again(build, tmp_path, name):
         assert getattr(again[0], field) == getattr(first[0], field)
 
 
+def test_rounding_is_remembered(build, tmp_path):
+    """Which 16 bits have, and float32 has not: what is chosen later allows for it."""
+    roundings = []
+    for dtype in (torch.bfloat16, torch.bfloat16, torch.float32):
+        model = build("llama").to(dtype)
+        loaded = describe_model(model, tokenizer=None, name="llama", fingerprint="a" * 32)
+        calibration, _, was_proven = calibrate_once(loaded, "auto", tmp_path / "proofs.json")
+        roundings.append(calibration.rounding)
+    assert roundings[0] == roundings[1] > roundings[2] == 0
+    assert not was_proven
+
+
 def test_a_model_that_leans_on_its_first_token_still_does_at_the_next_start(sink_model, tmp_path):
     """The number is remembered, not measured again."""
     found = [
