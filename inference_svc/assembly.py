@@ -128,8 +128,8 @@ def assemble_engine(settings: InferenceSettings, model: Model) -> EngineParts:
     compute_thread, load_thread, store_thread = map(WorkerThread, ("compute", "load", "store"))
     # On the thread that computes: torch's compiler has its settings for each thread.
     compute_thread.begin(choose_compiling, settings.model.compile, loaded, calibration).result()
-    # For loads that kvd is still reading: one for each that there may be, so that none has to wait.
     bounds = batch_bounds(settings.scheduler, model)
+    # For loads that kvd is still reading: one for each that there may be, so that none has to wait.
     read_threads = WorkerThread("read", bounds.num_active)
     layout, num_layers = calibration.layout, len(calibration.layers)
     copy_threads = CopyThreads(load_thread, read_threads, store_thread)
