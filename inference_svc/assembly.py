@@ -5,7 +5,7 @@ An engine alone is what benchmarks need; `service_assembly.py` builds the servic
 
 import asyncio
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 import psutil
 import torch
@@ -14,6 +14,7 @@ from inference_svc.config import CacheSettings, InferenceSettings, SchedulerSett
 from inference_svc.core.counters import Counters
 from inference_svc.core.kv_room import (
     asked_slots,
+    requests_with_states,
     residents_with_states,
     slots_of_free_memory,
     states_of_requests,
@@ -22,6 +23,7 @@ from inference_svc.core.kv_room import (
 )
 from inference_svc.core.pooling import Pooling
 from inference_svc.core.rates.rates import LoadPolicy, Rates
+from inference_svc.core.scheduling.batch_bounds import BatchBounds, usual_bounds
 from inference_svc.core.scheduling.residents import MOST_RESIDENTS
 from inference_svc.core.scheduling.scheduler import Scheduler
 from inference_svc.core.scheduling.step_plan import SchedulerLimits
@@ -126,14 +128,13 @@ def assemble_engine(settings: InferenceSettings, model: Model) -> EngineParts:
     compute_thread, load_thread, store_thread = map(WorkerThread, ("compute", "load", "store"))
     # On the thread that computes: torch's compiler has its settings for each thread.
     compute_thread.begin(choose_compiling, settings.model.compile, loaded, calibration).result()
+    bounds = batch_bounds(settings.scheduler, model)
     # For loads that kvd is still reading: one for each that there may be, so that none has to wait.
-    read_threads = WorkerThread(
-        "read", settings.scheduler.max_loading + settings.scheduler.max_running
-    )
+    read_threads = WorkerThread("read", bounds.num_active)
     layout, num_layers = calibration.layout, len(calibration.layers)
     copy_threads = CopyThreads(load_thread, read_threads, store_thread)
     client, store = _make_store(settings, model, copy_threads, counters, rates)
-    limits = _scheduler_limits(settings.scheduler, cache, model, saves=store.saves)
+    limits = _scheduler_limits(settings.scheduler, bounds, cache, model, saves=store.saves)
     scheduler = Scheduler(limits, rates, num_layers, settings.scheduler.tenant_weights)
     pool = make_pool(
         [layer.shape for layer in calibration.layers],
@@ -261,8 +262,23 @@ def _preload(settings: CacheSettings) -> PreloadPolicy:
     return PreloadPolicy(buffer_layers=None if fixed < 0 else fixed)
 
 
+def batch_bounds(settings: SchedulerSettings, model: Model) -> BatchBounds:
+    """Return the bounds of a batch: as they are set, and by the device where a setting is 0."""
+    device, state_bytes = model.loaded.device, model.calibration.layout.state_bytes
+    most_active = requests_with_states(_memory_of(device)[0], state_bytes) if state_bytes else None
+    usual = asdict(usual_bounds(device.type, most_active))
+    bounds = BatchBounds(**{key: getattr(settings, key) or bound for key, bound in usual.items()})
+    mixed_step_tokens = min(bounds.mixed_step_tokens, bounds.step_tokens)
+    return replace(bounds, mixed_step_tokens=mixed_step_tokens)
+
+
 def _scheduler_limits(
-    settings: SchedulerSettings, cache: CacheSettings, model: Model, *, saves: bool
+    settings: SchedulerSettings,
+    bounds: BatchBounds,
+    cache: CacheSettings,
+    model: Model,
+    *,
+    saves: bool,
 ) -> SchedulerLimits:
     """Choose the scheduler's bounds; without a setting, KV takes a share of the free memory.
 
@@ -273,11 +289,11 @@ def _scheduler_limits(
     layout = model.calibration.layout
     most_residents = MOST_RESIDENTS
     if layout.state_bytes:
-        num_active = settings.max_running + settings.max_loading
         most_residents = residents_with_states(
-            free_bytes, layout.state_bytes, num_active, most_residents
+            free_bytes, layout.state_bytes, bounds.num_active, most_residents
         )
-        free_bytes -= (states_of_requests(num_active) + most_residents) * layout.state_bytes
+        num_states = states_of_requests(bounds.num_active) + most_residents
+        free_bytes -= num_states * layout.state_bytes
     token_bytes = max(1, layout.token_bytes)  # a model may have nothing but a state
     if settings.kv_tokens:
         num_slots = asked_slots(settings.kv_tokens, token_bytes, all_bytes)
@@ -287,15 +303,15 @@ def _scheduler_limits(
     if saves:
         write_slots = settings.write_buffer_tokens or write_slots_for(
             num_slots,
-            step_tokens=settings.step_tokens,
-            max_running=settings.max_running,
+            step_tokens=bounds.step_tokens,
+            max_running=bounds.max_running,
             group_tokens=cache.save_group_tokens,
             block_tokens=layout.block_tokens,
         )
         write_slots = min(write_slots, num_slots // 2)
     kv_slots = num_slots - write_slots
     keeps_residents = cache.residents and cache.mode == "cached"
-    most = (settings.max_running + settings.max_loading) * model.loaded.context_window
+    most = bounds.num_active * model.loaded.context_window
     if keeps_residents:
         most *= 2  # as much again for sessions whose turns are over
     if most and not settings.kv_tokens:
@@ -307,13 +323,13 @@ def _scheduler_limits(
     if page_tokens is not None:
         kv_slots = whole_pages(kv_slots, page_tokens)
     return SchedulerLimits(
-        max_running=settings.max_running,
-        max_loading=settings.max_loading,
+        max_running=bounds.max_running,
+        max_loading=bounds.max_loading,
         max_waiting=settings.max_turns,
         kv_slots=kv_slots,
         write_slots=write_slots,
-        step_tokens=settings.step_tokens,
-        mixed_step_tokens=min(settings.mixed_step_tokens, settings.step_tokens),
+        step_tokens=bounds.step_tokens,
+        mixed_step_tokens=bounds.mixed_step_tokens,
         answer_tokens=settings.answer_tokens,
         keeps_residents=keeps_residents,
         block_tokens=layout.block_tokens,

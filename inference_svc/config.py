@@ -72,12 +72,22 @@ MOST_TURNS = 65536
 LEAST_TOKEN_BYTES = 64  # of KV: keys and values of the smallest models are more than that
 MAX_GRPC_BYTES = (1 << 31) - 1  # of a message, as gRPC counts
 MIN_RATE, MAX_RATE = 0.001, 1e12  # a minute: beyond them times to wait are no numbers any more
+LEAST_STEP_TOKENS = 16  # with fewer a step is all overhead
 RoleList = Annotated[tuple[Literal["client", "reader"], ...], BeforeValidator(to_list)]
 BOUNDS = tuple(known.name for known in fields(TenantBounds))
 
 
 def _state_dir(value: object) -> object:
     return default_state_dir() if value == AUTO else value
+
+
+def _no_tiny_step(value: int) -> int:
+    if 0 < value < LEAST_STEP_TOKENS:
+        raise ValueError(f"write at least {LEAST_STEP_TOKENS}, or 0 to have it by the device")
+    return value
+
+
+StepTokens = Annotated[int, Field(ge=0), AfterValidator(_no_tiny_step)]
 
 
 class ModelSettings(Section):
@@ -203,13 +213,15 @@ class SchedulerSettings(Section):
     """Bounds of what runs at once.
 
     Attributes:
-        max_running: bound of the turns in a batch.
-        max_loading: bound of the turns that are loaded ahead of the batch.
+        max_running: bound of the turns in a batch. 0: by the device, 8 on a CPU and 64 on a GPU,
+            where it is fewer if their recurrent states would take too much of the memory.
+        max_loading: bound of the turns that are loaded ahead of the batch. 0: likewise, 4 and 8.
         max_turns: bound of the turns under way in all sessions together.
         max_turns_per_session: bound of the turns under way in one session.
-        step_tokens: most prompt tokens of one step while nothing decodes.
+        step_tokens: most prompt tokens of one step while nothing decodes. 0: by the device, 512 on
+            a CPU and 4096 on a GPU.
         mixed_step_tokens: most prompt tokens of one step while anything decodes; more than
-            step_tokens counts as step_tokens.
+            step_tokens counts as step_tokens. 0: likewise, 128 and 1024.
         kv_tokens: tokens whose KV fits in memory: of admitted turns, of resident sessions, and in
             the write ring; 0: as many as a share of the free memory holds. So kv_tokens without the
             ring's bounds the window.
@@ -230,12 +242,12 @@ class SchedulerSettings(Section):
         prefault: take the memory for kv_tokens from the system at the start, in the background.
     """
 
-    max_running: int = Field(default=8, ge=1, le=1024)
-    max_loading: int = Field(default=4, ge=1, le=1024)
+    max_running: int = Field(default=0, ge=0, le=1024)
+    max_loading: int = Field(default=0, ge=0, le=1024)
     max_turns: int = Field(default=256, ge=1, le=MOST_TURNS)
     max_turns_per_session: int = Field(default=16, ge=1, le=MOST_TURNS)
-    step_tokens: int = Field(default=512, ge=16)
-    mixed_step_tokens: int = Field(default=128, ge=16)
+    step_tokens: StepTokens = 0
+    mixed_step_tokens: StepTokens = 0
     kv_tokens: int = Field(default=0, ge=0)
     write_buffer_tokens: int = Field(default=0, ge=0)
     working_kv: Literal["auto", "contiguous", "pages"] = "auto"

@@ -45,7 +45,9 @@ def serve(
     ] = None,
     saving: Annotated[str | None, typer.Option(help="async, sync or off.")] = None,
     kvd_runtime_dir: Annotated[str | None, typer.Option(help="Where kvd's sockets are.")] = None,
-    max_running: Annotated[int | None, typer.Option(help="Turns in a batch.")] = None,
+    max_running: Annotated[
+        int | None, typer.Option(help="Turns in a batch; 0: by the device.")
+    ] = None,
     max_turns: Annotated[
         int | None, typer.Option(help="Turns under way, waiting included.")
     ] = None,

@@ -85,6 +85,14 @@ def residents_with_states(free_bytes: int, state_bytes: int, num_active: int, mo
     return min(num_states - num_needed, most)
 
 
+def requests_with_states(free_bytes: int, state_bytes: int) -> int:
+    """Return how many requests' states take half of the room for states at most.
+
+    The other half is for sessions that stay in memory (`residents_with_states`).
+    """
+    return free_bytes // KV_SHARE // state_bytes // 2 // states_of_requests(1)
+
+
 def states_of_requests(num_active: int) -> int:
     """Return the most states that so many requests have at once."""
     return num_active * (1 + MOST_UNSAVED_STATES)

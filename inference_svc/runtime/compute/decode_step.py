@@ -15,6 +15,8 @@ may be under way.
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -67,6 +69,24 @@ class _Sheet(NamedTuple):
 NUM_COLUMNS = 4  # before the tables
 
 
+class _Staged(NamedTuple):
+    """The sheet of one shape where `fill` writes it, and the copy that takes it to the device.
+
+    numpy's views: a call of torch takes longer than a row of numbers does.
+
+    Attributes:
+        columns: [NUM_COLUMNS, rows] int32, all of a sheet but the tables.
+        tables: [rows, pages] int32.
+        source: [items] int32, the same memory.
+        target: [items] int32 on the device.
+    """
+
+    columns: npt.NDArray[np.int32]
+    tables: npt.NDArray[np.int32]
+    source: Tensor
+    target: Tensor
+
+
 class DecodeStep:
     """See the module docstring; used by one thread at a time."""
 
@@ -89,8 +109,11 @@ class DecodeStep:
         self._device = loaded.device
         num_items = max(map(self._num_items, shapes))
         self._numbers = torch.zeros(num_items, dtype=torch.int32, device=loaded.device)
-        self._staged = torch.zeros(
-            num_items, dtype=torch.int32, pin_memory=loaded.device.type == "cuda"
+        staged = torch.zeros(num_items, dtype=torch.int32, pin_memory=loaded.device.type == "cuda")
+        self._staged = {shape: self._staged_sheet(staged, shape) for shape in shapes}
+        spare = self._spare_kv.table
+        self._idle_column = np.array(
+            [[0], [1], [spare.slot_of(0)], [self._spare_buffer.slots[0]]], np.int32
         )
         self._most_rows = max(shape.rows for shape in shapes)
         self._logits: Tensor | None = None
@@ -118,20 +141,18 @@ class DecodeStep:
             shape: with as many rows at least, which reach as far.
             chunks: those that the step `takes`.
         """
-        sheet, spare = self._sheet(self._staged, shape), self._spare_kv.table
-        filled = [(chunk.token_ids[0], chunk.end_token, *self._slots_of(chunk)) for chunk in chunks]
-        idle = (0, 1, spare.slot_of(0), self._spare_buffer.slots[0])
-        filled += [idle] * (shape.rows - len(chunks))
-        columns = sheet[:NUM_COLUMNS]
-        for column, numbers in zip(columns, zip(*filled, strict=True), strict=True):
-            column.copy_(torch.tensor(numbers, dtype=torch.int32))
-        for row, chunk in zip(sheet.tables, chunks, strict=False):
+        staged, num_rows, filled = self._staged[shape], len(chunks), []
+        for row, chunk in enumerate(chunks):
             assert isinstance(chunk.kv, PagedKv)  # noqa: S101 - it was taken
-            pages = chunk.kv.table.numbers[: ceil_div(chunk.end_token, self._page_tokens)]
-            row[: len(pages)].copy_(pages)
-        sheet.tables[len(chunks) :, 0] = spare.pages[0]
-        num_items = self._num_items(shape)
-        self._numbers[:num_items].copy_(self._staged[:num_items], non_blocking=True)
+            end_token = chunk.end_token
+            pages = chunk.kv.table.host_numbers[: ceil_div(end_token, self._page_tokens)]
+            staged.tables[row, : len(pages)] = pages
+            filled.append((chunk.token_ids[0], end_token, *self._slots_of(chunk)))
+        numbers = np.array(filled, np.int32).reshape(num_rows, NUM_COLUMNS)
+        staged.columns[:, :num_rows] = numbers.T
+        staged.columns[:, num_rows:] = self._idle_column
+        staged.tables[num_rows:, 0] = self._spare_kv.table.pages[0]
+        staged.target.copy_(staged.source, non_blocking=True)
 
     @torch.inference_mode()
     def run(self, shape: StepShape) -> None:
@@ -172,6 +193,18 @@ class DecodeStep:
         tables = numbers[shape.rows * NUM_COLUMNS : self._num_items(shape)]
         tokens, lengths, slots, write_slots = columns.unbind(0)
         return _Sheet(tokens, lengths, slots, write_slots, tables.view(shape.rows, -1))
+
+    def _staged_sheet(self, staged: Tensor, shape: StepShape) -> _Staged:
+        """View the sheet of a shape in the host's memory that all of them share."""
+        num_items = self._num_items(shape)
+        source, target = staged[:num_items], self._numbers[:num_items]
+        columns, tables = np.split(source.numpy(), [shape.rows * NUM_COLUMNS])
+        return _Staged(
+            columns.reshape(NUM_COLUMNS, shape.rows),
+            tables.reshape(shape.rows, -1),
+            source,
+            target,
+        )
 
     def _page_step(self, shape: StepShape) -> PageStep:
         sheet = self._sheet(self._numbers, shape)

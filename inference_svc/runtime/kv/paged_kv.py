@@ -18,6 +18,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -43,9 +45,11 @@ class PageTable:
         page_tokens: number of tokens on a page.
         pages: indices of the pages.
         numbers: [pages] int32, the same on the host.
+        host_numbers: numpy's view of `numbers`.
     """
 
     numbers: Tensor
+    host_numbers: npt.NDArray[np.int32]
 
     def __init__(self, pages: Sequence[int], page_tokens: int, device: torch.device) -> None:
         self.page_tokens = page_tokens
@@ -57,6 +61,7 @@ class PageTable:
         """Take other pages; the contents are the caller's concern."""
         self.pages = list(pages)
         self.numbers = torch.tensor(self.pages, dtype=torch.int32)
+        self.host_numbers = self.numbers.numpy()
         self._index = self.numbers.to(self._device)
         # Per page: the page number behind the last that lies side by side with it.
         self._run_ends = [number + 1 for number in range(len(pages))]

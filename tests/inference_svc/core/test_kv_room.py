@@ -6,6 +6,7 @@ from inference_svc.core.errors import KvRoomError
 from inference_svc.core.kv_room import (
     asked_slots,
     least_slots,
+    requests_with_states,
     residents_with_states,
     slots_of_free_memory,
     states_of_requests,
@@ -62,3 +63,11 @@ def test_states_take_a_quarter_of_what_is_free_and_requests_go_first():
     assert residents_with_states(free_bytes, TOKEN_BYTES, 2, most=3) == 3
     with pytest.raises(KvRoomError, match=r"4 requests have 20, of 1\.0 KB each"):
         residents_with_states(free_bytes, TOKEN_BYTES, 4, most=128)
+
+
+def test_half_of_the_room_for_states_is_for_requests():
+    """So that sessions find as much behind those that are admitted."""
+    free_bytes = 4 * 30 * TOKEN_BYTES
+    assert requests_with_states(free_bytes, TOKEN_BYTES) == 3
+    assert residents_with_states(free_bytes, TOKEN_BYTES, 3, most=128) == states_of_requests(3)
+    assert requests_with_states(free_bytes - 1, TOKEN_BYTES) == 2
