@@ -119,3 +119,13 @@ class ThreadScratch(threading.local):
             with torch.inference_mode(mode=False):  # else later uses outside of it would be refused
                 self._flat = torch.empty(num_items, device=self._device, dtype=self._dtype)
         return self._flat[:num_items].view(sizes)
+
+
+def copied_to_host(tensor: Tensor) -> Tensor:
+    """Return a copy on the host, once it is there.
+
+    From a device it goes to memory that is locked in place, which it reaches at the bus's speed and
+    which torch keeps for the next one.
+    """
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+    return host.copy_(tensor)

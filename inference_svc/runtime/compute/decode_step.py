@@ -29,6 +29,7 @@ from inference_svc.runtime.kv.new_tokens import NewOnPages
 from inference_svc.runtime.kv.paged_kv import PagedKv, PagePool
 from inference_svc.runtime.kv.sequence_kv import WriteBuffer
 from inference_svc.runtime.kv.write_ring import WriteRing
+from inference_svc.runtime.memory import copied_to_host
 from inference_svc.runtime.model.capture import ForwardCall
 from inference_svc.runtime.model.forward import under
 from inference_svc.runtime.model.model_loader import LoadedModel
@@ -182,7 +183,7 @@ class DecodeStep:
     def logits(self, num_rows: int) -> Tensor:
         """Return the logits of the first rows that were computed last, as `ModelRunner.step`."""
         assert self._logits is not None, "logits of no step"  # noqa: S101
-        return self._logits[:num_rows].to("cpu", copy=True)
+        return copied_to_host(self._logits[:num_rows])
 
     def _num_items(self, shape: StepShape) -> int:
         return shape.rows * (NUM_COLUMNS + ceil_div(shape.reach, self._page_tokens))

@@ -43,6 +43,7 @@ from inference_svc.runtime.compute.step_forward import (
     block_causal_mask,
 )
 from inference_svc.runtime.kv.copy_stream import StepClock
+from inference_svc.runtime.memory import copied_to_host
 from inference_svc.runtime.model.capture import ForwardCall, taking_states
 from inference_svc.runtime.model.forward import under
 from inference_svc.runtime.model.model_loader import LoadedModel
@@ -148,7 +149,8 @@ class ModelRunner:
                 **options,
             )
         forward.finish()
-        return logits.float().cpu()
+        logits = logits.float()
+        return logits if logits.device.type == "cpu" else copied_to_host(logits)
 
     def _forward(self, chunks: Sequence[Chunk], clock: StepClock | None) -> StepForward:
         """Make the forward that the capture hooks report to."""
