@@ -18,7 +18,7 @@ COPY docs docs
 COPY shared shared
 COPY kvd kvd
 COPY inference_svc inference_svc
-RUN /opt/cachedattention/bin/pip install --constraint constraints.txt '.[engine,tracing]'
+RUN /opt/cachedattention/bin/pip install --constraint constraints.txt '.[cuda,engine,tracing]'
 
 FROM ${PYTHON_IMAGE}
 # As cachedattention-sysusers.conf has them, with numbers that the host can be told: kvd's is the owner of the arena.
@@ -31,6 +31,9 @@ RUN groupadd --gid 10001 kvd && groupadd --gid 10002 inference \
  && install --directory --owner=kvd --group=kvd --mode=0700 /var/lib/kvd /arena \
  && install --directory --owner=inference --group=inference --mode=0711 /run/inference-svc \
  && install --directory --owner=inference --group=inference --mode=0700 /var/lib/inference-svc
+# On a GPU Triton makes what launches its kernels, with a C compiler.
+RUN apt-get update && apt-get install --yes --no-install-recommends gcc libc6-dev \
+ && rm --recursive /var/lib/apt/lists/*
 COPY --from=build /opt/cachedattention /opt/cachedattention
 ENV PATH=/opt/cachedattention/bin:$PATH PYTHONUNBUFFERED=1
 USER kvd

@@ -95,22 +95,6 @@ def parts(*, is_tiny: bool) -> list[Part]:
             60,
         ),
         Part(
-            "copies-ipc",
-            "the same by kvd's copier (cuda_ipc); seconds of this process's CPU for each GB, too",
-            [*bench, "copies", *model, *transport, "--histories", *copies],
-            60,
-        ),
-        Part(
-            "turns-ipc",
-            "TTFT of a history that kvd's copier copies",
-            [
-                *(*bench, "turns", *model, *transport, "--re-max-tokens", "1", "--splits", ""),
-                *("--histories", "100" if is_tiny else "4096,28672", "--new", "256"),
-                *("--answer", "4"),
-            ],
-            60,
-        ),
-        Part(
             "decode",
             "a step against reading weights and KV once, replayed from a graph and computed",
             [
@@ -120,21 +104,15 @@ def parts(*, is_tiny: bool) -> list[Part]:
             80,
         ),
         Part(
-            "prefill",
-            "prompts against the matrix rate",
-            [*bench, "prefill", *model, "--prompts", "40" if is_tiny else "1024,4096"],
-            60,
-        ),
-        Part(
             "overlap",
             "loading hidden behind computing by read buffer; the price of saving (Fig. 17, 18)",
             [*bench, "overlap", *large, *overlap],
             110,
         ),
         Part(
-            "sharing",
-            "sessions that begin with one prompt: on the same pages, or copied",
-            [*bench, "sharing", *model, *sharing],
+            "prefill",
+            "prompts against the matrix rate",
+            [*bench, "prefill", *model, "--prompts", "40" if is_tiny else "1024,4096"],
             60,
         ),
         Part(
@@ -149,6 +127,28 @@ def parts(*, is_tiny: bool) -> list[Part]:
                 "--splits",
                 "160/30" if is_tiny else "900/100",
             ],
+            60,
+        ),
+        Part(
+            "turns-ipc",
+            "TTFT of a history that kvd's copier copies",
+            [
+                *(*bench, "turns", *model, *transport, "--re-max-tokens", "1", "--splits", ""),
+                *("--histories", "100" if is_tiny else "4096,28672", "--new", "256"),
+                *("--answer", "4"),
+            ],
+            60,
+        ),
+        Part(
+            "copies-ipc",
+            "the same by kvd's copier (cuda_ipc); seconds of this process's CPU for each GB, too",
+            [*bench, "copies", *model, *transport, "--histories", *copies],
+            60,
+        ),
+        Part(
+            "sharing",
+            "sessions that begin with one prompt: on the same pages, or copied",
+            [*bench, "sharing", *model, *sharing],
             60,
         ),
     ]

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens", "num_parts"])
 def copy_tokens(
     memory,
     slots,
