@@ -36,7 +36,8 @@ OVERRIDES: Mapping[str, Fields] = {
     "cohere_compass_text": {
         "layer_types": _SLIDING_AND_FULL,
         "rope_parameters": {
-            kind: {"rope_type": "default", "rope_theta": 1e4} for kind in _SLIDING_AND_FULL
+            kind: {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [3, 3, 2]}
+            for kind in _SLIDING_AND_FULL
         },
     },
     "cpmant": {"dim_head": 16, "dim_ff": 96, "position_bias_num_buckets": 32},

@@ -59,6 +59,12 @@ gpt-oss, Cohere). Of the former kvd has, and a turn loads, KV of the tokens befo
 turns begin, and no other: `inference_svc/README.md` has what follows from that. So it is in mode
 *ragged*; where all layers have a window, KV of all tokens is stored, as of any model.
 
+**Versions**: the table is of Transformers {version}; others differ where Transformers does. In
+5.17, the oldest that is taken, models that choose keys by an index (DSA) cache keys and values of
+each head where later ones cache latents: they are served *masked* and coupled, and their KV is many
+times as large. Cohere Compass is coupled there; `git`, `mllama` and `moshi` are refused. All others
+that 5.17 has are served as here.
+
 **Checked**, in float32, each at most {tolerance:.0e} off (relative distance of a token's logits;
 the largest found was {worst}):
 

@@ -112,6 +112,10 @@ class _UnitForward:
         """Yield nothing: there is one sequence."""
         return iter(())
 
+    def has_states(self) -> bool:
+        """Return False: the sequence is before its first token."""
+        return False
+
     def state(self, _place: StatePlace) -> None:
         """Return no state: the sequence is before its first token."""
 

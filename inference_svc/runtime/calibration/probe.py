@@ -181,6 +181,10 @@ class Probe:
         """Yield nothing: there is one sequence."""
         return iter(())
 
+    def has_states(self) -> bool:
+        """Whether the sequence is to have had states before."""
+        return bool(self.given_states)
+
     def state(self, place: StatePlace) -> Tensor | None:
         """Return what the sequence is to have had before, or has by now."""
         self._note_mixer()

@@ -125,6 +125,8 @@ class _Paths:
             for _ in range(NOT_STORED // 2)
         ]
         yield from self._compared("decode", whole, decoded)
+        alone = self._step({long: long.num_tokens + 1})  # models may treat a lone token otherwise
+        yield from self._compared("decode of a lone token", whole, [alone])
         yield from self._compared("prefill after load", whole, [self._step({again: total})])
         if packed and not self._calibration.is_one_by_one:
             yield self._long()

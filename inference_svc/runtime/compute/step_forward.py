@@ -136,6 +136,10 @@ class StepForward:
         """Yield how a module that goes on from states is given tokens; see `StepStates`."""
         return self._states.token_groups()
 
+    def has_states(self) -> bool:
+        """Whether the states that are gone on from now are there; else tokens are the first."""
+        return self._states.num_tokens > 0
+
     def state(self, place: StatePlace) -> Tensor | None:
         """Return a tensor of the state, once it is there."""
         return self._states.read(place)

@@ -57,6 +57,11 @@ class StepStates:
                 if len(self._planned()) > 1:
                     yield group.tokens
 
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens the states that are gone on from now are behind, at least."""
+        return self._current().num_tokens
+
     def read(self, place: StatePlace) -> Tensor | None:
         """Return a tensor of the states that are gone on from now."""
         return self._current().read(place)

@@ -239,11 +239,13 @@ class SequenceStates:
 class JointStates:
     """The states of several sequences that a module goes on from at once, as of a batch.
 
-    Args:
-        states: of sequences that each have one.
+    Attributes:
+        num_tokens: how many tokens the shortest of them is behind.
     """
 
     def __init__(self, states: Sequence[SequenceStates]) -> None:
+        """Begin a batch of sequences that each have a state."""
+        self.num_tokens = min(state.num_tokens for state in states)
         self._states = states
         self._new: dict[StatePlace, Tensor] = {}
 

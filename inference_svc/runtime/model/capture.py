@@ -32,7 +32,7 @@ from transformers.cache_utils import Cache
 from inference_svc.runtime.kv.states import StatePlace
 from inference_svc.runtime.model.forward import current_forward, forward_under_way
 from inference_svc.runtime.model.mixers import MixerTap
-from inference_svc.runtime.model.refusals import REMEDY, ModelRecurrentError
+from inference_svc.runtime.model.state_layers import StateLayers
 
 ATTENTION_NAME = "cachedattention"  # has no mask function: models then build no mask at all
 PROBE_ATTENTION_NAME = "cachedattention_probe"  # has one that reports which keys a query may see
@@ -109,7 +109,7 @@ class CaptureCache(Cache):
     def __init__(self, claimed_tokens: int = 0) -> None:
         """Make a cache that claims to hold `claimed_tokens` tokens."""
         Cache.__init__(self, layers=[])  # not what a model's own class makes of it
-        self.layers = _NoLayers()
+        self.layers = StateLayers()
         self._claimed_tokens = claimed_tokens
         self._new_tokens: dict[int, int] = {}  # of layers that were updated, as the model has them
         self._numbers: dict[int, int] = {}  # of these layers, as we have them
@@ -155,6 +155,14 @@ class CaptureCache(Cache):
     def is_compileable(self) -> bool:
         """Return False: there is nothing static here."""
         return False
+
+    def has_previous_state(
+        self,
+        layer_idx: int | None = None,  # noqa: ARG002 - a sequence has all of its states, or none
+        state_idx: int | None = None,  # noqa: ARG002
+    ) -> bool:
+        """Return whether there are states from before this forward; else it is of first tokens."""
+        return current_forward().has_states()
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         """Return a convolution's last inputs, which the model may change in place."""
@@ -205,16 +213,6 @@ class CaptureCache(Cache):
     def is_recording_past(self, layer_idx: int) -> bool:  # noqa: ARG002
         """Return False: nothing is ever taken back."""
         return False
-
-
-class _NoLayers(list[Any]):
-    """The layers of a cache that has none."""
-
-    def __getitem__(self, _index: Any) -> Any:
-        """Refuse a model that has layers of its own there."""
-        raise ModelRecurrentError(
-            "the model keeps more in its cache's layers than keys, values and states", REMEDY
-        )
 
 
 def install(model: nn.Module) -> None:

@@ -51,6 +51,9 @@ class Forward(Protocol):
         States are those of the sequences of the group that was yielded last.
         """
 
+    def has_states(self) -> bool:
+        """Whether the sequences of that group have had tokens before this forward."""
+
     def state(self, place: StatePlace) -> Tensor | None:
         """Return a tensor of the state, [sequences, ...]; None before their first tokens."""
 

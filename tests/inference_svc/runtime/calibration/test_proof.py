@@ -43,6 +43,21 @@ def test_wrong_logits_are_refused(tiny):
         prove(model.loaded, model.calibration, rolled)
 
 
+def test_a_lone_token_that_is_computed_otherwise_is_found(build):
+    """Models have a way of their own for it, which several that decode at once do not take."""
+    model = build("gptj")
+
+    def spoil(_module, _args, options, answer):
+        if options["input_ids"].shape[1] == 1:
+            answer.logits.mul_(1.1)
+
+    loaded = describe_model(model, tokenizer=None, name="spoilt", fingerprint="0" * 32)
+    calibration, reference = calibrate(loaded), stock_logits(loaded)
+    model.register_forward_hook(spoil, with_kwargs=True)
+    with pytest.raises(CalibrationMismatchError, match=r"^decode of a lone token of GPTJ"):
+        prove(loaded, calibration, reference)
+
+
 def test_keys_loaded_at_other_positions_are_found(tiny):
     """A table that turns keys one position too far is refused, naming the path."""
     model = tiny("llama")

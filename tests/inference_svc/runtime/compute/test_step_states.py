@@ -30,6 +30,7 @@ def groups_of(chunks, *, is_one_by_one=False):
     found = []
     for group in states.token_groups():
         state = states.read(place)
+        assert (states.num_tokens > 0) == (state is not None)
         tokens = group.tokens
         where = (tokens.start, tokens.stop) if isinstance(tokens, slice) else tokens.tolist()
         found.append((where, group.is_batch, 0 if state is None else len(state)))
@@ -43,6 +44,7 @@ def test_a_lone_sequence_is_computed_as_it_is(chunk_of):
     states = StepStates([chunk], is_one_by_one=False)
     shape = chunk.kv.states.shapes[0]
     assert states.read(shape.place).shape == shape.shape
+    assert states.num_tokens == 4
 
 
 def test_sequences_that_decode_are_a_batch(chunk_of):
