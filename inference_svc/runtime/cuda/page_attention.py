@@ -65,7 +65,7 @@ def _attend_pages(
     if single is not None:
         num_splits = triton.cdiv(min([step.most_length, *bounds]), SPLIT_TOKENS)
         rows = max(MIN_ROWS, triton.next_power_of_2(group))
-        launch = _Launch(shape._replace(rows=rows, warps=4), 1, num_splits, SPLIT_TOKENS)
+        launch = _Launch(shape._replace(rows=rows, warps=4, stages=2), 1, num_splits, SPLIT_TOKENS)
         _attend_tiles(out, query, keys, values, step, call, single, launch)
     return out
 

@@ -178,7 +178,7 @@ def main():
             4 if dtype == "float32" else 2,
             is_wide=target[0] in {90, 100},
         )
-        single = shape._replace(rows=MIN_ROWS, warps=4)
+        single = shape._replace(rows=MIN_ROWS, warps=4, stages=2)
         for found in (
             attend_case(*target, shape),
             attend_case(*target, shape, split_tokens=0, WINDOW=4096, HAS_SOFTCAP=True),
