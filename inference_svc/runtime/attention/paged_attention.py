@@ -52,7 +52,7 @@ class PageStep:
 
     def __init__(
         self,
-        sizes: Sequence[int],
+        sizes: Sequence[tuple[int, int]],
         tables: Tensor,
         starts: Tensor,
         lengths: Tensor,
@@ -60,14 +60,18 @@ class PageStep:
         most_length: int,
         page_tokens: int,
     ) -> None:
-        """Store the parts; `sizes` are their numbers of new tokens."""
+        """Store the parts; `sizes`: new tokens and length of each (any, if one token is new)."""
         self.tables = tables
         self.starts = starts
         self.lengths = lengths
         self.most_length = most_length
         self.page_tokens = page_tokens
         self._sizes = sizes
-        self._tiles: dict[int, Tensor | None] = {}
+        self._several = [
+            (part, size, length) for part, (size, length) in enumerate(sizes) if size > 1
+        ]
+        self._single = tuple(part for part, (size, _) in enumerate(sizes) if size == 1)
+        self._tiles: dict[tuple[int, tuple[int, ...]], Tensor | None] = {}
 
     @classmethod
     def placed(
@@ -80,8 +84,11 @@ class PageStep:
             page_tokens: number of tokens on a page.
             device: where their KV is.
         """
-        sizes = [size for _, size, _ in parts]
-        numbers = [*accumulate(sizes, initial=0), *(length for _, _, length in parts)]
+        sizes = [(size, length) for _, size, length in parts]
+        numbers = [
+            *accumulate((size for size, _ in sizes), initial=0),
+            *(length for _, length in sizes),
+        ]
         tables = pad_sequence([pages for pages, _, _ in parts], batch_first=True)
         placed = _placed(torch.cat((_int32(numbers), tables.flatten())), device)
         starts, lengths, placed_tables = placed.split_with_sizes(
@@ -106,7 +113,7 @@ class PageStep:
         """
         num_parts = len(lengths)
         return cls(
-            [1] * num_parts,
+            [(1, 0)] * num_parts,  # lengths are the device's
             tables,
             torch.arange(num_parts + 1, dtype=torch.int32, device=lengths.device),
             lengths,
@@ -114,31 +121,38 @@ class PageStep:
             page_tokens=page_tokens,
         )
 
+    def several_tokens(self) -> list[tuple[int, int, int]]:
+        """Return the parts of several new tokens: which, how many they are, and their length."""
+        return self._several
+
     def single_tokens(self) -> Tensor | None:
         """Return [n, 2], of parts of one new token: part, 0; None if there is none."""
-        return self.tiles(0)
+        return self._tiled(1, self._single)
 
-    def tiles(self, tile_tokens: int) -> Tensor | None:
+    def tiles(self, tile_tokens: int, parts: tuple[int, ...] | None = None) -> Tensor | None:
         """Divide parts of several new tokens into tiles.
 
         Args:
-            tile_tokens: most tokens of a tile; 0: parts of one new token instead.
+            tile_tokens: most tokens of a tile.
+            parts: some of these parts; None: all.
 
         Returns:
             [tiles, 2]: part, number of its new tokens before the tile; None: there is no tile.
         """
-        if tile_tokens not in self._tiles:
+        return self._tiled(tile_tokens, parts or tuple(part for part, _, _ in self._several))
+
+    def _tiled(self, tile_tokens: int, parts: tuple[int, ...]) -> Tensor | None:
+        if (tile_tokens, parts) not in self._tiles:
             numbers = [
                 number
-                for part, size in enumerate(self._sizes)
-                if (size == 1) == (tile_tokens == 0)
-                for first in range(0, size, max(1, tile_tokens))
+                for part in parts
+                for first in range(0, self._sizes[part][0], tile_tokens)
                 for number in (part, first)
             ]
-            self._tiles[tile_tokens] = (
+            self._tiles[tile_tokens, parts] = (
                 _placed(_int32(numbers).view(-1, 2), self.tables.device) if numbers else None
             )
-        return self._tiles[tile_tokens]
+        return self._tiles[tile_tokens, parts]
 
 
 class PageKernel(Protocol):

@@ -24,6 +24,7 @@ from inference_svc.runtime.cuda.page_attention import (
     MIN_ROWS,
     SPLIT_TOKENS,
     TileShape,
+    shape_of_part,
     tile_shape,
 )
 
@@ -38,7 +39,7 @@ MULTIPLY_ADD = re.compile(r"\bfma\.rn\S*\s+\S+, (\S+), (\S+), (\S+);")
 CONSTANT = re.compile(r"\bmov\.b\d+\s+(\S+), -?\w+;")
 
 
-def compiled(kernel, constants, types, architecture, warps, *, fuses=True):
+def compiled(kernel, constants, types, architecture, warps, *, stages=2, fuses=True):
     """Compile a kernel.
 
     Returns:
@@ -59,7 +60,7 @@ def compiled(kernel, constants, types, architecture, warps, *, fuses=True):
     found = triton.compile(
         source,
         target=GPUTarget("cuda", architecture, 32),
-        options={"num_warps": warps, "num_stages": 2, "enable_fp_fusion": fuses},
+        options={"num_warps": warps, "num_stages": stages, "enable_fp_fusion": fuses},
     )
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(found.asm["cubin"])
@@ -86,14 +87,17 @@ def num_fused(ptx):
     return sum(constants.isdisjoint(factors) for factors in MULTIPLY_ADD.findall(ptx))
 
 
-def attend_case(architecture, dtype, dim, shape: TileShape, *, is_split):
-    """Compile the attention of tiles of a shape."""
+def attend_case(architecture, dtype, dim, shape: TileShape, *, split_tokens=None, **options):
+    """Compile the attention of tiles of a shape; or of splits, 0: of no fixed length."""
+    is_split = split_tokens is not None
     pointer = f"*{NAMES[dtype]}"
     constants = {
+        "PAGE_TOKENS": 16,
         "GROUP": GROUP,
+        "TOKENS": 1 if split_tokens else shape.rows // GROUP,
         "ROWS": shape.rows,
         "KEYS": shape.keys,
-        "SPLIT": SPLIT_TOKENS,
+        "SPLIT": split_tokens or 0,
         "DIM": dim,
         "BLOCK_DIM": triton.next_power_of_2(dim),
         "VALUE_DIM": dim,
@@ -105,6 +109,7 @@ def attend_case(architecture, dtype, dim, shape: TileShape, *, is_split):
         "IS_SPLIT": is_split,
         "PRECISION": "tf32x3" if dtype == "float32" else "tf32",
         **({"sinks": None} if is_split else {"sums": None}),
+        **options,
     }
 
     def types(name):
@@ -116,12 +121,14 @@ def attend_case(architecture, dtype, dim, shape: TileShape, *, is_split):
             return "*i32"
         return "fp32" if name in {"scale", "softcap"} else "i32"
 
-    return compiled(attend_tile, constants, types, architecture, shape.warps)
+    return compiled(attend_tile, constants, types, architecture, shape.warps, stages=shape.stages)
 
 
 def merge_case(architecture, dtype, dim):
     """Compile the merging of splits."""
     constants = {
+        "TOKENS": 1,
+        "KEYS": 64,
         "SPLIT": SPLIT_TOKENS,
         "VALUE_DIM": dim,
         "BLOCK_VALUE_DIM": triton.next_power_of_2(dim),
@@ -164,11 +171,19 @@ def main():
     for case in sys.argv[1:]:
         architecture, dtype, dim = case.split(":")
         target = (int(architecture), dtype, int(dim))
-        shape = tile_shape(GROUP, int(dim), int(dim), 4 if dtype == "float32" else 2)
-        single = shape._replace(rows=MIN_ROWS, warps=4)
+        shape = tile_shape(
+            GROUP,
+            int(dim),
+            int(dim),
+            4 if dtype == "float32" else 2,
+            is_wide=target[0] in {90, 100},
+        )
+        single = shape._replace(rows=MIN_ROWS, warps=4, stages=2)
         for found in (
-            attend_case(*target, shape, is_split=False),
-            attend_case(*target, single, is_split=True),
+            attend_case(*target, shape),
+            attend_case(*target, shape, split_tokens=0, WINDOW=4096, HAS_SOFTCAP=True),
+            attend_case(*target, shape_of_part(shape, GROUP, 2)),
+            attend_case(*target, single, split_tokens=SPLIT_TOKENS),
             merge_case(*target),
             embed_case(*target[:2], *target[1:], width=int(dim)),
             embed_case(*target[:2], "float32", int(dim), width=int(dim) // 2),

@@ -7,7 +7,13 @@ import pytest
 import torch
 
 from inference_svc.runtime.attention.paged_attention import PageCall
-from inference_svc.runtime.cuda.page_attention import TileShape, tile_shape
+from inference_svc.runtime.cuda import page_attention
+from inference_svc.runtime.cuda.page_attention import (
+    TileShape,
+    num_part_splits,
+    shape_of_part,
+    tile_shape,
+)
 from tests.pages import PARTS, Pages
 
 CLOSE = {torch.float32: 5e-6, torch.float16: 4e-3}
@@ -59,20 +65,60 @@ def test_a_query_may_have_any_strides():
 
 
 @pytest.mark.parametrize(
-    ("group", "dim", "value_dim", "item_bytes", "shape"),
+    "options",
+    [{}, {"window": 30, "sinks": torch.tensor([-1.0, 2.0])}, {"chunk": 33}],
+    ids=["all", "window", "chunk"],
+)
+def test_parts_of_few_tokens_are_divided_too(monkeypatch, options):
+    """In splits of which some rows see nothing, merged for as many tiles at once as have room."""
+    monkeypatch.setattr(page_attention, "FEWEST_SPLIT_TOKENS", 16)
+    monkeypatch.setattr(page_attention, "PART_PROGRAMS", 8)
+    parts = [(66, 130), (5, 5), (2, 70)]
+    pages = Pages(parts, (2, 1, 16, 16), 16, torch.float32)
+    call = PageCall(0.25, **options)
+    together = pages.attended(call).split([size for size, _ in parts])
+    monkeypatch.setattr(page_attention, "FOUND_BYTES", 1)
+    for part, piece in enumerate(together):
+        assert (piece - pages.expected(part, call)).abs().max() < CLOSE[torch.float32], parts[part]
+        assert torch.equal(pages.attended(call, [part]), piece), parts[part]
+
+
+@pytest.mark.parametrize(
+    ("num_programs", "seen", "num_splits"),
+    [(64, 16384, 4), (512, 1 << 20, 1), (8, 16384, 32), (8, 4096, 8), (8, 1023, 1), (130, 4096, 2)],
+)
+def test_a_part_has_as_many_splits_as_fill_a_gpu(num_programs, seen, num_splits):
+    """Of 512 tokens at least."""
+    assert num_part_splits(num_programs, seen) == num_splits
+
+
+@pytest.mark.parametrize(
+    ("group", "dim", "value_dim", "item_bytes", "wide", "narrow"),
     [
-        (4, 64, 64, 2, (64, 64, 4)),
-        (4, 128, 128, 2, (64, 64, 8)),
-        (4, 256, 256, 2, (64, 32, 8)),
-        (4, 512, 512, 2, (64, 16, 8)),
-        (1, 192, 128, 2, (64, 32, 8)),  # 192 elements are read as 256
-        (8, 80, 80, 4, (32, 32, 8)),
-        (4, 64, 64, 4, (32, 64, 8)),
-        (4, 192, 64, 4, (16, 16, 8)),
-        (1, 8, 4, 4, (32, 64, 4)),  # a product has 16 columns at least
-        (71, 64, 64, 2, (128, 64, 4)),  # a whole group's heads
+        (4, 64, 64, 2, (128, 64, 8, 3), (128, 64, 8, 3)),
+        (4, 128, 128, 2, (128, 64, 8, 3), (128, 32, 8, 3)),
+        (4, 256, 256, 2, (128, 32, 8, 2), (64, 32, 8, 2)),
+        (4, 512, 512, 2, (64, 16, 8, 2), (64, 16, 8, 2)),
+        (1, 192, 128, 2, (128, 32, 8, 2), (64, 32, 8, 2)),  # 192 elements are read as 256
+        (8, 80, 80, 4, (32, 32, 8, 2), (32, 32, 8, 2)),
+        (4, 64, 64, 4, (32, 64, 8, 2), (32, 64, 8, 2)),
+        (4, 192, 64, 4, (16, 16, 8, 2), (16, 16, 8, 2)),
+        (1, 8, 4, 4, (32, 64, 4, 2), (32, 64, 4, 2)),  # a product has 16 columns at least
+        (130, 64, 64, 2, (256, 64, 8, 3), (256, 64, 8, 3)),  # a whole group's heads
     ],
 )
-def test_tiles_are_as_large_as_registers_allow(group, dim, value_dim, item_bytes, shape):
+def test_tiles_are_as_large_as_registers_allow(group, dim, value_dim, item_bytes, wide, narrow):
     """Fewer rows in float32, fewer keys of wide heads, more warps for what is wide."""
-    assert tile_shape(group, dim, value_dim, item_bytes) == TileShape(*shape)
+    for is_wide, shape in ((True, wide), (False, narrow)):
+        assert tile_shape(group, dim, value_dim, item_bytes, is_wide=is_wide) == TileShape(*shape)
+
+
+@pytest.mark.parametrize(
+    ("rows", "group", "num_new", "halved"),
+    [(128, 4, 16, True), (128, 4, 17, False), (128, 71, 2, False), (64, 4, 2, False)],
+)
+def test_few_new_tokens_take_half_a_tile(rows, group, num_new, halved):
+    """Where it holds them all; a warp group multiplies 64 rows."""
+    shape = TileShape(rows, 64, 8, 3)
+    expected = TileShape(rows // 2, 64, 4, 3) if halved else shape
+    assert shape_of_part(shape, group, num_new) == expected
