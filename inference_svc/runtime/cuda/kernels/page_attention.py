@@ -131,7 +131,7 @@ def _attend_round(
     return higher, total, summed
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride", "num_tokens"])
 def attend_tile(
     out,
     sums,
@@ -299,7 +299,7 @@ def attend_tile(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def merge_splits(
     out,
     found,
