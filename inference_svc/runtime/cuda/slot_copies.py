@@ -7,6 +7,7 @@ tokens of all layers, where all of them are there.
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -15,10 +16,12 @@ from torch import Tensor
 
 from inference_svc.runtime.cuda.kernels.slot_copies import copy_tokens
 
-PROGRAMS, WARPS = 16, 8
+# Of 132 multiprocessors: enough to fill the bus, and few that do not compute meanwhile.
+PROGRAMS_TO_DEVICE, PROGRAMS_TO_SLOTS = 12, 4
+WARPS = 8
 BLOCK_BYTES = 16 << 10  # that a program has under way
-ITEMS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}  # by size
 VECTOR_BYTES = 16  # of a thread, at most
+ITEM_BYTES = 8  # likewise, of one element
 
 
 class TokensInSlots(NamedTuple):
@@ -60,8 +63,8 @@ def copy_slots(slots: TokensInSlots, here: TokensOnDevice, *, to_slots: bool) ->
         to_slots: whether they are copied to their slots.
     """
     memory = here.memory
-    token_bytes = memory[0].nbytes
     bytes_apart = memory.stride(0) * memory.itemsize
+    token_bytes = math.prod(memory.shape[1:]) * memory.itemsize
     alignment = math.gcd(
         VECTOR_BYTES,
         token_bytes,
@@ -72,19 +75,17 @@ def copy_slots(slots: TokensInSlots, here: TokensOnDevice, *, to_slots: bool) ->
         *slots.layers,
         *here.layers,
     )
-    size = min(alignment, max(ITEMS))
-    items = token_bytes // size
-    block_items = min(triton.next_power_of_2(items), BLOCK_BYTES // size)
-    tokens = max(1, BLOCK_BYTES // size // block_items)
+    shape = _shape_of(token_bytes, alignment)
     num_tokens, num_layers = len(slots.offsets), len(slots.layers)
-    num_parts = num_layers * triton.cdiv(num_tokens, tokens) * triton.cdiv(items, block_items)
+    num_parts = num_layers * triton.cdiv(num_tokens, shape.tokens) * shape.num_cuts
+    programs = PROGRAMS_TO_SLOTS if to_slots else PROGRAMS_TO_DEVICE
     slot_layers = memory_layers = None
     if num_layers > 1:
         layers = torch.tensor([slots.layers, here.layers]).to(memory.device, non_blocking=True)
         slot_layers, memory_layers = layers.unbind(0)
     with torch.cuda.device_of(memory):  # type: ignore[no-untyped-call]
-        copy_tokens[(min(PROGRAMS, num_parts),)](
-            memory[0].view(-1).view(ITEMS[size]),
+        copy_tokens[(min(programs, num_parts),)](
+            memory,
             slots.address,
             slots.offsets,
             here.places,
@@ -92,14 +93,39 @@ def copy_slots(slots: TokensInSlots, here: TokensOnDevice, *, to_slots: bool) ->
             memory_layers,
             num_tokens,
             num_parts,
-            bytes_apart // size,
-            ITEMS=items,
-            ITEM_BYTES=size,
-            BLOCK_ITEMS=block_items,
-            TOKENS=tokens,
+            bytes_apart,
+            ITEMS=shape.items,
+            ITEM_BYTES=shape.item_bytes,
+            BLOCK_ITEMS=shape.block_items,
+            TOKENS=shape.tokens,
             TO_SLOTS=to_slots,
             HAS_PLACES=here.places is not None,
             HAS_LAYERS=num_layers > 1,
             ALIGNMENT=alignment,
             num_warps=WARPS,
         )
+
+
+class _Shape(NamedTuple):
+    """What a program has under way: `block_items` of each of some tokens.
+
+    Attributes:
+        item_bytes: of an element.
+        items: of a token.
+        num_cuts: parts that a token is cut into.
+    """
+
+    item_bytes: int
+    items: int
+    block_items: int
+    tokens: int
+    num_cuts: int
+
+
+@lru_cache(maxsize=256)
+def _shape_of(token_bytes: int, alignment: int) -> _Shape:
+    item_bytes = min(alignment, ITEM_BYTES)
+    items, block = token_bytes // item_bytes, BLOCK_BYTES // item_bytes
+    block_items = min(triton.next_power_of_2(items), block)
+    tokens = max(1, block // block_items)
+    return _Shape(item_bytes, items, block_items, tokens, triton.cdiv(items, block_items))

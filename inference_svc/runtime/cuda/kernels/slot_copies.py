@@ -2,7 +2,8 @@
 
     slots          address of the first layer's component in the first slot
     offsets        [tokens] bytes from there to each token
-    memory         the first layer's tensor on the device; tokens lie `token_items` apart there
+    memory         the first layer's tensor on the device; tokens are
+                   `memory_stride_token` bytes apart there
     places         [tokens] which token of it each is; without HAS_PLACES they are the first ones
     slot_layers,   [layers] bytes from the first layer to each, in a slot and on the device; without
     memory_layers  HAS_LAYERS there is one
@@ -26,7 +27,7 @@ def copy_tokens(
     memory_layers,
     num_tokens,
     num_parts,
-    token_items,
+    memory_stride_token,
     ITEMS: tl.constexpr,
     ITEM_BYTES: tl.constexpr,
     BLOCK_ITEMS: tl.constexpr,
@@ -40,7 +41,16 @@ def copy_tokens(
 
     A part is BLOCK_ITEMS of each of TOKENS tokens. Addresses are multiples of ALIGNMENT bytes.
     """
-    slots = slots.to(tl.pointer_type(memory.dtype.element_ty))
+    if ITEM_BYTES == 8:
+        item: tl.constexpr = tl.int64
+    elif ITEM_BYTES == 4:
+        item: tl.constexpr = tl.int32
+    elif ITEM_BYTES == 2:
+        item: tl.constexpr = tl.int16
+    else:
+        item: tl.constexpr = tl.uint8
+    slots = tl.multiple_of(slots.to(tl.pointer_type(item)), ALIGNMENT)
+    memory = tl.multiple_of(memory.to(tl.pointer_type(item)), ALIGNMENT)
     cuts: tl.constexpr = (ITEMS + BLOCK_ITEMS - 1) // BLOCK_ITEMS
     groups = (num_tokens + TOKENS - 1) // TOKENS
     for part in range(tl.program_id(0), num_parts, tl.num_programs(0)):
@@ -51,7 +61,7 @@ def copy_tokens(
         here = tokens.to(tl.int64)
         if HAS_PLACES:
             here = tl.load(places + tokens, mask=is_token, other=0)
-        here = here * token_items * ITEM_BYTES
+        here = here * memory_stride_token
         if HAS_LAYERS:
             layer = part // cuts // groups
             there += tl.load(slot_layers + layer)
@@ -59,8 +69,8 @@ def copy_tokens(
         # All that is added to the addresses is such a multiple, which the compiler cannot know.
         there = tl.multiple_of(there // ITEM_BYTES, ALIGNMENT // ITEM_BYTES)
         here = tl.multiple_of(here // ITEM_BYTES, ALIGNMENT // ITEM_BYTES)
-        there = tl.multiple_of(slots, ALIGNMENT) + there[:, None] + items[None, :]
-        here = tl.multiple_of(memory, ALIGNMENT) + here[:, None] + items[None, :]
+        there = slots + there[:, None] + items[None, :]
+        here = memory + here[:, None] + items[None, :]
         is_item = is_token[:, None] & (items[None, :] < ITEMS)
         if TO_SLOTS:
             tl.store(there, tl.load(here, mask=is_item), mask=is_item)

@@ -17,8 +17,10 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver
 from triton.compiler import ASTSource
 
+from inference_svc.runtime.cuda import slot_copies
 from inference_svc.runtime.cuda.kernels.key_rotation import embed_keys
 from inference_svc.runtime.cuda.kernels.page_attention import attend_tile, merge_splits
+from inference_svc.runtime.cuda.kernels.slot_copies import copy_tokens
 from inference_svc.runtime.cuda.key_rotation import WARPS, rows_of_program
 from inference_svc.runtime.cuda.page_attention import (
     MIN_ROWS,
@@ -166,6 +168,30 @@ def embed_case(architecture, dtype, table_dtype, dim, width):
     return compiled(embed_keys, constants, types, architecture, WARPS, fuses=False)
 
 
+def copy_case(architecture, dtype, dim, *, to_slots):
+    """Compile copies of tokens of 8 heads, of all layers, between slots and places."""
+    shape = slot_copies._shape_of(8 * dim * (4 if dtype == "float32" else 2), 16)
+    constants = {
+        "ITEMS": shape.items,
+        "ITEM_BYTES": shape.item_bytes,
+        "BLOCK_ITEMS": shape.block_items,
+        "TOKENS": shape.tokens,
+        "TO_SLOTS": to_slots,
+        "HAS_PLACES": True,
+        "HAS_LAYERS": True,
+        "ALIGNMENT": 16,
+    }
+
+    def types(name):
+        if name == "memory":
+            return f"*{NAMES[dtype]}"
+        if name == "slots":
+            return "i64"
+        return "i32" if name.startswith("num") or "stride" in name else "*i64"
+
+    return compiled(copy_tokens, constants, types, architecture, slot_copies.WARPS)
+
+
 def main():
     """Compile all kernels of each case."""
     for case in sys.argv[1:]:
@@ -187,6 +213,8 @@ def main():
             merge_case(*target),
             embed_case(*target[:2], *target[1:], width=int(dim)),
             embed_case(*target[:2], "float32", int(dim), width=int(dim) // 2),
+            copy_case(*target, to_slots=False),
+            copy_case(*target, to_slots=True),
         ):
             sys.stdout.write(json.dumps({"case": case, **found}) + "\n")
 

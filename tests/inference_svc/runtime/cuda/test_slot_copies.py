@@ -23,8 +23,12 @@ SLOTS, IN_SLOT = [3, 3, 0, 4, 1], [0, 1, 1, 0, 0]
 
 @pytest.fixture(params=[16 << 10, 64], ids=["whole", "in parts"])
 def _block(request, monkeypatch):
+    slot_copies._shape_of.cache_clear()
     monkeypatch.setattr(slot_copies, "BLOCK_BYTES", request.param)
-    monkeypatch.setattr(slot_copies, "PROGRAMS", 2)
+    monkeypatch.setattr(slot_copies, "PROGRAMS_TO_SLOTS", 2)
+    monkeypatch.setattr(slot_copies, "PROGRAMS_TO_DEVICE", 3)
+    yield
+    slot_copies._shape_of.cache_clear()
 
 
 def random_bytes(*shape):
