@@ -48,8 +48,14 @@ class Part:
     is_bench: bool = True
 
 
-def parts(*, is_tiny: bool) -> list[Part]:
-    """Return all parts, the most important first."""
+def parts(*, is_tiny: bool, pairs: int = 0) -> list[Part]:
+    """Return all parts, the most important first.
+
+    Args:
+        is_tiny: for a CPU.
+        pairs: rounds of each bench; 0: as many as there is time for in nine minutes.
+    """
+    many, few = (str(pairs or usual) for usual in (5, 3))
     if is_tiny:
         model = ["--random", "4x256", "--device", "cpu", "--threads", "1", "--pairs", "1"]
         large, ssd = model, model
@@ -59,9 +65,9 @@ def parts(*, is_tiny: bool) -> list[Part]:
         sharing = ["--sessions", "3", "--at-once", "2", "--prompt", "64", "--new", "4"]
     else:
         gpu = ["--device", "cuda", "--dtype", "bfloat16"]
-        model = ["--random", "mistral-7b", *gpu, "--pairs", "5"]
-        large = ["--random", "llama-13b", *gpu, "--pairs", "3"]
-        ssd = ["--random", "mistral-7b", *gpu, "--pairs", "3"]
+        model = ["--random", "mistral-7b", *gpu, "--pairs", many]
+        large = ["--random", "llama-13b", *gpu, "--pairs", few]
+        ssd = ["--random", "mistral-7b", *gpu, "--pairs", few]
         histories, decode, copies = (
             ["1024,4096,12288,28672"],
             ["1,8,16,32", "1024", "64"],
@@ -104,16 +110,16 @@ def parts(*, is_tiny: bool) -> list[Part]:
             80,
         ),
         Part(
-            "overlap",
-            "loading hidden behind computing by read buffer; the price of saving (Fig. 17, 18)",
-            [*bench, "overlap", *large, *overlap],
-            110,
-        ),
-        Part(
             "prefill",
             "prompts against the matrix rate",
             [*bench, "prefill", *model, "--prompts", "40" if is_tiny else "1024,4096"],
             60,
+        ),
+        Part(
+            "overlap",
+            "loading hidden behind computing by read buffer; the price of saving (Fig. 17, 18)",
+            [*bench, "overlap", *large, *overlap],
+            110,
         ),
         Part(
             "turns-ssd",
@@ -250,6 +256,7 @@ def main() -> int:
     asked.add_argument("--out", type=Path, default=Path("docs/results"))
     asked.add_argument("--only", default="", help="names of parts, comma-separated")
     asked.add_argument("--seconds", type=float, default=ALL_S, help="of all parts together")
+    asked.add_argument("--pairs", type=int, default=0, help="rounds of each bench")
     options = asked.parse_args()
     if not options.tiny and not torch.cuda.is_available():
         asked.error("there is no GPU here: --tiny runs the report on a CPU")
@@ -259,7 +266,7 @@ def main() -> int:
     deadline_s = time.monotonic() + options.seconds
     outcomes: list[Outcome] = []
     names = [name for name in options.only.split(",") if name]
-    for part in parts(is_tiny=options.tiny):
+    for part in parts(is_tiny=options.tiny, pairs=options.pairs):
         if names and part.name not in names:
             continue
         sys.stderr.write(f"{part.name}: {part.shows}\n")
