@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 ALL_S = 540.0
 LEAST_S = 1.0  # a part that has less is not begun
 END_S = 10.0  # of a command, from SIGINT to its end
-LAST_LINES = 12
+LAST_LINES = 60
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,7 @@ def parts(*, is_tiny: bool, pairs: int = 0) -> list[Part]:
         large, ssd = model, model
         histories, decode, copies = ["100,200"], ["1,2", "32", "8"], ["64,128"]
         transport = ["--transport", "shm"]  # a CPU has no copier
+        where = ["--random", "4x256", "--device", "cpu", "--history", "512"]
         overlap = ["--history", "100", "--new", "16", "--prompts", "40,60", "--batch", "2"]
         sharing = ["--sessions", "3", "--at-once", "2", "--prompt", "64", "--new", "4"]
     else:
@@ -73,11 +74,11 @@ def parts(*, is_tiny: bool, pairs: int = 0) -> list[Part]:
             ["1,8,16,32", "1024", "64"],
             ["2048,16384"],
         )
-        transport = ["--transport", "cuda_ipc"]
+        transport, where = ["--transport", "cuda_ipc"], []
         overlap = ["--history", "900", "--new", "100", "--batch", "16"]
         sharing = ["--sessions", "32", "--at-once", "8"]
     bench = ["-m", "inference_svc.cli.main", "bench"]
-    return [
+    all_parts = [
         Part(
             "tests",
             "kernels and copies are right on this device",
@@ -157,7 +158,22 @@ def parts(*, is_tiny: bool, pairs: int = 0) -> list[Part]:
             [*bench, "sharing", *model, *sharing],
             60,
         ),
+        Part(
+            "kernels",
+            "attention and copies by themselves",
+            ["-m", "tests.gpu.kernels"],
+            40,
+            is_bench=False,
+        ),
+        Part(
+            "where",
+            "where the time of steps, prompts and turns goes",
+            ["-m", "tests.gpu.where", *where],
+            80,
+            is_bench=False,
+        ),
     ]
+    return [part for part in all_parts if part.name != "kernels" or not is_tiny]
 
 
 @dataclass(frozen=True)

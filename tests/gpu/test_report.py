@@ -11,7 +11,9 @@ DEAF = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); " + SLEEP
 
 def run_report(monkeypatch, tmp_path, parts, *arguments):
     """Run it with these parts; returns its exit code and its page."""
-    monkeypatch.setattr(report, "parts", lambda *, is_tiny: parts if is_tiny else [])
+    monkeypatch.setattr(
+        report, "parts", lambda *, is_tiny, pairs: parts if is_tiny and not pairs else []
+    )
     monkeypatch.setattr(sys, "argv", ["report", "--tiny", "--out", str(tmp_path), *arguments])
     code = report.main()
     return code, (tmp_path / "gpu-report.md").read_text()
