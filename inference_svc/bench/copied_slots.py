@@ -23,7 +23,7 @@ from shared.kvd_client.client import KvdClient
 from shared.types.errors import UnavailableError
 from shared.types.units import align_up
 
-READY_S = 300.0  # a copier locks about 5 GB a second, and may have to start
+READY_S = 300.0  # a copier locks 5 GB a second or more, and may have to start
 POLL_S = 0.01
 
 

@@ -1,6 +1,6 @@
 """RegisteredMemory: the slots of an arena, locked in place for a device chunk by chunk.
 
-Locking takes about a second for each 5 GB, and an arena may have hundreds: a thread of its own does
+Locking takes a second for each 5 to 20 GB, and an arena may have hundreds: a thread of its own does
 it, the first slots first, and copies of slots that are not locked yet go another way. Where locking
 fails (limits of the system, a driver that refuses) it ends there, and the rest stays as it is.
 """
