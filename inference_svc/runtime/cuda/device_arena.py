@@ -1,6 +1,7 @@
 """DeviceArena: an arena whose slots are copied from and to a device without the CPU's help.
 
-    registered slots   one kernel for a component of a layer reads them, or writes them, in place
+    registered slots   one launch reads them where they are, for a component of a layer, or writes
+                       them, for a component of all layers that are there
     others             through staging memory that is locked in place, gathered there by the CPU
 
 Every copy is enqueued on the calling thread's current stream, and is done when that is: callers
@@ -128,9 +129,10 @@ class DeviceArena(ArenaKv):
         if not self._has_registered(run):
             super().scatter_layers(layers, component_index, run, tensors, places)
             return
-        by_shape: dict[torch.Size, list[int]] = {}
+        by_shape: dict[tuple[torch.Size, tuple[int, ...]], list[int]] = {}
         for layer_index in layers:
-            by_shape.setdefault(tensors[layer_index].shape, []).append(layer_index)
+            tensor = tensors[layer_index]
+            by_shape.setdefault((tensor.shape, tensor.stride()), []).append(layer_index)
         for alike in by_shape.values():
             memory, index = places.of(tensors[alike[0]])
             first = tensors[alike[0]].data_ptr()

@@ -63,6 +63,8 @@ def copy_slots(slots: TokensInSlots, here: TokensOnDevice, *, to_slots: bool) ->
         to_slots: whether they are copied to their slots.
     """
     memory = here.memory
+    if not memory[0].is_contiguous():
+        raise AssertionError(f"tokens whose elements lie apart: strides {memory.stride()}")
     bytes_apart = memory.stride(0) * memory.itemsize
     token_bytes = math.prod(memory.shape[1:]) * memory.itemsize
     alignment = math.gcd(
