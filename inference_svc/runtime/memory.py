@@ -121,6 +121,13 @@ class ThreadScratch(threading.local):
         return self._flat[:num_items].view(sizes)
 
 
+def placed_on(device: torch.device, numbers: Tensor) -> Tensor:
+    """Put numbers on a device, by the current stream; the host does not wait for it."""
+    if device.type == "cuda":
+        numbers = numbers.pin_memory()
+    return numbers.to(device, non_blocking=True)
+
+
 def copied_to_host(tensor: Tensor) -> Tensor:
     """Return a copy on the host, once it is there.
 

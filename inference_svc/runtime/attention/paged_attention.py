@@ -19,6 +19,7 @@ from inference_svc.runtime.attention.attention import AttentionOptions, Part, St
 from inference_svc.runtime.attention.torch_attention import TorchAttention
 from inference_svc.runtime.kv.layer_tensors import SlotTensors
 from inference_svc.runtime.kv.paged_kv import PagedKv
+from inference_svc.runtime.memory import placed_on
 
 
 class PageCall(NamedTuple):
@@ -90,7 +91,7 @@ class PageStep:
             *(length for _, length in sizes),
         ]
         tables = pad_sequence([pages for pages, _, _ in parts], batch_first=True)
-        placed = _placed(torch.cat((_int32(numbers), tables.flatten())), device)
+        placed = placed_on(device, torch.cat((_int32(numbers), tables.flatten())))
         starts, lengths, placed_tables = placed.split_with_sizes(
             [len(parts) + 1, len(parts), tables.numel()]
         )
@@ -150,7 +151,7 @@ class PageStep:
                 for number in (part, first)
             ]
             self._tiles[tile_tokens, parts] = (
-                _placed(_int32(numbers).view(-1, 2), self.tables.device) if numbers else None
+                placed_on(self.tables.device, _int32(numbers).view(-1, 2)) if numbers else None
             )
         return self._tiles[tile_tokens, parts]
 
@@ -230,10 +231,3 @@ class PagedStepAttention:
 
 def _int32(numbers: Sequence[int]) -> Tensor:
     return torch.tensor(numbers, dtype=torch.int32)
-
-
-def _placed(numbers: Tensor, device: torch.device) -> Tensor:
-    """Put numbers on a device, without waiting for it."""
-    if device.type == "cuda":
-        numbers = numbers.pin_memory()
-    return numbers.to(device, non_blocking=True)

@@ -43,7 +43,7 @@ from inference_svc.runtime.compute.step_forward import (
     block_causal_mask,
 )
 from inference_svc.runtime.kv.copy_stream import StepClock
-from inference_svc.runtime.memory import copied_to_host
+from inference_svc.runtime.memory import copied_to_host, placed_on
 from inference_svc.runtime.model.capture import ForwardCall, taking_states
 from inference_svc.runtime.model.forward import under
 from inference_svc.runtime.model.model_loader import LoadedModel
@@ -142,9 +142,9 @@ class ModelRunner:
         forward = self._forward(chunks, clock)
         with under(forward), _pooling(chunks):
             logits = self._call(
-                torch.tensor([token_ids], device=device),
-                torch.tensor([positions], device=device),
-                torch.tensor(row_indices, dtype=torch.long, device=device),
+                placed_on(device, torch.tensor([token_ids])),
+                placed_on(device, torch.tensor([positions])),
+                placed_on(device, torch.tensor(row_indices, dtype=torch.long)),
                 cache,
                 **options,
             )

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from inference_svc.runtime.compute.chunk import Chunk
 from inference_svc.runtime.kv.states import JointStates, SequenceStates, StatePlace
+from inference_svc.runtime.memory import placed_on
 from inference_svc.runtime.model.forward import TokenGroup
 
 
@@ -134,4 +135,4 @@ def _chosen(tokens: Sequence[int], device: torch.device) -> slice | Tensor:
     """Return an index of tokens, which are in order."""
     if tokens[-1] - tokens[0] == len(tokens) - 1:
         return slice(tokens[0], tokens[-1] + 1)
-    return torch.tensor(tokens, device=device)
+    return placed_on(device, torch.tensor(tokens))

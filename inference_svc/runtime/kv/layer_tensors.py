@@ -14,6 +14,8 @@ from typing import ClassVar, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from inference_svc.runtime.memory import placed_on
+
 
 @dataclass(frozen=True)
 class LayerShape:
@@ -257,7 +259,7 @@ class Places:
         self._first = slots[0] if slots else 0
         self._index: Tensor | None = None
         if any(slot != self._first + offset for offset, slot in enumerate(slots)):
-            self._index = torch.tensor(slots).to(device, non_blocking=True)
+            self._index = placed_on(device, torch.tensor(slots))
 
     @classmethod
     def at(cls, index: Tensor) -> "Places":

@@ -34,7 +34,7 @@ from inference_svc.runtime.kv.layer_tensors import (
 )
 from inference_svc.runtime.kv.sequence_kv import SequenceKv
 from inference_svc.runtime.kv.states import StateShape
-from inference_svc.runtime.memory import allocate_region, populate
+from inference_svc.runtime.memory import allocate_region, placed_on, populate
 from shared.types.units import ceil_div
 
 
@@ -62,7 +62,7 @@ class PageTable:
         self.pages = list(pages)
         self.numbers = torch.tensor(self.pages, dtype=torch.int32)
         self.host_numbers = self.numbers.numpy()
-        self._index = self.numbers.to(self._device)
+        self._index = placed_on(self._device, self.numbers)
         # Per page: the page number behind the last that lies side by side with it.
         self._run_ends = [number + 1 for number in range(len(pages))]
         for number in reversed(range(len(pages) - 1)):
@@ -155,7 +155,7 @@ class PagedTokens:
     def copy_pages(self, copies: Sequence[PageCopy]) -> None:
         """Copy whole pages of all layers."""
         sources, targets = (
-            torch.tensor(pages, device=self.device)
+            placed_on(self.device, torch.tensor(pages))
             for pages in zip(*[(copy.source, copy.target) for copy in copies], strict=True)
         )
         for layer in self.slots.layers:

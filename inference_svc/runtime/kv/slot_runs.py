@@ -10,6 +10,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from inference_svc.runtime.memory import placed_on
+
 
 class TokenRun(ABC):
     """Some tokens of slots, in an order."""
@@ -36,7 +38,7 @@ class TokenRun(ABC):
         kept = self._kept
         key = (threading.get_ident(), device, slot_size, token_size)
         if key not in kept:
-            kept[key] = self.distances(slot_size, token_size).to(device, non_blocking=True)
+            kept[key] = placed_on(device, self.distances(slot_size, token_size))
         return kept[key]
 
     @cached_property

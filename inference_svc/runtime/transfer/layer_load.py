@@ -25,6 +25,7 @@ from inference_svc.runtime.kv.arena_kv import ArenaKv, part_of
 from inference_svc.runtime.kv.layer_tensors import TokenTensors
 from inference_svc.runtime.kv.sequence_kv import SequenceKv, WriteBuffer
 from inference_svc.runtime.kv.slot_runs import ScatteredTokens, SlotRun
+from inference_svc.runtime.memory import placed_on
 from inference_svc.runtime.positions.recipes import Calibration, PostRotary
 from inference_svc.runtime.positions.rotary import RotaryTable
 from inference_svc.runtime.positions.rotation import EmbedKernel, Tables, Turn
@@ -96,12 +97,22 @@ class LayerLoader:
                 self._embed(source, layer_index, component, recipe.rotary, recipe.post)
             else:
                 self._land(source, layer_index, component, recipe.rotary, self._kernel)
-        if self._tail is not None and source.tail_tokens is not None:
-            slot_id, start, count = source.tail_tokens
-            places = self._tail.places(self._tail.first_token, count)
-            for component in range(len(self._layers[layer_index].components)):
-                stored = self._arena.view(layer_index, component)[slot_id, start : start + count]
-                places.write(self._tail.components[component][layer_index], stored)
+        if self._tail is not None and source.tail_run is not None:
+            self._keep_tail(source, source.tail_run, self._tail, layer_index)
+
+    def _keep_tail(
+        self, source: "_Source", run: SlotRun, tail: WriteBuffer, layer_index: int
+    ) -> None:
+        """Copy the tokens of a run as they are stored to where the tail begins."""
+        for component in range(len(self._layers[layer_index].components)):
+            kept = tail.components[component][layer_index]
+            if self._kernel is not None:
+                places = source.places_in_tail(tail, run)
+                self._arena.gather_to(layer_index, component, run, kept, places)
+            else:
+                stored = self._arena.view(layer_index, component)[run.slot_ids[0]]
+                places_here = tail.places(tail.first_token, run.num_tokens)
+                places_here.write(kept, stored.narrow(0, run.start, run.num_tokens))
 
     def _place(self, source: "_Source", layer_index: int, component: int) -> None:
         """Copy tokens as they are to their token slots."""
@@ -217,7 +228,7 @@ class _Source:
     Attributes:
         first: position of the first token.
         runs: what can be gathered in one call each.
-        tail_tokens: (slot, first token in it, number of tokens) that the tail keeps, if any.
+        tail_run: those of the last slot that the tail keeps, if any.
         pieces: what is turned in one go, by thread, table and shape of a key.
         landings: the same for a kernel, by thread and table.
     """
@@ -226,10 +237,11 @@ class _Source:
         self.first = spans[0].token_offset
         self.runs = list(_runs(spans))
         self.num_tokens = sum(run.num_tokens for run in self.runs)
-        self.tail_tokens = _tail_tokens(spans, tail)
+        self.tail_run = _tail_run(spans, tail)
         self.pieces: dict[tuple[int, RotaryTable, tuple[int, int]], list[_Piece]] = {}
         self.landings: dict[tuple[int, RotaryTable], list[_Landing]] = {}
         self._places: dict[int, list[tuple[Run, Tensor]]] = {}
+        self._tail_places: dict[int, Tensor] = {}
 
     def places_in(self, tokens: TokenTensors) -> list[tuple[Run, Tensor]]:
         """Return the runs, and where each goes, [n] int64 on the device; made on this thread."""
@@ -240,6 +252,14 @@ class _Source:
                 for run, first in _placed(self.runs, self.first)
             ]
         return self._places[thread]
+
+    def places_in_tail(self, tail: WriteBuffer, run: SlotRun) -> Tensor:
+        """Return where the tail keeps its first tokens, [n] int64 on the device; as `places_in`."""
+        thread = threading.get_ident()
+        if thread not in self._tail_places:
+            slots = tail.slots_of(tail.first_token, run.num_tokens)
+            self._tail_places[thread] = placed_on(tail.device, torch.tensor(slots))
+        return self._tail_places[thread]
 
 
 class _Piece(NamedTuple):
@@ -350,8 +370,8 @@ def _place_of(run: Run, tokens: Tensor, first: int) -> Tensor:
     )
 
 
-def _tail_tokens(spans: Sequence[Span], tail: WriteBuffer | None) -> tuple[int, int, int] | None:
-    """Return (slot, first token in it, number of tokens) that the tail keeps, if any."""
+def _tail_run(spans: Sequence[Span], tail: WriteBuffer | None) -> SlotRun | None:
+    """Return those tokens of the last span that the tail keeps, if any."""
     if tail is None:
         return None
     last = spans[-1]
@@ -362,4 +382,4 @@ def _tail_tokens(spans: Sequence[Span], tail: WriteBuffer | None) -> tuple[int, 
             f"a tail with room for tokens {tail.first_token} to {tail.room_end}, for a last span "
             f"of {last.num_tokens} at {last.token_offset}"
         )
-    return (last.slot_id, last.start + skipped, count) if count else None
+    return SlotRun([last.slot_id], last.start + skipped, count) if count else None
