@@ -49,6 +49,7 @@ def copy_tokens(
         item: tl.constexpr = tl.int16
     else:
         item: tl.constexpr = tl.uint8
+    slots = slots.to(tl.int64)  # an address that is small comes as an int32
     slots = tl.multiple_of(slots.to(tl.pointer_type(item)), ALIGNMENT)
     memory = tl.multiple_of(memory.to(tl.pointer_type(item)), ALIGNMENT)
     cuts: tl.constexpr = (ITEMS + BLOCK_ITEMS - 1) // BLOCK_ITEMS
