@@ -55,6 +55,8 @@ def parts(*, is_tiny: bool, pairs: int = 0) -> list[Part]:
         is_tiny: for a CPU.
         pairs: rounds of each bench; 0: as many as there is time for in nine minutes.
     """
+    # Most of the tests' time is the compiling of kernels, on the CPU.
+    processes = max(1, min(8, (os.cpu_count() or 1) // 2))
     many, few = (str(pairs or usual) for usual in (5, 3))
     if is_tiny:
         model = ["--random", "4x256", "--device", "cpu", "--threads", "1", "--pairs", "1"]
@@ -82,7 +84,10 @@ def parts(*, is_tiny: bool, pairs: int = 0) -> list[Part]:
         Part(
             "tests",
             "kernels and copies are right on this device",
-            ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not long", "tests/gpu"],
+            [
+                *("-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not long", "tests/gpu"),
+                *("-n", str(processes)),
+            ],
             150,
             is_bench=False,
         ),
