@@ -12,6 +12,7 @@ import mmap
 import statistics
 import sys
 import time
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -77,35 +78,31 @@ def attention():
     rate = 2 * 8192**3 / device_s(lambda: matrix @ matrix)
     say("matrix product", f"{rate / 1e12:.0f} TFLOP/s")
     for name, parts in ATTENDED.items():
-        counts = [-(-length // PAGE_TOKENS) for _, length in parts]
-        pages = torch.randperm(sum(counts), dtype=torch.int32).split(counts)
-        made = {"device": DEVICE, "dtype": torch.bfloat16}
-        keys, values = torch.randn(2, sum(counts) * PAGE_TOKENS, KV_HEADS, DIM, **made).unbind(0)
-        query = torch.randn(sum(new for new, _ in parts), HEADS, DIM, **made)
-        of_parts = [(table, *sizes) for table, sizes in zip(pages, parts, strict=True)]
-        step, call = PageStep.placed(of_parts, PAGE_TOKENS, DEVICE), PageCall(DIM**-0.5)
-        seconds = device_s(lambda: attend_pages(query, keys, values, step, call))  # noqa: B023
-        num_pairs = sum(new * length - new * (new - 1) // 2 for new, length in parts)
-        operations = 4 * num_pairs * HEADS * DIM
-        read = 2 * sum(length for _, length in parts) * TOKEN_BYTES
-        figures = [
-            f"{seconds * 1e6:8.1f} us",
-            f"{operations / seconds / 1e12:6.1f} TFLOP/s",
-            f"{read / seconds / 1e9:7.0f} GB/s",
-        ]
-        if parts[0][0] == parts[0][1]:
-            by_heads = [tokens.transpose(0, 1)[None].contiguous() for tokens in (keys, values)]
-            ours = query.transpose(0, 1)[None].contiguous()
-            theirs = device_s(
-                lambda: scaled_dot_product_attention(
-                    ours,  # noqa: B023
-                    *by_heads,  # noqa: B023
-                    is_causal=True,
-                    enable_gqa=True,
-                )
-            )
-            figures.append(f"torch, side by side: {theirs * 1e6:.1f} us")
-        say(name, *figures)
+        say(name, *attended(parts))
+
+
+def attended(parts):
+    """The figures of one shape."""
+    counts = [-(-length // PAGE_TOKENS) for _, length in parts]
+    pages = torch.randperm(sum(counts), dtype=torch.int32).split(counts)
+    made = {"device": DEVICE, "dtype": torch.bfloat16}
+    keys, values = torch.randn(2, sum(counts) * PAGE_TOKENS, KV_HEADS, DIM, **made).unbind(0)
+    query = torch.randn(sum(new for new, _ in parts), HEADS, DIM, **made)
+    of_parts = [(table, *sizes) for table, sizes in zip(pages, parts, strict=True)]
+    step, call = PageStep.placed(of_parts, PAGE_TOKENS, DEVICE), PageCall(DIM**-0.5)
+    seconds = device_s(lambda: attend_pages(query, keys, values, step, call))
+    num_pairs = sum(new * length - new * (new - 1) // 2 for new, length in parts)
+    operations = 4 * num_pairs * HEADS * DIM
+    read = 2 * sum(length for _, length in parts) * TOKEN_BYTES
+    yield f"{seconds * 1e6:8.1f} us"
+    yield f"{operations / seconds / 1e12:6.1f} TFLOP/s"
+    yield f"{read / seconds / 1e9:7.0f} GB/s"
+    if parts[0][0] == parts[0][1]:
+        ours, *theirs = (kept.transpose(0, 1)[None].contiguous() for kept in (query, keys, values))
+        of_torch = partial(
+            scaled_dot_product_attention, ours, *theirs, is_causal=True, enable_gqa=True
+        )
+        yield f"torch, side by side: {device_s(of_torch) * 1e6:.1f} us"
 
 
 def copies():

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections import Counter, defaultdict
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -128,12 +129,12 @@ async def measure(work, history):
             return (await session.turn(source, NEW_TOKENS, 1)).ttft_s
 
         for batch in (1, 16):
-            await shown(f"a step of {batch}", lambda: step_s(batch), engine)  # noqa: B023
+            await shown(f"a step of {batch}", partial(step_s, batch), engine)
         await shown("a prompt of 4096", prompt_s, engine)
         await session.grow(history)
         for source in ("resident", "kvd"):
             what = f"{NEW_TOKENS} new over {history}, {source}"
-            await shown(what, lambda: ttft_s(source), engine)  # noqa: B023
+            await shown(what, partial(ttft_s, source), engine)
 
 
 def main():

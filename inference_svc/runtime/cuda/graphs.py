@@ -11,7 +11,6 @@ class CudaCapture:
 
     They may, since they are replayed one at a time, and nothing that one leaves in the pool is read
     after another has run.
-
     """
 
     def __init__(self, device: torch.device) -> None:

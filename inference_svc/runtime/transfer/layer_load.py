@@ -98,21 +98,10 @@ class LayerLoader:
             else:
                 self._land(source, layer_index, component, recipe.rotary, self._kernel)
         if self._tail is not None and source.tail_run is not None:
-            self._keep_tail(source, source.tail_run, self._tail, layer_index)
-
-    def _keep_tail(
-        self, source: "_Source", run: SlotRun, tail: WriteBuffer, layer_index: int
-    ) -> None:
-        """Copy the tokens of a run as they are stored to where the tail begins."""
-        for component in range(len(self._layers[layer_index].components)):
-            kept = tail.components[component][layer_index]
-            if self._kernel is not None:
-                places = source.places_in_tail(tail, run)
-                self._arena.gather_to(layer_index, component, run, kept, places)
-            else:
-                stored = self._arena.view(layer_index, component)[run.slot_ids[0]]
-                places_here = tail.places(tail.first_token, run.num_tokens)
-                places_here.write(kept, stored.narrow(0, run.start, run.num_tokens))
+            places = source.places_in_tail(self._tail, source.tail_run)
+            for component in range(len(self._layers[layer_index].components)):
+                kept = self._tail.components[component][layer_index]
+                self._arena.gather_to(layer_index, component, source.tail_run, kept, places)
 
     def _place(self, source: "_Source", layer_index: int, component: int) -> None:
         """Copy tokens as they are to their token slots."""
