@@ -15,6 +15,7 @@ from kvd.plan.options import (
     CostArguments,
     EngineArguments,
     KvdArguments,
+    ServerArguments,
     option,
 )
 from kvd.wire.messages import recorded_turns
@@ -58,6 +59,7 @@ class InsteadArguments:
     ArrivalArguments,
     EngineArguments,
     CapacityArguments,
+    ServerArguments,
     KvdArguments,
     CostArguments,
     InsteadArguments,
@@ -66,6 +68,7 @@ def plan(
     arrivals: ArrivalArguments,
     engine: EngineArguments,
     capacity: CapacityArguments,
+    servers: ServerArguments,
     kvd: KvdArguments,
     cost: CostArguments,
     instead: InsteadArguments,
@@ -95,7 +98,7 @@ def plan(
     if cost.plot is not None:
         check_plot(cost.plot)
     check_json(cost.json_to)
-    request = request_of(arrivals, engine, capacity, kvd, cost, tuple(sys.argv))
+    request = request_of(arrivals, engine, capacity, servers, kvd, cost, tuple(sys.argv))
     with progress_bar("replaying", request.num_replays * request.workload.num_turns) as on_progress:
         report = make_plan(request, on_progress)
     print_report(as_document(report), lambda _: tables(report), cost.json_to)

@@ -6,6 +6,7 @@ before the first replay.
 
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 
@@ -13,6 +14,7 @@ from kvd.core.eviction.policies import POLICIES
 from kvd.plan.agents import agents
 from kvd.plan.belady import BeladyPolicy
 from kvd.plan.figures import Capacity
+from kvd.plan.fleet import FleetOptions
 from kvd.plan.formats.filling import Filling
 from kvd.plan.generate import sharegpt_like
 from kvd.plan.hardware import EngineConstants, Hardware, PlannedModel, ReplayOptions, engine_at_load
@@ -23,15 +25,19 @@ from kvd.plan.options import (
     CostArguments,
     EngineArguments,
     KvdArguments,
+    ServerArguments,
 )
 from kvd.plan.planning import PlanRequest, check_window, footprint_bytes
 from kvd.plan.prices import GPUS_OF_MODEL, Prices, read_prices
+from kvd.plan.routing import ROUTINGS
 from kvd.plan.sizes import (
     DEFAULT_SHARES,
     BadOptionError,
+    duration_of,
     format_size,
+    names_of,
+    numbers_of,
     parts_of,
-    policies_of,
     rate_of,
     share_of,
     size_of,
@@ -45,6 +51,8 @@ from shared.types.kv_layout import MAX_STATE_BYTES
 
 GENERATORS = ("sharegpt-like", "agents")
 KNOWN_POLICIES = (*POLICIES, BeladyPolicy.name)
+POLICIES_TO_TRY = "lru,predictive,belady"
+SEVERAL_SERVERS_POLICY = "predictive"  # the daemon's own: servers are what is compared then
 MS_PER_S = 1e3
 
 
@@ -52,6 +60,7 @@ def request_of(
     arrivals: ArrivalArguments,
     engine: EngineArguments,
     capacity: CapacityArguments,
+    servers: ServerArguments,
     kvd: KvdArguments,
     cost: CostArguments,
     command: tuple[str, ...],
@@ -62,7 +71,8 @@ def request_of(
         ReportedError: an option or a file is not usable.
     """
     model = _model(engine)
-    workload = _workload(arrivals, model)
+    fleets = fleets_of(servers, arrivals.seed)
+    workload = _workload(arrivals, model, max(fleet.share for fleet in fleets))
     if kvd.positions == "coupled":
         workload = workload.with_coupled_positions()
     elif model.state_bytes:
@@ -73,20 +83,55 @@ def request_of(
         ssd_bytes=0,
         ssd_bytes_per_s=rate_of(capacity.ssd_bandwidth, "--ssd-bandwidth"),
         pcie_bytes_per_s=rate_of(capacity.pcie_bandwidth, "--pcie-bandwidth"),
-        engine=_engine(engine, workload),
+        engine=_engine(engine, workload, fleets),
     )
     return PlanRequest(
         workload=workload,
         model=model,
         hardware=hardware,
         options=_options(arrivals, kvd, model, workload),
-        capacities=_capacities(capacity, footprint_bytes(workload, model, kvd.charge)),
-        policies=policies_of(kvd.policy, KNOWN_POLICIES),
+        capacities=_capacities(capacity, fleets, footprint_bytes(workload, model, kvd.charge)),
+        policies=names_of(
+            kvd.policy or (SEVERAL_SERVERS_POLICY if _are_several(fleets) else POLICIES_TO_TRY),
+            KNOWN_POLICIES,
+            "policy",
+        ),
         prices=read_prices(cost.prices) if cost.prices else Prices(),
         num_gpus=cost.gpus or GPUS_OF_MODEL.get(model.name, 1),
         num_workers=cost.jobs or len(os.sched_getaffinity(0)),
         command=command,
+        fleets=fleets,
     )
+
+
+def fleets_of(asked: ServerArguments, seed: int) -> list[FleetOptions]:
+    """List the servers that are asked for: each number of them with each routing.
+
+    Raises:
+        BadOptionError: an option is not usable.
+    """
+    numbers = numbers_of(asked.servers, "--servers")
+    routings = names_of(asked.routing, ROUTINGS, "routing")
+    given = FleetOptions(
+        remote_bytes_per_s=rate_of(asked.remote, "--remote") if asked.remote else 0.0,
+        remote_write=asked.remote_write,
+        quiet_s=duration_of(asked.remote_quiet, "--remote-quiet"),
+        failures_per_day=positive(asked.failures, "--failures", may_be_zero=True),
+        drains_per_day=positive(asked.drains, "--drains", may_be_zero=True),
+        away_s=duration_of(asked.away, "--away"),
+        seed=seed,
+    )
+    return [
+        replace(
+            given, num_servers=number, num_replayed=min(number, asked.replayed), routing=routing
+        )
+        for number in numbers
+        for routing in (routings if number > 1 else routings[:1])
+    ]
+
+
+def _are_several(fleets: Sequence[FleetOptions]) -> bool:
+    return any(fleet.num_servers > 1 for fleet in fleets)
 
 
 def _model(asked: EngineArguments) -> PlannedModel:
@@ -104,7 +149,8 @@ def _model(asked: EngineArguments) -> PlannedModel:
     return model
 
 
-def _workload(asked: ArrivalArguments, model: PlannedModel) -> Workload:
+def _workload(asked: ArrivalArguments, model: PlannedModel, share: float) -> Workload:
+    """Read the sessions, or draw the share of them that is replayed at most."""
     if (asked.trace is None) == (not asked.generate):
         raise BadOptionError(
             "which sessions to replay is not clear",
@@ -117,24 +163,29 @@ def _workload(asked: ArrivalArguments, model: PlannedModel) -> Workload:
         filling = Filling(asked.seed, rate, model.window_tokens)
         workload = read_workload(asked.trace, asked.format, filling)
     else:
-        drawn = _drawn(asked, rate, model)
-        workload = Workload(f"{asked.generate}, seed {asked.seed}", drawn)
+        drawn = _drawn(asked, max(1, round(asked.sessions * share)), rate * share, model)
+        workload = Workload(f"{asked.generate}, seed {asked.seed}", drawn, share)
     if asked.arrival_rate is not None:
-        return workload.with_arrival_rate(positive(asked.arrival_rate, "--arrival-rate"))
+        arrival_rate = positive(asked.arrival_rate, "--arrival-rate")
+        return workload.with_arrival_rate(arrival_rate * workload.share)
     return workload
 
 
-def _drawn(asked: ArrivalArguments, rate: float, model: PlannedModel) -> list[Session]:
+def _drawn(
+    asked: ArrivalArguments, num_sessions: int, rate: float, model: PlannedModel
+) -> list[Session]:
     if asked.generate not in GENERATORS:
         raise BadOptionError(
             f"no such generator: {asked.generate}", f"name {', '.join(GENERATORS)}"
         )
     if asked.generate == "agents":
-        return agents(asked.sessions, rate, asked.seed)
-    return sharegpt_like(asked.sessions, rate, model.window_tokens, asked.seed)
+        return agents(num_sessions, rate, asked.seed)
+    return sharegpt_like(num_sessions, rate, model.window_tokens, asked.seed)
 
 
-def _engine(asked: EngineArguments, workload: Workload) -> EngineConstants:
+def _engine(
+    asked: EngineArguments, workload: Workload, fleets: Sequence[FleetOptions]
+) -> EngineConstants:
     """Take defaults, then calibration, then what is given, then the load that is asked for."""
     engine = calibrated(EngineConstants(), asked.calibration or ())
     if asked.slots is not None:
@@ -150,7 +201,11 @@ def _engine(asked: EngineArguments, workload: Workload) -> EngineConstants:
     if asked.load is None:
         return engine
     workload.check_rate("--load")
-    return engine_at_load(workload.sessions, engine, positive(asked.load, "--load"))
+    numbers = {fleet.num_servers for fleet in fleets}
+    if len(numbers) > 1:
+        raise BadOptionError("--load is of one number of servers", "give one, or leave --load out")
+    load_of_all = positive(asked.load, "--load") * numbers.pop() * workload.share
+    return engine_at_load(workload.sessions, engine, load_of_all)
 
 
 def _seconds(given_ms: float | None, option: str, otherwise_s: float) -> float:
@@ -181,7 +236,9 @@ def _options(
     )
 
 
-def _capacities(asked: CapacityArguments, footprint: int) -> list[Capacity]:
+def _capacities(
+    asked: CapacityArguments, fleets: Sequence[FleetOptions], footprint: int
+) -> list[Capacity]:
     has_sizes = bool(asked.dram or asked.ssd)
     if has_sizes and asked.capacity_share:
         raise BadOptionError(
@@ -189,6 +246,10 @@ def _capacities(asked: CapacityArguments, footprint: int) -> list[Capacity]:
         )
     if has_sizes:
         return swept_capacities(asked.hbm, asked.dram, asked.ssd)
+    if _are_several(fleets):
+        raise BadOptionError(
+            "what each server has is not said", "give --dram and --ssd: these are each server's"
+        )
     shares = asked.capacity_share or DEFAULT_SHARES
     return shared_capacities(asked.hbm, shares, asked.dram_share, footprint)
 

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from kvd.plan.fleet import ONE_SERVER, FleetOptions
 from kvd.plan.hardware import EngineConstants, PlannedModel
 from kvd.plan.outcome import Outcome
 from kvd.plan.prices import Cost, Prices
@@ -43,6 +44,9 @@ class Result:
     """One policy with one capacity.
 
     Attributes:
+        capacity: each server's.
+        outcome: what was measured of the servers that were replayed.
+        cost: cost of all servers.
         cost_ratio: cost, divided by that of recomputing everything; 0: that costs nothing.
     """
 
@@ -51,6 +55,24 @@ class Result:
     outcome: Outcome
     cost: Cost
     cost_ratio: float
+    fleet: FleetOptions = ONE_SERVER
+
+    def of_all(self, value: float) -> float:
+        """Return what all servers have of what was measured of those that were replayed."""
+        return value / self.fleet.share
+
+    @property
+    def store_requests_per_s(self) -> float:
+        """Requests of all servers to the remote store."""
+        outcome = self.outcome
+        requests = self.of_all(outcome.store_puts + outcome.store_gets)
+        return requests / outcome.span_s if outcome.span_s else 0.0
+
+    @property
+    def cost_of_million(self) -> float:
+        """Cost of a million prompt tokens; 0: there were none."""
+        tokens = self.of_all(self.outcome.prompt_tokens)
+        return self.cost.total / tokens * 1e6 if tokens else 0.0
 
     def as_dict(self) -> dict[str, Any]:
         """Return it flat, as a row of a table."""
@@ -60,6 +82,7 @@ class Result:
             **asdict(self.outcome),
             "cost": self.cost.as_dict(),
             "cost_against_re": self.cost_ratio,
+            "fleet": asdict(self.fleet),
         }
 
 
@@ -163,6 +186,8 @@ def knee_of(points: Sequence[tuple[float, float]]) -> int | None:
 def _name(result: Result, results: Sequence[Result], *, has_hbms: bool) -> str:
     """Name a curve, by DRAM too if several sizes of it stand beside the same SSD."""
     parts = [result.policy]
+    if result.fleet.num_servers > 1:
+        parts.append(f"{result.fleet.num_servers} servers, {result.fleet.routing}")
     capacity = result.capacity
     if has_hbms:
         parts.append(f"HBM {format_size(capacity.hbm_bytes)}")

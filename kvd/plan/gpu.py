@@ -44,7 +44,7 @@ class Gpu:
 
     def add(self, prefill: Prefill, now_ns: int) -> None:
         """Queue a turn's prefill."""
-        self._advance(now_ns)
+        self.advance(now_ns)
         self._prefills.append(prefill)
         if len(self._prefills) == 1:
             self._prefill_ends_ns = now_ns + prefill.prefill_ns
@@ -71,7 +71,7 @@ class Gpu:
 
     def end_prefill(self, now_ns: int) -> int | None:
         """Take the session whose prefill ends now, and let it decode; None: no prefill ends."""
-        self._advance(now_ns)
+        self.advance(now_ns)
         if not self._prefills or self._prefill_ends_ns > now_ns:
             return None
         ended = self._prefills.popleft()
@@ -82,12 +82,13 @@ class Gpu:
 
     def end_decode(self, now_ns: int) -> int | None:
         """Take the session whose decode ends now; None: no decode does."""
-        self._advance(now_ns)
+        self.advance(now_ns)
         if self._prefills or not self._decodes or self._decodes[0][0] > self._decode_clock_ns:
             return None
         return heappop(self._decodes)[1]
 
-    def _advance(self, now_ns: int) -> None:
+    def advance(self, now_ns: int) -> None:
+        """Let time pass, and count it."""
         passed_ns = now_ns - self._now_ns
         self._now_ns = now_ns
         if self._prefills:

@@ -6,10 +6,11 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from kvd.plan.fleet import RemoteWrite
 from kvd.plan.hardware import Charge, LoadPolicy, Positions, TierMode
 
 _ARRIVES, _ENGINE, _CAPACITY = "What arrives", "Model and engine", "Capacities"
-_KVD, _OUTPUT = "What kvd does", "What comes out"
+_SERVERS, _KVD, _OUTPUT = "Several servers", "What kvd does", "What comes out"
 
 
 def option(panel: str, explanation: str, *names: str, **more: Any) -> Any:
@@ -95,13 +96,49 @@ class CapacityArguments:
 
 
 @dataclass(frozen=True, slots=True)
+class ServerArguments:
+    """How many servers there are, and what moves between them."""
+
+    servers: Annotated[
+        str, option(_SERVERS, "How many to try: 1,10,100. Sessions and their rate are of all.")
+    ] = "1"
+    replayed: Annotated[
+        int, option(_SERVERS, "At most so many are replayed, with their share of sessions.", min=1)
+    ] = 16
+    routing: Annotated[
+        str, option(_SERVERS, "Names, or all: random, ring (consistent hash), session.")
+    ] = "session"
+    remote: Annotated[
+        str, option(_SERVERS, "Of each server to and from the remote store, e.g. 3GB/s.")
+    ] = ""
+    remote_write: Annotated[
+        RemoteWrite, option(_SERVERS, "Stored there: all, or what a server holds that drains.")
+    ] = "all"
+    remote_quiet: Annotated[
+        str, option(_SERVERS, "How long a session is left alone before that.")
+    ] = "10s"
+    failures: Annotated[
+        float, option(_SERVERS, "How often each is lost a day, with all that it holds.", min=0)
+    ] = 0.0
+    drains: Annotated[float, option(_SERVERS, "How often each is taken out a day.", min=0)] = 0.0
+    away: Annotated[str, option(_SERVERS, "For how long, either way.")] = "10m"
+
+
+@dataclass(frozen=True, slots=True)
 class KvdArguments:
     """What kvd and the engine do by default.
 
     To judge a policy by what it keeps, have it "always" loaded.
     """
 
-    policy: Annotated[str, option(_KVD, "Names, or all.")] = "lru,predictive,belady"
+    policy: Annotated[
+        str,
+        option(
+            _KVD,
+            "Names, or all.",
+            show_default="lru,predictive,belady; of several servers predictive",
+        ),
+    ] = ""
     tiers: Annotated[TierMode, option(_KVD, "Whether SSD keeps what DRAM has.")] = "inclusive"
     charge: Annotated[Charge, option(_KVD, "A session takes its bytes, or a window.")] = "packed"
     ttl: Annotated[str, option(_KVD, 'How long sessions are kept, or "never".')] = "7d"

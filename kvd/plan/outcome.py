@@ -7,7 +7,7 @@ the turn's arrival; and from its start, without the wait in the queue (the paper
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 
 from kvd.core.records.records import Tier
 from shared.types.units import NS_PER_S
@@ -27,7 +27,11 @@ class TurnRecord:
         num_ahead: requests that waited when it arrived.
         was_resident: whether its session was in DRAM when it arrived.
         is_of_tools: whether it comes with the results of tools that the answer before it called.
+        answered_ns: when its first token was there.
         lacks_part: whether tokens of it are held, but no state or window to load them with.
+        is_fetched: whether what was loaded came from the remote store.
+        has_moved: whether its session's turn before it was on another server.
+        stored_bytes: what it has left that was not stored before: of tokens, of states or windows.
     """
 
     arrived_ns: int
@@ -35,11 +39,15 @@ class TurnRecord:
     history_tokens: int
     new_tokens: int
     started_ns: int = 0
+    answered_ns: int = 0
     loaded_tokens: int = 0
     found_in: Tier | None = None
     was_resident: bool = False
     is_of_tools: bool = False
     lacks_part: bool = False
+    stored_bytes: tuple[int, int] = (0, 0)
+    is_fetched: bool = False
+    has_moved: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +85,15 @@ class Outcome:
         prefill_hours: the part of these that prefills took.
         ssd_bytes_written: bytes that saves and evictions wrote to SSD.
         recompute_load: load of the whole trace, without a cache: see `kvd.plan.hardware`.
+        moved_fu: turns that came to another server than the turn before them, per turn that has
+            history. This and what follows is of plans for several servers.
+        fetched_tok: history tokens that were fetched from the remote store, per history token.
+        num_retried: turns that began anew because their server was lost.
+        busiest: time in which the busiest server computed, divided by the mean of all of them.
+        bytes_pushed: bytes sent to the remote store.
+        store_puts: requests to the remote store that write an object.
+        prompt_tokens: tokens of all prompts, histories included.
+        store_gets: those that read one, or find that there is none.
     """
 
     num_turns: int
@@ -113,6 +130,15 @@ class Outcome:
     parts_of_ssd: float
     num_partless: int
     partless_fu: float
+    moved_fu: float = 0.0
+    fetched_tok: float = 0.0
+    num_retried: int = 0
+    busiest: float = 0.0
+    bytes_pushed: int = 0
+    bytes_fetched: int = 0
+    store_puts: int = 0
+    store_gets: int = 0
+    prompt_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,11 +150,21 @@ class Totals:
     prefill_ns: int = 0
     bytes_written: int = 0
     bytes_read: int = 0
+    bytes_pushed: int = 0
+    bytes_fetched: int = 0
+    store_puts: int = 0
+    store_gets: int = 0
+
+    def plus(self, other: "Totals") -> "Totals":
+        """Return what both count, at the later of their moments."""
+        now_ns = max(self.now_ns, other.now_ns)
+        pairs = zip(astuple(self)[1:], astuple(other)[1:], strict=True)
+        return Totals(now_ns, *map(sum, pairs))
 
 
 @dataclass(slots=True)
 class Tally:
-    """Sums over the measured turns; `started` and `answered` are called for each of them once."""
+    """Sums over the measured turns."""
 
     num_turns: int = 0
     num_with_history: int = 0
@@ -146,43 +182,42 @@ class Tally:
     prompt_tokens: int = 0
     stored_bytes: int = 0
     stored_parts_bytes: int = 0
+    num_moved: int = 0
+    fetched_tokens: int = 0
     held_bytes: Counter[Tier] = field(default_factory=Counter)  # summed over some moments
     held_parts_bytes: Counter[Tier] = field(default_factory=Counter)
     ttfts_ns: list[int] = field(default_factory=list)
     start_ttfts_ns: list[int] = field(default_factory=list)
     ahead: list[int] = field(default_factory=list)
 
-    def started(self, turn: TurnRecord) -> None:
-        """Count a turn by what it found."""
+    def add(self, turn: TurnRecord) -> None:
+        """Count a turn that is over."""
         self.num_turns += 1
         self.num_with_history += turn.history_tokens > 0
         self.history_tokens += turn.history_tokens
         self.loaded_tokens += turn.loaded_tokens
+        self.fetched_tokens += turn.loaded_tokens * turn.is_fetched
         self.prompt_tokens += turn.history_tokens + turn.new_tokens
         self.ahead.append(turn.num_ahead)
+        self.ttfts_ns.append(turn.answered_ns - turn.arrived_ns)
+        self.start_ttfts_ns.append(turn.answered_ns - turn.started_ns)
+        self.stored_bytes += sum(turn.stored_bytes)
+        self.stored_parts_bytes += turn.stored_bytes[1]
         if turn.history_tokens:
             self.num_resident += turn.was_resident
+            self.num_moved += turn.has_moved
             self.num_tool_returns += turn.is_of_tools
             self.num_resident_tools += turn.was_resident and turn.is_of_tools
         if not turn.loaded_tokens:
             self.num_partless += turn.lacks_part
             self.num_guarded += turn.found_in is not None and not turn.lacks_part
             return
-        in_dram, was_busy = turn.found_in is Tier.DRAM, turn.num_ahead >= BUSY_QUEUE
+        in_dram = turn.found_in is Tier.DRAM and not turn.is_fetched
+        was_busy = turn.num_ahead >= BUSY_QUEUE
         self.num_hits += 1
         self.num_dram_hits += in_dram
         self.num_hits_4_ahead += was_busy
         self.num_dram_hits_4_ahead += in_dram and was_busy
-
-    def answered(self, turn: TurnRecord, now_ns: int) -> None:
-        """Count a turn's first token."""
-        self.ttfts_ns.append(now_ns - turn.arrived_ns)
-        self.start_ttfts_ns.append(now_ns - turn.started_ns)
-
-    def stored(self, tokens_bytes: int, parts_bytes: int) -> None:
-        """Count what a turn has left that was not stored before."""
-        self.stored_bytes += tokens_bytes + parts_bytes
-        self.stored_parts_bytes += parts_bytes
 
     def sampled(self, held: Mapping[Tier, tuple[int, int]]) -> None:
         """Count what each tier holds at some moment: all bytes, and those of states or windows."""
@@ -228,6 +263,13 @@ class Tally:
             parts_of_ssd=self._parts_share(Tier.SSD),
             num_partless=self.num_partless,
             partless_fu=_share(self.num_partless, self.num_with_history),
+            moved_fu=_share(self.num_moved, self.num_with_history),
+            fetched_tok=_share(self.fetched_tokens, self.history_tokens),
+            prompt_tokens=self.prompt_tokens,
+            bytes_pushed=until.bytes_pushed - since.bytes_pushed,
+            bytes_fetched=until.bytes_fetched - since.bytes_fetched,
+            store_puts=until.store_puts - since.store_puts,
+            store_gets=until.store_gets - since.store_gets,
         )
 
     def _parts_share(self, tier: Tier) -> float:

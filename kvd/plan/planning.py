@@ -6,9 +6,11 @@ Pure but for the processes that replay, and for the time that they take.
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from typing import Any
 
 from kvd.plan.figures import RECOMPUTE, Capacity, PlanReport, Result, WorkloadFacts
+from kvd.plan.fleet import ONE_SERVER, FleetOptions
 from kvd.plan.hardware import Hardware, PlannedModel, ReplayOptions, most_bytes, recompute_load
 from kvd.plan.kept import most_states, most_windowed
 from kvd.plan.outcome import Outcome
@@ -30,6 +32,7 @@ class PlanRequest:
         hardware: the machine; its tiers are replaced by the capacities.
         options: options of each replay; their policy is replaced by the policies.
         num_workers: processes.
+        fleets: servers to try, each with every capacity.
     """
 
     workload: Workload
@@ -42,11 +45,12 @@ class PlanRequest:
     num_gpus: int
     num_workers: int
     command: tuple[str, ...]
+    fleets: Sequence[FleetOptions] = (ONE_SERVER,)
 
     @property
     def num_replays(self) -> int:
         """The baselines among them."""
-        return len(_baselines(self)) + len(self.capacities) * len(self.policies)
+        return len(_baselines(self)) + len(self.fleets) * len(self.capacities) * len(self.policies)
 
 
 def footprint_bytes(workload: Workload, model: PlannedModel, charge: str) -> int:
@@ -88,20 +92,24 @@ def make_plan(request: PlanRequest, on_progress: Callable[[int], None]) -> PlanR
     """
     started_s = time.monotonic()
     baselines = _baselines(request)
-    wanted = [(cap, policy) for cap in request.capacities for policy in request.policies]
+    wanted = [*product(request.capacities, request.fleets, request.policies)]
     cells = [
-        _cell(request, capacity, BASELINE_POLICY, load_policy="never") for capacity in baselines
+        _cell(request, capacity, fleet, BASELINE_POLICY, load_policy="never")
+        for capacity, fleet in baselines
     ]
-    cells += [_cell(request, capacity, policy) for capacity, policy in wanted]
+    cells += [_cell(request, *each) for each in wanted]
     outcomes = run_cells(request.workload.sessions, cells, request.num_workers, on_progress)
     of_baselines = tuple(
-        _result(request, RECOMPUTE, capacity, outcome, None)
-        for capacity, outcome in zip(baselines, outcomes, strict=False)
+        _result(request, capacity, fleet, RECOMPUTE, outcome, None)
+        for (capacity, fleet), outcome in zip(baselines, outcomes, strict=False)
     )
-    totals = {found.capacity.hbm_bytes: found.cost.total for found in of_baselines}
+    totals = {
+        (found.capacity.hbm_bytes, found.fleet.num_servers): found.cost.total
+        for found in of_baselines
+    }
     results = tuple(
-        _result(request, policy, capacity, outcome, totals[capacity.hbm_bytes])
-        for (capacity, policy), outcome in zip(wanted, outcomes[len(baselines) :], strict=True)
+        _result(request, *each, outcome, totals[each[0].hbm_bytes, each[1].num_servers])
+        for each, outcome in zip(wanted, outcomes[len(baselines) :], strict=True)
     )
     return PlanReport(
         command=request.command,
@@ -118,23 +126,30 @@ def make_plan(request: PlanRequest, on_progress: Callable[[int], None]) -> PlanR
     )
 
 
-def _baselines(request: PlanRequest) -> list[Capacity]:
-    """List the capacities of recomputing everything: only HBM makes a difference."""
+def _baselines(request: PlanRequest) -> list[tuple[Capacity, FleetOptions]]:
+    """List what recomputes everything: only HBM and the number of servers make a difference."""
     hbms = dict.fromkeys(capacity.hbm_bytes for capacity in request.capacities)
-    return [Capacity(hbm_bytes, 0, 0) for hbm_bytes in hbms]
+    fleets = {fleet.num_servers: fleet for fleet in request.fleets}
+    alone = [replace(fleet, remote_bytes_per_s=0.0) for fleet in fleets.values()]
+    return [(Capacity(hbm_bytes, 0, 0), fleet) for hbm_bytes in hbms for fleet in alone]
 
 
-def _cell(request: PlanRequest, capacity: Capacity, policy: str, **changes: Any) -> Cell:
+def _cell(
+    request: PlanRequest, capacity: Capacity, fleet: FleetOptions, policy: str, **changes: Any
+) -> Cell:
     return Cell(
         replace(request.hardware, **asdict(capacity)),
         replace(request.options, policy=policy, **changes),
+        fleet,
+        fleet.share / request.workload.share,
     )
 
 
 def _result(
     request: PlanRequest,
-    policy: str,
     capacity: Capacity,
+    fleet: FleetOptions,
+    policy: str,
     outcome: Outcome,
     baseline_cost: float | None,
 ) -> Result:
@@ -142,13 +157,13 @@ def _result(
     cost = cost_of(
         request.prices,
         num_gpus=request.num_gpus,
-        gpu_hours=outcome.gpu_hours,
+        gpu_hours=outcome.gpu_hours / fleet.share,
         storage_hours=outcome.span_s / _S_PER_H,
-        dram_bytes=capacity.dram_bytes,
-        ssd_bytes=capacity.ssd_bytes,
+        dram_bytes=capacity.dram_bytes * fleet.num_servers,
+        ssd_bytes=capacity.ssd_bytes * fleet.num_servers,
     )
     whole = cost.total if baseline_cost is None else baseline_cost
-    return Result(policy, capacity, outcome, cost, cost.total / whole if whole else 0.0)
+    return Result(policy, capacity, outcome, cost, cost.total / whole if whole else 0.0, fleet)
 
 
 def _facts(request: PlanRequest) -> WorkloadFacts:
@@ -161,7 +176,7 @@ def _facts(request: PlanRequest) -> WorkloadFacts:
         footprint_bytes=footprint_bytes(workload, request.model, request.options.charge),
         longest_tokens=workload.longest_tokens,
         span_s=workload.span_s,
-        recompute_load=recompute_load(workload.sessions, engine),
+        recompute_load=recompute_load(workload.sessions, engine) / workload.share,
         num_tool_turns=workload.num_tool_turns,
     )
 

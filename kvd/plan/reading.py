@@ -12,98 +12,14 @@ it.
 *Source:* look-ahead prefetching, CachedAttention §3.3.1.
 """
 
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from itertools import islice
-from typing import NamedTuple
 
 from kvd.core.eviction.session_placement import SessionPlacement
 from kvd.core.records.records import Tier
+from kvd.plan.channel import Channel, Transfer
 from kvd.plan.tiers import Tiers
 from shared.types.session_key import SessionKey
-from shared.types.units import NS_PER_S
-
-
-class Read(NamedTuple):
-    """One session's read.
-
-    Attributes:
-        number: tells it from the session's other reads.
-    """
-
-    session: int
-    num_bytes: int
-    number: int = 0
-
-
-@dataclass(slots=True)
-class SsdChannel:
-    """The SSD's read channel: one read at a time, demand before prefetch. Sessions are numbers.
-
-    Attributes:
-        bytes_read: bytes of all reads that have begun.
-    """
-
-    bytes_per_s: float
-    bytes_read: int = 0
-    _current: Read | None = None
-    _ends_ns: int = 0
-    _demands: deque[Read] = field(default_factory=deque)
-    _demand_bytes: int = 0
-    _num_reads: int = 0
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether a prefetch may begin."""
-        return self._current is None
-
-    def duration_ns(self, num_bytes: int) -> int:
-        """Return how long a read takes."""
-        return round(num_bytes / self.bytes_per_s * NS_PER_S)
-
-    def waits_ns(self, now_ns: int) -> int:
-        """Return how long a demand made now waits for its read to begin."""
-        if self._current is None:
-            return 0
-        return self.remaining_ns(now_ns) + self.duration_ns(self._demand_bytes)
-
-    def remaining_ns(self, now_ns: int) -> int:
-        """Return how long what is read now still takes."""
-        return self._ends_ns - now_ns if self._current else 0
-
-    def read(self, session: int, num_bytes: int, now_ns: int) -> Read:
-        """Read, at once or after the demands before it; a prefetch asks for an idle channel."""
-        self._num_reads += 1
-        read = Read(session, num_bytes, self._num_reads)
-        if self._current is None:
-            self._begin(read, now_ns)
-        else:
-            self._demands.append(read)
-            self._demand_bytes += num_bytes
-        return read
-
-    def next_ns(self) -> int | None:
-        """Return when a read ends next; None: nothing is read."""
-        return None if self._current is None else self._ends_ns
-
-    def end(self, now_ns: int) -> Read | None:
-        """Take the read that ends now, and begin the next demand; None: none ends."""
-        ended = self._current
-        if ended is None or self._ends_ns > now_ns:
-            return None
-        self._current = None
-        if self._demands:
-            read = self._demands.popleft()
-            self._demand_bytes -= read.num_bytes
-            self._begin(read, now_ns)
-        return ended
-
-    def _begin(self, read: Read, now_ns: int) -> None:
-        self._current = read
-        self.bytes_read += read.num_bytes
-        self._ends_ns = now_ns + self.duration_ns(read.num_bytes)
-
 
 MOST_RETURNING = 4  # sessions that are likely to return looked at, per look
 
@@ -120,7 +36,7 @@ class Reading:
         self,
         placement: SessionPlacement,
         tiers: Tiers,
-        channel: SsdChannel,
+        channel: Channel,
         dram_bytes: int,
         wanted_bytes: Callable[[SessionKey], int],
     ) -> None:
@@ -129,7 +45,7 @@ class Reading:
         self._channel = channel
         self._dram_bytes = dram_bytes
         self._wanted_bytes = wanted_bytes
-        self._wanted: dict[int, Read] = {}  # by session; under way, or demands that wait for it
+        self._wanted: dict[int, Transfer] = {}  # by session; under way, or demands that wait for it
 
     # ------------------------------------------------------------------------------ for a turn
 
@@ -144,13 +60,13 @@ class Reading:
         session = _session_of(key)
         if session not in self._wanted:
             self._tiers.begin_reading(key)
-            self._wanted[session] = self._channel.read(session, num_bytes, now_ns)
+            self._wanted[session] = self._channel.move(session, num_bytes, now_ns)
 
     def cancel(self, key: SessionKey) -> None:
         """Cancel the reads of a session; what is being read of it is not kept."""
         self._wanted.pop(_session_of(key), None)
 
-    def ended(self, key: SessionKey, read: Read) -> bool:
+    def ended(self, key: SessionKey, read: Transfer) -> bool:
         """Record that a read ended; returns whether it is wanted still."""
         if self._wanted.get(read.session) != read:
             return False
@@ -182,7 +98,7 @@ class Reading:
         if not self._tiers.reserve(key, now_ns):
             return False
         session = _session_of(key)
-        self._wanted[session] = self._channel.read(session, self._wanted_bytes(key), now_ns)
+        self._wanted[session] = self._channel.move(session, self._wanted_bytes(key), now_ns)
         return True
 
     def _is_in_time(self, key: SessionKey, starts_in_ns: int) -> bool:

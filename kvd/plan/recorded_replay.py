@@ -18,7 +18,8 @@ from kvd.core.eviction.session_placement import SessionPlacement
 from kvd.core.eviction.ttl import TtlClock
 from kvd.core.records.records import Tier
 from kvd.core.state.turn_log import RecordedTurn
-from kvd.plan.reading import Reading, SsdChannel
+from kvd.plan.channel import Channel
+from kvd.plan.reading import Reading
 from kvd.plan.tiers import Tiers
 from shared.types.queue_delta import QueueChange, QueuedRequest, RunningRequest
 from shared.types.session_key import SessionKey
@@ -98,7 +99,7 @@ class _RecordedReplay:
         self._keys = {turn.session: _key_of(turn) for turn in turns}
         self._ttl = TtlClock()
         self._deadlines_ns: dict[SessionKey, int] = {}
-        self._ssd = SsdChannel(cache.ssd_bytes_per_s)
+        self._ssd = Channel(cache.ssd_bytes_per_s)
         self._reading = Reading(
             self._placement, self._tiers, self._ssd, dram_bytes, self._tiers.num_bytes
         )

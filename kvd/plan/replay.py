@@ -1,49 +1,32 @@
-"""Replay of a trace in virtual time: one engine, its queue, and kvd's placement over byte counts.
+"""Replay of a trace in virtual time: sessions in a closed loop, and the servers that they come to.
 
-Pure. Closed loop: a turn comes when its session's previous answer is complete and the user has
-thought. A turn takes a slot in the order of the queue, waits for its history if that is on SSD,
-is prefilled (DRAM to HBM overlaps with it), decoded, and stored.
+Pure. A turn comes when its session's previous answer is complete and the user has thought; a
+routing says to which server, if there are several. What a server does with it says server.py.
 
-What is placed is decided by the daemon's own code: SessionPlacement gets the queue as an
-engine reports it, and is asked for victims, windows and what to read ahead.
+Of what happens at one moment, servers end what they do first; then servers come and go, then turns
+arrive, then TTLs pass.
 
-Of what happens at one moment, prefills end first, then decodes, then reads; then turns arrive, then
-TTLs pass. After each, turns start that can, and reading ahead is looked at.
-
-*Source:* the closed loop and the engine's constants follow CachedAttention §4.
+*Source:* the closed loop follows CachedAttention §4.
 """
 
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
-from heapq import heapify, heappop, heappush
+from dataclasses import replace as with_
+from heapq import heappop, heappush
 
-from kvd.core.eviction.policies import POLICIES
-from kvd.core.eviction.policy import EvictionPolicy, PolicyContext
-from kvd.core.eviction.session_placement import SessionPlacement
-from kvd.core.eviction.ttl import TtlClock
-from kvd.core.operations.sessions import RECHECK_NS
-from kvd.core.records.records import Tier
-from kvd.plan.belady import BeladyPolicy
-from kvd.plan.gpu import Gpu, Prefill
+from kvd.plan.fleet import ONE_SERVER, FleetOptions, Outage, draw_outages
 from kvd.plan.hardware import Costs, Hardware, ReplayOptions, recompute_load
-from kvd.plan.kept import NOTHING, Kept
+from kvd.plan.moving import Mover, RemoteStore
 from kvd.plan.outcome import Outcome, Tally, Totals, TurnRecord
-from kvd.plan.reading import Read, Reading, SsdChannel
-from kvd.plan.tiers import Tiers
+from kvd.plan.routing import ROUTINGS
+from kvd.plan.server import Request, Returns, Server, plan_key
 from kvd.plan.trace import Session, Turn
-from shared.types.load_choice import RecentStarts, Traffic, loading_pays
-from shared.types.queue_delta import QueueChange, QueuedRequest, RunningRequest
-from shared.types.session_key import SessionKey
 from shared.types.units import NS_PER_S
 
 __all__ = ["Replay", "ReplayOptions", "replay"]
 
-ENGINE = 1  # there is one
 PROGRESS_TURNS = 256  # between two reports
 SAMPLES = 64  # of what is in the tiers, at least if there are as many turns
-INTERVAL_SHARE = 1 / 16  # of the newest interval between two starts in the running mean
+ENDS, LEAVES, RETURNS, ARRIVES, EXPIRES = range(5)  # what happens at one moment, in this order
 
 
 def replay(
@@ -51,79 +34,76 @@ def replay(
     hardware: Hardware,
     options: ReplayOptions,
     on_progress: Callable[[int], None] = lambda _: None,
+    fleet: FleetOptions = ONE_SERVER,
 ) -> Outcome:
     """Replay a trace, start to end.
 
-    `on_progress` is called with the number of complete turns, now and then and at the end.
+    Args:
+        sessions: those of the servers that are replayed.
+        hardware: each server's.
+        options: what is assumed.
+        on_progress: called with the number of complete turns, now and then and at the end.
+        fleet: the servers.
 
     Raises:
-        KeyError: there is no such policy.
+        KeyError: there is no such policy, or routing.
     """
-    return Replay(sessions, hardware, options).run(on_progress)
-
-
-@dataclass(slots=True)
-class _Request:
-    """A turn that waits or runs."""
-
-    session: int
-    number: int
-    turn: Turn
-    record: TurnRecord
-    hbm_bytes: int
+    return Replay(sessions, hardware, options, fleet).run(on_progress)
 
 
 class Replay:
-    """One replay of a trace in virtual time; for one run."""
+    """One replay of a trace in virtual time; for one run.
+
+    Args:
+        sessions: those of the servers that are replayed.
+        hardware: each server's.
+        options: what is assumed.
+        fleet: the servers.
+        outages: when servers are away, in order; None: they are drawn as the fleet says.
+    """
 
     def __init__(
-        self, sessions: Sequence[Session], hardware: Hardware, options: ReplayOptions
+        self,
+        sessions: Sequence[Session],
+        hardware: Hardware,
+        options: ReplayOptions,
+        fleet: FleetOptions = ONE_SERVER,
+        *,
+        outages: Sequence[Outage] | None = None,
     ) -> None:
         self._sessions = sessions
         self._hardware = hardware
         self._options = options
+        self._fleet = fleet
         self._costs = Costs(sessions, hardware, options)
-        self._keys = [SessionKey("plan", "plan", str(i)) for i in range(len(sessions))]
-        self._kept: dict[SessionKey, Kept] = {}  # of what is held; what was, until it is asked for
-        self._returns_ns: dict[SessionKey, int] = {}  # when what is kept is wanted next
-        self._placement = SessionPlacement(
-            self._make_policy, lambda: hardware.dram_bytes + hardware.ssd_bytes
-        )
-        self._report_queue = partial(self._placement.change_queue, ENGINE)
-        self._tiers = Tiers(
-            self._placement,
-            {Tier.DRAM: hardware.dram_bytes, Tier.SSD: hardware.ssd_bytes},
-            charge=self._costs.charge,
-            are_exclusive=options.tiers == "exclusive",
-            watermark=options.watermark,
-        )
-        self._gpu = Gpu()
-        self._channel = SsdChannel(hardware.ssd_bytes_per_s)
-        self._reading = Reading(
-            self._placement, self._tiers, self._channel, hardware.dram_bytes, self._wanted_bytes
-        )
-        self._ttl = TtlClock()
-        self._deadlines_ns: dict[SessionKey, int] = {}
+        self._keys = [plan_key(session) for session in range(len(sessions))]
+        self._returns_ns = Returns()  # when what is kept is wanted next
+        self._store = RemoteStore() if fleet.remote_bytes_per_s else None
+        self._servers = [self._new_server() for _ in range(fleet.num_replayed)]
+        self._before = [Totals()] * len(self._servers)  # of those that were lost
+        self._away: dict[int, int] = {}  # servers, and when they are back
+        self._routing = ROUTINGS[fleet.routing](fleet)
+        self._routing.set_servers(range(len(self._servers)))
+        if outages is None:
+            outages = draw_outages(fleet, sessions[-1].start_s if sessions else 0.0)
+        self._outages = outages
         self._now_ns = 0
-        self._arrivals: list[tuple[int, int]] = []  # heap: when, which session
+        self._events: list[tuple[int, int, int]] = []  # heap: when, what, of whom
+        self._expected: dict[int, dict[int, int]] = {ENDS: {}, EXPIRES: {}}  # of which server, when
         self._next_turn = [0] * len(sessions)
+        self._last_server: list[int | None] = [None] * len(sessions)
         self._successors = {
             session.supersedes: number
             for number, session in enumerate(sessions)
             if session.supersedes is not None
         }
-        self._waiting: deque[_Request] = deque()
-        self._running: dict[int, _Request] = {}  # by session
         self._num_arrived = 0
+        self._num_retried = 0
         self._num_turns = sum(len(session.turns) for session in sessions)
-        self._started_ns: int | None = None  # the last turn
-        self._interval_ns = 0.0
-        self._starts = RecentStarts()
-        self._hbm_bytes = 0
         num_measured = self._num_turns - options.warmup_turns
         self._sample_every = max(1, num_measured // SAMPLES)
         self._tally = Tally()
-        self._since = Totals()
+        self._since = [Totals()] * len(self._servers)
 
     def run(self, on_progress: Callable[[int], None]) -> Outcome:
         """Replay it all."""
@@ -137,261 +117,193 @@ class Replay:
         return self.outcome()
 
     def begin(self) -> None:
-        """Have sessions' first turns come; `step` is to be called for each turn."""
-        self._arrivals = [
-            (round(session.start_s * NS_PER_S), number)
-            for number, session in enumerate(self._sessions)
-            if session.supersedes is None  # those come when another's last turn is complete
-        ]
-        heapify(self._arrivals)
+        """Have sessions' first turns come, and servers go; `step` is to be called for each turn."""
+        for number, session in enumerate(self._sessions):
+            if session.supersedes is None:  # those come when another's last turn is complete
+                heappush(self._events, (round(session.start_s * NS_PER_S), ARRIVES, number))
+        for number, outage in enumerate(self._outages):
+            heappush(self._events, (outage.starts_ns, LEAVES, number))
 
     def step(self) -> bool:
         """Let one thing happen, and what follows from it; returns whether a turn is complete."""
-        self._now_ns = self._next_ns()
+        at_ns, what, whom = heappop(self._events)
+        if what in (ENDS, EXPIRES):
+            if at_ns != self._expected[what].get(whom):
+                return False  # it was expected once
+            del self._expected[what][whom]
+        self._now_ns = max(self._now_ns, at_ns)
         is_complete = False
-        if (session := self._gpu.end_prefill(self._now_ns)) is not None:
-            self._answered(self._running[session])
-        elif (session := self._gpu.end_decode(self._now_ns)) is not None:
-            self._complete(self._running.pop(session))
-            is_complete = True
-        elif (read := self._channel.end(self._now_ns)) is not None:
-            self._was_read(read)
-        elif self._arrivals and self._arrivals[0][0] <= self._now_ns:
-            self._arrive(heappop(self._arrivals)[1])
+        if what == ENDS:
+            is_complete = self._end(whom)
+        elif what == LEAVES:
+            self._leave(self._outages[whom])
+        elif what == RETURNS:
+            self._return(whom)
+        elif what == ARRIVES:
+            self._arrive(whom)
         else:
-            self._expire()
-        while self._waiting and self._has_room(self._waiting[0]):
-            self._start(self._waiting.popleft())
-        self._reading.look_ahead(self._now_ns)
+            self._servers[whom].expire(self._now_ns)
+            self._expect(whom)
         return is_complete
 
     def outcome(self) -> Outcome:
         """Say what was measured so far."""
-        load = recompute_load(self._sessions, self._hardware.engine)
-        return self._tally.outcome(self._num_turns, load, self._since, self._totals())
+        load = recompute_load(self._sessions, self._hardware.engine) / len(self._servers)
+        until = [self._totals(number) for number in range(len(self._servers))]
+        outcome = self._tally.outcome(self._num_turns, load, _sum(self._since), _sum(until))
+        busy = [now.busy_ns - then.busy_ns for now, then in zip(until, self._since, strict=True)]
+        return with_(
+            outcome,
+            num_retried=self._num_retried,
+            busiest=max(busy) * len(busy) / sum(busy) if any(busy) else 0.0,
+        )
 
     def check(self) -> None:
         """Raise AssertionError if an invariant is broken."""
-        self._tiers.check()
-        self._placement.queue.check()
+        for server in self._servers:
+            server.check()
 
-    # --------------------------------------------------------------------------------------- events
+    # --------------------------------------------------------------------------------------- turns
 
-    def _next_ns(self) -> int:
-        """Return when something happens next."""
-        times = (
-            self._gpu.next_ns(),
-            self._channel.next_ns(),
-            self._arrivals[0][0] if self._arrivals else None,
-            self._ttl.next_deadline_ns(),
-        )
-        return max(self._now_ns, min(time for time in times if time is not None))
-
-    def _arrive(self, session: int) -> None:
-        key, turn = self._keys[session], self._turn(session)
+    def _arrive(self, session: int, since_ns: int | None = None) -> None:
+        """Bring a session's turn to a server, or keep it until there is one."""
+        if len(self._away) == len(self._servers):
+            heappush(self._events, (min(self._away.values()), ARRIVES, session))
+            return
+        number = self._routing.choose(session, self._now_ns) if len(self._servers) > 1 else 0
+        server, key, turn = self._servers[number], self._keys[session], self._turn(session)
         self._returns_ns.pop(key, None)
-        record = self._arriving(session, turn)
-        hbm_bytes = self._costs.held_bytes(turn.kept_tokens)
-        request = _Request(session, self._num_arrived, turn, record, hbm_bytes)
-        self._num_arrived += 1
-        self._waiting.append(request)
-        waiting = QueuedRequest((0, 0.0, request.number), key, turn.history_tokens)
-        self._report_queue(
-            QueueChange(waiting=[waiting], interval_ns=round(self._interval_ns)), self._now_ns
-        )
-
-    def _arriving(self, session: int, turn: Turn) -> TurnRecord:
-        """Begin to measure a turn; a first one may have its session supersede another."""
-        number, superseded = self._next_turn[session], self._sessions[session].supersedes
-        if not number and superseded is not None and self._options.tool_hints:
-            self._placement.policy.on_supersede(self._keys[superseded])
-        return TurnRecord(
-            self._now_ns,
-            len(self._waiting),
+        is_new = self._last_server[session] is None
+        has_moved = not is_new and self._last_server[session] != number
+        if not is_new and self._routing.forgets():
+            server.forget(key)
+            has_moved = True
+        index, superseded = self._next_turn[session], self._sessions[session].supersedes
+        if not index and superseded is not None and self._options.tool_hints:
+            server.supersede(self._keys[superseded])
+        record = TurnRecord(
+            self._now_ns if since_ns is None else since_ns,
+            server.num_waiting,
             turn.history_tokens,
             turn.new_tokens,
-            was_resident=self._tiers.find(self._keys[session]) is Tier.DRAM,
-            is_of_tools=number > 0 and bool(self._sessions[session].turns[number - 1].tools),
+            was_resident=server.holds_in_dram(key),
+            is_of_tools=index > 0 and bool(self._sessions[session].turns[index - 1].tools),
+            has_moved=has_moved,
         )
+        self._last_server[session] = number
+        hbm_bytes = self._costs.held_bytes(turn.kept_tokens)
+        request = Request(session, key, self._num_arrived, turn, record, hbm_bytes)
+        self._num_arrived += 1
+        server.arrive(request, self._now_ns)
+        self._expect(number)
 
-    def _start(self, request: _Request) -> None:
-        """Give a request a slot, and its history if that is held and loading pays."""
-        self._note_start()
-        key, record = self._keys[request.session], request.record
-        self._running[request.session] = request
-        self._hbm_bytes += request.hbm_bytes
-        self._report_queue(QueueChange(running=[RunningRequest(request.number, key)]), self._now_ns)
-        record.started_ns = self._now_ns
-        self._look_up(key, request.turn, record)
+    def _note_start(self, server: Server, request: Request) -> None:
         if request.number == self._options.warmup_turns:
-            self._since = self._totals()
-        if self._is_measured(request):
-            self._tally.started(record)
-            if self._costs.has_parts and request.number % self._sample_every == 0:
-                self._tally.sampled(self._tiers.shares(self._parts_bytes))
-        if record.found_in is Tier.SSD and record.loaded_tokens:
-            self._reading.demand(key, self._costs.loaded_bytes(record.loaded_tokens), self._now_ns)
-        else:
-            self._prefill(request)
+            self._since = [self._totals(number) for number in range(len(self._servers))]
+        is_sampled = self._is_measured(request) and request.number % self._sample_every == 0
+        if is_sampled and self._costs.has_parts:
+            self._tally.sampled(server.shares())
 
-    def _answered(self, request: _Request) -> None:
-        if self._is_measured(request):
-            self._tally.answered(request.record, self._now_ns)
+    def _end(self, number: int) -> bool:
+        """Let a server end one thing; returns whether that was a turn."""
+        server = self._servers[number]
+        over = server.step(self._now_ns)
+        if over is not None:
+            self._end_turn(number, server, over)
+        self._expect(number)
+        return over is not None
 
-    def _complete(self, request: _Request) -> None:
+    def _end_turn(self, number: int, server: Server, request: Request) -> None:
         """End a turn: its session is stored, and thinks."""
-        key, turns = self._keys[request.session], self._sessions[request.session].turns
-        self._hbm_bytes -= request.hbm_bytes
-        self._next_turn[request.session] += 1
-        is_last = self._next_turn[request.session] == len(turns)
-        follower = self._successors.get(request.session) if is_last else request.session
+        session = request.session
+        self._next_turn[session] += 1
+        is_last = self._next_turn[session] == len(self._sessions[session].turns)
+        follower = self._successors.get(session) if is_last else session
         if follower is not None:
             turn = self._turn(follower)
             think_ns = round(turn.think_s * self._options.think_scale * NS_PER_S)
             returns_ns = self._now_ns + think_ns
             if turn.history_tokens:
-                self._returns_ns[key] = returns_ns
-            heappush(self._arrivals, (returns_ns, follower))
-        self._report_queue(QueueChange(left=[request.number]), self._now_ns)
-        if self._options.load_policy == "never":
-            return
-        if is_last and self._options.end_hints:
-            self._placement.policy.on_end(key)
-            self._tiers.drop(key)  # an engine does not store a session's last turn
-            return
-        if request.turn.tools and self._options.tool_hints:  # before it is ranked to be stored
-            self._placement.policy.on_await(key, request.turn.tools, self._now_ns)
-        self._store(key, request)
-
-    def _was_read(self, read: Read) -> None:
-        """Take in a session that was read from SSD, for its turn or ahead of it."""
-        if self._reading.ended(self._keys[read.session], read) and read.session in self._running:
-            self._prefill(self._running[read.session])
-
-    def _expire(self) -> None:
-        """Drop sessions whose TTL has passed, but none of which a turn waits or runs."""
-        while (key := self._ttl.pop_due(self._now_ns)) is not None:
-            deadline_ns = self._deadlines_ns[key]
-            if deadline_ns > self._now_ns:
-                self._ttl.schedule(key, deadline_ns)
-            elif self._placement.is_busy(key):
-                continue  # it gets another when it is stored
-            elif self._tiers.is_reading(key):
-                self._ttl.schedule(key, self._now_ns + RECHECK_NS)
-            else:
-                self._tiers.drop(key)
-
-    # --------------------------------------------------------------------------------------- pieces
-
-    def _has_room(self, request: _Request) -> bool:
-        if len(self._running) >= self._hardware.engine.slots:
-            return False
-        hbm_bytes = self._hardware.hbm_bytes
-        return (
-            not hbm_bytes or not self._running or self._hbm_bytes + request.hbm_bytes <= hbm_bytes
-        )
-
-    def _look_up(self, key: SessionKey, turn: Turn, record: TurnRecord) -> None:
-        """Note where a turn's history is, and how many tokens of it are to be loaded."""
-        found_in = self._tiers.find(key)
-        kept = NOTHING if found_in is None else self._kept[key].within(turn.history_tokens)
-        self._kept[key] = kept
-        if not kept.num_tokens:
-            return
-        record.found_in, tokens = found_in, self._costs.loadable(kept)
-        record.lacks_part = not tokens
-        if self._options.load_policy == "always" or self._pays(key, turn, found_in, tokens):
-            record.loaded_tokens = tokens
-
-    def _pays(self, key: SessionKey, turn: Turn, found_in: Tier | None, tokens: int) -> bool:
-        """Whether loading so much of a turn's history pays, by the engine's own rule."""
-        wait_ns = 0
-        if found_in is Tier.SSD:
-            num_bytes = self._costs.loaded_bytes(tokens)
-            wait_ns = self._reading.expected_ns(key, num_bytes, self._now_ns)
-        traffic = Traffic(
-            num_waiting=len(self._waiting),
-            num_loading=len(self._running) - 1 - self._gpu.num_turns,
-            num_places=self._hardware.engine.slots,
-            starts_per_s=self._starts.per_s(self._now_ns),
-            backlog_s=self._gpu.backlog_ns(self._now_ns) / NS_PER_S,
-        )
-        return loading_pays(
-            wait_ns / NS_PER_S,
-            self._costs.stall_ns(turn, tokens) / NS_PER_S,
-            self._costs.compute_ns(tokens) / NS_PER_S,
-            traffic,
-        )
-
-    def _prefill(self, request: _Request) -> None:
-        """Queue a request's prefill; the engine has what is held of its session, or recomputes."""
-        key, record = self._keys[request.session], request.record
-        self._reading.cancel(key)
-        if record.found_in is None:
-            self._tiers.drop(key)  # what is held is no part of this prompt
-        else:
-            self._tiers.run(key)
-        prefill_ns = self._costs.prefill_ns(request.turn, record.loaded_tokens)
-        decode_ns = self._costs.decode_ns(request.turn)
-        self._gpu.add(Prefill(request.session, prefill_ns, decode_ns), self._now_ns)
-
-    def _store(self, key: SessionKey, request: _Request) -> None:
-        before = self._kept[key]
-        kept = self._kept[key] = self._costs.kept_after(request.turn, before)
-        num_bytes = self._costs.kept_bytes(kept)
-        if not num_bytes:
-            self._tiers.drop(key)
-            return
-        clean = Kept(before.num_tokens, before.ends_in(kept))
+                self._returns_ns[self._keys[session]] = returns_ns
+            heappush(self._events, (returns_ns, ARRIVES, follower))
+        server.end(request, self._now_ns, is_last=is_last)
         if self._is_measured(request):
-            self._tally.stored(*self._costs.new_bytes(kept, clean))
-        self._placement.policy.on_access(key, self._now_ns)
-        self._placement.observe_size(self._costs.charge(num_bytes))
-        self._placement.policy.on_resize(key, kept.num_tokens)
-        self._tiers.store(key, num_bytes, self._costs.kept_bytes(clean), self._now_ns)
-        if self._options.ttl_s is not None:
-            self._deadlines_ns[key] = self._now_ns + round(self._options.ttl_s * NS_PER_S)
-            self._ttl.schedule(key, self._deadlines_ns[key])
+            self._tally.add(request.record)
+        self._routing.ended(number, session, request.turn.kept_tokens, server.report, self._now_ns)
+
+    # ------------------------------------------------------------------------------------- servers
+
+    def _leave(self, outage: Outage) -> None:
+        """Take a server out; if it is lost its turns begin anew elsewhere."""
+        number = outage.server
+        self._away[number] = self._now_ns + round(self._fleet.away_s * NS_PER_S)
+        heappush(self._events, (self._away[number], RETURNS, number))
+        self._route()
+        if not outage.is_lost:
+            self._servers[number].drain(self._now_ns)
+            self._expect(number)
+            return
+        self._before[number] = self._totals(number)
+        abandoned = self._servers[number].abandon()
+        self._servers[number] = self._new_server()
+        self._expect(number)
+        self._num_retried += len(abandoned)
+        for request in abandoned:
+            self._arrive(request.session, request.record.arrived_ns)
+
+    def _return(self, number: int) -> None:
+        del self._away[number]
+        self._servers[number].resume()
+        self._route()
+
+    def _route(self) -> None:
+        """Say who takes turns, if anybody does."""
+        there = [number for number in range(len(self._servers)) if number not in self._away]
+        if there:
+            self._routing.set_servers(there)
+
+    def _new_server(self) -> Server:
+        fleet = self._fleet
+        mover = None
+        if self._store is not None:
+            quiet_s = fleet.quiet_s if fleet.remote_write == "all" else None
+            mover = Mover(self._store, self._costs, fleet.remote_bytes_per_s, quiet_s)
+        return Server(
+            self._hardware,
+            self._options,
+            self._costs,
+            self._returns_ns,
+            self._note_start,
+            mover,
+        )
+
+    def _expect(self, number: int) -> None:
+        """Have what happens at a server next come, after something happened there."""
+        server = self._servers[number]
+        for what, at_ns in ((ENDS, server.next_ns()), (EXPIRES, server.expires_ns())):
+            expected = self._expected[what]
+            if at_ns is None:
+                expected.pop(number, None)
+            elif expected.get(number) != at_ns:
+                expected[number] = at_ns
+                heappush(self._events, (at_ns, what, number))
+
+    # -------------------------------------------------------------------------------------- pieces
 
     def _turn(self, session: int) -> Turn:
         """Return the session's turn that waits, runs or is still to come."""
         return self._sessions[session].turns[self._next_turn[session]]
 
-    def _wanted_bytes(self, key: SessionKey) -> int:
-        """Return what is to be read of a session: all, while its next prompt is unknown."""
-        num_bytes = self._tiers.num_bytes(key)
-        if not num_bytes or not self._placement.is_busy(key):
-            return num_bytes
-        history_tokens = self._turn(int(key.session_id)).history_tokens
-        loadable = self._costs.loadable(self._kept[key].within(history_tokens))
-        return min(num_bytes, self._costs.loaded_bytes(loadable))
-
-    def _parts_bytes(self, key: SessionKey) -> int:
-        return self._costs.parts_bytes(self._kept[key])
-
-    def _make_policy(self, context: PolicyContext) -> EvictionPolicy:
-        if self._options.policy == BeladyPolicy.name:
-            return BeladyPolicy(context, self._returns_ns)
-        return POLICIES[self._options.policy](context)
-
-    def _note_start(self) -> None:
-        """Keep the mean interval between two starts, and the latest of them, as an engine does."""
-        if self._started_ns is not None:
-            passed_ns = self._now_ns - self._started_ns
-            share = INTERVAL_SHARE if self._interval_ns else 1.0
-            self._interval_ns += share * (passed_ns - self._interval_ns)
-        self._started_ns = self._now_ns
-        self._starts.note(self._now_ns)
-
-    def _is_measured(self, request: _Request) -> bool:
+    def _is_measured(self, request: Request) -> bool:
         return request.number >= self._options.warmup_turns
 
-    def _totals(self) -> Totals:
-        """Return the counters of now."""
-        return Totals(
-            self._now_ns,
-            self._gpu.busy_ns,
-            self._gpu.prefill_ns,
-            self._tiers.bytes_written,
-            self._channel.bytes_read,
-        )
+    def _totals(self, number: int) -> Totals:
+        """Return what a server has counted, and those that were lost in its place."""
+        return self._before[number].plus(self._servers[number].totals(self._now_ns))
+
+
+def _sum(totals: Sequence[Totals]) -> Totals:
+    summed = Totals()
+    for each in totals:
+        summed = summed.plus(each)
+    return summed

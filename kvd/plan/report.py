@@ -6,13 +6,14 @@ fast the engine computes, and leaves SSD and PCIe as they are. Then caching lose
 found, unless loading has to pay (`--load-policy auto`).
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich.table import Table
 
 from kvd.plan.figures import LEAST_POINTS, SCHEMA, Capacity, Curve, PlanReport, Result, curves_of
+from kvd.plan.fleet import FleetOptions
 from kvd.plan.outcome import BUSY_QUEUE
 from kvd.plan.sizes import format_size
 from shared.types.units import format_duration
@@ -64,6 +65,8 @@ def sections_of(report: PlanReport) -> Iterator[Section]:
         yield Section("states", _parts("state"), _PARTS_LEGEND.format(part="state"))
     if report.model.attention_window:
         yield Section("windows", _parts("window"), _PARTS_LEGEND.format(part="window"))
+    if any(result.fleet.num_servers > 1 for result in report.results):
+        yield Section("servers", _SERVERS, _SERVERS_LEGEND)
     yield Section("time", _TIMES, _TIMES_LEGEND)
     yield Section("cost", _COSTS, _COSTS_LEGEND)
 
@@ -156,6 +159,21 @@ _COSTS = (
         lambda found: _percent(found.cost_ratio) if found.cost_ratio else "-",
     ),
 )
+_SERVERS = (
+    Column("moved", lambda found: _percent(found.outcome.moved_fu)),
+    Column("history\ntokens\nfetched", lambda found: _percent(found.outcome.fetched_tok)),
+    Column("turns\nbegun\nanew", lambda found: f"{found.outcome.num_retried:,}"),
+    Column("busiest", lambda found: f"{found.outcome.busiest:.2f}"),
+    Column("pushed", lambda found: format_size(found.of_all(found.outcome.bytes_pushed))),
+    Column("fetched", lambda found: format_size(found.of_all(found.outcome.bytes_fetched))),
+    Column("store's\nrequests\na second", lambda found: f"{found.store_requests_per_s:,.1f}"),
+    Column("cost of\n1M prompt\ntokens", lambda found: f"{found.cost_of_million:,.3f}"),
+)
+_SERVERS_LEGEND = (
+    "moved: of later turns, those that came to another server than the one before them. fetched:"
+    " from the remote store. busiest: the time for which the busiest server computed, by the mean."
+    " Bytes and requests are those of all servers."
+)
 _COSTS_LEGEND = "stored a turn: bytes of tokens, states and windows that were not stored before it."
 
 
@@ -219,6 +237,8 @@ def facts(report: PlanReport) -> Iterator[tuple[str, str]]:
     step = f"decode step {engine.decode_step_s * 1e3:.3g} ms"
     yield "engine", f"{engine.slots} slots, prefill {prefill}, {step}"
     yield "history", history_text(report)
+    if any(result.fleet.num_servers > 1 for result in report.results):
+        yield "servers", servers_text([result.fleet for result in report.results])
     has_tools = work.num_tool_turns > 0
     yield "kvd", ", ".join(_option_texts(report.options, has_tools=has_tools))
     prices = report.prices
@@ -232,9 +252,17 @@ def rows(report: PlanReport) -> Iterator[tuple[str, str, Result]]:
     has_hbm = len({result.capacity.hbm_bytes for result in report.results}) > 1
     for result in report.baselines:
         hbm = f"HBM {format_size(result.capacity.hbm_bytes)}" if has_hbm else ""
-        yield hbm, "RE", result
+        yield f"{_servers(result)}{hbm}", "RE", result
     for result in report.results:
-        yield capacity_text(result.capacity, has_hbm=has_hbm), result.policy, result
+        capacity = capacity_text(result.capacity, has_hbm=has_hbm)
+        routing = f", {result.fleet.routing}" if result.fleet.num_servers > 1 else ""
+        yield f"{_servers(result)}{capacity}", f"{result.policy}{routing}", result
+
+
+def _servers(result: Result) -> str:
+    """Write how many servers there are, before what each has."""
+    number = result.fleet.num_servers
+    return f"{number:,} x " if number > 1 else ""
 
 
 def capacity_text(capacity: Capacity, *, has_hbm: bool = False) -> str:
@@ -321,6 +349,24 @@ def _option_texts(options: Mapping[str, Any], *, has_tools: bool) -> Iterator[st
         yield "tool hints" if options["tool_hints"] else "no tool hints"
     yield f"SSD {options['ssd_bytes_per_s'] / 1e9:.3g} GB/s"
     yield f"PCIe {options['pcie_bytes_per_s'] / 1e9:.3g} GB/s"
+
+
+def servers_text(fleets: Sequence[FleetOptions]) -> str:
+    """Say how servers are replayed, and what becomes of them."""
+    fleet = max(fleets, key=lambda each: each.num_servers)
+    text = f"{fleet.num_replayed} of {fleet.num_servers:,} replayed"
+    if fleet.remote_bytes_per_s:
+        stored = f"{fleet.remote_write} stored"
+        if fleet.remote_write == "all":
+            stored += f" after {format_duration(fleet.quiet_s)}"
+        text += f", remote store {fleet.remote_bytes_per_s / 1e9:.3g} GB/s each, {stored}"
+    for per_day, what in (
+        (fleet.failures_per_day, "lost"),
+        (fleet.drains_per_day, "taken out"),
+    ):
+        if per_day:
+            text += f", each {what} {per_day:g} times a day for {format_duration(fleet.away_s)}"
+    return text
 
 
 US_PER_S = 1e6

@@ -6,7 +6,7 @@ there. Binary units have names of their own: KiB, MiB, GiB, TiB.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 from shared.types.errors import InvalidInputError
 from shared.types.units import parse_duration_s
@@ -99,6 +99,30 @@ def rate_of(text: str, option: str) -> float:
     return float(rate)
 
 
+def numbers_of(text: str, option: str) -> list[int]:
+    """Read "1,10,100".
+
+    Raises:
+        BadOptionError: one of them is no number, or 0.
+    """
+    parts = parts_of(text, option)
+    if not all(part.isascii() and part.isdecimal() and int(part) for part in parts):
+        raise BadOptionError(f"{option} {text!r} has what is no number", "write 1,10,100")
+    return [int(part) for part in parts]
+
+
+def duration_of(text: str, option: str) -> float:
+    """Read "10m", in seconds.
+
+    Raises:
+        BadOptionError: the text is no duration.
+    """
+    try:
+        return parse_duration_s(text)
+    except ValueError as error:
+        raise BadOptionError(f"{option}: {error}", "for example 10m") from error
+
+
 def share_of(text: str, option: str, *, most: float = 1.0) -> float:
     """Read "20%", "0.2" or "1/5".
 
@@ -148,18 +172,20 @@ def ttl_of(text: str, option: str) -> float | None:
     return seconds
 
 
-def policies_of(text: str, known: Sequence[str]) -> list[str]:
-    """Read "lru,predictive", or "all".
+def names_of(text: str, known: Iterable[str], what: str) -> list[str]:
+    """Read "lru,predictive", or "all"; what they are of is the option's name.
 
     Raises:
         BadOptionError: one of them is unknown.
     """
+    known = list(known)
     if text == "all":
-        return list(known)
-    found = parts_of(text, "--policy")
+        return known
+    found = parts_of(text, f"--{what}")
     unknown = [name for name in found if name not in known]
     if unknown:
         raise BadOptionError(
-            f"no such policy: {', '.join(unknown)}", f"name some of {', '.join(known)}, or all"
+            f"no such {what}: {', '.join(unknown)}",
+            f"name some of {', '.join(known)}, or all",
         )
     return found

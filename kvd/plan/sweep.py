@@ -13,16 +13,17 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import cast
 
+from kvd.plan.fleet import ONE_SERVER, FleetOptions
 from kvd.plan.hardware import Hardware, ReplayOptions
 from kvd.plan.outcome import Outcome
 from kvd.plan.replay import replay
-from kvd.plan.trace import Session
+from kvd.plan.trace import Session, sampled
 from shared.types.errors import ReportedError
 
 JOIN_S = 10.0  # for a worker to be gone, once it was sent the end
@@ -37,10 +38,31 @@ class WorkerEndedError(ReportedError):
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One replay."""
+    """One replay.
+
+    Attributes:
+        share: of the sessions, those that come to the servers that are replayed.
+    """
 
     hardware: Hardware
     options: ReplayOptions
+    fleet: FleetOptions = ONE_SERVER
+    share: float = 1.0
+
+    def replay(self, sessions: Sequence[Session], on_progress: OnProgress) -> Outcome:
+        """Replay it; progress is told in turns of all the sessions."""
+        if self.share >= 1:
+            return replay(sessions, self.hardware, self.options, on_progress, self.fleet)
+        taken = sampled(sessions, self.share)
+        part = _num_turns(taken) / _num_turns(sessions)
+        options = replace(self.options, warmup_turns=round(self.options.warmup_turns * part))
+        return replay(
+            taken, self.hardware, options, lambda done: on_progress(round(done / part)), self.fleet
+        )
+
+
+def _num_turns(sessions: Sequence[Session]) -> int:
+    return sum(len(session.turns) for session in sessions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,14 +102,14 @@ def run_cells(
 def _run_here(
     sessions: Sequence[Session], cells: Sequence[Cell], on_progress: OnProgress
 ) -> Iterator[Outcome]:
-    num_turns = sum(len(session.turns) for session in sessions)
+    num_turns = _num_turns(sessions)
     for index, cell in enumerate(cells):
         before = index * num_turns
 
         def on_turn(num_done: int, before: int = before) -> None:
             on_progress(before + num_done)
 
-        yield replay(sessions, cell.hardware, cell.options, on_turn)
+        yield cell.replay(sessions, on_turn)
 
 
 def _run_there(
@@ -195,6 +217,6 @@ def _work(connection: Connection, sessions: Sequence[Session]) -> None:
     try:
         while True:
             cell: Cell = connection.recv()
-            connection.send(replay(sessions, cell.hardware, cell.options, connection.send))
+            connection.send(cell.replay(sessions, connection.send))
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return  # the parent is gone

@@ -15,12 +15,14 @@ supersedes  in a first turn: the session that goes on in this one (a conversatio
 import gzip
 import json
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from sys import intern
 from typing import IO, Any
+
+from xxhash import xxh3_64_intdigest
 
 from shared.types.errors import InvalidInputError
 
@@ -86,6 +88,25 @@ def truncated(context: int, new: int, window_tokens: int) -> int:
     while context > 0 and context + new > window_tokens:
         context = max(0, context - window_tokens // 2)
     return context
+
+
+def sampled(sessions: Sequence[Session], share: float) -> list[Session]:
+    """Return so many of the sessions, always the same; those that supersede each other together."""
+    numbers: dict[int, int] = {}  # of those that are taken, in the sample
+    found: list[Session] = []
+    for number, session in enumerate(sessions):
+        before = session.supersedes
+        is_taken = _is_drawn(number, share) if before is None else before in numbers
+        if is_taken:
+            numbers[number] = len(found)
+            found.append(
+                session if before is None else replace(session, supersedes=numbers[before])
+            )
+    return found
+
+
+def _is_drawn(number: int, share: float) -> bool:
+    return xxh3_64_intdigest(number.to_bytes(8, "big")) < share * 2**64
 
 
 def footprint_tokens(sessions: Iterable[Session]) -> int:

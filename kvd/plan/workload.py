@@ -113,10 +113,12 @@ class Workload:
 
     Attributes:
         origin: origin for people: the file, or what was drawn.
+        share: these are so much of all sessions: more could not be replayed.
     """
 
     origin: str
     sessions: Sequence[Session]
+    share: float = 1.0
 
     @property
     def num_turns(self) -> int:
@@ -156,7 +158,8 @@ class Workload:
 
     def with_coupled_positions(self) -> "Workload":
         """Return the same sessions, if what is stored is useless after a context overflow."""
-        return Workload(f"{self.origin}, coupled positions", [coupled(s) for s in self.sessions])
+        sessions = [coupled(session) for session in self.sessions]
+        return replace(self, origin=f"{self.origin}, coupled positions", sessions=sessions)
 
     def with_states(self, window_tokens: int) -> "Workload":
         """Return the same sessions, of a model with states and of such a window."""

@@ -10,7 +10,8 @@ seconds of waiting:
 
     there      until a place is free, by the turns that wait or run and how long a turn has a place
     elsewhere  the same, and what brings the history there: fetching it, which the turn alone waits
-               for, or computing it, which holds up those who wait there as well
+               for, or computing it, which holds up those who wait there as well, and those who are
+               likely to come meanwhile. What has just been stored may not be there to be fetched
 
 Servers that drain get no turn while others take some. Who is gone is asked no more.
 
@@ -24,10 +25,12 @@ Bounded Loads (SODA 2018); the least of a few that are drawn: Mitzenmacher, The 
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
+from math import inf
 from random import Random
+from time import monotonic
 from typing import Literal, NamedTuple
 
 from shared.routing.hash_ring import HashRing, name_hash
@@ -46,8 +49,10 @@ class ServerReport:
         num_places: turns that run at the same time, at least one.
         turn_s: mean time for which a turn has its place.
         compute_s: of a token of history that is computed.
-        fetch_s: of a token of history that is fetched from where it was stored before; None: this
-            server fetches nothing.
+        starts_per_s: how often a turn gets a place there.
+        fetch_s: of a token of history that is fetched from where other servers have stored it;
+            None: this server fetches nothing.
+        stored_after_s: how long after its turn a session is stored there for others.
         takes_turns: False: it drains.
         sessions: tokens held of sessions that were used lately, by their `name_hash`.
     """
@@ -56,7 +61,9 @@ class ServerReport:
     num_places: int = 1
     turn_s: float = 0.0
     compute_s: float = 0.0
+    starts_per_s: float = 0.0
     fetch_s: float | None = None
+    stored_after_s: float = 0.0
     takes_turns: bool = True
     sessions: Mapping[int, int] = field(default_factory=dict)
 
@@ -88,11 +95,18 @@ class SessionRouter:
         num_fallbacks: servers behind its own on the ring that a session may go to.
         most_sessions: sessions of which it is known who holds them.
         seed: of what is drawn for turns of no session.
+        clock: seconds, from anywhere on.
     """
 
     def __init__(
-        self, *, num_fallbacks: int = 2, most_sessions: int = 1_000_000, seed: int | None = None
+        self,
+        *,
+        num_fallbacks: int = 2,
+        most_sessions: int = 1_000_000,
+        seed: int | None = None,
+        clock: Callable[[], float] = monotonic,
     ) -> None:
+        self._clock = clock
         self._num_fallbacks = num_fallbacks
         self._most_sessions = most_sessions
         self._random = Random(seed)  # noqa: S311 - draws need no secrecy
@@ -127,15 +141,15 @@ class SessionRouter:
             known.num_since += 1
         if session is not None:
             hashed = name_hash(session)
-            before = self._held.get(hashed)
-            self._note(hashed, _Held(server, before.tokens if before else 0))
+            before = self._held.get(hashed, _NOTHING)
+            self._note(hashed, _Held(server, before.tokens, before.changed_s))
 
     def ended(self, server: str, session: str | None = None, tokens: int = 0) -> None:
         """Count a turn that is over; `tokens` of its session are held there, if that is known."""
         if (known := self._servers.get(server)) is not None:
             known.num_since -= 1
         if session is not None and tokens:
-            self._note(name_hash(session), _Held(server, tokens))
+            self._note(name_hash(session), _Held(server, tokens, self._clock()))
 
     @property
     def num_known(self) -> int:
@@ -160,7 +174,8 @@ class SessionRouter:
         held = self._held.get(name_hash(session), _NOTHING)
         holder = held.server if held.server in self._servers else None
         names = self._candidates(session, holder)
-        ranked = sorted(names, key=lambda name: self._cost(name, holder, held.tokens))
+        age_s = self._clock() - held.changed_s
+        ranked = sorted(names, key=lambda name: self._cost(name, holder, held.tokens, age_s))
         best = ranked[0]  # of equals the one that was first: sorting is stable
         reason: Reason = "held" if best == holder else "moved"
         if holder is None and best == names[0]:
@@ -179,10 +194,10 @@ class SessionRouter:
         owners = taking or list(islice(draining, 1 + self._num_fallbacks))
         return names + [name for name in owners if name != holder]
 
-    def _cost(self, name: str, holder: str | None, tokens: int) -> tuple[bool, float]:
+    def _cost(self, name: str, holder: str | None, tokens: int, age_s: float) -> tuple[bool, float]:
         """Return what a turn there costs, to be compared: who drains costs more than any other."""
         server = self._servers[name]
-        moving_s = 0.0 if name == holder else server.moving_s(tokens)
+        moving_s = 0.0 if name == holder else server.moving_s(tokens, age_s)
         return not server.report.takes_turns, server.wait_s() + moving_s
 
     def _least_busy(self) -> Route:
@@ -199,7 +214,8 @@ class SessionRouter:
         held = self._held.get(session, _NOTHING)
         if held.server in self._servers and held.server != server and held.tokens > tokens:
             return
-        self._note(session, _Held(server, tokens))
+        changed_s = held.changed_s if held.tokens == tokens else self._clock()
+        self._note(session, _Held(server, tokens, changed_s))
 
     def _note(self, session: int, held: "_Held") -> None:
         self._held[session] = held
@@ -209,13 +225,14 @@ class SessionRouter:
 
 
 class _Held(NamedTuple):
-    """Who holds a session, and how many tokens of it, as far as that is known."""
+    """Who holds a session, how many tokens of it and since when, as far as that is known."""
 
     server: str
     tokens: int
+    changed_s: float
 
 
-_NOTHING = _Held("", 0)
+_NOTHING = _Held("", 0, -inf)
 
 
 @dataclass(slots=True)
@@ -238,11 +255,22 @@ class _Server:
         num_before = max(0, self.num_turns - self.report.num_places + 1)
         return num_before * self.report.turn_s / self.report.num_places
 
-    def moving_s(self, tokens: int) -> float:
-        """Return what it costs all turns here to have so much history that is elsewhere."""
-        compute_s = self.report.compute_s * (1 + self.num_waiting)
-        fetch_s = self.report.fetch_s
-        return tokens * (compute_s if fetch_s is None else min(fetch_s, compute_s))
+    def moving_s(self, tokens: int, age_s: float) -> float:
+        """Return what it costs all turns here to have so much history that is elsewhere.
+
+        Args:
+            tokens: what another server holds.
+            age_s: how long it has held that.
+        """
+        report = self.report
+        compute_s = tokens * report.compute_s
+        num_behind = self.num_waiting + report.starts_per_s * compute_s
+        compute_s *= 1 + num_behind
+        if report.fetch_s is None:
+            return compute_s
+        fetch_s = tokens * report.fetch_s
+        is_stored = age_s >= report.stored_after_s + fetch_s  # that took as long
+        return min(fetch_s, compute_s) if is_stored else compute_s
 
     def busyness(self) -> tuple[bool, float, float]:
         """Return what servers are compared by for a turn whose history is nowhere."""

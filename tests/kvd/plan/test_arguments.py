@@ -15,6 +15,7 @@ from kvd.plan.options import (
     CostArguments,
     EngineArguments,
     KvdArguments,
+    ServerArguments,
 )
 from kvd.plan.prices import Prices
 from kvd.plan.sizes import GB
@@ -31,8 +32,9 @@ def _request(
     capacity=CapacityArguments(),  # noqa: B008
     kvd=KvdArguments(policy="lru"),  # noqa: B008
     cost=CostArguments(),  # noqa: B008
+    servers=ServerArguments(),  # noqa: B008
 ):
-    return request_of(arrivals, engine, capacity, kvd, cost, ("kvd", "plan"))
+    return request_of(arrivals, engine, capacity, servers, kvd, cost, ("kvd", "plan"))
 
 
 def test_without_sizes_shares_of_the_footprint_are_tried():
@@ -221,3 +223,69 @@ def test_what_makes_no_sense_is_refused_before_anything_is_replayed(parts, compl
     assert complaint in str(raised.value)
     assert (raised.value.exit_code, "\n" in str(raised.value)) == (2, False)
     assert raised.value.remedy
+
+
+SIZED = CapacityArguments(dram="1GB", ssd="4GB")
+DRAWN = ArrivalArguments(generate="sharegpt-like", sessions=200, rate=2.0)
+
+
+def test_several_servers_are_tried_with_each_routing():
+    """One server needs none; sessions and their rate are of all, and what is drawn is a share."""
+    asked = ServerArguments(servers="1,4,40", routing="ring,session", replayed=4, remote="3GB/s")
+    request = _request(DRAWN, capacity=SIZED, servers=asked)
+    assert [(fleet.num_servers, fleet.num_replayed, fleet.routing) for fleet in request.fleets] == [
+        (1, 1, "ring"),
+        (4, 4, "ring"),
+        (4, 4, "session"),
+        (40, 4, "ring"),
+        (40, 4, "session"),
+    ]
+    assert {fleet.remote_bytes_per_s for fleet in request.fleets} == {3e9}
+    assert request.num_replays == 5 + 3  # three baselines
+    assert request.workload.share == 1.0
+    few = _request(DRAWN, capacity=SIZED, servers=ServerArguments(servers="40", replayed=4))
+    assert (few.workload.share, len(few.workload.sessions)) == (0.1, 20)
+    rates = [len(each.workload.sessions) / each.workload.span_s for each in (few, request)]
+    assert rates[0] == pytest.approx(rates[1] / 10, rel=0.5)  # of 20 drawn sessions
+
+
+def test_load_is_that_of_each_server():
+    """The engine is so fast that each server has it, of whatever share of them is replayed."""
+    for servers, replayed in (("1", 1), ("4", 4), ("40", 4)):
+        request = _request(
+            DRAWN,
+            EngineArguments(load=0.5),
+            SIZED,
+            servers=ServerArguments(servers=servers, replayed=replayed),
+        )
+        load = recompute_load(request.workload.sessions, request.hardware.engine)
+        assert load / replayed == pytest.approx(0.5)
+
+
+def test_of_several_servers_the_daemons_policy_is_tried():
+    """Unless others are named."""
+    several = ServerArguments(servers="2")
+    assert _request(capacity=SIZED, kvd=KvdArguments(), servers=several).policies == ["predictive"]
+    assert len(_request(capacity=SIZED, kvd=KvdArguments()).policies) == 3
+
+
+@pytest.mark.parametrize(
+    ("servers", "capacity", "engine", "said"),
+    [
+        ({"servers": "0"}, SIZED, {}, "--servers '0' has what is no number: write 1,10,100"),
+        ({"servers": "a"}, SIZED, {}, "--servers 'a' has what is no number"),
+        ({"servers": "2", "routing": "best"}, SIZED, {}, "no such routing: best: name some of"),
+        ({"servers": "2", "remote": "fast"}, SIZED, {}, "--remote: 'fast' is not a size"),
+        ({"servers": "2", "away": "soon"}, SIZED, {}, "--away: 'soon' is not a duration"),
+        ({"servers": "2", "failures": float("nan")}, SIZED, {}, "--failures nan makes no sense"),
+        ({"servers": "2"}, CapacityArguments(), {}, "what each server has is not said"),
+        ({"servers": "2,3"}, SIZED, {"load": 0.5}, "--load is of one number of servers"),
+    ],
+)
+def test_servers_that_cannot_be(servers, capacity, engine, said):
+    """What is wrong is said before the first replay."""
+    with pytest.raises(ReportedError) as error:
+        _request(
+            engine=EngineArguments(**engine), capacity=capacity, servers=ServerArguments(**servers)
+        )
+    assert said in str(error.value)

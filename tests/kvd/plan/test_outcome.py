@@ -17,7 +17,7 @@ def test_shares_are_of_the_right_wholes():
         TurnRecord(0, 9, 400, 10, loaded_tokens=400, found_in=Tier.DRAM),
         TurnRecord(0, 9, 200, 10, loaded_tokens=0, found_in=Tier.SSD),
     ):
-        tally.started(turn)
+        tally.add(turn)
     outcome = tally.outcome(7, 0.5, Totals(), Totals())
     assert (outcome.num_turns, outcome.num_turns_measured) == (7, 5)
     assert (outcome.hits_all, outcome.hits_fu, outcome.hits_tok) == (0.6, 0.75, 0.8)
@@ -35,7 +35,7 @@ def test_returns_are_turns_with_history_and_where_they_were_when_they_came():
         TurnRecord(0, 0, 100, 10, was_resident=True, is_of_tools=True),
         TurnRecord(0, 0, 100, 10, loaded_tokens=100, found_in=Tier.DRAM, is_of_tools=True),
     ):
-        tally.started(turn)
+        tally.add(turn)
     outcome = tally.outcome(4, 0.5, Totals(), Totals())
     assert outcome.resident_fu == 2 / 3
     assert (outcome.num_tool_returns, outcome.resident_tools) == (2, 0.5)
@@ -53,7 +53,8 @@ def test_times_are_from_arrival_and_from_start():
     """The 99th percentile is the value that 99 % of the turns do not exceed."""
     tally = Tally()
     for index in range(1, 101):
-        tally.answered(TurnRecord(0, 0, 0, 1, started_ns=NS_PER_S), (index + 1) * NS_PER_S)
+        answered_ns = (index + 1) * NS_PER_S
+        tally.add(TurnRecord(0, 0, 0, 1, started_ns=NS_PER_S, answered_ns=answered_ns))
     outcome = tally.outcome(100, 0.0, Totals(), Totals())
     assert (outcome.ttft_mean_s, outcome.ttft_p99_s) == (51.5, 100.0)
     assert (outcome.start_ttft_mean_s, outcome.start_ttft_p99_s) == (50.5, 99.0)

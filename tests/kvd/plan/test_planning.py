@@ -12,6 +12,7 @@ from kvd.plan.options import (
     CostArguments,
     EngineArguments,
     KvdArguments,
+    ServerArguments,
 )
 from kvd.plan.planning import make_plan
 from kvd.plan.prices import Prices
@@ -21,6 +22,7 @@ REQUEST = request_of(
     ArrivalArguments(trace=Path("tests/data/trace_sample.jsonl.gz"), warmup_turns="0"),
     EngineArguments(),
     CapacityArguments(hbm="0,20GB", dram="1GB", ssd="4GB,16GB"),
+    ServerArguments(),
     KvdArguments(policy="lru"),
     CostArguments(jobs=1),
     ("kvd", "plan"),

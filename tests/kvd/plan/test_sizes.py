@@ -7,7 +7,7 @@ from kvd.plan.figures import Capacity
 from kvd.plan.sizes import (
     GB,
     BadOptionError,
-    policies_of,
+    names_of,
     rate_of,
     share_of,
     sizes_of,
@@ -66,8 +66,8 @@ def test_a_ttl_may_be_never(text, seconds):
 
 def test_policies_are_named_or_all():
     """Each once."""
-    assert policies_of("fifo, lru,fifo", KNOWN) == ["fifo", "lru"]
-    assert policies_of("all", KNOWN) == list(KNOWN)
+    assert names_of("fifo, lru,fifo", KNOWN, "policy") == ["fifo", "lru"]
+    assert names_of("all", KNOWN, "policy") == list(KNOWN)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_policies_are_named_or_all():
         (lambda: turns_of("100%", "--warmup-turns", 100), "leaves none of 100 turns"),
         (lambda: ttl_of("soon", "--ttl"), "--ttl: 'soon' is not a duration"),
         (lambda: ttl_of("0s", "--ttl"), "--ttl '0s' keeps nothing"),
-        (lambda: policies_of("lru,mru", KNOWN), "no such policy: mru: name some of lru, fifo"),
+        (lambda: names_of("lru,mru", KNOWN, "policy"), "no such policy: mru: name some of"),
     ],
 )
 def test_what_makes_no_sense_is_named(call, complaint):

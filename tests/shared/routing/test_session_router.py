@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import replace
+from itertools import count
 
 import pytest
 from hypothesis import given
@@ -15,8 +16,9 @@ SERVERS = ["a", "b", "c", "d", "e"]
 BUSY = ServerReport(num_places=2, turn_s=4.0, compute_s=1e-3)
 
 
-def router(servers: list[str] = SERVERS, **options: int) -> SessionRouter:
-    made = SessionRouter(seed=0, **options)
+def router(servers: list[str] = SERVERS, most_sessions: int = 1000) -> SessionRouter:
+    clock = count(step=100.0)  # whatever was told is told for long
+    made = SessionRouter(seed=0, most_sessions=most_sessions, clock=lambda: next(clock))
     made.set_servers(servers)
     return made
 
@@ -91,6 +93,32 @@ def test_computing_costs_those_who_wait_there_as_well() -> None:
     for name in others:
         routes.report(name, replace(BUSY, num_turns=4, fetch_s=1e-3))
     assert routes.choose("ann").server == others[0]
+
+
+def test_computing_costs_those_who_are_likely_to_come_as_well() -> None:
+    """Or sessions would move to and fro where all servers are busy."""
+    holder, other = own("ann")[:2]
+    held = replace(BUSY, num_turns=3, sessions={name_hash("ann"): 2000})  # 4 s
+    for starts_per_s, server in ((0.0, other), (1.0, holder)):
+        routes = router()
+        for name in SERVERS:
+            routes.report(name, replace(BUSY, starts_per_s=starts_per_s))
+        routes.report(holder, held)
+        assert routes.choose("ann").server == server  # 2 s to compute, in which two come
+
+
+def test_what_was_not_stored_yet_cannot_be_fetched() -> None:
+    now_s = [0.0]
+    holder, other = own("ann")[:2]
+    routes = SessionRouter(seed=0, clock=lambda: now_s[0])
+    routes.set_servers(SERVERS)
+    for name in SERVERS:
+        routes.report(name, replace(BUSY, fetch_s=1e-6, stored_after_s=10.0))
+    for _ in range(3):
+        routes.began(holder, None)
+    routes.ended(holder, "ann", 9000)
+    for now_s[0], server in ((9.0, holder), (10.1, other)):
+        assert routes.choose("ann").server == server
 
 
 def test_turns_that_were_sent_since_a_report_count() -> None:

@@ -1,0 +1,437 @@
+"""One server in virtual time: an engine, its queue, and kvd's placement over byte counts. Pure.
+
+A turn takes a slot in the order of the queue, waits for its history if that is on SSD, is prefilled
+(DRAM to HBM overlaps with it), decoded, and stored.
+
+What is placed is decided by the daemon's own code: SessionPlacement gets the queue as an
+engine reports it, and is asked for victims, windows and what to read ahead.
+
+Of what happens at one moment, prefills end first, then decodes, then reads. After each, turns
+start that can, and reading ahead is looked at.
+
+*Source:* the engine's constants follow CachedAttention §4.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from kvd.core.eviction.policies import POLICIES
+from kvd.core.eviction.policy import EvictionPolicy, PolicyContext
+from kvd.core.eviction.session_placement import SessionPlacement
+from kvd.core.eviction.ttl import TtlClock
+from kvd.core.operations.sessions import RECHECK_NS
+from kvd.core.records.records import Tier
+from kvd.plan.belady import BeladyPolicy
+from kvd.plan.channel import Channel, Transfer
+from kvd.plan.gpu import Gpu, Prefill
+from kvd.plan.hardware import Costs, Hardware, ReplayOptions
+from kvd.plan.kept import NOTHING, Kept
+from kvd.plan.moving import Mover, Stored
+from kvd.plan.outcome import Totals, TurnRecord
+from kvd.plan.reading import Reading
+from kvd.plan.tiers import Tiers
+from kvd.plan.trace import Turn
+from shared.routing.session_router import ServerReport
+from shared.types.load_choice import RecentStarts, Traffic, loading_pays
+from shared.types.queue_delta import QueueChange, QueuedRequest, RunningRequest
+from shared.types.session_key import SessionKey
+from shared.types.units import NS_PER_S
+
+ENGINE = 1  # there is one
+NEWEST_SHARE = 1 / 16  # of the newest value in a running mean
+
+Returns = dict[SessionKey, int]  # when what is kept of a session is wanted next
+
+
+def plan_key(session: int) -> SessionKey:
+    """Return the key of a session, which is a number in plans."""
+    return SessionKey("plan", "plan", str(session))
+
+
+@dataclass(slots=True)
+class Request:
+    """A turn that waits or runs.
+
+    Attributes:
+        number: turns are counted in the order in which they arrive.
+    """
+
+    session: int
+    key: SessionKey
+    number: int
+    turn: Turn
+    record: TurnRecord
+    hbm_bytes: int
+
+
+class Server:
+    """One server; for one run.
+
+    Args:
+        costs: bytes and times of turns.
+        returns_ns: when what is kept of a session is wanted next, for a policy that knows it.
+        on_start: called with each turn that has got its slot.
+        mover: the way to the store by which servers hand sessions on; None: they do not.
+    """
+
+    def __init__(
+        self,
+        hardware: Hardware,
+        options: ReplayOptions,
+        costs: Costs,
+        returns_ns: Returns,
+        on_start: Callable[["Server", Request], None],
+        mover: Mover | None = None,
+    ) -> None:
+        self._hardware = hardware
+        self._options = options
+        self._costs = costs
+        self._returns_ns = returns_ns
+        self._on_start = on_start
+        self._mover = mover
+        self._kept: dict[SessionKey, Kept] = {}  # of what is held; what was, until it is asked for
+        self._placement = SessionPlacement(
+            self._make_policy, lambda: hardware.dram_bytes + hardware.ssd_bytes
+        )
+        self._report_queue = partial(self._placement.change_queue, ENGINE)
+        self._tiers = Tiers(
+            self._placement,
+            {Tier.DRAM: hardware.dram_bytes, Tier.SSD: hardware.ssd_bytes},
+            charge=costs.charge,
+            are_exclusive=options.tiers == "exclusive",
+            watermark=options.watermark,
+        )
+        self._gpu = Gpu()
+        self._channel = Channel(hardware.ssd_bytes_per_s)
+        self._reading = Reading(
+            self._placement, self._tiers, self._channel, hardware.dram_bytes, self._wanted_bytes
+        )
+        self._ttl = TtlClock()
+        self._deadlines_ns: dict[SessionKey, int] = {}
+        self._now_ns = 0
+        self._waiting: deque[Request] = deque()
+        self._running: dict[int, Request] = {}  # by session
+        self._turns: dict[SessionKey, Turn] = {}  # of what waits or runs
+        self._started_ns: int | None = None  # the last turn
+        self._interval_ns = 0.0
+        self._starts = RecentStarts()
+        self._turn_s = 0.0  # for which a turn has its slot, in the running mean
+        self._hbm_bytes = 0
+
+    # --------------------------------------------------------------------------------- what it says
+
+    @property
+    def num_waiting(self) -> int:
+        """Turns that wait for a slot."""
+        return len(self._waiting)
+
+    def totals(self, now_ns: int) -> Totals:
+        """Return the counters of now."""
+        self._gpu.advance(now_ns)
+        totals = Totals(
+            now_ns,
+            self._gpu.busy_ns,
+            self._gpu.prefill_ns,
+            self._tiers.bytes_written,
+            self._channel.bytes_moved,
+        )
+        return totals if self._mover is None else totals.plus(self._mover.totals())
+
+    def holds_in_dram(self, key: SessionKey) -> bool:
+        """Whether a session is in DRAM."""
+        return self._tiers.find(key) is Tier.DRAM
+
+    def shares(self) -> dict[Tier, tuple[int, int]]:
+        """Add up for each tier the bytes of sessions, and those of their states or windows."""
+        return self._tiers.shares(self._parts_bytes)
+
+    def report(self) -> ServerReport:
+        """Say what a router of sessions wants to know."""
+        return ServerReport(
+            num_turns=len(self._turns),
+            num_places=self._hardware.engine.slots,
+            turn_s=self._turn_s,
+            compute_s=self._hardware.engine.prefill_s_per_token,
+            starts_per_s=self._starts.per_s(self._now_ns),
+            fetch_s=self._mover.fetch_s if self._mover else None,
+            stored_after_s=self._mover.stored_after_s if self._mover else 0.0,
+        )
+
+    def check(self) -> None:
+        """Raise AssertionError if an invariant is broken."""
+        self._tiers.check()
+        self._placement.queue.check()
+
+    # --------------------------------------------------------------------------------------- events
+
+    def next_ns(self) -> int | None:
+        """Return when something ends next that is under way, or is to be pushed; None: nothing."""
+        ends = [self._gpu.next_ns(), self._channel.next_ns()]
+        if self._mover is not None:
+            ends += self._mover.next_ns()
+        return min((end for end in ends if end is not None), default=None)
+
+    def expires_ns(self) -> int | None:
+        """Return when a session's TTL passes next."""
+        return self._ttl.next_deadline_ns()
+
+    def supersede(self, key: SessionKey) -> None:
+        """Hear that a session goes on in another one."""
+        self._placement.policy.on_supersede(key)
+
+    def forget(self, key: SessionKey) -> None:
+        """Hold nothing of a session."""
+        self._reading.cancel(key)
+        self._tiers.drop(key)
+
+    def arrive(self, request: Request, now_ns: int) -> None:
+        """Queue a turn."""
+        self._now_ns = now_ns
+        key = request.key
+        self._turns[key] = request.turn
+        self._waiting.append(request)
+        if self._mover is not None and request.turn.history_tokens:
+            history_tokens = request.turn.history_tokens
+            held = NOTHING if self._tiers.find(key) is None else self._kept[key]
+            held_tokens = self._costs.loadable(held.within(history_tokens))
+            self._mover.fetch(request.session, history_tokens, held_tokens, now_ns)
+        waiting = QueuedRequest((0, 0.0, request.number), key, request.turn.history_tokens)
+        self._report_queue(
+            QueueChange(waiting=[waiting], interval_ns=round(self._interval_ns)), now_ns
+        )
+        self._settle()
+
+    def step(self, now_ns: int) -> Request | None:
+        """Let end what ends now, one thing; returns a turn that is over: see `end`."""
+        self._now_ns = now_ns
+        if (session := self._gpu.end_prefill(now_ns)) is not None:
+            self._running[session].record.answered_ns = now_ns
+        elif (session := self._gpu.end_decode(now_ns)) is not None:
+            return self._running.pop(session)
+        elif (read := self._channel.end(now_ns)) is not None:
+            self._was_read(read)
+        elif self._mover is not None:
+            self._move(self._mover)
+        self._settle()
+        return None
+
+    def _move(self, mover: Mover) -> None:
+        """Push a session whose time has come, or take in what was fetched."""
+        if (due := mover.due(self._now_ns)) is not None:
+            if self._tiers.find(plan_key(due)) is not None:
+                mover.push(due, self._now_ns)
+        elif (fetched := mover.step(self._now_ns)) is not None:
+            request = self._running.get(fetched)
+            if request is not None and request.record.is_fetched:
+                self._prefill(request)
+
+    def drain(self, now_ns: int) -> None:
+        """Push all that is held and has not been pushed, and from now on what is stored."""
+        if self._mover is not None:
+            self._mover.is_draining = True
+            for session in self._mover.unpushed:
+                if self._tiers.find(plan_key(session)) is not None:
+                    self._mover.push(session, now_ns)
+
+    def resume(self) -> None:
+        """Go on as before a drain."""
+        if self._mover is not None:
+            self._mover.is_draining = False
+
+    def abandon(self) -> list[Request]:
+        """Return the turns that wait or run, for other servers: this one is lost."""
+        return [*self._running.values(), *self._waiting]
+
+    def end(self, request: Request, now_ns: int, *, is_last: bool) -> None:
+        """Store the session of a turn that is over, unless an engine would know better."""
+        self._now_ns = now_ns
+        key = request.key
+        self._hbm_bytes -= request.hbm_bytes
+        del self._turns[key]
+        turn_s = (now_ns - request.record.started_ns) / NS_PER_S
+        self._turn_s += (NEWEST_SHARE if self._turn_s else 1.0) * (turn_s - self._turn_s)
+        self._report_queue(QueueChange(left=[request.number]), now_ns)
+        if self._options.load_policy != "never":
+            self._keep(key, request, is_last=is_last)
+        self._settle()
+
+    def _keep(self, key: SessionKey, request: Request, *, is_last: bool) -> None:
+        if is_last and self._options.end_hints:
+            self._placement.policy.on_end(key)
+            self._tiers.drop(key)  # an engine does not store a session's last turn
+            return
+        if request.turn.tools and self._options.tool_hints:  # before it is ranked to be stored
+            self._placement.policy.on_await(key, request.turn.tools, self._now_ns)
+        self._store(key, request)
+
+    def expire(self, now_ns: int) -> None:
+        """Drop sessions whose TTL has passed, but none of which a turn waits or runs."""
+        self._now_ns = now_ns
+        while (key := self._ttl.pop_due(self._now_ns)) is not None:
+            deadline_ns = self._deadlines_ns[key]
+            if deadline_ns > self._now_ns:
+                self._ttl.schedule(key, deadline_ns)
+            elif self._placement.is_busy(key):
+                continue  # it gets another when it is stored
+            elif self._tiers.is_reading(key):
+                self._ttl.schedule(key, self._now_ns + RECHECK_NS)
+            else:
+                self._tiers.drop(key)
+        self._settle()
+
+    # --------------------------------------------------------------------------------------- pieces
+
+    def _settle(self) -> None:
+        """Start the turns that can start, and read ahead."""
+        while self._waiting and self._has_room(self._waiting[0]):
+            self._start(self._waiting.popleft())
+        self._reading.look_ahead(self._now_ns)
+
+    def _start(self, request: Request) -> None:
+        """Give a request a slot, and its history if that is held and loading pays."""
+        self._note_start()
+        key, record = request.key, request.record
+        self._running[request.session] = request
+        self._hbm_bytes += request.hbm_bytes
+        self._report_queue(QueueChange(running=[RunningRequest(request.number, key)]), self._now_ns)
+        record.started_ns = self._now_ns
+        self._look_up(key, request)
+        self._on_start(self, request)
+        if record.is_fetched:
+            self._begin_fetched(request)
+        elif record.found_in is Tier.SSD and record.loaded_tokens:
+            self._reading.demand(key, self._costs.loaded_bytes(record.loaded_tokens), self._now_ns)
+        else:
+            self._prefill(request)
+
+    def _begin_fetched(self, request: Request) -> None:
+        """Prefill a turn whose history was fetched; else have it wait."""
+        assert self._mover is not None
+        fetch = self._mover.fetched(request.session)
+        assert fetch is not None
+        if fetch.transfer.ends_ns <= self._now_ns:
+            self._prefill(request)
+
+    def _was_read(self, read: Transfer) -> None:
+        """Take in a session that was read from SSD, for its turn or ahead of it."""
+        if self._reading.ended(plan_key(read.session), read) and read.session in self._running:
+            self._prefill(self._running[read.session])
+
+    def _has_room(self, request: Request) -> bool:
+        if len(self._running) >= self._hardware.engine.slots:
+            return False
+        hbm_bytes = self._hardware.hbm_bytes
+        return (
+            not hbm_bytes or not self._running or self._hbm_bytes + request.hbm_bytes <= hbm_bytes
+        )
+
+    def _look_up(self, key: SessionKey, request: Request) -> None:
+        """Note where a turn's history is, and how many tokens of it are to be loaded."""
+        turn, record = request.turn, request.record
+        found_in = record.found_in = self._tiers.find(key)
+        kept = NOTHING if found_in is None else self._kept[key].within(turn.history_tokens)
+        self._kept[key] = kept
+        fetch = self._mover.fetched(request.session) if self._mover else None
+        if fetch is not None:
+            wait_ns = max(0, fetch.transfer.ends_ns - self._now_ns)
+            if self._pays(turn, wait_ns, fetch.tokens):
+                self._kept[key] = fetch.kept
+                record.found_in = None  # it may be gone when the other is there
+                record.loaded_tokens, record.is_fetched = fetch.tokens, True
+                return
+        if not kept.num_tokens:
+            record.found_in = None
+            return
+        tokens = self._costs.loadable(kept)
+        record.lacks_part = not tokens
+        wait_ns = 0
+        if found_in is Tier.SSD:
+            num_bytes = self._costs.loaded_bytes(tokens)
+            wait_ns = self._reading.expected_ns(key, num_bytes, self._now_ns)
+        if self._pays(turn, wait_ns, tokens):
+            record.loaded_tokens = tokens
+
+    def _pays(self, turn: Turn, wait_ns: int, tokens: int) -> bool:
+        """Whether loading so much of a turn's history pays, by the engine's own rule."""
+        if self._options.load_policy == "always":
+            return True
+        return loading_pays(
+            wait_ns / NS_PER_S,
+            self._costs.stall_ns(turn, tokens) / NS_PER_S,
+            self._costs.compute_ns(tokens) / NS_PER_S,
+            self._traffic(),
+        )
+
+    def _traffic(self) -> Traffic:
+        return Traffic(
+            num_waiting=len(self._waiting),
+            num_loading=len(self._running) - 1 - self._gpu.num_turns,
+            num_places=self._hardware.engine.slots,
+            starts_per_s=self._starts.per_s(self._now_ns),
+            backlog_s=self._gpu.backlog_ns(self._now_ns) / NS_PER_S,
+        )
+
+    def _prefill(self, request: Request) -> None:
+        """Queue a request's prefill; the engine has what is held of its session, or recomputes."""
+        key, record = request.key, request.record
+        self._reading.cancel(key)
+        if self._mover is not None:
+            self._mover.runs(request.session)
+            self._mover.forget(request.session)
+        if record.found_in is None:
+            self._tiers.drop(key)  # what is held is no part of this prompt
+        else:
+            self._tiers.run(key)
+        prefill_ns = self._costs.prefill_ns(request.turn, record.loaded_tokens)
+        decode_ns = self._costs.decode_ns(request.turn)
+        self._gpu.add(Prefill(request.session, prefill_ns, decode_ns), self._now_ns)
+
+    def _store(self, key: SessionKey, request: Request) -> None:
+        before = self._kept[key]
+        kept = self._kept[key] = self._costs.kept_after(request.turn, before)
+        num_bytes = self._costs.kept_bytes(kept)
+        if not num_bytes:
+            self._tiers.drop(key)
+            return
+        clean = Kept(before.num_tokens, before.ends_in(kept))
+        request.record.stored_bytes = self._costs.new_bytes(kept, clean)
+        self._placement.policy.on_access(key, self._now_ns)
+        self._placement.observe_size(self._costs.charge(num_bytes))
+        self._placement.policy.on_resize(key, kept.num_tokens)
+        self._tiers.store(key, num_bytes, self._costs.kept_bytes(clean), self._now_ns)
+        expires_ns = None
+        if self._options.ttl_s is not None:
+            expires_ns = self._now_ns + round(self._options.ttl_s * NS_PER_S)
+            self._deadlines_ns[key] = expires_ns
+            self._ttl.schedule(key, expires_ns)
+        if self._mover is not None:
+            stored = Stored(kept, request.number, expires_ns)
+            self._mover.kept(request.session, stored, self._now_ns)
+
+    def _wanted_bytes(self, key: SessionKey) -> int:
+        """Return what is to be read of a session: all, while its next prompt is unknown."""
+        num_bytes = self._tiers.num_bytes(key)
+        if not num_bytes or not self._placement.is_busy(key):
+            return num_bytes
+        history_tokens = self._turns[key].history_tokens
+        loadable = self._costs.loadable(self._kept[key].within(history_tokens))
+        return min(num_bytes, self._costs.loaded_bytes(loadable))
+
+    def _parts_bytes(self, key: SessionKey) -> int:
+        return self._costs.parts_bytes(self._kept[key])
+
+    def _make_policy(self, context: PolicyContext) -> EvictionPolicy:
+        if self._options.policy == BeladyPolicy.name:
+            return BeladyPolicy(context, self._returns_ns)
+        return POLICIES[self._options.policy](context)
+
+    def _note_start(self) -> None:
+        """Keep the mean interval between two starts, and the latest of them, as an engine does."""
+        if self._started_ns is not None:
+            passed_ns = self._now_ns - self._started_ns
+            share = NEWEST_SHARE if self._interval_ns else 1.0
+            self._interval_ns += share * (passed_ns - self._interval_ns)
+        self._started_ns = self._now_ns
+        self._starts.note(self._now_ns)

@@ -1,0 +1,98 @@
+"""What servers push to the store and fetch from it."""
+
+from kvd.plan.hardware import Costs, Hardware, ReplayOptions
+from kvd.plan.kept import NOTHING, Kept
+from kvd.plan.moving import CHUNK_BYTES, Mover, RemoteStore, Stored
+
+COSTS = Costs([], Hardware(0, 0), ReplayOptions("lru", 10))
+RATE = 1e9  # a byte a nanosecond
+
+
+def ends(mover: Mover) -> int:
+    return min(at for at in mover.next_ns() if at is not None)
+
+
+def pushed(store: RemoteStore, session: int, tokens: int, number: int = 1) -> Mover:
+    """A server that has pushed so much of a session."""
+    mover = Mover(store, COSTS, RATE, None)
+    mover.kept(session, Stored(Kept(tokens), number, None), 0)
+    mover.push(session, 0)
+    assert mover.step(ends(mover)) is None
+    return mover
+
+
+def test_a_session_is_due_once_it_was_left_alone():
+    """Not while it has another turn, nor for what it was before that."""
+    mover = Mover(RemoteStore(), COSTS, RATE, quiet_s=10e-9)
+    mover.kept(1, Stored(Kept(5), 1, None), 0)
+    mover.kept(2, Stored(Kept(5), 2, None), 3)
+    mover.runs(1)
+    mover.kept(1, Stored(Kept(9), 3, None), 6)
+    assert ends(mover) == 10
+    assert mover.due(10) is None
+    assert (mover.due(13), mover.due(13)) == (2, None)
+    assert mover.due(16) == 1
+    assert sorted(mover.unpushed) == [1, 2]
+
+
+def test_only_what_the_store_does_not_have_is_sent():
+    """A turn's tokens, once those before them are there."""
+    store = RemoteStore()
+    mover = pushed(store, 1, tokens=100)
+    assert mover.totals().bytes_pushed == 1000
+    mover.kept(1, Stored(Kept(130), 2, None), 2000)
+    mover.push(1, 2000)
+    assert store.find(1, 2000) == Kept(100)  # until it is there whole
+    mover.step(2300)
+    assert store.find(1, 2300) == Kept(130)
+    assert mover.totals().bytes_pushed == 1300
+    assert mover.unpushed == []
+
+
+def test_who_is_late_is_fenced():
+    """What an earlier turn has left does not replace what a later one has."""
+    store = RemoteStore()
+    pushed(store, 1, tokens=50, number=8)
+    pushed(store, 1, tokens=100, number=3)
+    assert store.find(1, 0) == Kept(50)
+
+
+def test_what_has_expired_is_not_there():
+    """Its TTL counts on."""
+    store = RemoteStore()
+    store.put(1, Stored(Kept(50), 1, 1000))
+    assert (store.find(1, 999), store.find(1, 1000)) == (Kept(50), NOTHING)
+
+
+def test_a_turns_history_is_fetched_where_the_store_has_more():
+    """One session after another; each request to the store counts."""
+    store = RemoteStore()
+    pushed(store, 1, tokens=100)
+    pushed(store, 2, tokens=CHUNK_BYTES // 10 + 1)
+    mover = Mover(store, COSTS, RATE, None)
+    mover.fetch(1, history_tokens=80, held_tokens=20, now_ns=0)
+    mover.fetch(2, history_tokens=10**9, held_tokens=0, now_ns=0)
+    mover.fetch(3, history_tokens=10, held_tokens=0, now_ns=0)
+    first, second = mover.fetched(1), mover.fetched(2)
+    assert first is not None
+    assert second is not None
+    assert (first.tokens, first.transfer.ends_ns) == (80, 800)
+    assert second.transfer.ends_ns == 800 + 10 * second.tokens
+    assert mover.fetched(3) is None
+    assert mover.totals().store_gets == (1 + 1) + (1 + 2) + 1
+    assert (mover.step(800), mover.step(second.transfer.ends_ns)) == (1, 2)
+    mover.forget(1)
+    assert mover.fetched(1) is None
+
+
+def test_who_holds_enough_fetches_nothing():
+    """And what is not wanted any more is not told when it comes."""
+    store = RemoteStore()
+    pushed(store, 1, tokens=100)
+    mover = Mover(store, COSTS, RATE, None)
+    mover.fetch(1, history_tokens=80, held_tokens=80, now_ns=0)
+    assert mover.fetched(1) is None
+    mover.fetch(1, history_tokens=80, held_tokens=79, now_ns=0)
+    mover.forget(1)
+    assert mover.step(800) is None
+    assert mover.totals().bytes_fetched == 800

@@ -1,0 +1,166 @@
+"""Replays of several servers: small ones by hand, and what holds for every one of them."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvd.plan.fleet import FleetOptions, Outage
+from kvd.plan.hardware import EngineConstants, Hardware, ReplayOptions
+from kvd.plan.outcome import Outcome
+from kvd.plan.replay import Replay, replay
+from kvd.plan.trace import Session, Turn
+from shared.types.units import NS_PER_S
+from tests.kvd.plan.small_machine import LRU, MACHINE
+from tests.sampled import examples
+
+FIRST = Turn(new_tokens=10, output_tokens=6, history_tokens=0, think_s=0.0)
+SECOND = Turn(new_tokens=4, output_tokens=2, history_tokens=16, think_s=12.0)
+THIRD = Turn(new_tokens=2, output_tokens=2, history_tokens=22, think_s=12.0)
+ALL = (FIRST, SECOND, THIRD)
+REMOTE = {"remote_bytes_per_s": 1e6, "quiet_s": 0.0}
+
+
+def sessions(number: int, *turns: Turn) -> list[Session]:
+    return [Session(float(index), turns or ALL) for index in range(number)]
+
+
+@pytest.mark.parametrize("routing", ["random", "ring", "session"])
+def test_one_of_several_servers_is_as_one(routing):
+    """A fleet of one has the outcome of a server, by any routing."""
+    alone = replay(sessions(5), MACHINE, LRU)
+    assert replay(sessions(5), MACHINE, LRU, fleet=FleetOptions(routing=routing)) == alone
+
+
+def test_sessions_are_found_where_they_go_on():
+    """By a ring and by a router of sessions all of them, at random a part, of many servers none."""
+    hits = {
+        (routing, num_servers): replay(
+            sessions(40), MACHINE, LRU, fleet=FleetOptions(num_servers, 4, routing)
+        ).hits_fu
+        for routing in ("random", "ring", "session")
+        for num_servers in (4, 10_000)
+    }
+    assert hits["ring", 4] == 1.0
+    assert hits["session", 4] > 0.9  # some went where they had to wait less
+    assert 0.1 < hits["random", 4] < 0.6
+    assert hits["random", 10_000] < 0.05
+    assert hits["ring", 10_000] == 1.0
+
+
+def test_a_turn_goes_elsewhere_where_waiting_costs_more():
+    """With a store that is fast nobody waits behind others while a server is idle."""
+    arrivals = [Session(4.0 * index, ALL) for index in range(60)]
+    found = {
+        routing: replay(
+            arrivals, MACHINE, LRU, fleet=FleetOptions(4, 4, routing, remote_bytes_per_s=1e9)
+        )
+        for routing in ("ring", "session")
+    }
+    assert found["session"].busiest < found["ring"].busiest
+    assert found["session"].ttft_mean_s < found["ring"].ttft_mean_s
+    assert found["ring"].moved_fu == 0.0
+
+
+def outcome_of(gone: list[Outage], **fleet) -> Outcome:
+    """Six sessions on two servers, of which one goes after their first turns."""
+    options = FleetOptions(2, 2, **fleet)
+    run = Replay(sessions(6), MACHINE, LRU, options, outages=gone)
+    return run.run(lambda _: None)
+
+
+def test_what_was_pushed_is_fetched_by_another_server():
+    """Lost with its server: computed anew without a store; with one nothing is."""
+    lost = [Outage(60 * NS_PER_S, 1, True)]
+    without = outcome_of(lost)
+    assert 0 < without.hits_tok < 1
+    assert without.moved_fu > 0
+    assert without.fetched_tok == 0
+    pushed = outcome_of(lost, **REMOTE)
+    assert pushed.fetched_tok > 0
+    assert pushed.hits_tok == 1.0
+    assert pushed.bytes_pushed > 0
+    assert pushed.store_puts > 0
+
+
+def test_a_server_that_drains_pushes_what_it_holds():
+    """Where nothing is pushed before that; a server that is lost pushes nothing."""
+    moment = 61 * NS_PER_S
+    drained = outcome_of([Outage(moment, 1, False)], **REMOTE, remote_write="drain")
+    assert drained.hits_tok == 1.0
+    assert drained.fetched_tok > 0
+    assert drained.num_retried == 0
+    lost = outcome_of([Outage(moment, 1, True)], **REMOTE, remote_write="drain")
+    assert lost.fetched_tok == 0
+    assert lost.hits_tok < 1
+
+
+def test_turns_of_a_lost_server_begin_anew():
+    """All turns are answered; their times count from when they came."""
+    during = [Outage(3 * NS_PER_S + NS_PER_S // 2, number, True) for number in (0, 1)]
+    outcome = outcome_of(during[:1])
+    both = outcome_of(during, away_s=50.0)
+    for found in (outcome, both):
+        assert found.num_retried > 0
+        assert found.num_turns_measured >= found.num_turns == 18
+    assert both.ttft_p99_s > 45.0  # there was no server
+
+
+def test_fetching_is_waited_for_only_where_that_pays():
+    """A store that is slower than computing is not waited for."""
+    lost = [Outage(60 * NS_PER_S, 1, True)]
+    slow = replace(LRU, load_policy="auto")
+    fleet = FleetOptions(2, 2, remote_bytes_per_s=10.0, quiet_s=0.0)
+    run = Replay(sessions(6), MACHINE, slow, fleet, outages=lost)
+    assert run.run(lambda _: None).fetched_tok == 0
+
+
+FLEETS = st.builds(
+    FleetOptions,
+    num_servers=st.integers(3, 9),
+    num_replayed=st.integers(1, 3),
+    routing=st.sampled_from(["random", "ring", "session"]),
+    remote_bytes_per_s=st.sampled_from([0.0, 1e3, 1e6]),
+    remote_write=st.sampled_from(["all", "drain"]),
+    quiet_s=st.sampled_from([0.0, 5.0]),
+    failures_per_day=st.sampled_from([0.0, 3000.0]),
+    drains_per_day=st.sampled_from([0.0, 3000.0]),
+    away_s=st.sampled_from([1.0, 30.0]),
+    seed=st.integers(0, 3),
+)
+
+
+@settings(max_examples=examples(200), deadline=None)
+@given(
+    fleet=FLEETS,
+    num_sessions=st.integers(1, 12),
+    dram_bytes=st.sampled_from([0, 30_000, 10**6]),
+    ssd_bytes=st.sampled_from([0, 60_000, 10**6]),
+    tiers=st.sampled_from(["inclusive", "exclusive"]),
+    policy=st.sampled_from(["lru", "predictive", "belady"]),
+    ttl_s=st.sampled_from([None, 11.0]),
+    states=st.sampled_from([0, 500]),
+)
+def test_every_fleet_answers_every_turn(
+    fleet, num_sessions, dram_bytes, ssd_bytes, tiers, policy, ttl_s, states
+):
+    """Whatever happens to its servers, with every invariant of theirs."""
+    hardware = Hardware(dram_bytes, ssd_bytes, engine=EngineConstants(2, 1.0, 0.5, 1.0))
+    options = ReplayOptions(
+        policy, 1000, tiers=tiers, load_policy="auto", ttl_s=ttl_s, state_bytes=states
+    )
+    run = Replay(sessions(num_sessions), hardware, options, fleet)
+    run.begin()
+    num_done = 0
+    for _ in range(40_000):
+        num_done += run.step()
+        run.check()
+        if num_done == 3 * num_sessions:
+            break
+    outcome = run.outcome()
+    assert num_done == outcome.num_turns == 3 * num_sessions
+    assert outcome.num_turns_measured == num_done
+    assert 0 <= outcome.fetched_tok <= outcome.hits_tok <= 1
+    if not fleet.remote_bytes_per_s:
+        assert outcome.bytes_pushed == outcome.bytes_fetched == outcome.store_gets == 0
