@@ -158,6 +158,7 @@ _COSTS = (
         "share of\nRE's cost",
         lambda found: _percent(found.cost_ratio) if found.cost_ratio else "-",
     ),
+    Column("of 1M\nprompt\ntokens", lambda found: f"{found.cost_of_million:,.3g}"),
 )
 _SERVERS = (
     Column("moved", lambda found: _percent(found.outcome.moved_fu)),
@@ -165,14 +166,12 @@ _SERVERS = (
     Column("turns\nbegun\nanew", lambda found: f"{found.outcome.num_retried:,}"),
     Column("busiest", lambda found: f"{found.outcome.busiest:.2f}"),
     Column("pushed", lambda found: format_size(found.of_all(found.outcome.bytes_pushed))),
-    Column("fetched", lambda found: format_size(found.of_all(found.outcome.bytes_fetched))),
     Column("store's\nrequests\na second", lambda found: f"{found.store_requests_per_s:,.1f}"),
-    Column("cost of\n1M prompt\ntokens", lambda found: f"{found.cost_of_million:,.3f}"),
 )
 _SERVERS_LEGEND = (
     "moved: of later turns, those that came to another server than the one before them. fetched:"
-    " from the remote store. busiest: the time for which the busiest server computed, by the mean."
-    " Bytes and requests are those of all servers."
+    " from the remote store. begun anew: their server was lost. busiest: the time for which the"
+    " busiest server computed, by the mean. Bytes and requests are those of all servers."
 )
 _COSTS_LEGEND = "stored a turn: bytes of tokens, states and windows that were not stored before it."
 
@@ -253,10 +252,14 @@ def rows(report: PlanReport) -> Iterator[tuple[str, str, Result]]:
     for result in report.baselines:
         hbm = f"HBM {format_size(result.capacity.hbm_bytes)}" if has_hbm else ""
         yield f"{_servers(result)}{hbm}", "RE", result
+    has_policies = len({result.policy for result in report.results}) > 1
     for result in report.results:
         capacity = capacity_text(result.capacity, has_hbm=has_hbm)
-        routing = f", {result.fleet.routing}" if result.fleet.num_servers > 1 else ""
-        yield f"{_servers(result)}{capacity}", f"{result.policy}{routing}", result
+        name = result.policy
+        if result.fleet.num_servers > 1:
+            routing = result.fleet.routing
+            name = f"{name}, {routing}" if has_policies else routing
+        yield f"{_servers(result)}{capacity}", name, result
 
 
 def _servers(result: Result) -> str:

@@ -1,6 +1,7 @@
 """Plans to look at, without replaying anything."""
 
 from kvd.plan.figures import Capacity, PlanReport, Result, WorkloadFacts
+from kvd.plan.fleet import ONE_SERVER, FleetOptions
 from kvd.plan.hardware import MODELS, EngineConstants
 from kvd.plan.outcome import Outcome
 from kvd.plan.prices import Cost, Prices
@@ -29,12 +30,19 @@ def outcome(tok: float = 0.0, **facts: float) -> Outcome:
 
 
 def result(
-    policy: str, dram_gb: int, ssd_gb: int, tok: float, cost: float, hbm_gb: int = 0, **facts: float
+    policy: str,
+    dram_gb: int,
+    ssd_gb: int,
+    tok: float,
+    cost: float,
+    hbm_gb: int = 0,
+    fleet: FleetOptions = ONE_SERVER,
+    **facts: float,
 ) -> Result:
     """A policy with a capacity; recomputing everything costs 10."""
     capacity = Capacity(hbm_gb * GB, dram_gb * GB, ssd_gb * GB)
     found = outcome(tok, **({"recompute_load": 1.25, "queue_mean": 37.0, "num_hits": 5} | facts))
-    return Result(policy, capacity, found, Cost(cost, 0.0, 0.0), cost / 10)
+    return Result(policy, capacity, found, Cost(cost, 0.0, 0.0), cost / 10, fleet)
 
 
 def plan(*results: Result) -> PlanReport:

@@ -77,3 +77,27 @@ def test_free_machines_have_no_ratio():
     free = replace(REQUEST, prices=Prices(0.0, 0.0, 0.0), capacities=REQUEST.capacities[:1])
     (found,) = make_plan(free, lambda _: None).results
     assert (found.cost.total, found.cost_ratio) == (0.0, 0.0)
+
+
+def test_several_servers_are_priced_together():
+    """What was measured of those that are replayed, for all; RE has a baseline by number."""
+    request = request_of(
+        ArrivalArguments(generate="sharegpt-like", sessions=120, rate=0.5, warmup_turns="0"),
+        EngineArguments(),
+        CapacityArguments(dram="20GB", ssd="100GB"),
+        ServerArguments(servers="1,6", replayed=2, routing="ring,random"),
+        KvdArguments(policy="lru"),
+        CostArguments(jobs=1),
+        ("kvd", "plan"),
+    )
+    report = make_plan(request, lambda _: None)
+    assert [(found.fleet.num_servers, found.fleet.routing) for found in report.results] == [
+        (1, "ring"), (6, "ring"), (6, "random"),
+    ]  # fmt: skip
+    one, ring, random = report.results
+    assert ring.outcome.num_turns == random.outcome.num_turns < one.outcome.num_turns
+    assert ring.outcome.hits_tok > 2 * random.outcome.hits_tok
+    assert ring.cost.gpu == pytest.approx(3 * ring.outcome.gpu_hours * 2 * 5.0)
+    assert ring.cost.dram / 6 == pytest.approx(one.cost.dram, rel=0.5)  # for as long, about
+    assert [found.fleet.num_servers for found in report.baselines] == [1, 6]
+    assert ring.cost_ratio == ring.cost.total / report.baselines[1].cost.total

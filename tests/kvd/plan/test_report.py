@@ -7,6 +7,7 @@ from dataclasses import replace
 from rich.console import Console
 
 from kvd.plan.figures import SCHEMA
+from kvd.plan.fleet import FleetOptions
 from kvd.plan.report import as_document, tables
 from kvd.plan.sizes import GB
 from tests.kvd.plan.plans import plan, result, swept
@@ -113,6 +114,37 @@ def test_states_and_windows_have_a_table_if_the_model_has_any():
     assert "250 MB" in text  # what a turn stores is said of every model
     assert "a state" not in text
     assert "52.0%" not in text
+
+
+def test_several_servers_have_a_table():
+    """What moved, and the store's part; figures of all servers, of which some were replayed."""
+    fleet = FleetOptions(1000, 10, "session", remote_bytes_per_s=3e9, failures_per_day=0.5)
+    facts = {
+        "moved_fu": 0.123,
+        "fetched_tok": 0.045,
+        "num_retried": 1234,
+        "busiest": 1.25,
+        "bytes_pushed": 10**12,
+        "store_puts": 60,
+        "store_gets": 40,
+        "span_s": 100.0,
+        "prompt_tokens": 10**6,
+    }
+    found = result("lru", 999, 1010, 0.5, 400.0, fleet=fleet, **facts)
+    text = _text(plan(found), width=80)
+    for shown in (
+        "10 of 1,000 replayed, remote store 3 GB/s each, all stored after 10 s",
+        "each lost 0.5 times a day for 10m",
+        "1,000 x 999 GB + 1.01 TB session",
+    ):
+        assert shown in " ".join(text.split())
+    (row,) = [line.split() for line in text.splitlines() if "12.3%" in line]
+    assert row[-7:] == ["12.3%", "4.5%", "1,234", "1.25", "100", "TB", "100.0"]
+    (row,) = [line.split() for line in text.splitlines() if "400.00" in line]
+    assert row[-1] == "4"  # of 10**8 tokens
+    assert "busiest" not in _text(swept())
+    document = as_document(plan(found))
+    assert document["results"][0]["fleet"]["num_servers"] == 1000
 
 
 def test_headings_and_legend_leave_no_abbreviation_unexplained():

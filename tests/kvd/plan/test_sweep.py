@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from kvd.plan.fleet import FleetOptions
 from kvd.plan.generate import sharegpt_like
 from kvd.plan.hardware import Hardware, ReplayOptions
 from kvd.plan.sizes import GB
@@ -33,3 +34,17 @@ def test_a_worker_that_ends_is_no_endless_wait():
     with pytest.raises(WorkerEndedError, match="ended with code 1") as raised:
         run_cells(SESSIONS, [broken, broken], 2, lambda _: None)
     assert "--jobs 1" in raised.value.remedy
+
+
+def test_a_cell_replays_its_share_of_the_sessions():
+    """With so much of the warm-up; what is done is told in turns of all of them."""
+    sessions = sharegpt_like(200, 1.0, 4096, seed=0)
+    num_turns = sum(len(session.turns) for session in sessions)
+    told: list[int] = []
+    cell = Cell(
+        Hardware(GB, GB), replace(LRU, warmup_turns=num_turns // 2), FleetOptions(8, 2), 0.25
+    )
+    (outcome,) = run_cells(sessions, [cell], 1, told.append)
+    assert 0.15 < outcome.num_turns / num_turns < 0.35
+    assert outcome.num_turns_measured == pytest.approx(outcome.num_turns / 2, abs=1)
+    assert told[-1] == pytest.approx(num_turns, abs=4)

@@ -7,7 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from kvd.plan.trace import BadTraceError, Session, Turn, footprint_tokens, read_trace, truncated
+from kvd.plan.trace import (
+    BadTraceError,
+    Session,
+    Turn,
+    footprint_tokens,
+    read_trace,
+    sampled,
+    truncated,
+)
 
 SAMPLE = Path(__file__).parents[2] / "data" / "trace_sample.jsonl.gz"
 TURN = {
@@ -174,3 +182,22 @@ def test_truncation_drops_halves_of_the_window():
     assert truncated(91, 10, 100) == 41
     assert truncated(140, 20, 100) == 40
     assert truncated(30, 200, 100) == 0
+
+
+def test_a_share_of_the_sessions_is_always_the_same():
+    """Those that supersede one another are taken together, and say so still."""
+    turn = Turn(1, 1, 0, 0.0)
+    sessions = [
+        Session(float(n), (turn,), supersedes=n - 1 if n % 4 in (1, 2) else None)
+        for n in range(4000)
+    ]
+    found = sampled(sessions, 0.25)
+    assert 700 < len(found) < 1300
+    assert found == sampled(sessions, 0.25)
+    for number, session in enumerate(found):
+        if session.supersedes is not None:
+            assert session.supersedes < number
+            assert found[session.supersedes].start_s == session.start_s - 1
+    starts = {session.start_s for session in found}
+    assert all((n in starts) == (n + 1 in starts) == (n + 2 in starts) for n in range(0, 4000, 4))
+    assert sampled(sessions, 1.0) == sessions
