@@ -115,6 +115,7 @@ def fleets_of(asked: ServerArguments, seed: int) -> list[FleetOptions]:
     given = FleetOptions(
         remote_bytes_per_s=rate_of(asked.remote, "--remote") if asked.remote else 0.0,
         remote_write=asked.remote_write,
+        remote_wait=asked.remote_wait,
         quiet_s=duration_of(asked.remote_quiet, "--remote-quiet"),
         failures_per_day=positive(asked.failures, "--failures", may_be_zero=True),
         drains_per_day=positive(asked.drains, "--drains", may_be_zero=True),

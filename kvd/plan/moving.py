@@ -70,17 +70,25 @@ class Mover:
 
     Args:
         quiet_s: how long a session is left alone before it is stored; None: until a drain.
+        waits: whether turns wait for what is fetched.
 
     Attributes:
         is_draining: sessions are stored as soon as their turns are over.
     """
 
     def __init__(
-        self, store: RemoteStore, costs: Costs, bytes_per_s: float, quiet_s: float | None
+        self,
+        store: RemoteStore,
+        costs: Costs,
+        bytes_per_s: float,
+        quiet_s: float | None,
+        *,
+        waits: bool = True,
     ) -> None:
         self.is_draining = False
         self._store = store
         self._costs = costs
+        self._waits = waits
         self._quiet_ns = None if quiet_s is None else round(quiet_s * NS_PER_S)
         self._num_puts = 0
         self._num_gets = 0
@@ -101,8 +109,10 @@ class Mover:
         )
 
     @property
-    def fetch_s(self) -> float:
-        """Time for which a token is fetched."""
+    def fetch_s(self) -> float | None:
+        """Time for which a turn waits for a token that is fetched; None: it does not."""
+        if not self._waits:
+            return None
         return self._costs.loaded_bytes(1) / self._in.bytes_per_s
 
     @property
@@ -161,9 +171,12 @@ class Mover:
         self._num_gets += _num_requests(num_bytes) - 1
         self._fetches[session] = Fetch(kept, tokens, self._in.move(session, num_bytes, now_ns))
 
-    def fetched(self, session: int) -> Fetch | None:
-        """Return what is fetched of a session, or was."""
-        return self._fetches.get(session)
+    def fetched(self, session: int, now_ns: int) -> Fetch | None:
+        """Return what a turn has of its session from the store, or waits for; None: nothing."""
+        fetch = self._fetches.get(session)
+        if fetch is None or self._waits or fetch.transfer.ends_ns <= now_ns:
+            return fetch
+        return None
 
     def forget(self, session: int) -> None:
         """Hear that a session's turn has what it wanted."""

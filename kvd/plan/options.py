@@ -114,6 +114,14 @@ class ServerArguments:
     remote_write: Annotated[
         RemoteWrite, option(_SERVERS, "Stored there: all, or what a server holds that drains.")
     ] = "all"
+    remote_wait: Annotated[
+        bool,
+        option(
+            _SERVERS,
+            "Turns wait for what is fetched where that pays; kvd computes what is not there yet.",
+            "--remote-wait",
+        ),
+    ] = False
     remote_quiet: Annotated[
         str, option(_SERVERS, "How long a session is left alone before that.")
     ] = "10s"

@@ -267,7 +267,13 @@ class Replay:
         mover = None
         if self._store is not None:
             quiet_s = fleet.quiet_s if fleet.remote_write == "all" else None
-            mover = Mover(self._store, self._costs, fleet.remote_bytes_per_s, quiet_s)
+            mover = Mover(
+                self._store,
+                self._costs,
+                fleet.remote_bytes_per_s,
+                quiet_s,
+                waits=fleet.remote_wait,
+            )
         return Server(
             self._hardware,
             self._options,

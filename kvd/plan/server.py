@@ -309,7 +309,7 @@ class Server:
     def _begin_fetched(self, request: Request) -> None:
         """Prefill a turn whose history was fetched; else have it wait."""
         assert self._mover is not None
-        fetch = self._mover.fetched(request.session)
+        fetch = self._mover.fetched(request.session, self._now_ns)
         assert fetch is not None
         if fetch.transfer.ends_ns <= self._now_ns:
             self._prefill(request)
@@ -333,7 +333,7 @@ class Server:
         found_in = record.found_in = self._tiers.find(key)
         kept = NOTHING if found_in is None else self._kept[key].within(turn.history_tokens)
         self._kept[key] = kept
-        fetch = self._mover.fetched(request.session) if self._mover else None
+        fetch = self._mover.fetched(request.session, self._now_ns) if self._mover else None
         if fetch is not None:
             wait_ns = max(0, fetch.transfer.ends_ns - self._now_ns)
             if self._pays(turn, wait_ns, fetch.tokens):

@@ -73,16 +73,16 @@ def test_a_turns_history_is_fetched_where_the_store_has_more():
     mover.fetch(1, history_tokens=80, held_tokens=20, now_ns=0)
     mover.fetch(2, history_tokens=10**9, held_tokens=0, now_ns=0)
     mover.fetch(3, history_tokens=10, held_tokens=0, now_ns=0)
-    first, second = mover.fetched(1), mover.fetched(2)
+    first, second = mover.fetched(1, 0), mover.fetched(2, 0)
     assert first is not None
     assert second is not None
     assert (first.tokens, first.transfer.ends_ns) == (80, 800)
     assert second.transfer.ends_ns == 800 + 10 * second.tokens
-    assert mover.fetched(3) is None
+    assert mover.fetched(3, 0) is None
     assert mover.totals().store_gets == (1 + 1) + (1 + 2) + 1
     assert (mover.step(800), mover.step(second.transfer.ends_ns)) == (1, 2)
     mover.forget(1)
-    assert mover.fetched(1) is None
+    assert mover.fetched(1, 0) is None
 
 
 def test_who_holds_enough_fetches_nothing():
@@ -91,8 +91,19 @@ def test_who_holds_enough_fetches_nothing():
     pushed(store, 1, tokens=100)
     mover = Mover(store, COSTS, RATE, None)
     mover.fetch(1, history_tokens=80, held_tokens=80, now_ns=0)
-    assert mover.fetched(1) is None
+    assert mover.fetched(1, 0) is None
     mover.fetch(1, history_tokens=80, held_tokens=79, now_ns=0)
     mover.forget(1)
     assert mover.step(800) is None
     assert mover.totals().bytes_fetched == 800
+
+
+def test_where_turns_do_not_wait_only_what_is_there_counts():
+    """And a router is told that nothing is fetched for them."""
+    store = RemoteStore()
+    pushed(store, 1, tokens=100)
+    mover = Mover(store, COSTS, RATE, None, waits=False)
+    mover.fetch(1, history_tokens=80, held_tokens=0, now_ns=0)
+    assert mover.fetched(1, 799) is None
+    assert mover.fetched(1, 800) is not None
+    assert mover.fetch_s is None
