@@ -1,8 +1,8 @@
 """Sessions on their way between servers, by a store that all of them reach. Pure.
 
 A server stores a session there once it has been left alone for a while after its turn, or when the
-server drains: only what the store does not have of it. As a turn arrives of whose session the
-store has more than its server, the server fetches it; both ways one session after another. What
+server drains: only what the store does not have of it. As a turn arrives of whose session a server
+has nothing, it asks the store, and fetches what is there; both ways one session after another. What
 the store has stays for the session's TTL, and whoever fetches it leaves it there.
 """
 
@@ -160,12 +160,12 @@ class Mover:
 
     # ---------------------------------------------------------------------- from the store
 
-    def fetch(self, session: int, history_tokens: int, held_tokens: int, now_ns: int) -> None:
-        """Fetch what a turn can load, if the store has more than is held here."""
+    def fetch(self, session: int, history_tokens: int, now_ns: int) -> None:
+        """Fetch what a turn can load of its session, of which nothing is held here."""
         kept = self._store.find(session, now_ns).within(history_tokens)
         tokens = self._costs.loadable(kept)
         self._num_gets += 1
-        if tokens <= held_tokens:
+        if not tokens:
             return
         num_bytes = self._costs.loaded_bytes(tokens)
         self._num_gets += _num_requests(num_bytes) - 1

@@ -192,11 +192,8 @@ class Server:
         key = request.key
         self._turns[key] = request.turn
         self._waiting.append(request)
-        if self._mover is not None and request.turn.history_tokens:
-            history_tokens = request.turn.history_tokens
-            held = NOTHING if self._tiers.find(key) is None else self._kept[key]
-            held_tokens = self._costs.loadable(held.within(history_tokens))
-            self._mover.fetch(request.session, history_tokens, held_tokens, now_ns)
+        if self._mover is not None and self._tiers.find(key) is None:
+            self._mover.fetch(request.session, request.turn.history_tokens, now_ns)
         waiting = QueuedRequest((0, 0.0, request.number), key, request.turn.history_tokens)
         self._report_queue(
             QueueChange(waiting=[waiting], interval_ns=round(self._interval_ns)), now_ns

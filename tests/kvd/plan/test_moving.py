@@ -64,15 +64,15 @@ def test_what_has_expired_is_not_there():
     assert (store.find(1, 999), store.find(1, 1000)) == (Kept(50), NOTHING)
 
 
-def test_a_turns_history_is_fetched_where_the_store_has_more():
-    """One session after another; each request to the store counts."""
+def test_a_turns_history_is_fetched_as_far_as_it_is_there():
+    """One session after another; each request to the store counts, one that finds nothing too."""
     store = RemoteStore()
     pushed(store, 1, tokens=100)
     pushed(store, 2, tokens=CHUNK_BYTES // 10 + 1)
     mover = Mover(store, COSTS, RATE, None)
-    mover.fetch(1, history_tokens=80, held_tokens=20, now_ns=0)
-    mover.fetch(2, history_tokens=10**9, held_tokens=0, now_ns=0)
-    mover.fetch(3, history_tokens=10, held_tokens=0, now_ns=0)
+    mover.fetch(1, history_tokens=80, now_ns=0)
+    mover.fetch(2, history_tokens=10**9, now_ns=0)
+    mover.fetch(3, history_tokens=10, now_ns=0)
     first, second = mover.fetched(1, 0), mover.fetched(2, 0)
     assert first is not None
     assert second is not None
@@ -85,14 +85,12 @@ def test_a_turns_history_is_fetched_where_the_store_has_more():
     assert mover.fetched(1, 0) is None
 
 
-def test_who_holds_enough_fetches_nothing():
-    """And what is not wanted any more is not told when it comes."""
+def test_what_is_not_wanted_any_more_is_not_told_when_it_comes():
+    """It was moved all the same."""
     store = RemoteStore()
     pushed(store, 1, tokens=100)
     mover = Mover(store, COSTS, RATE, None)
-    mover.fetch(1, history_tokens=80, held_tokens=80, now_ns=0)
-    assert mover.fetched(1, 0) is None
-    mover.fetch(1, history_tokens=80, held_tokens=79, now_ns=0)
+    mover.fetch(1, history_tokens=80, now_ns=0)
     mover.forget(1)
     assert mover.step(800) is None
     assert mover.totals().bytes_fetched == 800
@@ -103,7 +101,7 @@ def test_where_turns_do_not_wait_only_what_is_there_counts():
     store = RemoteStore()
     pushed(store, 1, tokens=100)
     mover = Mover(store, COSTS, RATE, None, waits=False)
-    mover.fetch(1, history_tokens=80, held_tokens=0, now_ns=0)
+    mover.fetch(1, history_tokens=80, now_ns=0)
     assert mover.fetched(1, 799) is None
     assert mover.fetched(1, 800) is not None
     assert mover.fetch_s is None
