@@ -38,9 +38,11 @@ class HashRing:
         wanted = frozenset(servers)
         if self._servers - wanted:
             self._points = [point for point in self._points if point[1] in wanted]
-        for server in wanted - self._servers:
-            self._points += [(name_hash(f"{server}/{i}"), server) for i in range(POINTS)]
-        self._points.sort()  # the runs that it is made of are merged
+        if new := wanted - self._servers:
+            self._points += [
+                (name_hash(f"{server}/{i}"), server) for server in new for i in range(POINTS)
+            ]
+            self._points.sort()
         self._servers = wanted
 
     def owners(self, session: str) -> Iterator[str]:
