@@ -1,0 +1,218 @@
+"""The deployment: each replica stands before one service of its machine, and passes calls on to it.
+
+A class without Ray in it; `app.py` makes a deployment of it. Ray calls a method of the RPC's name
+for a call of gRPC, and `__call__` for a request; the others are its hooks. A call that its client
+leaves is cancelled here, and so at the service.
+"""
+
+import asyncio
+import json
+import os
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from typing import Any
+
+import aiohttp
+import grpc
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+
+from inference_svc.ray_serve.local_service import (
+    SERVICE,
+    LocalService,
+    ServiceAddress,
+    claim_one,
+)
+from inference_svc.ray_serve.passing import (
+    answered_headers,
+    header_of,
+    passed_headers,
+    passed_metadata,
+    session_of,
+)
+from inference_svc.ray_serve.reports import held_tokens, stats_of
+
+MOST_SESSIONS = 1024  # told of by a replica: every router gets them with every report
+# Ray's own setting, which its proxies and replicas have in their environment.
+SESSION_HEADER_VARIABLE = "RAY_SERVE_SESSION_ID_HEADER_KEY"
+SESSION_HEADER = "x-session-id"
+OWN_NAME = "X-Session-Id"  # of an answer: the service's own name of the session
+RETRY_AFTER = {"Retry-After": "1"}
+
+
+class NoMessage:
+    """Stands for an answer that there is none of: Ray's proxies send the status alone."""
+
+    def SerializeToString(self) -> bytes:  # noqa: N802  # a message's, as Ray calls it
+        """Return no bytes."""
+        return b""
+
+
+class SessionServer:
+    """A replica.
+
+    Args:
+        services: of this machine, one for each replica that runs here; each a mapping with the keys
+            of `ServiceAddress`. A replica takes the first that has none.
+        most_sessions: used lately, that routers are told of.
+
+    Raises:
+        ServiceError: each service has its replica.
+    """
+
+    def __init__(
+        self, services: Sequence[Mapping[str, str]], most_sessions: int = MOST_SESSIONS
+    ) -> None:
+        address, self._claim = claim_one([ServiceAddress.from_dict(one) for one in services])
+        self._header = os.environ.get(SESSION_HEADER_VARIABLE, SESSION_HEADER)
+        self._service = LocalService(address, most_sessions)
+        self._noting: set[asyncio.Task[None]] = set()
+
+    async def close(self) -> None:
+        """End all connections, and leave the service to another replica."""
+        await self._service.close()
+        self._claim.close()
+
+    # ------------------------------------------------------------------------------- Ray's hooks
+
+    def record_replica_metadata(self) -> dict[str, str]:
+        """Tell routers the name of the server, once."""
+        return {"server": self._service.name}
+
+    async def record_routing_stats(self) -> dict[str, Any]:
+        """Tell routers how the service is, each `request_routing_stats_period_s`."""
+        return stats_of(await self._service.report())
+
+    async def check_health(self) -> None:
+        """Return while the service is there; one that drains is, and gets no new turns.
+
+        Ray asks before a replica gets calls, then each `health_check_period_s`.
+
+        Raises:
+            ServiceError: it is not.
+        """
+        await self._service.check()
+
+    # -------------------------------------------------------------------------------------- gRPC
+
+    async def pass_single(self, name: str, request: Any, context: Any) -> Any:
+        """Pass on an RPC that has one answer."""
+        metadata = passed_metadata(context.invocation_metadata())
+        try:
+            return await getattr(self._service.calls, name)(request, metadata=metadata)
+        except grpc.aio.AioRpcError as error:
+            return _failed(context, error)
+
+    async def pass_stream(self, name: str, request: Any, context: Any) -> AsyncIterator[Any]:
+        """Pass on an RPC that has a stream of answers."""
+        metadata = passed_metadata(context.invocation_metadata())
+        call = getattr(self._service.calls, name)(request, metadata=metadata)
+        try:
+            async for answer in call:
+                if answer.WhichOneof("event") == "finished":
+                    session = session_of(metadata) or request.session_id
+                    self._service.sessions.used(session, held_tokens(answer.finished.usage))
+                yield answer
+        except grpc.aio.AioRpcError as error:
+            yield _failed(context, error)
+        finally:
+            call.cancel()
+
+    # -------------------------------------------------------------------------------------- HTTP
+
+    async def __call__(self, request: Request) -> Response:
+        """Pass on a request of OpenAI's or Anthropic's API, and its answer as it comes."""
+        if not self._service.address.http:
+            return _refusal(501, "not_served", "no HTTP here: the service's `http` is not set")
+        session = header_of(request.headers, self._header)
+        answered = AsyncExitStack()
+        try:
+            response = await answered.enter_async_context(
+                self._service.request(
+                    request.method,
+                    _path_of(request),
+                    passed_headers(request.headers.raw),
+                    _body_of(request),
+                )
+            )
+        except aiohttp.ClientConnectorError:
+            return _refusal(503, "no_server", "the server takes no requests just now")
+        except aiohttp.ClientError:
+            return _refusal(502, "server_lost", "the server was lost before it answered")
+        passed = StreamingResponse(
+            self._passing(response, answered, session), status_code=response.status
+        )
+        passed.raw_headers = [
+            (name.lower().encode("latin-1"), value.encode("latin-1"))
+            for name, value in answered_headers(response.raw_headers)
+        ]
+        return passed
+
+    async def _passing(
+        self, response: aiohttp.ClientResponse, answered: AsyncExitStack, session: str
+    ) -> AsyncIterator[bytes]:
+        async with answered:
+            async for part in response.content.iter_any():
+                yield part
+            own_name = response.headers.get(OWN_NAME, "")
+        if session and own_name and response.ok:
+            task = asyncio.create_task(self._service.note_session(session, own_name))
+            self._noting.add(task)
+            task.add_done_callback(self._noting.discard)
+
+
+def _failed(context: Any, error: grpc.aio.AioRpcError) -> NoMessage:
+    """Have an RPC end as it did at the service.
+
+    Ray carries code and text of an exception, but not the metadata in which the reason is. What it
+    carries with a message is complete: so there is one more, and `proxies.py` leaves it out.
+    """
+    context.set_code(error.code())
+    context.set_details(error.details() or "")
+    context.set_trailing_metadata(list(error.trailing_metadata() or ()))
+    return NoMessage()
+
+
+def _refusal(status: int, code: str, message: str) -> Response:
+    """Word an error as both APIs do."""
+    kind = "overloaded_error" if status == 503 else "api_error"
+    told = {"type": kind, "code": code, "message": f"{message}: send it again"}
+    if status == 501:
+        told["message"] = message
+    body = json.dumps({"type": "error", "error": told})
+    headers = RETRY_AFTER if status == 503 else None
+    return Response(body, status, headers, media_type="application/json")
+
+
+def _path_of(request: Request) -> str:
+    """Return path and query as the client wrote them, without the application's prefix."""
+    raw: bytes = request.scope.get("raw_path") or request.scope["path"].encode()
+    path = raw.decode("latin-1").removeprefix(request.scope.get("root_path", ""))
+    query = request.scope["query_string"].decode("latin-1")
+    return f"{path}?{query}" if query else path
+
+
+def _body_of(request: Request) -> AsyncIterator[bytes] | None:
+    headers = request.headers
+    has_body = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
+    return request.stream() if has_body else None
+
+
+def _single(name: str) -> Callable[..., Any]:
+    async def answer(self: SessionServer, request: Any, grpc_context: Any) -> Any:
+        return await self.pass_single(name, request, grpc_context)
+
+    return answer
+
+
+def _stream(name: str) -> Callable[..., Any]:
+    async def answer(self: SessionServer, request: Any, grpc_context: Any) -> AsyncIterator[Any]:
+        async for one in self.pass_stream(name, request, grpc_context):
+            yield one
+
+    return answer
+
+
+for _method in SERVICE.methods:  # each RPC that there is
+    _make = _stream if _method.server_streaming else _single
+    setattr(SessionServer, _method.name, _make(_method.name))
