@@ -97,9 +97,8 @@ def claim_one(services: Sequence[ServiceAddress]) -> tuple[ServiceAddress, socke
         else:
             return address, claim
     raise ServiceError(
-        f"each of the {len(services)} services of this machine has its replica: name more of them, or "
-        "have fewer replicas (num_replicas, max_replicas_per_node); one that is being replaced "
-        "ends its turns first"
+        f"each of the {len(services)} services of this machine has its replica: name more of them, "
+        "or have fewer replicas here; one that is being replaced ends its turns first"
     )
 
 
