@@ -4,7 +4,7 @@ import asyncio
 import hashlib
 import socket
 import time
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, fields
 from typing import Any, Self
@@ -31,6 +31,25 @@ _OPTIONS = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
 ]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request of OpenAI's or Anthropic's API.
+
+    Attributes:
+        method: of the request.
+        path: with the query, as the client wrote it.
+        headers: that go on.
+        body: all of it.
+        session: that routers have read; "": none.
+    """
+
+    method: str
+    path: str
+    headers: Sequence[tuple[str, str]]
+    body: bytes
+    session: str
 
 
 class ServiceError(RuntimeError):
@@ -184,20 +203,8 @@ class LocalService:
         self.sessions.used(name, session.context_tokens)
 
     @asynccontextmanager
-    async def request(
-        self,
-        method: str,
-        path: str,
-        headers: Iterable[tuple[str, str]],
-        body: AsyncIterator[bytes] | None,
-    ) -> AsyncIterator[aiohttp.ClientResponse]:
+    async def request(self, asked: Asked) -> AsyncIterator[aiohttp.ClientResponse]:
         """Send a request to the HTTP APIs; the answer is there when its headers are.
-
-        Args:
-            method: of the request.
-            path: with the query, as the client wrote it.
-            headers: of the request.
-            body: as it comes in; None: there is none.
 
         Raises:
             aiohttp.ClientError: the service did not answer, or broke off.
@@ -207,10 +214,10 @@ class LocalService:
         is_local = is_unix(self.address.http)
         base = "http://localhost" if is_local else f"http://{self.address.http}"
         async with self._http.request(
-            method,
-            URL(base + path, encoded=True),
-            headers=list(headers),
-            data=body,
+            asked.method,
+            URL(base + asked.path, encoded=True),
+            headers=asked.headers,
+            data=asked.body or None,
             allow_redirects=False,
         ) as response:
             yield response

@@ -20,7 +20,7 @@ from inference_svc.ray_serve.reports import report_from
 from shared.routing.session_router import SessionRouter
 
 GRPC_TURN = "SubmitTurn"
-HTTP_CALL = "__call__"
+HTTP_CALLS = ("__call__", "answer")  # of a proxy, and of a replica whose server has refused it
 
 
 class SessionReplicaRouter(RequestRouter):  # type: ignore[misc]
@@ -53,7 +53,11 @@ class SessionReplicaRouter(RequestRouter):  # type: ignore[misc]
             return [candidate_replicas]
         pending_request.routing_context.should_backoff = True
         route = self._sessions.choose(_session_of(pending_request))
-        return [self._by_server[server] for server in (route.server, *route.others)]
+        tried = pending_request.kwargs.get("tried", ())
+        ranked = [name for name in (route.server, *route.others) if name not in tried]
+        if not ranked:  # where to is all the same then
+            ranked = [name for name in self._by_server if name not in tried] or [route.server]
+        return [self._by_server[name] for name in ranked]
 
     def on_request_routed(
         self, pending_request: PendingRequest, replica_id: ReplicaID, result: ReplicaResult
@@ -61,7 +65,7 @@ class SessionReplicaRouter(RequestRouter):  # type: ignore[misc]
         """Count a turn that a replica has taken."""
         del result
         metadata = pending_request.metadata
-        if metadata.call_method not in {GRPC_TURN, HTTP_CALL}:
+        if metadata.call_method not in {GRPC_TURN, *HTTP_CALLS}:
             return
         replica = self.curr_replicas.get(replica_id)
         if replica is not None:

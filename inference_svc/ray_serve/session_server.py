@@ -1,24 +1,26 @@
 """The deployment: each replica stands before one service of its machine, and passes calls on to it.
 
-A class without Ray in it; `app.py` makes a deployment of it. Ray calls a method of the RPC's name
-for a call of gRPC, and `__call__` for a request; the others are its hooks. A call that its client
-leaves is cancelled here, and so at the service.
+`app.py` makes a deployment of the class. Ray calls a method of the RPC's name for a call of gRPC,
+and `__call__` for a request; the others are its hooks. A call that its client leaves is cancelled
+here, and so at the service. A request that the service does not take goes to another replica; a
+call of gRPC does not, for the words of its session are here.
 """
 
 import asyncio
 import json
 import os
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import aiohttp
 import grpc
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
+from inference_svc.ray_serve.elsewhere import other_replicas
 from inference_svc.ray_serve.local_service import (
     SERVICE,
+    Asked,
     LocalService,
     ServiceAddress,
     claim_one,
@@ -37,7 +39,25 @@ MOST_SESSIONS = 1024  # told of by a replica: every router gets them with every 
 SESSION_HEADER_VARIABLE = "RAY_SERVE_SESSION_ID_HEADER_KEY"
 SESSION_HEADER = "x-session-id"
 OWN_NAME = "X-Session-Id"  # of an answer: the service's own name of the session
-RETRY_AFTER = {"Retry-After": "1"}
+MAX_BODY_BYTES = 64 << 20  # services have a bound of their own, usually a smaller one
+REFUSED = frozenset({502, 503})  # nothing was answered: another server may
+
+
+class Head(NamedTuple):
+    """What an answer begins with.
+
+    Attributes:
+        status: of HTTP.
+        headers: that go back.
+        body: all of it, where nothing follows.
+    """
+
+    status: int
+    headers: Sequence[tuple[str, str]]
+    body: bytes = b""
+
+
+Part: TypeAlias = Head | bytes
 
 
 class NoMessage:
@@ -66,6 +86,7 @@ class SessionServer:
         address, self._claim = claim_one([ServiceAddress.from_dict(one) for one in services])
         self._header = os.environ.get(SESSION_HEADER_VARIABLE, SESSION_HEADER)
         self._service = LocalService(address, most_sessions)
+        self._others = other_replicas()
         self._noting: set[asyncio.Task[None]] = set()
 
     async def close(self) -> None:
@@ -123,42 +144,68 @@ class SessionServer:
     async def __call__(self, request: Request) -> Response:
         """Pass on a request of OpenAI's or Anthropic's API, and its answer as it comes."""
         if not self._service.address.http:
-            return _refusal(501, "not_served", "no HTTP here: the service's `http` is not set")
-        session = header_of(request.headers, self._header)
-        answered = AsyncExitStack()
-        try:
-            response = await answered.enter_async_context(
-                self._service.request(
-                    request.method,
-                    _path_of(request),
-                    passed_headers(request.headers.raw),
-                    _body_of(request),
-                )
-            )
-        except aiohttp.ClientConnectorError:
-            return _refusal(503, "no_server", "the server takes no requests just now")
-        except aiohttp.ClientError:
-            return _refusal(502, "server_lost", "the server was lost before it answered")
-        passed = StreamingResponse(
-            self._passing(response, answered, session), status_code=response.status
+            return _response(_refused(501, "not_served", "no HTTP here: `http` is not set"))
+        body = await _body_of(request)
+        if body is None:
+            return _response(_refused(413, "too_large", f"send {MAX_BODY_BYTES:,} bytes at most"))
+        asked = Asked(
+            method=request.method,
+            path=_path_of(request),
+            headers=passed_headers(request.headers.raw),
+            body=body,
+            session=header_of(request.headers, self._header),
         )
-        passed.raw_headers = [
-            (name.lower().encode("latin-1"), value.encode("latin-1"))
-            for name, value in answered_headers(response.raw_headers)
-        ]
-        return passed
+        parts = self._answer_somewhere(asked)
+        head = await anext(parts)
+        return _response(head, cast("AsyncIterator[bytes]", parts))
 
-    async def _passing(
-        self, response: aiohttp.ClientResponse, answered: AsyncExitStack, session: str
-    ) -> AsyncIterator[bytes]:
-        async with answered:
-            async for part in response.content.iter_any():
-                yield part
-            own_name = response.headers.get(OWN_NAME, "")
-        if session and own_name and response.ok:
-            task = asyncio.create_task(self._service.note_session(session, own_name))
+    async def answer(self, asked: Asked, tried: Sequence[str] = ()) -> AsyncIterator[Part]:
+        """Yield the head of the service's answer, then its body as it comes.
+
+        Args:
+            asked: the request.
+            tried: servers that have refused it; routers read this, and send it to others.
+
+        Raises:
+            aiohttp.ClientError: the answer broke off.
+        """
+        del tried
+        is_begun, own_name = False, ""
+        try:
+            async with self._service.request(asked) as response:
+                is_begun = True
+                yield Head(response.status, answered_headers(response.raw_headers))
+                async for part in response.content.iter_any():
+                    yield part
+                own_name = response.headers.get(OWN_NAME, "") if response.ok else ""
+        except aiohttp.ClientError as error:
+            if is_begun:
+                raise
+            if isinstance(error, aiohttp.ClientConnectorError):
+                yield _refused(503, "no_server", "the server takes no requests just now")
+            else:
+                yield _refused(502, "server_lost", "the server was lost before it answered")
+        if asked.session and own_name:
+            task = asyncio.create_task(self._service.note_session(asked.session, own_name))
             self._noting.add(task)
             task.add_done_callback(self._noting.discard)
+
+    async def _answer_somewhere(self, asked: Asked) -> AsyncIterator[Part]:
+        """Yield the service's answer; if it takes no requests, that of another server that does."""
+        own = self.answer(asked)
+        head = await anext(own)
+        if isinstance(head, Head) and head.status in REFUSED and self._others is not None:
+            refusal = [head, *[part async for part in own]]
+            others = self._others.answer(asked, self._service.name)
+            head = await anext(others, b"")
+            if not isinstance(head, Head) or head.status in REFUSED:
+                for part in refusal:
+                    yield part
+                return
+            own = others
+        yield head
+        async for part in own:
+            yield part
 
 
 def _failed(context: Any, error: grpc.aio.AioRpcError) -> NoMessage:
@@ -173,15 +220,29 @@ def _failed(context: Any, error: grpc.aio.AioRpcError) -> NoMessage:
     return NoMessage()
 
 
-def _refusal(status: int, code: str, message: str) -> Response:
+def _refused(status: int, code: str, message: str) -> Head:
     """Word an error as both APIs do."""
+    is_passing = status in REFUSED
     kind = "overloaded_error" if status == 503 else "api_error"
-    told = {"type": kind, "code": code, "message": f"{message}: send it again"}
-    if status == 501:
-        told["message"] = message
-    body = json.dumps({"type": "error", "error": told})
-    headers = RETRY_AFTER if status == 503 else None
-    return Response(body, status, headers, media_type="application/json")
+    told = f"{message}: send it again" if is_passing else message
+    error = {"type": kind, "code": code, "message": told}
+    headers = [("content-type", "application/json")]
+    if is_passing:
+        headers.append(("retry-after", "1"))
+    return Head(status, headers, json.dumps({"type": "error", "error": error}).encode())
+
+
+def _response(head: Part, parts: AsyncIterator[bytes] | None = None) -> Response:
+    """Make Ray's response of a head, and of what comes after it."""
+    assert isinstance(head, Head)  # noqa: S101  # what comes first always is
+    if head.body or parts is None:
+        response = Response(head.body, head.status)
+    else:
+        response = StreamingResponse(parts, head.status)
+    response.raw_headers = [
+        (name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in head.headers
+    ]
+    return response
 
 
 def _path_of(request: Request) -> str:
@@ -192,10 +253,14 @@ def _path_of(request: Request) -> str:
     return f"{path}?{query}" if query else path
 
 
-def _body_of(request: Request) -> AsyncIterator[bytes] | None:
-    headers = request.headers
-    has_body = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
-    return request.stream() if has_body else None
+async def _body_of(request: Request) -> bytes | None:
+    """Return all of a body, so that it can be sent to another server; None: it is too large."""
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > MAX_BODY_BYTES:
+            return None
+    return bytes(body)
 
 
 def _single(name: str) -> Callable[..., Any]:

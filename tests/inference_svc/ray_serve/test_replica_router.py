@@ -70,11 +70,11 @@ class Replicas:
             ]
         )
 
-    async def send(self, session, method="SubmitTurn"):
+    async def send(self, session, method="SubmitTurn", tried=()):
         """Route a call; return its server's name, the replica and the request."""
         number = f"request-{next(self._requests)}"
         metadata = RequestMetadata(number, number, call_method=method, session_id=session)
-        request = PendingRequest([], {}, metadata)
+        request = PendingRequest([], {"tried": tried} if tried else {}, metadata)
         replica = await self.router._choose_replica_for_request(request)
         self.router.on_request_routed(request, replica.replica_id, None)
         return replica.replica_metadata["server"], replica, request
@@ -136,6 +136,16 @@ async def test_a_replica_that_is_full_is_passed_over(replicas):
             replica.num_ongoing = 1
             replicas.router.on_new_queue_len_info(replica.replica_id, 1)
     assert (await replicas.send("ann"))[0] == second
+
+
+async def test_a_server_that_has_refused_a_request_is_not_asked_again(replicas):
+    """The session's next one is; from then on it has the session."""
+    own, second, third = HashRing(SERVERS).owners("ann")
+    replicas.run([(server, None) for server in SERVERS])
+    assert (await replicas.send("ann", "answer", tried=(own,)))[0] == second
+    assert (await replicas.send("ann"))[0] == second
+    assert (await replicas.send("bob", "answer", tried=(own, second)))[0] == third
+    assert (await replicas.send("ann", "answer", tried=SERVERS))[0] == second
 
 
 async def test_a_replica_that_died_is_known_no_more(replicas):
