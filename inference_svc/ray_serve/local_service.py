@@ -14,7 +14,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from yarl import URL
 
-from inference_svc.client import InferenceClient
+from inference_svc.client import InferenceClient, NotRunningError
 from inference_svc.ray_serve.reports import PlaceTimes, RecentSessions, ended_turns, report_of
 from shared.access.addresses import UNIX, is_tcp, is_unix
 from shared.access.channels import aio_channel_of
@@ -164,8 +164,11 @@ class LocalService:
         """
         try:
             await self._client.get_model()
+        except NotRunningError as error:
+            remedy = "start it, or correct `socket` in the config of Ray Serve"
+            raise ServiceError(f"{error.message}: {remedy}") from None
         except ReportedError as error:
-            raise ServiceError(f"{error} (the replica's `socket`)") from None
+            raise ServiceError(str(error)) from None
 
     async def takes_turns(self) -> bool:
         """Whether it does; False if it drains, or is not there."""

@@ -286,7 +286,8 @@ async def test_a_deployment_before_no_service(cluster, services, told):
     deploying = asyncio.create_task(cluster.deploy(config))
 
     async def status() -> str:
-        return str(serve.status().applications["broken"].status)
+        found = serve.status().applications.get("broken")
+        return found.status.value if found else "not seen yet"
 
     try:
         await eventually(status, wanted="DEPLOY_FAILED")

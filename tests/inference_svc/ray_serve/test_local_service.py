@@ -54,7 +54,7 @@ async def test_a_service_that_is_not_there(tmp_path):
         with pytest.raises(ServiceError) as refused:
             await service.check()
         assert "no inference service answers at" in str(refused.value)
-        assert "start one with" in str(refused.value)
+        assert "correct `socket`" in str(refused.value)
         report = await service.report()
         assert report == ServerReport(takes_turns=False, sessions=report.sessions)
         assert len(report.sessions) == 1
