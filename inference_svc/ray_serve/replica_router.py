@@ -5,7 +5,9 @@ is started again has the sessions that it had. Proxies and handles have a router
 gives all of them the same answer, and what replicas report of their sessions soon does.
 """
 
+from asyncio import Future
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from ray.serve.request_router import (
@@ -57,21 +59,17 @@ class SessionReplicaRouter(RequestRouter):  # type: ignore[misc]
         ranked = [name for name in (route.server, *route.others) if name not in tried]
         if not ranked:  # where to is all the same then
             ranked = [name for name in self._by_server if name not in tried] or [route.server]
+        self._count(pending_request, ranked[0])
         return [self._by_server[name] for name in ranked]
 
     def on_request_routed(
         self, pending_request: PendingRequest, replica_id: ReplicaID, result: ReplicaResult
     ) -> None:
-        """Count a turn that a replica has taken."""
+        """Count a turn where it is: the replicas that were chosen before may have been full."""
         del result
-        metadata = pending_request.metadata
-        if metadata.call_method not in {GRPC_TURN, *HTTP_CALLS}:
-            return
         replica = self.curr_replicas.get(replica_id)
         if replica is not None:
-            server, session = _server_of(replica), _session_of(pending_request)
-            self._under_way[metadata.internal_request_id] = server, session
-            self._sessions.began(server, session)
+            self._count(pending_request, _server_of(replica))
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
         """Count a turn that is over; others are not known here."""
@@ -79,6 +77,28 @@ class SessionReplicaRouter(RequestRouter):  # type: ignore[misc]
         server, session = self._under_way.pop(internal_request_id, ("", None))
         if server:
             self._sessions.ended(server, session)
+
+    def _count(self, request: PendingRequest, server: str) -> None:
+        """Count a turn where it goes to, at once: others are chosen before it is there."""
+        if request.metadata.call_method not in {GRPC_TURN, *HTTP_CALLS}:
+            return
+        number, session = request.metadata.internal_request_id, _session_of(request)
+        before, _ = self._under_way.get(number, ("", None))
+        if before == server:
+            return
+        if before:
+            self._sessions.ended(before)
+        else:
+            request.future.add_done_callback(partial(self._given_up, number))
+        self._under_way[number] = server, session
+        self._sessions.began(server, session)
+
+    def _given_up(self, number: str, chosen: Future[Any]) -> None:
+        """Forget a turn whose client went before it was sent: nobody says that it is over."""
+        server, _ = self._under_way.get(number, ("", None))
+        if server and chosen.cancelled():
+            del self._under_way[number]
+            self._sessions.ended(server)
 
     def _take_in(self, replicas: list[RunningReplica]) -> None:
         self._by_server = {}

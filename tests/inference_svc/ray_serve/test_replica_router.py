@@ -40,6 +40,12 @@ class Replica(RunningReplica):
         return self.num_ongoing
 
 
+def request_of(number, session="", method="SubmitTurn", tried=()):
+    """A call as Ray's routers have it."""
+    metadata = RequestMetadata(number, number, call_method=method, session_id=session)
+    return PendingRequest([], {"tried": tried} if tried else {}, metadata)
+
+
 class Replicas:
     """Ray's ids of replicas, which change, and the servers before which they stand."""
 
@@ -72,9 +78,7 @@ class Replicas:
 
     async def send(self, session, method="SubmitTurn", tried=()):
         """Route a call; return its server's name, the replica and the request."""
-        number = f"request-{next(self._requests)}"
-        metadata = RequestMetadata(number, number, call_method=method, session_id=session)
-        request = PendingRequest([], {"tried": tried} if tried else {}, metadata)
+        request = request_of(f"request-{next(self._requests)}", session, method, tried)
         replica = await self.router._choose_replica_for_request(request)
         self.router.on_request_routed(request, replica.replica_id, None)
         return replica.replica_metadata["server"], replica, request
@@ -171,6 +175,38 @@ async def test_calls_without_a_session_go_where_least_is_under_way(replicas):
     assert [(await replicas.send(""))[0] for _ in range(3)] == [left] * 3
 
 
+async def test_turns_that_come_at_once_do_not_all_go_to_one_server(replicas):
+    """Each counts from when it is chosen, and no more if its client goes before it is sent."""
+    replicas.run([(server, None) for server in SERVERS])
+    requests = [request_of(f"at-once-{number}") for number in range(6)]
+    ranks = [await replicas.router.choose_replicas([], request) for request in requests]
+    first = [rank[0].replica_metadata["server"] for rank, *_ in ranks]
+    assert set(Counter(first).values()) == {2}
+    for request, server in zip(requests, first, strict=True):
+        if server == first[0]:
+            request.future.cancel()
+    await asyncio.sleep(0)
+    ranks = [await replicas.router.choose_replicas([], request_of(f"l-{n}")) for n in range(2)]
+    assert [rank[0].replica_metadata["server"] for rank, *_ in ranks] == [first[0]] * 2
+    assert len(replicas.router._under_way) == 6
+
+
+async def test_a_turn_counts_where_it_went(replicas):
+    """The first choice was full; chosen a second time it counts once."""
+    replicas.run([(server, None) for server in SERVERS])
+    request = request_of("full", "ann")
+    (own,), (second,) = await replicas.router.choose_replicas([], request)
+    await replicas.router.choose_replicas([], request)
+    replicas.router.on_request_routed(request, second.replica_id, None)
+    assert len(replicas.router._under_way) == 1
+    moved = {(await replicas.send(""))[0] for _ in range(2)}
+    assert second.replica_metadata["server"] not in moved
+    assert own.replica_metadata["server"] in moved
+    replicas.end(second, request)
+    assert (await replicas.send(""))[0] == second.replica_metadata["server"]
+    assert (await replicas.send("ann"))[0] == second.replica_metadata["server"]
+
+
 async def test_news_of_one_replica_is_no_news_of_others(replicas):
     """What was sent since a server's last report still counts when another one's comes."""
     idle = ServerReport(num_places=1, turn_s=5.0)
@@ -187,6 +223,6 @@ async def test_two_replicas_of_a_server_share_its_turns(replicas):
     replicas.run([(SERVERS[0], None), (SERVERS[0], None)])
     chosen = await replicas.router.choose_replicas(
         list(replicas.router.curr_replicas.values()),
-        PendingRequest([], {}, RequestMetadata("r", "r", session_id="ann")),
+        request_of("r", "ann"),
     )
     assert [len(rank) for rank in chosen] == [2]
