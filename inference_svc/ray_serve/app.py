@@ -10,7 +10,7 @@ from typing import Any
 from ray import serve
 from ray.serve.config import RequestRouterConfig
 
-from inference_svc.ray_serve.session_server import MOST_SESSIONS, SessionServer
+from inference_svc.ray_serve.session_server import MOST_SESSIONS, WAIT_S, SessionServer
 
 # The service bounds its turns itself, and says so in its own words.
 MAX_ONGOING_REQUESTS = 4096
@@ -36,10 +36,13 @@ def build(args: Mapping[str, Any]) -> serve.Application:
     """Make the application.
 
     Args:
-        args: of the config: `services`, and `most_sessions` if that is to differ.
+        args: of the config, by the names of `SessionServer`'s arguments; all but `services` have
+            defaults.
     """
     services: Sequence[Mapping[str, str]] = args["services"]
     application: serve.Application = server.bind(
-        services, int(args.get("most_sessions", MOST_SESSIONS))
+        services,
+        int(args.get("most_sessions", MOST_SESSIONS)),
+        float(args.get("wait_s", WAIT_S)),
     )
     return application

@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import logging
 import socket
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -26,6 +27,8 @@ from shared.types.errors import ReportedError
 SERVICE = inference_pb2.DESCRIPTOR.services_by_name["Inference"]
 CONNECT_S = 5.0
 CHECK_S = 5.0
+POLL_S = 0.5
+log = logging.getLogger("ray.serve")  # Ray's own, in whose files a replica's lines are looked for
 _OPTIONS = [
     ("grpc.use_local_subchannel_pool", 1),  # a restarted service is not backed off from
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -169,6 +172,24 @@ class LocalService:
             raise ServiceError(f"{error.message}: {remedy}") from None
         except ReportedError as error:
             raise ServiceError(str(error)) from None
+
+    async def wait(self, wait_s: float) -> None:
+        """Return when it is there.
+
+        Raises:
+            ServiceError: it is not, so long.
+        """
+        end_s, told = time.monotonic() + wait_s, ""
+        while True:
+            try:
+                return await self.check()
+            except ServiceError as error:
+                if time.monotonic() >= end_s:
+                    raise
+                if str(error) != told:
+                    told = str(error)
+                    log.warning("Waiting %g s for the service: %s.", wait_s, told)
+            await asyncio.sleep(POLL_S)
 
     async def takes_turns(self) -> bool:
         """Whether it does; False if it drains, or is not there."""

@@ -23,6 +23,7 @@ from inference_svc.ray_serve.local_service import (
     Asked,
     LocalService,
     ServiceAddress,
+    ServiceError,
     claim_one,
 )
 from inference_svc.ray_serve.passing import (
@@ -39,6 +40,7 @@ MOST_SESSIONS = 1024  # told of by a replica: every router gets them with every 
 SESSION_HEADER_VARIABLE = "RAY_SERVE_SESSION_ID_HEADER_KEY"
 SESSION_HEADER = "x-session-id"
 OWN_NAME = "X-Session-Id"  # of an answer: the service's own name of the session
+WAIT_S = 60.0
 MAX_BODY_BYTES = 64 << 20  # services have a bound of their own, usually a smaller one
 REFUSED = frozenset({502, 503})  # nothing was answered: another server may
 
@@ -75,18 +77,23 @@ class SessionServer:
         services: of this machine, one for each replica that runs here; each a mapping with the keys
             of `ServiceAddress`. A replica takes the first that has none.
         most_sessions: used lately, that routers are told of.
+        wait_s: how long to wait for the service at first: it may still load its model.
 
     Raises:
         ServiceError: each service has its replica.
     """
 
     def __init__(
-        self, services: Sequence[Mapping[str, str]], most_sessions: int = MOST_SESSIONS
+        self,
+        services: Sequence[Mapping[str, str]],
+        most_sessions: int = MOST_SESSIONS,
+        wait_s: float = WAIT_S,
     ) -> None:
         address, self._claim = claim_one([ServiceAddress.from_dict(one) for one in services])
         self._header = os.environ.get(SESSION_HEADER_VARIABLE, SESSION_HEADER)
         self._service = LocalService(address, most_sessions)
         self._others = other_replicas()
+        self._wait_s: float | None = wait_s  # None: Ray has asked before
         self._noting: set[asyncio.Task[None]] = set()
 
     async def close(self) -> None:
@@ -107,12 +114,21 @@ class SessionServer:
     async def check_health(self) -> None:
         """Return while the service is there; one that drains is, and gets no new turns.
 
-        Ray asks before a replica gets calls, then each `health_check_period_s`.
+        Ray asks before a replica gets calls, and ends one that says no; then each
+        `health_check_period_s`, and ends one that says no three times.
 
         Raises:
             ServiceError: it is not.
         """
-        await self._service.check()
+        wait_s, self._wait_s = self._wait_s, None
+        if wait_s is None:
+            await self._service.check()
+            return
+        try:
+            await self._service.wait(wait_s)
+        except ServiceError:
+            self._claim.close()  # the next replica comes before this process is gone
+            raise
 
     # -------------------------------------------------------------------------------------- gRPC
 

@@ -282,7 +282,7 @@ async def test_a_deployment_before_no_service(cluster, services, told):
     config = deepcopy(cluster.config)
     broken = deepcopy(config["applications"][0])
     broken |= {"name": "broken", "route_prefix": "/broken"}
-    broken["args"]["services"] = services
+    broken["args"] = {"services": services, "wait_s": 0}
     broken["deployments"][0] |= {"num_replicas": 1, "max_constructor_retry_count": 1}
     config["applications"].append(broken)
     deploying = asyncio.create_task(cluster.deploy(config))

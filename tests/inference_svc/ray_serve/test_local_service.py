@@ -1,5 +1,7 @@
 """The service that a replica stands before: its address, whose it is, and when it is not there."""
 
+import asyncio
+
 import pytest
 
 from inference_svc.ray_serve.local_service import (
@@ -60,6 +62,23 @@ async def test_a_service_that_is_not_there(tmp_path):
         assert len(report.sessions) == 1
     finally:
         await service.close()
+
+
+async def test_a_service_that_is_waited_for(tiny_model, tmp_path, caplog):
+    """Why is said once; who waits no longer says it, too."""
+    process = InferenceProcess(tiny_model, tmp_path)
+    service = LocalService(ServiceAddress(process.address), most_sessions=4)
+    try:
+        with pytest.raises(ServiceError, match="no inference service answers at"):
+            await service.wait(0.0)
+        assert not caplog.messages
+        waiting = asyncio.create_task(service.wait(300.0))
+        await process.start()
+        await waiting
+        assert [message[:32] for message in caplog.messages] == ["Waiting 300 s for the service: n"]
+    finally:
+        await service.close()
+        await process.stop()
 
 
 async def test_a_service_that_is_there(tiny_model, tmp_path):

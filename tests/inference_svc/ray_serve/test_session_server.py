@@ -3,7 +3,7 @@
 import grpc
 import pytest
 
-from inference_svc.ray_serve.local_service import SERVICE
+from inference_svc.ray_serve.local_service import SERVICE, ServiceError
 from inference_svc.ray_serve.reports import report_from
 from shared.pb.inference.v1 import inference_pb2 as pb
 from shared.routing.hash_ring import name_hash
@@ -149,6 +149,20 @@ async def test_a_service_that_goes(replica, process):
     context = Context()
     await replica.GetModel(pb.GetModelRequest(), context)
     assert context.code is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_a_replica_that_finds_no_service_leaves_it_to_the_next(tmp_path):
+    services = [{"socket": f"unix:{tmp_path}/none.sock"}]
+    replicas = [SessionServer(services, wait_s=0.0)]
+    try:
+        with pytest.raises(ServiceError, match="each of the 1 services"):
+            SessionServer(services)
+        with pytest.raises(ServiceError, match="no inference service answers at"):
+            await replicas[0].check_health()
+        replicas.append(SessionServer(services))
+    finally:
+        for replica in replicas:
+            await replica.close()
 
 
 async def test_a_service_without_http(process):
