@@ -1,5 +1,7 @@
 """A replica before a real service, called as Ray calls it."""
 
+import hashlib
+
 import grpc
 import pytest
 
@@ -8,6 +10,7 @@ from inference_svc.ray_serve.reports import report_from
 from shared.pb.inference.v1 import inference_pb2 as pb
 from shared.routing.hash_ring import name_hash
 from shared.serving.grpc_status import DETAILS_KEY
+from tests.examples.balanced_pairs import free_ports
 from tests.inference_processes import InferenceProcess
 
 pytest.importorskip("starlette", reason="needs the extra `ray`: make test-ray")
@@ -15,6 +18,8 @@ pytest.importorskip("starlette", reason="needs the extra `ray`: make test-ray")
 from starlette.requests import Request
 
 from inference_svc.ray_serve.session_server import NoMessage, SessionServer
+
+TOKEN = "token-of-acme-0123456789abcdef"  # noqa: S105  # test data
 
 
 class Context:
@@ -162,6 +167,50 @@ async def test_a_replica_that_finds_no_service_leaves_it_to_the_next(tmp_path):
         replicas.append(SessionServer(services))
     finally:
         for replica in replicas:
+            await replica.close()
+
+
+async def test_clients_that_are_known_by_their_tokens(tiny_model, tmp_path):
+    """At ports, the service asks each caller for an account; its socket asks nobody."""
+    grpc_port, http_port = free_ports(2)
+    settings = tmp_path / "inference-svc.toml"
+    digest = hashlib.sha256(TOKEN.encode()).hexdigest()
+    settings.write_text(
+        f"""
+        [openai]
+        listen = "127.0.0.1:{http_port}"
+        [clients.acme]
+        token_sha256 = ["{digest}"]
+        tenants = ["acme"]
+        """
+    )
+    flags = ["--config", str(settings), "--listen", f"127.0.0.1:{grpc_port}"]
+    async with InferenceProcess(tiny_model, tmp_path, flags=flags) as process:
+        replica = SessionServer(
+            [
+                {
+                    "socket": process.address,
+                    "grpc": f"127.0.0.1:{grpc_port}",
+                    "http": f"127.0.0.1:{http_port}",
+                }
+            ]
+        )
+        try:
+            await replica.check_health()
+            assert report_from(await replica.record_routing_stats()).takes_turns
+            for metadata, code in (
+                ((), grpc.StatusCode.UNAUTHENTICATED),
+                ((("authorization", f"Bearer {TOKEN}"),), None),
+            ):
+                context = Context(*metadata)
+                await replica.GetModel(pb.GetModelRequest(), context)
+                assert context.code is code
+            token = (b"authorization", f"Bearer {TOKEN}".encode())
+            for headers, status in (([], 401), ([token], 200)):
+                response = await replica(request_of("GET", "/v1/models", headers=headers))
+                assert response.status_code == status
+                await body_of(response)
+        finally:
             await replica.close()
 
 
