@@ -10,10 +10,12 @@ PROTO_TOOLS := grpcio-tools==1.76.0
 # and where there is npm the CLIs of agents (2 GB).
 CLIENTS := .venv-clients
 CLIENT_ENVIRONMENTS := $(CLIENTS)/openai2 $(CLIENTS)/openai3 $(if $(shell command -v npm),$(CLIENTS)/npm)
+# What stands before pairs on Ray (2.6 GB): Ray brings as much as all the rest.
+RAY := .venv-ray
 # Tests and checks start dozens of interpreters: each would compile everything anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-clients test-pages test-gpu gpu-report coverage mutants structure test-failed flakes test-long test-systemd wheel check protos train clean
+.PHONY: demo test test-clients test-ray test-pages test-gpu gpu-report coverage mutants structure test-failed flakes test-long test-systemd wheel check protos train clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -36,12 +38,17 @@ $(CLIENTS)/npm/.installed: tests/clients/package.json
 	npm install --prefix $(@D) --no-audit --no-fund --no-package-lock
 	touch $@
 
+$(RAY)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(RAY)
+	$(RAY)/bin/pip install --quiet --constraint constraints.txt --editable '.[dev,ray]'
+	touch $@
+
 # Real conversations through the real pair, checked against recomputation.
 demo: $(VENV)/.installed
 	$(BIN)/inference-svc demo
 
 # What `make test` leaves to other targets.
-USUAL := not long and not systemd and not clients
+USUAL := not long and not systemd and not clients and not ray
 # Two workers; who is done first takes over from the other.
 WORKERS ?= 2
 test: $(VENV)/.installed
@@ -69,12 +76,17 @@ flakes: $(VENV)/.installed
 
 # Full counts of what `make test` samples; among them 200 clients for 10 minutes (LOAD_CLIENTS, LOAD_MINUTES).
 test-long: $(VENV)/.installed
-	$(BIN)/pytest -m 'not systemd and not clients'
+	$(BIN)/pytest -m 'not systemd and not clients and not ray'
 
 # docs/clients.md, by its own blocks: each client beside the real pair, through a kill of kvd. Needs the
 # registries of Python and npm the first time; without npm the agents are skipped.
 test-clients: $(VENV)/.installed $(addsuffix /.installed,$(CLIENT_ENVIRONMENTS))
 	CLIENTS_DIR=$(CLIENTS) $(BIN)/pytest -m clients -rs tests/clients
+
+# Pairs behind Ray Serve: a cluster of this machine alone, and what else needs Ray. A machine that is busy
+# may keep Ray from starting.
+test-ray: $(RAY)/.installed
+	$(RAY)/bin/pytest -rs --disable-warnings tests/inference_svc/ray_serve tests/examples/test_ray_serve.py
 
 # What runs an engine, with its KV on pages (scheduler.working_kv).
 test-pages: $(VENV)/.installed
@@ -149,4 +161,4 @@ generate-stubs:
 		--python_out=$(OUT) --grpc_python_out=$(OUT) --pyi_out=$(OUT) $(PROTOS)
 
 clean:
-	rm -rf $(VENV) $(PROTO_VENV) $(CLIENTS) dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(PROTO_VENV) $(CLIENTS) $(RAY) dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -82,6 +82,7 @@ METRICS = MetricTable(
         ),
         Metric("inference_running_turns", "gauge", "Turns that are being computed"),
         Metric("inference_waiting_turns", "gauge", "Turns that are not admitted yet"),
+        Metric("inference_turn_places", "gauge", "Most turns at once", (), {"": "turn_places"}),
         Metric(
             "inference_preemptions_total",
             "counter",

@@ -1,21 +1,39 @@
-"""docs/scaling.md: its settings load, and are what examples/haproxy asks for."""
+"""docs/scaling.md: its settings load, and are what examples/haproxy and examples/ray ask for."""
 
 import re
 from pathlib import Path
 
+import yaml
+
 from inference_svc.config import load_inference_settings
+from inference_svc.ray_serve.local_service import ServiceAddress
 
 REPOSITORY = Path(__file__).parents[2]
 TEXT = (REPOSITORY / "docs" / "scaling.md").read_text(encoding="utf-8")
 CONFIG = (REPOSITORY / "examples" / "haproxy" / "haproxy.cfg").read_text(encoding="utf-8")
+RAY = yaml.safe_load((REPOSITORY / "examples" / "ray" / "serve.yaml").read_text(encoding="utf-8"))
+WITH_HAPROXY, WITH_RAY = re.findall(r"```toml\n(.*?)```", TEXT, re.DOTALL)
+
+
+def settings_of(text, tmp_path):
+    path = tmp_path / "inference-svc.toml"
+    path.write_text(text)
+    return load_inference_settings(path, {}).settings
+
+
+def test_services_listen_where_ray_sends_turns(tmp_path, monkeypatch):
+    """Their sockets, under the unit, are those of the config, which a replica takes as it is."""
+    monkeypatch.setenv("RUNTIME_DIRECTORY", "/run/inference-svc-demo")
+    settings = settings_of(WITH_RAY, tmp_path)
+    (application,) = RAY["applications"]
+    (service,) = map(ServiceAddress.from_dict, application["args"]["services"])
+    assert settings.openai.listen == (service.http,)
+    assert settings.server.listen == (service.socket,)
 
 
 def test_services_listen_where_the_balancer_sends_turns(tmp_path):
     """The ports of the settings, which leave none unguarded, are those of the file."""
-    (settings_text,) = re.findall(r"```toml\n(.*?)```", TEXT, re.DOTALL)
-    path = tmp_path / "inference-svc.toml"
-    path.write_text(settings_text)
-    settings = load_inference_settings(path, {}).settings
+    settings = settings_of(WITH_HAPROXY, tmp_path)
     listen = [*settings.server.listen[1:], *settings.openai.listen, *settings.metrics.listen]
     asked = re.findall(r"server pair\d [\d.]+(:\d+)|check port (\d+)", CONFIG)
     ports = {port or f":{check}" for port, check in asked}

@@ -3,7 +3,6 @@
 import asyncio
 import hashlib
 import re
-import signal
 import socket
 import ssl
 from collections.abc import Mapping
@@ -15,16 +14,12 @@ from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
 from inference_svc.client import InferenceClient
 from shared.access.channels import ClientCredentials
-from shared.pb.inference.v1 import inference_pb2 as pb
-from shared.types.errors import NotFoundError
-from tests.inference_processes import InferenceProcess, pause, wait_kvd_state
+from tests.examples.pairs import Pair
 from tests.kvd_polling import eventually
-from tests.processes import KvdProcess
 from tests.tls_files import Authority
 
 CONFIG = Path(__file__).parents[2] / "examples" / "haproxy" / "haproxy.cfg"
 NUM_PAIRS = 3
-SETTLE_S = 60.0
 TOKEN = "token-of-acme-0123456789abcdef"  # noqa: S105  # test data
 SETTINGS = """
 [server]
@@ -43,24 +38,19 @@ tenants = ["acme"]
 """
 
 
-class Pair:
-    """One kvd and its service, with ports as on a server of its own.
+class TlsPair(Pair):
+    """A pair with ports as on a server of its own.
 
     Args:
         name: of the server, as HAProxy has it.
         authority: of its certificate.
         ports: of its HTTP API, its gRPC and its probes.
-
-    Attributes:
-        is_running: whether its service is there.
     """
 
     def __init__(
         self, name: str, model_dir: Path, directory: Path, authority: Authority, ports: list[int]
     ) -> None:
         directory.mkdir()
-        self.name = name
-        self.is_running = False
         self.http, self.grpc, self.metrics = ports
         made = authority.issue(name, f"{name}.internal")
         settings = directory / "inference-svc.toml"
@@ -73,60 +63,8 @@ class Pair:
                 digest=hashlib.sha256(TOKEN.encode()).hexdigest(),
             )
         )
-        self.kvd = KvdProcess(directory / "kvd", ("--dram", "64MB", "--ssd", "256MB"))
         flags = ["--config", str(settings), "--listen", f"127.0.0.1:{self.grpc}"]
-        self.service = InferenceProcess(model_dir, directory, self.kvd.runtime_dir, flags)
-
-    async def start(self) -> None:
-        """Start both; return when the service has its kvd."""
-        await self.kvd.start()
-        await self.start_service()
-
-    async def start_service(self) -> None:
-        """Start the service, or start it again."""
-        await self.service.start()
-        self.is_running = True
-        async with self.service.client() as client:
-            await wait_kvd_state(client, "attached")
-
-    async def stop(self) -> None:
-        """End both."""
-        await self.service.stop()
-        await self.kvd.stop()
-
-    def terminate(self) -> None:
-        """Have the service drain and end, as a supervisor does."""
-        self.service.send_signal(signal.SIGTERM)
-
-    async def ended(self) -> int:
-        """Wait until the service has ended; return its exit code."""
-        code = await self.service.exit_code()
-        self.is_running = False
-        return code
-
-    async def kill(self) -> None:
-        """End the service with SIGKILL."""
-        await self.service.kill()
-        self.is_running = False
-
-    async def session(self, session_id: str) -> pb.Session | None:
-        """A session with its turns, asked for past the balancer; None: it is not here."""
-        async with self.service.client() as client:
-            try:
-                return await client.get_session(session_id, with_turns=True)
-            except NotFoundError:
-                return None
-
-    async def until_running(self, num_turns: int) -> None:
-        """Return when so many turns are being computed."""
-        async with asyncio.timeout(SETTLE_S), self.service.client() as client:
-            while (await client.get_model()).running_turns != num_turns:
-                await pause()  # there is nothing to subscribe to
-
-    async def counter(self, name: str) -> int:
-        """Of the service."""
-        async with self.service.client() as client:
-            return int((await client.get_model()).counters[name])
+        super().__init__(name, model_dir, directory, flags)
 
 
 class BalancedPairs:
@@ -142,7 +80,7 @@ class BalancedPairs:
         self._authority = Authority(directory)
         self.http, self.grpc, self._operations = (ports.pop() for _ in range(3))
         self.pairs = {
-            name: Pair(
+            name: TlsPair(
                 name, model_dir, directory / name, self._authority, [ports.pop() for _ in range(3)]
             )
             for name in (f"pair{number}" for number in range(1, NUM_PAIRS + 1))
@@ -271,13 +209,6 @@ class BalancedPairs:
         """Ours."""
         credentials = ClientCredentials(TOKEN, self._authority.path.read_bytes())
         return InferenceClient(f"localhost:{self.grpc}", credentials)
-
-    async def holder(self, session_id: str) -> str:
-        """Which pair has a session; of those that run there is one."""
-        running = [pair for pair in self.pairs.values() if pair.is_running]
-        found = [pair.name for pair in running if await pair.session(session_id)]
-        assert len(found) == 1, found
-        return found[0]
 
 
 def free_ports(number: int) -> list[int]:

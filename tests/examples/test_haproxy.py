@@ -4,17 +4,27 @@ import asyncio
 import re
 import shutil
 from collections import Counter
-from collections.abc import Sequence
 
 import openai
 import pytest
 import pytest_asyncio
 
-from inference_svc.client import InferenceClient, TurnResult, turn_request
+from inference_svc.client import turn_request
 from inference_svc.http_api.agents import CONVERSATIONS
-from shared.pb.inference.v1 import inference_pb2 as pb
 from shared.types.errors import StateError, UnavailableError
 from tests.examples.balanced_pairs import CONFIG, NUM_PAIRS, BalancedPairs
+from tests.examples.pairs import check_identical, holder
+from tests.examples.talks import (
+    LENGTH,
+    LONG,
+    MODEL,
+    Talk,
+    answers_of,
+    by_pair,
+    say_all,
+    some_talks,
+    tell,
+)
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
@@ -23,68 +33,7 @@ pytestmark = [
     ),
 ]
 
-MODEL = "tiny"
-NUM_TALKS = 7
-LENGTH = 8
-LONG = 600  # tokens of an answer that is still being computed when something happens
 TEXT = CONFIG.read_text(encoding="utf-8")
-
-
-class Talk:
-    """A conversation of OpenAI's API, which its client sends whole each time.
-
-    Attributes:
-        name: of it, in the header.
-        answers: each session that answered, in order.
-        cached: tokens of each prompt that were not computed.
-    """
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.answers: list[str] = []
-        self.cached: list[int] = []
-        opening = f"This is {name}. " + "Keys and values are kept. " * 30
-        self._messages = [{"role": "system", "content": opening}]
-
-    async def say(self, client: openai.AsyncOpenAI, length: int = LENGTH, **fields) -> None:
-        """A turn."""
-        answer = await client.chat.completions.create(**self._ask(length), **fields)
-        self._note(answer.choices[0].message.content, answer)
-
-    async def stream(
-        self, client: openai.AsyncOpenAI, begun: asyncio.Semaphore, length: int = LONG
-    ) -> None:
-        """A turn that is streamed; `begun` is released at its first token."""
-        stream = await client.chat.completions.create(
-            **self._ask(length), stream=True, stream_options={"include_usage": True}
-        )
-        text, is_begun, last = "", False, None
-        async for chunk in stream:
-            said = chunk.choices[0].delta.content if chunk.choices else None
-            if said and not is_begun:
-                is_begun = True
-                begun.release()
-            text += said or ""
-            last = chunk
-        session_id = stream.response.headers["X-Session-Id"]
-        assert last is not None
-        assert last.usage.completion_tokens == length
-        self._note(text, last, session_id)
-
-    def _ask(self, length: int) -> dict:
-        self._messages.append({"role": "user", "content": f"Question {len(self.answers)}?"})
-        return {
-            "model": MODEL,
-            "messages": self._messages,
-            "max_tokens": length,
-            "extra_body": {"ignore_eos": True},
-            "extra_headers": {"X-Session-Id": self.name},
-        }
-
-    def _note(self, text: str, answer, session_id: str = "") -> None:
-        self._messages.append({"role": "assistant", "content": text})
-        self.answers.append(session_id or answer.model_extra["session_id"])
-        self.cached.append(answer.usage.prompt_tokens_details.cached_tokens)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -102,32 +51,6 @@ async def balanced(running):
     """All pairs, whatever became of them before."""
     await running.mend()
     return running
-
-
-def some_talks(name: str, number: int = NUM_TALKS) -> list[Talk]:
-    return [Talk(f"{name}-{index}") for index in range(number)]
-
-
-async def say_all(talks: Sequence[Talk], client: openai.AsyncOpenAI, length: int = LENGTH) -> None:
-    await asyncio.gather(*(talk.say(client, length) for talk in talks))
-
-
-async def by_pair(balanced: BalancedPairs, talks: Sequence[Talk]) -> dict[str, list[Talk]]:
-    """The talks, by which pair has answered last; each has some."""
-    found: dict[str, list[Talk]] = {}
-    for talk in talks:
-        found.setdefault(await balanced.holder(talk.answers[-1]), []).append(talk)
-    return found
-
-
-async def check_identical(balanced: BalancedPairs, oracle, talks: Sequence[Talk]) -> None:
-    """Every answer is what recomputation says, wherever it was given."""
-    for session_id in {session_id for talk in talks for session_id in talk.answers}:
-        session = await balanced.pairs[await balanced.holder(session_id)].session(session_id)
-        turns = [(turn.input_ids, turn.output_ids) for turn in session.turn_records]
-        verdict = await asyncio.to_thread(oracle.judge, turns)
-        assert verdict.num_tokens
-        assert verdict.is_identical
 
 
 # ---------------------------------------------------------------------------------------- the file
@@ -168,8 +91,8 @@ async def test_conversations_stay(balanced, oracle):
         first, *later = talk.cached
         assert first == 0
         assert all(later)
-    assert set(await by_pair(balanced, talks)) == set(balanced.pairs)
-    await check_identical(balanced, oracle, talks)
+    assert set(await by_pair(balanced.pairs, talks)) == set(balanced.pairs)
+    await check_identical(balanced.pairs, oracle, answers_of(talks))
 
 
 async def test_names_that_differ_little_are_spread(balanced):
@@ -200,7 +123,7 @@ async def test_who_leaves_is_not_answered_to_the_end(balanced):
     talk = Talk("leaves")
     async with balanced.openai() as client:
         await talk.say(client)
-        pair = balanced.pairs[await balanced.holder(talk.answers[-1])]
+        pair = balanced.pairs[await holder(balanced.pairs, talk.answers[-1])]
         before = await pair.counter("turns_cancelled")
         asking = asyncio.create_task(talk.say(client, LONG))
         await pair.until_running(1)
@@ -214,7 +137,7 @@ async def test_a_server_that_is_drained(balanced, oracle):
     talks, begun = some_talks("drained"), asyncio.Semaphore(0)
     async with balanced.openai() as client:
         await say_all(talks, client)
-        own = await by_pair(balanced, talks)
+        own = await by_pair(balanced.pairs, talks)
         name = max(own, key=lambda name: len(own[name]))
         leaving = own[name]
         streams = asyncio.gather(*(talk.stream(client, begun, 100) for talk in talks))
@@ -227,24 +150,17 @@ async def test_a_server_that_is_drained(balanced, oracle):
         await say_all(talks, client)
         moved = [talk for talk in talks if talk.answers[-1] != talk.answers[0]]
         assert moved == leaving
-        assert name not in await by_pair(balanced, talks)
+        assert name not in await by_pair(balanced.pairs, talks)
         assert all(bool(talk.cached[-1]) == (talk not in leaving) for talk in talks)
         await balanced.put_back(name)
         await balanced.until(name, "UP")
         await say_all(talks, client)
-    assert set(await by_pair(balanced, talks)) == set(balanced.pairs)
+    assert set(await by_pair(balanced.pairs, talks)) == set(balanced.pairs)
     assert all(talk.answers[-1] == talk.answers[0] and talk.cached[-1] for talk in talks)
-    await check_identical(balanced, oracle, talks)
+    await check_identical(balanced.pairs, oracle, answers_of(talks))
 
 
 # ------------------------------------------------------------------------------------------- gRPC
-
-
-async def tell(client: InferenceClient, name: str, length: int = LENGTH, **fields) -> TurnResult:
-    """A turn of a session; only what is new."""
-    sampling = pb.Sampling(max_tokens=length, ignore_eos=True)
-    request = turn_request("Keys and values are kept. " * 30, name, sampling=sampling, **fields)
-    return await client.submit(request)
 
 
 async def test_sessions_of_grpc(balanced, oracle):
@@ -258,13 +174,15 @@ async def test_sessions_of_grpc(balanced, oracle):
             for result in await asyncio.gather(*turns):
                 assert bool(result.usage.reused_tokens) == bool(number)
         for talk in talks:
-            assert await balanced.holder(talk.name) == await balanced.holder(talk.answers[0])
+            assert await holder(balanced.pairs, talk.name) == await holder(
+                balanced.pairs, talk.answers[0]
+            )
         assert (await client.get_model()).name == MODEL  # of no session
         unnamed = await client.submit(turn_request("Whose is this?"))
         again = turn_request("Mine.", unnamed.accepted.session_id, expected_turn=1)
         assert (await client.submit(again)).accepted.turn == 1
 
-        leaving = await balanced.holder(names[0])
+        leaving = await holder(balanced.pairs, names[0])
         running = asyncio.create_task(tell(client, names[0], LONG // 2))
         await balanced.pairs[leaving].until_running(1)
         await balanced.drain(leaving)
@@ -291,7 +209,7 @@ async def test_a_service_that_is_stopped(balanced, oracle):
     async with balanced.openai() as client:
         await say_all(talks, client)
         name, (talk, *_) = max(
-            (await by_pair(balanced, talks)).items(), key=lambda own: len(own[1])
+            (await by_pair(balanced.pairs, talks)).items(), key=lambda own: len(own[1])
         )
         stream = asyncio.create_task(talk.stream(client, begun, 300))
         await begun.acquire()
@@ -302,11 +220,11 @@ async def test_a_service_that_is_stopped(balanced, oracle):
         assert await balanced.pairs[name].ended() == 0
         others = [other for other in talks if other is not talk]
         await say_all([*talks, *late], client)
-        assert name not in await by_pair(balanced, talks)
+        assert name not in await by_pair(balanced.pairs, talks)
         await balanced.mend()
         await say_all([*others, talk], client)
     assert all(other.answers[-1] == other.answers[0] and other.cached[-1] for other in others)
-    await check_identical(balanced, oracle, [*talks, *late])
+    await check_identical(balanced.pairs, oracle, answers_of([*talks, *late]))
 
 
 async def test_a_service_that_is_killed(balanced, oracle):
@@ -314,12 +232,12 @@ async def test_a_service_that_is_killed(balanced, oracle):
     talks = some_talks("killed")
     async with balanced.openai() as client, balanced.grpc_client() as grpc_client:
         await say_all(talks, client)
-        own = await by_pair(balanced, talks)
+        own = await by_pair(balanced.pairs, talks)
         name = max(own, key=lambda name: len(own[name]))
         streamed, waiting, *_ = own[name]
         names = [f"lost-{number}" for number in range(6)]
         await asyncio.gather(*(tell(grpc_client, each) for each in names))
-        (lost, *_) = [each for each in names if await balanced.holder(each) == name]
+        (lost, *_) = [each for each in names if await holder(balanced.pairs, each) == name]
         begun = asyncio.Semaphore(0)
         broken = asyncio.create_task(streamed.stream(client, begun))
         await begun.acquire()
@@ -335,11 +253,11 @@ async def test_a_service_that_is_killed(balanced, oracle):
         assert waiting.answers[-1] != waiting.answers[0]
         rest = [talk for talk in talks if talk is not streamed]
         await say_all(rest, client)
-        assert name not in await by_pair(balanced, rest)
+        assert name not in await by_pair(balanced.pairs, rest)
         moved = {talk for talk in rest if talk.answers[-1] != talk.answers[0]}
         assert moved == set(own[name]) - {streamed}
         assert (await tell(grpc_client, f"{lost}-anew")).accepted.turn == 0
         await balanced.mend()
         await say_all(rest, client)
     assert all(talk.answers[-1] == talk.answers[0] for talk in rest)
-    await check_identical(balanced, oracle, rest)
+    await check_identical(balanced.pairs, oracle, answers_of(rest))

@@ -117,6 +117,11 @@ class Scheduler:
         return len(self._active.in_state(RequestState.RUNNING))
 
     @property
+    def num_places(self) -> int:
+        """Most requests that are computed at once."""
+        return self._limits.max_running
+
+    @property
     def stalled_s(self) -> float:
         """How long running requests have waited for room in the write ring so far."""
         return self.write_slots.stalled_ns / NS_PER_S

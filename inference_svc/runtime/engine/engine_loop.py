@@ -140,6 +140,7 @@ class EngineLoop:
             "write_stall_s": self.scheduler.stalled_s,
             "saves_under_way": self.memory.num_saving,
             "compute_busy_s": self._stepper.busy_s,
+            "turn_places": self.scheduler.num_places,
         }
 
     # ------------------------------------------------------------------------- for the turns

@@ -13,7 +13,7 @@ GAUGES = {  # of EngineLoop.gauges; a real service's are compared in tests/integ
         "pool_token_slots",
         "pool_free_token_slots",
     ),
-    *("pool_misses", "saves_under_way", "compute_busy_s"),
+    *("pool_misses", "saves_under_way", "compute_busy_s", "turn_places"),
     *("write_ring_token_slots", "write_ring_free_token_slots", "write_stall_s"),
 }
 

@@ -1,0 +1,101 @@
+"""Pairs that stand behind a balancer: each a real kvd and its real service."""
+
+import asyncio
+import signal
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from shared.pb.inference.v1 import inference_pb2 as pb
+from shared.types.errors import NotFoundError
+from tests.inference_processes import InferenceProcess, pause, wait_kvd_state
+from tests.processes import KvdProcess
+
+SETTLE_S = 60.0
+
+
+class Pair:
+    """One kvd and its service, as on a server of its own.
+
+    Args:
+        name: of the server, as tests call it.
+        directory: short: sockets lie in it.
+        flags: of the service.
+
+    Attributes:
+        is_running: whether its service is there.
+    """
+
+    def __init__(self, name: str, model_dir: Path, directory: Path, flags: Iterable[str]) -> None:
+        self.name = name
+        self.is_running = False
+        self.kvd = KvdProcess(directory / "kvd", ("--dram", "64MB", "--ssd", "256MB"))
+        self.service = InferenceProcess(model_dir, directory, self.kvd.runtime_dir, [*flags])
+
+    async def start(self) -> None:
+        """Start both; return when the service has its kvd."""
+        await self.kvd.start()
+        await self.start_service()
+
+    async def start_service(self) -> None:
+        """Start the service, or start it again."""
+        await self.service.start()
+        self.is_running = True
+        async with self.service.client() as client:
+            await wait_kvd_state(client, "attached")
+
+    async def stop(self) -> None:
+        """End both."""
+        await self.service.stop()
+        await self.kvd.stop()
+
+    def terminate(self) -> None:
+        """Have the service drain and end, as a supervisor does."""
+        self.service.send_signal(signal.SIGTERM)
+
+    async def ended(self) -> int:
+        """Wait until the service has ended; return its exit code."""
+        code = await self.service.exit_code()
+        self.is_running = False
+        return code
+
+    async def kill(self) -> None:
+        """End the service with SIGKILL."""
+        await self.service.kill()
+        self.is_running = False
+
+    async def session(self, session_id: str) -> pb.Session | None:
+        """A session with its turns, asked for past the balancer; None: it is not here."""
+        async with self.service.client() as client:
+            try:
+                return await client.get_session(session_id, with_turns=True)
+            except NotFoundError:
+                return None
+
+    async def until_running(self, num_turns: int) -> None:
+        """Return when so many turns are being computed."""
+        async with asyncio.timeout(SETTLE_S), self.service.client() as client:
+            while (await client.get_model()).running_turns != num_turns:
+                await pause()  # there is nothing to subscribe to
+
+    async def counter(self, name: str) -> int:
+        """Of the service."""
+        async with self.service.client() as client:
+            return int((await client.get_model()).counters[name])
+
+
+async def holder(pairs: Mapping[str, Pair], session_id: str) -> str:
+    """Which pair has a session; of those that run there is one."""
+    running = [pair for pair in pairs.values() if pair.is_running]
+    found = [pair.name for pair in running if await pair.session(session_id)]
+    assert len(found) == 1, found
+    return found[0]
+
+
+async def check_identical(pairs: Mapping[str, Pair], oracle, session_ids: Iterable[str]) -> None:
+    """Every answer of these sessions is what recomputation says, wherever it was given."""
+    for session_id in set(session_ids):
+        session = await pairs[await holder(pairs, session_id)].session(session_id)
+        turns = [(turn.input_ids, turn.output_ids) for turn in session.turn_records]
+        verdict = await asyncio.to_thread(oracle.judge, turns)
+        assert verdict.num_tokens
+        assert verdict.is_identical

@@ -1,0 +1,176 @@
+"""Two pairs behind Ray Serve: a cluster of this machine alone, with the config of examples/ray."""
+
+import asyncio
+import contextlib
+import os
+import shutil
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import ray
+import yaml
+from aiohttp import ClientSession
+from openai import AsyncOpenAI
+from ray import serve
+from ray.serve.context import _get_global_client
+from ray.serve.schema import ServeDeploySchema
+
+from inference_svc.client import InferenceClient
+from shared.routing.hash_ring import HashRing
+from tests.examples.balanced_pairs import free_ports
+from tests.examples.pairs import Pair, holder
+from tests.examples.talks import Talk
+from tests.kvd_polling import eventually
+
+CONFIG = Path(__file__).parents[2] / "examples" / "ray" / "serve.yaml"
+NUM_PAIRS = 2
+STARTS = 2  # on a busy machine Ray may give its own parts too little time
+ENVIRONMENT = {
+    "RAY_AUTH_MODE": "disabled",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "inference_svc.ray_serve.proxies.http_middlewares",
+}
+SETTINGS = """
+[openai]
+listen = "unix:{place}/openai.sock"
+temperature = 0
+"""
+NO_KEY = "nobody asks for it"  # at a Unix socket
+
+
+class RayCluster:
+    """The pairs, the cluster before them, and its clients.
+
+    Args:
+        model_dir: of the model that all serve.
+        directory: short: sockets lie in it.
+    """
+
+    def __init__(self, model_dir: Path, directory: Path) -> None:
+        self.http, self.grpc = free_ports(2)
+        self.pairs: dict[str, Pair] = {}
+        for number in range(1, NUM_PAIRS + 1):
+            place = directory / f"pair{number}"
+            place.mkdir()
+            settings = place / "inference-svc.toml"
+            settings.write_text(SETTINGS.format(place=place))
+            flags = ["--config", str(settings)]
+            self.pairs[place.name] = Pair(place.name, model_dir, place, flags)
+        self.directory = directory
+        self._ray_directory = Path(tempfile.mkdtemp(prefix="ray-"))
+        self.config = self._here(yaml.safe_load(CONFIG.read_text(encoding="utf-8")))
+        self._environ_before: dict[str, str | None] = {}
+
+    def _here(self, config: dict[str, Any]) -> dict[str, Any]:
+        """The shipped file with ports and sockets of this test, and one server."""
+        config["http_options"] |= {"host": "127.0.0.1", "port": self.http}
+        config["grpc_options"] |= {"port": self.grpc}
+        (application,) = config["applications"]
+        (deployment,) = application["deployments"]
+        (service,) = application["args"]["services"]
+        assert service.keys() == {"socket", "http"}
+        application["args"]["services"] = [self.service_of(name) for name in self.pairs]
+        deployment["num_replicas"] = NUM_PAIRS
+        return config
+
+    def service_of(self, name: str) -> dict[str, str]:
+        """How the config names a pair's service."""
+        place = self.directory / name
+        return {"socket": f"unix:{place}/inference.sock", "http": f"unix:{place}/openai.sock"}
+
+    async def start(self) -> None:
+        """Start all; return when Ray sends turns to each pair."""
+        await asyncio.gather(*(pair.start() for pair in self.pairs.values()))
+        self._environ_before = {name: os.environ.get(name) for name in ENVIRONMENT}
+        os.environ.update(ENVIRONMENT)
+        for attempt in range(1, STARTS + 1):
+            try:
+                self._start_ray()
+                break
+            except Exception:
+                self._stop_ray()
+                if attempt == STARTS:
+                    raise
+        options = {name: self.config[name] for name in ("http_options", "grpc_options")}
+        serve.start(proxy_location=self.config["proxy_location"], **options)
+        await self.deploy(self.config)
+
+    def _start_ray(self) -> None:
+        ray.init(
+            num_cpus=2,
+            resources={"inference_svc": 2 * NUM_PAIRS},
+            include_dashboard=False,
+            log_to_driver=False,
+            _temp_dir=str(self._ray_directory),
+        )
+
+    async def deploy(self, config: dict[str, Any]) -> None:
+        """What `serve deploy` does with a config; raises RuntimeError if it comes to nothing."""
+        client = _get_global_client()
+        schema = ServeDeploySchema(**config)
+        await asyncio.to_thread(partial(client.deploy_apps, schema, _blocking=True))
+
+    async def stop(self) -> None:
+        """End all."""
+        self._stop_ray()
+        for name, value in self._environ_before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+        await asyncio.gather(*(pair.stop() for pair in self.pairs.values()))
+        shutil.rmtree(self._ray_directory, ignore_errors=True)
+
+    def _stop_ray(self) -> None:
+        with contextlib.suppress(Exception):  # there may be nothing to be ended
+            serve.shutdown()
+        ray.shutdown()
+
+    async def mend(self) -> None:
+        """Start again what has ended; return when Ray sends turns to each pair."""
+        ended = [pair for pair in self.pairs.values() if not pair.is_running]
+        await asyncio.gather(*(pair.start_service() for pair in ended))
+        for pair in ended:
+            await self.until_taking(pair.name)
+
+    async def until_taking(self, name: str) -> None:
+        """Return when a pair gets turns: each is of a session that was never asked for before."""
+        tries = 0
+
+        async def answered() -> str:
+            nonlocal tries
+            tries += 1
+            talk = Talk(self.session_of(name, f"mended-{name}-{id(talks)}-{tries}"))
+            talks.append(talk)
+            async with self.openai() as client:
+                await talk.say(client, 1)
+            return await holder(self.pairs, talk.answers[-1])
+
+        talks: list[Talk] = []
+        await eventually(answered, wanted=name)
+
+    def session_of(self, pair: str, beginning: str) -> str:
+        """A name that is a pair's on the hash ring."""
+        names = {name: f"{os.uname().nodename}:{self._socket(name)}" for name in self.pairs}
+        ring = HashRing(names.values())
+        tried = (f"{beginning}-{number}" for number in range(1000))
+        return next(name for name in tried if next(ring.owners(name)) == names[pair])
+
+    def _socket(self, name: str) -> str:
+        return self.service_of(name)["socket"].removeprefix("unix:")
+
+    # -------------------------------------------------------------------------- the clients' side
+
+    def openai(self) -> AsyncOpenAI:
+        """The official client; it does not try again."""
+        url = f"http://127.0.0.1:{self.http}/v1"
+        return AsyncOpenAI(api_key=NO_KEY, base_url=url, max_retries=0)
+
+    def plain_http(self) -> ClientSession:
+        """A client of paths and bytes."""
+        return ClientSession(f"http://127.0.0.1:{self.http}")
+
+    def grpc_client(self) -> InferenceClient:
+        """Ours."""
+        return InferenceClient(f"127.0.0.1:{self.grpc}")
