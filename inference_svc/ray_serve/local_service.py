@@ -208,9 +208,7 @@ class LocalService:
         except ReportedError:
             return ServerReport(takes_turns=False, sessions=self.sessions.as_dict())
         self._times.note(time.monotonic(), model.running_turns, ended_turns(model))
-        return report_of(
-            model, self._times.turn_s, self.sessions.as_dict(), takes_turns=takes_turns
-        )
+        return report_of(model, self._times, self.sessions.as_dict(), takes_turns=takes_turns)
 
     async def note_session(self, name: str, own_name: str) -> None:
         """Note a session that a request has used.

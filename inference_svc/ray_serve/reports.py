@@ -28,13 +28,13 @@ def report_from(stats: Mapping[str, Any]) -> ServerReport:
 
 
 def report_of(
-    model: pb.Model, turn_s: float, sessions: Mapping[int, int], *, takes_turns: bool
+    model: pb.Model, times: "PlaceTimes", sessions: Mapping[int, int], *, takes_turns: bool
 ) -> ServerReport:
     """Make the report of a service.
 
     Args:
         model: what it says of itself.
-        turn_s: mean time for which its turns have their places; 0: not known.
+        times: how long its turns have their places, and how often they get one.
         sessions: tokens of sessions that were used lately, by `name_hash`.
         takes_turns: whether it does.
     """
@@ -42,8 +42,9 @@ def report_of(
     return ServerReport(
         num_turns=model.running_turns + model.waiting_turns,
         num_places=max(1, int(model.gauges.get("turn_places", 1))),
-        turn_s=turn_s,
+        turn_s=times.turn_s,
         compute_s=1 / per_s if per_s else 0.0,
+        starts_per_s=times.starts_per_s,
         takes_turns=takes_turns,
         sessions=sessions,
     )
@@ -68,8 +69,9 @@ class PlaceTimes:
     """
 
     def __init__(self) -> None:
-        self._held_s = 0.0  # by all turns together; both sums fade with HALF_LIFE_S
+        self._held_s = 0.0  # by all turns together; the sums fade with HALF_LIFE_S
         self._num_ended = 0.0
+        self._seen_s = 0.0
         self._before: tuple[float, int, int] | None = None
 
     def note(self, now_s: float, num_running: int, num_ended: int) -> None:
@@ -84,6 +86,12 @@ class PlaceTimes:
         # A service that was started again counts from 0.
         new = num_ended - ended_before if num_ended >= ended_before else num_ended
         self._num_ended = kept * self._num_ended + new
+        self._seen_s = kept * self._seen_s + passed_s
+
+    @property
+    def starts_per_s(self) -> float:
+        """How often a turn gets a place: as often as one ends, in the long run."""
+        return self._num_ended / self._seen_s if self._seen_s else 0.0
 
     @property
     def turn_s(self) -> float:

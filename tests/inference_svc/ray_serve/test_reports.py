@@ -49,15 +49,23 @@ def test_what_a_service_says_of_itself():
         gauges={"turn_places": 4, "prefill_tokens_per_s": 2000.0},
         counters={"turns_finished": 7, "turns_cancelled": 2, "turns_failed": 1, "steps": 99},
     )
-    report = report_of(model, 3.0, {1: 20}, takes_turns=True)
+    times = PlaceTimes()
+    times.note(0.0, 1, 0)
+    times.note(6.0, 1, 2)
+    report = report_of(model, times, {1: 20}, takes_turns=True)
     assert report == ServerReport(
-        num_turns=7, num_places=4, turn_s=3.0, compute_s=0.0005, sessions={1: 20}
+        num_turns=7,
+        num_places=4,
+        turn_s=3.0,
+        compute_s=0.0005,
+        starts_per_s=1 / 3,
+        sessions={1: 20},
     )
     assert ended_turns(model) == 10
 
 
 def test_a_service_that_has_measured_nothing_is_idle():
-    assert report_of(pb.Model(), 0.0, {}, takes_turns=True) == ServerReport()
+    assert report_of(pb.Model(), PlaceTimes(), {}, takes_turns=True) == ServerReport()
     assert ended_turns(pb.Model()) == 0
 
 
@@ -78,6 +86,7 @@ def test_turns_of_one_length_are_found_out(running, turn_s, every_s):
         now_s = number * every_s
         times.note(now_s, running, int(now_s * running / turn_s))
     assert times.turn_s == pytest.approx(turn_s, rel=0.15)
+    assert times.starts_per_s == pytest.approx(running / turn_s, rel=0.15)
 
 
 def test_nothing_is_known_before_a_turn_has_ended():
