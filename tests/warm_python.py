@@ -78,12 +78,17 @@ class WarmPython:
 
     Args:
         imports: modules that it imports before it forks.
+        lent: descriptor that another test process has lent us: its forking process is used.
     """
 
-    def __init__(self, *imports: str) -> None:
+    def __init__(self, *imports: str, lent: int | None = None) -> None:
         self._imports = imports
-        self._listening: socket.socket | None = None
+        self._listening = None if lent is None else socket.socket(fileno=lent)
         self._process: subprocess.Popen[bytes] | None = None
+
+    def lent(self) -> int:
+        """Descriptor for a child of ours, to have forked, too."""
+        return self._started().fileno()
 
     def spawn(
         self, module: str, arguments: Sequence[str], environ: Mapping[str, str], output: int
@@ -96,16 +101,16 @@ class WarmPython:
             environ: its whole environment.
             output: descriptor for stdout and stderr.
         """
-        if self._process is None:
-            self._start()
-        assert self._listening is not None
+        listening = self._started()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         request = json.dumps([module, list(arguments), dict(environ), str(Path.cwd())]).encode()
         with theirs:
-            socket.send_fds(self._listening, [request], [theirs.fileno(), output])
+            socket.send_fds(listening, [request], [theirs.fileno(), output])
         return WarmProcess(ours)
 
-    def _start(self) -> None:
+    def _started(self) -> socket.socket:
+        if self._listening is not None:
+            return self._listening
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MAX_REQUEST)
         with theirs:
@@ -115,6 +120,7 @@ class WarmPython:
             )
         self._listening = ours
         atexit.register(self._end)
+        return ours
 
     def _end(self) -> None:
         assert self._listening is not None
