@@ -33,6 +33,7 @@ from tests.host_driver import HostDriver
 from tests.inference_svc.bench.test_trace import SAMPLE
 from tests.recorded_graph import RecordedGraphs
 from tests.split_attention import attend_pages
+from tests.warm_children import warm_children
 
 CHOICE = ModelChoice(random="4x256", layers=2, threads=1)
 PAIRS = 1
@@ -43,6 +44,13 @@ def small_floors(monkeypatch):
     """What the machine can do is not asserted: finding it out takes no time."""
     monkeypatch.setattr(prefill, "MATRIX_SIDE", 64)
     monkeypatch.setattr(decode, "BUFFER_BYTES", 1 << 20)
+
+
+@pytest.fixture(autouse=True)
+def forked_kvd():
+    """Nor does a start."""
+    with warm_children():
+        yield
 
 
 @pytest.fixture
