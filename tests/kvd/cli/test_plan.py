@@ -23,7 +23,8 @@ STARTED_S = 60.0  # for workers to be there
 
 
 async def _planned(*arguments):
-    code, stdout, stderr = await run_cli("plan", "--trace", TRACE, *arguments, "--json", "-")
+    plan = ("plan", "--trace", TRACE, "--jobs", "1", "--json", "-")
+    code, stdout, stderr = await run_cli(*plan, *arguments)
     assert (code, stderr) == (0, "")
     return json.loads(stdout)
 
@@ -79,7 +80,7 @@ async def test_the_tables_show_load_and_queue_beside_the_hits(monkeypatch):
 async def test_document_and_page_are_written_beside_the_tables(tmp_path: Path):
     """Each into the file that is named."""
     files = tmp_path / "plan.json", tmp_path / "plan.html"
-    arguments = ("--json", str(files[0]), "--plot", str(files[1]))
+    arguments = ("--json", str(files[0]), "--plot", str(files[1]), "--jobs", "1")
     code, stdout, _ = await run_cli("plan", "--trace", TRACE, *SWEEP, *arguments)
     assert (code, "hits" in stdout) == (0, True)
     document = json.loads(files[0].read_text(encoding="utf-8"))
@@ -111,7 +112,8 @@ async def test_a_raw_trace_is_planned_for(tmp_path: Path):
         )
     ]
     path.write_text("".join(json.dumps(each) + "\n" for each in requests), encoding="utf-8")
-    sizes = ("--policy", "lru", "--dram", "8GB", "--warmup-turns", "0", "--json", "-")
+    sizes = ("--policy", "lru", "--dram", "8GB", "--warmup-turns", "0")
+    sizes += ("--jobs", "1", "--json", "-")
     code, stdout, _ = await run_cli("plan", "--trace", str(path), *sizes)
     document = json.loads(stdout)
     assert (code, document["workload"]["num_sessions"]) == (0, 2)
