@@ -91,7 +91,12 @@ class WarmPython:
         return self._started().fileno()
 
     def spawn(
-        self, module: str, arguments: Sequence[str], environ: Mapping[str, str], output: int
+        self,
+        module: str,
+        arguments: Sequence[str],
+        environ: Mapping[str, str],
+        output: int,
+        commands: int | None = None,
     ) -> WarmProcess:
         """Run `python -m MODULE ARGUMENTS`; blocks while the imports are done for the first one.
 
@@ -100,12 +105,14 @@ class WarmPython:
             arguments: of the command line.
             environ: its whole environment.
             output: descriptor for stdout and stderr.
+            commands: descriptor for stdin, by which it may answer, too; None: it is told nothing.
         """
         listening = self._started()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         request = json.dumps([module, list(arguments), dict(environ), str(Path.cwd())]).encode()
         with theirs:
-            socket.send_fds(listening, [request], [theirs.fileno(), output])
+            fds = [theirs.fileno(), output, *(() if commands is None else (commands,))]
+            socket.send_fds(listening, [request], fds)
         return WarmProcess(ours)
 
     def _started(self) -> socket.socket:
@@ -205,24 +212,27 @@ def main() -> None:
                 answer, *arguments = key.data
                 answer(*arguments)
                 continue
-            packet, fds, _, _ = socket.recv_fds(requests, MAX_REQUEST, 2)
+            packet, fds, _, _ = socket.recv_fds(requests, MAX_REQUEST, 3)
             if not packet:
                 children.end()
                 return
             pid = os.fork()
             if pid == 0:
-                _run(packet, fds[1])
-            os.close(fds[1])
+                _run(packet, *fds[1:])
+            for fd in fds[1:]:
+                os.close(fd)
             children.add(pid, socket.socket(fileno=fds[0]))
 
 
-def _run(packet: bytes, output: int) -> None:
+def _run(packet: bytes, output: int, commands: int | None = None) -> None:
     """Become the module's command; does not return."""
     module, arguments, environ, directory = json.loads(packet)
     os.setsid()
     os.chdir(directory)
     os.dup2(output, 1)
     os.dup2(output, 2)
+    if commands is not None:
+        os.dup2(commands, 0)
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))
     os.environ.clear()
     os.environ.update(environ)
