@@ -91,6 +91,15 @@ def log_as_before():
     structlog.configure(**before)
 
 
+@pytest.fixture
+def forked_children():
+    """What a bench starts in this process is forked with its imports done."""
+    from tests.warm_children import warm_children
+
+    with warm_children():
+        yield
+
+
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory):
     """The directory of the tiny model, built once."""

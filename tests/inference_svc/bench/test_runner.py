@@ -33,7 +33,6 @@ from tests.host_driver import HostDriver
 from tests.inference_svc.bench.test_trace import SAMPLE
 from tests.recorded_graph import RecordedGraphs
 from tests.split_attention import attend_pages
-from tests.warm_children import warm_children
 
 CHOICE = ModelChoice(random="4x256", layers=2, threads=1)
 PAIRS = 1
@@ -46,15 +45,8 @@ def small_floors(monkeypatch):
     monkeypatch.setattr(decode, "BUFFER_BYTES", 1 << 20)
 
 
-@pytest.fixture(autouse=True)
-def forked_kvd():
-    """Nor does a start."""
-    with warm_children():
-        yield
-
-
 @pytest.fixture
-def measure(tmp_path):
+def measure(tmp_path, forked_children):
     said = []
 
     def measured(part):
