@@ -20,10 +20,11 @@ if os.environ.get("GPU_TESTS_DEVICE", "cpu") == "cpu":
     # Triton's kernels are interpreted. Said before anything imports it, and to the children too.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# Machines are slow now and then: nothing is timed. What `make test` draws is the same every time,
-# `make test-long` draws anew.
+# Machines are slow now and then: nothing is timed. What `make test` draws is the same every time
+# and, where a test says no number, a third of the usual hundred; `make test-long` draws anew.
+DRAWN = 34
 _UNTIMED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
-settings.register_profile("seeded", _UNTIMED, derandomize=True)
+settings.register_profile("seeded", _UNTIMED, derandomize=True, max_examples=DRAWN)
 settings.register_profile("random", _UNTIMED, derandomize=False)
 
 
@@ -88,6 +89,15 @@ def log_as_before():
     before = structlog.get_config()
     yield
     structlog.configure(**before)
+
+
+@pytest.fixture
+def forked_children():
+    """What a bench starts in this process is forked with its imports done."""
+    from tests.warm_children import warm_children
+
+    with warm_children():
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -1,5 +1,7 @@
 """A synthetic engine in a process of its own, driven over stdin: a JSON list a line, and so back.
 
+Answers go to stdout; with the argument ANSWER_BACK, where stdin is a socket, to that.
+
     ["store", NAME, …]    → tokens of each session that are stored then
     ["load", NAME, …]     → [tokens, tiers, miss reason] of each; wrong bytes end the process
     ["attached", TIMES]   → once it has attached so often: the inode of the arena it maps
@@ -7,22 +9,23 @@
     ["finish"]            → tokens stored by completing it, or the reason why it is refused
     ["scribble", SEED]    → after filling all memory it can write to with garbage: how many bytes
 
-It ends with its stdin. `DrivenEngine` is the other end.
+It ends with its stdin. `DrivenEngine` is the other end; tests/warm_engine.py starts one by forking.
 """
 
 import asyncio
 import json
+import os
 import random
 import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Protocol
 
 from shared.process.log import configure_logging
 from shared.types.errors import ReportedError
 from tests.synthetic_engine import CALL_S, SyntheticEngine, attached_engine, encode, key_of
 
 ANSWER_S = 60.0
+ANSWER_BACK = "--answer-back"
 
 
 def tokens_of(name: str) -> list[int]:
@@ -92,10 +95,21 @@ def _mapped_arenas() -> list[str]:
     return sorted({fields[4] for fields in slots})
 
 
+class Driving(Protocol):
+    """What is used of its process: a part of asyncio's."""
+
+    stdin: asyncio.StreamWriter | None
+    stdout: asyncio.StreamReader | None
+
+    async def wait(self) -> int:
+        """Wait for its end; its exit code."""
+        ...
+
+
 class DrivenEngine:
     """The other end of its pipes."""
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
+    def __init__(self, process: Driving) -> None:
         self.process = process
 
     async def store(self, *names: str) -> list[int]:
@@ -128,34 +142,23 @@ class DrivenEngine:
         await self.process.wait()
 
 
-@asynccontextmanager
-async def driven_engine(runtime_dir: Path) -> AsyncIterator[DrivenEngine]:
-    """One that is attached. It may be killed meanwhile."""
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "tests.driven_engine", str(runtime_dir)),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-    )
-    engine = DrivenEngine(process)
-    try:
-        await engine.attached(1)
-        yield engine
-    finally:
-        if process.returncode is None:
-            process.kill()
-        await engine.end()
-
-
-async def _main(runtime_dir: Path) -> None:
+async def _drive(runtime_dir: Path, output: int) -> None:
     loop = asyncio.get_running_loop()
     async with attached_engine(runtime_dir) as engine:
         driven = Driven(engine)
-        while line := await loop.run_in_executor(None, sys.stdin.readline):
-            answer = await driven.do(*json.loads(line))
-            sys.stdout.write(json.dumps(answer) + "\n")
-            sys.stdout.flush()
+        with os.fdopen(os.dup(0)) as commands, os.fdopen(os.dup(output), "w") as out:
+            while line := await loop.run_in_executor(None, commands.readline):
+                answer = await driven.do(*json.loads(line))
+                out.write(json.dumps(answer) + "\n")
+                out.flush()
+
+
+def main() -> None:
+    """Run it as its command line says."""
+    configure_logging("error", json=False)
+    runtime_dir, *options = sys.argv[1:]
+    asyncio.run(_drive(Path(runtime_dir), 0 if options == [ANSWER_BACK] else 1))
 
 
 if __name__ == "__main__":
-    configure_logging("error", json=False)
-    asyncio.run(_main(Path(sys.argv[1])))
+    main()

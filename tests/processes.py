@@ -18,7 +18,7 @@ from tests.warm_python import AnyProcess, WarmPython, wait_ended
 
 EXIT_S = 60.0
 # What kvd imports on its way: see tests/warm_python.py.
-KVD = WarmPython("kvd.cli.main", "kvd.daemon", "tests.faulty_kvd", "uvloop")
+KVD = WarmPython("kvd.cli.main", "kvd.daemon", "tests.faulty_kvd", "tests.driven_engine", "uvloop")
 
 
 class KvdProcess:

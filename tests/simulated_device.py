@@ -325,10 +325,10 @@ class _Part:
     def read(self, work):
         stream, number = work
         self._require(stream, self.memory.written, "reads what may still be written")
-        noted = self.memory.read.setdefault(
-            stream.number, torch.zeros(self.memory.num_bytes, dtype=torch.int64)
-        )
-        self._note(noted, number * MOST_STREAMS + stream.number)
+        read = self.memory.read
+        if stream.number not in read:
+            read[stream.number] = torch.zeros(self.memory.num_bytes, dtype=torch.int64)
+        self._note(read[stream.number], number * MOST_STREAMS + stream.number)
 
     def write(self, work):
         stream, number = work

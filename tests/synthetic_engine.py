@@ -111,18 +111,20 @@ class SyntheticEngine:
     def fill(self, grant: StoreGrant, token_ids: Sequence[int]) -> None:
         """Write the rows of a grant, which is not completed yet."""
         for block in grant.blocks:
-            for row in range(block.num_tokens):
-                position = block.token_offset + row
-                self._write(grant.arena, block.slot_id, row, position, token_ids[position])
+            places = range(block.token_offset, block.token_offset + block.num_tokens)
+            tokens = [token_ids[place] for place in places]
+            for layer in self._layers_of(0):
+                for view, expected in self._rows(
+                    grant.arena, block.slot_id, 0, places, tokens, layer
+                ):
+                    view[:] = expected
         for window in grant.windows:
             for slot_id in window.slot_ids:
                 grant.arena.slot(slot_id)[:] = bytes(self.layout.block_bytes)
-            for row in range(window.num_tokens):
-                position = window.token_offset + row
-                for view, expected in self.window_rows(
-                    grant.arena, window, row, position, token_ids[position]
-                ):
-                    view[:] = expected
+            places = range(window.token_offset, window.token_offset + window.num_tokens)
+            tokens = [token_ids[place] for place in places]
+            for view, expected in self.window_rows(grant.arena, window, 0, places, tokens):
+                view[:] = expected
         for state in grant.states:
             contents = self._state_parts(token_ids[: state.position])
             for slot_id, part in zip(state.slot_ids, contents, strict=True):
@@ -169,47 +171,46 @@ class SyntheticEngine:
                 position = state.position if state else 0
                 return Loaded(end, frozenset(tiers), "", position)
 
-    def _write(self, arena: ArenaMap, slot_id: int, row: int, position: int, token: int) -> None:
-        for layer_index in self._layers_of(0):
-            for view, expected in self._rows(arena, slot_id, row, position, token, layer_index):
-                view[:] = expected
-
     def _layers_of(self, part: int) -> list[int]:
         """Layers whose rows are in blocks of tokens (0), or in a part of their windows (1 …)."""
         layers = range(len(self.layout.layers))
         return [layer for layer in layers if self.layout.part_of(layer) == part]
 
     def window_rows(
-        self, arena: ArenaMap, window: GrantedWindow, row: int, position: int, token: int
+        self,
+        arena: ArenaMap,
+        window: GrantedWindow,
+        first_row: int,
+        positions: Sequence[int],
+        tokens: Sequence[int],
     ) -> list[tuple[np.ndarray, np.ndarray]]:
-        """(memory, what belongs there) of one token's row in every part of a window."""
-        rows = []
-        for part, slot_id in enumerate(window.slot_ids, 1):
-            for layer in self._layers_of(part):
-                rows += self._rows(arena, slot_id, row, position, token, layer)
-        return rows
+        """(memory, what belongs there), as of `_rows`, of a window in each of its parts."""
+        return [
+            rows
+            for part, slot_id in enumerate(window.slot_ids, 1)
+            for layer in self._layers_of(part)
+            for rows in self._rows(arena, slot_id, first_row, positions, tokens, layer)
+        ]
 
     def _check_windows(
         self, arena: ArenaMap, windows: Sequence[GrantedWindow], token_ids: Sequence[int]
     ) -> None:
         for window in windows:
-            for index in range(window.num_tokens):
-                position = window.token_offset + index
-                for view, expected in self.window_rows(
-                    arena, window, window.start + index, position, token_ids[position]
-                ):
-                    assert np.array_equal(view, expected), f"a wrong window at token {position}"
+            places = range(window.token_offset, window.token_offset + window.num_tokens)
+            tokens = [token_ids[place] for place in places]
+            for view, expected in self.window_rows(arena, window, window.start, places, tokens):
+                assert np.array_equal(view, expected), f"a wrong window at {window.token_offset}"
 
     def _check(
         self, arena: ArenaMap, span: LoadSpan, token_ids: Sequence[int], layer_index: int
     ) -> None:
-        for index in range(span.num_tokens):
-            position = span.token_offset + index
-            row, token = span.start + index, token_ids[position]
-            for view, expected in self._rows(
-                arena, span.slot_id, row, position, token, layer_index
-            ):
-                assert np.array_equal(view, expected), f"wrong bytes at token {position}"
+        places = range(span.token_offset, span.token_offset + span.num_tokens)
+        tokens = [token_ids[place] for place in places]
+        for view, expected in self._rows(
+            arena, span.slot_id, span.start, places, tokens, layer_index
+        ):
+            wrong = (view != expected).any(axis=1).nonzero()[0]
+            assert not len(wrong), f"wrong bytes at token {places[wrong[0]]}"
 
     def _check_state(self, arena: ArenaMap, state: GrantedState, token_ids: Sequence[int]) -> None:
         contents = self._state_parts(token_ids[: state.position])
@@ -228,20 +229,27 @@ class SyntheticEngine:
         self,
         arena: ArenaMap,
         slot_id: int,
-        row: int,
-        position: int,
-        token: int,
+        first_row: int,
+        positions: Sequence[int],
+        tokens: Sequence[int],
         layer_index: int,
     ) -> list[tuple[np.ndarray, np.ndarray]]:
-        """(memory, what belongs there) of one token's row in every component of a layer."""
-        slot = np.frombuffer(arena.slot(slot_id), np.uint8)
+        """(memory, what belongs there) of consecutive rows in every component of a layer.
+
+        Both are [tokens, bytes of one].
+        """
+        slot, num_tokens = np.frombuffer(arena.slot(slot_id), np.uint8), len(tokens)
+        seeds = np.zeros((num_tokens, 4), "<u4")
+        seeds[:, 0] = tokens
+        seeds[:, 1] = positions
+        seeds[:, 2] = layer_index
         rows = []
         for component_index, component in enumerate(self.layout.layers[layer_index].components):
-            start = self.layout.component_offset(layer_index, component_index)
-            start += row * component.token_bytes
-            seed = [token, position, layer_index, component_index]
-            pattern = np.resize(np.asarray(seed, "<u4").view(np.uint8), component.token_bytes)
-            rows.append((slot[start : start + component.token_bytes], pattern))
+            seeds[:, 3] = component_index
+            size, seed = component.token_bytes, seeds.view(np.uint8)
+            start = self.layout.component_offset(layer_index, component_index) + first_row * size
+            memory = slot[start : start + num_tokens * size].reshape(num_tokens, size)
+            rows.append((memory, np.tile(seed, -(-size // seed.shape[1]))[:, :size]))
         return rows
 
 

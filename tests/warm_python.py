@@ -78,15 +78,25 @@ class WarmPython:
 
     Args:
         imports: modules that it imports before it forks.
+        lent: descriptor that another test process has lent us: its forking process is used.
     """
 
-    def __init__(self, *imports: str) -> None:
+    def __init__(self, *imports: str, lent: int | None = None) -> None:
         self._imports = imports
-        self._listening: socket.socket | None = None
+        self._listening = None if lent is None else socket.socket(fileno=lent)
         self._process: subprocess.Popen[bytes] | None = None
 
+    def lent(self) -> int:
+        """Descriptor for a child of ours, to have forked, too."""
+        return self._started().fileno()
+
     def spawn(
-        self, module: str, arguments: Sequence[str], environ: Mapping[str, str], output: int
+        self,
+        module: str,
+        arguments: Sequence[str],
+        environ: Mapping[str, str],
+        output: int,
+        commands: int | None = None,
     ) -> WarmProcess:
         """Run `python -m MODULE ARGUMENTS`; blocks while the imports are done for the first one.
 
@@ -95,17 +105,19 @@ class WarmPython:
             arguments: of the command line.
             environ: its whole environment.
             output: descriptor for stdout and stderr.
+            commands: descriptor for stdin, by which it may answer, too; None: it is told nothing.
         """
-        if self._process is None:
-            self._start()
-        assert self._listening is not None
+        listening = self._started()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         request = json.dumps([module, list(arguments), dict(environ), str(Path.cwd())]).encode()
         with theirs:
-            socket.send_fds(self._listening, [request], [theirs.fileno(), output])
+            fds = [theirs.fileno(), output, *(() if commands is None else (commands,))]
+            socket.send_fds(listening, [request], fds)
         return WarmProcess(ours)
 
-    def _start(self) -> None:
+    def _started(self) -> socket.socket:
+        if self._listening is not None:
+            return self._listening
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MAX_REQUEST)
         with theirs:
@@ -115,6 +127,7 @@ class WarmPython:
             )
         self._listening = ours
         atexit.register(self._end)
+        return ours
 
     def _end(self) -> None:
         assert self._listening is not None
@@ -199,24 +212,27 @@ def main() -> None:
                 answer, *arguments = key.data
                 answer(*arguments)
                 continue
-            packet, fds, _, _ = socket.recv_fds(requests, MAX_REQUEST, 2)
+            packet, fds, _, _ = socket.recv_fds(requests, MAX_REQUEST, 3)
             if not packet:
                 children.end()
                 return
             pid = os.fork()
             if pid == 0:
-                _run(packet, fds[1])
-            os.close(fds[1])
+                _run(packet, *fds[1:])
+            for fd in fds[1:]:
+                os.close(fd)
             children.add(pid, socket.socket(fileno=fds[0]))
 
 
-def _run(packet: bytes, output: int) -> None:
+def _run(packet: bytes, output: int, commands: int | None = None) -> None:
     """Become the module's command; does not return."""
     module, arguments, environ, directory = json.loads(packet)
     os.setsid()
     os.chdir(directory)
     os.dup2(output, 1)
     os.dup2(output, 2)
+    if commands is not None:
+        os.dup2(commands, 0)
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))
     os.environ.clear()
     os.environ.update(environ)

@@ -10,12 +10,12 @@ from contextlib import AsyncExitStack
 import pytest
 import pytest_asyncio
 
-from tests.driven_engine import driven_engine
 from tests.fault.ledger import Ledger, everything_verifies, nothing_leaks
 from tests.faulty_kvd import FaultyKvd
 from tests.kvd_polling import all_clean, eventually, reader_stats, until_indexed
 from tests.processes import run_cli
 from tests.synthetic_engine import attached_engine, small_layout
+from tests.warm_engine import driven_engine
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

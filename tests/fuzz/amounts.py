@@ -2,7 +2,7 @@
 
 from hypothesis import HealthCheck, settings
 
-LONG_FACTOR = 25
+LONG_FACTOR = 50
 
 
 def few(num_examples: int) -> settings:

@@ -122,7 +122,7 @@ async def _do(sock: socket.socket, steps: list[Send | Act]) -> None:
                 sock.shutdown(socket.SHUT_WR if step.how == "shut_write" else socket.SHUT_RD)
 
 
-@few(60)
+@few(30)
 @given(any_peers)
 async def test_any_packets(fuzzed, peers):
     """Connections that send what they like, attached or not."""
@@ -130,7 +130,7 @@ async def test_any_packets(fuzzed, peers):
 
 
 @pytest.mark.long
-@many(60)
+@many(30)
 @given(any_peers)
 async def test_any_packets_long(fuzzed, peers):
     """The same, for minutes."""

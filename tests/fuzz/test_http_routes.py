@@ -204,7 +204,7 @@ async def test_every_route_is_answered(fuzzed):
     await fuzzed.is_served()
 
 
-@few(12)
+@few(6)
 @given(scenes)
 async def test_any_requests(fuzzed, scene):
     """Requests in any order, some at the same time."""
@@ -212,7 +212,7 @@ async def test_any_requests(fuzzed, scene):
 
 
 @pytest.mark.long
-@many(24)
+@many(12)
 @given(scenes)
 async def test_any_requests_long(fuzzed, scene):
     """The same, for minutes."""
@@ -229,7 +229,7 @@ async def test_each_route(fuzzed, route, data):
 
 @pytest.mark.long
 @pytest.mark.parametrize("route", PATHS, ids=" ".join)
-@many(4)
+@many(2)
 @given(st.data())
 async def test_each_route_long(fuzzed, route, data):
     """The same, for minutes."""

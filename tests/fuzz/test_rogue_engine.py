@@ -226,7 +226,7 @@ def _elsewhere(number: int):
     return key_of(f"s{number}", model=LAYOUTS[1].model)
 
 
-@few(12)
+@few(6)
 @given(deeds)
 async def test_any_deeds(served, todo):
     """In any order; kvd is unharmed, and so is everybody who does not share that memory."""
@@ -234,7 +234,7 @@ async def test_any_deeds(served, todo):
 
 
 @pytest.mark.long
-@many(25)
+@many(13)
 @given(deeds)
 async def test_any_deeds_long(served, todo):
     """The same, for minutes."""

@@ -242,7 +242,7 @@ async def _complete(fuzzed: Fuzzed, engine: SyntheticEngine) -> None:
                 )
 
 
-@few(15)
+@few(8)
 @given(scenes)
 async def test_any_calls(fuzzed, scene):
     """Calls in any order, some at the same time."""
@@ -250,7 +250,7 @@ async def test_any_calls(fuzzed, scene):
 
 
 @pytest.mark.long
-@many(60)
+@many(30)
 @given(scenes)
 async def test_any_calls_long(fuzzed, scene):
     """The same, for minutes."""
@@ -258,7 +258,7 @@ async def test_any_calls_long(fuzzed, scene):
 
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
-@few(8)
+@few(4)
 @given(st.data())
 async def test_each_rpc(fuzzed, method, data):
     """Each RPC by itself, so that none is left out."""
@@ -267,7 +267,7 @@ async def test_each_rpc(fuzzed, method, data):
 
 @pytest.mark.long
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
-@many(8)
+@many(4)
 @given(st.data())
 async def test_each_rpc_long(fuzzed, method, data):
     """The same, for minutes."""

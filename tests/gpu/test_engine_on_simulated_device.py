@@ -38,9 +38,12 @@ from tests.zoo.architectures import architectures
 from tests.zoo.models import build_model
 
 CPU = torch.device("cpu")
-pytestmark = pytest.mark.skipif(
-    os.environ.get("GPU_TESTS_DEVICE", "cpu") != "cpu", reason="it stands in for a device"
-)
+pytestmark = [
+    pytest.mark.skipif(
+        os.environ.get("GPU_TESTS_DEVICE", "cpu") != "cpu", reason="it stands in for a device"
+    ),
+    pytest.mark.usefixtures("forked_children"),
+]
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ from pydantic import BaseModel
 OPENAI_WALK = []
 ANTHROPIC_WALK = []
 TOKENS = 400  # enough for a document with all the blanks that it may have
+FEW = 16  # of what is free to be any text
 STOP = {"extra_body": {"stop": [" "]}}  # after a word: a stream that is cut is an error to helpers
 ASKED = [{"role": "user", "content": "What is kept?"}]
 
@@ -103,12 +104,12 @@ async def chat_parsed_in_a_stream(client, model):
 
 @of_openai("chat.completions.create")
 async def chat_json(client, model):
-    for response_format in (
-        {"type": "json_schema", "json_schema": {"name": "w", "schema": PARAMETERS}},
-        {"type": "text"},
+    for response_format, most in (
+        ({"type": "json_schema", "json_schema": {"name": "w", "schema": PARAMETERS}}, TOKENS),
+        ({"type": "text"}, FEW),
     ):
         answer = await client.chat.completions.create(
-            model=model, messages=ASKED, response_format=response_format, max_tokens=TOKENS
+            model=model, messages=ASKED, response_format=response_format, max_tokens=most
         )
         if response_format["type"] != "text":
             assert json.loads(answer.choices[0].message.content)["word"] in {"tier", "turn"}
@@ -122,7 +123,9 @@ async def chat_with_tools(client, model):
     assert json.loads(call.function.arguments)["word"] in {"tier", "turn"}
     said = [*ASKED, first.choices[0].message]
     said.append({"role": "tool", "tool_call_id": call.id, "content": "A word."})
-    for choice in ("auto", "none", {"type": "function", "function": {"name": "look_up"}}):
+    named = {"type": "function", "function": {"name": "look_up"}}
+    for choice, most in (("auto", FEW), ("none", FEW), (named, TOKENS)):
+        options["max_tokens"] = most
         assert (
             await client.chat.completions.create(messages=said, tool_choice=choice, **options)
         ).choices
@@ -291,6 +294,7 @@ async def responses_with_tools(client, model):
     (call,) = final.output
     assert deltas[-1].snapshot == call.arguments
     result = {"type": "function_call_output", "call_id": call.call_id, "output": "A word."}
+    options["max_output_tokens"] = FEW
     after = await client.responses.create(input=[result], previous_response_id=final.id, **options)
     assert after.status in {"completed", "incomplete"}
 

@@ -7,8 +7,8 @@ import pytest
 from inference_svc.client import turn_request
 from shared.pb.inference.v1 import inference_pb2 as pb
 from shared.types.errors import InvalidInputError
-from tests.inference_processes import InferenceProcess, wait_kvd_state
-from tests.kvd_polling import all_clean, eventually, reader_stats
+from tests.inference_processes import InferenceProcess, wait_kvd_state, wait_saved
+from tests.kvd_polling import all_clean, eventually, reader_stats, sessions_of
 from tests.processes import KvdProcess
 
 GREEDY = pb.Sampling(max_tokens=8, ignore_eos=True)
@@ -22,6 +22,10 @@ async def counts(kvd, *names):
     return tuple(sum(layout.counters[name] for layout in stats.layouts) for name in names)
 
 
+async def stored(kvd):
+    return [info.session.session_id for info in await sessions_of(kvd)]
+
+
 @asynccontextmanager
 async def on_ssd(model, directory, *flags):
     """A pair whose kvd has a session "a" on SSD only; the service has nothing of it."""
@@ -32,8 +36,12 @@ async def on_ssd(model, directory, *flags):
         async with service, service.client() as client:
             await wait_kvd_state(client, "attached")
             await client.submit(turn_request(DOCUMENT, "a", sampling=GREEDY))
+            await wait_saved(client)  # what is not stored yet is not dirty, either
             await all_clean(kvd)
             await kvd.stop()
+            # Not attached to the one before: of turns that wait when it attaches kvd does not know
+            # when they have come, reads ahead for them, and does not count them.
+            await wait_kvd_state(client, "detached")
             await kvd.start()
             await wait_kvd_state(client, "attached")
             yield kvd, client
@@ -45,11 +53,14 @@ async def refused_turn(kvd, client):
     """A turn of the session that kvd hears of, and that is refused: its text is too long.
 
     One that comes and goes before the queue is reported to a kvd that has just been started is not
-    heard of; then there is another.
+    heard of; then there is another. Of one that is heard of otherwise there is no use in waiting.
     """
-    while await counts(kvd, "returns_ssd") == (0,):
+    returns = ("returns_ssd", "returns_dram", "returns_gone")
+    while not any(found := await counts(kvd, *returns)):
+        assert await stored(kvd) == ["a"]
         with pytest.raises(InvalidInputError, match="tokens"):
             await client.submit(turn_request(TOO_LONG, "a", sampling=GREEDY))
+    assert found == (1, 0, 0)
 
 
 async def test_ssd_is_read_for_a_turn_whose_prompt_is_not_known(tiny_model, short_dir):

@@ -17,7 +17,7 @@ from shared.types.errors import InvalidInputError, NotFoundError, ReportedError,
 from tests.inference_processes import SERVICE
 from tests.models import WINDOW_TOKENS, build_uncached_model
 from tests.pair import Pair
-from tests.processes import EXIT_S
+from tests.processes import EXIT_S, KVD
 from tests.warm_python import wait_ended
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -214,28 +214,21 @@ class BadStart:
     exit_code: int
     words: tuple[str, ...]
     environ: dict[str, str] = field(default_factory=dict)
-    is_warm: bool = False
+    is_cold: bool = False  # imports anew, as one of each program does
 
 
 SERVE = ("inference_svc.cli.main", "serve", "--state-dir", "{tmp}/state", "--mode", "recompute")
 LISTEN = ("--listen", "unix:{tmp}/own.sock")
-KVD = ("kvd", "serve", "--runtime-dir", "{tmp}/run", "--state-dir", "{tmp}/state")
+KVD_SERVE = ("kvd.__main__", "serve", "--runtime-dir", "{tmp}/run", "--state-dir", "{tmp}/state")
 BAD_STARTS = (
     BadStart("no model", (*SERVE, *LISTEN), 78, ("--model",)),
-    BadStart(
-        "unknown model",
-        (*SERVE, *LISTEN, "--model", "{tmp}/none"),
-        78,
-        ("does not exist",),
-        is_warm=True,
-    ),
+    BadStart("unknown model", (*SERVE, *LISTEN, "--model", "{tmp}/none"), 78, ("does not exist",)),
     BadStart("not a model", (*SERVE, *LISTEN, "--model", "{tmp}"), 78, ("config.json",)),
     BadStart(
         "no cache",
         (*SERVE, *LISTEN, "--model", "{uncached}"),
         78,
         ("OpenAIGPT", "caches no keys and values"),
-        is_warm=True,
     ),
     BadStart(
         "socket in use", (*SERVE, "--listen", "{live}", "--model", "{uncached}"), 78, ("in use",)
@@ -259,12 +252,31 @@ BAD_STARTS = (
         ("scheduler.max_runing", "did you mean scheduler.max_running"),
         {"INFERENCE_SCHEDULER__MAX_RUNING": "3"},
     ),
-    BadStart("bad value", (*SERVE, *LISTEN, "--dtype", "int3"), 78, ("model.dtype", "int3")),
-    BadStart("kvd: unwritable state", (*KVD, "--state-dir", "{file}/x"), 78, ("--state-dir",)),
-    BadStart("kvd: unwritable run", (*KVD, "--runtime-dir", "{file}/x"), 78, ("--runtime-dir",)),
-    BadStart("kvd: bad size", (*KVD, "--dram", "much"), 78, ("dram.bytes", "much")),
-    BadStart("kvd: unknown key", KVD, 78, ("dram.bites", "dram.bytes"), {"KVD_DRAM__BITES": "1GB"}),
-    BadStart("kvd: nobody there", ("kvd", "ls", "--runtime-dir", "{tmp}/none"), 69, ("kvd serve",)),
+    BadStart(
+        "bad value",
+        (*SERVE, *LISTEN, "--dtype", "int3"),
+        78,
+        ("model.dtype", "int3"),
+        is_cold=True,
+    ),
+    BadStart(
+        "kvd: unwritable state", (*KVD_SERVE, "--state-dir", "{file}/x"), 78, ("--state-dir",)
+    ),
+    BadStart(
+        "kvd: unwritable run", (*KVD_SERVE, "--runtime-dir", "{file}/x"), 78, ("--runtime-dir",)
+    ),
+    BadStart(
+        "kvd: bad size", (*KVD_SERVE, "--dram", "much"), 78, ("dram.bytes", "much"), is_cold=True
+    ),
+    BadStart(
+        "kvd: unknown key", KVD_SERVE, 78, ("dram.bites", "dram.bytes"), {"KVD_DRAM__BITES": "1GB"}
+    ),
+    BadStart(
+        "kvd: nobody there",
+        ("kvd.cli.main", "ls", "--runtime-dir", "{tmp}/none"),
+        69,
+        ("kvd serve",),
+    ),
 )
 
 
@@ -286,7 +298,7 @@ async def test_a_bad_start_is_refused_in_one_line(places: dict[str, str], bad: B
     """stderr is one line that says what to change, after those of directories that were made."""
     arguments = [argument.format(**places) for argument in bad.arguments]
     environ = {"PATH": "/usr/bin:/bin", "HOME": places["tmp"], **bad.environ}
-    run = _run_warm if bad.is_warm else _run_cold
+    run = _run_cold if bad.is_cold else _run_warm
     async with asyncio.timeout(EXIT_S):
         code, text = await run(arguments, environ)
     assert code == bad.exit_code, text
@@ -311,9 +323,10 @@ async def _run_cold(arguments: list[str], environ: dict[str, str]) -> tuple[int,
 
 
 async def _run_warm(arguments: list[str], environ: dict[str, str]) -> tuple[int, str]:
-    """The same of what imports torch before it refuses; stdout and stderr are one."""
+    """The same in a process that has its imports; stdout and stderr are one."""
     module, *rest = arguments
+    program = KVD if module.startswith("kvd") else SERVICE
     with tempfile.TemporaryFile() as said:
-        code = await wait_ended(SERVICE.spawn(module, rest, environ, said.fileno()))
+        code = await wait_ended(program.spawn(module, rest, environ, said.fileno()))
         said.seek(0)
         return code, said.read().decode()

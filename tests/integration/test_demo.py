@@ -9,29 +9,37 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import run_cli
+from tests.inference_processes import SERVICE
+from tests.processes import KVD, run_cli
 
 DEADLINE_S = 240
 
 
-# The command on the first of its conversations.
+# The command on the first of its conversations, its processes forked with their imports done.
 SAMPLE = """
 import sys
 from inference_svc.cli.main import main
 from inference_svc.demo import cli
-shipped, number = cli.shipped_conversations(), int(sys.argv.pop(1))
+from tests.warm_children import warm_children
+from tests.warm_python import WarmPython
+
+number, kvd, service = (int(sys.argv.pop(1)) for _ in range(3))
+shipped = cli.shipped_conversations()
 cli.shipped_conversations = lambda: shipped[:number]
-main()
+with warm_children(WarmPython(lent=kvd), WarmPython(lent=service)):
+    main()
 """
 
 
 async def demo(num_conversations, *flags):
     """Start `inference-svc demo` on so many conversations; None: on all."""
-    program = ("-m", "inference_svc.cli.main")
+    program, lent = ("-m", "inference_svc.cli.main"), ()
     if num_conversations is not None:
-        program = ("-c", SAMPLE, str(num_conversations))
+        lent = (KVD.lent(), SERVICE.lent())
+        program = ("-c", SAMPLE, *map(str, (num_conversations, *lent)))
     return await asyncio.create_subprocess_exec(
         *(sys.executable, *program, "demo", *flags),
+        pass_fds=lent,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
     )

@@ -13,6 +13,7 @@ from kvd.bench.figures import Report
 from kvd.bench.options import MIB, QUICK, BenchOptions, layout_with
 from kvd.bench.report import as_document
 from kvd.bench.runner import run
+from tests.warm_children import warm_children
 
 TINY = replace(
     QUICK,
@@ -33,7 +34,8 @@ TINY = replace(
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory) -> Report:
     directory = tmp_path_factory.mktemp("bench")
-    report = run(BenchOptions(directory, scale=TINY, command=("kvd", "bench")))
+    with warm_children():
+        report = run(BenchOptions(directory, scale=TINY, command=("kvd", "bench")))
     assert not list(directory.iterdir())
     return report
 

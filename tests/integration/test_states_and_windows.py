@@ -46,6 +46,9 @@ class Family:
 
 
 FAMILIES = {"states": Family(build_hybrid_model, 6), "windows": Family(build_windowed_model, 14)}
+sampled_family = pytest.mark.parametrize(
+    "family", ["states", pytest.param("windows", marks=pytest.mark.long)], indirect=True
+)
 with_states = pytest.mark.parametrize("family", ["states"], indirect=True)
 with_windows = pytest.mark.parametrize("family", ["windows"], indirect=True)
 
@@ -137,6 +140,7 @@ async def test_all_outlives_both_processes_and_lies_on_ssd(pair, oracle, family)
     assert any(usage.tier_tokens["ssd"] for usage in usages)
 
 
+@sampled_family
 async def test_without_kvd_all_is_computed(pair, oracle):
     """Nothing fails, and the next turns store again."""
     async with pair.with_kvd(*DRAM):
@@ -156,6 +160,7 @@ async def test_without_kvd_all_is_computed(pair, oracle):
     assert again.usage.recomputed_tokens == 0
 
 
+@sampled_family  # tests/fault/test_random_scenes.py has residents with windows
 async def test_residents_are_built_on_where_they_can_be(resident, oracle):
     """Sessions in memory, loaded ones among them, preempted ones, and those that had to go."""
     async with resident.with_kvd(*DRAM):

@@ -339,7 +339,7 @@ class CacheMachine(OperationsMachine):
 
 
 CacheMachine.TestCase.settings = settings(
-    max_examples=100,
+    max_examples=60,
     stateful_step_count=50,
     deadline=None,
     suppress_health_check=list(HealthCheck),

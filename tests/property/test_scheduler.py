@@ -176,7 +176,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 SchedulerMachine.TestCase.settings = settings(
-    max_examples=50,
+    max_examples=30,
     stateful_step_count=50,
     deadline=None,
     suppress_health_check=list(HealthCheck),

@@ -68,7 +68,7 @@ def test_the_planner_reads_what_is_written_for_it(tmp_path):
     ]
 
 
-def test_policies_are_replayed_one_after_another(tmp_path):
+def test_policies_are_replayed_one_after_another(tmp_path, forked_children):
     """Each with a kvd of its own; and it is said how `kvd plan` is asked, which takes it."""
     trace = tmp_path / "plan.jsonl"
     work = tmp_path / "work"

@@ -1,6 +1,7 @@
 """Every part, small, with a real kvd; what it measures is not asserted, what it is made of is."""
 
 import json
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -23,6 +24,7 @@ from inference_svc.bench.options import (
     SharingOptions,
     TurnsOptions,
 )
+from inference_svc.bench.random_model import PRESETS
 from inference_svc.bench.runner import run
 from inference_svc.cli.main import main
 from inference_svc.runtime.attention.paged_attention import PagedAttention
@@ -40,13 +42,14 @@ PAIRS = 1
 
 @pytest.fixture(autouse=True)
 def small_floors(monkeypatch):
-    """What the machine can do is not asserted: finding it out takes no time."""
+    """What the machine can do is not asserted: finding it out takes no time, nor do many words."""
+    monkeypatch.setitem(PRESETS, "4x256", replace(PRESETS["4x256"], vocab=512))
     monkeypatch.setattr(prefill, "MATRIX_SIDE", 64)
     monkeypatch.setattr(decode, "BUFFER_BYTES", 1 << 20)
 
 
 @pytest.fixture
-def measure(tmp_path):
+def measure(tmp_path, forked_children):
     said = []
 
     def measured(part):

@@ -9,6 +9,7 @@ from inference_svc.core.errors import QueueFullError, SessionBusyError
 from inference_svc.core.session_turns import MAX_RETRY_S, MAX_RETURNS, MIN_PACE_S, SessionTurns
 from shared.types.session_key import SessionKey
 from shared.types.units import NS_PER_S
+from tests.sampled import examples
 
 KEYS = [SessionKey("default", "m", name) for name in ("a", "b", "c")]
 
@@ -129,7 +130,9 @@ class SessionTurnsMachine(RuleBasedStateMachine):
 
 
 TestSessionTurnsMachine = SessionTurnsMachine.TestCase
-TestSessionTurnsMachine.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+TestSessionTurnsMachine.settings = settings(
+    max_examples=examples(40), stateful_step_count=30, deadline=None
+)
 
 
 def test_turns_are_counted_in_and_out():

@@ -7,6 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from inference_svc.core.tenant_limits import MAX_RETRY_S, SWEEP, Bucket, TenantBounds, TenantLimits
 from shared.types.units import NS_PER_S
+from tests.sampled import examples
 
 FREE = TenantBounds()
 MINUTE_NS = 60 * NS_PER_S
@@ -185,7 +186,9 @@ class LimitsMachine(RuleBasedStateMachine):
 
 
 TestLimitsMachine = LimitsMachine.TestCase
-TestLimitsMachine.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+TestLimitsMachine.settings = settings(
+    max_examples=examples(40), stateful_step_count=40, deadline=None
+)
 
 
 def test_a_bucket_fills_by_the_minute_up_to_a_minutes_worth():

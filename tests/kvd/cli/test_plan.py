@@ -18,11 +18,13 @@ from tests.processes import run_cli
 TRACE = "tests/data/trace_sample.jsonl.gz"
 SAMPLE = gzip.decompress(Path(TRACE).read_bytes())
 SWEEP = ("--policy", "lru,belady", "--dram", "1GB", "--ssd", "4GB,16GB")
+ONE = ("--policy", "lru", "--dram", "1GB", "--ssd", "16GB")
 STARTED_S = 60.0  # for workers to be there
 
 
 async def _planned(*arguments):
-    code, stdout, stderr = await run_cli("plan", "--trace", TRACE, *arguments, "--json", "-")
+    plan = ("plan", "--trace", TRACE, "--jobs", "1", "--json", "-")
+    code, stdout, stderr = await run_cli(*plan, *arguments)
     assert (code, stderr) == (0, "")
     return json.loads(stdout)
 
@@ -78,7 +80,7 @@ async def test_the_tables_show_load_and_queue_beside_the_hits(monkeypatch):
 async def test_document_and_page_are_written_beside_the_tables(tmp_path: Path):
     """Each into the file that is named."""
     files = tmp_path / "plan.json", tmp_path / "plan.html"
-    arguments = ("--json", str(files[0]), "--plot", str(files[1]))
+    arguments = ("--json", str(files[0]), "--plot", str(files[1]), "--jobs", "1")
     code, stdout, _ = await run_cli("plan", "--trace", TRACE, *SWEEP, *arguments)
     assert (code, "hits" in stdout) == (0, True)
     document = json.loads(files[0].read_text(encoding="utf-8"))
@@ -110,7 +112,8 @@ async def test_a_raw_trace_is_planned_for(tmp_path: Path):
         )
     ]
     path.write_text("".join(json.dumps(each) + "\n" for each in requests), encoding="utf-8")
-    sizes = ("--policy", "lru", "--dram", "8GB", "--warmup-turns", "0", "--json", "-")
+    sizes = ("--policy", "lru", "--dram", "8GB", "--warmup-turns", "0")
+    sizes += ("--jobs", "1", "--json", "-")
     code, stdout, _ = await run_cli("plan", "--trace", str(path), *sizes)
     document = json.loads(stdout)
     assert (code, document["workload"]["num_sessions"]) == (0, 2)
@@ -120,18 +123,18 @@ async def test_a_raw_trace_is_planned_for(tmp_path: Path):
 
 async def test_options_reach_the_replay():
     """Of each group one that changes what is found."""
-    usual = (await _planned(*SWEEP))["results"][2]
-    exclusive = (await _planned(*SWEEP, "--tiers", "exclusive"))["results"][2]
+    usual = (await _planned(*ONE))["results"][0]
+    exclusive = (await _planned(*ONE, "--tiers", "exclusive"))["results"][0]
     assert exclusive["ssd_bytes_written"] != usual["ssd_bytes_written"]
-    never = (await _planned(*SWEEP, "--load-policy", "never"))["results"][2]
+    never = (await _planned(*ONE, "--load-policy", "never"))["results"][0]
     assert never["num_hits"] == 0
-    short = (await _planned(*SWEEP, "--ttl", "1s"))["results"][2]
+    short = (await _planned(*ONE, "--ttl", "1s"))["results"][0]
     assert short["hits_all"] < usual["hits_all"]
-    larger = (await _planned(*SWEEP, "--kv-bytes-per-token", "3MB"))["results"][2]
+    larger = (await _planned(*ONE, "--kv-bytes-per-token", "3MB"))["results"][0]
     assert larger["hits_tok"] < usual["hits_tok"]
-    faster = await _planned(*SWEEP, "--load", "0.5")
-    assert faster["results"][2]["recompute_load"] == pytest.approx(0.5)
-    cheap = (await _planned(*SWEEP, "--gpus", "1"))["results"][2]
+    faster = await _planned(*ONE, "--load", "0.5")
+    assert faster["results"][0]["recompute_load"] == pytest.approx(0.5)
+    cheap = (await _planned(*ONE, "--gpus", "1"))["results"][0]
     assert cheap["cost"]["gpu"] == pytest.approx(usual["cost"]["gpu"] / 2)
 
 

@@ -22,6 +22,7 @@ from kvd.session_files.file_format import (
 )
 from shared.types.kv_layout import KVLayout
 from shared.types.lineage import WHOLE, Lineage
+from tests.sampled import examples
 from tests.synthetic_engine import (
     encode,
     key_of,
@@ -33,7 +34,7 @@ from tests.synthetic_engine import (
 LAYOUT = small_layout()
 HEADER = FileHeader(key_of("a", "acme"), LAYOUT, Lineage(b"x" * 16, 7), "0.1.0", 1.5)
 ROW = sum(row_bytes(LAYOUT))
-FEW = settings(max_examples=40, deadline=None)
+FEW = settings(max_examples=examples(40), deadline=None)
 
 
 def _frame(offset: int, tokens: list[int]) -> bytes:

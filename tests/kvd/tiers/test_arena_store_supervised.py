@@ -144,8 +144,12 @@ def test_half_of_an_arena_in_the_store_is_removed(supervisor):
 
 @pytest.mark.parametrize(
     ("seals", "is_adopted"),
-    [(SEALS, True), (0, False), (fcntl.F_SEAL_GROW, False), (fcntl.F_SEAL_SHRINK, False)],
-    ids=["sealed", "not sealed", "may shrink", "may grow"],
+    [
+        pytest.param(SEALS, True, id="sealed"),
+        pytest.param(0, False, id="not sealed", marks=pytest.mark.long),
+        pytest.param(fcntl.F_SEAL_GROW, False, id="may shrink"),
+        pytest.param(fcntl.F_SEAL_SHRINK, False, id="may grow", marks=pytest.mark.long),
+    ],
 )
 def test_memory_that_is_not_sealed_is_not_adopted(supervisor, seals, is_adopted):
     """What an engine could truncate under us, although all else of it is right."""

@@ -24,9 +24,10 @@ from tests.kvd.tiers.indexes import (
     new_layouts,
     rows_of,
 )
+from tests.sampled import examples
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(
     blocks=st.dictionaries(
         st.binary(min_size=16, max_size=16),

@@ -18,6 +18,7 @@ from kvd.tiers.extent_format import ExtentFormat
 from kvd.tiers.sealed_extents import SEALED_MAGIC, SealedFormat
 from shared.types.kv_layout import Component, KVLayout, Layer
 from tests.kvd.tiers.disk import LAYOUT, TENANT, Block, Disk, new_slot
+from tests.sampled import examples
 
 SHAPE = ExtentShape(LAYOUT)
 WHOLE = SHAPE.sectors_per_extent
@@ -49,7 +50,7 @@ def _windows(data: bytes, size: int = 16) -> set[bytes]:
     return {data[i : i + size] for i in range(0, len(data) - size + 1, size)} - {bytes(size)}
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     num_tokens=st.integers(1, LAYOUT.block_tokens),
     layered=st.booleans(),

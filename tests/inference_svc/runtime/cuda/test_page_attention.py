@@ -66,8 +66,11 @@ def test_a_query_may_have_any_strides():
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"window": 30, "sinks": torch.tensor([-1.0, 2.0])}, {"chunk": 33}],
-    ids=["all", "window", "chunk"],
+    [
+        pytest.param({}, id="all", marks=pytest.mark.long),
+        pytest.param({"window": 30, "sinks": torch.tensor([-1.0, 2.0])}, id="window"),
+        pytest.param({"chunk": 33}, id="chunk", marks=pytest.mark.long),
+    ],
 )
 def test_parts_of_few_tokens_are_divided_too(monkeypatch, options):
     """In splits of which some rows see nothing, merged for as many tiles at once as have room."""

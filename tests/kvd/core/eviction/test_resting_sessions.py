@@ -10,6 +10,7 @@ from kvd.core.eviction.policy import EvictionPolicy
 from kvd.core.eviction.session_order import Guard, RestingSessions
 from kvd.core.records.records import Tier
 from tests.kvd.core.eviction.sessions import Sessions, key_of
+from tests.sampled import examples
 
 RESTED = "abcdefgh"
 EVERYTHING = ((-1,), (1_000_000,))
@@ -55,7 +56,7 @@ def seen(sessions: Sessions) -> list[object]:
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(steps)
 def test_sessions_of_an_earlier_kvd_rank_as_if_each_had_come_by_itself(policy, steps):
     """Whatever happens to them, and to others, under every policy and in every tier."""

@@ -25,6 +25,7 @@ from tests.kvd.core.turns import (
     tiers_of,
 )
 from tests.property.cache_world import CacheWorld, to_bytes
+from tests.sampled import examples
 
 TOKENS = ONES + TWOS + THREES
 
@@ -288,14 +289,14 @@ def live_through(steps, num_extents: int, partial: list[int]) -> None:
         assert not plain.world.engine._state.tails.num_blocks
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.lists(STEPS, max_size=25))
 def test_packing_changes_no_answer_when_ssd_is_short(steps):
     """Sessions are evicted from SSD, too, packed or not: the same blocks in the same order."""
     live_through(steps, num_extents=8, partial=[])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.lists(STEPS, max_size=25))
 def test_packing_changes_no_answer_with_partial_blocks(steps):
     """Packed tails are packed like whole blocks."""
