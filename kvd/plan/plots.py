@@ -13,15 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from kvd.plan.figures import Curve, PlanReport, curves_of
-from kvd.plan.report import (
-    CURVE_COLUMNS,
-    capacity_text,
-    curve_texts,
-    facts,
-    load_text,
-    rows,
-    sections_of,
-)
+from kvd.plan.report import CURVE_COLUMNS, capacity_text, curve_texts, facts, rows
+from kvd.plan.sections import load_text, sections_of
 from kvd.plan.sizes import GB
 from shared.measuring.plots import NoPlotError, picture
 from shared.measuring.plots import check_plot as check_picture

@@ -14,7 +14,6 @@ start that can, and reading ahead is looked at.
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 from kvd.core.eviction.policies import POLICIES
@@ -29,41 +28,19 @@ from kvd.plan.gpu import Gpu, Prefill
 from kvd.plan.hardware import Costs, Hardware, ReplayOptions
 from kvd.plan.kept import NOTHING, Kept
 from kvd.plan.moving import Mover, Stored
-from kvd.plan.outcome import Totals, TurnRecord
+from kvd.plan.outcome import Totals
+from kvd.plan.pace import Pace
 from kvd.plan.reading import Reading
+from kvd.plan.request import Request, Returns, plan_key
 from kvd.plan.tiers import Tiers
 from kvd.plan.trace import Turn
 from shared.routing.session_router import ServerReport
-from shared.types.load_choice import RecentStarts, Traffic, loading_pays
+from shared.types.load_choice import Traffic, loading_pays
 from shared.types.queue_delta import QueueChange, QueuedRequest, RunningRequest
 from shared.types.session_key import SessionKey
 from shared.types.units import NS_PER_S
 
 ENGINE = 1  # there is one
-NEWEST_SHARE = 1 / 16  # of the newest value in a running mean
-
-Returns = dict[SessionKey, int]  # when what is kept of a session is wanted next
-
-
-def plan_key(session: int) -> SessionKey:
-    """Return the key of a session, which is a number in plans."""
-    return SessionKey("plan", "plan", str(session))
-
-
-@dataclass(slots=True)
-class Request:
-    """A turn that waits or runs.
-
-    Attributes:
-        number: turns are counted in the order in which they arrive.
-    """
-
-    session: int
-    key: SessionKey
-    number: int
-    turn: Turn
-    record: TurnRecord
-    hbm_bytes: int
 
 
 class Server:
@@ -114,10 +91,7 @@ class Server:
         self._waiting: deque[Request] = deque()
         self._running: dict[int, Request] = {}  # by session
         self._turns: dict[SessionKey, Turn] = {}  # of what waits or runs
-        self._started_ns: int | None = None  # the last turn
-        self._interval_ns = 0.0
-        self._starts = RecentStarts()
-        self._turn_s = 0.0  # for which a turn has its slot, in the running mean
+        self._pace = Pace()
         self._hbm_bytes = 0
 
     # --------------------------------------------------------------------------------- what it says
@@ -152,9 +126,9 @@ class Server:
         return ServerReport(
             num_turns=len(self._turns),
             num_places=self._hardware.engine.slots,
-            turn_s=self._turn_s,
+            turn_s=self._pace.turn_s,
             compute_s=self._hardware.engine.prefill_s_per_token,
-            starts_per_s=self._starts.per_s(self._now_ns),
+            starts_per_s=self._pace.starts_per_s(self._now_ns),
             fetch_s=self._mover.fetch_s if self._mover else None,
             stored_after_s=self._mover.stored_after_s if self._mover else 0.0,
         )
@@ -196,7 +170,7 @@ class Server:
             self._mover.fetch(request.session, request.turn.history_tokens, now_ns)
         waiting = QueuedRequest((0, 0.0, request.number), key, request.turn.history_tokens)
         self._report_queue(
-            QueueChange(waiting=[waiting], interval_ns=round(self._interval_ns)), now_ns
+            QueueChange(waiting=[waiting], interval_ns=round(self._pace.interval_ns)), now_ns
         )
         self._settle()
 
@@ -247,8 +221,7 @@ class Server:
         key = request.key
         self._hbm_bytes -= request.hbm_bytes
         del self._turns[key]
-        turn_s = (now_ns - request.record.started_ns) / NS_PER_S
-        self._turn_s += (NEWEST_SHARE if self._turn_s else 1.0) * (turn_s - self._turn_s)
+        self._pace.ended(request.record.started_ns, now_ns)
         self._report_queue(QueueChange(left=[request.number]), now_ns)
         if self._options.load_policy != "never":
             self._keep(key, request, is_last=is_last)
@@ -288,7 +261,7 @@ class Server:
 
     def _start(self, request: Request) -> None:
         """Give a request a slot, and its history if that is held and loading pays."""
-        self._note_start()
+        self._pace.started(self._now_ns)
         key, record = request.key, request.record
         self._running[request.session] = request
         self._hbm_bytes += request.hbm_bytes
@@ -366,7 +339,7 @@ class Server:
             num_waiting=len(self._waiting),
             num_loading=len(self._running) - 1 - self._gpu.num_turns,
             num_places=self._hardware.engine.slots,
-            starts_per_s=self._starts.per_s(self._now_ns),
+            starts_per_s=self._pace.starts_per_s(self._now_ns),
             backlog_s=self._gpu.backlog_ns(self._now_ns) / NS_PER_S,
         )
 
@@ -423,12 +396,3 @@ class Server:
         if self._options.policy == BeladyPolicy.name:
             return BeladyPolicy(context, self._returns_ns)
         return POLICIES[self._options.policy](context)
-
-    def _note_start(self) -> None:
-        """Keep the mean interval between two starts, and the latest of them, as an engine does."""
-        if self._started_ns is not None:
-            passed_ns = self._now_ns - self._started_ns
-            share = NEWEST_SHARE if self._interval_ns else 1.0
-            self._interval_ns += share * (passed_ns - self._interval_ns)
-        self._started_ns = self._now_ns
-        self._starts.note(self._now_ns)

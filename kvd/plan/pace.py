@@ -1,0 +1,41 @@
+"""How fast a server takes turns and how long they stay, as engines measure it. Pure."""
+
+from shared.types.load_choice import RecentStarts
+from shared.types.units import NS_PER_S
+
+NEWEST_SHARE = 1 / 16  # of the newest value in a running mean
+
+
+class Pace:
+    """Running means of a server's turns.
+
+    Attributes:
+        interval_ns: between two starts of turns; 0: two have not started yet.
+        turn_s: for which a turn has its slot; 0: none has ended yet.
+    """
+
+    def __init__(self) -> None:
+        self.interval_ns = 0.0
+        self.turn_s = 0.0
+        self._started_ns: int | None = None  # the last turn
+        self._starts = RecentStarts()
+
+    def starts_per_s(self, now_ns: int) -> float:
+        """Return how often turns start."""
+        return self._starts.per_s(now_ns)
+
+    def started(self, now_ns: int) -> None:
+        """Note that a turn got its slot."""
+        if self._started_ns is not None:
+            self.interval_ns = _mean(self.interval_ns, now_ns - self._started_ns)
+        self._started_ns = now_ns
+        self._starts.note(now_ns)
+
+    def ended(self, started_ns: int, now_ns: int) -> None:
+        """Note that a turn gave its slot back."""
+        self.turn_s = _mean(self.turn_s, (now_ns - started_ns) / NS_PER_S)
+
+
+def _mean(mean: float, newest: float) -> float:
+    """Return the mean with one value more; the first one is the mean."""
+    return mean + (NEWEST_SHARE if mean else 1.0) * (newest - mean)
