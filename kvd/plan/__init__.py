@@ -6,7 +6,7 @@
 
 `replay` drives the same `kvd.core` code as the daemon (SessionPlacement with its queue, windows and
 policies, TtlClock), over byte counts: what is planned is what ships (D1). No file is read but the
-trace, no clock is looked at, nothing is drawn: the same inputs give the same outcome.
+trace, no clock is looked at, nothing is drawn but by a seed: the same inputs give the same outcome.
 
 Sessions come from workload.py, which reads trace.py's form and those of formats/, or from
 generate.py; the machine from hardware.py and model_choice.py; prices.py and figures.py say what an
