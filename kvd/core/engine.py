@@ -251,3 +251,4 @@ class CacheEngine:
         """Raise AssertionError on any broken invariant; O(everything)."""
         checking.check(self._state)
         self._reader.check()
+        self.wanting.check()

@@ -84,6 +84,7 @@ class Wanting:
         if self._num_this_second == MOST_PER_S:
             return
         self._num_this_second += 1
+        self._state.outbox.fetch_ended(key)  # who waits for an earlier ask looks at this one
         self._asks[key] = _Ask(now_ns)
         self._asks.move_to_end(key)
         self._unanswered[key] = now_ns
@@ -129,6 +130,13 @@ class Wanting:
             self._is_answered = False
             for key in self._unanswered:
                 self._state.outbox.fetch_ended(key)
+
+    def check(self) -> None:
+        """Raise AssertionError if an invariant is broken."""
+        asked = {key: ask.asked_ns for key, ask in self._asks.items()}
+        assert self._unanswered.items() <= asked.items(), "an answer is owed to the last ask"
+        assert not any(self._asks[key].is_coming for key in self._unanswered), "it has its answer"
+        assert not self._state.outbox.awaited & self._state.sessions.keys(), "it is here"
 
     # -------------------------------------------------------------------------------------- waits
 
