@@ -75,7 +75,7 @@ def longest_wait_s(busy_s: float, compute_s: float, traffic: Traffic) -> float:
     coming = traffic.starts_per_s * (traffic.backlog_s + compute_s)
     behind = traffic.num_waiting + traffic.num_loading + coming
     saved_s = (compute_s - busy_s) * (1 + behind)
-    if saved_s <= 0:
+    if saved_s < 0:
         return 0.0
     place = traffic.num_waiting / traffic.num_places
     if saved_s < traffic.backlog_s * place:  # its place alone costs that, before the wait shows
