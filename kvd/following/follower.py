@@ -4,8 +4,8 @@
         ▲                                                             │
         └────────── a pause ◄── kvd does not answer (any more) ◄──────┘
 
-kvd never waits for any of this. The agenda outlives connections, so that after each only what has
-changed is looked at.
+kvd waits for none of this but for sessions that were said to come, or soon will be. The agenda
+outlives connections, so that after each only what has changed is looked at.
 """
 
 import asyncio

@@ -1,11 +1,15 @@
 """kvd remote follow beside real daemons: sessions move by themselves; loads may wait for them."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 
+from kvd.client.operator_client import connect_to
+from kvd.errors import NotRunningError
+from shared.kvd_client.messages import key_message
 from tests.following_process import Following, manifest_of, remote_settings, until_there
 from tests.kvd_polling import counters_of, sessions_of
 from tests.processes import KvdProcess, run_cli, running_kvd
@@ -125,6 +129,20 @@ async def test_without_a_follower_nobody_waits(tmp_path: Path) -> None:
         assert await waits_of(one) == {}
         assert (await counters_of(one.kvd))["sessions_wanted"] == 3
         one.following.start()
+
+
+async def test_a_kvd_that_takes_no_answers_is_told_none(tmp_path: Path) -> None:
+    """An older one has no such call, as the socket of readers has none; that is no failure."""
+
+    def answer(kvd: KvdProcess) -> None:
+        with connect_to(f"unix:{kvd.runtime_dir}/reader.sock") as client:
+            client.answer_wanted(key_message(key_of("s")), coming=True)
+
+    async with running_kvd(tmp_path, *SIZES) as kvd:
+        await asyncio.to_thread(answer, kvd)
+        await kvd.stop()
+        with pytest.raises(NotRunningError):
+            await asyncio.to_thread(answer, kvd)
 
 
 async def test_what_is_dropped_on_purpose_goes_from_the_store(tmp_path: Path) -> None:
