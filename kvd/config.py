@@ -150,6 +150,7 @@ class RemoteSettings(Section):
     write: Literal["none", "drain", "all"] = "none"
     quiet: Duration = Field(default=10.0, ge=0)
     pull: bool = False
+    wait: Duration = Field(default=30.0, ge=0, le=60)  # kvd/rpc/service.py: MAX_WAIT_S
     rate: ByteSizeOrNone = Field(default=None, ge=1 << 10)  # a second, each way
     drain: Duration = Field(default=60.0, ge=0)
     metrics: Listen = ()
@@ -157,9 +158,8 @@ class RemoteSettings(Section):
     @field_validator("metrics")
     @classmethod
     def _local(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        for address in value:
-            if not is_open(address):
-                raise ValueError(f"{address[:60]} is not of this machine: unix:/path or 127.0.0.1")
+        if closed := [address for address in value if not is_open(address)]:
+            raise ValueError(f"{closed[0][:60]} is not of this machine: unix:/path or 127.0.0.1")
         return value
 
 

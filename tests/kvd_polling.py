@@ -36,6 +36,12 @@ async def reader_stats(kvd: KvdProcess) -> kvd_pb2.GetStatsResponse:
         return await stub.GetStats(kvd_pb2.GetStatsRequest(), timeout=DEADLINE_S)
 
 
+async def counters_of(kvd: KvdProcess) -> dict[str, int]:
+    """The counters of its one layout."""
+    [layout] = (await reader_stats(kvd)).layouts
+    return dict(layout.counters)
+
+
 async def sessions_of(kvd: KvdProcess) -> list[kvd_pb2.SessionInfo]:
     """ListSessions, its first page."""
     async with grpc.aio.insecure_channel(f"unix:{kvd.runtime_dir}/reader.sock") as channel:

@@ -28,6 +28,7 @@ class Server:
         sessions: what it has of each.
         on_export: called when one begins to be exported.
         lost: why ends of sessions are lost.
+        answers: of whoever fetches: session, and whether it comes.
     """
 
     def __init__(self, name: str) -> None:
@@ -35,6 +36,7 @@ class Server:
         self.on_export: Callable[[], None] = lambda: None
         self.lost = ""
         self.sessions: dict[str, State] = {}
+        self.answers: list[tuple[str, bool]] = []
 
     def describe(self, key: pb.SessionKey) -> pb.DescribeSessionResponse:
         if key.session_id not in self.sessions:
@@ -74,6 +76,9 @@ class Server:
         self.sessions[key.session_id] = tokens
         named = pb.SessionKey(tenant=key.tenant, model=key.model, session_id=key.session_id)
         return pb.ImportSessionResponse(session=named, num_tokens=len(tokens))
+
+    def answer_wanted(self, key: pb.SessionKey, *, coming: bool) -> None:
+        self.answers.append((key.session_id, coming))
 
     def set_ttl(self, key: pb.SessionKey, ttl_s: float) -> float:
         raise AssertionError("no session here has a TTL of its own")

@@ -68,12 +68,16 @@ class SmallKvd(kvd_pb2_grpc.EngineServicer):
         await self.connection.gone.wait()
 
     async def PrepareLoad(self, request, context):  # noqa: N802
-        """Grant slot 1 for everything; pending if that is accepted."""
+        """Grant slot 1 for everything; pending if that is accepted. Say what it was to wait."""
         self.next_lease += 1
         num_tokens = len(request.token_ids) // 4
         span = kvd_pb2.LoadSpan(slot_id=1, num_tokens=num_tokens, tier=kvd_pb2.TIER_SSD)
         answer = kvd_pb2.PrepareLoadResponse(
-            lookup=kvd_pb2.LOOKUP_HIT, lease_id=self.next_lease, spans=[span], end_token=num_tokens
+            lookup=kvd_pb2.LOOKUP_HIT,
+            lease_id=self.next_lease,
+            spans=[span],
+            end_token=num_tokens,
+            fetch_waited_s=request.fetch_wait_s,
         )
         if request.accept_pending:
             answer.lookup = kvd_pb2.LOOKUP_PENDING

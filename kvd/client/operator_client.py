@@ -199,6 +199,16 @@ class OperatorClient:
             answer: kvd_pb2.ImportSessionResponse = self._operator.ImportSession(requests)
         return answer
 
+    def answer_wanted(self, key: kvd_pb2.SessionKey, *, coming: bool) -> None:
+        """Say whether a session comes that turns want; an older kvd does not hear it."""
+        request = kvd_pb2.AnswerWantedRequest(session=key, coming=coming)
+        try:
+            self._operator.AnswerWanted(request, timeout=TIMEOUT_S)
+        except grpc.RpcError as error:
+            code: Any = error
+            if code.code() is not grpc.StatusCode.UNIMPLEMENTED:
+                raise self._error_of(error) from error
+
     def verify(self, *, repair: bool, model: str) -> Iterator[kvd_pb2.VerifyProgress]:
         """Check every copy; yields about once a second, the final report last. Takes its time."""
         with self._reported():

@@ -7,8 +7,8 @@ completions come back as calls of the part that asked for the effect.
 
     who asks                     part
     an engine                    loads, stores, sessions (discard, end), retention, expectations,
-                                 engines (queues)
-    an operator                  sessions, inspection, scrubs, erasing, session_files
+                                 engines (queues), wanting (waits)
+    an operator                  sessions, inspection, scrubs, erasing, session_files, wanting
     the performer, at an end     arrivals (ReadBlock, VerifySlot, VerifyExtent), hashes (HashSlot),
                                  writes (WriteBlock, DropBlock), compactions (CompactTokens,
                                  CommitIndex), erasing (WipeSlots)
@@ -77,6 +77,7 @@ class CacheEngine:
         retention: which sessions clients want to be kept for a while.
         expectations: what is likely to become of sessions, and where those were that returned.
         engines: their queues, and what becomes of their leases.
+        wanting: sessions that are asked for elsewhere, and which of them loads wait for.
         inspection: what there is, and what happened.
         scrubs: comparing every copy with what was stored.
         erasing: dropping tenants without a trace.
@@ -109,13 +110,14 @@ class CacheEngine:
         self.sessions = Sessions(state, self.inspection, compactor.consider, prefetcher.reschedule)
         self.retention = Retainer(state, publisher.adopt, writer.take)
         self.expectations = Expectations(state)
+        self.wanting = Wanting(state)
         self.engines = EngineReports(
             state,
             self.loads,
             self.stores,
             prefetcher,
             self.expectations.arrived,
-            Wanting(state).queued,
+            self.wanting.queued,
         )
         self.scrubs = Scrubber(state, self.loads, writer)
         self.erasing = Eraser(state, self.loads, self.stores, self.sessions)
@@ -145,6 +147,7 @@ class CacheEngine:
         self.writes.write_back()
         self._verifier.issue()
         self.compactions.look()
+        self.wanting.end_due()
 
     def next_deadline_ns(self) -> int | None:
         """When to call `expire`; may be in the past (at once). None: not before another call."""
@@ -157,6 +160,7 @@ class CacheEngine:
             self._verifier.retry_at_ns(),
             self._prefetcher.next_deadline_ns(),
             self.compactions.resting.next_deadline_ns(),
+            self.wanting.next_deadline_ns(),
         ):
             if deadline_ns is not None and (earliest_ns is None or deadline_ns < earliest_ns):
                 earliest_ns = deadline_ns
@@ -247,3 +251,4 @@ class CacheEngine:
         """Raise AssertionError on any broken invariant; O(everything)."""
         checking.check(self._state)
         self._reader.check()
+        self.wanting.check()

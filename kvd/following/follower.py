@@ -4,14 +4,15 @@
         ▲                                                             │
         └────────── a pause ◄── kvd does not answer (any more) ◄──────┘
 
-kvd never waits for any of this. The agenda outlives connections, so that after each only what has
-changed is looked at.
+kvd waits for none of this but for sessions that were said to come, or soon will be. The agenda
+outlives connections, so that after each only what has changed is looked at.
 """
 
 import asyncio
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
 from random import Random
 
@@ -34,7 +35,8 @@ from shared.pb.kvd.v1 import kvd_pb2 as pb
 from shared.process.log import get_logger
 from shared.types.errors import ReportedError
 
-PULLS = 4  # at once
+FETCHES = 32  # sessions that are looked for, or pulled, at once
+THREADS = 40  # for these, and the rest: one that waits for the store holds up nothing else
 SETTINGS_EVERY_S = 2.0
 LIST_EVERY_S = 3600.0  # TTLs and pins change without an event
 KVD_PAUSE_S = 5.0  # at most, between two tries to connect
@@ -87,6 +89,7 @@ class Follower:
         For that kvd is asked once more if it did not answer when `stop` was set.
         """
         is_over = False
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(THREADS))
         while not is_over:
             is_over = stop.is_set()
             try:
@@ -123,8 +126,9 @@ class Follower:
             self._figures,
         )
         self._use(await in_thread(remote_settings, client), work)
-        jobs = (self._listen(client, work), self._look_after(client, work), work.push())
-        tasks = [asyncio.create_task(job) for job in (*jobs, *(work.pull() for _ in range(PULLS)))]
+        jobs = [self._listen(client, work), self._look_after(client, work), work.push()]
+        jobs += [work.pull() for _ in range(FETCHES)]
+        tasks = [asyncio.create_task(job) for job in jobs]
         stopped = asyncio.create_task(stop.wait())
         try:
             await asyncio.wait([*tasks, stopped], return_when=asyncio.FIRST_COMPLETED)

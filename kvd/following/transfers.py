@@ -13,9 +13,9 @@ from kvd.errors import SessionExistsError
 from kvd.following.agenda import Drop, Push
 from kvd.host.pacing import SharedPace
 from kvd.remote.blob_store import BlobStore
-from kvd.remote.catalog import Catalog
+from kvd.remote.catalog import Catalog, Pushed
 from kvd.remote.errors import NotPushedError, OvertakenError
-from kvd.remote.manifest import Owner
+from kvd.remote.manifest import Owner, has_expired
 from kvd.remote.names import session_place
 from kvd.remote.pulling import Puller, PullResult, Sink
 from kvd.remote.pushing import Pusher, PushResult, Source
@@ -32,6 +32,9 @@ class Kvd(Source, Sink, Protocol):
 
     def describe(self, key: pb.SessionKey) -> pb.DescribeSessionResponse:
         """Return a session; NotFoundError if it is not stored."""
+
+    def answer_wanted(self, key: pb.SessionKey, *, coming: bool) -> None:
+        """Say whether a session comes that turns want; an older kvd does not hear it."""
 
 
 class StoppedError(UnavailableError):
@@ -106,12 +109,19 @@ class Transfers:
                 return True
         raise OvertakenError(f"session {step.key} is replaced again and again", "drop it later")
 
-    def pull(self, key: SessionKey) -> tuple[pb.SessionInfo, PullResult] | None:
-        """Fetch a session; None: it is not there, or kvd has it by now."""
+    def find(self, key: SessionKey) -> Pushed | None:
+        """Find a session that can be pulled; None: it is not there, or kvd has it by now."""
         self._check()
         found = self._catalog.read(session_place(key))
-        if found is None or found.manifest.dropped or self._found(key) is not None:
+        if found is None or found.manifest.dropped:
             return None
+        if has_expired(found.manifest, time.time() - found.version.stored_unix_s):
+            return None
+        return found if self._found(key) is None else None
+
+    def pull(self, key: SessionKey, found: Pushed) -> tuple[pb.SessionInfo, PullResult] | None:
+        """Fetch a session that was found; None: it has gone there, or kvd has it by now."""
+        self._check()
         try:
             pulled = self._puller.pull(found, time.time())
         except NotPushedError:  # it has expired

@@ -2,6 +2,10 @@
 
 What blocks is in threads. A store that fails is left alone for a while, ever longer, by all of
 them. Whatever was under way when the connection ends is the agenda's again.
+
+Turns may wait for a session that is wanted: each ask is answered, as soon as it is known whether
+the session comes. So many tasks look into the store that those who look wait for no pull, few of
+which are made at once.
 """
 
 import asyncio
@@ -21,11 +25,15 @@ from kvd.following.wanted import Wanted
 from kvd.remote.blob_store import BlobStore
 from kvd.remote.errors import FencedError, StoreDeniedError, StoreFailedError
 from kvd.remote.manifest import Owner
+from kvd.remote.pulling import PullResult
+from shared.kvd_client.messages import key_message
+from shared.pb.kvd.v1 import kvd_pb2 as pb
 from shared.process.log import get_logger
 from shared.types.errors import ReportedError
 from shared.types.session_key import SessionKey
 
 NO_KVD_S = 0.2  # until it is noticed that kvd is gone
+PULLS = 4  # at once
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -67,6 +75,7 @@ class Work:
         self._figures = figures
         self._transfers: Transfers | None = None
         self._opening = asyncio.Lock()
+        self._pulls = asyncio.Semaphore(PULLS)
         self._for_pushes = asyncio.Event()
         self._for_pulls = asyncio.Event()
 
@@ -105,19 +114,25 @@ class Work:
                     self._agenda.postponed()
 
     async def pull(self) -> None:
-        """Fetch what is wanted, one session after the other, for ever."""
+        """Fetch what is wanted, one session after the other, for ever; some do at once."""
         while True:
             self._for_pulls.clear()
             key = self._wanted.next(time.monotonic())
-            if key is None:
-                await self._for_pulls.wait()
-                continue
+            owed = self._wanted.owed()
+            is_fetched = False
             try:
-                transfers = await self._opened()
-                if transfers is not None:  # else nobody waits until it answers
-                    await self._fetch(transfers, key)
+                for other, is_coming in owed.items():
+                    await self._answer(other, is_coming=is_coming)
+                transfers = None if key is None else await self._opened()
+                if key is not None and transfers is not None:
+                    is_fetched = await self._fetch(transfers, key)
             finally:
-                self._wanted.done(key)
+                if key is not None:
+                    self._wanted.done(key)
+                    if not is_fetched:
+                        await self._answer(key, is_coming=False)
+            if key is None and not owed:
+                await self._for_pulls.wait()
 
     # ----------------------------------------------------------------------------------- the store
 
@@ -218,26 +233,31 @@ class Work:
 
     # --------------------------------------------------------------------------------------- pulls
 
-    async def _fetch(self, transfers: Transfers, key: SessionKey) -> None:
+    async def _answer(self, key: SessionKey, *, is_coming: bool) -> None:
+        with suppress(ReportedError):  # kvd is gone, which others say: nobody waits there
+            await in_thread(partial(self._kvd.answer_wanted, key_message(key), coming=is_coming))
+
+    async def _fetch(self, transfers: Transfers, key: SessionKey) -> bool:
+        """Find a session, say that it comes, and pull it; returns whether it was pulled."""
         pulls, begun_s = self._figures.pulls, time.monotonic()
         try:
-            found = await in_thread(transfers.pull, key)
+            found = await self._pulled(transfers, key)
         except (StoreFailedError, StoreDeniedError) as error:
             pulls.add("failed")
             self._failed(error)
-            return
+            return False
         except (NotRunningError, StoppedError):
-            return
+            return False
         except ReportedError as error:
             pulls.add("failed")
             log.warning(
                 "session_not_pulled", session=str(key), reason=error.reason, error=str(error)
             )
-            return
+            return False
         self._answered()
         if found is None:
             pulls.add("absent")
-            return
+            return False
         info, pulled = found
         pulls.add("pulled")
         self._agenda.pulled(info, begun_s)
@@ -249,6 +269,18 @@ class Work:
             epoch=pulled.epoch,
             duration_s=round(time.monotonic() - begun_s, 3),
         )
+        return True
+
+    async def _pulled(
+        self, transfers: Transfers, key: SessionKey
+    ) -> tuple[pb.SessionInfo, PullResult] | None:
+        found = await in_thread(transfers.find, key)
+        if found is None:
+            return None
+        self._wanted.comes(key)
+        await self._answer(key, is_coming=True)
+        async with self._pulls:
+            return await in_thread(transfers.pull, key, found)
 
 
 async def in_thread(do: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

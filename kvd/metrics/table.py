@@ -64,6 +64,17 @@ METRICS = MetricTable(
             "kvd_load_wait_seconds",
             "From the grant of a load to the arrival of the last block that it had to wait for",
         ),
+        _counter(
+            "kvd_fetch_waits_total",
+            "Loads that waited for their session to be fetched from the remote store, by how that "
+            "ended: fetched, absent (or it could not be), unanswered (nobody fetches), late",
+            "result",
+            counted={
+                result: f"fetch_waits_{result}"
+                for result in ("fetched", "absent", "unanswered", "late")
+            },
+        ),
+        _histogram("kvd_fetch_wait_seconds", "How long they waited", "result"),
         # ----------------------------------------------------------------------------- stores
         _counter(
             "kvd_stores_total",

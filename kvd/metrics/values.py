@@ -148,6 +148,7 @@ def _fill_histograms(scrape: Scrape, layout: str, cache: Cache) -> None:
     for name, histogram in (
         ("kvd_load_seconds", histograms.load_s),
         ("kvd_store_seconds", histograms.store_s),
+        ("kvd_fetch_wait_seconds", histograms.fetch_wait_s),
         ("kvd_rest_before_evict_seconds", histograms.rest_before_evict_s),
         ("kvd_gone_before_asked_seconds", histograms.gone_before_asked_s),
         ("kvd_load_wait_seconds", io.load_wait_s),

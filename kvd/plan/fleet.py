@@ -23,8 +23,8 @@ class FleetOptions:
             none.
         remote_write: what is stored there: every session after its turns, or what a server holds
             that drains.
-        remote_wait: turns wait for what is fetched where that pays; False, as kvd does it: what is
-            not there when they start is computed.
+        remote_wait: turns wait for what is fetched where that pays, as kvd does it; False, as it
+            does with remote.wait = "0s": what is not there when they start is computed.
         quiet_s: how long a session is left alone before it is stored there.
         failures_per_day: how often a server is lost, with all that it holds.
         drains_per_day: how often a server is taken out, and comes back with what it held.
@@ -37,7 +37,7 @@ class FleetOptions:
     routing: str = "session"
     remote_bytes_per_s: float = 0.0
     remote_write: RemoteWrite = "all"
-    remote_wait: bool = False
+    remote_wait: bool = True
     quiet_s: float = 10.0
     failures_per_day: float = 0.0
     drains_per_day: float = 0.0

@@ -118,10 +118,10 @@ class ServerArguments:
         bool,
         option(
             _SERVERS,
-            "Turns wait for what is fetched where that pays; kvd computes what is not there yet.",
-            "--remote-wait",
+            "Turns wait for what is fetched where that pays; else what is not there is computed.",
+            "--remote-wait/--no-remote-wait",
         ),
-    ] = False
+    ] = True
     remote_quiet: Annotated[
         str, option(_SERVERS, "How long a session is left alone before that.")
     ] = "10s"

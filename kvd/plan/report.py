@@ -204,8 +204,8 @@ def servers_text(fleets: Sequence[FleetOptions]) -> str:
         stored = f"{fleet.remote_write} stored"
         if fleet.remote_write == "all":
             stored += f" after {format_duration(fleet.quiet_s)}"
-        if fleet.remote_wait:
-            stored += ", turns wait for it"
+        if not fleet.remote_wait:
+            stored += ", no turn waits for it"
         text += f", remote store {fleet.remote_bytes_per_s / 1e9:.3g} GB/s each, {stored}"
     for per_day, what in (
         (fleet.failures_per_day, "lost"),

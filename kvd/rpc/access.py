@@ -32,6 +32,7 @@ _OF_A_SESSION = frozenset(
         f"{_OPERATOR}Pin",
         f"{_OPERATOR}Unpin",
         f"{_OPERATOR}SetTtl",
+        f"{_OPERATOR}AnswerWanted",
     }
 )
 # These keep to kvd/wire/selection.py: allowed_tenants().

@@ -160,6 +160,16 @@ class OperatorService(kvd_pb2_grpc.OperatorServicer):  # type: ignore[misc]  # t
         """Store a session from a file."""
         return await self._transfers.import_session(requests, allowed_tenants())
 
+    async def AnswerWanted(  # noqa: N802
+        self, request: pb.AnswerWantedRequest, _: Any
+    ) -> pb.AnswerWantedResponse:
+        """Take what became of a session that turns want: whether it is worth waiting for."""
+        key = key_of(request.session)
+        check_allowed(key, allowed_tenants())
+        for cache in self._caches.of_model(key.model):
+            cache.act(lambda core: core.wanting.answered(key, is_coming=request.coming))
+        return pb.AnswerWantedResponse()
+
     async def Verify(self, request: pb.VerifyRequest, _: Any) -> AsyncIterator[pb.VerifyProgress]:  # noqa: N802
         """Check every copy; it ends with its caller."""
         caches = self._caches.of_model(request.model)

@@ -1,6 +1,6 @@
 """The Engine service: decode, call the cache engine, encode.
 
-Waiting for SSD reads and for slots happens here.
+Waiting for SSD reads, for slots and for sessions that are being fetched happens here.
 """
 
 import asyncio
@@ -33,6 +33,7 @@ from shared.kvd_client.messages import layout_of
 from shared.pb.kvd.v1 import kvd_pb2 as pb
 from shared.pb.kvd.v1 import kvd_pb2_grpc
 from shared.process.log import get_logger
+from shared.types.block_key import TOKEN_BYTES
 from shared.types.granted_slots import Lookup
 from shared.types.session_key import SessionKey
 from shared.types.units import NS_PER_S
@@ -121,6 +122,7 @@ class EngineService(kvd_pb2_grpc.EngineServicer):  # type: ignore[misc]  # the s
                     grafts=layout.position_mode == "decoupled" and not layout.window,
                     states=True,
                     windows=True,
+                    fetch_waits=True,
                     max_queue_jobs=self._live.loaded.settings.limits.max_queue_jobs,
                 )
             )
@@ -138,6 +140,7 @@ class EngineService(kvd_pb2_grpc.EngineServicer):  # type: ignore[misc]  # the s
         """Lease slots with stored KV, after the SSD reads that this needs."""
         self._draining.refuse()
         engine, key = self._who(request)
+        waited_s = await self._until_fetched(engine, key, request)
         until = _until(request.deadline_s or self._live.loaded.settings.limits.load_wait)
         prepare = partial(_prepare_load, request, key)
         answer = self._act(engine, prepare)
@@ -146,9 +149,9 @@ class EngineService(kvd_pb2_grpc.EngineServicer):  # type: ignore[misc]  # the s
         if answer.lookup is Lookup.PENDING:
             index = engine.cache.loads.index_of(answer.lease_id)
             if request.accept_pending and index is not None:
-                return load_response(answer, index)
+                return load_response(answer, index, waited_s)
             answer = await self._settled(engine, answer.lease_id, until)
-        return load_response(answer)
+        return load_response(answer, waited_s=waited_s)
 
     async def CompleteLoad(  # noqa: N802
         self, request: pb.CompleteLoadRequest, _: Any
@@ -266,6 +269,29 @@ class EngineService(kvd_pb2_grpc.EngineServicer):  # type: ignore[misc]  # the s
     def _act(self, engine: Engine, step: Callable[[CacheEngine], T]) -> T:
         """Act for an engine that must still be attached, which each wait puts in doubt."""
         return self._engines.of(engine.engine_id).cache.act(step)
+
+    async def _until_fetched(
+        self, engine: Engine, key: SessionKey, request: pb.PrepareLoadRequest
+    ) -> float:
+        """Wait for a session that is being fetched, while that may be; return for how long."""
+        wait_s = min(request.fetch_wait_s, self._live.loaded.settings.remote.wait)
+        if not wait_s > 0:
+            return 0.0
+        cache, begun_s, until = engine.cache, asyncio.get_running_loop().time(), _until(wait_s)
+        num_tokens = len(request.token_ids) // TOKEN_BYTES
+
+        def is_awaited(core: CacheEngine) -> bool:
+            return core.wanting.is_awaited(key, num_tokens)
+
+        since_ns = cache.act(lambda core: core.now_ns)
+        if not cache.act(is_awaited):
+            return 0.0
+        try:
+            while await cache.changed(_left_s(until)) and self._act(engine, is_awaited):
+                pass
+        finally:
+            cache.act(lambda core: core.wanting.wait_ended(key, since_ns))
+        return asyncio.get_running_loop().time() - begun_s
 
     async def _settled(self, engine: Engine, lease_id: int, until: float) -> LoadAnswer:
         """Wait for a load's reads, until the deadline; what has not arrived by then is cut off."""

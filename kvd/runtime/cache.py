@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
-from kvd.core.records.actions import Emit, LeaseReady, SpaceFreed
+from kvd.core.records.actions import Emit, FetchEnded, LeaseReady, SpaceFreed
 from kvd.core.records.entries import AdoptedSlot, IndexEntries, OrphanSlot
 from kvd.core.records.records import EngineStats
 from kvd.host.clock import Clock
@@ -152,7 +152,7 @@ class Cache:
             raise
 
     async def changed(self, timeout_s: float) -> bool:
-        """Wait until slots or leases may have changed; False if nothing did in time."""
+        """Wait until slots, leases or fetches may have changed; False if nothing did in time."""
         waiter = asyncio.get_running_loop().create_future()
         self._waiters.add(waiter)
         try:
@@ -254,7 +254,7 @@ class Cache:
     def _carry_out(self) -> None:
         wake = False
         for action in self._engine.drain(self._performer.index_room):
-            if isinstance(action, LeaseReady | SpaceFreed):
+            if isinstance(action, LeaseReady | SpaceFreed | FetchEnded):
                 wake = True
             elif isinstance(action, Emit):
                 self._on_event(action)

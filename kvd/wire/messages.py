@@ -35,7 +35,9 @@ TURNS_PER_MESSAGE = 512  # encoded in a few milliseconds, in which nothing else 
 TIERS = {Tier.DRAM: pb.TIER_DRAM, Tier.SSD: pb.TIER_SSD}
 
 _LOAD = MessageFields(
-    LoadAnswer, pb.PrepareLoadResponse, given=("spans", "progress_index", "state", "windows")
+    LoadAnswer,
+    pb.PrepareLoadResponse,
+    given=("spans", "progress_index", "state", "windows", "fetch_waited_s"),
 )
 _LOAD_SPAN = MessageFields(LoadSpan, pb.LoadSpan)
 _STORE = MessageFields(
@@ -85,14 +87,23 @@ def key_of(message: pb.SessionKey, model: str = "") -> SessionKey:
     return session_key(message.tenant, message.model or model, message.session_id)
 
 
-def load_response(answer: LoadAnswer, progress_index: int = 0) -> pb.PrepareLoadResponse:
-    """Encode the answer to a load; PENDING goes with the index of its progress word."""
+def load_response(
+    answer: LoadAnswer, progress_index: int = 0, waited_s: float = 0.0
+) -> pb.PrepareLoadResponse:
+    """Encode the answer to a load; PENDING goes with the index of its progress word.
+
+    Args:
+        answer: the core's.
+        progress_index: of its progress word.
+        waited_s: for how long the session was waited for.
+    """
     spans = map(_LOAD_SPAN.encode, answer.spans)
     granted = None if answer.state is None else _STATE.encode(answer.state)
     return _LOAD.encode(
         answer,
         spans=spans,
         progress_index=progress_index,
+        fetch_waited_s=waited_s,
         state=granted,
         windows=map(_WINDOW.encode, answer.windows),
     )

@@ -60,6 +60,7 @@ class Attachment:
         offers_retention: kvd may be told how long sessions are to be kept.
         offers_expectations: kvd may be told what is likely to become of sessions.
         offers_grafts: a session may be given KV of another one's tokens.
+        offers_fetch_waits: a load may wait for a session that is fetched from elsewhere.
         offers_states: states of a layout that has them are kept; `offers_windows`: windows.
     """
 
@@ -78,6 +79,7 @@ class Attachment:
     offers_retention: bool
     offers_expectations: bool
     offers_grafts: bool
+    offers_fetch_waits: bool
     offers_states: bool
     offers_windows: bool
     _asked: "list[asyncio.Future[tuple[bytes, list[int]]]]" = field(default_factory=list)
@@ -274,6 +276,7 @@ async def _shake_hands(
         offers_retention=attached.retention,
         offers_expectations=attached.expectations,
         offers_grafts=attached.grafts,
+        offers_fetch_waits=attached.fetch_waits,
         offers_states=attached.states,
         offers_windows=attached.windows,
     )

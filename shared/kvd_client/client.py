@@ -79,6 +79,7 @@ class KvdClient(KvdConnection):
         accept_pending: bool = False,
         dram_only: bool = False,
         lineage: Lineage | None = None,
+        fetch_wait_s: float = 0.0,
     ) -> LoadGrant:
         """Lease the stored KV of token_ids[from_token:].
 
@@ -94,8 +95,11 @@ class KvdClient(KvdConnection):
                 first block is not in DRAM. What kvd has yet to verify is in DRAM, and is PENDING.
             lineage: of the tokens: only what was computed after these very discards is granted.
                 None: it is not named; then what kvd stores of the session is taken at its tokens.
+            fetch_wait_s: how long kvd may wait, before that, for a session of which it has nothing
+                and that is being fetched from elsewhere; an older one does not.
         """
         attachment = self._ready()
+        fetch_wait_s = fetch_wait_s if attachment.offers_fetch_waits else 0.0
         request = pb.PrepareLoadRequest(
             engine_id=attachment.engine_id,
             session=key_message(key),
@@ -105,8 +109,10 @@ class KvdClient(KvdConnection):
             accept_pending=accept_pending,
             dram_only=dram_only,
             lineage=lineage_message(lineage),
+            fetch_wait_s=fetch_wait_s,
         )
-        call = self._call(attachment.stub.PrepareLoad, request, deadline_s + GRACE_S, attachment)
+        most_s = fetch_wait_s + deadline_s + GRACE_S
+        call = self._call(attachment.stub.PrepareLoad, request, most_s, attachment)
         response = await self._granted(call, self._complete_load, attachment)
         with self._ending_on_nonsense(attachment, response.lease_id):
             arena = attachment.mapped.slots

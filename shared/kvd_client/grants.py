@@ -37,6 +37,7 @@ class LoadGrant:
             was loaded is of no use before the state has come, too.
         windows: those of the blocks before end_token, in order, as far as a layer with a window
             attends to them from there; to be read, and left out, as a state.
+        fetch_waited_s: for how long kvd has waited for the session to be fetched from elsewhere.
     """
 
     lookup: Lookup
@@ -49,6 +50,7 @@ class LoadGrant:
     progress: LoadProgress | None = None
     state: GrantedState | None = None
     windows: tuple[GrantedWindow, ...] = ()
+    fetch_waited_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,7 @@ def load_grant(
     Raises:
         KvdProtocolError: if it is not a miss or a non-empty contiguous hit inside the arena, or is
             pending though that was not asked for, or has a state or windows where there can be
-            none, or not all that there are to be.
+            none, or not all that there are to be, or has waited for less than no time.
     """
     lookup = _LOOKUPS.get(response.lookup)
     if lookup is None or (lookup is Lookup.PENDING and not request.accept_pending):
@@ -126,6 +128,8 @@ def load_grant(
         raise _nonsense(f"a state at {state.position}, with tokens up to {end}")
     if is_granted and layout.state_bytes and state is None and not response.more:
         raise _nonsense(f"tokens up to {end} without a state")
+    if not response.fetch_waited_s >= 0:  # which not even NaN is
+        raise _nonsense(f"a wait of {response.fetch_waited_s} seconds")
     windows = tuple(_window(granted, arena, layout) for granted in response.windows)
     _check_windows(windows, end, layout, is_whole=is_granted and not response.more)
     return LoadGrant(
@@ -139,6 +143,7 @@ def load_grant(
         progress=_progress(response, words) if lookup is Lookup.PENDING else None,
         state=state,
         windows=windows,
+        fetch_waited_s=response.fetch_waited_s,
     )
 
 

@@ -66,6 +66,23 @@ def loading_pays(wait_s: float, busy_s: float, compute_s: float, traffic: Traffi
     return shown_s + places_s + busy_s * (1 + behind) <= compute_s * (1 + behind)
 
 
+def longest_wait_s(busy_s: float, compute_s: float, traffic: Traffic) -> float:
+    """Return the longest wait with which loading still pays; 0: not even without one.
+
+    Whoever waits so long in vain, and computes then, costs all turns together twice what computing
+    at once would have: an idle engine's turn is twice as late. See `loading_pays`.
+    """
+    coming = traffic.starts_per_s * (traffic.backlog_s + compute_s)
+    behind = traffic.num_waiting + traffic.num_loading + coming
+    saved_s = (compute_s - busy_s) * (1 + behind)
+    if saved_s < 0:
+        return 0.0
+    place = traffic.num_waiting / traffic.num_places
+    if saved_s < traffic.backlog_s * place:  # its place alone costs that, before the wait shows
+        return saved_s / place
+    return (saved_s + traffic.backlog_s) / (1 + place)
+
+
 class RecentStarts:
     """How often turns start: the latest of them, over the time since the first of these.
 

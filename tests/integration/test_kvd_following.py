@@ -1,15 +1,19 @@
-"""kvd remote follow beside real daemons: sessions move by themselves, and nobody waits for that."""
+"""kvd remote follow beside real daemons: sessions move by themselves; loads may wait for them."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 
+from kvd.client.operator_client import connect_to
+from kvd.errors import NotRunningError
+from shared.kvd_client.messages import key_message
 from tests.following_process import Following, manifest_of, remote_settings, until_there
-from tests.kvd_polling import sessions_of
+from tests.kvd_polling import counters_of, sessions_of
 from tests.processes import KvdProcess, run_cli, running_kvd
-from tests.synthetic_engine import SyntheticEngine, attached_engine, key_of
+from tests.synthetic_engine import SyntheticEngine, attached_engine, encode, key_of
 
 SIZES = ("--dram", "4MB", "--ssd", "8MB")
 TOKENS = list(range(100, 1150))
@@ -56,6 +60,89 @@ async def test_sessions_follow_their_turns(tmp_path: Path) -> None:
         await a.following.until_said("session_fenced")
         await a.engine.store(key_of("s"), [*TOKENS, 1, 2])
         await until_there(store, "s", 1052, epoch=3)
+
+
+async def wait_for(engine: SyntheticEngine, name: str) -> int:
+    """Load a session that may be fetched first; returns how many tokens are granted."""
+    tokens = encode(TOKENS)
+    grant = await engine.client.prepare_load(key_of(name), tokens, 0, 30.0, fetch_wait_s=30.0)
+    await engine.client.complete_load(grant)
+    return grant.end_token
+
+
+async def until_answered(one: Server) -> None:
+    """Return when it is known that somebody answers: a load has waited for nothing."""
+    number = 0
+    while not (await counters_of(one.kvd))["fetch_waits_absent"]:
+        number += 1
+        assert await wait_for(one.engine, f"nowhere-{number}") == 0
+
+
+async def waits_of(one: Server) -> dict[str, int]:
+    """How waits of loads have ended."""
+    names = ("fetched", "absent", "unanswered", "late")
+    counters = await counters_of(one.kvd)
+    return {name: n for name in names if (n := counters[f"fetch_waits_{name}"])}
+
+
+async def test_a_load_waits_for_what_is_fetched(tmp_path: Path) -> None:
+    """However slow that is; of what is nowhere it knows at once."""
+    store = tmp_path / "store"
+    async with (
+        server(tmp_path / "1", store) as a,
+        server(tmp_path / "2", store, rate="300KB") as b,
+    ):
+        await a.engine.store(key_of("s"), TOKENS)
+        await until_there(store, "s", 1050)
+        await until_answered(b)
+        assert await wait_for(b.engine, "s") == 1050
+        assert await wait_for(b.engine, "s") == 1050
+        assert await waits_of(b) == {"absent": 1, "fetched": 1}
+
+
+async def test_a_follower_that_is_killed_costs_one_wait(tmp_path: Path) -> None:
+    """It answers nothing any more; the next one is waited for from its first answer on."""
+    store = tmp_path / "store"
+    async with server(tmp_path / "1", store) as one:
+        await until_answered(one)
+        await one.following.end(9)
+        for number in range(3):
+            assert await wait_for(one.engine, f"unheard-{number}") == 0
+        assert await waits_of(one) == {"absent": 1, "unanswered": 1}
+        one.following.start()
+        await one.following.until_said("kvd_followed", 2)
+        while (await waits_of(one))["absent"] == 1:
+            number += 1
+            assert await wait_for(one.engine, f"unheard-{number}") == 0
+        assert (await waits_of(one))["unanswered"] == 1
+
+
+async def test_without_a_follower_nobody_waits(tmp_path: Path) -> None:
+    """Though the settings say that sessions are fetched: they are only asked for."""
+    async with server(tmp_path / "1", tmp_path / "store") as one:
+        await one.following.end(9)
+        await one.kvd.stop()
+        await one.kvd.start()
+        async with attached_engine(one.kvd.runtime_dir) as engine:
+            for name in ("a", "b", "c"):
+                assert await wait_for(engine, name) == 0
+        assert await waits_of(one) == {}
+        assert (await counters_of(one.kvd))["sessions_wanted"] == 3
+        one.following.start()
+
+
+async def test_a_kvd_that_takes_no_answers_is_told_none(tmp_path: Path) -> None:
+    """An older one has no such call, as the socket of readers has none; that is no failure."""
+
+    def answer(kvd: KvdProcess) -> None:
+        with connect_to(f"unix:{kvd.runtime_dir}/reader.sock") as client:
+            client.answer_wanted(key_message(key_of("s")), coming=True)
+
+    async with running_kvd(tmp_path, *SIZES) as kvd:
+        await asyncio.to_thread(answer, kvd)
+        await kvd.stop()
+        with pytest.raises(NotRunningError):
+            await asyncio.to_thread(answer, kvd)
 
 
 async def test_what_is_dropped_on_purpose_goes_from_the_store(tmp_path: Path) -> None:

@@ -6,17 +6,15 @@ import pytest
 
 from inference_svc.client import turn_request
 from shared.pb.inference.v1 import inference_pb2 as pb
-from shared.types.errors import InvalidInputError
 from shared.types.session_key import SessionKey
 from tests.following_process import Following, remote_settings, until_there
 from tests.inference_processes import InferenceProcess, wait_kvd_state
-from tests.kvd_polling import all_clean, eventually, sessions_of
+from tests.kvd_polling import all_clean, counters_of, eventually, sessions_of
 from tests.oracle import Oracle
 from tests.processes import KvdProcess, run_cli
 
 GREEDY = pb.Sampling(max_tokens=24, ignore_eos=True)
 TIERS = ("--dram", "64MB", "--ssd", "64MB")
-TOO_LONG = "Keys and values are kept. " * 40_000
 DOCUMENT = [5 + number * 7 % 400 for number in range(300)]  # more than two blocks of tokens
 
 
@@ -73,13 +71,13 @@ async def test_the_next_turn_hits_on_another_kvd(tiny_model, tmp_path, away, her
         await kvd.stop()
 
 
-async def test_the_next_turn_hits_where_it_is_fetched(tiny_model, tmp_path):
-    """Pushed by itself after its turns, fetched as soon as a turn of it arrives elsewhere.
+async def test_the_next_turn_waits_for_what_is_fetched(tiny_model, tmp_path):
+    """Pushed by itself after its turns, fetched when the next one arrives elsewhere, which waits.
 
-    That turn is refused, for its text is too long; so it is known what the next one finds.
+    The engine is idle: without waiting it would begin to compute at once. Fetching is slow.
     """
     store = tmp_path / "store"
-    environ = remote_settings(store)
+    environ = remote_settings(store, rate="1MB")
     kvd = KvdProcess(tmp_path / "kvd", TIERS, keep="none", environ=environ)
     other = KvdProcess(tmp_path / "kvd", TIERS, keep="none", environ=environ)
     other.state_dir = tmp_path / "other"
@@ -102,11 +100,14 @@ async def test_the_next_turn_hits_where_it_is_fetched(tiny_model, tmp_path):
             await other.start()
             await wait_kvd_state(client, "attached")
             await following.until_said("kvd_followed", 2)
-            while await _stored_tokens(other) != [stored]:
-                with pytest.raises(InvalidInputError, match="tokens"):
-                    await client.submit(turn_request(TOO_LONG, "moved", sampling=GREEDY))
-            result = await client.submit(turn_request("At last? ", "moved", sampling=GREEDY))
-            assert result.usage.history_tokens == result.usage.reused_tokens == stored
+            number = 0
+            while not (await counters_of(other))["fetch_waits_absent"]:  # somebody answers now
+                number += 1
+                await client.submit(turn_request("New? ", f"new-{number}"))
+            again = turn_request("At last? ", "moved", sampling=GREEDY)
+            usage = (await client.submit(again)).usage
+            assert usage.history_tokens == usage.reused_tokens == stored
+            assert (await counters_of(other))["fetch_waits_fetched"] == 1
             session = await client.get_session("moved", with_turns=True)
         turns = [(list(turn.input_ids), list(turn.output_ids)) for turn in session.turn_records]
         verdict = await asyncio.to_thread(Oracle(tiny_model).judge, turns)

@@ -12,7 +12,7 @@ from enum import StrEnum
 
 from inference_svc.core.rates.running_fit import RunningFit
 from inference_svc.core.speculation.draft_lengths import StepCost
-from shared.types.load_choice import Traffic, loading_pays
+from shared.types.load_choice import Traffic, loading_pays, longest_wait_s
 
 DRAM, SSD = "dram", "ssd"  # kvd's tiers
 _REPLAY_SHARE = 0.1  # of the newest replay in the mean
@@ -187,3 +187,23 @@ class LoadChooser:
             return True
         self._num_refusals[tier] += 1
         return self._num_refusals[tier] % TRY_EVERY == 0
+
+    def fetch_wait_s(
+        self, policy: LoadPolicy, num_tokens: int, traffic: Traffic, most_s: float
+    ) -> float:
+        """Return how long a session may be waited for that is fetched to kvd's DRAM meanwhile.
+
+        Args:
+            policy: of the turn.
+            num_tokens: that it wants of the session.
+            traffic: what else the engine has to do.
+            most_s: for a turn that loads always, and while rates are not known: what is not known
+                yet is loaded.
+        """
+        if policy is not LoadPolicy.AUTO:
+            return most_s if policy is LoadPolicy.ALWAYS else 0.0
+        compute_s = self._rates.steps.added_seconds(num_tokens, pairs(0, num_tokens))
+        if compute_s is None:
+            return most_s
+        copy_s = self._rates.loads.seconds(DRAM, num_tokens) or 0.0
+        return longest_wait_s(copy_s, compute_s, traffic)

@@ -105,7 +105,8 @@ class KvdLoads:
     """See the module docstring.
 
     Args:
-        deadline_s: most seconds that one load may wait for kvd.
+        deadline_s: most seconds that one load may wait for kvd, beside the wait for a session that
+            is fetched from elsewhere.
         embed: what embeds keys that are loaded; None: torch.
     """
 
@@ -199,6 +200,9 @@ class KvdLoads:
         is requested again without them: kvd then grants only what it could read.
         """
         may_wait, num_tokens = request.may_wait, request.num_tokens
+        fetch_wait_s = self._chooser.fetch_wait_s(
+            request.policy, num_tokens, request.traffic, self._deadline_s
+        )
         # Whether the rest is worth reading from SSD, if that is where it is.
         wants_ssd = partial(
             self._chooser.wants,
@@ -212,7 +216,7 @@ class KvdLoads:
             if left_s <= 0:
                 begun.reason = "deadline"
                 return
-            dram_only = not wants_ssd(begun.end_token)
+            dram_only, asked_s = not wants_ssd(begun.end_token), time.monotonic()
             grant = await self._client.prepare_load(
                 request.key,
                 request.token_ids,
@@ -221,7 +225,11 @@ class KvdLoads:
                 accept_pending=may_wait,
                 dram_only=dram_only,
                 lineage=request.lineage,
+                fetch_wait_s=fetch_wait_s,
             )
+            # That time is neither the load's, of which its rate is learnt, nor has it a deadline.
+            begun.began_s += min(grant.fetch_waited_s, time.monotonic() - asked_s)
+            fetch_wait_s = 0.0  # what has not come by now is not waited for
             if grant.lookup is Lookup.MISS:
                 begun.reason = self._miss_reason(grant)
                 return

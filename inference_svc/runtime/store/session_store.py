@@ -67,7 +67,8 @@ class BegunLoad:
         tier_tokens: how many of the tokens kvd had in each tier.
         reason: slug, why it is not more; "" if all requested tokens are there.
         grant: the last grant, not copied yet; None: nothing is left to copy.
-        began_s: monotonic time when the load began, in seconds.
+        began_s: monotonic time when the load began, in seconds; later by the time for which its
+            session was fetched from elsewhere.
     """
 
     end_token: int = 0

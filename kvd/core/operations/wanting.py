@@ -1,13 +1,24 @@
 """Which sessions are wanted and not stored: whoever can fetch them elsewhere is told by an event.
 
-Pure. A turn that waits in an engine's queue wants its history long before it is loaded. Nobody here
-waits for what may come: a turn whose history is not there in time computes it anew. An engine that
-knows of no history asks, too: the conversation may have begun elsewhere, and come whole. Each
+Pure. A turn that waits in an engine's queue wants its history long before it is loaded. An engine
+that knows of no history asks, too: the conversation may have begun elsewhere, and come whole. Each
 session is asked for once in a while; of very many only so many a second, known histories first.
+
+    asked ─► coming ─► stored        whoever fetches answers each ask: "coming", or "absent"
+      │         └───► absent         (it is not there, or cannot be fetched)
+      ├─► absent
+      └─► unanswered for ANSWER_NS
+
+A load may wait for a session that is asked for, or coming; whoever waits says when that ends. It
+waits only for somebody who answers: until the first answer nobody waits, and none that was asked
+for is waited for longer than ANSWER_NS without one. If nobody has answered anything meanwhile,
+nobody waits until somebody does. What a wait was in vain for is not waited for again before it is
+asked for again.
 """
 
 from collections import OrderedDict
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from kvd.core.records.actions import SESSION_WANTED
 from kvd.core.state.cache_state import CacheState
@@ -16,18 +27,43 @@ from shared.types.session_key import SessionKey
 from shared.types.units import NS_PER_S
 
 ASK_AGAIN_NS = 30 * NS_PER_S
+ANSWER_NS = 3 * NS_PER_S  # a look into a store takes a fraction of it, even a slow one
 MOST_PER_S = 100
 MOST_REMEMBERED = 10_000  # sessions that were asked for
+FETCHED, ABSENT, UNANSWERED, LATE = "fetched", "absent", "unanswered", "late"
+
+
+@dataclass(slots=True)
+class _Ask:
+    """A session that was asked for; what became of that.
+
+    Attributes:
+        asked_ns: when, the last time.
+        is_coming: the answer was that it is on its way.
+        ended: why it is not waited for; "": it may be.
+    """
+
+    asked_ns: int
+    is_coming: bool = False
+    ended: str = ""
 
 
 class Wanting:
-    """Asks for sessions of one cache state, where its limits say so."""
+    """Asks for sessions of one cache state, where its limits say so.
+
+    Invariant: who is in `_unanswered` is in `_asks`, asked for at that time, and has no answer.
+    """
 
     def __init__(self, state: CacheState) -> None:
         self._state = state
-        self._asked: OrderedDict[SessionKey, int] = OrderedDict()  # when, the latest last
+        self._asks: OrderedDict[SessionKey, _Ask] = OrderedDict()  # the latest last
+        self._unanswered: OrderedDict[SessionKey, int] = OrderedDict()  # since when, likewise
         self._second_ns = 0
         self._num_this_second = 0
+        self._answered_ns = -1  # when the last answer came; -1: none
+        self._is_answered = False
+
+    # ------------------------------------------------------------------------------------- asking
 
     def queued(self, requests: Iterable[QueuedRequest]) -> None:
         """Ask for the sessions of requests that wait and are not stored."""
@@ -40,17 +76,99 @@ class Wanting:
 
     def _want(self, key: SessionKey, num_tokens: int) -> None:
         now_ns = self._state.now_ns
-        asked_ns = self._asked.get(key)
-        if asked_ns is not None and now_ns < asked_ns + ASK_AGAIN_NS:
+        ask = self._asks.get(key)
+        if ask is not None and now_ns < ask.asked_ns + ASK_AGAIN_NS:
             return
         if now_ns >= self._second_ns + NS_PER_S:
             self._second_ns, self._num_this_second = now_ns, 0
         if self._num_this_second == MOST_PER_S:
             return
         self._num_this_second += 1
-        self._asked[key] = now_ns
-        self._asked.move_to_end(key)
-        if len(self._asked) > MOST_REMEMBERED:
-            self._asked.popitem(last=False)
+        self._state.outbox.fetch_ended(key)  # who waits for an earlier ask looks at this one
+        self._asks[key] = _Ask(now_ns)
+        self._asks.move_to_end(key)
+        self._unanswered[key] = now_ns
+        self._unanswered.move_to_end(key)
+        if len(self._asks) > MOST_REMEMBERED:
+            forgotten, _ = self._asks.popitem(last=False)
+            self._unanswered.pop(forgotten, None)
+            self._state.outbox.fetch_ended(forgotten)
         self._state.outbox.count("sessions_wanted")
         self._state.outbox.emit(SESSION_WANTED, key, {"num_tokens": num_tokens})
+
+    # ------------------------------------------------------------------------------------ answers
+
+    def answered(self, key: SessionKey, *, is_coming: bool) -> None:
+        """Take what became of an ask; of one that is not known only that somebody answers."""
+        self._answered_ns, self._is_answered = self._state.now_ns, True
+        ask = self._asks.get(key)
+        self._unanswered.pop(key, None)
+        if ask is None or ask.ended == LATE:
+            return
+        ask.is_coming, ask.ended = is_coming, "" if is_coming else ABSENT
+        if not is_coming:
+            self._state.outbox.fetch_ended(key)
+
+    def next_deadline_ns(self) -> int | None:
+        """Return when to call `end_due`; None: nobody owes an answer."""
+        for asked_ns in self._unanswered.values():
+            return asked_ns + ANSWER_NS
+        return None
+
+    def end_due(self) -> None:
+        """End what has stayed without an answer for too long."""
+        given_up = False
+        while self._unanswered:
+            key, asked_ns = next(iter(self._unanswered.items()))
+            if self._state.now_ns < asked_ns + ANSWER_NS:
+                break
+            del self._unanswered[key]
+            self._asks[key].ended = UNANSWERED
+            self._state.outbox.fetch_ended(key)
+            given_up = given_up or self._answered_ns <= asked_ns
+        if given_up and self._is_answered:
+            self._is_answered = False
+            for key in self._unanswered:
+                self._state.outbox.fetch_ended(key)
+
+    def check(self) -> None:
+        """Raise AssertionError if an invariant is broken."""
+        asked = {key: ask.asked_ns for key, ask in self._asks.items()}
+        assert self._unanswered.items() <= asked.items(), "an answer is owed to the last ask"
+        assert not any(self._asks[key].is_coming for key in self._unanswered), "it has its answer"
+        assert not self._state.outbox.awaited & self._state.sessions.keys(), "it is here"
+
+    # -------------------------------------------------------------------------------------- waits
+
+    def is_awaited(self, key: SessionKey, num_tokens: int) -> bool:
+        """Whether a load is to wait for a session; if nobody has asked for it, this does.
+
+        While it is, FetchEnded says when to ask again. The caller owes `wait_ended`.
+        """
+        state = self._state
+        if not state.limits.wants_sessions or key in state.sessions:
+            return False
+        self._want(key, num_tokens)
+        self.end_due()
+        ask = self._asks.get(key)
+        if ask is None or ask.ended or not (ask.is_coming or self._is_answered):
+            return False
+        state.outbox.awaited.add(key)
+        return True
+
+    def wait_ended(self, key: SessionKey, since_ns: int) -> None:
+        """Record that a load does not wait any more, and how that ended."""
+        state, ask = self._state, self._asks.get(key)
+        if key in state.sessions:
+            result = FETCHED
+            self._asks.pop(key, None)
+            self._unanswered.pop(key, None)
+        elif ask is not None and ask.ended:
+            result = ask.ended
+        elif ask is None or not (ask.is_coming or self._is_answered):
+            result = UNANSWERED
+        else:
+            result = ask.ended = LATE
+        state.outbox.count(f"fetch_waits_{result}")
+        state.histograms.fetch_wait_s.observe((state.now_ns - since_ns) / NS_PER_S, result)
+        state.outbox.fetch_ended(key)  # others who wait for it are still to be told of its end

@@ -254,6 +254,11 @@ class SpaceFreed:
 
 
 @dataclass(frozen=True, slots=True)
+class FetchEnded:
+    """A session that loads wait for is here, or is not waited for any more: they ask again."""
+
+
+@dataclass(frozen=True, slots=True)
 class Emit:
     """An event for WatchEvents and the log."""
 
@@ -282,5 +287,6 @@ Action = (
     | CommitIndex
     | LeaseReady
     | SpaceFreed
+    | FetchEnded
     | Emit
 )

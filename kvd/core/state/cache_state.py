@@ -164,6 +164,7 @@ class CacheState:
         self.sessions[session.key] = session
         self.tenants.count_session(session.key.tenant, 1)
         self.count_pin(session, 1)
+        self.outbox.fetch_ended(session.key)
 
     def count_pin(self, session: Session, increment: int) -> None:
         """Count a session among the pinned ones, if it is one."""

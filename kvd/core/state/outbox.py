@@ -7,7 +7,7 @@ missed. Times are of kvd's own clock.
 from collections import OrderedDict
 from collections.abc import Mapping
 
-from kvd.core.records.actions import Action, Emit, SpaceFreed
+from kvd.core.records.actions import Action, Emit, FetchEnded, SpaceFreed
 from kvd.core.records.records import Tier
 from kvd.core.state.index_line import IndexLine
 from kvd.core.state.session import Session
@@ -52,6 +52,11 @@ COUNTERS = (
     "sessions_expired",
     "sessions_flushed",
     "sessions_wanted",  # by turns that wait, and not stored: asked for
+    # Loads that waited for such a session to be fetched, by how that ended:
+    "fetch_waits_fetched",
+    "fetch_waits_absent",  # whoever fetches said that it does not come
+    "fetch_waits_unanswered",  # nobody said anything
+    "fetch_waits_late",  # it did not come in the time that the load had
     "retentions",  # wishes of clients that a session be kept for a while
     "retentions_cut",  # of these, cut to what the settings allow, perhaps to nothing
     "awaits",  # answers that call tools, as engines said
@@ -89,6 +94,7 @@ class Outbox:
         index: what is to be written to the index.
         num_freed: how often `space_freed` was called.
         num_waits: how often `want_wake` was.
+        awaited: sessions that loads wait for while they are fetched from elsewhere.
     """
 
     def __init__(self, sessions: Mapping[SessionKey, Session]) -> None:
@@ -97,6 +103,7 @@ class Outbox:
         self._wake_wanted = False
         self.num_freed = 0
         self.num_waits = 0
+        self.awaited: set[SessionKey] = set()
         self.counters = dict.fromkeys(COUNTERS, 0)
 
     def add(self, action: Action) -> None:
@@ -126,6 +133,12 @@ class Outbox:
             self._wake_wanted = False
             self.add(SpaceFreed())
 
+    def fetch_ended(self, key: SessionKey) -> None:
+        """Have those ask again who wait for a session to be fetched, if anybody does."""
+        if key in self.awaited:
+            self.awaited.discard(key)
+            self.add(FetchEnded())
+
     def drain(self) -> list[Action]:
         """Return every action since the last drain, but for those of the index."""
         actions, self._actions = self._actions, []
@@ -138,6 +151,7 @@ class CacheHistograms:
     Attributes:
         load_s: seconds from the grant of a load lease to its completion.
         store_s: seconds from the grant of a store lease to its completion.
+        fetch_wait_s: seconds that loads waited for sessions to be fetched, by how that ended.
         misses: loads answered with nothing, by reason.
         rest_before_evict_s: by tier: how long a session had not been used when the last of it left.
         gone_before_asked_s: by tier: how long it was gone when it was asked for again.
@@ -146,6 +160,7 @@ class CacheHistograms:
     def __init__(self) -> None:
         self.load_s = Histogram(LATENCY_BOUNDS_S)
         self.store_s = Histogram(LATENCY_BOUNDS_S)
+        self.fetch_wait_s = Histogram(LATENCY_BOUNDS_S)
         self.misses = Tally()
         self.rest_before_evict_s = Histogram(REST_BOUNDS_S)
         self.gone_before_asked_s = Histogram(REST_BOUNDS_S)

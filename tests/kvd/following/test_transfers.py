@@ -32,6 +32,12 @@ class Place:
         self.transfers[0].open()
         assert self.transfers[0].push(Push(A)) is not None
 
+    def pull(self, number, key=A):
+        """Find a session and pull it; None: there is nothing to pull."""
+        transfers = self.transfers[number]
+        found = transfers.find(key)
+        return found and transfers.pull(key, found)
+
     @property
     def manifest(self):
         return Catalog(self.view).read(session_place(A)).manifest
@@ -40,7 +46,7 @@ class Place:
 def test_a_pulled_session_is_its_servers():
     """The one before is told so, and takes it over only when that is asked."""
     place = Place()
-    info, pulled = place.transfers[1].pull(A)
+    info, pulled = place.pull(1)
     assert (info.num_tokens, pulled.epoch) == (len(TOKENS), 2)
     assert place.servers[1].sessions["a"] == TOKENS
     with pytest.raises(FencedError) as fenced:
@@ -55,11 +61,11 @@ def test_what_is_here_is_not_pulled():
     """Nor what nobody has pushed, or has dropped; the owner stays who it is."""
     place = Place()
     place.servers[1].sessions["a"] = (1,)
-    assert place.transfers[1].pull(A) is None
-    assert place.transfers[1].pull(A._replace(session_id="other")) is None
+    assert place.pull(1) is None
+    assert place.pull(1, A._replace(session_id="other")) is None
     del place.servers[1].sessions["a"]
     place.transfers[0].drop(Drop(A, LATER, of_others=False))
-    assert place.transfers[1].pull(A) is None
+    assert place.pull(1) is None
     assert place.manifest.owner_name == "one"
 
 
@@ -75,7 +81,7 @@ def test_what_a_turn_stores_meanwhile_wins():
         raise error
 
     server.import_session = refuse
-    assert place.transfers[1].pull(A) is None
+    assert place.pull(1) is None
     assert server.sessions["a"] == (1, 2)
     place.transfers[1].push(Push(A))
     assert (place.manifest.owner_name, place.manifest.num_tokens) == ("two", 2)
@@ -141,7 +147,7 @@ def test_stopped_in_the_middle():
         one.push(Push(A))
     assert place.manifest.num_tokens == len(TOKENS)
     with pytest.raises(StoppedError):
-        one.pull(A)
+        one.find(A)
     place.servers[0].on_export = lambda: None
     again = Transfers(place.view, place.servers[0], place.servers[0].owner, rate=0)
     again.push(Push(A))

@@ -34,3 +34,24 @@ def test_of_too_many_the_oldest_go():
         wanted.add(key_of(str(number)), 0.0)
     assert len(wanted) == MOST
     assert wanted.next(0.0) == key_of("3")
+
+
+def test_each_ask_is_owed_an_answer():
+    """By whoever fetches it, or by nobody else: what is given up, and what comes already."""
+    wanted = Wanted()
+    wanted.add(A, 0.0)
+    assert wanted.next(0.0) == A
+    wanted.add(A, 1.0)
+    assert wanted.owed() == {}, "who looks for it will say"
+    wanted.comes(A)
+    wanted.add(A, 2.0)
+    assert wanted.owed() == {A: True}
+    assert wanted.owed() == {}
+    wanted.done(A)
+    wanted.add(A, 3.0)
+    assert wanted.owed() == {}
+    assert wanted.next(3.0 + STALE_S) is None
+    assert wanted.owed() == {A: False}
+    for number in range(MOST + 1):
+        wanted.add(key_of(str(number)), 0.0)
+    assert wanted.owed() == {key_of("0"): False}

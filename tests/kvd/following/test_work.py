@@ -10,14 +10,17 @@ import pytest
 from structlog.testing import capture_logs
 
 from kvd.config import RemoteSettings
+from kvd.errors import NotRunningError
 from kvd.following.agenda import Agenda
 from kvd.following.backoff import Backoff
 from kvd.following.figures import Figures
+from kvd.following.transfers import StoppedError
 from kvd.following.wanted import Wanted
 from kvd.following.work import Work
 from kvd.remote.catalog import Catalog
 from kvd.remote.errors import StoreDeniedError
 from kvd.remote.names import session_place
+from shared.types.errors import StateError
 from tests.faulty_store import FaultyStore, Odds, View
 from tests.kvd.following.sessions import A, B
 from tests.remote_server import STEP, Server
@@ -68,7 +71,8 @@ class Scene:
 
     @asynccontextmanager
     async def working(self):
-        tasks = [asyncio.create_task(one) for one in (self.work.push(), self.work.pull())]
+        jobs = (self.work.push(), *(self.work.pull() for _ in range(3)))
+        tasks = [asyncio.create_task(job) for job in jobs]
         try:
             yield self
         finally:
@@ -149,6 +153,113 @@ async def test_nobody_waits_for_a_store_that_fails():
         await until(lambda: scene.agenda.is_done)
     assert scene.opened[num_opened:] == ["file:///other"]
     assert not scene.figures.pulls.counts
+
+
+def wants(scene, *keys) -> None:
+    """Have turns want sessions."""
+    for key in keys:
+        scene.wanted.add(key, time.monotonic())
+    scene.work.wake()
+
+
+async def test_what_is_wanted_is_answered():
+    """That it comes before it does, and that it does not: it is not there, or kvd has it."""
+    one = Scene()
+    two = Scene("two", one.store)
+    async with one.working():
+        one.stores()
+        await until(lambda: one.agenda.is_done)
+    async with two.working():
+        wants(two, A, B)
+        await until(lambda: two.figures.pulls.counts.total() == 2)
+        await until(lambda: len(two.server.answers) == 2)
+        wants(two, A)
+        await until(lambda: len(two.server.answers) == 3)
+    assert sorted(two.server.answers[:2]) == [("a", True), ("b", False)]
+    assert two.server.answers[2] == ("a", False)
+
+
+async def test_a_pull_under_way_holds_up_no_answer():
+    """Nor is one answered twice at a time; what is asked for again is said to come again."""
+    one = Scene()
+    async with one.working():
+        one.stores()
+        await until(lambda: one.agenda.is_done)
+    two = Scene("two", one.store)
+    begun, may_end = threading.Event(), threading.Event()
+    import_session = two.server.import_session
+
+    def hold(*args):
+        begun.set()
+        may_end.wait(30)
+        return import_session(*args)
+
+    two.server.import_session = hold
+    two.work._pulls = asyncio.Semaphore(1)
+    async with two.working():
+        wants(two, A)
+        await until(begun.is_set)
+        assert two.server.answers == [("a", True)]
+        wants(two, A, B)
+        await until(lambda: len(two.server.answers) == 3)
+        assert sorted(two.server.answers[1:]) == [("a", True), ("b", False)]
+        may_end.set()
+        await until(lambda: two.figures.pulls.counts["pulled",] == 1)
+    assert len(two.server.answers) == 3
+
+
+@pytest.mark.parametrize(
+    "fault", ["not opened", "fails", "refused", "stopped", "left alone", "no store"]
+)
+async def test_what_cannot_be_fetched_is_answered_so(fault):
+    """Nobody waits for a store that fails, or is left alone, nor for what kvd refuses."""
+    one = Scene()
+    async with one.working():
+        one.stores()
+        await until(lambda: one.agenda.is_done)
+    two = Scene("two", one.store)
+    wanted = [("a", False)]
+    if fault == "not opened":
+        one.store.odds = FAILS
+    elif fault == "left alone":
+        two.pause.retry_at_s = float("inf")
+    elif fault == "no store":
+        two.work.use(two.settings.model_copy(update={"url": ""}))
+    elif fault != "fails":
+
+        def refuse(*_):
+            if fault == "stopped":
+                two.work.stop()
+                raise StoppedError("the follower stops", "it goes on later")
+            raise StateError("kvd does not want it", "see its log")
+
+        two.server.import_session = refuse
+        wanted = [("a", True), ("a", False)]
+    async with two.working():
+        if fault == "fails":
+            wants(two, B)
+            await until(lambda: two.server.answers == [("b", False)])
+            two.server.answers.clear()
+            one.store.odds = FAILS
+        wants(two, A)
+        await until(lambda: two.server.answers == wanted)
+    assert two.figures.pulls.counts["failed",] == (fault in ("fails", "refused"))
+
+
+async def test_a_kvd_that_is_gone_hears_no_answer():
+    """That stops nobody: the next one is looked for."""
+    scene = Scene()
+    heard = []
+
+    def gone(key, *, coming):
+        heard.append((key.session_id, coming))
+        raise NotRunningError("no kvd answers", "start it")
+
+    scene.server.answer_wanted = gone
+    async with scene.working():
+        wants(scene, A, B)
+        await until(lambda: len(heard) == 2)
+    assert sorted(heard) == [("a", False), ("b", False)]
 
 
 async def test_a_session_that_fails_holds_up_no_other():

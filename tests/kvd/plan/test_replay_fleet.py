@@ -19,7 +19,7 @@ FIRST = Turn(new_tokens=10, output_tokens=6, history_tokens=0, think_s=0.0)
 SECOND = Turn(new_tokens=4, output_tokens=2, history_tokens=16, think_s=12.0)
 THIRD = Turn(new_tokens=2, output_tokens=2, history_tokens=22, think_s=12.0)
 ALL = (FIRST, SECOND, THIRD)
-REMOTE = {"remote_bytes_per_s": 1e6, "remote_wait": True, "quiet_s": 0.0}
+REMOTE = {"remote_bytes_per_s": 1e6, "quiet_s": 0.0}
 
 
 def sessions(number: int, *turns: Turn) -> list[Session]:
@@ -57,7 +57,7 @@ def test_a_turn_goes_elsewhere_where_waiting_costs_more():
             arrivals,
             MACHINE,
             LRU,
-            fleet=FleetOptions(4, 4, routing, remote_bytes_per_s=1e9, remote_wait=True),
+            fleet=FleetOptions(4, 4, routing, remote_bytes_per_s=1e9),
         )
         for routing in ("ring", "session")
     }
@@ -114,7 +114,7 @@ def test_fetching_is_waited_for_only_where_that_pays():
     """A store that is slower than computing is not waited for."""
     lost = [Outage(60 * NS_PER_S, 1, True)]
     slow = replace(LRU, load_policy="auto")
-    fleet = FleetOptions(2, 2, remote_bytes_per_s=10.0, remote_wait=True, quiet_s=0.0)
+    fleet = FleetOptions(2, 2, remote_bytes_per_s=10.0, quiet_s=0.0)
     run = Replay(sessions(6), MACHINE, slow, fleet, outages=lost)
     assert run.run(lambda _: None).fetched_tok == 0
 

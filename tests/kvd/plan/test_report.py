@@ -138,6 +138,11 @@ def test_several_servers_have_a_table():
         "1,000 x 999 GB + 1.01 TB session",
     ):
         assert shown in " ".join(text.split())
+    assert "waits" not in text
+    computes = result(
+        "lru", 999, 1010, 0.5, 400.0, fleet=replace(fleet, remote_wait=False), **facts
+    )
+    assert "no turn waits for it" in " ".join(_text(plan(computes), width=80).split())
     (row,) = [line.split() for line in text.splitlines() if "12.3%" in line]
     assert row[-7:] == ["12.3%", "4.5%", "1,234", "1.25", "100", "TB", "100.0"]
     (row,) = [line.split() for line in text.splitlines() if "400.00" in line]

@@ -18,7 +18,7 @@ ALL = Identity("ops", "token", ("*",), frozenset({"operator"}))
 # Those that name a session, or keep to the caller's tenants by themselves.
 SESSIONS = {
     "Reader": {"DescribeSession"},
-    "Operator": {"Pin", "Unpin", "SetTtl", "ExportSession"},
+    "Operator": {"Pin", "Unpin", "SetTtl", "ExportSession", "AnswerWanted"},
 }
 OWN_CHECK = {"Reader": {"ListSessions", "WatchEvents"}, "Operator": {"Flush", "ImportSession"}}
 

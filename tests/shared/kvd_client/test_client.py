@@ -297,6 +297,14 @@ async def test_a_kvd_that_knows_no_grafts_is_not_asked(tmp_path):
             assert await client.graft(key_of("a"), b"\0" * 4, WHOLE, source) == 0
 
 
+async def test_a_kvd_that_does_not_wait_is_not_asked_to(tmp_path):
+    """An older one: it would not know the field."""
+    async with client_of(tmp_path) as client, small_kvd(tmp_path, LAYOUT):
+        await client.wait_attached(30)
+        grant = await client.prepare_load(KEY, TOKENS, 0, 5, fetch_wait_s=7)
+        assert (grant.lookup, grant.fetch_waited_s) == (Lookup.HIT, 0)
+
+
 async def test_so_many_ends_are_remembered(tmp_path):
     """The newest; the others go by their age."""
     client = KvdClient(tmp_path, LAYOUT, "test")

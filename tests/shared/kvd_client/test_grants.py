@@ -82,6 +82,14 @@ def test_a_hit(load):
     assert [(span.slot_id, span.tier) for span in grant.spans] == [(1, "ssd"), (2, "dram")]
 
 
+def test_a_wait_for_a_fetch(load):
+    """It is said; one of less than no time, or of none at all, makes no sense."""
+    assert load([SPAN, TAIL], fetch_waited_s=1.5).fetch_waited_s == 1.5
+    for waited_s in (-1.0, float("nan")):
+        with pytest.raises(KvdProtocolError, match="wait"):
+            load([SPAN, TAIL], fetch_waited_s=waited_s)
+
+
 def test_a_miss(load):
     """A miss has nothing to complete, and always a reason."""
     grant = load([], lookup=kvd_pb2.LOOKUP_MISS, lease_id=0)

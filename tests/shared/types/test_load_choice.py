@@ -12,6 +12,7 @@ from shared.types.load_choice import (
     RecentStarts,
     Traffic,
     loading_pays,
+    longest_wait_s,
 )
 from shared.types.units import NS_PER_S
 
@@ -96,6 +97,32 @@ def test_the_unit_of_time_does_not_matter(wait, busy, compute, traffic):
     )
     pays = loading_pays(wait, busy, compute, traffic)
     assert loading_pays(wait / 64, busy / 64, compute / 64, faster) is pays
+
+
+@pytest.mark.parametrize(
+    ("busy_s", "traffic", "longest_s"),
+    [
+        (0.0, IDLE, 2.0),
+        (0.5, IDLE, 1.5),
+        (2.5, IDLE, 0.0),
+        (0.0, Traffic(backlog_s=3.0), 5.0),
+        (0.0, Traffic(num_waiting=1, num_places=1), 2.0),
+        (0.0, Traffic(num_waiting=1, num_places=1, backlog_s=8.0), 4.0),
+    ],
+)
+def test_the_longest_wait_that_pays(busy_s, traffic, longest_s):
+    """Alone as long as computing takes; what hides a wait makes it longer."""
+    assert longest_wait_s(busy_s, 2.0, traffic) == longest_s
+
+
+@given(SECONDS, SECONDS, TRAFFICS)
+def test_loading_pays_up_to_the_longest_wait(busy, compute, traffic):
+    """And not beyond; if it is none, it may be that not even that pays."""
+    longest_s = longest_wait_s(busy, compute, traffic)
+    assert longest_s >= 0
+    assert not loading_pays(longest_s * 1.001 + 0.001, busy, compute, traffic)
+    if longest_s:
+        assert loading_pays(longest_s * 0.999, busy, compute, traffic)
 
 
 def test_starts_are_counted_over_the_latest():

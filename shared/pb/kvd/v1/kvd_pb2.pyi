@@ -146,7 +146,7 @@ class AttachEvent(_message.Message):
     def __init__(self, attached: _Optional[_Union[Attached, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ...) -> None: ...
 
 class Attached(_message.Message):
-    __slots__ = ("engine_id", "arena_id", "slot_bytes", "num_slots", "confirmed_leases", "lost_leases", "kvd_version", "max_queue_jobs", "copiers", "retention", "expectations", "grafts", "states", "windows")
+    __slots__ = ("engine_id", "arena_id", "slot_bytes", "num_slots", "confirmed_leases", "lost_leases", "kvd_version", "max_queue_jobs", "copiers", "retention", "expectations", "grafts", "states", "windows", "fetch_waits")
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     ARENA_ID_FIELD_NUMBER: _ClassVar[int]
     SLOT_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -161,6 +161,7 @@ class Attached(_message.Message):
     GRAFTS_FIELD_NUMBER: _ClassVar[int]
     STATES_FIELD_NUMBER: _ClassVar[int]
     WINDOWS_FIELD_NUMBER: _ClassVar[int]
+    FETCH_WAITS_FIELD_NUMBER: _ClassVar[int]
     engine_id: int
     arena_id: str
     slot_bytes: int
@@ -175,7 +176,8 @@ class Attached(_message.Message):
     grafts: bool
     states: bool
     windows: bool
-    def __init__(self, engine_id: _Optional[int] = ..., arena_id: _Optional[str] = ..., slot_bytes: _Optional[int] = ..., num_slots: _Optional[int] = ..., confirmed_leases: _Optional[_Iterable[int]] = ..., lost_leases: _Optional[_Iterable[int]] = ..., kvd_version: _Optional[str] = ..., max_queue_jobs: _Optional[int] = ..., copiers: bool = ..., retention: bool = ..., expectations: bool = ..., grafts: bool = ..., states: bool = ..., windows: bool = ...) -> None: ...
+    fetch_waits: bool
+    def __init__(self, engine_id: _Optional[int] = ..., arena_id: _Optional[str] = ..., slot_bytes: _Optional[int] = ..., num_slots: _Optional[int] = ..., confirmed_leases: _Optional[_Iterable[int]] = ..., lost_leases: _Optional[_Iterable[int]] = ..., kvd_version: _Optional[str] = ..., max_queue_jobs: _Optional[int] = ..., copiers: bool = ..., retention: bool = ..., expectations: bool = ..., grafts: bool = ..., states: bool = ..., windows: bool = ..., fetch_waits: bool = ...) -> None: ...
 
 class Draining(_message.Message):
     __slots__ = ("deadline_s",)
@@ -232,7 +234,7 @@ class Lineage(_message.Message):
     def __init__(self, digest: _Optional[bytes] = ..., clean_tokens: _Optional[int] = ...) -> None: ...
 
 class PrepareLoadRequest(_message.Message):
-    __slots__ = ("engine_id", "session", "token_ids", "from_token", "deadline_s", "accept_pending", "dram_only", "lineage")
+    __slots__ = ("engine_id", "session", "token_ids", "from_token", "deadline_s", "accept_pending", "dram_only", "lineage", "fetch_wait_s")
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -241,6 +243,7 @@ class PrepareLoadRequest(_message.Message):
     ACCEPT_PENDING_FIELD_NUMBER: _ClassVar[int]
     DRAM_ONLY_FIELD_NUMBER: _ClassVar[int]
     LINEAGE_FIELD_NUMBER: _ClassVar[int]
+    FETCH_WAIT_S_FIELD_NUMBER: _ClassVar[int]
     engine_id: int
     session: SessionKey
     token_ids: bytes
@@ -249,10 +252,11 @@ class PrepareLoadRequest(_message.Message):
     accept_pending: bool
     dram_only: bool
     lineage: Lineage
-    def __init__(self, engine_id: _Optional[int] = ..., session: _Optional[_Union[SessionKey, _Mapping]] = ..., token_ids: _Optional[bytes] = ..., from_token: _Optional[int] = ..., deadline_s: _Optional[float] = ..., accept_pending: bool = ..., dram_only: bool = ..., lineage: _Optional[_Union[Lineage, _Mapping]] = ...) -> None: ...
+    fetch_wait_s: float
+    def __init__(self, engine_id: _Optional[int] = ..., session: _Optional[_Union[SessionKey, _Mapping]] = ..., token_ids: _Optional[bytes] = ..., from_token: _Optional[int] = ..., deadline_s: _Optional[float] = ..., accept_pending: bool = ..., dram_only: bool = ..., lineage: _Optional[_Union[Lineage, _Mapping]] = ..., fetch_wait_s: _Optional[float] = ...) -> None: ...
 
 class PrepareLoadResponse(_message.Message):
-    __slots__ = ("lookup", "lease_id", "spans", "end_token", "more", "miss_reason", "progress_index", "state", "windows")
+    __slots__ = ("lookup", "lease_id", "spans", "end_token", "more", "miss_reason", "progress_index", "state", "windows", "fetch_waited_s")
     LOOKUP_FIELD_NUMBER: _ClassVar[int]
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     SPANS_FIELD_NUMBER: _ClassVar[int]
@@ -262,6 +266,7 @@ class PrepareLoadResponse(_message.Message):
     PROGRESS_INDEX_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     WINDOWS_FIELD_NUMBER: _ClassVar[int]
+    FETCH_WAITED_S_FIELD_NUMBER: _ClassVar[int]
     lookup: Lookup
     lease_id: int
     spans: _containers.RepeatedCompositeFieldContainer[LoadSpan]
@@ -271,7 +276,8 @@ class PrepareLoadResponse(_message.Message):
     progress_index: int
     state: GrantedState
     windows: _containers.RepeatedCompositeFieldContainer[GrantedWindow]
-    def __init__(self, lookup: _Optional[_Union[Lookup, str]] = ..., lease_id: _Optional[int] = ..., spans: _Optional[_Iterable[_Union[LoadSpan, _Mapping]]] = ..., end_token: _Optional[int] = ..., more: bool = ..., miss_reason: _Optional[str] = ..., progress_index: _Optional[int] = ..., state: _Optional[_Union[GrantedState, _Mapping]] = ..., windows: _Optional[_Iterable[_Union[GrantedWindow, _Mapping]]] = ...) -> None: ...
+    fetch_waited_s: float
+    def __init__(self, lookup: _Optional[_Union[Lookup, str]] = ..., lease_id: _Optional[int] = ..., spans: _Optional[_Iterable[_Union[LoadSpan, _Mapping]]] = ..., end_token: _Optional[int] = ..., more: bool = ..., miss_reason: _Optional[str] = ..., progress_index: _Optional[int] = ..., state: _Optional[_Union[GrantedState, _Mapping]] = ..., windows: _Optional[_Iterable[_Union[GrantedWindow, _Mapping]]] = ..., fetch_waited_s: _Optional[float] = ...) -> None: ...
 
 class CompleteLoadRequest(_message.Message):
     __slots__ = ("engine_id", "lease_id")
@@ -1030,6 +1036,18 @@ class ImportSessionResponse(_message.Message):
     session: SessionKey
     num_tokens: int
     def __init__(self, session: _Optional[_Union[SessionKey, _Mapping]] = ..., num_tokens: _Optional[int] = ...) -> None: ...
+
+class AnswerWantedRequest(_message.Message):
+    __slots__ = ("session", "coming")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    COMING_FIELD_NUMBER: _ClassVar[int]
+    session: SessionKey
+    coming: bool
+    def __init__(self, session: _Optional[_Union[SessionKey, _Mapping]] = ..., coming: bool = ...) -> None: ...
+
+class AnswerWantedResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class GetStatsRequest(_message.Message):
     __slots__ = ()

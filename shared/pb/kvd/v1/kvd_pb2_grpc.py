@@ -629,6 +629,11 @@ class OperatorStub(object):
                 request_serializer=shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.ImportSessionRequest.SerializeToString,
                 response_deserializer=shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.ImportSessionResponse.FromString,
                 _registered_method=True)
+        self.AnswerWanted = channel.unary_unary(
+                '/kvd.v1.Operator/AnswerWanted',
+                request_serializer=shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.AnswerWantedRequest.SerializeToString,
+                response_deserializer=shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.AnswerWantedResponse.FromString,
+                _registered_method=True)
 
 
 class OperatorServicer(object):
@@ -695,6 +700,12 @@ class OperatorServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def AnswerWanted(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_OperatorServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -747,6 +758,11 @@ def add_OperatorServicer_to_server(servicer, server):
                     servicer.ImportSession,
                     request_deserializer=shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.ImportSessionRequest.FromString,
                     response_serializer=shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.ImportSessionResponse.SerializeToString,
+            ),
+            'AnswerWanted': grpc.unary_unary_rpc_method_handler(
+                    servicer.AnswerWanted,
+                    request_deserializer=shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.AnswerWantedRequest.FromString,
+                    response_serializer=shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.AnswerWantedResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -1019,6 +1035,33 @@ class Operator(object):
             '/kvd.v1.Operator/ImportSession',
             shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.ImportSessionRequest.SerializeToString,
             shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.ImportSessionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AnswerWanted(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvd.v1.Operator/AnswerWanted',
+            shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.AnswerWantedRequest.SerializeToString,
+            shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.AnswerWantedResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -187,3 +187,25 @@ def test_a_step_that_is_replayed_has_a_price_of_its_own():
     cost = times.cost(2)
     assert (cost.plain, cost.drafted) == (pytest.approx(0.3), pytest.approx(1.2))
     assert times.cost(3).plain == times.cost(3).drafted
+
+
+def test_a_session_that_is_fetched_is_waited_for_while_that_may_pay():
+    """As long as computing it takes, without what copying it takes; with others behind longer."""
+    rates, policy = measured(), LoadPolicy.AUTO
+    computed_s = rates.steps.added_seconds(2000, pairs(0, 2000))
+    chooser = LoadChooser(rates)
+    assert chooser.fetch_wait_s(policy, 2000, IDLE, 9.0) == computed_s
+    busy = Traffic(num_waiting=1, num_places=100)
+    assert computed_s < chooser.fetch_wait_s(policy, 2000, busy, 9.0) < 2 * computed_s
+    for tokens in (100, 1000, 3000, 9000):
+        rates.loads.note(DRAM, tokens, tokens * 1e-5)
+    copied_s = rates.loads.seconds(DRAM, 2000)
+    waited_s = LoadChooser(rates).fetch_wait_s(policy, 2000, IDLE, 9.0)
+    assert waited_s == pytest.approx(computed_s - copied_s)
+
+
+def test_a_wait_that_no_estimate_bounds():
+    """Has the bound of a load, if its turn is to be loaded, or nothing is known yet."""
+    assert LoadChooser(Rates()).fetch_wait_s(LoadPolicy.AUTO, 2000, IDLE, 9.0) == 9.0
+    for policy, wait_s in ((LoadPolicy.ALWAYS, 9.0), (LoadPolicy.NEVER, 0.0)):
+        assert LoadChooser(measured()).fetch_wait_s(policy, 2000, IDLE, 9.0) == wait_s

@@ -59,6 +59,8 @@ class Peer:
         self.expected = []
         self.is_old = False  # it takes no hints of what sessions become
         self.lineages = []  # of loads, stores and discards
+        self.fetch_waits_s = []  # that loads allowed
+        self.fetch_waited_s = 0.0  # what it says to have waited
         self.states = {}  # by position: the slots of those that are stored
         self.wanted_states = ()
         self.free_slots = [7, 6, 5, 4]  # for states
@@ -91,9 +93,19 @@ class Peer:
             raise KvdProtocolError("kvd answered nonsense", "check")
 
     async def prepare_load(
-        self, key, token_ids, from_token, deadline_s, *, accept_pending, dram_only, lineage
+        self,
+        key,
+        token_ids,
+        from_token,
+        deadline_s,
+        *,
+        accept_pending,
+        dram_only,
+        lineage,
+        fetch_wait_s,
     ):
         self.lineages.append(lineage)
+        self.fetch_waits_s.append(fetch_wait_s)
         self.maybe_fail("prepare_load" if from_token == 0 else "second prepare_load")
         if dram_only and from_token >= self.dram_tokens:
             return self.load_grant(Lookup.MISS, 0, (), from_token, False, reason="on_ssd")
@@ -127,6 +139,7 @@ class Peer:
             arena=self.arena,
             progress=progress,
             state=state,
+            fetch_waited_s=self.fetch_waited_s,
         )
 
     async def complete_load(self, grant):

@@ -1,6 +1,7 @@
 """When histories in kvd are not loaded: computing is cheaper, time is over, the service stops."""
 
 import asyncio
+import time
 
 import pytest
 
@@ -56,6 +57,52 @@ async def test_a_load_that_has_no_time_left_is_a_miss(model, copy_threads):
     assert (begun.end_token, begun.reason) == (0, "deadline")
     assert scene.counters.snapshot()["load_errors"] == 0
     assert not scene.peer.open_leases
+
+
+async def test_a_session_that_is_fetched_is_waited_for_once(model, copy_threads):
+    """With the first question, for as long as that may pay: nothing is known yet."""
+    scene = await saved_scene(model, copy_threads)
+    assert (await scene.load(LoadPolicy.AUTO))[0].end_token == 39
+    [first_s, *others_s] = scene.peer.fetch_waits_s
+    assert (first_s > 0, set(others_s)) == (True, {0.0})
+
+
+async def test_the_wait_for_a_fetch_is_no_time_of_the_load(model, copy_threads):
+    """Its deadline counts from its end, and so does what is learnt of its tier."""
+    scene, wait_s = await saved_scene(model, copy_threads), 0.1
+    scene.peer.prepare_load = waiting = WaitingLoad(scene.peer, wait_s)
+    first_s = time.monotonic()
+    for _ in range(3):
+        waiting.waits, asked_s = True, time.monotonic()
+        begun, _, error = await scene.load()
+        assert (begun.end_token, error) == (39, None)
+        assert begun.began_s >= asked_s + wait_s
+    all_loads_s = time.monotonic() - first_s - 3 * wait_s
+    assert scene.rates.loads.seconds("dram", 39) <= all_loads_s
+
+
+async def test_nobody_has_waited_for_longer_than_it_took(model, copy_threads):
+    """Whatever kvd says: the load's deadline is not put off by it."""
+    scene = await saved_scene(model, copy_threads)
+    scene.peer.fetch_waited_s = 1e9
+    begun, _, error = await scene.load()
+    assert (begun.end_token, error) == (39, None)
+    assert begun.began_s <= time.monotonic()
+
+
+class WaitingLoad:
+    """Has the peer take its time for the first answer, and say so."""
+
+    def __init__(self, peer, wait_s):
+        self.peer, self.wait_s, self.waits = peer, wait_s, True
+        self.prepare_load = peer.prepare_load
+
+    async def __call__(self, *args, **kwargs):
+        """See Peer.prepare_load."""
+        self.peer.fetch_waited_s = self.wait_s if self.waits else 0.0
+        await asyncio.sleep(self.peer.fetch_waited_s)
+        self.waits = False
+        return await self.prepare_load(*args, **kwargs)
 
 
 async def test_a_load_that_is_cancelled_fails_the_gate_and_returns_its_lease(model, copy_threads):

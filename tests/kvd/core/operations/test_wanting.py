@@ -2,11 +2,13 @@
 
 import pytest
 
-from kvd.core.operations.wanting import ASK_AGAIN_NS, MOST_PER_S
-from kvd.core.records.actions import SESSION_WANTED, Emit
+from kvd.core.operations.wanting import ANSWER_NS, ASK_AGAIN_NS, MOST_PER_S
+from kvd.core.records.actions import SESSION_WANTED, Emit, FetchEnded
 from shared.types.queue_delta import QueueChange, QueuedRequest
 from shared.types.units import NS_PER_S
-from tests.kvd.core.turns import ENGINE_ID, ONES, A, B, counter, new_world, store
+from tests.kvd.core.turns import ENGINE_ID, ONES, A, B, C, counter, new_world, store
+
+RESULTS = ("fetched", "absent", "unanswered", "late")
 
 
 def wanted(world, *requests, replaces=False):
@@ -70,3 +72,183 @@ def test_a_flood_is_bounded():
     world.now_ns += NS_PER_S
     world.engine.advance(world.now_ns)
     assert [key for key, _ in wanted(world, *requests)] == keys[MOST_PER_S:]
+
+
+# ------------------------------------------------------------------------------------------ waits
+
+
+def is_awaited(world, key=B):
+    found = world.engine.wanting.is_awaited(key, 4)
+    world.pump()
+    return found
+
+
+def answer(world, key=B, *, coming):
+    world.events.clear()
+    world.engine.wanting.answered(key, is_coming=coming)
+    world.pump()
+
+
+def later(world, ns):
+    """Let time pass; returns what is due."""
+    world.events.clear()
+    world.now_ns += ns
+    world.engine.advance(world.now_ns)
+    world.engine.expire()
+    world.pump()
+
+
+def ended(world, key=B):
+    """End a load's wait; returns what it counts as, and how often others are told."""
+    before = {name: counter(world, f"fetch_waits_{name}") for name in RESULTS}
+    world.events.clear()
+    world.engine.wanting.wait_ended(key, world.now_ns)
+    world.pump()
+    [result] = [n for n in RESULTS if counter(world, f"fetch_waits_{n}") > before[n]]
+    return result
+
+
+def num_told(world):
+    """How often loads that wait are told to ask again."""
+    return world.events.count(FetchEnded())
+
+
+def answering_world():
+    """Somebody fetches sessions here: another one was not there."""
+    world = new_world(wants_sessions=True)
+    wanted(world, (1, (A, 4)))
+    answer(world, A, coming=False)
+    return world
+
+
+def test_nobody_waits_until_somebody_answers():
+    """What was asked for before is waited for then, too, if it comes."""
+    world = new_world(wants_sessions=True)
+    assert wanted(world, (1, (B, 4))) == [(B, "4")]
+    assert not is_awaited(world)
+    answer(world, coming=True)
+    assert is_awaited(world)
+
+
+def test_a_load_asks_for_what_nobody_has_asked_for():
+    """The queue's report may come later; it does not ask again then."""
+    world = answering_world()
+    world.events.clear()
+    assert is_awaited(world)
+    assert [e.key for e in world.events if isinstance(e, Emit)] == [B]
+    assert wanted(world, (2, (B, 4))) == []
+    assert num_told(world) == 0
+
+
+def test_a_load_waits_until_its_session_is_stored():
+    """And is told; afterwards there is nothing to wait for."""
+    world = answering_world()
+    assert is_awaited(world)
+    answer(world, coming=True)
+    later(world, ANSWER_NS)
+    assert num_told(world) == 0
+    assert is_awaited(world)
+    world.events.clear()
+    store(world, B, ONES)
+    assert num_told(world) == 1
+    assert not is_awaited(world)
+    assert ended(world) == "fetched"
+    world.engine.sessions.flush(B, dry_run=False)
+    world.events.clear()
+    assert is_awaited(world), "it is asked for anew"
+    assert [e.key for e in world.events if isinstance(e, Emit) and e.name == SESSION_WANTED] == [B]
+
+
+@pytest.mark.parametrize("is_coming", [True, False])
+def test_what_does_not_come_is_not_waited_for_again(is_coming):
+    """Within ASK_AGAIN_NS, be it that it was said to come before."""
+    world = answering_world()
+    assert is_awaited(world)
+    if is_coming:
+        answer(world, coming=True)
+    answer(world, coming=False)
+    assert num_told(world) == 1
+    assert not is_awaited(world)
+    assert ended(world) == "absent"
+    later(world, ASK_AGAIN_NS - 1)
+    assert not is_awaited(world)
+    later(world, 1)
+    assert is_awaited(world)
+
+
+def test_who_does_not_answer_is_not_waited_for():
+    """One ask without an answer ends its wait, and that for others, until somebody answers."""
+    world = answering_world()
+    later(world, 1)
+    assert is_awaited(world)
+    later(world, ANSWER_NS - 1)
+    assert is_awaited(world, C)
+    assert world.engine.next_deadline_ns() == world.now_ns + 1
+    later(world, 1)
+    assert num_told(world) == 2
+    assert (is_awaited(world), is_awaited(world, C)) == (False, False)
+    assert (ended(world), ended(world, C)) == ("unanswered", "unanswered")
+    assert not is_awaited(world, B._replace(session_id="other"))
+    answer(world, A, coming=False)
+    assert (is_awaited(world), is_awaited(world, C)) == (False, True)
+    answer(world, B, coming=True)  # late, but it comes
+    assert is_awaited(world)
+
+
+def test_one_look_that_takes_long_ends_no_other_wait():
+    """Somebody answers: others were answered since it was asked for."""
+    world = answering_world()
+    assert is_awaited(world)
+    later(world, 1)
+    assert is_awaited(world, C)
+    answer(world, C, coming=True)
+    later(world, ANSWER_NS - 1)
+    assert num_told(world) == 1
+    assert (is_awaited(world), is_awaited(world, C)) == (False, True)
+    assert ended(world) == "unanswered"
+
+
+def test_what_came_too_late_is_not_waited_for_again():
+    """The turn has computed it; an answer to that ask changes nothing."""
+    world = answering_world()
+    assert is_awaited(world)
+    assert ended(world) == "late"
+    assert num_told(world) == 1
+    answer(world, coming=True)
+    assert not is_awaited(world)
+
+
+def test_nobody_waits_where_nothing_is_asked_for():
+    """The settings may say so while it runs; what is stored is not waited for either."""
+    world = answering_world()
+    assert is_awaited(world)
+    world.engine.set_limits(new_world().engine._state.limits)
+    assert not is_awaited(world)
+    assert not is_awaited(world, C)
+    world = answering_world()
+    store(world, B, ONES)
+    assert not is_awaited(world)
+
+
+def test_who_is_forgotten_is_not_waited_for(monkeypatch):
+    """An answer may name a session that nobody asked for: somebody answers, that is all."""
+    monkeypatch.setattr("kvd.core.operations.wanting.MOST_REMEMBERED", 1)
+    world = new_world(wants_sessions=True)
+    answer(world, C, coming=True)
+    assert is_awaited(world, A)
+    world.events.clear()
+    assert is_awaited(world, B)
+    assert num_told(world) == 1
+    assert ended(world, A) == "unanswered"
+    later(world, ANSWER_NS)
+    assert not is_awaited(world, B)
+
+
+def test_a_flood_is_not_waited_for():
+    """What is not asked for cannot come."""
+    world = answering_world()
+    requests = [(n, (B._replace(session_id=str(n)), 4)) for n in range(MOST_PER_S)]
+    wanted(world, *requests)
+    assert not is_awaited(world, C)
+    assert ended(world, C) == "unanswered"
+    assert world.engine.inspection.histograms.fetch_wait_s.total.count == 1

@@ -1,0 +1,135 @@
+"""A load that waits for a session which is being fetched: how long, and how that ends."""
+
+import asyncio
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+import pytest
+
+from kvd.core.records.errors import UnknownSessionError
+from shared.pb.kvd.v1 import kvd_pb2 as pb
+from tests.kvd.rpc.served import OF_ACME, TOKENS, as_caller, named
+from tests.kvd.rpc.test_operator_service import operating
+
+RESULTS = ("fetched", "absent", "unanswered", "late")
+LONG = 50.0  # seconds: no test waits for so long
+
+
+@asynccontextmanager
+async def fetching(directory):
+    """An engine's service, an operator's beside it, and somebody who fetches: it has answered."""
+    async with operating(directory) as (served, operator):
+        builder = served.caches._builder
+        limits = replace(builder.limits(20, 20), wants_sessions=True)
+        served.cache.act(lambda core: core.set_limits(limits))
+        await answer(operator, "other", coming=False)
+        yield served, operator
+
+
+async def answer(operator, session_id="a", *, coming, **fields):
+    request = pb.AnswerWantedRequest(session=named(session_id, **fields), coming=coming)
+    await operator.AnswerWanted(request, None)
+
+
+def waits(served):
+    """How waits have ended so far."""
+    counters = served.cache.stats().counters
+    return {name: n for name in RESULTS if (n := counters[f"fetch_waits_{name}"])}
+
+
+async def begun(served, **fields):
+    """A load that waits; it has asked for its session."""
+    task = asyncio.create_task(served.load(**{"fetch_wait_s": LONG, **fields}))
+    while not served.cache._waiters:  # noqa: ASYNC110  # nothing says that a task waits
+        await asyncio.sleep(0)
+    return task
+
+
+async def test_what_comes_in_time_is_loaded(tmp_path):
+    """As if it had been there; for how long it was waited for is said."""
+    async with fetching(tmp_path) as (served, operator):
+        load = await begun(served)
+        await answer(operator, coming=True)
+        await served.store()
+        found = await load
+        assert (found.lookup, found.end_token) == (pb.LOOKUP_HIT, 16)
+        assert found.fetch_waited_s > 0
+        assert waits(served) == {"fetched": 1}
+        again = await served.load(fetch_wait_s=LONG)
+        assert (again.lookup, again.fetch_waited_s) == (pb.LOOKUP_HIT, 0)
+
+
+@pytest.mark.parametrize("was_coming", [True, False])
+async def test_what_does_not_come_is_a_plain_miss(tmp_path, was_coming):
+    """At once when that is known; nobody waits for it again then."""
+    async with fetching(tmp_path) as (served, operator):
+        load = await begun(served)
+        if was_coming:
+            await answer(operator, coming=True)
+        await answer(operator, coming=False)
+        found = await load
+        assert (found.lookup, found.miss_reason) == (pb.LOOKUP_MISS, "unknown_session")
+        assert (await served.load(fetch_wait_s=LONG)).fetch_waited_s == 0
+        assert waits(served) == {"absent": 1}
+
+
+async def test_what_comes_too_late_is_a_plain_miss(tmp_path):
+    """What others have stored of the same tokens is given all the same."""
+    async with fetching(tmp_path) as (served, _):
+        await served.store("other")
+        found = await served.load(fetch_wait_s=0.01)
+        assert (found.lookup, found.end_token) == (pb.LOOKUP_HIT, 16)
+        assert found.fetch_waited_s > 0
+        assert waits(served) == {"late": 1}
+        found = await served.load(token_ids=TOKENS[::-1], fetch_wait_s=LONG)
+        assert (found.lookup, found.miss_reason) == (pb.LOOKUP_MISS, "unknown_session")
+        assert waits(served) == {"late": 1}
+
+
+@pytest.mark.parametrize("wait_s", [0.0, -1.0, float("nan")])
+async def test_who_does_not_wish_to_wait_does_not(tmp_path, wait_s):
+    """Nor is anything asked for."""
+    async with fetching(tmp_path) as (served, _):
+        found = await served.load(fetch_wait_s=wait_s)
+        assert (found.miss_reason, found.fetch_waited_s) == ("unknown_session", 0)
+        assert waits(served) == {}
+        assert not served.cache.stats().counters["sessions_wanted"]
+
+
+@pytest.mark.parametrize(("bound", "ended"), [("10ms", {"late": 1}), ("0s", {})])
+async def test_the_operator_bounds_waits(tmp_path, monkeypatch, bound, ended):
+    """However long an engine would wait; 0: nobody waits."""
+    monkeypatch.setenv("KVD_REMOTE__WAIT", bound)
+    async with fetching(tmp_path) as (served, _):
+        await served.load(fetch_wait_s=float("inf"))
+        assert waits(served) == ended
+
+
+async def test_without_somebody_who_answers_nobody_waits(tmp_path):
+    """The session is asked for all the same."""
+    async with operating(tmp_path) as (served, _):
+        assert (await served.load(fetch_wait_s=LONG)).fetch_waited_s == 0
+        limits = replace(served.caches._builder.limits(20, 20), wants_sessions=True)
+        served.cache.act(lambda core: core.set_limits(limits))
+        assert (await served.load(fetch_wait_s=LONG)).fetch_waited_s == 0
+        counters = served.cache.stats().counters
+        assert (counters["sessions_wanted"], waits(served)) == (1, {})
+
+
+async def test_a_wait_that_is_cancelled_is_over(tmp_path):
+    """Its turn is, too: nobody waits any more."""
+    async with fetching(tmp_path) as (served, _):
+        load = await begun(served)
+        load.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await load
+        assert waits(served) == {"late": 1}
+
+
+async def test_who_answers_names_only_its_own_sessions(tmp_path):
+    """As with all that is about a session."""
+    async with fetching(tmp_path) as (_, operator):
+        as_caller(OF_ACME)
+        await answer(operator, coming=True, tenant="acme")
+        with pytest.raises(UnknownSessionError):
+            await answer(operator, coming=True, tenant="globex")
