@@ -120,7 +120,7 @@ class Mover:
         """How long after its turn a session is stored."""
         return inf if self._quiet_ns is None else self._quiet_ns / NS_PER_S
 
-    # ---------------------------------------------------------------------- to the store
+    # --------------------------------------------------------------------------------- to the store
 
     def kept(self, session: int, stored: Stored, now_ns: int) -> None:
         """Hear that a session was stored here after a turn."""
@@ -158,7 +158,7 @@ class Mover:
         """The sessions of which something was stored here and not pushed since."""
         return [*self._kept]
 
-    # ---------------------------------------------------------------------- from the store
+    # ------------------------------------------------------------------------------- from the store
 
     def fetch(self, session: int, history_tokens: int, now_ns: int) -> None:
         """Fetch what a turn can load of its session, of which nothing is held here."""
@@ -182,10 +182,10 @@ class Mover:
         """Hear that a session's turn has what it wanted."""
         self._fetches.pop(session, None)
 
-    # ---------------------------------------------------------------------- time
+    # ----------------------------------------------------------------------------------------- time
 
     def next_ns(self) -> Iterable[int | None]:
-        """Yield when something happens here next."""
+        """Return when a push ends next, when a fetch does, and when a session is due."""
         return self._out.next_ns(), self._in.next_ns(), self._due[0][0] if self._due else None
 
     def step(self, now_ns: int) -> int | None:

@@ -92,6 +92,7 @@ class Replay:
         self._events: list[tuple[int, int, int]] = []  # heap: when, what, of whom
         self._expected: dict[int, dict[int, int]] = {ENDS: {}, EXPIRES: {}}  # of which server, when
         self._next_turn = [0] * len(sessions)
+        self._came_ns: dict[int, int] = {}  # turns that no server has yet, by session
         self._last_server: list[int | None] = [None] * len(sessions)
         self._successors = {
             session.supersedes: number
@@ -166,8 +167,9 @@ class Replay:
 
     # --------------------------------------------------------------------------------------- turns
 
-    def _arrive(self, session: int, since_ns: int | None = None) -> None:
+    def _arrive(self, session: int) -> None:
         """Bring a session's turn to a server, or keep it until there is one."""
+        self._came_ns.setdefault(session, self._now_ns)
         if len(self._away) == len(self._servers):
             heappush(self._events, (min(self._away.values()), ARRIVES, session))
             return
@@ -183,7 +185,7 @@ class Replay:
         if not index and superseded is not None and self._options.tool_hints:
             server.supersede(self._keys[superseded])
         record = TurnRecord(
-            self._now_ns if since_ns is None else since_ns,
+            self._came_ns.pop(session),
             server.num_waiting,
             turn.history_tokens,
             turn.new_tokens,
@@ -250,7 +252,8 @@ class Replay:
         self._expect(number)
         self._num_retried += len(abandoned)
         for request in abandoned:
-            self._arrive(request.session, request.record.arrived_ns)
+            self._came_ns[request.session] = request.record.arrived_ns
+            self._arrive(request.session)
 
     def _return(self, number: int) -> None:
         del self._away[number]

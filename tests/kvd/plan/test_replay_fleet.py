@@ -110,6 +110,17 @@ def test_turns_of_a_lost_server_begin_anew():
     assert both.ttft_p99_s > 45.0  # there was no server
 
 
+def test_turns_that_come_while_no_server_is_there_wait_for_one():
+    """Since they came: the first is answered 30 s later than it would be."""
+    (session,), gone = sessions(1, FIRST), [Outage(0, 0, True)]
+    fleet = FleetOptions(away_s=30.0)
+    found = Replay([session], MACHINE, LRU, fleet, outages=gone).run(lambda _: None)
+    alone = replay([session], MACHINE, LRU)
+    assert found.ttft_mean_s == alone.ttft_mean_s + 30.0
+    assert found.start_ttft_mean_s == alone.start_ttft_mean_s
+    assert found.num_retried == 0
+
+
 def test_fetching_is_waited_for_only_where_that_pays():
     """A store that is slower than computing is not waited for."""
     lost = [Outage(60 * NS_PER_S, 1, True)]
