@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
-from kvd.remote.blob_store import Blob
-from kvd.remote.errors import BlobExistsError, BlobMissingError, StoreFailedError
+from shared.blobs.blob_store import Blob
+from shared.blobs.errors import BlobExistsError, BlobMissingError, StoreFailedError
 
 
 class CrashError(BaseException):

@@ -15,13 +15,14 @@ from kvd.client.connection import open_client
 from kvd.client.operator_client import OperatorClient
 from kvd.errors import NotAllMovedError, SessionExistsError, UnclearSelectionError
 from kvd.host.pacing import SharedPace
-from kvd.remote.blob_store import BlobStore
 from kvd.remote.catalog import Catalog
-from kvd.remote.errors import StoreUrlError
 from kvd.remote.manifest import Owner
-from kvd.remote.object_store import open_store
 from kvd.remote.pulling import Puller, PullResult
 from kvd.remote.pushing import Outcome, Pusher, PushResult, in_order
+from shared.blobs.blob_store import BlobStore
+from shared.blobs.errors import StoreUrlError
+from shared.blobs.object_store import open_store
+from shared.blobs.release import claim
 from shared.pb.kvd.v1 import kvd_pb2
 from shared.terminal.printing import counted
 from shared.types.errors import (
@@ -174,7 +175,7 @@ def opened(url: str, client: OperatorClient | None, option: str) -> tuple[str, B
             "no store is named", f"name one with {option}, or set remote.url in kvd's settings"
         )
     store = open_store(url)
-    Catalog(store).open()
+    claim(store)
     return url, store
 
 

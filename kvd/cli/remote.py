@@ -11,11 +11,11 @@ from kvd.cli.filters import DEFAULT_TENANT, check_chosen
 from kvd.cli.moving import opened
 from kvd.cli.options import AsJson, RuntimeDir, Yes, confirm, print_json
 from kvd.client.connection import open_client
-from kvd.remote.blob_store import BlobStore
 from kvd.remote.catalog import Catalog
 from kvd.remote.manifest import Owner
 from kvd.remote.sweeping import Sweeper
 from kvd.views.remote_views import pushed_row, pushed_table
+from shared.blobs.blob_store import BlobStore
 from shared.config.lazy_commands import WholeHelp
 from shared.terminal import printing
 from shared.types.units import format_bytes

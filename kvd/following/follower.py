@@ -26,11 +26,11 @@ from kvd.following.hearing import EVENTS, hear, hear_deletion
 from kvd.following.settings import remote_settings
 from kvd.following.wanted import Wanted
 from kvd.following.work import Work, in_thread
-from kvd.remote.blob_store import BlobStore
 from kvd.remote.manifest import Owner
-from kvd.remote.object_store import open_store
 from kvd.session_files.unfinished import is_unfinished
 from kvd.wire.events import EVENTS_LOST, MAX_RECENT
+from shared.blobs.blob_store import BlobStore
+from shared.blobs.object_store import open_store
 from shared.pb.kvd.v1 import kvd_pb2 as pb
 from shared.process.log import get_logger
 from shared.types.errors import ReportedError

@@ -12,13 +12,15 @@ from typing import Protocol
 from kvd.errors import SessionExistsError
 from kvd.following.agenda import Drop, Push
 from kvd.host.pacing import SharedPace
-from kvd.remote.blob_store import BlobStore
 from kvd.remote.catalog import Catalog, Pushed
-from kvd.remote.errors import NotPushedError, OvertakenError
+from kvd.remote.errors import NotPushedError
 from kvd.remote.manifest import Owner, has_expired
 from kvd.remote.names import session_place
 from kvd.remote.pulling import Puller, PullResult, Sink
 from kvd.remote.pushing import Pusher, PushResult, Source
+from shared.blobs.blob_store import BlobStore
+from shared.blobs.errors import OvertakenError
+from shared.blobs.release import claim
 from shared.kvd_client.messages import key_message
 from shared.pb.kvd.v1 import kvd_pb2 as pb
 from shared.types.errors import NotFoundError, StateError, UnavailableError
@@ -63,6 +65,7 @@ class Transfers:
         on_sent: Callable[[int], None] = lambda _: None,
         on_received: Callable[[int], None] = lambda _: None,
     ) -> None:
+        self._store = store
         self._catalog = Catalog(store)
         self._kvd = kvd
         self._owner = owner
@@ -85,7 +88,7 @@ class Transfers:
 
     def open(self) -> None:
         """Make sure that the store is one for sessions."""
-        self._catalog.open()
+        claim(self._store)
 
     def push(self, step: Push) -> tuple[pb.SessionInfo, PushResult] | None:
         """Push a session; None: kvd does not have it any more."""

@@ -22,10 +22,11 @@ from kvd.following.backoff import Backoff
 from kvd.following.figures import Figures
 from kvd.following.transfers import Kvd, StoppedError, Transfers
 from kvd.following.wanted import Wanted
-from kvd.remote.blob_store import BlobStore
-from kvd.remote.errors import FencedError, StoreDeniedError, StoreFailedError
+from kvd.remote.errors import FencedError
 from kvd.remote.manifest import Owner
 from kvd.remote.pulling import PullResult
+from shared.blobs.blob_store import BlobStore
+from shared.blobs.errors import StoreDeniedError, StoreFailedError
 from shared.kvd_client.messages import key_message
 from shared.pb.kvd.v1 import kvd_pb2 as pb
 from shared.process.log import get_logger

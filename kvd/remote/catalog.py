@@ -3,29 +3,20 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from kvd.remote.blob_store import BlobStore
-from kvd.remote.errors import (
-    BlobExistsError,
-    DamagedRemoteError,
-    NotPushedError,
-    OvertakenError,
-    SeveralPushedError,
-    UnfitStoreError,
-)
+from kvd.remote.errors import DamagedRemoteError, NotPushedError, SeveralPushedError
 from kvd.remote.manifest import dropped, fenced, manifest_bytes, read_manifest
 from kvd.remote.names import (
-    FORMAT,
     SESSIONS,
     place_of,
     session_place,
     sessions_named,
     tenant_sessions,
 )
-from kvd.remote.register import Register, Version, is_version
+from shared.blobs.blob_store import BlobStore
+from shared.blobs.errors import OvertakenError
+from shared.blobs.register import Register, Version, is_version
 from shared.pb.kvd.v1 import kvd_pb2 as pb
 from shared.types.session_key import SessionKey
-
-THIS_FORMAT = b"KVDREMOT 1\n"
 
 
 @dataclass(frozen=True)
@@ -52,27 +43,6 @@ class Catalog:
 
     def __init__(self, store: BlobStore) -> None:
         self._store = store
-
-    def open(self) -> None:
-        """Make sure that the store is one for sessions, or make it one.
-
-        Raises:
-            UnfitStoreError: it is of another release, or overwrites what it was not to.
-        """
-        for _ in range(2):  # the second time it is there
-            try:
-                self._store.put(FORMAT, THIS_FORMAT, if_absent=True)
-            except BlobExistsError:
-                break
-        else:
-            raise UnfitStoreError(
-                "the store replaces objects that were to be made only if absent",
-                "use one that knows If-None-Match: S3, GCS, Azure, a local directory",
-            )
-        if self._store.get(FORMAT) != THIS_FORMAT:
-            raise UnfitStoreError(
-                "what lies in the store is of another release", "use that one, or another prefix"
-            )
 
     def read(self, place: str) -> Pushed | None:
         """Return what a place has, be it dropped; None if nothing.

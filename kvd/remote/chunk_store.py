@@ -13,9 +13,10 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 
-from kvd.remote.blob_store import Blob, BlobStore
-from kvd.remote.errors import BlobMissingError, DamagedRemoteError, SlowPushError
+from kvd.remote.errors import DamagedRemoteError, SlowPushError
 from kvd.remote.names import chunks_place, condemned_place
+from shared.blobs.blob_store import Blob, BlobStore
+from shared.blobs.errors import BlobMissingError
 from shared.pb.kvd.v1 import kvd_pb2 as pb
 
 GRACE_S = 24 * 3600.0

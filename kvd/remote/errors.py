@@ -1,62 +1,6 @@
-"""Errors of remote stores and of the sessions in them."""
+"""Errors of the sessions in an object store."""
 
-from shared.types.errors import (
-    ConfigError,
-    ConflictError,
-    DeniedError,
-    InvalidInputError,
-    NotFoundError,
-    StateError,
-    UnavailableError,
-)
-
-
-class StoreUrlError(InvalidInputError):
-    """The URL of a remote store names none."""
-
-    reason = "store_url"
-
-
-class StoreMissingError(ConfigError):
-    """The package that reaches remote stores is not installed."""
-
-    reason = "store_missing"
-
-
-class StoreFailedError(UnavailableError):
-    """A remote store did not answer, or did not do what was asked; perhaps it did all the same."""
-
-    reason = "store_failed"
-
-
-class StoreDeniedError(DeniedError):
-    """A remote store does not let these credentials in, or not do this."""
-
-    reason = "store_denied"
-
-
-class UnfitStoreError(StateError):
-    """A remote store cannot keep sessions: it is another version's, or promises too little."""
-
-    reason = "unfit_store"
-
-
-class BlobMissingError(NotFoundError):
-    """There is no object of this name."""
-
-    reason = "blob_missing"
-
-
-class BlobExistsError(ConflictError):
-    """There is an object of this name, and there was to be none."""
-
-    reason = "blob_exists"
-
-
-class OvertakenError(ConflictError):
-    """Somebody else has replaced a value meanwhile."""
-
-    reason = "overtaken"
+from shared.types.errors import ConflictError, NotFoundError, StateError
 
 
 class FencedError(ConflictError):

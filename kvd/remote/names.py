@@ -1,10 +1,9 @@
 """Where things lie in a remote store. Names of tenants and sessions are digests: they fit anywhere.
 
-    v1/format                                   says which version this is
-    v1/sessions/TENANT/SESSION/MODEL/NUMBER     versions of a session's manifest (register.py)
+    v1/sessions/TENANT/SESSION/MODEL/NUMBER     versions of a session's manifest, a register
     v1/chunks/TENANT/SHA256[-SUFFIX]            session data, named by its content
     v1/condemned/TENANT/ID                      names of chunks that a sweep will remove
-    v1/sweeper/NUMBER                           who sweeps (register.py)
+    v1/sweeper/NUMBER                           who sweeps, a register
 
 TENANT, SESSION and MODEL are the BLAKE2b-128 of their names, in hex. Pure.
 """
@@ -13,7 +12,6 @@ import hashlib
 
 from shared.types.session_key import SessionKey
 
-FORMAT = "v1/format"
 SESSIONS = "v1/sessions"
 SWEEPER = "v1/sweeper"
 _CHUNKS = "v1/chunks"

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvd.host.pacing import SharedPace
-from kvd.remote.blob_store import BlobStore
 from kvd.remote.catalog import Catalog, Pushed
 from kvd.remote.chunk_store import ChunkStore
 from kvd.remote.errors import NotPushedError
 from kvd.remote.manifest import Owner, has_expired, key_of, taken
 from kvd.session_files.file_format import end_bytes
+from shared.blobs.blob_store import BlobStore
 from shared.pb.kvd.v1 import kvd_pb2 as pb
 from shared.types.errors import ReportedError
 

@@ -13,11 +13,11 @@ from enum import StrEnum
 from typing import Protocol
 
 from kvd.host.pacing import SharedPace
-from kvd.remote.blob_store import BlobStore
 from kvd.remote.catalog import Catalog, Pushed
 from kvd.remote.chunk_store import ChunkStore
 from kvd.remote.manifest import Owner, is_remnant, is_unchanged, pushed
 from kvd.remote.names import session_place
+from shared.blobs.blob_store import BlobStore
 from shared.pb.kvd.v1 import kvd_pb2 as pb
 from shared.types.errors import ConflictError, StateError
 from shared.types.session_key import session_key

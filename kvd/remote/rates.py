@@ -17,12 +17,12 @@ import typer
 
 from kvd.client.connection import open_client
 from kvd.host.pacing import SharedPace
-from kvd.remote.blob_store import BlobStore
 from kvd.remote.catalog import Catalog
 from kvd.remote.manifest import Owner
-from kvd.remote.object_store import open_store
 from kvd.remote.pulling import Puller
 from kvd.remote.pushing import THREADS, Pusher
+from shared.blobs.blob_store import BlobStore
+from shared.blobs.object_store import open_store
 from shared.pb.kvd.v1 import kvd_pb2 as pb
 
 OWNER = Owner("rates", "rates")

@@ -13,19 +13,14 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from kvd.remote.blob_store import Blob, BlobStore
 from kvd.remote.catalog import Catalog
 from kvd.remote.chunk_store import GRACE_S, condemned_list, condemned_names, list_blobs
-from kvd.remote.errors import (
-    BlobMissingError,
-    DamagedRemoteError,
-    OvertakenError,
-    SweepRunningError,
-    UnfitStoreError,
-)
+from kvd.remote.errors import DamagedRemoteError, SweepRunningError
 from kvd.remote.manifest import Owner, has_expired
 from kvd.remote.names import SWEEPER, all_chunks, all_condemned, place_of
-from kvd.remote.register import Register, Version
+from shared.blobs.blob_store import Blob, BlobStore
+from shared.blobs.errors import BlobMissingError, OvertakenError, UnfitStoreError
+from shared.blobs.register import Register, Version
 
 LEASE_S = 900.0  # a sweep of more objects goes on, perhaps beside another one
 

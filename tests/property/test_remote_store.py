@@ -14,20 +14,15 @@ from typing import TypeVar
 import pytest
 
 from kvd.host.pacing import SharedPace
-from kvd.remote.blob_store import BlobStore
 from kvd.remote.catalog import Catalog
-from kvd.remote.errors import (
-    DamagedRemoteError,
-    FencedError,
-    NotPushedError,
-    OvertakenError,
-    StoreFailedError,
-)
+from kvd.remote.errors import DamagedRemoteError, FencedError, NotPushedError
 from kvd.remote.manifest import Owner
 from kvd.remote.names import session_place
 from kvd.remote.pulling import Puller
 from kvd.remote.pushing import Outcome, Pusher
 from kvd.remote.sweeping import Sweeper
+from shared.blobs.blob_store import BlobStore
+from shared.blobs.errors import OvertakenError, StoreFailedError
 from shared.types.errors import ReportedError
 from tests.faulty_store import CrashError, FaultyStore, Odds, View
 from tests.remote_server import STEP, Server, State

@@ -7,8 +7,9 @@ import pytest
 from kvd.following.agenda import Drop, Push
 from kvd.following.transfers import StoppedError, Transfers
 from kvd.remote.catalog import Catalog
-from kvd.remote.errors import FencedError, OvertakenError
+from kvd.remote.errors import FencedError
 from kvd.remote.names import session_place
+from shared.blobs.errors import OvertakenError
 from shared.types.errors import StateError
 from tests.faulty_store import FaultyStore, View
 from tests.kvd.following.sessions import A

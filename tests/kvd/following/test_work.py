@@ -18,8 +18,8 @@ from kvd.following.transfers import StoppedError
 from kvd.following.wanted import Wanted
 from kvd.following.work import Work
 from kvd.remote.catalog import Catalog
-from kvd.remote.errors import StoreDeniedError
 from kvd.remote.names import session_place
+from shared.blobs.errors import StoreDeniedError
 from shared.types.errors import StateError
 from tests.faulty_store import FaultyStore, Odds, View
 from tests.kvd.following.sessions import A, B

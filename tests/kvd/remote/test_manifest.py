@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvd.remote.errors import DamagedRemoteError, FencedError, UnfitStoreError
+from kvd.remote.errors import DamagedRemoteError, FencedError
 from kvd.remote.manifest import (
     Owner,
     dropped,
@@ -13,6 +13,7 @@ from kvd.remote.manifest import (
     read_manifest,
     taken,
 )
+from shared.blobs.errors import UnfitStoreError
 from shared.pb.kvd.v1 import kvd_pb2 as pb
 from tests.synthetic_engine import key_of
 

@@ -5,8 +5,8 @@ from random import Random
 import pytest
 
 from kvd.host.pacing import SharedPace
-from kvd.remote.errors import StoreFailedError
 from kvd.remote.pushing import Outcome, Pusher, in_order
+from shared.blobs.errors import StoreFailedError
 from shared.pb.kvd.v1 import kvd_pb2 as pb
 from shared.types.errors import ConflictError, StateError
 from tests.faulty_store import FaultyStore, View

@@ -4,8 +4,8 @@ from random import Random
 
 import pytest
 
-from kvd.remote.errors import OvertakenError, StoreFailedError
-from kvd.remote.register import Register
+from shared.blobs.errors import OvertakenError, StoreFailedError
+from shared.blobs.register import Register
 from tests.faulty_store import FaultyStore, Odds, View
 
 PLACE = "v1/sessions/t/s/m"

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
-from kvd.remote.blob_store import Blob, BlobStore
-from kvd.remote.errors import (
+from shared.blobs.blob_store import Blob, BlobStore
+from shared.blobs.errors import (
     BlobExistsError,
     BlobMissingError,
     StoreDeniedError,

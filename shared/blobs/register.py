@@ -11,8 +11,8 @@ Invariant: a writer that is told of success has replaced what it had read, and n
 from contextlib import suppress
 from dataclasses import dataclass
 
-from kvd.remote.blob_store import Blob, BlobStore
-from kvd.remote.errors import (
+from shared.blobs.blob_store import Blob, BlobStore
+from shared.blobs.errors import (
     BlobExistsError,
     BlobMissingError,
     OvertakenError,

@@ -8,16 +8,16 @@ from random import Random
 
 import pytest
 
-from kvd.remote.blob_store import BlobStore
-from kvd.remote.catalog import Catalog
-from kvd.remote.errors import (
+from shared.blobs.blob_store import BlobStore
+from shared.blobs.errors import (
     BlobExistsError,
     BlobMissingError,
     StoreFailedError,
     StoreUrlError,
     UnfitStoreError,
 )
-from kvd.remote.object_store import ObjectBlobStore, open_store
+from shared.blobs.object_store import ObjectBlobStore, open_store
+from shared.blobs.release import claim
 from tests.faulty_store import FaultyStore, Odds, View
 
 obstore_store = pytest.importorskip("obstore.store")
@@ -106,7 +106,7 @@ def test_only_one_makes_what_is_absent(store: BlobStore) -> None:
 
 def test_a_page_holds_no_more_than_it_may(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Long listings come in several."""
-    monkeypatch.setattr("kvd.remote.object_store.PAGE", 4)
+    monkeypatch.setattr("shared.blobs.object_store.PAGE", 4)
     store = open_store(f"file://{tmp_path}")
     for number in range(10):
         store.put(f"v1/many/{number}", b"x")
@@ -116,11 +116,11 @@ def test_a_page_holds_no_more_than_it_may(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_a_store_is_one_for_sessions(store: BlobStore) -> None:
     """It is marked once; one of another release, or without conditions, is refused."""
-    Catalog(store).open()
-    Catalog(store).open()
+    claim(store)
+    claim(store)
     store.put("v1/format", b"KVDREMOT 2\n")
     with pytest.raises(UnfitStoreError, match="another release"):
-        Catalog(store).open()
+        claim(store)
     store.delete(["v1/format"])
 
 
@@ -128,7 +128,7 @@ def test_a_store_that_overwrites_is_refused() -> None:
     """It could not keep two servers apart."""
     careless = View(FaultyStore(Random(1), odds=Odds(forgetful=1.0)), is_calm=True)  # noqa: S311
     with pytest.raises(UnfitStoreError, match="If-None-Match"):
-        Catalog(careless).open()
+        claim(careless)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,35 @@
+"""Which release's objects lie in a store; the first that comes says it. And whose lie where.
+
+v1/format         says which version this is
+v1/transcripts/   the services' transcripts
+v1/…              kvd's sessions (kvd/remote/names.py)
+"""
+
+from shared.blobs.blob_store import BlobStore
+from shared.blobs.errors import BlobExistsError, UnfitStoreError
+
+FORMAT = "v1/format"
+TRANSCRIPTS = "v1/transcripts"
+THIS_FORMAT = b"KVDREMOT 1\n"
+
+
+def claim(store: BlobStore) -> None:
+    """Make sure that a store is one for this release's objects, or make it one.
+
+    Raises:
+        UnfitStoreError: it is of another release, or overwrites what it was not to.
+    """
+    for _ in range(2):  # the second time it is there
+        try:
+            store.put(FORMAT, THIS_FORMAT, if_absent=True)
+        except BlobExistsError:
+            break
+    else:
+        raise UnfitStoreError(
+            "the store replaces objects that were to be made only if absent",
+            "use one that knows If-None-Match: S3, GCS, Azure, a local directory",
+        )
+    if store.get(FORMAT) != THIS_FORMAT:
+        raise UnfitStoreError(
+            "what lies in the store is of another release", "use that one, or another prefix"
+        )
