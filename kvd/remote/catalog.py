@@ -14,7 +14,7 @@ from kvd.remote.names import (
 )
 from shared.blobs.blob_store import BlobStore
 from shared.blobs.errors import OvertakenError
-from shared.blobs.register import Register, Version, is_version
+from shared.blobs.register import NOTHING, Register, Version, is_version
 from shared.pb.kvd.v1 import kvd_pb2 as pb
 from shared.types.session_key import SessionKey
 
@@ -112,9 +112,9 @@ class Catalog:
             FencedError: another server has become the owner meanwhile.
             OvertakenError: it was replaced otherwise.
         """
-        version = None if before is None else before.version
+        seen = NOTHING if before is None else before.version.seen
         try:
-            Register(self._store, place).replace(version, manifest_bytes(manifest))
+            Register(self._store, place).replace(seen, manifest_bytes(manifest))
         except OvertakenError:
             now = self.read(place)
             if now is not None and now.manifest.owner != manifest.owner:
@@ -127,7 +127,7 @@ class Catalog:
 
     def forget(self, found: Pushed) -> None:
         """Remove what stands for a session that was dropped long ago."""
-        Register(self._store, found.place).remove(found.version)
+        Register(self._store, found.place).remove(found.version.seen)
 
     def _places(self, prefix: str) -> set[str]:
         pages = self._store.list(f"{prefix}/")

@@ -20,7 +20,7 @@ from kvd.remote.manifest import Owner, has_expired
 from kvd.remote.names import SWEEPER, all_chunks, all_condemned, place_of
 from shared.blobs.blob_store import Blob, BlobStore
 from shared.blobs.errors import BlobMissingError, OvertakenError, UnfitStoreError
-from shared.blobs.register import Register, Version
+from shared.blobs.register import NOTHING, Register, Version
 
 LEASE_S = 900.0  # a sweep of more objects goes on, perhaps beside another one
 
@@ -92,10 +92,12 @@ class Sweeper:
                 f"{holder} sweeps the store", f"wait for it, {LEASE_S / 60:g} minutes at most"
             )
         try:
-            name = self._lease.replace(held, self._note(self._owner.name))
+            seen = self._lease.replace(
+                NOTHING if held is None else held.seen, self._note(self._owner.name)
+            )
         except OvertakenError as error:
             raise SweepRunningError("another sweep has begun", "wait for it") from error
-        blob = self._store.find(name)
+        blob = self._store.find(self._lease.name_of(seen.number))
         if blob is None:
             raise SweepRunningError("another sweep has begun", "wait for it")
         return blob.stored_unix_s
@@ -103,7 +105,7 @@ class Sweeper:
     def _end(self) -> None:
         held = self._lease.read()
         if held is not None and self._holder(held) == self._owner.name:
-            self._lease.replace(held, self._note(""))
+            self._lease.replace(held.seen, self._note(""))
 
     def _note(self, holder: str) -> bytes:
         return json.dumps({"holder": holder, "nonce": secrets.token_hex(8)}).encode()

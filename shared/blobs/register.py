@@ -25,20 +25,34 @@ _DIGITS = 20
 
 
 @dataclass(frozen=True)
+class Seen:
+    """Which versions of a register there were when it was looked at; or may have been.
+
+    Attributes:
+        number: of the newest; 0: there was none.
+        names: of all.
+    """
+
+    number: int = 0
+    names: frozenset[str] = frozenset()
+
+
+NOTHING = Seen()
+
+
+@dataclass(frozen=True)
 class Version:
     """What a register held when it was read.
 
     Attributes:
-        number: of the version.
+        seen: of which version it is, and which others there were.
         data: the value.
         stored_unix_s: when it was stored, by the store's clock.
-        seen: names of all versions there were.
     """
 
-    number: int
+    seen: Seen
     data: bytes
     stored_unix_s: float
-    seen: frozenset[str]
 
 
 class Register:
@@ -53,6 +67,10 @@ class Register:
         self._store = store
         self._place = place
 
+    def look(self) -> Seen:
+        """Return which versions there are."""
+        return _seen(self._blobs())
+
     def read(self) -> Version | None:
         """Return what it holds; None if nothing.
 
@@ -66,36 +84,41 @@ class Register:
             newest = max(blobs, key=number_of)
             with suppress(BlobMissingError):  # replaced between the two calls
                 data = self._store.get(newest.name)
-                seen = frozenset(blob.name for blob in blobs)
-                return Version(number_of(newest), data, newest.stored_unix_s, seen)
+                return Version(_seen(blobs), data, newest.stored_unix_s)
         raise self._overtaken()
 
-    def replace(self, before: Version | None, data: bytes) -> str:
-        """Put a value in place of the one that was read; returns the name of its object.
+    def replace(self, before: Seen, data: bytes) -> Seen:
+        """Put a value in place of the one that was seen; returns its own version.
 
         Args:
-            before: what was read.
+            before: what there was.
             data: unlike every other value there ever was here.
 
         Raises:
             OvertakenError: it is not what it was; nothing has changed.
             StoreFailedError: nobody knows whether it was replaced.
         """
-        name = self._name(1 if before is None else before.number + 1)
+        name = self.name_of(before.number + 1)
         self._make(name, data)
         there = {blob.name for blob in self._blobs()}
-        seen = frozenset() if before is None else before.seen
-        if there - seen - {name}:
+        if there - before.names - {name}:
             self._store.delete([name])
             raise self._overtaken()
-        with suppress(StoreFailedError, StoreDeniedError):  # a sweep does it
-            self._store.delete(sorted(there & seen))
-        return name
+        left = frozenset({name})
+        try:
+            self._store.delete(sorted(there & before.names))
+        except (StoreFailedError, StoreDeniedError):  # a sweep does it
+            left |= there
+        return Seen(before.number + 1, left)
 
-    def remove(self, version: Version) -> None:
+    def remove(self, seen: Seen) -> None:
         """Remove every version that was seen; nobody may replace one so old any more."""
-        newest = self._name(version.number)
-        self._store.delete([*sorted(version.seen - {newest}), newest])
+        newest = self.name_of(seen.number)
+        self._store.delete([*sorted(seen.names - {newest}), newest])
+
+    def name_of(self, number: int) -> str:
+        """Return the name of a version's object."""
+        return f"{self._place}/{number:0{_DIGITS}d}"
 
     def _make(self, name: str, data: bytes) -> None:
         """Make an object; what its name has afterwards says whether it was made by us."""
@@ -118,9 +141,6 @@ class Register:
         pages = self._store.list(f"{self._place}/")
         return [blob for page in pages for blob in page if is_version(blob.name)]
 
-    def _name(self, number: int) -> str:
-        return f"{self._place}/{number:0{_DIGITS}d}"
-
     def _overtaken(self) -> OvertakenError:
         return OvertakenError(f"{self._place} was replaced meanwhile", "try again")
 
@@ -134,3 +154,8 @@ def is_version(name: str) -> bool:
 def number_of(blob: Blob) -> int:
     """Return the number of a version."""
     return int(blob.name.rpartition("/")[2])
+
+
+def _seen(blobs: list[Blob]) -> Seen:
+    number = max(map(number_of, blobs), default=0)
+    return Seen(number, frozenset(blob.name for blob in blobs))

@@ -5,7 +5,7 @@ from random import Random
 import pytest
 
 from shared.blobs.errors import OvertakenError, StoreFailedError
-from shared.blobs.register import Register
+from shared.blobs.register import NOTHING, Register
 from tests.faulty_store import FaultyStore, Odds, View
 
 PLACE = "v1/sessions/t/s/m"
@@ -20,38 +20,38 @@ def test_versions_follow_each_other() -> None:
     """Each replaces what was read, and only one is left."""
     store, register = _store()
     assert register.read() is None
-    register.replace(None, b"one")
+    register.replace(NOTHING, b"one")
     for data in (b"two", b"three"):
-        register.replace(register.read(), data)
+        register.replace(register.look(), data)
     found = register.read()
     assert found is not None
-    assert (found.number, found.data, len(store.blobs)) == (3, b"three", 1)
-    register.remove(found)
+    assert (found.seen.number, found.data, len(store.blobs)) == (3, b"three", 1)
+    register.remove(found.seen)
     assert (register.read(), store.blobs) == (None, {})
 
 
 def test_of_two_that_read_the_same_one_wins() -> None:
     """The other is told, and leaves nothing."""
     store, register = _store()
-    register.replace(None, b"one")
+    register.replace(NOTHING, b"one")
     read = register.read()
-    register.replace(read, b"two")
+    register.replace(read.seen, b"two")
     with pytest.raises(OvertakenError):
-        register.replace(read, b"late")
+        register.replace(read.seen, b"late")
     with pytest.raises(OvertakenError):
-        register.replace(None, b"later")
+        register.replace(NOTHING, b"later")
     assert [data for data, _ in store.blobs.values()] == [b"two"]
 
 
 def test_a_writer_later_than_that_loses_too() -> None:
     """Also where the number that it makes was made and removed meanwhile."""
     store, register = _store()
-    register.replace(None, b"one")
+    register.replace(NOTHING, b"one")
     read = register.read()
     for data in (b"two", b"three", b"four"):
-        register.replace(register.read(), data)
+        register.replace(register.look(), data)
     with pytest.raises(OvertakenError):
-        register.replace(read, b"late")
+        register.replace(read.seen, b"late")
     found = register.read()
     assert found is not None
     assert (found.data, len(store.blobs)) == (b"four", 1)
@@ -60,7 +60,7 @@ def test_a_writer_later_than_that_loses_too() -> None:
 def test_a_first_try_that_succeeded_unheard_is_a_success() -> None:
     """The store says that it failed, or, at a repetition, that the name is taken: it is ours."""
     store = FaultyStore(Random(3), odds=Odds(lies=1.0))  # noqa: S311
-    Register(View(store), PLACE).replace(None, b"one")
+    Register(View(store), PLACE).replace(NOTHING, b"one")
     assert [data for data, _ in store.blobs.values()] == [b"one"]
 
 
@@ -68,7 +68,7 @@ def test_a_failure_is_one() -> None:
     """Nothing is there, and nothing is said to be."""
     store = FaultyStore(Random(3), odds=Odds(late=1.0))  # noqa: S311
     with pytest.raises(StoreFailedError):
-        Register(View(store), PLACE).replace(None, b"one")
+        Register(View(store), PLACE).replace(NOTHING, b"one")
     assert store.blobs == {}
 
 
@@ -77,5 +77,5 @@ def test_what_lies_there_besides_is_left_alone() -> None:
     store, register = _store()
     store.put(f"{PLACE}/README", b"x", if_absent=True)
     assert register.read() is None
-    register.replace(None, b"one")
+    register.replace(NOTHING, b"one")
     assert f"{PLACE}/README" in store.blobs
