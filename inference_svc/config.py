@@ -17,6 +17,7 @@ from inference_svc.core.template_arguments import usual_arguments
 from inference_svc.core.tenant_limits import TenantBounds
 from inference_svc.installation import default_listen, default_state_dir
 from inference_svc.openai_settings import OpenAISettings
+from inference_svc.remote_settings import RemoteSettings
 from shared.access.addresses import usable_sockets
 from shared.access.settings import (
     ClientName,
@@ -321,6 +322,7 @@ class InferenceSettings(Section):
     )
     tls: TlsSettings = TlsSettings()
     openai: OpenAISettings = OpenAISettings()
+    remote: RemoteSettings = RemoteSettings()
     metrics: MetricsSettings = MetricsSettings()
     tracing: TracingSettings = TracingSettings()
     process: ProcessSettings = ProcessSettings()

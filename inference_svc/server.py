@@ -8,8 +8,9 @@ already: it takes seconds.
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from random import Random
 from typing import TYPE_CHECKING, Any
 
 import uvloop
@@ -17,13 +18,17 @@ import uvloop
 from inference_svc.config import LIVE_KEYS, InferenceSettings, ModelSettings
 from inference_svc.core.errors import UnknownModelError
 from inference_svc.installation import keep_kernels_in
+from inference_svc.remote_settings import RemoteSettings
 from inference_svc.runtime.model.model_directory import check_model
+from inference_svc.runtime.turns.shared_transcripts import SharedTranscripts
 from inference_svc.runtime.turns.transcript import TranscriptStore
 from inference_svc.service.listening import GrpcServers, prepare_sockets
 from shared.access.clients import ClientBook, Clients
+from shared.blobs.object_store import open_store
 from shared.config.reload import LiveSettings
 from shared.config.settings import LoadedSettings
 from shared.process import memory, systemd
+from shared.process.backoff import Backoff
 from shared.process.dumps import forbid_dumps
 from shared.process.log import get_logger
 from shared.serving.http_server import check_free
@@ -42,6 +47,7 @@ if TYPE_CHECKING:
 
 DIGESTS_FILE = "weights.json"  # in the state directory: digests of what was served before
 PROOFS_FILE = "calibrations.json"  # in the state directory: what was proven of models before
+CATCH_UP_S = 5.0  # at the end, for what the store of transcripts does not have
 STOP_GRACE_S = 1.0  # for RPCs that have been answered to reach their clients
 
 log = get_logger(__name__)
@@ -69,7 +75,9 @@ def run(
     check_free((*settings.openai.listen, *settings.metrics.listen))
     prepare_sockets(settings.server.listen)
     keep_kernels_in(settings.server.state_dir)
-    transcripts = TranscriptStore(settings.server.state_dir / "sessions")
+    transcripts = TranscriptStore(
+        settings.server.state_dir / "sessions", _shared_transcripts(settings.remote)
+    )
     transcripts.open()
     tracing = start_tracing(settings.tracing, "inference-svc", __version__)
     try:
@@ -85,6 +93,14 @@ def run(
     finally:
         tracing.close()
         transcripts.close()
+
+
+def _shared_transcripts(settings: RemoteSettings) -> SharedTranscripts | None:
+    """Return the transcripts that services share; it is reached at the first call."""
+    if not settings.url:
+        return None
+    store = open_store(settings.url, settings.deadline_s)
+    return SharedTranscripts(store, settings.deadline_s, Backoff(Random(), longest_s=30.0))  # noqa: S311
 
 
 def _refusal_in(failed: BaseExceptionGroup[BaseException]) -> ConfigError | None:
@@ -198,6 +214,7 @@ def _background(
     if engine_parts.client is not None:
         yield lifecycle.stay_attached(engine_parts.client)
     yield engine_parts.prefault()
+    yield lifecycle.share_transcripts(parts.transcripts)
     yield lifecycle.reload_on_signal(signals, live.reload)
     yield lifecycle.beat()
 
@@ -245,6 +262,8 @@ async def _drain(
     systemd.notify(systemd.STOPPING)
     await servers.set_ready(is_ready=False)
     await drain(parts.turns, parts.embedder, parts.engine_parts.engine, drain_s, signals)
+    with suppress(TimeoutError):
+        await asyncio.wait_for(parts.transcripts.catch_up(), CATCH_UP_S)
     await servers.stop(STOP_GRACE_S)
 
 

@@ -3,7 +3,7 @@
 InvalidInputError   invalid_sampling, input_too_long, empty_turn, invalid_input, invalid_discard,
                     invalid_compression, request_id_reused
 NotFoundError       unknown_session, unknown_turn
-ConflictError       session_busy, cancelled
+ConflictError       session_busy, session_moved, cancelled
 StateError          turn_mismatch, no_chat_template, session_ended, session_exists
 ExhaustedError      queue_full, rate_limited, too_many_turns, too_many_sessions,
                     transcript_disk_full
@@ -97,6 +97,12 @@ class SessionBusyError(ConflictError):
     """A turn of this session runs or waits already."""
 
     reason = "session_busy"
+
+
+class SessionMovedError(ConflictError):
+    """The session went on at another server while this one was at it."""
+
+    reason = "session_moved"
 
 
 class TurnCancelledError(ConflictError):

@@ -168,6 +168,7 @@ class Submission:
             none, or to one grammar (`sampling`).
         prediction: what most of its answer will likely be; "" if the client does not say.
         resembles: what it was likely meant to go on with, and does not; None: nothing.
+        is_local: whether a session that it opens is this server's alone: no client names it.
     """
 
     key: SessionKey
@@ -190,6 +191,7 @@ class Submission:
     calls: BoundCalls | None = None
     prediction: str = ""
     resembles: Resembled | None = None
+    is_local: bool = False
 
     @property
     def tools_digest(self) -> str:

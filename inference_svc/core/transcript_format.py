@@ -31,6 +31,7 @@ from inference_svc.core.grafts import Graft
 from inference_svc.core.turn_record import CacheMiss, TurnRecord, Usage
 from shared.types.errors import StateError
 from shared.types.lineage import Lineage
+from shared.types.session_key import SessionKey
 
 
 class TranscriptDamagedError(StateError):
@@ -53,6 +54,11 @@ class Header:
     model: str
     session_id: str
     forked_from: str = ""
+
+    @property
+    def key(self) -> SessionKey:
+        """The session's key."""
+        return SessionKey(self.tenant, self.model, self.session_id)
 
 
 @dataclass(frozen=True)

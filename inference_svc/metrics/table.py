@@ -4,6 +4,7 @@ A tenant is a label only if the settings name it; all others are "other". `histo
 a turn's history: "none" (there was none), "reused", "partial", "recomputed".
 """
 
+from inference_svc.metrics.transcript_table import TRANSCRIPT_METRICS
 from shared.serving.metric_export import Metric, MetricTable
 from shared.serving.process_metrics import PROCESS_METRICS, connection_metrics
 
@@ -74,12 +75,7 @@ METRICS = MetricTable(
             "Tokens by tenant: computed ones of prompts, reused ones, and output",
             ("tenant", "kind"),
         ),
-        Metric(
-            "inference_transcript_errors_total",
-            "counter",
-            "Reads and writes of transcripts that failed: no room (full), or another reason",
-            ("error",),
-        ),
+        *TRANSCRIPT_METRICS,
         Metric("inference_running_turns", "gauge", "Turns that are being computed"),
         Metric("inference_waiting_turns", "gauge", "Turns that are not admitted yet"),
         Metric("inference_turn_places", "gauge", "Most turns at once", (), {"": "turn_places"}),

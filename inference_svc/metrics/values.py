@@ -5,6 +5,7 @@ from functools import partial
 
 from inference_svc.core.turn_histograms import TurnHistograms
 from inference_svc.metrics.table import METRICS
+from inference_svc.runtime.turns.transcript import TranscriptStore
 from inference_svc.service_assembly import ServiceParts
 from shared.serving.http_connections import ConnectionMetrics
 from shared.serving.http_observer import HttpMetrics
@@ -45,7 +46,7 @@ def _fill(parts: ServiceParts, calls: Calls, scrape: Scrape) -> None:
         }
     )
     _fill_histograms(scrape, engine_parts.histograms)
-    scrape.put_tally("inference_transcript_errors_total", parts.transcripts.trouble.errors)
+    _fill_transcripts(scrape, parts.transcripts)
     scrape.put_tally("inference_rpcs_total", calls.rpcs.ended)
     scrape.put_tally("inference_refused_calls_total", calls.rpcs.refused)
     scrape.put("inference_tls_connections_unused_total", calls.rpcs.tls.count_unused())
@@ -54,6 +55,15 @@ def _fill(parts: ServiceParts, calls: Calls, scrape: Scrape) -> None:
     scrape.put_histogram("inference_http_request_seconds", calls.http.seconds)
     fill_connections("inference", calls.connections, scrape)
     fill_process(scrape)
+
+
+def _fill_transcripts(scrape: Scrape, transcripts: TranscriptStore) -> None:
+    scrape.put_tally("inference_transcript_errors_total", transcripts.trouble.errors)
+    sharing = transcripts.sharing
+    if sharing is not None:
+        scrape.put_tally("inference_transcript_store_calls_total", sharing.store.calls)
+        scrape.put("inference_transcript_store_up", not sharing.store.is_silent)
+        scrape.put("inference_transcripts_behind", len(sharing.behind))
 
 
 def _fill_model(scrape: Scrape, parts: ServiceParts) -> None:

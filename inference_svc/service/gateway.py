@@ -200,7 +200,7 @@ class Gateway:
         Raises:
             ReportedError: there is no such session or turn, or the turn missed nothing.
         """
-        transcript, _ = await self.turns.sessions.get(key)
+        transcript, _ = await self.turns.sessions.get(key, is_fresh=True)
         return await self._misses.explain(transcript, turn)
 
     @property
@@ -269,6 +269,8 @@ class Gateway:
         try:
             key = self.key(identity, names.tenant, names.session_id or new_session_id())
             submission = replace(make(key, self.defaults), client=identity.name)
+            if not names.session_id and submission.expected_turn is None:
+                submission = replace(submission, expected_turn=0)  # nobody has had a turn of it
             return await self._follow(identity, submission)
         except ReportedError as error:
             self._report.turned_away(identity.name, names, error)

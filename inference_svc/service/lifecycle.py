@@ -8,11 +8,13 @@ SIGHUP            the settings are read again (`config.LIVE_KEYS`)
 
 import asyncio
 import signal
+import time
 from collections.abc import Callable
 
 from inference_svc.config import InferenceSettings
 from inference_svc.runtime.engine.engine_loop import EngineLoop
 from inference_svc.runtime.turns.embeddings import Embedder
+from inference_svc.runtime.turns.transcript import TranscriptStore
 from inference_svc.runtime.turns.turns import Turns
 from shared.config.reload import Changes
 from shared.kvd_client.client import KvdClient
@@ -20,6 +22,8 @@ from shared.process import systemd
 from shared.process.log import get_logger
 from shared.types.errors import ReportedError
 
+CATCH_UP_S = 2.0  # between looks at what the store of transcripts lacks
+TIDY_S = 6 * 3600.0  # between looks at what was deleted on other servers
 RETRY_S = 1.0  # after kvd's client failed in a way it should not
 
 log = get_logger(__name__)
@@ -66,6 +70,20 @@ async def stay_attached(client: KvdClient) -> None:
         except Exception:
             log.exception("kvd_client_failed")
         await asyncio.sleep(RETRY_S)
+
+
+async def share_transcripts(transcripts: TranscriptStore) -> None:
+    """Bring to the object store what it lacks, and remove what was deleted elsewhere."""
+    tidied_s = -TIDY_S
+    while transcripts.sharing is not None:
+        try:
+            if time.monotonic() >= tidied_s + TIDY_S:
+                tidied_s = time.monotonic()
+                await transcripts.forget_deleted()
+            await transcripts.catch_up()
+        except Exception:
+            log.exception("transcripts_not_shared")
+        await asyncio.sleep(CATCH_UP_S)
 
 
 async def reload_on_signal(

@@ -68,7 +68,8 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):  # type: ignore[mi
     ) -> pb.Session:
         """Return a session's state and, if requested, its turns."""
         del context
-        transcript, is_busy = await self._gateway.turns.sessions.get(self._key(request))
+        sessions, key = self._gateway.turns.sessions, self._key(request)
+        transcript, is_busy = await sessions.get(key, is_fresh=True)
         return encode_session(transcript, is_busy=is_busy, with_turns=request.with_turns)
 
     async def DeleteSession(  # noqa: N802

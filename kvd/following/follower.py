@@ -20,7 +20,6 @@ from kvd.client.operator_client import OperatorClient
 from kvd.config import RemoteSettings
 from kvd.errors import NotRunningError
 from kvd.following.agenda import Agenda
-from kvd.following.backoff import Backoff
 from kvd.following.figures import Figures, Waiting
 from kvd.following.hearing import EVENTS, hear, hear_deletion
 from kvd.following.settings import remote_settings
@@ -32,6 +31,7 @@ from kvd.wire.events import EVENTS_LOST, MAX_RECENT
 from shared.blobs.blob_store import BlobStore
 from shared.blobs.object_store import open_store
 from shared.pb.kvd.v1 import kvd_pb2 as pb
+from shared.process.backoff import Backoff
 from shared.process.log import get_logger
 from shared.types.errors import ReportedError
 

@@ -18,7 +18,6 @@ from typing import ParamSpec, TypeVar
 from kvd.config import RemoteSettings
 from kvd.errors import NotRunningError
 from kvd.following.agenda import Agenda, Drop, Step
-from kvd.following.backoff import Backoff
 from kvd.following.figures import Figures
 from kvd.following.transfers import Kvd, StoppedError, Transfers
 from kvd.following.wanted import Wanted
@@ -29,6 +28,7 @@ from shared.blobs.blob_store import BlobStore
 from shared.blobs.errors import StoreDeniedError, StoreFailedError
 from shared.kvd_client.messages import key_message
 from shared.pb.kvd.v1 import kvd_pb2 as pb
+from shared.process.backoff import Backoff
 from shared.process.log import get_logger
 from shared.types.errors import ReportedError
 from shared.types.session_key import SessionKey

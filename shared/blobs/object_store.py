@@ -7,8 +7,9 @@ of a message: what obstore says is cut before the first line that could hold a r
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
 from shared.blobs.blob_store import Blob, BlobStore
@@ -30,11 +31,12 @@ MAX_WHY = 160  # of the store's own words
 _PRIVATE = 0o700
 
 
-def open_store(url: str) -> BlobStore:
+def open_store(url: str, patience_s: float | None = None) -> BlobStore:
     """Open the store that a URL names; it is reached at the first call.
 
     Args:
         url: s3://BUCKET/PREFIX, gs://…, az://CONTAINER/PREFIX or file:///DIRECTORY, which is made.
+        patience_s: most seconds of a request, and of all its tries; None: obstore's, minutes.
 
     Raises:
         StoreUrlError: it names none.
@@ -62,7 +64,18 @@ def open_store(url: str) -> BlobStore:
     if not parts.netloc:
         raise _bad_url("names no bucket")
     with _translated(parts.netloc):
-        return ObjectBlobStore(from_url(url))
+        return ObjectBlobStore(from_url(url, **_bounds(patience_s)))
+
+
+def _bounds(patience_s: float | None) -> dict[str, Any]:
+    """Return how obstore is told how long a request may take."""
+    if patience_s is None:
+        return {}
+    most = timedelta(seconds=patience_s)
+    return {
+        "client_options": {"timeout": most, "connect_timeout": most},
+        "retry_config": {"max_retries": 2, "retry_timeout": most},
+    }
 
 
 def _directory(host: str, path: str) -> Path:

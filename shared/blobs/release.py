@@ -10,6 +10,7 @@ from shared.blobs.errors import BlobExistsError, UnfitStoreError
 
 FORMAT = "v1/format"
 TRANSCRIPTS = "v1/transcripts"
+DELETED_BYTES = 8  # a transcript of so many says that its session was deleted
 THIS_FORMAT = b"KVDREMOT 1\n"
 
 

@@ -223,6 +223,7 @@ class HttpTurn:
             calls=reading.calls if self.raw is None else None,
             prediction=self.prediction,
             resembles=route.resembles,
+            is_local=not route.is_named,
         )
 
 
@@ -264,7 +265,7 @@ class Router:
         opening = chain.opening(turn.reading.use.tools, framing)
         digests = chain.along(opening, messages)
         start = opening if messages else None  # what is raw is no history of messages
-        transcript, _ = await self._session(caller, name) if name else (None, False)
+        transcript, _ = await self._session(caller, name, is_fresh=True) if name else (None, False)
         if transcript is not None and transcript.turns:
             return await self._in_session(chain, digests, messages, transcript)
         route = await self._longest_known(caller, digests, messages)
@@ -377,11 +378,13 @@ class Router:
             )
         return Route(session_id, turns, 0, None, is_named=True)
 
-    async def _session(self, caller: Caller, session_id: str) -> tuple[Transcript | None, bool]:
+    async def _session(
+        self, caller: Caller, session_id: str, *, is_fresh: bool = False
+    ) -> tuple[Transcript | None, bool]:
         """Return a session's transcript, if it is there, and whether a turn is under way."""
         key = caller.identity.key(caller.tenant, self._model, session_id)
         try:
-            return await self._sessions.get(key)
+            return await self._sessions.get(key, is_fresh=is_fresh)
         except NotFoundError:
             return None, False
 

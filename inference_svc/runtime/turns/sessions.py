@@ -70,12 +70,20 @@ class Sessions:
         if key in self._held:
             raise _busy(key)
 
-    async def get(self, key: SessionKey) -> tuple[Transcript, bool]:
-        """Return a session's complete turns, and whether another is under way."""
+    async def get(self, key: SessionKey, *, is_fresh: bool = False) -> tuple[Transcript, bool]:
+        """Return a session's complete turns, and whether another is under way.
+
+        Args:
+            key: the session's key.
+            is_fresh: with what other services have added to it, where they share an object store.
+        """
+        if is_fresh:
+            await self._transcripts.refresh(key)
         return await self._transcripts.get(key), self._is_busy(key)
 
     async def fork(self, key: SessionKey, at_turn: int | None, new_session_id: str) -> Transcript:
         """Start a session from another's first turns (all of them if at_turn is None)."""
+        await self._transcripts.refresh(key)
         transcript = await self._transcripts.get(key)
         num_turns = len(transcript.turns)
         if at_turn is not None and at_turn > num_turns:
@@ -89,6 +97,7 @@ class Sessions:
             raise exists
         last_turn = num_turns if at_turn is None else at_turn
         fork = partial(self._transcripts.fork, key, new_session_id, last_turn)
+        await self._transcripts.refresh(new_key)
         with self._opening(new_key):
             forked = await self._change(new_key, fork)
         if forked is None:
@@ -99,6 +108,7 @@ class Sessions:
         """Remove a session that has no turn under way, and its KV."""
 
         async def delete() -> None:
+            await self._transcripts.refresh(key)
             transcript = await self._transcripts.find(key)
             await self._transcripts.delete(key)
             if transcript is not None:
@@ -126,6 +136,7 @@ class Sessions:
         """
 
         async def discard() -> tuple[int, int]:
+            await self._transcripts.refresh(key)
             transcript = await self._transcripts.get(key)
             expected.check(transcript)
             context = transcript.context
@@ -146,6 +157,7 @@ class Sessions:
         """Take no further turn of a session that has none under way; its KV is not needed."""
 
         async def end() -> None:
+            await self._transcripts.refresh(key)
             await self._transcripts.end(key)
             await self._engine.end_session(key)
 

@@ -1,36 +1,32 @@
-"""Transcripts on disk: the token ids of every session (D8), so that nothing is lost without kvd.
+"""Transcripts: the token ids of every session (D8), so that nothing is lost without kvd.
 
-Owns `<directory>/<digest of the key>.jsonl`, in the format of `core/transcript_format.py`. A turn
-is on disk when `append` returns; the fsyncs of turns that end together run together and share the
-file system's commit.
+A turn is on disk when `append` returns; the fsyncs of turns that end together run together and
+share the file system's commit. Where services share an object store it is there before: then any of
+them goes on with the session, and `refresh` brings here what another has added. A store that does
+not answer costs no turn: what it does not have is *behind*, and gets there later.
 
 Invariants:
     1. a transcript in memory is never ahead of its file;
     2. one session's reads and writes are serialised, so that a read never overtakes a write;
     3. the cache is bounded; what is evicted from it is read again;
     4. once they are counted, the sessions of each tenant are those that have a file;
-    5. a file that has nothing in it is no session, and does not stay.
+    5. a file that has nothing in it is no session, and does not stay;
+    6. a file that the object store does not have all of is marked, before it is written.
 
 What becomes of failing writes is `disk_trouble.py`'s business.
 """
 
 import asyncio
-import fcntl
-import hashlib
-import os
-import stat
-from collections import Counter, OrderedDict
-from collections.abc import Iterator
+from collections import Counter
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
-import aiofiles
-
 from inference_svc.core.discards import Discard
-from inference_svc.core.errors import TranscriptError, UnknownSessionError
+from inference_svc.core.errors import TranscriptUnavailableError, UnknownSessionError
 from inference_svc.core.transcript_format import (
     Header,
     Transcript,
-    decode_header,
     decode_transcript,
     encode_discard,
     encode_end,
@@ -39,12 +35,19 @@ from inference_svc.core.transcript_format import (
 )
 from inference_svc.core.turn_record import TurnRecord
 from inference_svc.runtime.turns.disk_trouble import DiskTrouble
+from inference_svc.runtime.turns.shared_transcripts import (
+    SharedTranscript,
+    SharedTranscripts,
+    StoreSilentError,
+)
+from inference_svc.runtime.turns.transcript_cache import MAX_CACHED_TOKENS, TranscriptCache
+from inference_svc.runtime.turns.transcript_files import TranscriptFiles
+from inference_svc.runtime.turns.transcript_sharing import Sharing, Verdict, moved, verdict_on
+from shared.blobs.register import NOTHING, Seen
 from shared.process.log import get_logger
+from shared.types.errors import ReportedError
 from shared.types.session_key import SessionKey
 
-MAX_CACHED_TOKENS = 8_000_000  # about half a gigabyte of Python integers at the very worst
-LOCK_FILE = "lock"  # held by the service that owns the directory
-MAX_HEADER_BYTES = 4096  # of a file's first line: names are 128 at most
 NUM_LOCKS = 64  # sessions that share one only wait for each other's file
 
 log = get_logger(__name__)
@@ -53,16 +56,25 @@ log = get_logger(__name__)
 class TranscriptStore:
     """See the module docstring. Methods are called on the event loop.
 
+    Args:
+        directory: of the files.
+        shared: the object store, where services share one.
+        max_cached_tokens: bound of the transcripts in memory.
+
     Attributes:
         trouble: failures of the disk.
+        sharing: what the object store has, if services share one.
     """
 
-    def __init__(self, directory: Path, max_cached_tokens: int = MAX_CACHED_TOKENS) -> None:
-        self._directory = directory
-        self._max_cached_tokens = max_cached_tokens
-        self._cached_tokens = 0
-        self._cache: OrderedDict[SessionKey, Transcript] = OrderedDict()
-        self._lock_file: int | None = None
+    def __init__(
+        self,
+        directory: Path,
+        shared: SharedTranscripts | None = None,
+        max_cached_tokens: int = MAX_CACHED_TOKENS,
+    ) -> None:
+        self._files = TranscriptFiles(directory)
+        self.sharing = None if shared is None else Sharing(shared, self._files)
+        self._cache = TranscriptCache(max_cached_tokens)
         self._locks = [asyncio.Lock() for _ in range(NUM_LOCKS)]
         self._num_sessions: Counter[str] = Counter()
         self.trouble = DiskTrouble(directory)
@@ -71,58 +83,37 @@ class TranscriptStore:
         """Make the directory, check that it can be written, and lock it until `close`.
 
         Raises:
-            TranscriptError: it cannot be written, others could write to it or put another one in
-                its place, or another service uses it.
+            TranscriptError: it cannot be used.
         """
-        try:
-            if not self._directory.is_dir():
-                self._directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-                log.info("directory_made", directory=str(self._directory), reason="transcripts")
-            for path in (self._directory.parent, self._directory):
-                if path.stat().st_mode & stat.S_IWOTH:
-                    raise TranscriptError(
-                        f"others may write to {path}",
-                        f"chmod 700 {path}, if it is for this service alone, or give --state-dir "
-                        "a directory of its own",
-                    )
-            self._lock_file = os.open(self._directory / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o600)
-            fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise TranscriptError(
-                f"the transcript directory {self._directory} is in use by another service",
-                "stop that one, or give --state-dir another directory",
-            ) from error
-        except OSError as error:
-            raise TranscriptError(
-                f"the transcript directory {self._directory} is not writable ({error.strerror})",
-                "give --state-dir a directory this user may write",
-            ) from error
+        self._files.open()
 
     def count_sessions(self) -> None:
         """Count each tenant's sessions; blocks for as long as reading every file's first line.
 
         Files that a crash left empty are removed.
         """
-        self._num_sessions = Counter(header.tenant for header in _headers(self._directory))
+        self._num_sessions = Counter(header.tenant for header in self._files.headers())
+        if self.sharing is not None:
+            self.sharing.fell_behind(header.key for header in self._files.behind())
 
     def num_sessions(self, tenant: str) -> int:
         """Return how many sessions a tenant has."""
         return self._num_sessions[tenant]
 
     def close(self) -> None:
-        """Unlock the directory."""
-        if self._lock_file is not None:
-            os.close(self._lock_file)
-            self._lock_file = None
+        """Unlock the directory, and let go of the object store."""
+        if self.sharing is not None:
+            self.sharing.store.close()
+        self._files.close()
 
     async def find(self, key: SessionKey) -> Transcript | None:
         """Find the session's transcript, None if there is no such session.
 
         Does not yield to the event loop after it has the answer, so the caller may act on it.
         """
-        if key in self._cache:
-            self._cache.move_to_end(key)
-            return self._cache[key]
+        cached = self._cache.get(key)
+        if cached is not None:
+            return cached
         async with self._lock(key):
             return await self._current(key)
 
@@ -140,15 +131,29 @@ class TranscriptStore:
             )
         return transcript
 
-    async def append(self, key: SessionKey, turn: TurnRecord, *, is_final: bool) -> Transcript:
+    async def append(
+        self, key: SessionKey, turn: TurnRecord, *, is_final: bool, is_local: bool = False
+    ) -> Transcript:
         """Record a turn, durably; opens the session if it is the first.
 
+        Args:
+            key: the session's.
+            turn: its next one.
+            is_final: whether the session takes no further turn.
+            is_local: whether the session is of this service alone, if it is not shared already.
+
         Raises:
+            SessionMovedError: another service has added a turn meanwhile; nothing was recorded.
             TranscriptUnavailableError: nothing was recorded.
         """
         async with self._lock(key):
             before = await self._current(key)
-            after = (before or Transcript(Header(*key))).with_turn(turn, is_final=is_final)
+            if self.sharing is not None:
+                self.sharing.keep_local(key, is_local=is_local)
+            before = before or Transcript(Header(*key))
+            if turn.turn != len(before.turns):
+                raise moved(key)
+            after = before.with_turn(turn, is_final=is_final)
             await self._write(key, after, encode_turn(turn) + (encode_end() if is_final else b""))
             return after
 
@@ -157,10 +162,14 @@ class TranscriptStore:
 
         Raises:
             UnknownSessionError: there is no such session.
+            SessionMovedError: another service has added a turn meanwhile.
             TranscriptUnavailableError: nothing was recorded.
         """
-        after = (await self.get(key)).with_discard(discard)
+        before = await self.get(key)
         async with self._lock(key):
+            if await self._current(key) != before:
+                raise moved(key)
+            after = before.with_discard(discard)
             await self._write(key, after, encode_discard(discard))
             return after
 
@@ -169,7 +178,7 @@ class TranscriptStore:
 
         Raises:
             UnknownSessionError: there is no such session.
-            TranscriptUnavailableError: nothing was recorded.
+            SessionMovedError: another service has added a turn meanwhile.
         """
         await self.get(key)
         async with self._lock(key):
@@ -187,24 +196,125 @@ class TranscriptStore:
         async with self._lock(new_key):
             if await self._current(new_key):
                 return None
+            if self.sharing is not None and not self.sharing.is_shared(key):
+                self.sharing.keep_local(new_key)
             await self._write(new_key, forked, b"")
             return forked
 
     async def delete(self, key: SessionKey) -> None:
-        """Remove a session for good.
+        """Remove a session for good, from the object store first.
 
         Raises:
             UnknownSessionError: there is no such session.
+            TranscriptUnavailableError: it is still there.
         """
         await self.get(key)
         async with self._lock(key):
-            self._uncache(key)
-            path = self._path(key)
+            sharing = self.sharing
+            is_shared = sharing is not None and sharing.is_shared(key)
+            if sharing is not None and is_shared and await sharing.put(key, None) is None:
+                raise TranscriptUnavailableError(
+                    f"session {key.session_id!r} is not deleted: the object store is silent",
+                    "come back later; the log of the service says what to do",
+                )
+            await self._remove(key)
+
+    # ------------------------------------------------------------------------------ other services
+
+    async def refresh(self, key: SessionKey, *, must_know: bool = False) -> None:
+        """Have the newest transcript of a session here, if services share an object store.
+
+        Args:
+            key: the session's.
+            must_know: do not go on without an answer if there is no such session here: what it
+                was is not to be forgotten because a store is silent.
+
+        Raises:
+            TranscriptUnavailableError: nobody knows what it is; or it cannot be written here.
+            TranscriptDamagedError: the store's is not what was put there.
+        """
+        sharing = self.sharing
+        if sharing is None or not sharing.is_shared(key):
+            return
+        try:
+            if not await sharing.is_current(key):
+                async with self._lock(key):
+                    await self._adopt(sharing, key)
+        except StoreSilentError as error:
+            if must_know and await self.find(key) is None:
+                raise TranscriptUnavailableError(
+                    f"nobody knows whether there is a session {key.session_id!r}: {error.message}",
+                    "come back later; or send expected_turn = 0 with what begins a session",
+                    retry_after_s=sharing.store.retry_s,
+                ) from error
+
+    async def catch_up(self) -> None:
+        """Bring to the object store what it does not have, until all is there or it is silent."""
+        sharing = self.sharing
+        if sharing is None:
+            return
+        for key in sharing.behind:
             try:
-                await asyncio.to_thread(_unlink, path)
-            except OSError as error:
-                raise self.trouble.failed(key.session_id, path, error, "write") from error
-            self._num_sessions[key.tenant] -= 1
+                async with self._lock(key):
+                    await self._adopt(sharing, key)
+                    whole = await self._read_file(key) if sharing.is_behind(key) else None
+                    seen = await sharing.put(key, whole) if whole else None
+                    if seen is not None:
+                        await self._agreed(sharing, key, seen)
+            except StoreSilentError:
+                return
+            except ReportedError as error:
+                log.warning("transcript_not_shared", session=str(key), error=str(error))
+
+    async def forget_deleted(self) -> None:
+        """Remove the files of sessions that another service has deleted, as far as it is known."""
+        if self.sharing is None:
+            return
+        with suppress(StoreSilentError):
+            for digest in await self.sharing.store.deleted():
+                header = await asyncio.to_thread(self._files.header_of, digest)
+                if header is not None:
+                    await self.refresh(header.key)
+
+    async def _adopt(self, sharing: Sharing, key: SessionKey) -> None:
+        """Take what the object store has of a session, if that is more; the caller has its lock."""
+        there = await sharing.store.read(key)
+        here = await self._read_file(key) if await self._current(key) is not None else None
+        verdict = verdict_on(here, there, is_behind=sharing.is_behind(key))
+        if verdict is Verdict.REMOVE:
+            await self._remove(key)
+        elif there is not None and verdict is not Verdict.KEEP:
+            await self._take(key, there, opens=here is None, verdict=verdict)
+        if there is not None and (verdict is not Verdict.KEEP or here == there.data):
+            await self._agreed(sharing, key, there.seen)
+        else:
+            sharing.agreed(key, NOTHING if there is None else there.seen)
+
+    async def _take(
+        self, key: SessionKey, there: SharedTranscript, *, opens: bool, verdict: Verdict
+    ) -> None:
+        """Put a transcript of the object store in place of the file; what diverged is set aside."""
+        assert there.data is not None and there.transcript is not None  # noqa: S101, PT018
+        self._cache.drop(key)
+        try:
+            if verdict is Verdict.DIVERGED:
+                moved = await self._files.set_aside(key)
+                log.warning("transcript_diverged", session=str(key), moved_to=str(moved))
+            await self._files.replace(key, there.data)
+        except OSError as error:
+            raise self._failed(key, error, "write") from error
+        self._num_sessions[key.tenant] += opens
+        self._cache.keep(key, there.transcript)
+
+    async def _agreed(self, sharing: Sharing, key: SessionKey, seen: Seen) -> None:
+        """Take that file and object store have the same of a session."""
+        try:
+            await sharing.caught_up(key)
+        except OSError as error:
+            raise self._failed(key, error, "write") from error
+        sharing.agreed(key, seen)
+
+    # ----------------------------------------------------------------------------------- the files
 
     async def _current(self, key: SessionKey) -> Transcript | None:
         """Return the transcript from the cache, or from its file; the caller has its lock."""
@@ -212,104 +322,69 @@ class TranscriptStore:
 
     async def _read(self, key: SessionKey) -> Transcript | None:
         """Read a file into the cache; a torn last line is cut off, so that appending is safe."""
-        path = self._path(key)
-        try:
-            async with aiofiles.open(path, "rb") as file:
-                data = await file.read()
-        except FileNotFoundError:
+        data = await self._read_file(key)
+        if data is None:
             return None
-        except OSError as error:
-            raise self.trouble.failed(key.session_id, path, error, "read") from error
         transcript, good_bytes = await asyncio.to_thread(decode_transcript, data)
         if good_bytes < len(data):
             log.warning("transcript_torn", session=str(key), torn_bytes=len(data) - good_bytes)
-            await self._cut(key, good_bytes)
+            try:
+                await self._files.cut(key, good_bytes)
+            except OSError as error:
+                raise self._failed(key, error, "write") from error
         if transcript is not None:
-            self._keep_cached(key, transcript)
+            self._cache.keep(key, transcript)
         return transcript
 
-    async def _write(self, key: SessionKey, transcript: Transcript, lines: bytes) -> None:
-        """Append the lines, or start the file with all of the transcript; fsync, then cache it.
+    async def _read_file(self, key: SessionKey) -> bytes | None:
+        try:
+            return await self._files.read(key)
+        except OSError as error:
+            raise self._failed(key, error, "read") from error
 
-        On failure the file is cut back to what it was. The session leaves the cache meanwhile: a
-        task that is cancelled here does not know what the file will have.
+    async def _write(self, key: SessionKey, transcript: Transcript, lines: bytes) -> None:
+        """Append the lines, or start the file with all of the transcript; then cache it.
+
+        On failure the file is what it was. The session leaves the cache meanwhile: a task that is
+        cancelled here does not know what the file will have.
 
         Raises:
+            SessionMovedError: another service has added something.
             TranscriptDiskFullError: there is no room for them.
             TranscriptUnavailableError: they cannot be written for another reason.
         """
-        size: int | None = None
-        path = self._path(key)
-        self._uncache(key)
+        self._cache.drop(key)
+        sharing, begin = self.sharing, partial(encode_transcript, transcript)
+        seen: Seen | None = None
+        if sharing is not None and sharing.is_shared(key):
+            before = await self._read_file(key)
+            seen = await sharing.put(key, before + lines if before else begin())
         try:
-            async with aiofiles.open(path, "ab") as file:
-                size = await file.tell()
-                await file.write(lines if size else encode_transcript(transcript))
-                await file.flush()
-                await asyncio.to_thread(os.fsync, file.fileno())
-            if size == 0:
-                await asyncio.to_thread(_sync_directory, self._directory)
+            if sharing is not None and sharing.is_shared(key) and seen is None:
+                await sharing.fall_behind(key)
+            if await self._files.append(key, lines, begin):
                 self._num_sessions[key.tenant] += 1
                 self.trouble.opened()
-            self._keep_cached(key, transcript)
         except OSError as error:
-            if size is not None:
-                await self._cut(key, size)
-            raise self.trouble.failed(key.session_id, path, error, "write") from error
+            raise self._failed(key, error, "write") from error
+        if sharing is not None and seen is not None:
+            await self._agreed(sharing, key, seen)
+        self._cache.keep(key, transcript)
 
-    async def _cut(self, key: SessionKey, num_bytes: int) -> None:
-        """Cut a file back to its first `num_bytes`; remove it if these are none."""
-        path = self._path(key)
+    async def _remove(self, key: SessionKey) -> None:
+        """Remove a file, and what is known of it; the caller has its lock."""
+        self._cache.drop(key)
         try:
-            if num_bytes:
-                await asyncio.to_thread(os.truncate, path, num_bytes)
-            else:
-                await asyncio.to_thread(_unlink, path)
+            await self._files.remove(key)
+            if self.sharing is not None:
+                await self.sharing.caught_up(key)
+                self.sharing.forget(key)
         except OSError as error:
-            raise self.trouble.failed(key.session_id, path, error, "write") from error
+            raise self._failed(key, error, "write") from error
+        self._num_sessions[key.tenant] -= 1
 
-    def _keep_cached(self, key: SessionKey, transcript: Transcript) -> None:
-        self._cache[key] = transcript
-        self._cached_tokens += transcript.num_tokens
-        while self._cached_tokens > self._max_cached_tokens and len(self._cache) > 1:
-            self._uncache(next(iter(self._cache)))
-
-    def _uncache(self, key: SessionKey) -> None:
-        transcript = self._cache.pop(key, None)
-        if transcript is not None:
-            self._cached_tokens -= transcript.num_tokens
-
-    def _path(self, key: SessionKey) -> Path:
-        digest = hashlib.blake2b("\0".join(key).encode(), digest_size=16).hexdigest()
-        return self._directory / f"{digest}.jsonl"
+    def _failed(self, key: SessionKey, error: OSError, kind: str) -> ReportedError:
+        return self.trouble.failed(key.session_id, self._files.path(key), error, kind)
 
     def _lock(self, key: SessionKey) -> asyncio.Lock:
         return self._locks[hash(key) % NUM_LOCKS]
-
-
-def _headers(directory: Path) -> Iterator[Header]:
-    for path in directory.glob("*.jsonl"):
-        try:
-            with path.open("rb") as file:
-                line = file.readline(MAX_HEADER_BYTES)
-            if not line:
-                path.unlink()
-        except OSError:  # reported to whoever uses the session
-            continue
-        header = decode_header(line)
-        if header is not None:
-            yield header
-
-
-def _unlink(path: Path) -> None:
-    path.unlink(missing_ok=True)
-    _sync_directory(path.parent)
-
-
-def _sync_directory(directory: Path) -> None:
-    """Make a new or removed name durable."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -184,7 +184,12 @@ class TurnRunner:
             context = transcript.with_turn(record, is_final=request.is_final).context
             ranges = self._compress(turn.submission, prompt, request, context)
             record = _with_compression(record, turn.submission.compression, ranges)
-            await self._transcripts.append(request.key, record, is_final=request.is_final)
+            await self._transcripts.append(
+                request.key,
+                record,
+                is_final=request.is_final,
+                is_local=turn.submission.is_local,
+            )
             self._engine.keep(request, writer.computed_ids(request))
         except asyncio.CancelledError:
             if turn.handed_back is None:

@@ -108,6 +108,9 @@ class Turns:
         joined = self._find_running(submission)
         if joined is not None:
             return joined
+        if not submission.is_local:
+            must_know = submission.expected_turn != 0
+            await self._transcripts.refresh(submission.key, must_know=must_know)
         transcript = await self._transcripts.find(submission.key)
         joined = self._find_running(submission)  # it may have come while we read
         if joined is not None:

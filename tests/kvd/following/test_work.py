@@ -12,7 +12,6 @@ from structlog.testing import capture_logs
 from kvd.config import RemoteSettings
 from kvd.errors import NotRunningError
 from kvd.following.agenda import Agenda
-from kvd.following.backoff import Backoff
 from kvd.following.figures import Figures
 from kvd.following.transfers import StoppedError
 from kvd.following.wanted import Wanted
@@ -20,6 +19,7 @@ from kvd.following.work import Work
 from kvd.remote.catalog import Catalog
 from kvd.remote.names import session_place
 from shared.blobs.errors import StoreDeniedError
+from shared.process.backoff import Backoff
 from shared.types.errors import StateError
 from tests.faulty_store import FaultyStore, Odds, View
 from tests.kvd.following.sessions import A, B

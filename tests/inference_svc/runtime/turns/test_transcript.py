@@ -22,6 +22,7 @@ from inference_svc.core.errors import (
 from inference_svc.core.turn_record import TurnRecord, Usage
 from inference_svc.runtime.turns.disk_trouble import PROBE_BYTES, RETRY_S
 from inference_svc.runtime.turns.transcript import TranscriptStore
+from inference_svc.runtime.turns.transcript_files import TranscriptFiles
 from shared.process.log import LineAllowance
 from shared.types.session_key import SessionKey
 
@@ -128,9 +129,9 @@ async def test_an_end_is_recorded_once(tmp_path):
     store = TranscriptStore(tmp_path)
     await append(store, KEY, 0)
     await store.end(KEY)
-    size = store._path(KEY).stat().st_size
+    size = TranscriptFiles(tmp_path).path(KEY).stat().st_size
     await store.end(KEY)
-    assert store._path(KEY).stat().st_size == size
+    assert TranscriptFiles(tmp_path).path(KEY).stat().st_size == size
     assert (await TranscriptStore(tmp_path).get(KEY)).has_ended
     with pytest.raises(UnknownSessionError):
         await store.end(KEY._replace(session_id="nobody"))
@@ -152,7 +153,7 @@ async def test_a_session_whose_file_somebody_has_removed_can_be_deleted(tmp_path
     """Then nothing is left of it."""
     store = TranscriptStore(tmp_path)
     await append(store, KEY, 0)
-    store._path(KEY).unlink()
+    TranscriptFiles(tmp_path).path(KEY).unlink()
     await store.delete(KEY)
     assert await store.find(KEY) is None
 
@@ -161,8 +162,8 @@ async def test_a_session_that_cannot_be_removed_stays_one(tmp_path):
     """Whoever wants it gone hears of it; it counts as it did."""
     store = TranscriptStore(tmp_path)
     await append(store, KEY, 0)
-    store._path(KEY).unlink()
-    store._path(KEY).mkdir()
+    TranscriptFiles(tmp_path).path(KEY).unlink()
+    TranscriptFiles(tmp_path).path(KEY).mkdir()
     with pytest.raises(TranscriptUnavailableError):
         await store.delete(KEY)
     assert store.num_sessions(KEY.tenant) == 1
@@ -189,7 +190,7 @@ async def test_the_cache_is_bounded(tmp_path, most_tokens, num_sessions):
     keys = [KEY._replace(session_id=f"s{number}") for number in range(5)]
     for key in keys:
         await append(store, key, 0)
-    assert list(store._cache) == keys[-num_sessions:]
+    assert store._cache.keys() == keys[-num_sessions:]
     assert [len((await store.get(key)).turns) for key in keys] == [1] * 5
 
 
@@ -201,7 +202,7 @@ async def test_the_session_that_was_used_last_stays_in_memory(tmp_path):
     await append(store, second, 0)
     await store.get(first)
     await append(store, third, 0)
-    assert list(store._cache) == [first, third]
+    assert store._cache.keys() == [first, third]
 
 
 async def test_reads_and_appends_of_one_session_are_serialised(tmp_path):
@@ -252,7 +253,9 @@ async def test_without_room_nothing_is_left_behind(tmp_path):
         assert refused.value.retryable
         with pytest.raises(TranscriptDiskFullError):
             await store.fork(await opened(store), "s3", 2)
-    assert [path.name for path in tmp_path.iterdir()] == [store._path(OPENED).name]
+    assert [path.name for path in tmp_path.iterdir()] == [
+        TranscriptFiles(tmp_path).path(OPENED).name
+    ]
     assert store.num_sessions("default") == 1
     assert store.trouble.errors.counts == {("full",): 3}
     warned = [line for line in lines if line["event"] == "transcript_disk_full"]
@@ -269,7 +272,8 @@ LONG = record(0, LONG_TOKENS)
 async def opened(store):
     """A session whose only turn is nearly as long as the limit: a second one is too much."""
     await store.append(OPENED, record(0, 30_000), is_final=False)
-    store._cache[OPENED] = store._cache[OPENED].with_turn(record(1, LONG_TOKENS), is_final=False)
+    longer = store._cache.get(OPENED).with_turn(record(1, LONG_TOKENS), is_final=False)
+    store._cache.keep(OPENED, longer)
     return OPENED
 
 
@@ -346,7 +350,7 @@ async def test_files_that_a_crash_left_empty_go_at_the_start(tmp_path):
     (tmp_path / "empty.jsonl").touch()
     store = TranscriptStore(tmp_path)
     store.count_sessions()
-    assert [path.name for path in tmp_path.iterdir()] == [store._path(KEY).name]
+    assert [path.name for path in tmp_path.iterdir()] == [TranscriptFiles(tmp_path).path(KEY).name]
     assert store.num_sessions("default") == 1
 
 
@@ -410,7 +414,7 @@ async def test_tenants_and_models_do_not_meet(tmp_path):
 def test_a_sessions_file_has_the_same_name_in_every_release(tmp_path):
     """Or none that is there would be found any more."""
     key = SessionKey("acme", "0" * 32, "s")
-    assert TranscriptStore(tmp_path)._path(key).name == "653f6cf6fa528fd98fad80860864cb5d.jsonl"
+    assert TranscriptFiles(tmp_path).path(key).name == "653f6cf6fa528fd98fad80860864cb5d.jsonl"
 
 
 async def test_a_discard_is_there_for_the_next_process(tmp_path):
@@ -439,7 +443,7 @@ async def test_names_are_durable_too(tmp_path, monkeypatch):
 
     monkeypatch.setattr("os.fsync", watched)
     store = TranscriptStore(tmp_path)
-    file, directory = str(store._path(KEY)), str(tmp_path)
+    file, directory = str(TranscriptFiles(tmp_path).path(KEY)), str(tmp_path)
     await append(store, KEY, 0)
     assert synced == [file, directory]
     await append(store, KEY, 1)

@@ -2,7 +2,7 @@
 
 from random import Random
 
-from kvd.following.backoff import Backoff
+from shared.process.backoff import Backoff
 
 
 def test_pauses_grow_up_to_a_bound():

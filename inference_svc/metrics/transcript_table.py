@@ -1,0 +1,28 @@
+"""Metrics of transcripts; a part of the service's table."""
+
+from shared.serving.metric_export import Metric
+
+TRANSCRIPT_METRICS = (
+    Metric(
+        "inference_transcript_errors_total",
+        "counter",
+        "Reads and writes of transcripts that failed: no room (full), or another reason",
+        ("error",),
+    ),
+    Metric(
+        "inference_transcript_store_calls_total",
+        "counter",
+        "Calls to the object store of transcripts, by what they did; failed: nothing, in time",
+        ("call",),
+    ),
+    Metric(
+        "inference_transcript_store_up",
+        "gauge",
+        "1 if the object store of transcripts has answered the last call; no value without one",
+    ),
+    Metric(
+        "inference_transcripts_behind",
+        "gauge",
+        "Sessions whose last turns are on this server alone: what its loss would cost",
+    ),
+)
