@@ -3,7 +3,8 @@
 All ages are by the store's clock. It removes nothing at once: an expired session becomes a dropped
 one, which is forgotten GRACE_S later; chunks are condemned first (chunk_store.py). So a sweep is
 safe beside pushes, pulls and other sweeps; the lease only spares the work. Where a manifest cannot
-be read, nothing of its tenant is removed: nobody knows what it names.
+be read, nothing of its tenant is removed: nobody knows what it names. Of the services' transcripts
+only those are forgotten that they have deleted.
 """
 
 import json
@@ -20,8 +21,10 @@ from kvd.remote.manifest import Owner, has_expired
 from kvd.remote.names import SWEEPER, all_chunks, all_condemned, place_of
 from shared.blobs.blob_store import Blob, BlobStore
 from shared.blobs.errors import BlobMissingError, OvertakenError, UnfitStoreError
-from shared.blobs.register import NOTHING, Register, Version
+from shared.blobs.register import NOTHING, Register, Version, is_version
+from shared.blobs.release import DELETED_BYTES, TRANSCRIPTS
 
+KNOWN_S = 30 * 86400.0  # by then a service that was away has found out what was deleted
 LEASE_S = 900.0  # a sweep of more objects goes on, perhaps beside another one
 
 
@@ -32,7 +35,7 @@ class SweepResult:
     Attributes:
         num_sessions: that are kept.
         num_expired: that were dropped.
-        num_forgotten: that were dropped long ago.
+        num_forgotten: that were dropped long ago; so are deleted transcripts.
         num_condemned: chunks that are to go.
         num_removed: chunks that went.
         removed_bytes: of these.
@@ -77,6 +80,7 @@ class Sweeper:
         try:
             named, unknown = self._sweep_sessions(now_s, result)
             self._sweep_chunks(now_s, named, unknown, result)
+            self._sweep_transcripts(now_s, result)
         finally:
             self._end()
         return result
@@ -183,6 +187,18 @@ class Sweeper:
             path = f"{all_condemned()}/{tenant}/{secrets.token_hex(8)}"
             self._store.put(path, condemned_list(chunks))
             result.num_condemned += len(chunks)
+
+    def _sweep_transcripts(self, now_s: float, result: SweepResult) -> None:
+        """Forget the transcripts that were deleted so long ago that every service knows it."""
+        for blob in list_blobs(self._store, TRANSCRIPTS):
+            is_mark = is_version(blob.name) and blob.num_bytes == DELETED_BYTES
+            if not is_mark or now_s < blob.stored_unix_s + KNOWN_S:
+                continue
+            register = Register(self._store, place_of(blob.name))
+            seen = register.look()
+            if blob.name == register.name_of(seen.number):  # else the session has begun anew
+                register.remove(seen)
+                result.num_forgotten += 1
 
     def _names_in(self, blob: Blob) -> list[str]:
         try:

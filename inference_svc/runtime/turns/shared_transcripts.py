@@ -100,7 +100,7 @@ class SharedTranscripts:
         Raises:
             StoreSilentError: nobody knows.
         """
-        return await self._call("looked", lambda store: _register(store, key).look())
+        return await self._call("looked", lambda store: register_of(store, key).look())
 
     async def read(self, key: SessionKey) -> SharedTranscript | None:
         """Return the newest; None: there never was one, or it was deleted long ago.
@@ -109,12 +109,10 @@ class SharedTranscripts:
             StoreSilentError: nobody knows.
             TranscriptDamagedError: it is not what was put there.
         """
-        version = await self._call("read", lambda store: _register(store, key).read())
-        if version is None or len(version.data) == DELETED_BYTES:
-            return None if version is None else SharedTranscript(version.seen)
-        data, transcript = await asyncio.to_thread(_decoded, version.data)
-        if transcript.header.key != key:
-            raise _damaged()
+        version = await self._call("read", lambda store: register_of(store, key).read())
+        if version is None:
+            return None
+        data, transcript = await asyncio.to_thread(decode_value, version.data, key)
         return SharedTranscript(version.seen, data, transcript)
 
     async def replace(self, key: SessionKey, before: Seen, data: bytes | None) -> Seen:
@@ -129,9 +127,9 @@ class SharedTranscripts:
             OvertakenError: another service has replaced it.
             StoreSilentError: nobody knows whether it was replaced.
         """
-        value = secrets.token_bytes(DELETED_BYTES) + (b"" if data is None else zlib.compress(data))
+        value = await asyncio.to_thread(encode_value, data)
         return await self._call(
-            "replaced", lambda store: _register(store, key).replace(before, value)
+            "replaced", lambda store: register_of(store, key).replace(before, value)
         )
 
     async def deleted(self) -> list[str]:
@@ -198,7 +196,8 @@ def _silent(why: str) -> StoreSilentError:
     )
 
 
-def _register(store: BlobStore, key: SessionKey) -> Register:
+def register_of(store: BlobStore, key: SessionKey) -> Register:
+    """Return where a session's transcript is."""
     return Register(store, f"{TRANSCRIPTS}/{_tenant(key.tenant)}/{digest_of(key)}")
 
 
@@ -206,15 +205,27 @@ def _tenant(name: str) -> str:
     return hashlib.blake2b(name.encode(), digest_size=16).hexdigest()
 
 
-def _decoded(value: bytes) -> tuple[bytes, Transcript]:
-    """Return the file that a value has, and its transcript."""
+def encode_value(data: bytes | None) -> bytes:
+    """Encode a file, unlike every other value; None: the session is deleted."""
+    return secrets.token_bytes(DELETED_BYTES) + (b"" if data is None else zlib.compress(data))
+
+
+def decode_value(value: bytes, key: SessionKey) -> tuple[bytes | None, Transcript | None]:
+    """Decode a session's file and its transcript; None: it was deleted.
+
+    Raises:
+        TranscriptDamagedError: it is none, or another session's.
+    """
+    if len(value) == DELETED_BYTES:
+        return None, None
     decompressor = zlib.decompressobj()
     try:
         data = decompressor.decompress(value[DELETED_BYTES:], MAX_FILE_BYTES)
     except zlib.error as error:
         raise _damaged() from error
     transcript, good_bytes = decode_transcript(data)
-    if transcript is None or good_bytes < len(data) or not decompressor.eof:
+    is_whole = decompressor.eof and good_bytes == len(data)
+    if transcript is None or transcript.header.key != key or not is_whole:
         raise _damaged()
     return data, transcript
 

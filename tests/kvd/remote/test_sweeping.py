@@ -7,11 +7,14 @@ import pytest
 
 from kvd.host.pacing import SharedPace
 from kvd.remote.catalog import Catalog
+from kvd.remote.chunk_store import list_blobs
 from kvd.remote.errors import NotPushedError, SlowPushError, SweepRunningError
 from kvd.remote.manifest import Owner
 from kvd.remote.pulling import Puller
 from kvd.remote.pushing import Pusher
-from kvd.remote.sweeping import LEASE_S, Sweeper, SweepResult
+from kvd.remote.sweeping import KNOWN_S, LEASE_S, Sweeper, SweepResult
+from shared.blobs.register import Register
+from shared.blobs.release import DELETED_BYTES, TRANSCRIPTS
 from tests.faulty_store import FaultyStore, View
 from tests.remote_server import STEP, Server
 
@@ -187,3 +190,21 @@ def test_one_sweeps_at_a_time() -> None:
         world.sweep(LEASE_S - 1)
     world.sweep(1)
     world.sweep()
+
+
+def test_deleted_transcripts_are_forgotten_when_everybody_knows() -> None:
+    """Not those that have words, nor a name that was used again."""
+    world = World()
+    for place, values in {
+        "gone": (b"words of the session", bytes(DELETED_BYTES)),
+        "there": (b"words of the session",),
+        "again": (bytes(DELETED_BYTES), b"other words of it"),
+    }.items():
+        register = Register(world.view, f"{TRANSCRIPTS}/tenant/{place}")
+        for value in values:
+            register.replace(register.look(), value)
+    world.sweep(after_s=KNOWN_S - 1)
+    assert len(list_blobs(world.view, TRANSCRIPTS)) == 3
+    assert world.sweep(after_s=2).num_forgotten == 1
+    left = {blob.name.split("/")[3] for blob in list_blobs(world.view, TRANSCRIPTS)}
+    assert left == {"there", "again"}

@@ -1,0 +1,331 @@
+"""Transcripts that services share through an object store."""
+
+import threading
+from dataclasses import replace
+from itertools import count
+from random import Random
+
+import pytest
+
+from inference_svc.core.discards import CLIENT, Discard
+from inference_svc.core.errors import (
+    SessionMovedError,
+    TranscriptUnavailableError,
+    UnknownSessionError,
+)
+from inference_svc.core.transcript_format import TranscriptDamagedError
+from inference_svc.runtime.turns.shared_transcripts import (
+    SharedTranscript,
+    SharedTranscripts,
+    StoreSilentError,
+    register_of,
+)
+from inference_svc.runtime.turns.transcript import TranscriptStore
+from inference_svc.runtime.turns.transcript_files import TranscriptFiles
+from inference_svc.runtime.turns.transcript_sharing import Verdict, verdict_on
+from shared.blobs.register import NOTHING, Seen
+from shared.process.backoff import Backoff
+from shared.types.session_key import SessionKey
+from tests.faulty_store import FaultyStore, Odds, View
+from tests.inference_svc.runtime.turns.test_transcript import record
+
+KEY = SessionKey("default", "model", "s1")
+OTHER = KEY._replace(session_id="s2")
+BROKEN = Odds(fails=1.0)
+
+
+class Servers:
+    """Services that share a store in memory, by their numbers; each is begun when it is asked for.
+
+    Attributes:
+        blobs: the store.
+    """
+
+    def __init__(self, directory):
+        self.directory = directory
+        self.blobs = FaultyStore(Random(7))  # noqa: S311
+        self._running = {}
+        self._names = count()
+
+    def __getitem__(self, number):
+        if number not in self._running:
+            backoff = Backoff(Random(1), first_s=0.0, longest_s=0.0)  # noqa: S311
+            shared = SharedTranscripts(View(self.blobs), 60.0, backoff)
+            store = TranscriptStore(self.directory / str(number), shared)
+            store.open()
+            store.count_sessions()
+            self._running[number] = store
+        return self._running[number]
+
+    def restart(self, number):
+        self._running.pop(number).close()
+
+    def fail(self):
+        self.blobs.odds = BROKEN
+
+    def mend(self):
+        self.blobs.odds = Odds()
+
+    async def turn(self, number, key=KEY, **how):
+        """The next turn of a session, as one service has it; returns how many there are."""
+        store = self[number]
+        await store.refresh(key)
+        found = await store.find(key)
+        turn = record(len(found.turns) if found else 0)
+        turn = replace(turn, request_id=f"of {number}: {next(self._names)}")
+        return len((await store.append(key, turn, is_final=False, **how)).turns)
+
+    async def turns(self, number, key=KEY):
+        """How many turns a service has of a session, with those of the others."""
+        await self[number].refresh(key)
+        found = await self[number].find(key)
+        return len(found.turns) if found else None
+
+
+@pytest.fixture
+def servers(tmp_path):
+    servers = Servers(tmp_path)
+    yield servers
+    for number in list(servers._running):
+        servers.restart(number)
+
+
+async def test_a_session_goes_on_anywhere(servers):
+    """Whoever has the next turn has all that were before, and counts the session as its own."""
+    assert [await servers.turn(number) for number in (0, 1, 1, 0, 2)] == [1, 2, 3, 4, 5]
+    files = [servers.directory / str(number) / "" for number in range(3)]
+    assert [servers[number].num_sessions("default") for number in range(3)] == [1, 1, 1]
+    assert await servers.turns(0) == 5
+    contents = {next(path.glob("*.jsonl")).read_bytes() for path in (files[0], files[2])}
+    assert len(contents) == 1
+
+
+async def test_what_another_has_added_stands(servers):
+    """A turn that was computed over less is refused, and its session is then what it is."""
+    await servers.turn(0)
+    await servers.turn(1)
+    with pytest.raises(SessionMovedError, match="submit the turn again"):
+        await servers[0].append(KEY, record(1), is_final=False)
+    assert await servers.turns(0) == 2
+    assert await servers.turn(0) == 3
+
+
+async def test_a_turn_that_ends_after_its_session_was_read_anew_is_refused(servers):
+    """Somebody has looked at the session meanwhile: it is longer here, too."""
+    await servers.turn(0)
+    await servers.turn(1)
+    assert await servers.turns(0) == 2
+    with pytest.raises(SessionMovedError):
+        await servers[0].append(KEY, record(1), is_final=False)
+
+
+async def test_a_discard_of_what_has_changed_is_refused(servers, monkeypatch):
+    """Its positions are of another context."""
+    await servers.turn(0)
+    await servers.turn(1)
+    store = servers[0]
+    before = await store.get(KEY)
+    await store.refresh(KEY)
+
+    async def as_it_was(key):
+        return before
+
+    monkeypatch.setattr(store, "get", as_it_was)
+    with pytest.raises(SessionMovedError):
+        await store.discard(KEY, Discard(((0, 1),), reason=CLIENT))
+
+
+async def test_discards_ends_and_forks_are_shared(servers):
+    """They are lines of the file as turns are."""
+    await servers.turn(0)
+    await servers[0].discard(KEY, Discard(((0, 1),), reason=CLIENT))
+    await servers[0].fork(KEY, OTHER.session_id, 1)
+    await servers[0].end(KEY)
+    await servers[1].refresh(KEY)
+    found = await servers[1].get(KEY)
+    assert found.has_ended
+    assert found.context.token_ids == (1, 2, 3, 9)
+    assert await servers.turn(1, OTHER) == 2
+    assert await servers.turns(0, OTHER) == 2
+
+
+async def test_a_silent_store_costs_no_turn(servers):
+    """What it lacks is known, also to the next process, and gets there later."""
+    await servers.turn(0)
+    servers.fail()
+    assert await servers.turn(0) == 2
+    assert servers[0].sharing.behind == [KEY]
+    servers.restart(0)
+    assert servers[0].sharing.behind == [KEY]
+    await servers[0].catch_up()
+    assert servers[0].sharing.behind == [KEY], "it is silent"
+    servers.mend()
+    await servers[0].catch_up()
+    assert servers[0].sharing.behind == []
+    assert await servers.turns(1) == 2
+    servers.restart(0)
+    assert servers[0].sharing.behind == []
+
+
+async def test_the_next_turn_brings_what_the_store_lacks(servers):
+    """All of it: a value is the whole file."""
+    servers.fail()
+    await servers.turn(0)
+    servers.mend()
+    await servers.turn(0)
+    assert servers[0].sharing.behind == []
+    assert await servers.turns(1) == 2
+
+
+async def test_two_that_went_on_apart_are_told_apart(servers):
+    """The store's counts; the other one is kept beside it, and said to be."""
+    await servers.turn(0)
+    await servers.turns(1)
+    servers.fail()
+    await servers.turn(0)
+    mine = next((servers.directory / "0").glob("*.jsonl")).read_bytes()
+    servers.mend()
+    for _ in range(2):
+        await servers.turn(1)
+    await servers[0].catch_up()
+    assert servers[0].sharing.behind == []
+    assert await servers.turns(0) == 3
+    (aside,) = (servers.directory / "0").glob("*.diverged-1")
+    assert aside.read_bytes() == mine
+
+
+async def test_what_nobody_knows_is_not_begun_anew(servers):
+    """A session that is not here may be elsewhere; one that is here goes on."""
+    await servers.turn(0)
+    await servers.turn(1, OTHER)
+    servers.fail()
+    with pytest.raises(TranscriptUnavailableError, match="expected_turn = 0"):
+        await servers[1].refresh(KEY, must_know=True)
+    await servers[1].refresh(OTHER, must_know=True)
+    await servers[1].refresh(KEY)
+    assert await servers[1].find(KEY) is None
+
+
+async def test_what_is_deleted_is_deleted_everywhere(servers):
+    """Where it lies as a file it goes when it is asked for, or when somebody tidies up."""
+    for key in (KEY, OTHER):
+        await servers.turn(0, key)
+        await servers.turn(1, key)
+        await servers.turns(0, key)
+        await servers[0].delete(key)
+    assert await servers.turns(1) is None
+    await servers[1].forget_deleted()
+    assert not list((servers.directory / "1").glob("*.jsonl"))
+    assert servers[1].num_sessions("default") == 0
+    assert await servers.turn(1) == 1, "a name may be used again"
+    assert await servers.turns(0) == 1
+
+
+async def test_nothing_is_deleted_while_the_store_is_silent(servers):
+    """It would come back."""
+    await servers.turn(0)
+    servers.fail()
+    with pytest.raises(TranscriptUnavailableError, match="not deleted"):
+        await servers[0].delete(KEY)
+    servers.mend()
+    assert await servers.turns(0) == 1
+
+
+async def test_sessions_that_no_client_names_stay_here(servers):
+    """Until one does."""
+    assert await servers.turn(0, is_local=True) == 1
+    assert await servers.turn(0, is_local=True) == 2
+    await servers[0].fork(KEY, OTHER.session_id, 1)
+    assert not [name for name in servers.blobs.blobs if "transcripts" in name]
+    assert await servers.turns(1) is None
+    assert await servers.turn(0) == 3
+    assert await servers.turns(1) == 3
+    assert await servers.turn(0, is_local=True) == 4
+    assert await servers.turns(1) == 4, "it was shared, and stays it"
+    await servers[0].delete(OTHER)
+
+
+async def test_what_is_damaged_is_not_used_and_can_be_deleted(servers):
+    """Nobody guesses what was said."""
+    await servers.turn(0)
+    (name,) = (name for name in servers.blobs.blobs if "transcripts" in name)
+    data, stored_s = servers.blobs.blobs[name]
+    for damaged in (data[:-1], data[:40] + b"x" + data[41:], data[:7], b""):
+        servers.blobs.blobs[name] = damaged, stored_s
+        with pytest.raises(TranscriptDamagedError):
+            await servers.turns(1)
+    await servers[0].delete(KEY)
+    assert await servers.turns(1) is None
+    with pytest.raises(UnknownSessionError):
+        await servers[1].get(KEY)
+
+
+async def test_another_sessions_transcript_is_not_taken(servers):
+    """Though it lies where this one's should."""
+    await servers.turn(0, OTHER)
+    view = View(servers.blobs, is_calm=True)
+    register_of(view, KEY).replace(NOTHING, register_of(view, OTHER).read().data)
+    with pytest.raises(TranscriptDamagedError):
+        await servers.turns(1)
+
+
+async def test_a_disk_that_is_full_loses_nothing_of_what_is_shared(servers):
+    """The turn is in the store: it is read from there."""
+    await servers.turn(0)
+    store = servers[0]
+    files = store._files
+    store._files = TranscriptFiles(servers.directory / "gone")
+    with pytest.raises(TranscriptUnavailableError):
+        await store.append(KEY, record(1), is_final=False)
+    store._files = files
+    assert await servers.turns(0) == 2
+
+
+async def test_a_store_that_hangs_is_left_alone(tmp_path):
+    """Nobody waits for it longer than a deadline, and then for a while not at all."""
+    hangs, blobs = threading.Event(), FaultyStore(Random(1))  # noqa: S311
+    blobs.meanwhile = hangs.wait
+    backoff = Backoff(Random(1), first_s=1000.0)  # noqa: S311
+    shared = SharedTranscripts(View(blobs), 0.05, backoff)
+    store = TranscriptStore(tmp_path, shared)
+    try:
+        await store.append(KEY, record(0), is_final=False)
+        assert shared.is_silent
+        assert shared.retry_s > 0
+        assert shared.calls.counts == {("failed",): 1}
+        with pytest.raises(StoreSilentError, match="left alone"):
+            await shared.look(KEY)
+        assert shared.calls.counts == {("failed",): 1}
+        hangs.set()
+        backoff.retry_at_s = 0.0
+        shared._deadline_s = 60.0
+        await store.catch_up()
+        assert not shared.is_silent
+        assert store.sharing.behind == []
+    finally:
+        hangs.set()
+        shared.close()
+
+
+def there(data):
+    return SharedTranscript(Seen(1, frozenset({"1"})), data)
+
+
+@pytest.mark.parametrize(
+    ("here", "shared", "verdict", "behind"),
+    [
+        (None, None, Verdict.KEEP, Verdict.KEEP),
+        (b"ab", None, Verdict.KEEP, Verdict.KEEP),
+        (None, there(None), Verdict.KEEP, Verdict.KEEP),
+        (b"ab", there(None), Verdict.REMOVE, Verdict.KEEP),
+        (None, there(b"ab"), Verdict.TAKE, Verdict.TAKE),
+        (b"ab", there(b"abc"), Verdict.TAKE, Verdict.TAKE),
+        (b"ab", there(b"ab"), Verdict.KEEP, Verdict.KEEP),
+        (b"abc", there(b"ab"), Verdict.KEEP, Verdict.KEEP),
+        (b"abc", there(b"abd"), Verdict.DIVERGED, Verdict.DIVERGED),
+    ],
+)
+def test_what_becomes_of_a_file(here, shared, verdict, behind):
+    """Files only grow: the longer one has what the shorter one has, or they are two."""
+    assert verdict_on(here, shared, is_behind=False) is verdict
+    assert verdict_on(here, shared, is_behind=True) is behind
