@@ -341,7 +341,9 @@ def _named(request: pb.SubmitTurnRequest) -> pb.SubmitTurnRequest:
     """Return a copy of the request that names its session."""
     named = pb.SubmitTurnRequest()
     named.CopyFrom(request)
-    named.session_id = request.session_id or f"s-{uuid.uuid4().hex}"
+    if not request.session_id:
+        named.session_id = f"s-{uuid.uuid4().hex}"
+        named.expected_turn = request.expected_turn  # 0 if it has none: nobody has had a turn of it
     return named
 
 

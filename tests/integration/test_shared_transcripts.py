@@ -1,0 +1,133 @@
+"""Two services that share a store of transcripts: a session goes on at either, and after either."""
+
+import asyncio
+import signal
+
+import pytest
+
+from inference_svc.client import turn_request
+from shared.pb.inference.v1 import inference_pb2 as pb
+from shared.types.errors import (
+    ConflictError,
+    NotFoundError,
+    ReportedError,
+    StateError,
+    UnavailableError,
+)
+from tests.inference_processes import InferenceProcess
+
+SAMPLING = pb.Sampling(max_tokens=6, ignore_eos=True)
+
+
+@pytest.fixture
+def services(tiny_model, tmp_path):
+    """How to make a service of a number, and the directory that all share."""
+    store = tmp_path / "store"
+
+    def make(number, url=""):
+        directory = tmp_path / str(number)
+        directory.mkdir(exist_ok=True)
+        environ = {"INFERENCE_REMOTE__URL": url or f"file://{store}"}
+        return InferenceProcess(tiny_model, directory, environ=environ)
+
+    return make, store
+
+
+async def say(service, turn, session="tale", text="Keys and values are kept."):
+    """A turn of a session; the client believes in so many before it."""
+    async with service.client() as client:
+        request = turn_request(text, session, sampling=SAMPLING, expected_turn=turn)
+        return await client.submit(request)
+
+
+async def read(service, session="tale"):
+    async with service.client() as client:
+        return await client.get_session(session, with_turns=True)
+
+
+async def test_a_session_goes_on_anywhere(services, oracle):
+    """Whatever becomes of the server that has begun it; each answer is that of recomputation."""
+    make, _ = services
+    async with make(1) as first, make(2) as second:
+        await say(first, 0)
+        await say(first, 1)
+        await say(second, 2)
+        await first.kill()
+        await say(second, 3)
+        with pytest.raises(StateError) as refused:
+            await say(second, 3)
+        assert refused.value.reason == "turn_mismatch"
+        await first.start()
+        await say(first, 4)
+        async with second.client() as client:
+            await client.fork_session("tale", 3, "other")
+        await say(first, 3, "other")
+        for session, num_turns in (("tale", 5), ("other", 4)):
+            there = await read(second, session)
+            assert there.turns == num_turns
+            turns = [(turn.input_ids, turn.output_ids) for turn in there.turn_records]
+            assert oracle.judge(turns).is_identical
+        async with first.client() as client:
+            await client.delete_session("tale")
+        with pytest.raises(NotFoundError):
+            await read(second)
+
+
+async def test_two_at_once(services):
+    """Of two turns on two servers one is there, and the other is told."""
+    make, _ = services
+    async with make(1) as first, make(2) as second:
+        await say(first, 0)
+        results = await asyncio.gather(
+            *(say(service, 1) for service in (first, second)), return_exceptions=True
+        )
+        failed = [result for result in results if isinstance(result, ReportedError)]
+        assert len(failed) <= 1
+        assert all(
+            isinstance(error, ConflictError | StateError)
+            and error.reason in {"session_moved", "turn_mismatch"}
+            for error in failed
+        )
+        assert (await read(first)).turns == 3 - len(failed) == (await read(second)).turns
+
+
+async def test_a_store_that_is_not_there(services):
+    """Sessions that are here go on; what may be elsewhere is not begun anew; new ones begin."""
+    make, store = services
+    async with make(1) as first:
+        await say(first, 0)
+        aside = store.with_name("aside")
+        store.rename(aside)
+        store.touch()
+        await say(first, 1)
+        await say(first, 0, "new")
+        async with first.client() as client:
+            unnamed = await client.submit(turn_request("Whose?", sampling=SAMPLING))
+            assert unnamed.accepted.turn == 0
+        with pytest.raises(UnavailableError) as refused:
+            await say(first, None, "elsewhere")
+        assert refused.value.reason == "transcript_unavailable"
+        await first.kill()
+        store.unlink()
+        aside.rename(store)
+        async with make(2) as second:
+            assert (await read(second)).turns == 1, "the second turn has not come there"
+        await first.start()
+        first.send_signal(signal.SIGTERM)  # what is behind is brought before the end
+        assert await first.exit_code() == 0
+        async with make(2) as second:
+            assert (await read(second)).turns == 2
+            await say(second, 2)
+            await say(second, 1, "new")
+
+
+@pytest.mark.parametrize("url", ["ftp://nowhere", "s3://", "file:///"])
+async def test_a_url_that_names_no_store_is_refused_at_the_start(services, url):
+    """With what to do about it, and no trace."""
+    make, _ = services
+    service = make(1, url)
+    with pytest.raises(Exception, match="ended with exit code"):
+        await service.start()
+    log = service.log_path.read_text()
+    assert "remote.url" in log or "the URL of the store" in log
+    assert "Traceback" not in log
