@@ -1,6 +1,7 @@
 """A client's request for one turn of one session, the same from gRPC and HTTP. Pure."""
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
@@ -168,6 +169,8 @@ class Submission:
             none, or to one grammar (`sampling`).
         prediction: what most of its answer will likely be; "" if the client does not say.
         resembles: what it was likely meant to go on with, and does not; None: nothing.
+        said: makes, of the answer's text, what its record says of the whole conversation; None:
+            that is not known. See `TurnRecord.said`.
     """
 
     key: SessionKey
@@ -190,6 +193,7 @@ class Submission:
     calls: BoundCalls | None = None
     prediction: str = ""
     resembles: Resembled | None = None
+    said: Callable[[str], str] | None = None
 
     @property
     def tools_digest(self) -> str:
