@@ -246,8 +246,9 @@ NOT_AT_ALL = replace(FORCED, use=ToolUse(FORCED.use.tools, ChoiceKind.NONE), hea
     [
         (READING, TEXT, READING),  # a thought, a sentence, two calls
         (READING, TEXT[: TEXT.index("words.")], READING),  # cut in a thought
-        (READING, TEXT[: TEXT.index("1}")], READING),  # cut in a call
+        (READING, TEXT[: TEXT.index("1}")], READING),  # cut before it is a call
         (FORCED, FORCED_TEXT, AS_IT_LIKES),
+        (FORCED, FORCED_TEXT[:60], AS_IT_LIKES),  # cut in its arguments
         (FORCED, FORCED_TEXT, NOT_AT_ALL),
         (AS_IT_LIKES, FORCED_TEXT, NOT_AT_ALL),
         (Reading(beginning="Well, "), "yes.", Reading()),
