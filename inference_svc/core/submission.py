@@ -1,6 +1,7 @@
 """A client's request for one turn of one session, the same from gRPC and HTTP. Pure."""
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
@@ -169,6 +170,8 @@ class Submission:
         prediction: what most of its answer will likely be; "" if the client does not say.
         resembles: what it was likely meant to go on with, and does not; None: nothing.
         is_local: whether a session that it opens is this server's alone: no client names it.
+        said: makes, of the answer's text, what its record says of the whole conversation; None:
+            that is not known. See `TurnRecord.said`.
     """
 
     key: SessionKey
@@ -192,6 +195,7 @@ class Submission:
     prediction: str = ""
     resembles: Resembled | None = None
     is_local: bool = False
+    said: Callable[[str], str] | None = None
 
     @property
     def tools_digest(self) -> str:

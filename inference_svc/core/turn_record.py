@@ -122,6 +122,8 @@ class TurnRecord:
         tools_digest: a digest of the tools that were offered; "" if none were.
         template_arguments: of a session's first turn, the chat template's arguments as JSON, if it
             writes another conversation with them than without; else "".
+        said: a digest of the whole conversation up to this answer, as its client sends it back, the
+            same on every server; "": not known, or no client has named the session.
     """
 
     turn: int
@@ -143,6 +145,7 @@ class TurnRecord:
     stop_string: str = ""
     tools_digest: str = ""
     template_arguments: str = ""
+    said: str = ""
 
     @property
     def num_tokens(self) -> int:

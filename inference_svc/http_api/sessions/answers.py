@@ -279,10 +279,11 @@ class Answers:
             if turn.repeat_key is not None:
                 known = StoredRequest(turn.body, route)
                 await self._store.keep_request(caller.tenant, turn.repeat_key, known)
+            before = await self._router.before_answer(caller, turn, route)
             stream = await self._gateway.submit(
                 caller.identity,
                 TurnNames(caller.tenant, route.session_id, turn.request_id),
-                lambda key, defaults: turn.as_submission(route, key, defaults),
+                lambda key, defaults: turn.as_submission(route, key, defaults, before),
             )
         except BaseException:
             if is_passing:

@@ -16,13 +16,14 @@ from typing import Any
 
 from inference_svc.core.chat import Message
 from inference_svc.core.turn_record import Finished
+from inference_svc.http_api.sessions.history_chain import HistoryChain
 from inference_svc.http_api.sessions.lookup import (
     ConversationTurn,
     Point,
     Route,
     StoredResponse,
 )
-from inference_svc.http_api.sessions.routing import Caller, HistoryChain, HttpTurn
+from inference_svc.http_api.sessions.routing import Caller, HttpTurn
 from inference_svc.http_api.sessions.store import ApiStore
 from inference_svc.http_api.sessions.subagents import IdleSubagents
 from inference_svc.http_api.sessions.superseding import supersedes

@@ -4,21 +4,17 @@ Three ways to say it: the client names a session, or a response that it follows,
 messages speak for themselves: then the longest beginning of them that ended with an answer of this
 service is the session's history, and what follows is new. Nothing is changed here.
 
-A history is a sequence of messages, known by a digest: what was said, in order, without saying it.
-The digest is chained, message by message, from a seed of the tenant and the model, and keyed with a
-secret of this service: who reads the digests learns nothing, no tenant's history is another's, and
-the histories of all beginnings of a conversation cost one pass over it. White space around an
-answer does not count: clients like to strip it.
+A history is known by a digest (`history_chain.py`). Where one ended, this service has stored, of
+its own answers. Of an answer that another server gave in a session that its client named, the
+session's transcript says it.
 """
 
-import hashlib
-import json
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from inference_svc.core.chat import ASSISTANT, TOOL, Message, Tool, ToolCall, canonical
+from inference_svc.core.chat import ASSISTANT, Message
 from inference_svc.core.errors import SessionBusyError
 from inference_svc.core.misses import Resembled
 from inference_svc.core.submission import (
@@ -33,6 +29,7 @@ from inference_svc.core.template_arguments import Arguments
 from inference_svc.core.transcript_format import Transcript
 from inference_svc.http_api.answer_parts import Reading
 from inference_svc.http_api.errors import UnknownHistoryError, unknown_conversation
+from inference_svc.http_api.sessions.history_chain import HistoryChain, beginnings, open_chain
 from inference_svc.http_api.sessions.lookup import (
     ConversationTurn,
     Point,
@@ -51,93 +48,6 @@ from inference_svc.service.submissions import (
 from shared.access.identity import Identity
 from shared.types.errors import NotFoundError
 from shared.types.session_key import SessionKey
-
-DIGEST_BYTES = 16
-CALL_ID = 24  # characters of a call's id, behind its prefix
-
-
-class HistoryChain:
-    """Digests of one tenant's histories under one model.
-
-    Args:
-        key: the service's secret.
-        tenant: the tenant whose histories these are.
-        model: the model's fingerprint.
-
-    Attributes:
-        start: digest of the empty history.
-    """
-
-    def __init__(self, key: bytes, tenant: str, model: str) -> None:
-        self._key = key
-        self.start = self._digest(b"history", tenant, model)
-
-    def opening(self, tools: Sequence[Tool], framing: str = "") -> bytes:
-        """Return the digest of the history of which only tools and framing are known.
-
-        Args:
-            tools: what the model may call.
-            framing: what the template's arguments make of it; see `TurnText.framing`.
-        """
-        digest = self._digest(self.start, "tools", canonical(tools)) if tools else self.start
-        return self._digest(digest, "framing", framing) if framing else digest
-
-    def after(self, digest: bytes, message: Message) -> bytes:
-        """Return the digest of a history and one more message; who says an answer is known."""
-        content = message.content
-        if message.tool_calls:
-            content = "".join(content.split())  # clients take blocks apart, and join them
-        elif message.role == ASSISTANT:
-            content = content.strip()
-        calls = [part for call in message.tool_calls for part in (call.name, _sorted(call))]
-        result = ("of", message.tool_call_id) if message.tool_call_id else ()
-        has_sayer = message.name and message.role not in {ASSISTANT, TOOL}
-        sayer = ("named", message.name) if has_sayer else ()
-        return self._digest(digest, message.role, content, *calls, *result, *sayer)
-
-    def along(self, digest: bytes, messages: Sequence[Message]) -> list[bytes]:
-        """Return digests of a history with none of the messages, the first, … all of them."""
-        digests = [digest]
-        for message in messages:
-            digests.append(self.after(digests[-1], message))
-        return digests
-
-    def within(self, digest: bytes, session_id: str) -> bytes:
-        """Return the digest of a history as one session's own."""
-        return self._digest(digest, "session", session_id)
-
-    def exchange(self, before: Message, answer: Message) -> bytes:
-        """Return the digest of an answer and the message before it, wherever they stand."""
-        return self.along(self._digest(self.start, "exchange"), [before, answer])[-1]
-
-    def id_of(self, *parts: str) -> str:
-        """Make an id that nobody can guess: hex."""
-        return self._digest(self.start, "id", *parts).hex()
-
-    def call_ids(self, request_id: str, prefix: str = "call_") -> Callable[[int], str]:
-        """Return what makes the ids of a turn's calls of tools, by their indexes."""
-        return lambda index: prefix + self.id_of("call", request_id, str(index))[:CALL_ID]
-
-    def _digest(self, before: bytes, *parts: str) -> bytes:
-        """Chain parts; each is preceded by its length, so that they cannot run together."""
-        digest = hashlib.blake2b(before, digest_size=DIGEST_BYTES, key=self._key)
-        for part in parts:
-            data = part.encode()
-            digest.update(len(data).to_bytes(8, "little"))
-            digest.update(data)
-        return digest.digest()
-
-
-def beginnings(messages: Sequence[Message]) -> list[int]:
-    """Return the lengths of histories that may be stored, longest first.
-
-    They end with an answer, and something follows them.
-    """
-    return [
-        length
-        for length in range(len(messages) - 1, 0, -1)
-        if messages[length - 1].role == ASSISTANT
-    ]
 
 
 @dataclass(frozen=True)
@@ -196,8 +106,16 @@ class HttpTurn:
     prediction: str = ""
     conversation: ConversationTurn | None = None
 
-    def as_submission(self, route: Route, key: SessionKey, defaults: TurnDefaults) -> Submission:
+    def as_submission(
+        self, route: Route, key: SessionKey, defaults: TurnDefaults, before: bytes | None = None
+    ) -> Submission:
         """Make the submission to the route's session.
+
+        Args:
+            route: where the turn goes.
+            key: of the session there.
+            defaults: what the client does not say.
+            before: digest of all that was said before the answer; see `Router.before_answer`.
 
         Raises:
             EmptyTurnError: no new message has any content.
@@ -224,7 +142,20 @@ class HttpTurn:
             prediction=self.prediction,
             resembles=route.resembles,
             is_local=not route.is_named,
+            said=self._said(key, before),
         )
+
+    def _said(self, key: SessionKey, before: bytes | None) -> Callable[[str], str] | None:
+        """Return what makes the digest of all that was said, once the answer is there."""
+        if before is None:
+            return None
+        chain = open_chain(key)
+
+        def said(text: str) -> str:
+            history = chain.after(before, self.reading.message(text))
+            return chain.within(history, key.session_id).hex()
+
+        return said
 
 
 class Router:
@@ -261,13 +192,11 @@ class Router:
             UnknownHistoryError: the named session has another history.
         """
         messages, name = turn.messages, turn.session_id
-        framing = await self._framing(turn.arguments) if messages else ""
-        opening = chain.opening(turn.reading.use.tools, framing)
-        digests = chain.along(opening, messages)
-        start = opening if messages else None  # what is raw is no history of messages
+        digests = await self._digests(chain, turn)
+        start = digests[0] if messages else None  # what is raw is no history of messages
         transcript, _ = await self._session(caller, name, is_fresh=True) if name else (None, False)
         if transcript is not None and transcript.turns:
-            return await self._in_session(chain, digests, messages, transcript)
+            return await self._in_session(chain, digests, turn, transcript)
         route = await self._longest_known(caller, digests, messages)
         if route is None or transcript is not None:
             route = Route(name, 0, 0, start, is_named=bool(name))
@@ -275,6 +204,22 @@ class Router:
             route = replace(route, may_append=False, is_named=True, name=name)
         resembles = await self._resembled(caller, chain, messages, route.first)
         return replace(route, resembles=resembles)
+
+    async def before_answer(self, caller: Caller, turn: HttpTurn, route: Route) -> bytes | None:
+        """Return the digest, the same on every server, of all that was said before a turn's answer.
+
+        None: the turn does not have all of it, or no client has named the session.
+        """
+        has_all = turn.messages and (route.first or not route.turns)
+        if not (has_all and route.is_named) or turn.conversation is not None:
+            return None
+        key = self._key(caller, route.session_id)
+        return (await self._digests(open_chain(key), turn))[-1]
+
+    async def _digests(self, chain: HistoryChain, turn: HttpTurn) -> list[bytes]:
+        """Return the digests of a turn's messages: of none of them, the first, … all of them."""
+        framing = await self._framing(turn.arguments) if turn.messages else ""
+        return chain.along(chain.opening(turn.reading.use.tools, framing), turn.messages)
 
     async def after(self, caller: Caller, at: Point, history: bytes | None) -> Route | None:
         """Find the route of messages that follow a point; None if its session is gone."""
@@ -356,7 +301,7 @@ class Router:
         self,
         chain: HistoryChain,
         digests: Sequence[bytes],
-        messages: Sequence[Message],
+        turn: HttpTurn,
         transcript: Transcript,
     ) -> Route:
         """Route to the end of a session that the client named: its messages repeat it, or none do.
@@ -365,33 +310,52 @@ class Router:
             UnknownHistoryError: they have another history.
         """
         session_id, turns = transcript.header.session_id, len(transcript.turns)
-        own = {length: chain.within(digests[length], session_id) for length in beginnings(messages)}
+        own = {
+            length: chain.within(digests[length], session_id)
+            for length in beginnings(turn.messages)
+        }
         points = await self._store.find_histories(list(own.values())) if own else {}
         for length, digest in own.items():
             at = points.get(digest)
             if at is not None and at.turns == turns and holds(transcript, at):
                 return Route(session_id, turns, length, digests[length], is_named=True)
-        if any(message.role == ASSISTANT for message in messages):
+        length = await self._length_said(turn, transcript) if own else 0
+        if length:  # another server has answered, or this one has forgotten
+            return Route(session_id, turns, length, digests[length], is_named=True)
+        if any(message.role == ASSISTANT for message in turn.messages):
             raise UnknownHistoryError(
                 f"session {session_id} has {turns} turns, and these messages do not repeat them",
                 "send what is new since its last answer, or leave the session out",
             )
         return Route(session_id, turns, 0, None, is_named=True)
 
+    async def _length_said(self, turn: HttpTurn, transcript: Transcript) -> int:
+        """Return how many of the messages are all that a transcript's turns have said; 0: none."""
+        said, header = transcript.turns[-1].said, transcript.header
+        if not said:
+            return 0
+        chain = open_chain(header.key)
+        digests = await self._digests(chain, turn)
+        return next(
+            (
+                length
+                for length in beginnings(turn.messages)
+                if chain.within(digests[length], header.session_id).hex() == said
+            ),
+            0,
+        )
+
     async def _session(
         self, caller: Caller, session_id: str, *, is_fresh: bool = False
     ) -> tuple[Transcript | None, bool]:
         """Return a session's transcript, if it is there, and whether a turn is under way."""
-        key = caller.identity.key(caller.tenant, self._model, session_id)
         try:
-            return await self._sessions.get(key, is_fresh=is_fresh)
+            return await self._sessions.get(self._key(caller, session_id), is_fresh=is_fresh)
         except NotFoundError:
             return None, False
 
-
-def _sorted(call: ToolCall) -> str:
-    """Write a call's arguments as they compare: clients decode and encode them."""
-    return json.dumps(call.values, ensure_ascii=False, sort_keys=True)
+    def _key(self, caller: Caller, session_id: str) -> SessionKey:
+        return caller.identity.key(caller.tenant, self._model, session_id)
 
 
 def holds(transcript: Transcript, at: Point) -> bool:

@@ -152,6 +152,11 @@ class AnswerWriter:
         self._show(self._answer.end())
 
     @property
+    def text(self) -> str:
+        """The answer's text so far."""
+        return "".join(token.text for token in self.tokens)
+
+    @property
     def stop_string(self) -> str:
         """The stop string that ended the answer; "" if none did."""
         return self._answer.stop_string
@@ -204,6 +209,7 @@ class AnswerWriter:
             stop_string=self.stop_string,
             tools_digest=submission.tools_digest,
             template_arguments=prompt.template_arguments,
+            said=submission.said(self.text) if submission.said else "",
         )
 
     def usage(self, request: EngineRequest, discards: Sequence[Discard] = ()) -> Usage:

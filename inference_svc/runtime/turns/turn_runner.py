@@ -230,8 +230,7 @@ class TurnRunner:
         num_turns: int,
     ) -> None:
         """Publish the last event, and report how the turn ended."""
-        text = "".join(token.text for token in writer.tokens)
-        reason = str(writer.finish_reason)
+        text, reason = writer.text, str(writer.finish_reason)
         turn.publish(Finished(reason, text, usage, num_turns, writer.stop_string))
         cancelled = writer.finish_reason is FinishReason.CANCELLED
         self._report.answered(

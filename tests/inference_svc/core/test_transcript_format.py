@@ -372,3 +372,14 @@ def test_a_session_says_what_its_template_was_told():
     data = encode_transcript(transcript(0)) + b"%08x %s\n" % (zlib.crc32(text), text)
     old, _ = decode_transcript(data)
     assert old.template_arguments == ""
+
+
+def test_what_was_said_is_not_known_of_an_older_releases_turns():
+    """Of this one's it is read as it was written."""
+    told = replace(record(1), said="5a1d")
+    session = Transcript(HEADER, (record(0), told))
+    assert decode_transcript(encode_transcript(session))[0] == session
+    lines = encode_transcript(session).splitlines(keepends=True)
+    lines[2] = rewritten(lines[2], lambda fields: fields["turn"].pop("said"))
+    old, _ = decode_transcript(b"".join(lines))
+    assert old == replace(session, turns=(record(0), record(1)))

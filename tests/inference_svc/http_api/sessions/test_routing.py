@@ -1,85 +1,27 @@
-"""Histories as digests, and what is submitted at the end of a route."""
+"""Where turns go in sessions that clients have named, and what is submitted there."""
 
-from dataclasses import replace
+import json
+from dataclasses import dataclass, replace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from inference_svc.core.chat import Message, Tool, ToolCall
+from inference_svc.core.chat import ChoiceKind, Message, Tool, ToolCall, ToolUse
 from inference_svc.core.errors import EmptyTurnError, InvalidSamplingError
-from inference_svc.core.submission import ChatInput, ModelTraits, TurnDefaults
+from inference_svc.core.submission import ChatInput, ModelTraits, TextInput, TurnDefaults
+from inference_svc.core.template_arguments import canonical_arguments
 from inference_svc.core.truncation import OverflowPolicy
+from inference_svc.core.turn_record import Finished, TurnRecord, Usage
 from inference_svc.http_api.answer_parts import Reading
-from inference_svc.http_api.sessions.lookup import Route
-from inference_svc.http_api.sessions.routing import HistoryChain, HttpTurn, beginnings
-from inference_svc.http_api.sessions.store_file import KEY_BYTES
+from inference_svc.http_api.errors import UnknownHistoryError
+from inference_svc.http_api.sessions.completion import Completion
+from inference_svc.http_api.sessions.lookup import Conversation, ConversationTurn, Route
+from inference_svc.http_api.sessions.routing import Caller, HttpTurn, Router
+from inference_svc.http_api.sessions.store import ApiStore
+from shared.access.identity import Identity
 from shared.types.session_key import SessionKey
-
-KEY = bytes(range(KEY_BYTES))
-CHAIN = HistoryChain(KEY, "acme", "model")
-
-messages = st.lists(
-    st.builds(Message, st.sampled_from(["system", "user", "assistant"]), st.text(max_size=6)),
-    max_size=5,
-)
-
-
-def stripped(message):
-    is_answer = message.role == "assistant"
-    return Message(message.role, message.content.strip()) if is_answer else message
-
-
-@given(messages, messages)
-def test_equal_histories_and_only_those_have_equal_digests(one, other):
-    """White space around an answer does not count; every other character does."""
-    digests = [CHAIN.along(CHAIN.start, said)[-1] for said in (one, other)]
-    same = list(map(stripped, one)) == list(map(stripped, other))
-    assert (digests[0] == digests[1]) == same
-
-
-def test_roles_and_contents_do_not_run_together():
-    """A message is not another one that is written differently."""
-    said = [Message("user", "ab"), Message("user", "")]
-    other = [Message("user", "a"), Message("user", "b")]
-    assert CHAIN.along(CHAIN.start, said)[-1] != CHAIN.along(CHAIN.start, other)[-1]
-
-
-def test_a_history_goes_on_where_it_was():
-    """The digest of a whole is that of its beginning and the rest."""
-    said = [Message("user", "a"), Message("assistant", "b"), Message("user", "c")]
-    digests = CHAIN.along(CHAIN.start, said)
-    assert CHAIN.along(digests[1], said[1:]) == digests[1:]
-
-
-def test_nobody_shares_a_history():
-    """Not another tenant, model or service."""
-    others = [
-        HistoryChain(KEY, "other", "model"),
-        HistoryChain(KEY, "acme", "another"),
-        HistoryChain(bytes(KEY_BYTES), "acme", "model"),
-        HistoryChain(KEY, "acmem", "odel"),
-    ]
-    assert len({chain.start for chain in (CHAIN, *others)}) == 5
-
-
-def test_a_sessions_own_histories():
-    """The same history of two sessions has two digests of their own."""
-    assert len({CHAIN.start, CHAIN.within(CHAIN.start, "a"), CHAIN.within(CHAIN.start, "b")}) == 3
-
-
-def test_ids_depend_on_all_of_their_parts():
-    """And on the tenant."""
-    ids = {CHAIN.id_of("a", "b"), CHAIN.id_of("ab"), CHAIN.id_of("a", "b", "")}
-    assert len(ids | {HistoryChain(KEY, "x", "model").id_of("a", "b")}) == 4
-
-
-def test_beginnings_end_with_an_answer_and_something_follows():
-    """The longest comes first."""
-    roles = ["system", "user", "assistant", "user", "assistant", "user", "assistant"]
-    assert beginnings([Message(role, "x") for role in roles]) == [5, 3]
-    assert beginnings([Message("user", "x")]) == []
-
+from tests.inference_svc.http_api.scripted_calls import FORCED, FORCED_TEXT, READING, TEXT
+from tests.memory_engine import loaded_model
+from tests.turn_service import Service, serving
 
 KEY_OF = SessionKey("acme", "model", "s")
 DEFAULTS = TurnDefaults(64, OverflowPolicy("sinks", 0.25), "snapkv", 0.75, ModelTraits("ragged"))
@@ -131,64 +73,260 @@ def test_a_turn_that_brings_nothing_is_refused():
         turn(sampling={"top_p": 0.0}).as_submission(route, KEY_OF, DEFAULTS)
 
 
-def test_calls_of_tools_are_part_of_a_history():
-    """By name and arguments, whose order does not count; not by ids, which clients may change."""
-    call = ToolCall("look", '{"a": 1, "b": [2]}', "c1")
-    said = Message("assistant", "I look.\n", (call,))
-    same = [
-        replace(said, content="I\n\nlook."),
-        replace(said, tool_calls=(ToolCall("look", '{"b":[2],"a":1}', "other"),)),
-    ]
-    others = [
-        replace(said, tool_calls=()),
-        replace(said, tool_calls=(call, call)),
-        replace(said, tool_calls=(replace(call, name="see"),)),
-        replace(said, tool_calls=(replace(call, arguments="{}"),)),
-        replace(said, content="I see."),
-    ]
-    digest = CHAIN.after(CHAIN.start, said)
-    assert {CHAIN.after(CHAIN.start, one) for one in same} == {digest}
-    assert len({digest, *(CHAIN.after(CHAIN.start, one) for one in others)}) == len(others) + 1
-
-
-def test_what_a_tool_returned_is_of_a_call():
-    """Two results are not those of one another's calls."""
-    result = Message("tool", "4", tool_call_id="c1", name="look")
-    digests = [
-        CHAIN.after(CHAIN.start, one)
-        for one in (result, replace(result, tool_call_id="c2"), replace(result, content="5"))
-    ]
-    assert len(set(digests)) == 3
-    assert CHAIN.after(CHAIN.start, replace(result, name="")) == digests[0]
-
-
-def test_tools_begin_a_history():
-    """Others begin another, and none the one that there always was."""
-    tools = (Tool("look", "Looks."),)
-    openings = [CHAIN.opening(()), CHAIN.opening(tools), CHAIN.opening((*tools, Tool("see")))]
-    assert openings[0] == CHAIN.start
-    assert len(set(openings)) == 3
-
-
-def test_what_arguments_make_of_it_begins_a_history():
-    """Beside the tools; none is the one that there always was."""
-    tools = (Tool("look", "Looks."),)
-    openings = [CHAIN.opening(of, framing) for of in ((), tools) for framing in ("", "a", "b")]
-    assert len(set(openings)) == 6
-    assert openings[0] == CHAIN.start
-    assert openings[3] == CHAIN.opening(tools)
-
-
-def test_who_says_a_question_is_part_of_a_history():
-    """Who says an answer is known: clients put names there, or leave them out."""
-    for role, num in (("user", 3), ("system", 3), ("assistant", 1), ("tool", 1)):
-        named = [Message(role, "x", name=name) for name in ("", "Ann", "Bo")]
-        assert len({CHAIN.after(CHAIN.start, one) for one in named}) == num
-
-
 def test_an_answer_that_is_begun_is_submitted_with_its_beginning():
     """And with the arguments of the template."""
     asked = turn(arguments={"style": 1}, reading=Reading(beginning="Well, "))
     made = asked.as_submission(Route("s", 1, 2, None), KEY_OF, DEFAULTS)
     assert (made.input.arguments, made.input.beginning) == ({"style": 1}, "Well, ")
     assert made.input.is_prompt
+
+
+ANN = Caller(Identity("ann", "token", ("acme",), frozenset({"client"})), "acme")
+NAME = "s"
+QUESTION, MORE = Message("user", "Hi"), Message("user", "And then?")
+ANSWERS = ("Yes?", "Then this.", "No more.")
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model):
+    return loaded_model(tiny_model)
+
+
+async def framing(arguments):
+    return canonical_arguments(arguments)
+
+
+class Server:
+    """One server's own memory of answers, beside sessions that it shares."""
+
+    def __init__(self, service: Service, directory):
+        directory.mkdir()
+        self._transcripts = service.store
+        self.store = ApiStore(directory, 1000)
+        sessions = service.turns.sessions
+        self.completion = Completion(sessions, "model", self.store, 10, 900.0)
+        self.router = Router(sessions, "model", self.store, framing)
+        self.chain = self.completion.chain(ANN)
+
+    async def find(self, messages, session_id=NAME, **fields):
+        """Find where a turn goes; returns that, and the turn."""
+        asked = turn(messages=tuple(messages), session_id=session_id, **fields)
+        return await self.router.find(ANN, self.chain, asked), asked
+
+    async def answer(self, messages, text, session_id=NAME, **fields):
+        """Find where a turn goes, and answer it there; returns where."""
+        route, asked = await self.find(messages, session_id, **fields)
+        await self.record(asked, route, text)
+        return route
+
+    async def record(self, asked, route, text):
+        key = SessionKey("acme", "model", route.session_id)
+        before = await self.router.before_answer(ANN, asked, route)
+        submission = asked.as_submission(route, key, DEFAULTS, before)
+        said = submission.said(text) if submission.said else ""
+        await self._transcripts.append(key, answered(route.turns, text, said), is_final=False)
+        finished = Finished("stop", text, Usage(), route.turns + 1)
+        await self.completion.record(ANN, asked, route, finished, is_passing=False)
+
+    async def knows(self, digest):
+        """Whether it has stored where a history of the session ends."""
+        own = self.chain.within(digest, NAME)
+        return own in await self.store.find_histories([own])
+
+
+def answered(num, text, said=""):
+    """The record of a session's turn."""
+    return TurnRecord(
+        turn=num,
+        request_id="r",
+        request_digest="",
+        input_ids=(5, 6, 7),
+        output_ids=(8,),
+        pieces=(text,),
+        logprobs=(),
+        top_logprobs=(),
+        uncomputed_tokens=1,
+        finish_reason="stop",
+        usage=Usage(),
+        created_unix_s=1.5,
+        said=said,
+    )
+
+
+@dataclass
+class Two:
+    """Two servers with the same transcripts, each with a memory and a secret of its own."""
+
+    service: Service
+    here: Server
+    there: Server
+
+    async def transcript(self, session_id=NAME):
+        return await self.service.store.get(SessionKey("acme", "model", session_id))
+
+
+@pytest.fixture
+async def two(model, tmp_path):
+    async with serving(model, tmp_path) as service:
+        servers = [Server(service, tmp_path / name) for name in ("here", "there")]
+        yield Two(service, *servers)
+        for server in servers:
+            server.store.close()
+
+
+def talk(num_answers, answers=ANSWERS):
+    """A whole conversation, with so many answers and a question."""
+    said = [one for text in answers[:num_answers] for one in (Message("assistant", text), MORE)]
+    return [QUESTION, *said]
+
+
+async def test_a_conversation_goes_on_where_its_transcript_is(two):
+    """Whichever server has answered before; the one that answers knows it itself from then on."""
+    await two.here.answer(talk(0), ANSWERS[0])
+    route = await two.there.answer(talk(1), ANSWERS[1])
+    digests = two.there.chain.along(two.there.chain.start, talk(2))
+    assert route == Route(NAME, 1, 2, digests[2], is_named=True)
+    assert await two.there.knows(digests[4])
+    assert not await two.there.knows(digests[2])
+    assert (await two.here.answer(talk(2), ANSWERS[2])).turns == 2  # where it came from
+    route, _ = await two.there.find(talk(3))
+    assert (route.turns, route.first) == (3, 6)
+
+
+WHOLE = talk(2)
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [*WHOLE[:3], Message("assistant", "Then that."), MORE],  # another last answer
+        [QUESTION, Message("assistant", "No."), *WHOLE[2:]],  # another one before
+        [Message("user", "Ho"), *WHOLE[1:]],
+        [Message("system", "Be brief."), *WHOLE],
+        WHOLE[2:],  # a part of it
+        talk(1),  # a turn less
+        WHOLE[:4],  # nothing new
+    ],
+)
+async def test_another_conversation_is_refused_where_the_transcript_is(two, messages):
+    """Edited or cut anywhere: as by the server that has answered."""
+    for num, text in enumerate(ANSWERS[:2]):
+        await two.here.answer(talk(num), text)
+    for server in (two.here, two.there):
+        with pytest.raises(UnknownHistoryError):
+            await server.find(messages)
+
+
+async def test_an_answer_behind_the_sessions_end_is_new(two):
+    """Whoever gave it: as by the server that has answered."""
+    await two.here.answer(talk(0), ANSWERS[0])
+    found = [(await server.find(talk(2)))[0] for server in (two.here, two.there)]
+    assert [(route.turns, route.first) for route in found] == [(1, 2), (1, 2)]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"reading": Reading(use=ToolUse((Tool("look"),)))}, {"arguments": {"style": 1}}],
+)
+async def test_tools_and_framing_are_part_of_what_was_said(two, fields):
+    """Who sends the same goes on; who leaves them out is refused, by either server."""
+    await two.here.answer(talk(0), ANSWERS[0], **fields)
+    for server in (two.here, two.there):
+        assert (await server.find(talk(1), **fields))[0].first == 2
+        with pytest.raises(UnknownHistoryError):
+            await server.find(talk(1))
+
+
+AS_IT_LIKES = replace(FORCED, use=ToolUse(FORCED.use.tools), heads={})
+NOT_AT_ALL = replace(FORCED, use=ToolUse(FORCED.use.tools, ChoiceKind.NONE), heads={})
+
+
+@pytest.mark.parametrize(
+    ("reading", "text", "then"),
+    [
+        (READING, TEXT, READING),  # a thought, a sentence, two calls
+        (READING, TEXT[: TEXT.index("words.")], READING),  # cut in a thought
+        (READING, TEXT[: TEXT.index("1}")], READING),  # cut before it is a call
+        (FORCED, FORCED_TEXT, AS_IT_LIKES),
+        (FORCED, FORCED_TEXT[:60], AS_IT_LIKES),  # cut in its arguments
+        (FORCED, FORCED_TEXT, NOT_AT_ALL),
+        (AS_IT_LIKES, FORCED_TEXT, NOT_AT_ALL),
+        (Reading(beginning="Well, "), "yes.", Reading()),
+        (Reading(), "", Reading()),
+    ],
+)
+async def test_an_answer_counts_as_its_client_has_it(two, reading, text, then):
+    """Without what was thought, its calls by their values, whatever is wanted of the next one."""
+    await two.here.answer(talk(0), text, reading=reading)
+    sent = reading.message(text)
+    calls = tuple(encoded_anew(call) for call in sent.tool_calls)
+    sent = replace(sent, content=f" {sent.content}\n", tool_calls=calls)
+    results = [Message("tool", "4", tool_call_id=call.call_id) for call in calls]
+    messages = [QUESTION, sent, *results, MORE]
+    for server in (two.here, two.there):
+        route, _ = await server.find(messages, reading=then)
+        assert (route.turns, route.first) == (1, 2)
+
+
+def encoded_anew(call):
+    """A call as a client sends it back: with spaces of its own, in its own order."""
+    values = dict(reversed(call.values.items()))
+    return ToolCall(call.name, json.dumps(values, indent=1), f"own-{call.name}")
+
+
+async def test_only_what_is_new_says_nothing_of_the_rest(two):
+    """It goes to the session's end; then nobody knows what the session has said."""
+    await two.here.answer(talk(0), ANSWERS[0])
+    route = await two.there.answer([MORE], ANSWERS[1])
+    assert route == Route(NAME, 1, 0, None, is_named=True)
+    assert [bool(one.said) for one in (await two.transcript()).turns] == [True, False]
+    for server in (two.here, two.there):
+        with pytest.raises(UnknownHistoryError):
+            await server.find(talk(2))
+
+
+async def test_a_turn_that_says_nothing_of_it_is_not_gone_on_with(two):
+    """By gRPC, or by a release before."""
+    key = SessionKey("acme", "model", NAME)
+    await two.service.store.append(key, answered(0, ANSWERS[0]), is_final=False)
+    with pytest.raises(UnknownHistoryError):
+        await two.there.find(talk(1))
+
+
+async def test_what_was_said_is_a_sessions_own(two):
+    """Equal conversations have other digests, and a fork by gRPC is no session of the client's."""
+    for name in (NAME, "t"):
+        await two.here.answer(talk(0), ANSWERS[0], name)
+    transcripts = [await two.transcript(name) for name in (NAME, "t")]
+    assert len({found.turns[-1].said for found in transcripts}) == 2
+    await two.service.store.fork(SessionKey("acme", "model", NAME), "fork", 1)
+    for server in (two.here, two.there):
+        with pytest.raises(UnknownHistoryError):
+            await server.find(talk(1), "fork")
+
+
+async def test_a_known_history_under_a_new_name_is_known_elsewhere(two):
+    """The fork's first turn says all that came before it, too."""
+    route, asked = await two.here.find(talk(0), "")
+    await two.here.record(asked, replace(route, session_id="unnamed"), ANSWERS[0])
+    route, asked = await two.here.find(talk(1), "new")
+    await two.service.store.fork(SessionKey("acme", "model", "unnamed"), "new", 1)
+    assert (route.turns, route.first, route.name) == (1, 2, "new")
+    await two.here.record(asked, replace(route, session_id="new"), ANSWERS[1])
+    assert (await two.there.find(talk(2), "new"))[0].turns == 2
+
+
+async def test_what_is_not_all_of_a_named_session_is_not_told(two):
+    """Of sessions that nobody named, raw turns, and those that follow something that is stored."""
+    route = Route(NAME, 0, 0, b"", is_named=True)
+    going = ConversationTurn(Conversation("conv_1", 1.0, {}), None, "", (), lambda _: (), bool)
+    before = two.here.router.before_answer
+    assert await before(ANN, turn(), route) is not None
+    for asked, at in (
+        (turn(), replace(route, is_named=False)),
+        (turn(messages=(), raw=TextInput("Hi")), route),
+        (turn(), replace(route, turns=1)),
+        (turn(conversation=going), route),
+    ):
+        assert await before(ANN, asked, at) is None
+        assert asked.as_submission(at, KEY_OF, DEFAULTS, None).said is None

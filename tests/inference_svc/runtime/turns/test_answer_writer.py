@@ -263,6 +263,19 @@ async def test_a_full_window_ends_the_answer(running):
     assert (record.output_ids, record.finish_reason) == ((70,), "length")
 
 
+async def test_a_record_says_what_the_whole_conversation_was(running):
+    """As the submission makes it of the answer's text; "" where it cannot."""
+    assert running.sink.record(running, 3, PROMPT_OF_TURN).said == ""
+    turn = Turn(replace(running.sink._turn.submission, said="all before, and {}".format))
+    tokenizer = make_tokenizer("byte_level")
+    answer = GrowingAnswer(SAMPLING, frozenset())
+    writer = running.sink = AnswerWriter(turn, answer, tokenizer, PROMPT, 0, Histogram())
+    for token_id in tokenizer.encode(" of a"):
+        answer_with(running, token_id)
+    assert writer.text
+    assert writer.record(running, 3, PROMPT_OF_TURN).said == f"all before, and {writer.text}"
+
+
 async def test_a_full_window_shows_what_was_held_back(running):
     """The beginning of a stop string that does not come is part of the answer."""
     running.sink._answer = GrowingAnswer(SamplingParams(max_tokens=9, stop=("xyz",)), frozenset())
