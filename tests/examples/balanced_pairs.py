@@ -45,10 +45,17 @@ class TlsPair(Pair):
         name: of the server, as HAProxy has it.
         authority: of its certificate.
         ports: of its HTTP API, its gRPC and its probes.
+        store: see Pair.
     """
 
     def __init__(
-        self, name: str, model_dir: Path, directory: Path, authority: Authority, ports: list[int]
+        self,
+        name: str,
+        model_dir: Path,
+        directory: Path,
+        authority: Authority,
+        ports: list[int],
+        store: Path | None,
     ) -> None:
         directory.mkdir()
         self.http, self.grpc, self.metrics = ports
@@ -64,7 +71,7 @@ class TlsPair(Pair):
             )
         )
         flags = ["--config", str(settings), "--listen", f"127.0.0.1:{self.grpc}"]
-        super().__init__(name, model_dir, directory, flags)
+        super().__init__(name, model_dir, directory, flags, store)
 
 
 class BalancedPairs:
@@ -73,15 +80,21 @@ class BalancedPairs:
     Args:
         model_dir: of the model that all serve.
         directory: short: sockets lie in it.
+        store: directory of an object store that all pairs have; None: they share nothing.
     """
 
-    def __init__(self, model_dir: Path, directory: Path) -> None:
+    def __init__(self, model_dir: Path, directory: Path, store: Path | None = None) -> None:
         ports = free_ports(3 * NUM_PAIRS + 3)
         self._authority = Authority(directory)
         self.http, self.grpc, self._operations = (ports.pop() for _ in range(3))
         self.pairs = {
             name: TlsPair(
-                name, model_dir, directory / name, self._authority, [ports.pop() for _ in range(3)]
+                name,
+                model_dir,
+                directory / name,
+                self._authority,
+                [ports.pop() for _ in range(3)],
+                store,
             )
             for name in (f"pair{number}" for number in range(1, NUM_PAIRS + 1))
         }
@@ -176,6 +189,16 @@ class BalancedPairs:
     async def drain(self, name: str) -> None:
         """Take a server out, as docs/scaling.md says."""
         assert not (await self.command(f"set server sessions/{name} state drain")).strip()
+
+    async def take_out(self, name: str) -> None:
+        """Take a server out; returns when no turn is sent there any more."""
+        await self.drain(name)
+        await self.until(name, "DRAIN")
+
+    async def bring_back(self, name: str) -> None:
+        """Put a server back; returns when turns are sent there."""
+        await self.put_back(name)
+        await self.until(name, "UP")
 
     async def put_back(self, name: str) -> None:
         """Put a server back."""

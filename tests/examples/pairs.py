@@ -7,10 +7,12 @@ from pathlib import Path
 
 from shared.pb.inference.v1 import inference_pb2 as pb
 from shared.types.errors import NotFoundError
+from tests.following_process import Following, remote_settings
 from tests.inference_processes import InferenceProcess, pause, wait_kvd_state
 from tests.processes import KvdProcess
 
 SETTLE_S = 60.0
+LOOKS = 50
 
 
 class Pair:
@@ -20,20 +22,36 @@ class Pair:
         name: of the server, as tests call it.
         directory: short: sockets lie in it.
         flags: of the service.
+        store: directory of an object store that all servers have; None: they share nothing.
 
     Attributes:
         is_running: whether its service is there.
     """
 
-    def __init__(self, name: str, model_dir: Path, directory: Path, flags: Iterable[str]) -> None:
+    def __init__(
+        self,
+        name: str,
+        model_dir: Path,
+        directory: Path,
+        flags: Iterable[str],
+        store: Path | None = None,
+    ) -> None:
         self.name = name
         self.is_running = False
-        self.kvd = KvdProcess(directory / "kvd", ("--dram", "64MB", "--ssd", "256MB"))
-        self.service = InferenceProcess(model_dir, directory, self.kvd.runtime_dir, [*flags])
+        sizes = ("--dram", "64MB", "--ssd", "256MB")
+        kvds = remote_settings(store) if store else {}
+        self.kvd = KvdProcess(directory / "kvd", sizes, environ=kvds)
+        self.following = Following(self.kvd) if store else None
+        services = {"INFERENCE_REMOTE__URL": f"file://{store}"} if store else {}
+        self.service = InferenceProcess(
+            model_dir, directory, self.kvd.runtime_dir, [*flags], environ=services
+        )
 
     async def start(self) -> None:
-        """Start both; return when the service has its kvd."""
+        """Start all; return when the service has its kvd."""
         await self.kvd.start()
+        if self.following is not None:
+            self.following.start()
         await self.start_service()
 
     async def start_service(self) -> None:
@@ -44,8 +62,10 @@ class Pair:
             await wait_kvd_state(client, "attached")
 
     async def stop(self) -> None:
-        """End both."""
+        """End all."""
         await self.service.stop()
+        if self.following is not None:
+            await self.following.end(signal.SIGKILL)
         await self.kvd.stop()
 
     def terminate(self) -> None:
@@ -63,6 +83,14 @@ class Pair:
         await self.service.kill()
         self.is_running = False
 
+    async def lose(self) -> None:
+        """End all with SIGKILL, as a server that loses power; its memory is gone, too."""
+        await self.kill()
+        if self.following is not None:
+            await self.following.end(signal.SIGKILL)
+            self.following = None
+        await self.kvd.kill()
+
     async def session(self, session_id: str) -> pb.Session | None:
         """A session with its turns, asked for past the balancer; None: it is not here."""
         async with self.service.client() as client:
@@ -76,6 +104,14 @@ class Pair:
         async with asyncio.timeout(SETTLE_S), self.service.client() as client:
             while (await client.get_model()).running_turns != num_turns:
                 await pause()  # there is nothing to subscribe to
+
+    async def until_computing(self) -> None:
+        """Return when any turn is being computed, or none has come for a while."""
+        async with self.service.client() as client:
+            for _ in range(LOOKS):
+                if (await client.get_model()).running_turns:
+                    return
+                await pause()
 
     async def counter(self, name: str) -> int:
         """Of the service."""

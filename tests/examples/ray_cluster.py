@@ -46,18 +46,26 @@ class RayCluster:
     Args:
         model_dir: of the model that all serve.
         directory: short: sockets lie in it.
+        num_pairs: how many there are.
+        store: directory of an object store that all pairs have; None: they share nothing.
     """
 
-    def __init__(self, model_dir: Path, directory: Path) -> None:
+    def __init__(
+        self,
+        model_dir: Path,
+        directory: Path,
+        num_pairs: int = NUM_PAIRS,
+        store: Path | None = None,
+    ) -> None:
         self.http, self.grpc = free_ports(2)
         self.pairs: dict[str, Pair] = {}
-        for number in range(1, NUM_PAIRS + 1):
+        for number in range(1, num_pairs + 1):
             place = directory / f"pair{number}"
             place.mkdir()
             settings = place / "inference-svc.toml"
             settings.write_text(SETTINGS.format(place=place))
             flags = ["--config", str(settings)]
-            self.pairs[place.name] = Pair(place.name, model_dir, place, flags)
+            self.pairs[place.name] = Pair(place.name, model_dir, place, flags, store)
         self.directory = directory
         self._ray_directory = Path(tempfile.mkdtemp(prefix="ray-"))
         self.config = self._here(yaml.safe_load(CONFIG.read_text(encoding="utf-8")))
@@ -72,7 +80,7 @@ class RayCluster:
         (service,) = application["args"]["services"]
         assert service.keys() == {"socket", "http"}
         application["args"]["services"] = [self.service_of(name) for name in self.pairs]
-        deployment["num_replicas"] = NUM_PAIRS
+        deployment["num_replicas"] = len(self.pairs)
         return config
 
     def service_of(self, name: str) -> dict[str, str]:
@@ -100,7 +108,7 @@ class RayCluster:
     def _start_ray(self) -> None:
         ray.init(
             num_cpus=2,
-            resources={"inference_svc": 2 * NUM_PAIRS},
+            resources={"inference_svc": 2 * len(self.pairs)},
             include_dashboard=False,
             log_to_driver=False,
             _temp_dir=str(self._ray_directory),
@@ -133,6 +141,16 @@ class RayCluster:
         await asyncio.gather(*(pair.start_service() for pair in ended))
         for pair in ended:
             await self.until_taking(pair.name)
+
+    async def take_out(self, name: str) -> None:
+        """Stop a service; its kvd stays."""
+        self.pairs[name].terminate()
+        assert await self.pairs[name].ended() == 0
+
+    async def bring_back(self, name: str) -> None:
+        """Start a service again; returns when turns are sent there."""
+        await self.pairs[name].start_service()
+        await self.until_taking(name)
 
     async def until_taking(self, name: str) -> None:
         """Return when a pair gets turns: each is of a session that was never asked for before."""

@@ -1,0 +1,210 @@
+"""A scene before any balancer: one server is drained and comes back, another one is lost.
+
+Half of the conversations are sent whole over HTTP, half turn by turn over gRPC; where servers share
+nothing all are sent whole, for the others would have lost their words.
+"""
+
+import asyncio
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import openai
+
+from inference_svc.client import InferenceClient, turn_request
+from shared.pb.inference.v1 import inference_pb2 as pb
+from shared.types.session_key import SessionKey
+from tests.examples.pairs import Pair
+from tests.examples.talks import MODEL
+from tests.following_process import manifest_of
+from tests.kvd_polling import eventually, sessions_of
+
+LENGTH = 6
+AT_ONCE = 8
+SAID = "Keys and values are kept, so that they need not be computed again. " * 2
+
+
+class Front(Protocol):
+    """A balancer and what is behind it."""
+
+    pairs: Mapping[str, Pair]
+
+    def openai(self) -> openai.AsyncOpenAI: ...
+    def grpc_client(self) -> InferenceClient: ...
+    async def take_out(self, name: str) -> None: ...
+    async def bring_back(self, name: str) -> None: ...
+
+
+@dataclass
+class Tale:
+    """A conversation.
+
+    Attributes:
+        name: of its session.
+        is_whole: whether its client sends all of it each time.
+        num_turns: that its client has had.
+        num_tokens: of context that could have KV after them.
+        recomputed: tokens of history that its last turn has computed anew.
+        total_recomputed: that all turns have.
+    """
+
+    name: str
+    is_whole: bool
+    num_turns: int = 0
+    num_tokens: int = 0
+    recomputed: int = 0
+    total_recomputed: int = 0
+    _messages: list[dict[str, str]] = field(default_factory=list)
+
+    async def go_on(self, http: openai.AsyncOpenAI, grpc_client: InferenceClient) -> None:
+        """Have the next turn answered; its client tries again what may be tried again."""
+        said = f"{self.name}, {self.num_turns}: {SAID}"
+        if self.is_whole:
+            reused, num_tokens = await self._ask(http, said)
+        else:
+            reused, num_tokens = await self._submit(grpc_client, said)
+        self.recomputed = max(0, self.num_tokens - reused)
+        self.total_recomputed += self.recomputed
+        self.num_tokens = num_tokens
+        self.num_turns += 1
+
+    async def _ask(self, http: openai.AsyncOpenAI, said: str) -> tuple[int, int]:
+        self._messages.append({"role": "user", "content": said})
+        answer = await http.chat.completions.create(
+            model=MODEL,
+            messages=self._messages,
+            max_tokens=LENGTH,
+            extra_body={"ignore_eos": True, "session_id": self.name},
+            extra_headers={"X-Session-Id": self.name},
+        )
+        self._messages.append({"role": "assistant", "content": answer.choices[0].message.content})
+        usage = answer.usage
+        return usage.prompt_tokens_details.cached_tokens, usage.prompt_tokens + LENGTH - 1
+
+    async def _submit(self, client: InferenceClient, said: str) -> tuple[int, int]:
+        sampling = pb.Sampling(max_tokens=LENGTH, ignore_eos=True)
+        request = turn_request(said, self.name, sampling=sampling, expected_turn=self.num_turns)
+        result = await client.submit_patiently(request)
+        assert result.accepted.turn == self.num_turns
+        usage = result.usage
+        num_tokens = usage.history_tokens + usage.new_tokens + LENGTH - 1
+        return usage.reused_tokens, num_tokens
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What has become of the conversations.
+
+    Attributes:
+        tales: all of them.
+        moved: tokens that were computed anew when the first server was drained, by the
+            conversations that were there.
+        lost: likewise when the second one was lost.
+        unpushed: tokens that only that one had.
+        back: likewise when the first one had come back.
+    """
+
+    tales: Sequence[Tale]
+    moved: int
+    lost: int
+    unpushed: int
+    back: int
+
+    @property
+    def recomputed(self) -> int:
+        """Tokens of history that were computed anew, in all turns."""
+        return sum(tale.total_recomputed for tale in self.tales)
+
+    def __str__(self) -> str:
+        """Return its figures."""
+        return (
+            f"{len(self.tales)} conversations of 6 turns: {self.recomputed} tokens of history "
+            f"computed anew; {self.moved} behind the drain, {self.lost} behind the loss (only the "
+            f"lost server had {self.unpushed}), {self.back} when the drained one was back"
+        )
+
+
+async def play(front: Front, num_tales: int, store: Path | None) -> Scene:
+    """Six turns of each conversation.
+
+    Args:
+        front: the balancer, and three pairs.
+        num_tales: how many conversations.
+        store: directory that the pairs share; None: they share nothing.
+    """
+    tales = [Tale(f"tale-{number}", not store or number % 2 == 0) for number in range(num_tales)]
+    out, lost, _ = front.pairs.values()
+    async with front.openai() as http, front.grpc_client() as client:
+
+        async def go_on(which: Iterable[Tale]) -> None:
+            gate = asyncio.Semaphore(AT_ONCE)
+
+            async def goes_on(tale: Tale) -> None:
+                async with gate:
+                    await tale.go_on(http, client)
+
+            await asyncio.gather(*(goes_on(tale) for tale in which))
+
+        await go_on(tales)
+        await go_on(tales)
+        on_out = await held_by(front, out, tales)
+        await front.take_out(out.name)
+        if store is not None:
+            await until_pushed(store, on_out)
+        await go_on(tales)
+        moved = sum(tale.recomputed for tale, _ in on_out)
+
+        on_lost = await held_by(front, lost, tales)
+        running = asyncio.create_task(go_on(tale for tale in tales if not tale.is_whole))
+        if store is not None:
+            await lost.until_computing()
+        before = {tale.name: tale.num_tokens for tale, _ in on_lost}
+        await lost.lose()
+        unpushed = 0
+        for tale, key in on_lost:
+            pushed = await pushed_tokens(store, key) if store else 0
+            unpushed += max(0, before[tale.name] - pushed)
+        await running
+        await go_on(tale for tale in tales if tale.is_whole)
+        recomputed = sum(tale.recomputed for tale, _ in on_lost)
+
+        if store is not None:
+            await until_pushed(store, await held_by(front, None, tales))
+        await front.bring_back(out.name)
+        await go_on(tales)
+        back = sum(tale.recomputed for tale, _ in await held_by(front, out, tales))
+        await go_on(tales)
+    assert {tale.num_turns for tale in tales} == {6}
+    return Scene(tales, moved, recomputed, unpushed, back)
+
+
+async def held_by(
+    front: Front, pair: Pair | None, tales: Sequence[Tale]
+) -> list[tuple[Tale, SessionKey]]:
+    """Which conversations went on last where a pair is, by what kvds have of them; None: any."""
+    most: dict[str, tuple[int, str, SessionKey]] = {}
+    for other in front.pairs.values():
+        for info in await sessions_of(other.kvd) if other.is_running else ():
+            named = info.session
+            key = SessionKey(named.tenant, named.model, named.session_id)
+            found = (info.num_tokens, other.name, key)
+            most[named.session_id] = max(found, most.get(named.session_id, found))
+    found = ((tale, most[tale.name]) for tale in tales if tale.name in most)
+    return [(tale, key) for tale, (_, name, key) in found if pair is None or name == pair.name]
+
+
+async def pushed_tokens(store: Path, key: SessionKey) -> int:
+    """How much of a session is in the store."""
+    manifest = await asyncio.to_thread(manifest_of, store, key)
+    return manifest.num_tokens if manifest else 0
+
+
+async def until_pushed(store: Path, tales: Iterable[tuple[Tale, SessionKey]]) -> None:
+    """Return when the store has all of these conversations."""
+    for tale, key in tales:
+
+        async def is_there(tale: Tale = tale, key: SessionKey = key) -> bool:
+            return await pushed_tokens(store, key) >= tale.num_tokens
+
+        await eventually(is_there, wanted=True)
