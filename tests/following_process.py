@@ -6,7 +6,7 @@ from pathlib import Path
 
 from kvd.remote.catalog import Catalog
 from kvd.remote.names import session_place
-from shared.blobs.object_store import open_store
+from shared.blobs.opening import open_store
 from shared.types.session_key import SessionKey
 from tests.kvd_polling import eventually
 from tests.processes import KvdProcess

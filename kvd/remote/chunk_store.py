@@ -16,7 +16,7 @@ from contextlib import suppress
 from kvd.remote.errors import DamagedRemoteError, SlowPushError
 from kvd.remote.names import chunks_place, condemned_place
 from shared.blobs.blob_store import Blob, BlobStore
-from shared.blobs.errors import BlobMissingError
+from shared.blobs.errors import BlobDamagedError, BlobMissingError
 from shared.pb.kvd.v1 import kvd_pb2 as pb
 
 GRACE_S = 24 * 3600.0
@@ -86,6 +86,8 @@ class ChunkStore:
             data = self._store.get(self._path(chunk))
         except BlobMissingError as error:
             raise _lost(chunk, "is not there") from error
+        except BlobDamagedError as error:
+            raise _lost(chunk, "is damaged") from error
         if len(data) != chunk.num_bytes or hashlib.sha256(data).digest() != chunk.sha256:
             raise _lost(chunk, "is damaged")
         return data

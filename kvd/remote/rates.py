@@ -22,7 +22,7 @@ from kvd.remote.manifest import Owner
 from kvd.remote.pulling import Puller
 from kvd.remote.pushing import THREADS, Pusher
 from shared.blobs.blob_store import BlobStore
-from shared.blobs.object_store import open_store
+from shared.blobs.opening import open_store
 from shared.pb.kvd.v1 import kvd_pb2 as pb
 
 OWNER = Owner("rates", "rates")

@@ -15,7 +15,7 @@ class Blob(NamedTuple):
     Attributes:
         name: its name.
         num_bytes: its size.
-        stored_unix_s: when it was stored, by the store's own clock.
+        stored_unix_s: when it was stored, by the store's clock; by the writer's if it has none.
     """
 
     name: str
@@ -38,6 +38,7 @@ class BlobStore(Protocol):
 
         Raises:
             BlobMissingError: there is none.
+            BlobDamagedError: it is not what was put there; not every store knows.
         """
 
     def find(self, name: str) -> Blob | None:
