@@ -6,6 +6,7 @@ for this process while its block lasts, for others to be given. Mooncake's maste
 """
 
 import importlib.util
+import secrets
 import signal
 import socket
 import subprocess
@@ -23,19 +24,17 @@ MIB = 1 << 20
 
 
 class S3Server:
-    """A server that speaks S3, with a bucket; what it has goes with it.
+    """A server that speaks S3, in this process, with a bucket.
 
     Attributes:
         environ: that reaches it.
-        url: of a prefix in the bucket.
+        url: of a prefix in the bucket, which nobody else has: buckets are this process's.
     """
 
-    url = "s3://sessions/prod"
-
     def __init__(self) -> None:
+        self.url = f"s3://sessions/{secrets.token_hex(4)}"
         (port,) = free_ports(1)
         self._port = port
-        self._server = None
         self.environ = {
             "AWS_ACCESS_KEY_ID": "somebody",
             "AWS_SECRET_ACCESS_KEY": SECRET,
@@ -45,7 +44,7 @@ class S3Server:
         }
 
     def start(self) -> None:
-        """Start it, empty but for the bucket that it has from before."""
+        """Start it."""
         from moto.server import ThreadedMotoServer
 
         self._server = ThreadedMotoServer("127.0.0.1", self._port, verbose=False)
@@ -58,11 +57,13 @@ class S3Server:
             connection.request("PUT", "/sessions")
             assert connection.getresponse().status == 200
 
-    def stop(self) -> None:
-        """Stop it; what it holds is this process's, and there when it is started again."""
-        if self._server is not None:
-            self._server.stop()
-            self._server = None
+    def resume(self) -> None:
+        """Start it again, with what it held."""
+        self.start()
+
+    def interrupt(self) -> None:
+        """Stop it; what it holds is this process's."""
+        self._server.stop()
 
 
 class MooncakeServer:
@@ -104,11 +105,12 @@ class MooncakeServer:
         )
         self._wait_until("/health")
 
-    def wait_lent(self) -> None:
-        """Return when a master that was started again has its memory again."""
+    def resume(self) -> None:
+        """Start the master again, and return when it has its memory again."""
+        self.start_master()
         self._wait_until("/get_all_segments", wants_text=True)
 
-    def kill_master(self) -> None:
+    def interrupt(self) -> None:
         """Kill the master; all objects are lost."""
         self._master.kill()
         self._master.wait()
@@ -152,10 +154,10 @@ def s3_server() -> Iterator[S3Server]:
     server.start()
     try:
         server.make_bucket()
-        with reached(server.environ):
+        with _reached(server.environ):
             yield server
     finally:
-        server.stop()
+        server.interrupt()
 
 
 @contextmanager
@@ -165,14 +167,17 @@ def mooncake_server() -> Iterator[MooncakeServer]:
     server = MooncakeServer()
     try:
         server.start()
-        with reached(server.environ):
+        with _reached(server.environ):
             yield server
     finally:
         server.stop()
 
 
+SERVERS = {"s3": s3_server, "mooncake": mooncake_server}
+
+
 @contextmanager
-def reached(environ: dict[str, str]) -> Iterator[None]:
+def _reached(environ: dict[str, str]) -> Iterator[None]:
     """Have this process reach a server."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in environ.items():

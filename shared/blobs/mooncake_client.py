@@ -100,8 +100,14 @@ class Client(Protocol):
     ) -> int:
         """Connect."""
 
+    def put(self, key: str, value: bytes) -> int:
+        """Store an object; one that is there stays, and that is no error."""
+
+    def get(self, key: str) -> bytes:
+        """Return an object; nothing if it is not there, or anything is wrong."""
+
     def put_parts(self, key: str, *parts: bytes, config: Any) -> int:
-        """Store an object of several parts; one that is there stays, and that is no error."""
+        """Store an object of several parts; see `put`."""
 
     def upsert_parts(self, key: str, *parts: bytes, config: Any) -> int:
         """Store an object of several parts in any case."""

@@ -65,6 +65,9 @@ class MooncakeBlobStore:
         prefix: of all keys; "" or with "/" at its end.
         clock: nanoseconds since 1970: Mooncake has no times of its own.
         patience_s: with what passes by itself.
+
+    Attributes:
+        prefix: the same.
     """
 
     def __init__(
@@ -75,13 +78,18 @@ class MooncakeBlobStore:
         patience_s: float = PATIENCE_S,
     ) -> None:
         self._connection = connection
-        self._prefix = prefix
+        self.prefix = prefix
         self._clock = clock
         self._patience_s = patience_s
 
+    @property
+    def client(self) -> mooncake.Client:
+        """Mooncake's own client, connected; to be measured beside this."""
+        return self._connection.connected().client
+
     def put(self, name: str, data: bytes, *, if_absent: bool = False) -> None:
         """Store an object."""
-        key, there = self._prefix + name, self._connection.connected()
+        key, there = self.prefix + name, self._connection.connected()
         stamp = stamp_bytes(key, data, self._clock(), secrets.token_bytes(NONCE_BYTES))
         store = there.client.put_parts if if_absent else there.client.upsert_parts
         config = there.pinned if if_absent else there.usual
@@ -114,8 +122,8 @@ class MooncakeBlobStore:
 
     def delete(self, names: Sequence[str]) -> None:
         """Remove objects, by force: whoever is reading one finds out that it is none any more."""
-        client = self._connection.connected().client
-        codes = client.batch_remove([self._prefix + name for name in names], force=True)
+        client = self.client
+        codes = client.batch_remove([self.prefix + name for name in names], force=True)
         for name, code in zip(names, codes, strict=True):
             # Of what somebody is storing just now, storing comes last.
             if code not in (mooncake.OK, mooncake.NOT_FOUND, mooncake.NOT_READY):
@@ -123,9 +131,9 @@ class MooncakeBlobStore:
 
     def list(self, prefix: str) -> Iterator[Sequence[Blob]]:
         """Yield objects, a page at a time; the master is asked for the keys of all its users."""
-        start = (self._prefix + prefix).encode()
+        start = (self.prefix + prefix).encode()
         keys = [key for key in self._connection.keys().split(b"\n") if key.startswith(start)]
-        names = [key.decode().removeprefix(self._prefix) for key in keys]
+        names = [key.decode().removeprefix(self.prefix) for key in keys]
         for first in range(0, len(names), PAGE):
             yield self._blobs(names[first : first + PAGE])
 
@@ -140,7 +148,7 @@ class MooncakeBlobStore:
 
     def _read(self, name: str) -> Answer:
         """Return an object's bytes if they are as they were stored."""
-        key, client = self._prefix + name, self._connection.connected().client
+        key, client = self.prefix + name, self.client
         found = client.get_buffer(key)
         if found is None:
             size = client.get_size(key)
@@ -164,7 +172,7 @@ class MooncakeBlobStore:
                 continue
             if code not in (mooncake.OK, mooncake.SHORT):
                 raise mooncake.failed(name, code)
-            stamp = read_stamp(self._prefix + name, head)
+            stamp = read_stamp(self.prefix + name, head)
             if stamp is None:
                 blobs.append(Blob(name, 0, 0.0))
             else:
@@ -177,7 +185,7 @@ class MooncakeBlobStore:
         with there.pool.buffer(num * STAMP_BYTES) as lent:
             [sizes] = there.client.get_into_ranges(
                 [lent.ptr],
-                [[self._prefix + name for name in names]],
+                [[self.prefix + name for name in names]],
                 [[[i * STAMP_BYTES] for i in range(num)]],
                 [[[0]] * num],
                 [[[STAMP_BYTES]] * num],

@@ -110,7 +110,7 @@ def test_creators_of_several_servers(
 def test_when_memory_is_full_what_decides_stays(store: MooncakeBlobStore) -> None:
     """Chunks are evicted, and are not there then; what was made only if absent is."""
     store.put("v1/manifest", b"who owns it", if_absent=True)
-    patient = MooncakeBlobStore(store._connection, store._prefix)
+    patient = MooncakeBlobStore(store._connection, store.prefix)
     for number in range(20):  # 80 MiB; there are 64
         patient.put(f"v1/chunks/{number:02}", os.urandom(4 * MIB))
     there = {blob.name for page in store.list("v1/chunks/") for blob in page}
@@ -137,7 +137,7 @@ def test_a_master_that_dies_and_comes_back(
 ) -> None:
     """Every call fails, none says that nothing is there; then the same store works, empty."""
     store.put("v1/one", b"x")
-    server.kill_master()
+    server.interrupt()
     calls = (
         lambda: store.put("v1/two", b"x"),
         lambda: store.put("v1/two", b"x", if_absent=True),
@@ -150,10 +150,9 @@ def test_a_master_that_dies_and_comes_back(
     with ThreadPoolExecutor(len(calls)) as threads:  # each tries for some seconds
         answers = [threads.submit(call) for call in calls]
     assert {type(answer.exception()) for answer in answers} == {StoreFailedError}
-    server.start_master()
-    server.wait_lent()
+    server.resume()
     assert list(store.list("v1/")) == []
-    MooncakeBlobStore(store._connection, store._prefix).put("v1/two", b"x")
+    MooncakeBlobStore(store._connection, store.prefix).put("v1/two", b"x")
     with pytest.raises(BlobMissingError):
         store.get("v1/one")
     assert store.get("v1/two") == b"x"
