@@ -24,7 +24,15 @@ class Blob(NamedTuple):
 
 
 class BlobStore(Protocol):
-    """Every method raises StoreFailedError or StoreDeniedError; then nobody knows what was done."""
+    """Every method raises StoreFailedError or StoreDeniedError; then nobody knows what was done.
+
+    Attributes:
+        keeps: whether what is there stays until it is removed; else it may be gone at any time.
+    """
+
+    @property
+    def keeps(self) -> bool:
+        """See above."""
 
     def put(self, name: str, data: bytes, *, if_absent: bool = False) -> None:
         """Store an object; in place of another one unless `if_absent`.

@@ -70,6 +70,8 @@ class MooncakeBlobStore:
         prefix: the same.
     """
 
+    keeps = False
+
     def __init__(
         self,
         connection: Connection,

@@ -75,6 +75,8 @@ class ObjectBlobStore:
         store: of obstore.
     """
 
+    keeps = True
+
     def __init__(self, store: "ObjectStore") -> None:
         import obstore
 
