@@ -11,7 +11,8 @@ class RemoteSettings(Section):
     """Where transcripts are for other services, too.
 
     Attributes:
-        url: the store, as in kvd's remote.url; "": transcripts are on this server alone.
+        url: the store, as in kvd's remote.url, but one that keeps what it has: not Mooncake; "":
+            transcripts are on this server alone.
         deadline_s: most seconds that a turn waits for an answer of it, each time.
     """
 

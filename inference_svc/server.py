@@ -24,7 +24,7 @@ from inference_svc.runtime.turns.shared_transcripts import SharedTranscripts
 from inference_svc.runtime.turns.transcript import TranscriptStore
 from inference_svc.service.listening import GrpcServers, prepare_sockets
 from shared.access.clients import ClientBook, Clients
-from shared.blobs.object_store import open_store
+from shared.blobs.opening import open_store
 from shared.config.reload import LiveSettings
 from shared.config.settings import LoadedSettings
 from shared.process import memory, systemd

@@ -146,7 +146,7 @@ class EncryptionSettings(Section):
 class RemoteSettings(Section):
     """The store that sessions are pushed to and pulled from; what `kvd remote follow` goes by."""
 
-    url: Annotated[str, StringConstraints(pattern=r"^$|^(s3|gs|az|file)://[^@?#]+$")] = ""
+    url: Annotated[str, StringConstraints(pattern=r"^$|^(s3|gs|az|file|mooncake)://[^@?#]+$")] = ""
     write: Literal["none", "drain", "all"] = "none"
     quiet: Duration = Field(default=10.0, ge=0)
     pull: bool = False

@@ -83,6 +83,8 @@ class View:
         is_calm: no faults, and nobody acts meanwhile.
     """
 
+    keeps = True
+
     def __init__(self, store: FaultyStore, *, is_calm: bool = False) -> None:
         self._store = store
         self._is_calm = is_calm

@@ -1,4 +1,4 @@
-"""`kvd remote follow` as a process, and what is in the directory that is its store."""
+"""`kvd remote follow` as a process, and what is in its store."""
 
 import asyncio
 import os
@@ -6,7 +6,7 @@ from pathlib import Path
 
 from kvd.remote.catalog import Catalog
 from kvd.remote.names import session_place
-from shared.blobs.object_store import open_store
+from shared.blobs.opening import open_store
 from shared.types.session_key import SessionKey
 from tests.kvd_polling import eventually
 from tests.processes import KvdProcess
@@ -45,21 +45,26 @@ class Following:
         await eventually(has_said, wanted=True)
 
 
-def remote_settings(store: Path, **settings: str) -> dict[str, str]:
-    """The environment of a kvd whose sessions move to a directory, and from it, at once."""
-    values = {"url": f"file://{store}", "write": "all", "quiet": "0s", "pull": "true", **settings}
+def url_of(store: Path | str) -> str:
+    """The URL of a directory, or what is one already."""
+    return store if isinstance(store, str) else f"file://{store}"
+
+
+def remote_settings(store: Path | str, **settings: str) -> dict[str, str]:
+    """The environment of a kvd whose sessions move to a store, and from it, at once."""
+    values = {"url": url_of(store), "write": "all", "quiet": "0s", "pull": "true", **settings}
     return {f"KVD_REMOTE__{name.upper()}": value for name, value in values.items()}
 
 
-def manifest_of(store: Path, session: str | SessionKey):
+def manifest_of(store: Path | str, session: str | SessionKey):
     """What the store has of a session, or of one named so; None: nothing, or it was dropped."""
     key = key_of(session) if isinstance(session, str) else session
-    found = Catalog(open_store(f"file://{store}")).read(session_place(key))
+    found = Catalog(open_store(url_of(store))).read(session_place(key))
     return None if found is None or found.manifest.dropped else found.manifest
 
 
 async def until_there(
-    store: Path, session: str | SessionKey, num_tokens: int | None, epoch: int = 1
+    store: Path | str, session: str | SessionKey, num_tokens: int | None, epoch: int = 1
 ) -> None:
     """Return when the store has so much of a session; None: nothing any more."""
 

@@ -29,7 +29,7 @@ from kvd.remote.manifest import Owner
 from kvd.session_files.unfinished import is_unfinished
 from kvd.wire.events import EVENTS_LOST, MAX_RECENT
 from shared.blobs.blob_store import BlobStore
-from shared.blobs.object_store import open_store
+from shared.blobs.opening import open_store
 from shared.pb.kvd.v1 import kvd_pb2 as pb
 from shared.process.backoff import Backoff
 from shared.process.log import get_logger

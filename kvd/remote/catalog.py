@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kvd.remote.errors import DamagedRemoteError, NotPushedError, SeveralPushedError
-from kvd.remote.manifest import dropped, fenced, manifest_bytes, read_manifest
+from kvd.remote.manifest import damaged, dropped, fenced, manifest_bytes, read_manifest
 from kvd.remote.names import (
     SESSIONS,
     place_of,
@@ -13,7 +13,7 @@ from kvd.remote.names import (
     tenant_sessions,
 )
 from shared.blobs.blob_store import BlobStore
-from shared.blobs.errors import OvertakenError
+from shared.blobs.errors import BlobDamagedError, OvertakenError
 from shared.blobs.register import NOTHING, Register, Version, is_version
 from shared.pb.kvd.v1 import kvd_pb2 as pb
 from shared.types.session_key import SessionKey
@@ -50,7 +50,10 @@ class Catalog:
         Raises:
             DamagedRemoteError: its manifest is not what was put there.
         """
-        version = Register(self._store, place).read()
+        try:
+            version = Register(self._store, place).read()
+        except BlobDamagedError as error:
+            raise damaged() from error
         if version is None:
             return None
         manifest = read_manifest(version.data)

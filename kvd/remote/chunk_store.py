@@ -16,7 +16,7 @@ from contextlib import suppress
 from kvd.remote.errors import DamagedRemoteError, SlowPushError
 from kvd.remote.names import chunks_place, condemned_place
 from shared.blobs.blob_store import Blob, BlobStore
-from shared.blobs.errors import BlobMissingError
+from shared.blobs.errors import BlobDamagedError, BlobMissingError
 from shared.pb.kvd.v1 import kvd_pb2 as pb
 
 GRACE_S = 24 * 3600.0
@@ -53,7 +53,8 @@ class ChunkStore:
         Args:
             data: its bytes.
             end_token: of the session, where it ends.
-            known: chunks that are there, by a manifest that counts; by their digests.
+            known: chunks that are there, by a manifest that counts, unless the store loses some; by
+                their digests.
             before_sending: called with how many bytes will be sent, if any are.
         """
         digest = hashlib.sha256(data)
@@ -66,11 +67,11 @@ class ChunkStore:
         there = known.get(chunk.sha256)
         if there is not None and there.name not in self._condemned:
             chunk.name = there.name
-            return chunk, 0
-        if chunk.name in self._condemned:
+            if self._store.keeps:
+                return chunk, 0
+        elif chunk.name in self._condemned:
             chunk.name += f"-{secrets.token_hex(4)}"
-        found = self._store.find(self._path(chunk))
-        if found is not None and found.num_bytes == len(data):
+        if _is_there(self._store, self._path(chunk), chunk.num_bytes):
             return chunk, 0
         before_sending(len(data))
         self._store.put(self._path(chunk), data)
@@ -86,6 +87,8 @@ class ChunkStore:
             data = self._store.get(self._path(chunk))
         except BlobMissingError as error:
             raise _lost(chunk, "is not there") from error
+        except BlobDamagedError as error:
+            raise _lost(chunk, "is damaged") from error
         if len(data) != chunk.num_bytes or hashlib.sha256(data).digest() != chunk.sha256:
             raise _lost(chunk, "is damaged")
         return data
@@ -103,6 +106,19 @@ class ChunkStore:
 
     def _path(self, chunk: pb.RemoteChunk) -> str:
         return f"{self._place}/{chunk.name}"
+
+
+def has_lost(store: BlobStore, tenant: str, chunks: Iterable[pb.RemoteChunk]) -> bool:
+    """Whether some of a tenant's chunks are gone; of a store that keeps what it has, none is."""
+    if store.keeps:
+        return False
+    place = chunks_place(tenant)
+    return not all(_is_there(store, f"{place}/{one.name}", one.num_bytes) for one in chunks)
+
+
+def _is_there(store: BlobStore, name: str, num_bytes: int) -> bool:
+    found = store.find(name)
+    return found is not None and found.num_bytes == num_bytes
 
 
 def list_blobs(store: BlobStore, place: str) -> list[Blob]:

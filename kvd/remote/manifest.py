@@ -55,7 +55,7 @@ def read_manifest(data: bytes) -> pb.SessionManifest:
     """
     head = _START.size + _CHECKSUM.size
     if len(data) < head or data[: len(MAGIC)] != MAGIC:
-        raise _damaged()
+        raise damaged()
     _, version, num_bytes = _START.unpack_from(data)
     if version != VERSION:
         raise UnfitStoreError(
@@ -65,12 +65,12 @@ def read_manifest(data: bytes) -> pb.SessionManifest:
     (checksum,) = _CHECKSUM.unpack_from(data, _START.size)
     body = data[head:]
     if len(body) != num_bytes or xxhash.xxh3_64_intdigest(data[: _START.size] + body) != checksum:
-        raise _damaged()
+        raise damaged()
     try:
         manifest = pb.SessionManifest.FromString(body)
         key_of(manifest)
     except (DecodeError, InvalidInputError) as error:
-        raise _damaged() from error
+        raise damaged() from error
     return manifest
 
 
@@ -177,5 +177,6 @@ def fenced(manifest: pb.SessionManifest) -> FencedError:
     )
 
 
-def _damaged() -> DamagedRemoteError:
+def damaged() -> DamagedRemoteError:
+    """Say that a manifest is not what was put there."""
     return DamagedRemoteError("a manifest is damaged", "push the session again, with --take")

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from kvd.host.pacing import SharedPace
 from kvd.remote.catalog import Catalog, Pushed
-from kvd.remote.chunk_store import ChunkStore
+from kvd.remote.chunk_store import ChunkStore, has_lost
 from kvd.remote.manifest import Owner, is_remnant, is_unchanged, pushed
 from kvd.remote.names import session_place
 from shared.blobs.blob_store import BlobStore
@@ -130,10 +130,11 @@ class Pusher:
         last = None if before is None else before.manifest
         manifest = pushed(info, last, self._owner, seen_unix_s, takes=takes)
         is_ours = last is not None and last.owner == self._owner.server_id
-        if last is not None and is_ours and is_unchanged(last, info, seen_unix_s):
-            return _result(Outcome.UNCHANGED, last, 0)
-        if last is not None and is_ours and is_remnant(last, info):
-            return _result(Outcome.LONGER, last, 0)
+        if last is not None and is_ours and not has_lost(self._store, key.tenant, last.chunks):
+            if is_unchanged(last, info, seen_unix_s):
+                return _result(Outcome.UNCHANGED, last, 0)
+            if is_remnant(last, info):
+                return _result(Outcome.LONGER, last, 0)
         chunks = ChunkStore(self._store, key.tenant, self._monotonic)
         content = self._sent(info.session, before, chunks, prefix=prefix)
         manifest.header = content.header

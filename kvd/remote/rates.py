@@ -1,8 +1,8 @@
 """Measures kvd push and pull on a store: python -m kvd.remote.rates SESSION --url URL.
 
-Against obstore alone with the very objects that a push leaves, as many at once; every round writes
-below a prefix of its own, which is removed. The session is one of the running kvd. A pull replaces
-it with itself.
+Against the store's package alone (obstore, or Mooncake's client) with the very objects that a push
+leaves, as many at once; every round writes below a prefix of its own, which is removed. The session
+is one of the running kvd. A pull replaces it with itself.
 """
 
 import secrets
@@ -22,7 +22,8 @@ from kvd.remote.manifest import Owner
 from kvd.remote.pulling import Puller
 from kvd.remote.pushing import THREADS, Pusher
 from shared.blobs.blob_store import BlobStore
-from shared.blobs.object_store import open_store
+from shared.blobs.mooncake_store import MooncakeBlobStore
+from shared.blobs.opening import open_store
 from shared.pb.kvd.v1 import kvd_pb2 as pb
 
 OWNER = Owner("rates", "rates")
@@ -34,7 +35,7 @@ def rates(
     rounds: Annotated[int, typer.Option("--rounds", min=1)] = 5,
     runtime_dir: Annotated[Path | None, typer.Option("--runtime-dir")] = None,
 ) -> None:
-    """Print medians of push, pull, and of obstore alone with the same objects, in MB/s."""
+    """Print medians of push, pull, and of the package alone with the same objects, in MB/s."""
     seconds: dict[str, list[float]] = {"push": [], "bare put": [], "pull": [], "bare get": []}
     num_bytes = 0
     with open_client(runtime_dir) as client:
@@ -52,9 +53,10 @@ def rates(
             seconds["pull"].append(
                 _timed(lambda: puller.pull(found, time.time(), copies=True, replaces=True))  # noqa: B023
             )
-            seconds["bare get"].append(_timed(lambda: _each(store.get, names)))  # noqa: B023
+            put, get = _bare(store)
+            seconds["bare get"].append(_timed(lambda: _each(get, names)))  # noqa: B023
             store.delete([blob.name for page in store.list("v1/") for blob in page])
-            seconds["bare put"].append(_timed(lambda: _put(store, objects)))  # noqa: B023
+            seconds["bare put"].append(_timed(lambda: _each(lambda n: put(n, objects[n]), names)))  # noqa: B023
             store.delete(names)
     medians = {what: statistics.median(found) for what, found in seconds.items()}
     typer.echo(f"{num_bytes / 1e6:.0f} MB, {rounds} rounds, medians:")
@@ -69,8 +71,12 @@ def _timed(do: Callable[[], object]) -> float:
     return time.perf_counter() - begun_s
 
 
-def _put(store: BlobStore, objects: dict[str, bytes]) -> None:
-    _each(lambda name: store.put(name, objects[name]), list(objects))
+def _bare(store: BlobStore) -> tuple[Callable[[str, bytes], object], Callable[[str], object]]:
+    """Return the calls of the store's own package: ours over obstore are these already."""
+    if not isinstance(store, MooncakeBlobStore):
+        return store.put, store.get
+    client, prefix = store.client, store.prefix
+    return (lambda name, data: client.put(prefix + name, data)), (lambda n: client.get(prefix + n))
 
 
 def _each(do: Callable[[str], object], names: Sequence[str]) -> None:

@@ -15,7 +15,7 @@ class Blob(NamedTuple):
     Attributes:
         name: its name.
         num_bytes: its size.
-        stored_unix_s: when it was stored, by the store's own clock.
+        stored_unix_s: when it was stored, by the store's clock; by the writer's if it has none.
     """
 
     name: str
@@ -24,7 +24,15 @@ class Blob(NamedTuple):
 
 
 class BlobStore(Protocol):
-    """Every method raises StoreFailedError or StoreDeniedError; then nobody knows what was done."""
+    """Every method raises StoreFailedError or StoreDeniedError; then nobody knows what was done.
+
+    Attributes:
+        keeps: whether what is there stays until it is removed; else it may be gone at any time.
+    """
+
+    @property
+    def keeps(self) -> bool:
+        """See above."""
 
     def put(self, name: str, data: bytes, *, if_absent: bool = False) -> None:
         """Store an object; in place of another one unless `if_absent`.
@@ -38,6 +46,7 @@ class BlobStore(Protocol):
 
         Raises:
             BlobMissingError: there is none.
+            BlobDamagedError: it is not what was put there; not every store knows.
         """
 
     def find(self, name: str) -> Blob | None:

@@ -17,10 +17,25 @@ class StoreUrlError(InvalidInputError):
     reason = "store_url"
 
 
+def bad_url(what: str) -> StoreUrlError:
+    """Return the error of a URL, by what is wrong with it."""
+    return StoreUrlError(
+        f"the URL of the store {what}",
+        "as in s3://BUCKET/PREFIX, gs://, az://, mooncake://MASTER:PORT/PREFIX "
+        "or file:///DIRECTORY",
+    )
+
+
 class StoreMissingError(ConfigError):
     """The package that reaches remote stores is not installed."""
 
     reason = "store_missing"
+
+
+class StoreSettingsError(ConfigError):
+    """The environment says of a remote store what cannot be."""
+
+    reason = "store_settings"
 
 
 class StoreFailedError(UnavailableError):
@@ -45,6 +60,12 @@ class BlobMissingError(NotFoundError):
     """There is no object of this name."""
 
     reason = "blob_missing"
+
+
+class BlobDamagedError(StateError):
+    """An object is not what was put there."""
+
+    reason = "blob_damaged"
 
 
 class BlobExistsError(ConflictError):

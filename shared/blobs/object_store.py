@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import SplitResult, unquote
 
 from shared.blobs.blob_store import Blob, BlobStore
 from shared.blobs.errors import (
@@ -20,51 +20,26 @@ from shared.blobs.errors import (
     StoreFailedError,
     StoreMissingError,
     StoreUrlError,
+    bad_url,
 )
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
-SCHEMES = ("s3", "gs", "az", "file")
 PAGE = 1000  # objects in a page of a listing: what S3 gives
 MAX_WHY = 160  # of the store's own words
 _PRIVATE = 0o700
 
 
-def open_store(url: str, patience_s: float | None = None) -> BlobStore:
-    """Open the store that a URL names; it is reached at the first call.
-
-    Args:
-        url: s3://BUCKET/PREFIX, gs://…, az://CONTAINER/PREFIX or file:///DIRECTORY, which is made.
-        patience_s: most seconds of a request, and of all its tries; None: obstore's, minutes.
-
-    Raises:
-        StoreUrlError: it names none.
-        StoreMissingError: obstore is not installed.
-    """
-    try:
-        parts = urlsplit(url)
-    except ValueError as error:
-        raise _bad_url("is no URL") from error
-    if parts.scheme not in SCHEMES:
-        raise _bad_url(f"has the scheme {parts.scheme[:20]!r}")
-    if parts.username or parts.password or parts.query or parts.fragment:
-        raise StoreUrlError(
-            "the URL of the store has more than a bucket and a prefix",
-            "give credentials in the environment: AWS_ACCESS_KEY_ID and the like",
-        )
-    try:
-        from obstore.store import LocalStore, from_url
-    except ImportError as error:
-        raise StoreMissingError(
-            "obstore is not installed", "pip install 'cachedattention[remote]'"
-        ) from error
-    if parts.scheme == "file":
-        return ObjectBlobStore(LocalStore(_directory(parts.netloc, unquote(parts.path))))
+def open_bucket(parts: SplitResult, patience_s: float | None) -> BlobStore:
+    """Open a store of S3, Google Cloud Storage or Azure; see shared/blobs/opening.py."""
+    _check_installed()
     if not parts.netloc:
-        raise _bad_url("names no bucket")
+        raise bad_url("names no bucket")
+    from obstore.store import from_url
+
     with _translated(parts.netloc):
-        return ObjectBlobStore(from_url(url, **_bounds(patience_s)))
+        return ObjectBlobStore(from_url(parts.geturl(), **_bounds(patience_s)))
 
 
 def _bounds(patience_s: float | None) -> dict[str, Any]:
@@ -78,9 +53,14 @@ def _bounds(patience_s: float | None) -> dict[str, Any]:
     }
 
 
-def _directory(host: str, path: str) -> Path:
-    if host or not path.startswith("/") or path == "/":
-        raise _bad_url("names no directory of its own")
+def open_directory(parts: SplitResult, _patience_s: float | None) -> BlobStore:
+    """Open a directory of this machine, or make it; see shared/blobs/opening.py."""
+    _check_installed()
+    from obstore.store import LocalStore
+
+    path = unquote(parts.path)
+    if parts.netloc or not path.startswith("/") or path == "/":
+        raise bad_url("names no directory of its own")
     directory = Path(path)
     try:
         directory.mkdir(mode=_PRIVATE, parents=True, exist_ok=True)
@@ -88,14 +68,16 @@ def _directory(host: str, path: str) -> Path:
         raise StoreUrlError(
             f"cannot make {directory} ({error.strerror})", "name a directory of your own"
         ) from error
-    return directory
+    return ObjectBlobStore(LocalStore(directory))
 
 
-def _bad_url(what: str) -> StoreUrlError:
-    return StoreUrlError(
-        f"the URL of the store {what}",
-        "as in s3://BUCKET/PREFIX, gs://, az:// or file:///DIRECTORY",
-    )
+def _check_installed() -> None:
+    try:
+        import obstore.store  # noqa: F401  # only whether it is there
+    except ImportError as error:
+        raise StoreMissingError(
+            "obstore is not installed", "pip install 'cachedattention[remote]'"
+        ) from error
 
 
 class ObjectBlobStore:
@@ -104,6 +86,8 @@ class ObjectBlobStore:
     Args:
         store: of obstore.
     """
+
+    keeps = True
 
     def __init__(self, store: "ObjectStore") -> None:
         import obstore

@@ -40,12 +40,14 @@ class Place:
         self.server.sessions["a"] = tuple(range(3 * STEP + 1))
         self.taken: list[int] = []
 
-    def push(self, view: View | None = None):
+    def push(self, view: View | None = None, idle_s: float = 0.0):
         calm = View(self.store, is_calm=True)
         pace = SharedPace()
         pace.take = self.taken.append  # type: ignore[method-assign]
         pusher = Pusher(view or calm, self.server, self.server.owner, pace, clock=lambda: 1e9)
-        return pusher.push(self.server.info("a"))
+        info = self.server.info("a")
+        info.idle_s = idle_s
+        return pusher.push(info)
 
 
 def test_a_push_that_was_broken_off_goes_on() -> None:
@@ -69,6 +71,27 @@ def test_a_push_that_was_broken_off_goes_on() -> None:
     assert (found.outcome, len(place.taken)) == (Outcome.PUSHED, 2)
     assert found.sent_bytes == sum(place.taken) < found.num_bytes
     assert place.push().sent_bytes == 0
+
+
+def test_what_a_store_has_lost_is_sent_again() -> None:
+    """Though the session is unchanged, and its manifest names it."""
+
+    class Loses(View):
+        keeps = False
+
+    place = Place()
+    loses = Loses(place.store, is_calm=True)
+    whole = place.push(loses)
+    assert place.push(loses, idle_s=1.0).outcome is Outcome.UNCHANGED
+    chunk = next(name for name in place.store.blobs if name.startswith("v1/chunks/"))
+    lost, _ = place.store.blobs.pop(chunk)
+    assert (
+        place.push(idle_s=1.0).outcome is Outcome.UNCHANGED
+    )  # of one that keeps all, it is not asked
+    again = place.push(loses, idle_s=1.0)
+    assert (again.outcome, again.sent_bytes) == (Outcome.PUSHED, len(lost))
+    assert (again.epoch, again.num_bytes) == (whole.epoch, whole.num_bytes)
+    assert place.store.blobs[chunk][0] == lost
 
 
 def test_a_session_that_changes_meanwhile_is_read_again() -> None:

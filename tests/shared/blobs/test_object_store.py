@@ -1,4 +1,4 @@
-"""Every store is the same to kvd: a directory, memory, S3, and the one that tests make fail."""
+"""Every store is the same to kvd: a directory, memory, S3, Mooncake, one that tests make fail."""
 
 import threading
 from collections.abc import Iterator
@@ -16,46 +16,35 @@ from shared.blobs.errors import (
     StoreUrlError,
     UnfitStoreError,
 )
-from shared.blobs.object_store import ObjectBlobStore, open_store
+from shared.blobs.object_store import ObjectBlobStore
+from shared.blobs.opening import open_store
 from shared.blobs.release import claim
+from tests.blob_servers import SECRET, mooncake_server, s3_server
 from tests.faulty_store import FaultyStore, Odds, View
 
 obstore_store = pytest.importorskip("obstore.store")
-SECRET = "a-secret-key"  # noqa: S105
 
 
 @pytest.fixture(scope="module")
 def s3() -> Iterator[str]:
-    """A server that speaks S3, with a bucket; skipped without moto."""
-    server_module = pytest.importorskip("moto.server")
-    server = server_module.ThreadedMotoServer(port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    environ = {
-        "AWS_ACCESS_KEY_ID": "somebody",
-        "AWS_SECRET_ACCESS_KEY": SECRET,
-        "AWS_REGION": "us-east-1",
-        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
-        "AWS_ALLOW_HTTP": "true",
-    }
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in environ.items():
-            patch.setenv(name, value)
-        boto3 = pytest.importorskip("boto3")
-        client = boto3.client("s3", endpoint_url=environ["AWS_ENDPOINT_URL"])
-        client.create_bucket(Bucket="sessions")
-        yield "s3://sessions/prod"
-    server.stop()
+    with s3_server() as server:
+        yield server.url
 
 
-@pytest.fixture(params=["directory", "memory", "s3", "faulty"])
+@pytest.fixture(scope="module")
+def mooncake() -> Iterator[str]:
+    with mooncake_server() as server:
+        yield server.url
+
+
+@pytest.fixture(params=["directory", "memory", "s3", "mooncake", "faulty"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> BlobStore:
     if request.param == "directory":
         return open_store(f"file://{tmp_path}/made/here")
     if request.param == "memory":
         return ObjectBlobStore(obstore_store.MemoryStore())
-    if request.param == "s3":
-        return open_store(request.getfixturevalue("s3"))
+    if request.param in {"s3", "mooncake"}:
+        return open_store(request.getfixturevalue(request.param))
     return View(FaultyStore(Random(1)), is_calm=True)  # noqa: S311
 
 
@@ -143,6 +132,9 @@ def test_a_store_that_overwrites_is_refused() -> None:
         (f"s3://me:{SECRET}@bucket/x", "credentials in the environment"),
         (f"s3://bucket/x?token={SECRET}", "credentials in the environment"),
         ("s3://[", "is no URL"),
+        ("mooncake:///x", "names no master"),
+        ("mooncake://host:port/x", "names no port"),
+        ("mooncake://host/x%0Ay", "has a prefix of other characters"),
     ],
 )
 def test_urls_that_name_no_store(url: str, said: str) -> None:

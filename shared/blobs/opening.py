@@ -1,0 +1,44 @@
+"""Opens the store that a URL names: its scheme says which package reaches it."""
+
+from collections.abc import Callable
+from urllib.parse import SplitResult, urlsplit
+
+from shared.blobs.blob_store import BlobStore
+from shared.blobs.errors import StoreUrlError, bad_url
+from shared.blobs.mooncake_store import open_mooncake
+from shared.blobs.object_store import open_bucket, open_directory
+
+OPENERS: dict[str, Callable[[SplitResult, float | None], BlobStore]] = {
+    "s3": open_bucket,
+    "gs": open_bucket,
+    "az": open_bucket,
+    "file": open_directory,
+    "mooncake": open_mooncake,
+}
+
+
+def open_store(url: str, patience_s: float | None = None) -> BlobStore:
+    """Open the store that a URL names; it is reached at the first call.
+
+    Args:
+        url: s3://BUCKET/PREFIX, gs://…, az://CONTAINER/PREFIX, mooncake://MASTER:PORT/PREFIX or
+            file:///DIRECTORY, which is made.
+        patience_s: most seconds of a request, and of all its tries, where the package lets us say
+            so; None: its own, which may be minutes.
+
+    Raises:
+        StoreUrlError: it names none.
+        StoreMissingError: the package that reaches it is not installed.
+    """
+    try:
+        parts = urlsplit(url)
+    except ValueError as error:
+        raise bad_url("is no URL") from error
+    if parts.scheme not in OPENERS:
+        raise bad_url(f"has the scheme {parts.scheme[:20]!r}")
+    if parts.username or parts.password or parts.query or parts.fragment:
+        raise StoreUrlError(
+            "the URL of the store has more than a place and a prefix",
+            "give credentials in the environment: AWS_ACCESS_KEY_ID and the like",
+        )
+    return OPENERS[parts.scheme](parts, patience_s)

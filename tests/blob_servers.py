@@ -1,0 +1,194 @@
+"""Object stores' own servers for tests: one that speaks S3, and Mooncake's master with its memory.
+
+Each is skipped where its package is not there. The environment that reaches one is in `environ`:
+for this process while its block lasts, for others to be given. Mooncake's master listens on
+127.0.0.1 only; who lends it memory has no such choice.
+"""
+
+import importlib.util
+import secrets
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from http.client import HTTPConnection
+from pathlib import Path
+
+import pytest
+
+SECRET = "a-secret-key"  # noqa: S105
+STARTED_S = 30.0
+MIB = 1 << 20
+
+
+class S3Server:
+    """A server that speaks S3, in this process, with a bucket.
+
+    Attributes:
+        environ: that reaches it.
+        url: of a prefix in the bucket, which nobody else has: buckets are this process's.
+    """
+
+    def __init__(self) -> None:
+        self.url = f"s3://sessions/{secrets.token_hex(4)}"
+        (port,) = free_ports(1)
+        self._port = port
+        self.environ = {
+            "AWS_ACCESS_KEY_ID": "somebody",
+            "AWS_SECRET_ACCESS_KEY": SECRET,
+            "AWS_REGION": "us-east-1",
+            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
+            "AWS_ALLOW_HTTP": "true",
+        }
+
+    def start(self) -> None:
+        """Start it."""
+        from moto.server import ThreadedMotoServer
+
+        self._server = ThreadedMotoServer("127.0.0.1", self._port, verbose=False)
+        self._server.start()
+
+    def make_bucket(self) -> None:
+        """Make the bucket."""
+        connection = HTTPConnection("127.0.0.1", self._port)
+        with closing(connection):
+            connection.request("PUT", "/sessions")
+            assert connection.getresponse().status == 200
+
+    def resume(self) -> None:
+        """Start it again, with what it held."""
+        self.start()
+
+    def interrupt(self) -> None:
+        """Stop it; what it holds is this process's."""
+        self._server.stop()
+
+
+class MooncakeServer:
+    """A Mooncake master and, each a process of its own, who lends it memory.
+
+    Attributes:
+        environ: that reaches it.
+        url: of a prefix in it.
+    """
+
+    def __init__(self) -> None:
+        self._rpc, self._admin, self._lender = free_ports(3)
+        self._processes = ExitStack()
+        self._master: subprocess.Popen[bytes] | None = None
+        self.url = f"mooncake://127.0.0.1:{self._rpc}/prod"
+        self.environ = {
+            "MOONCAKE_MASTER_METRICS_PORT": str(self._admin),
+            "MOONCAKE_LOCAL_HOSTNAME": "127.0.0.1",
+            "MOONCAKE_LOCAL_BUFFER_SIZE": "128MB",
+        }
+
+    def start(self, memory_bytes: int = 64 * MIB) -> None:
+        """Start both."""
+        self.start_master()
+        self._run(
+            "mooncake_client",
+            *("--host=127.0.0.1", f"--port={self._lender}", "--metadata_server=P2PHANDSHAKE"),
+            f"--master_server_address=127.0.0.1:{self._rpc}",
+            f"--global_segment_size={memory_bytes}",
+        )
+        self._wait_until("/get_all_segments", wants_text=True)
+
+    def start_master(self) -> None:
+        """Start the master, which knows of nothing."""
+        self._master = self._run(
+            "mooncake_master",
+            *("--rpc_address=127.0.0.1", f"--rpc_port={self._rpc}", "--metrics_host=127.0.0.1"),
+            *(f"--metrics_port={self._admin}", "--default_kv_lease_ttl=200"),
+        )
+        self._wait_until("/health")
+
+    def resume(self) -> None:
+        """Start the master again, and return when it has its memory again."""
+        self.start_master()
+        self._wait_until("/get_all_segments", wants_text=True)
+
+    def interrupt(self) -> None:
+        """Kill the master; all objects are lost."""
+        self._master.kill()
+        self._master.wait()
+
+    def freeze_master(self, *, frozen: bool) -> None:
+        """Stop the master where it is, or let it go on."""
+        self._master.send_signal(signal.SIGSTOP if frozen else signal.SIGCONT)
+
+    def stop(self) -> None:
+        """End everything."""
+        self._processes.close()
+
+    def _run(self, program: str, *options: str) -> subprocess.Popen[bytes]:
+        path = Path(importlib.util.find_spec("mooncake").origin).with_name(program)
+        process = subprocess.Popen(
+            (path, *options), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        self._processes.callback(lambda: (process.kill(), process.wait()))
+        return process
+
+    def _wait_until(self, path: str, *, wants_text: bool = False) -> None:
+        until_s = time.monotonic() + STARTED_S
+        while time.monotonic() < until_s:
+            try:
+                with closing(HTTPConnection("127.0.0.1", self._admin)) as connection:
+                    connection.request("GET", path)
+                    answer = connection.getresponse()
+                    if answer.status == 200 and (answer.read() or not wants_text):
+                        return
+            except OSError:
+                pass
+            time.sleep(0.01)
+        raise AssertionError(f"no Mooncake master answers {path}")
+
+
+@contextmanager
+def s3_server() -> Iterator[S3Server]:
+    """A server that speaks S3, with a bucket."""
+    pytest.importorskip("moto.server")
+    server = S3Server()
+    server.start()
+    try:
+        server.make_bucket()
+        with _reached(server.environ):
+            yield server
+    finally:
+        server.interrupt()
+
+
+@contextmanager
+def mooncake_server() -> Iterator[MooncakeServer]:
+    """A Mooncake Store with a little memory."""
+    pytest.importorskip("mooncake.store", exc_type=ImportError)  # or the system lacks libibverbs1
+    server = MooncakeServer()
+    try:
+        server.start()
+        with _reached(server.environ):
+            yield server
+    finally:
+        server.stop()
+
+
+SERVERS = {"s3": s3_server, "mooncake": mooncake_server}
+
+
+@contextmanager
+def _reached(environ: dict[str, str]) -> Iterator[None]:
+    """Have this process reach a server."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in environ.items():
+            patch.setenv(name, value)
+        yield
+
+
+def free_ports(number: int) -> list[int]:
+    """Ports of 127.0.0.1 that nobody has at the moment."""
+    with ExitStack() as stack:
+        servers = [stack.enter_context(socket.socket()) for _ in range(number)]
+        for server in servers:
+            server.bind(("127.0.0.1", 0))
+        return [int(server.getsockname()[1]) for server in servers]

@@ -1,0 +1,192 @@
+"""What a Mooncake Store suffers: masters that die or hang, memory that is full, and damage."""
+
+import os
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from urllib.parse import urlsplit
+
+import pytest
+
+from shared.blobs import mooncake_client
+from shared.blobs.errors import (
+    BlobDamagedError,
+    BlobExistsError,
+    BlobMissingError,
+    StoreFailedError,
+    StoreSettingsError,
+)
+from shared.blobs.mooncake_client import Connection, settings_of
+from shared.blobs.mooncake_store import MooncakeBlobStore
+from shared.blobs.opening import open_store
+from tests.blob_servers import MIB, MooncakeServer, mooncake_server
+
+PATIENCE_S = 0.2
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[MooncakeServer]:
+    with mooncake_server() as started:
+        yield started
+
+
+@pytest.fixture
+def connection(server: MooncakeServer) -> Connection:
+    open_store(server.url)  # says how Mooncake's package is to behave
+    parts = urlsplit(server.url)
+    return Connection(settings_of(parts.hostname, parts.port, os.environ))
+
+
+@pytest.fixture
+def store(connection: Connection, request: pytest.FixtureRequest) -> MooncakeBlobStore:
+    return MooncakeBlobStore(connection, f"{request.node.name}/", patience_s=PATIENCE_S)
+
+
+def _key(request: pytest.FixtureRequest, name: str) -> str:
+    return f"{request.node.name}/{name}"
+
+
+def test_damage_is_found_out(
+    store: MooncakeBlobStore, connection: Connection, request: pytest.FixtureRequest
+) -> None:
+    """Of the stamp or of the bytes: it is said, listed without size and age, and can be mended."""
+    store.put("v1/chunk", b"0123456789")
+    bare, key = connection.connected().client, _key(request, "v1/chunk")
+    sound = bytes(memoryview(bare.get_buffer(key)))
+    for damaged in (sound[:-1] + b"x", b"x" + sound[1:], b"short"):
+        assert bare.upsert_parts(key, damaged) == 0
+        with pytest.raises(BlobDamagedError, match="put it there again"):
+            store.get("v1/chunk")
+    [[blob]] = store.list("v1/")
+    assert (blob.name, blob.num_bytes, blob.stored_unix_s) == ("v1/chunk", 0, 0.0)
+    store.put("v1/chunk", b"9876543210")
+    assert store.get("v1/chunk") == b"9876543210"
+
+
+def test_what_another_one_is_storing(
+    store: MooncakeBlobStore, connection: Connection, request: pytest.FixtureRequest
+) -> None:
+    """It is not there yet; nobody makes it, or waits for it for ever; whoever replaces it wins."""
+    bare, key = connection.connected().client, _key(request, "v1/slow")
+    assert bare.batch_put_session_start([key], [100]) == [0]
+    assert store.find("v1/slow") is None
+    assert list(store.list("v1/")) == []
+    with pytest.raises(StoreFailedError, match="somebody else is storing it"):
+        store.put("v1/slow", b"mine", if_absent=True)
+    with pytest.raises(StoreFailedError, match="somebody else is storing it"):
+        store.get("v1/slow")
+    store.delete(["v1/slow"])
+    store.put("v1/slow", b"mine")
+    assert store.get("v1/slow") == b"mine"
+
+
+def test_creators_of_several_servers(
+    connection: Connection, server: MooncakeServer, request: pytest.FixtureRequest
+) -> None:
+    """Each has a client of its own; of all, one makes it, and all read the same."""
+    parts = urlsplit(server.url)
+    others = [Connection(settings_of(parts.hostname, parts.port, os.environ)) for _ in range(2)]
+    stores = [MooncakeBlobStore(one, f"{request.node.name}/") for one in (connection, *others)]
+    for number in range(20):
+        name, won, start = f"v1/{number}", [], threading.Barrier(len(stores))
+
+        def make(index: int) -> None:
+            start.wait()  # noqa: B023  # called now
+            try:
+                stores[index].put(name, bytes([index]) * 9, if_absent=True)  # noqa: B023
+                won.append(index)  # noqa: B023
+            except BlobExistsError:
+                pass
+
+        threads = [threading.Thread(target=make, args=(index,)) for index in range(len(stores))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(won) == 1
+        assert {store.get(name) for store in stores} == {bytes(won) * 9}
+
+
+def test_when_memory_is_full_what_decides_stays(store: MooncakeBlobStore) -> None:
+    """Chunks are evicted, and are not there then; what was made only if absent is."""
+    store.put("v1/manifest", b"who owns it", if_absent=True)
+    patient = MooncakeBlobStore(store._connection, store.prefix)
+    for number in range(20):  # 80 MiB; there are 64
+        patient.put(f"v1/chunks/{number:02}", os.urandom(4 * MIB))
+    there = {blob.name for page in store.list("v1/chunks/") for blob in page}
+    assert 0 < len(there) < 20
+    with pytest.raises(BlobMissingError):
+        store.get(f"v1/chunks/{min({f'{n:02}' for n in range(20)} - {n[-2:] for n in there})}")
+    assert all(len(store.get(name)) == 4 * MIB for name in there)
+    assert store.get("v1/manifest") == b"who owns it"
+    with pytest.raises(StoreFailedError, match="its memory is full"):
+        store.put("v1/large", bytes(65 * MIB))
+    store.delete(sorted(there))
+
+
+def test_what_is_larger_than_the_buffer_is_refused(store: MooncakeBlobStore) -> None:
+    """It says which buffer, and the store goes on."""
+    with pytest.raises(StoreFailedError, match="the buffer of this process is full"):
+        store.put("v1/large", bytes(129 * MIB))
+    store.put("v1/small", b"x")
+    assert store.get("v1/small") == b"x"
+
+
+def test_a_master_that_dies_and_comes_back(
+    server: MooncakeServer, store: MooncakeBlobStore
+) -> None:
+    """Every call fails, none says that nothing is there; then the same store works, empty."""
+    store.put("v1/one", b"x")
+    server.interrupt()
+    calls = (
+        lambda: store.put("v1/two", b"x"),
+        lambda: store.put("v1/two", b"x", if_absent=True),
+        lambda: store.get("v1/one"),
+        lambda: store.find("v1/one"),
+        lambda: store.delete(["v1/one"]),
+        lambda: list(store.list("v1/")),
+        lambda: open_store(server.url).get("v1/one"),
+    )
+    with ThreadPoolExecutor(len(calls)) as threads:  # each tries for some seconds
+        answers = [threads.submit(call) for call in calls]
+    assert {type(answer.exception()) for answer in answers} == {StoreFailedError}
+    server.resume()
+    assert list(store.list("v1/")) == []
+    MooncakeBlobStore(store._connection, store.prefix).put("v1/two", b"x")
+    with pytest.raises(BlobMissingError):
+        store.get("v1/one")
+    assert store.get("v1/two") == b"x"
+
+
+def test_a_master_that_hangs(monkeypatch: pytest.MonkeyPatch, server: MooncakeServer) -> None:
+    """Each call ends all the same."""
+    monkeypatch.setattr(mooncake_client, "CONNECT_S", 0.2)
+    server.freeze_master(frozen=True)
+    try:
+        with pytest.raises(StoreFailedError, match="no Mooncake master answers"):
+            open_store(server.url).get("v1/one")
+    finally:
+        server.freeze_master(frozen=False)
+
+
+@pytest.mark.parametrize("name", ["MOONCAKE_MASTER_METRICS_PORT", "MOONCAKE_LOCAL_BUFFER_SIZE"])
+def test_an_environment_that_says_what_cannot_be(name: str) -> None:
+    """It is named, and what it could be."""
+    with pytest.raises(StoreSettingsError, match=f"{name} is no number: as in {name}="):
+        settings_of("host", 1, {name: "many"})
+
+
+def test_the_environment_is_mooncakes_own() -> None:
+    """Its names are those that Mooncake's other clients read; what is empty is as not there."""
+    found = settings_of(
+        "host",
+        1,
+        {
+            "MOONCAKE_PROTOCOL": "rdma",
+            "MOONCAKE_DEVICE": "mlx5_0",
+            "MOONCAKE_LOCAL_BUFFER_SIZE": "1gb",
+            "MOONCAKE_TE_META_DATA_SERVER": "",
+        },
+    )
+    assert (found.protocol, found.device, found.buffer_bytes) == ("rdma", "mlx5_0", 1 << 30)
+    assert (found.metadata, found.admin_port) == ("P2PHANDSHAKE", 9003)

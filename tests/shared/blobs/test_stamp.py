@@ -1,0 +1,38 @@
+"""A stamp says whether the bytes behind it are those that were stored under this very key."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shared.blobs.stamp import STAMP_BYTES, read_stamp, stamp_bytes
+
+NONCE = b"12345678"
+
+
+@given(st.text(), st.binary(max_size=100), st.integers(0, 2**64 - 1))
+def test_a_stamp_tells_what_was_stored_and_when(key: str, data: bytes, unix_ns: int) -> None:
+    """It comes back as it went in, and knows its bytes."""
+    head = stamp_bytes(key, data, unix_ns, NONCE)
+    stamp = read_stamp(key, head)
+    assert len(head) == STAMP_BYTES
+    assert stamp is not None
+    assert (stamp.unix_ns, stamp.num_bytes, stamp.is_of(data)) == (unix_ns, len(data), True)
+    assert not stamp.is_of(data + b"x")
+
+
+@given(st.binary(min_size=1, max_size=100), st.data())
+def test_no_damage_goes_unnoticed(data: bytes, draw: st.DataObject) -> None:
+    """A flipped bit of the stamp makes it none, one of the bytes makes them others."""
+    head = stamp_bytes("key", data, 1, NONCE)
+    whole = bytearray(head + data)
+    bit = draw.draw(st.integers(0, 8 * len(whole) - 1))
+    whole[bit // 8] ^= 1 << (bit % 8)
+    stamp = read_stamp("key", bytes(whole[:STAMP_BYTES]))
+    assert stamp is None or not stamp.is_of(bytes(whole[STAMP_BYTES:]))
+
+
+def test_a_stamp_is_of_its_key_alone() -> None:
+    """What was read from memory that is another object's by now is not taken for this one."""
+    head = stamp_bytes("one", b"data", 1, NONCE)
+    assert read_stamp("two", head) is None
+    assert read_stamp("one", head[:-1]) is None
+    assert read_stamp("one", b"") is None
