@@ -86,7 +86,7 @@ test-clients: $(VENV)/.installed $(addsuffix /.installed,$(CLIENT_ENVIRONMENTS))
 # Pairs behind Ray Serve: a cluster of this machine alone, and what else needs Ray. A machine that is busy
 # may keep Ray from starting.
 test-ray: $(RAY)/.installed
-	$(RAY)/bin/pytest -rs --disable-warnings tests/inference_svc/ray_serve tests/examples/test_ray_serve.py
+	$(RAY)/bin/pytest -rs --disable-warnings tests/inference_svc/ray_serve tests/examples/test_ray_serve.py tests/examples/test_moving_ray.py
 
 # What runs an engine, with its KV on pages (scheduler.working_kv).
 test-pages: $(VENV)/.installed

@@ -32,6 +32,8 @@ class Front(Protocol):
 
     def openai(self) -> openai.AsyncOpenAI: ...
     def grpc_client(self) -> InferenceClient: ...
+    async def start(self) -> None: ...
+    async def stop(self) -> None: ...
     async def take_out(self, name: str) -> None: ...
     async def bring_back(self, name: str) -> None: ...
 
@@ -123,6 +125,29 @@ class Scene:
             f"computed anew; {self.moved} behind the drain, {self.lost} behind the loss (only the "
             f"lost server had {self.unpushed}), {self.back} when the drained one was back"
         )
+
+
+async def checked(front: Front, oracle, num_tales: int, store: Path | None) -> Scene:
+    """Play the scene; each answer is that of recomputation, wherever it was given."""
+    try:
+        await front.start()
+        scene = await play(front, num_tales, store)
+        for tale in scene.tales:
+            turns = [(turn.input_ids, turn.output_ids) for turn in await read(front, tale)]
+            verdict = await asyncio.to_thread(oracle.judge, turns)
+            assert verdict.num_tokens
+            assert verdict.is_identical
+    finally:
+        await front.stop()
+    return scene
+
+
+async def read(front: Front, tale: Tale) -> Sequence[pb.TurnRecord]:
+    """All turns of a conversation, where it is longest."""
+    running = [pair for pair in front.pairs.values() if pair.is_running]
+    found = [await pair.session(tale.name) for pair in running]
+    longest = max((session for session in found if session), key=lambda one: one.turns)
+    return longest.turn_records
 
 
 async def play(front: Front, num_tales: int, store: Path | None) -> Scene:

@@ -1,0 +1,23 @@
+"""Servers behind Ray Serve that share a store: conversations go on wherever they come."""
+
+import pytest
+
+from tests.examples.moving import checked
+
+pytest.importorskip("ray", reason="needs the extra `ray`: make test-ray")
+
+from tests.examples.ray_cluster import RayCluster
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(1800)]
+
+
+async def test_servers_that_go_and_come(tiny_model, oracle, tmp_path_factory, capsys):
+    """No turn fails; only what the lost server alone had is computed anew."""
+    directory, store = tmp_path_factory.mktemp("ray"), tmp_path_factory.mktemp("store")
+    cluster = RayCluster(tiny_model, directory, 3, store)
+    scene = await checked(cluster, oracle, 12, store)
+    with capsys.disabled():
+        print(scene)
+    assert scene.moved == 0
+    assert scene.lost <= scene.unpushed
+    assert scene.back == 0
