@@ -14,6 +14,7 @@ import yaml
 from aiohttp import ClientSession
 from openai import AsyncOpenAI
 from ray import serve
+from ray.cluster_utils import Cluster
 from ray.serve.context import _get_global_client
 from ray.serve.schema import ServeDeploySchema
 
@@ -70,6 +71,7 @@ class RayCluster:
         self._ray_directory = Path(tempfile.mkdtemp(prefix="ray-"))
         self.config = self._here(yaml.safe_load(CONFIG.read_text(encoding="utf-8")))
         self._environ_before: dict[str, str | None] = {}
+        self._nodes: Cluster | None = None
 
     def _here(self, config: dict[str, Any]) -> dict[str, Any]:
         """The shipped file with ports and sockets of this test, and one server."""
@@ -106,13 +108,18 @@ class RayCluster:
         await self.deploy(self.config)
 
     def _start_ray(self) -> None:
-        ray.init(
-            num_cpus=2,
-            resources={"inference_svc": 2 * len(self.pairs)},
-            include_dashboard=False,
-            log_to_driver=False,
-            _temp_dir=str(self._ray_directory),
+        """Start two nodes, both of this machine; the first has room for one replica."""
+        self._nodes = Cluster(
+            initialize_head=True,
+            head_node_args={
+                "num_cpus": 1,
+                "resources": {"inference_svc": 1},
+                "include_dashboard": False,
+                "temp_dir": str(self._ray_directory),
+            },
         )
+        self._nodes.add_node(num_cpus=1, resources={"inference_svc": 2 * len(self.pairs) - 1})
+        ray.init(address=self._nodes.address, log_to_driver=False)
 
     async def deploy(self, config: dict[str, Any]) -> None:
         """What `serve deploy` does with a config; raises RuntimeError if it comes to nothing."""
@@ -134,6 +141,9 @@ class RayCluster:
         with contextlib.suppress(Exception):  # there may be nothing to be ended
             serve.shutdown()
         ray.shutdown()
+        if self._nodes is not None:
+            self._nodes.shutdown()
+            self._nodes = None
 
     async def mend(self) -> None:
         """Start again what has ended; return when Ray sends turns to each pair."""
