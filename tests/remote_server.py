@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 
+from kvd.errors import SessionExistsError
 from kvd.remote.manifest import Owner
 from kvd.session_files.chunks import Chunker
 from kvd.session_files.file_format import (
@@ -73,6 +74,9 @@ class Server:
         token_ids = b"".join(frame.token_ids for piece in pieces for frame in reader.feed(piece))
         key = reader.close().key
         tokens = tuple(memoryview(token_ids).cast("I"))
+        there = self.sessions.get(key.session_id)
+        if there is not None and not target.replace and len(there) > target.replace_up_to:
+            raise SessionExistsError("it is stored", "say --replace")
         self.sessions[key.session_id] = tokens
         named = pb.SessionKey(tenant=key.tenant, model=key.model, session_id=key.session_id)
         return pb.ImportSessionResponse(session=named, num_tokens=len(tokens))

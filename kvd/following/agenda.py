@@ -199,11 +199,14 @@ class Agenda:
         self.gone(key)
         self._drops[key] = Drop(key, unix_s, of_others)
 
-    def pulled(self, info: pb.SessionInfo, now_s: float) -> None:
-        """Take that a session was fetched from the store: it is there."""
+    def pulled(self, info: pb.SessionInfo, num_tokens: int, now_s: float) -> None:
+        """Take that so many tokens were fetched: a turn may have stored more before we know."""
         key = _key_of(info)
+        newer = self._unpushed.get(key)
         self.gone(key)
         self._there[key] = (terms_of(info), now_s)
+        if newer is not None and newer.num_tokens > num_tokens:
+            self._put(key, newer)
 
     def listed(self, infos: Iterable[pb.SessionInfo], now_s: float, unix_s: float) -> None:
         """Take all sessions, as they were listed after events were heard of again."""

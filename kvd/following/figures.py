@@ -25,7 +25,7 @@ METRICS = MetricTable(
             "kvd_remote_pulls_total",
             "counter",
             "Sessions that turns wanted by what became of their pull: pulled, absent from the "
-            "store (or stored by kvd meanwhile), failed",
+            "store (or kvd has as much by now), failed",
             ("result",),
         ),
         Metric(

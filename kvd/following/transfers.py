@@ -9,12 +9,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Protocol
 
-from kvd.errors import SessionExistsError
+from kvd.errors import InUseError, SessionExistsError
 from kvd.following.agenda import Drop, Push
 from kvd.host.pacing import SharedPace
 from kvd.remote.catalog import Catalog, Pushed
 from kvd.remote.errors import NotPushedError
-from kvd.remote.manifest import Owner, has_expired
+from kvd.remote.manifest import Owner, has_expired, is_remnant
 from kvd.remote.names import session_place
 from kvd.remote.pulling import Puller, PullResult, Sink
 from kvd.remote.pushing import Pusher, PushResult, Source
@@ -23,10 +23,12 @@ from shared.blobs.errors import OvertakenError
 from shared.blobs.release import claim
 from shared.kvd_client.messages import key_message
 from shared.pb.kvd.v1 import kvd_pb2 as pb
-from shared.types.errors import NotFoundError, StateError, UnavailableError
+from shared.types.errors import ConflictError, NotFoundError, StateError, UnavailableError
 from shared.types.session_key import SessionKey
 
 DROP_TRIES = 3  # of a session that is replaced at the same time
+# Why kvd keeps what it has of a session: a turn has stored it meanwhile, or uses it.
+KEPT = frozenset({SessionExistsError.reason, InUseError.reason})
 
 
 class Kvd(Source, Sink, Protocol):
@@ -113,28 +115,46 @@ class Transfers:
         raise OvertakenError(f"session {step.key} is replaced again and again", "drop it later")
 
     def find(self, key: SessionKey) -> Pushed | None:
-        """Find a session that can be pulled; None: it is not there, or kvd has it by now."""
+        """Find a session that can be pulled; None: it is not there, or kvd has as much of it."""
         self._check()
         found = self._catalog.read(session_place(key))
         if found is None or found.manifest.dropped:
             return None
         if has_expired(found.manifest, time.time() - found.version.stored_unix_s):
             return None
-        return found if self._found(key) is None else None
+        return found if self._lacks(self._found(key), found.manifest) else None
 
     def pull(self, key: SessionKey, found: Pushed) -> tuple[pb.SessionInfo, PullResult] | None:
-        """Fetch a session that was found; None: it has gone there, or kvd has it by now."""
+        """Fetch a session that was found; None: it has gone there, or kvd has as much by now.
+
+        What kvd has of it, which is less, becomes what is pulled, unless it grows meanwhile.
+        """
         self._check()
+        here = self._found(key)
+        if not self._lacks(here, found.manifest):
+            return None
+        most = 0 if here is None else here.num_tokens
         try:
-            pulled = self._puller.pull(found, time.time())
+            pulled = self._puller.pull(found, time.time(), replaces_up_to=most)
         except NotPushedError:  # it has expired
             return None
-        except StateError as error:
-            if error.reason != SessionExistsError.reason:
+        except (StateError, ConflictError) as error:
+            if error.reason not in KEPT:
                 raise
-            return None  # a turn has stored it meanwhile
+            return None
         info = self._found(key)
         return None if info is None else (info, pulled)
+
+    def _lacks(self, here: pb.SessionInfo | None, manifest: pb.SessionManifest) -> bool:
+        """Whether a pushed session is worth more than what kvd has of it.
+
+        Of what this very server has pushed it has less by its own will, unless it has lost its end.
+        """
+        if here is None:
+            return True
+        if manifest.owner == self._owner.server_id:
+            return is_remnant(manifest, here)
+        return here.num_tokens < manifest.num_tokens
 
     def _found(self, key: SessionKey) -> pb.SessionInfo | None:
         try:

@@ -261,7 +261,7 @@ class Work:
             return False
         info, pulled = found
         pulls.add("pulled")
-        self._agenda.pulled(info, begun_s)
+        self._agenda.pulled(info, pulled.num_tokens, begun_s)
         log.info(
             "session_pulled",
             session=str(key),

@@ -276,7 +276,8 @@ METRICS = MetricTable(
         _gauge("kvd_retained_sessions", "Sessions that are kept as their clients wish"),
         _counter(
             "kvd_sessions_wanted_total",
-            "Sessions that turns waited for and kvd did not have: asked for at the remote store",
+            "Sessions that turns waited for and kvd did not have, or not all of: asked for at the "
+            "remote store",
             counted="sessions_wanted",
         ),
         _counter(

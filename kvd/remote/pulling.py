@@ -92,6 +92,7 @@ class Puller:
         *,
         copies: bool = False,
         replaces: bool = False,
+        replaces_up_to: int = 0,
         may_add_layout: bool = False,
     ) -> PullResult:
         """Pull a session.
@@ -101,6 +102,7 @@ class Puller:
             now_unix_s: the clock, to know what has expired.
             copies: leave its owner what it is.
             replaces: a session of this key gives way.
+            replaces_up_to: so does one of at most so many tokens, fewer than are pulled.
             may_add_layout: even if kvd does not know the layout.
 
         Raises:
@@ -118,7 +120,9 @@ class Puller:
         if not copies and manifest.owner != self._owner.server_id:
             manifest = taken(manifest, self._owner)
             self._catalog.replace(found.place, found, manifest)
-        target = pb.ImportTarget(replace=replaces, new_layout=may_add_layout)
+        target = pb.ImportTarget(
+            replace=replaces, new_layout=may_add_layout, replace_up_to=replaces_up_to
+        )
         if manifest.HasField("seal"):
             target.seal.CopyFrom(manifest.seal)
         stored = self._stored(target, manifest)

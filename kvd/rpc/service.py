@@ -277,20 +277,23 @@ class EngineService(kvd_pb2_grpc.EngineServicer):  # type: ignore[misc]  # the s
         wait_s = min(request.fetch_wait_s, self._live.loaded.settings.remote.wait)
         if not wait_s > 0:
             return 0.0
-        cache, begun_s, until = engine.cache, asyncio.get_running_loop().time(), _until(wait_s)
+        cache, begun_s = engine.cache, asyncio.get_running_loop().time()
         num_tokens = len(request.token_ids) // TOKEN_BYTES
+        history = min(request.history_tokens, num_tokens)
 
         def is_awaited(core: CacheEngine) -> bool:
-            return core.wanting.is_awaited(key, num_tokens)
+            return core.wanting.is_awaited(key, history)
 
         since_ns = cache.act(lambda core: core.now_ns)
-        if not cache.act(is_awaited):
+        share = cache.act(lambda core: core.wanting.missing_share(key, num_tokens, history))
+        if not share or not cache.act(is_awaited):
             return 0.0
+        until = _until(share * wait_s)
         try:
             while await cache.changed(_left_s(until)) and self._act(engine, is_awaited):
                 pass
         finally:
-            cache.act(lambda core: core.wanting.wait_ended(key, since_ns))
+            cache.act(lambda core: core.wanting.wait_ended(key, history, since_ns))
         return asyncio.get_running_loop().time() - begun_s
 
     async def _settled(self, engine: Engine, lease_id: int, until: float) -> LoadAnswer:

@@ -1,14 +1,14 @@
 """Imports a session: stores its rows under a name of their own, and gives them their name at once.
 
 Until the file has come whole and everything of it is stored, the session does not exist, and one
-that it is to replace stays as it is. To the core kvd itself is the engine here, under a number of
-its own.
+that it is to replace stays as it is. One that is only a shorter part of it is not replaced but
+becomes it, as by a turn: it keeps what was set for it, and there is no moment without it. To the
+core kvd itself is the engine here, under a number of its own.
 """
 
 import asyncio
 import secrets
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 from kvd.caches.caches import Caches
@@ -33,6 +33,7 @@ from kvd.session_files.file_format import (
     row_bytes,
 )
 from kvd.session_files.slot_runs import RowBuffer, SlotRuns, finished_in_thread
+from kvd.session_files.target import Target
 from kvd.session_files.unfinished import unfinished_name
 from shared.access.identity import TenantDeniedError
 from shared.process.log import get_logger
@@ -50,36 +51,17 @@ UNFINISHED_NS = 600 * NS_PER_S  # what a killed kvd leaves of an import expires
 log = get_logger(__name__)
 
 
-@dataclass(frozen=True)
-class Target:
-    """Where a session is to go.
-
-    Attributes:
-        tenant: "": the file's.
-        session_id: "": the file's.
-        replaces: a session of this key gives way.
-        may_add_layout: even if kvd does not know the layout.
-        allowed: tenants that whoever imports may name; None: all.
-    """
-
-    tenant: str
-    session_id: str
-    replaces: bool
-    may_add_layout: bool
-    allowed: frozenset[str] | None = None
-
-
 class Import:
     """One import under way; whoever has begun it owes `finish` or `cancel`."""
 
     def __init__(
-        self, caches: Caches, cache: Cache, key: SessionKey, lineage: Lineage, *, replaces: bool
+        self, caches: Caches, cache: Cache, key: SessionKey, lineage: Lineage, target: Target
     ) -> None:
         self.key = key
         self._caches = caches
         self._cache = cache
         self._lineage = lineage
-        self._replaces = replaces
+        self._target = target
         layout = cache.layout
         self._unfinished = key._replace(session_id=unfinished_name())
         self._engine_id = secrets.randbits(63)
@@ -181,6 +163,7 @@ class Import:
         Raises:
             NoRoomError: not everything of it is stored.
             InUseError: the session that it is to replace is.
+            SessionExistsError: a session has come meanwhile that it is not to replace.
             NotDurableError: the index has not taken it.
         """
         await self._store(len(self._token_ids) // TOKEN_BYTES)
@@ -269,26 +252,29 @@ class Import:
 
     def _name_it(self, core: CacheEngine) -> int:
         """Let the session have what is stored; it replaces an earlier one."""
-        stored = core.inspection.info(self._unfinished)
-        if stored is None or stored.num_tokens * TOKEN_BYTES != len(self._token_ids):
+        stored, there = core.inspection.info(self._unfinished), core.inspection.info(self.key)
+        num_tokens = len(self._token_ids) // TOKEN_BYTES
+        if stored is None or stored.num_tokens != num_tokens:
             raise self._lost()
-        if self._replaces and core.inspection.info(self.key) is not None:
-            if core.sessions.flush(self.key, dry_run=False, why=REPLACED).skipped_leased:
-                raise InUseError(
-                    f"session {self.key} is in use",
-                    "wait for the end of its turn, or see kvd leases",
-                )
-        elif core.inspection.info(self.key) is not None:
+        self._target.check(there)
+        if there is not None and there.leases:
+            raise InUseError(
+                f"session {self.key} is in use",
+                "wait for the end of its turn, or see kvd leases",
+            )
+        if there is not None and self._target.replaces:
+            core.sessions.flush(self.key, dry_run=False, why=REPLACED)
+        elif there is not None and there.num_tokens >= num_tokens:
             raise SessionExistsError(
-                f"session {self.key} came meanwhile", "say --replace, or name it with --session"
+                f"session {self.key} has as many tokens already", "there is nothing to be imported"
             )
         token_ids, engine_id = bytes(self._token_ids), self._engine_id
         answer = core.session_files.prepare_import(self.key, token_ids, 0, engine_id, self._lineage)
         info = core.inspection.info(self.key)
-        if answer.lease_id or answer.refused or info is None:
+        if answer.lease_id or answer.refused or info is None or info.num_tokens != num_tokens:
             core.engines.gone(engine_id)
             raise self._lost()
-        return info.num_tokens
+        return num_tokens
 
     def _lost(self) -> NoRoomError:
         return NoRoomError(
@@ -326,12 +312,8 @@ async def begin_import(caches: Caches, header: FileHeader, target: Target) -> Im
         )
     _check_layout(caches, layout, target)
     cache, _ = await caches.open(layout, prefault=False)
-    if not target.replaces and cache.act(lambda core: core.inspection.info(key)) is not None:
-        raise SessionExistsError(
-            f"session {key} is stored already",
-            "say --replace, or give it another name with --session",
-        )
-    return Import(caches, cache, key, header.lineage, replaces=target.replaces)
+    target.check(cache.act(lambda core: core.inspection.info(key)))
+    return Import(caches, cache, key, header.lineage, target)
 
 
 def _check_layout(caches: Caches, layout: KVLayout, target: Target) -> None:

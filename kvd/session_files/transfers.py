@@ -11,8 +11,9 @@ from kvd.encryption.key_file import WrongKeyError
 from kvd.errors import LimitReachedError, StalledTransferError
 from kvd.session_files.chunks import ChunkOpener, ChunkSealer
 from kvd.session_files.exporter import Exporter
-from kvd.session_files.importer import Target, read_file
+from kvd.session_files.importer import read_file
 from kvd.session_files.slot_runs import finished_in_thread
+from kvd.session_files.target import Target
 from kvd.wire.messages import key_of
 from kvd.wire.selection import check_allowed
 from shared.kvd_client.messages import key_message
@@ -108,6 +109,7 @@ class Transfers:
             replaces=to.replace,
             may_add_layout=to.new_layout,
             allowed=allowed,
+            replaces_up_to=to.replace_up_to,
         )
         with self._counted():
             pieces = _pieces(messages)

@@ -80,6 +80,7 @@ class KvdClient(KvdConnection):
         dram_only: bool = False,
         lineage: Lineage | None = None,
         fetch_wait_s: float = 0.0,
+        history_tokens: int = 0,
     ) -> LoadGrant:
         """Lease the stored KV of token_ids[from_token:].
 
@@ -97,6 +98,8 @@ class KvdClient(KvdConnection):
                 None: it is not named; then what kvd stores of the session is taken at its tokens.
             fetch_wait_s: how long kvd may wait, before that, for a session of which it has nothing
                 and that is being fetched from elsewhere; an older one does not.
+            history_tokens: how many of the tokens the session had before: where kvd has a good part
+                of them not it may wait for this part of that time, too.
         """
         attachment = self._ready()
         fetch_wait_s = fetch_wait_s if attachment.offers_fetch_waits else 0.0
@@ -110,6 +113,7 @@ class KvdClient(KvdConnection):
             dram_only=dram_only,
             lineage=lineage_message(lineage),
             fetch_wait_s=fetch_wait_s,
+            history_tokens=history_tokens,
         )
         most_s = fetch_wait_s + deadline_s + GRACE_S
         call = self._call(attachment.stub.PrepareLoad, request, most_s, attachment)

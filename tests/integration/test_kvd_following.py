@@ -10,10 +10,20 @@ import pytest
 from kvd.client.operator_client import connect_to
 from kvd.errors import NotRunningError
 from shared.kvd_client.messages import key_message
+from shared.pb.kvd.v1 import kvd_pb2 as pb
+from shared.types.kv_layout import KVLayout
 from tests.following_process import Following, manifest_of, remote_settings, until_there
 from tests.kvd_polling import counters_of, sessions_of
 from tests.processes import KvdProcess, run_cli, running_kvd
-from tests.synthetic_engine import SyntheticEngine, attached_engine, encode, key_of
+from tests.synthetic_engine import (
+    SyntheticEngine,
+    attached_engine,
+    encode,
+    key_of,
+    layout_with_states,
+    layout_with_windows,
+    small_layout,
+)
 
 SIZES = ("--dram", "4MB", "--ssd", "8MB")
 TOKENS = list(range(100, 1150))
@@ -28,13 +38,17 @@ class Server:
 
 @asynccontextmanager
 async def server(
-    directory: Path, store: Path, sizes: tuple[str, ...] = SIZES, **settings: str
+    directory: Path,
+    store: Path,
+    sizes: tuple[str, ...] = SIZES,
+    layout: KVLayout | None = None,
+    **settings: str,
 ) -> AsyncIterator[Server]:
     """A server whose follower writes to, and fetches from, a directory."""
     environ = remote_settings(store, **settings)
     async with (
         running_kvd(directory, *sizes, environ=environ) as kvd,
-        attached_engine(kvd.runtime_dir) as engine,
+        attached_engine(kvd.runtime_dir, layout) as engine,
     ):
         following = Following(kvd)
         following.start()
@@ -62,10 +76,12 @@ async def test_sessions_follow_their_turns(tmp_path: Path) -> None:
         await until_there(store, "s", 1052, epoch=3)
 
 
-async def wait_for(engine: SyntheticEngine, name: str) -> int:
+async def wait_for(engine: SyntheticEngine, name: str, history_tokens: int = 0) -> int:
     """Load a session that may be fetched first; returns how many tokens are granted."""
-    tokens = encode(TOKENS)
-    grant = await engine.client.prepare_load(key_of(name), tokens, 0, 30.0, fetch_wait_s=30.0)
+    tokens, key, history = encode(TOKENS), key_of(name), history_tokens
+    grant = await engine.client.prepare_load(
+        key, tokens, 0, 30.0, fetch_wait_s=30.0, history_tokens=history
+    )
     await engine.client.complete_load(grant)
     return grant.end_token
 
@@ -98,6 +114,61 @@ async def test_a_load_waits_for_what_is_fetched(tmp_path: Path) -> None:
         assert await wait_for(b.engine, "s") == 1050
         assert await wait_for(b.engine, "s") == 1050
         assert await waits_of(b) == {"absent": 1, "fetched": 1}
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [small_layout(), layout_with_states(), layout_with_windows()],
+    ids=["plain", "states", "windows"],
+)
+async def test_a_session_comes_back(tmp_path: Path, layout: KVLayout) -> None:
+    """It went on at B: A has what was there before, waits for all of it, and goes on.
+
+    What was set for it at A holds; only B is fenced by that.
+    """
+    store, key = tmp_path / "store", key_of("s")
+
+    def ends(num_tokens: int) -> tuple[int, ...]:
+        return (num_tokens,) if layout.state_bytes or layout.window else ()
+
+    async with (
+        server(tmp_path / "1", store, layout=layout) as a,
+        server(tmp_path / "2", store, layout=layout) as b,
+    ):
+        await until_answered(a)
+        await until_answered(b)
+        await a.engine.store(key, TOKENS[:500], states=ends(500))
+        await until_there(store, "s", 500)
+        assert await wait_for(b.engine, "s", 500) == 500
+        await b.engine.store(key, TOKENS, from_token=500, states=ends(1050))
+        await until_there(store, "s", 1050, epoch=2)
+        assert (await run_cli("pin", "s", "--runtime-dir", str(a.kvd.runtime_dir)))[0] == 0
+        assert await wait_for(a.engine, "s", 500) == 500
+        assert await wait_for(a.engine, "s", 1050) == 1050
+        assert await waits_of(a) == {"absent": 1, "fetched": 1}
+        assert (await a.engine.load(key, TOKENS)).num_tokens == 1050
+        (info,) = await sessions_of(a.kvd)
+        assert (info.num_tokens, info.lost, info.pin) == (1050, "", pb.PIN_HARD)
+        longer = [*TOKENS, 1]
+        await a.engine.store(key, longer, from_token=1050, states=ends(1051))
+        await until_there(store, "s", 1051, epoch=3)
+        assert a.following.said("session_fenced") == 0
+
+
+async def test_a_session_that_has_lost_its_end_is_fetched(tmp_path: Path) -> None:
+    """From what its own server has pushed."""
+    store, sizes = tmp_path / "store", ("--dram", "1MB", "--ssd", "0")
+    async with server(tmp_path / "1", store, sizes) as one:
+        await until_answered(one)
+        await one.engine.store(key_of("s"), TOKENS)
+        await until_there(store, "s", 1050)
+        await one.engine.store(key_of("other"), [7] * 1400)
+        left = (await one.engine.load(key_of("s"), TOKENS)).num_tokens
+        assert 0 < left < 900
+        assert await wait_for(one.engine, "s", 1050) == 1050
+        assert await waits_of(one) == {"absent": 1, "fetched": 1}
+        assert (await one.engine.load(key_of("s"), TOKENS)).num_tokens == 1050
+        await until_there(store, "s", 1050)
 
 
 async def test_a_follower_that_is_killed_costs_one_wait(tmp_path: Path) -> None:

@@ -118,7 +118,7 @@ class World:
 
         def pulled() -> int:
             found = Catalog(view).find("default", session)
-            return puller.pull(found, self.store.now_s).num_tokens
+            return puller.pull(found, self.store.now_s, replaces=True).num_tokens
 
         may_be = set(self.may_be[session])
         with self._claiming(session, server.owner.server_id) as settled:

@@ -7,11 +7,26 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from kvd.core.operations.wanting import ANSWER_NS, ASK_AGAIN_NS
 from kvd.core.records.actions import SESSION_WANTED, Emit, FetchEnded
 from shared.types.queue_delta import QueueChange, QueuedRequest
-from tests.kvd.core.turns import ENGINE_ID, ONES, A, B, C, counter, new_world, store
+from tests.kvd.core.turns import (
+    ENGINE_ID,
+    ONES,
+    THREES,
+    TWOS,
+    A,
+    B,
+    C,
+    complete_store,
+    counter,
+    new_world,
+    prepare_store,
+    store,
+)
 from tests.sampled import examples
 
 KEYS = (A, B, C)
 SOME = st.sampled_from(KEYS)
+HISTORY = st.sampled_from([0, 4, 7, 8, 12])
+BLOCKS = ONES + TWOS + THREES
 RESULTS = ("fetched", "absent", "unanswered", "late")
 
 
@@ -21,8 +36,9 @@ class WantingMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.world = new_world(wants_sessions=True)
-        self.waiting: dict = {}  # since when, of sessions that a load waits for
-        self.asked: dict = {}  # when a session was last asked for
+        self.waiting: dict = {}  # history and since when, of sessions that a load waits for
+        self.asked: dict = {}  # when a session was last asked for, and how much there was of it
+        self.leases: dict = {}  # stores under way
         self.fetched: set = set()  # what loads have waited for: when it goes it is asked for anew
         self.num_ended = self.num_requests = 0
 
@@ -37,45 +53,63 @@ class WantingMachine(RuleBasedStateMachine):
             events, self.world.events = self.world.events, []
             for event in events:
                 if isinstance(event, Emit) and event.name == SESSION_WANTED:
-                    before = self.asked.get(event.key, -ASK_AGAIN_NS)
+                    before, _ = self.asked.get(event.key, (-ASK_AGAIN_NS, 0))
                     assert self.world.now_ns >= before + ASK_AGAIN_NS or event.key in self.fetched
-                    self.asked[event.key] = self.world.now_ns
+                    there = int(event.fields["stored_tokens"])
+                    assert there == 0 or int(event.fields["num_tokens"]) >= there + len(ONES)
+                    assert there == 0 or event.key not in self.leases
+                    self.asked[event.key] = self.world.now_ns, there
                     self.fetched.discard(event.key)
             if not any(isinstance(event, FetchEnded) for event in events):
                 return
             for key in list(self.waiting):
-                if not self.wanting.is_awaited(key, 4):
+                if not self._is_awaited(key):
                     self._end(key)
 
+    def _is_awaited(self, key) -> bool:
+        return self.wanting.is_awaited(key, self.waiting[key][0])
+
     def _end(self, key) -> None:
-        self.wanting.wait_ended(key, self.waiting.pop(key))
+        history, since_ns = self.waiting.pop(key)
+        num_fetched = counter(self.world, "fetch_waits_fetched")
+        self.wanting.wait_ended(key, history, since_ns)
+        is_fetched = counter(self.world, "fetch_waits_fetched") > num_fetched
         self.num_ended += 1
-        if key in self._stored():
+        if not self._lacks(key, history):
+            assert is_fetched
             self.fetched.add(key)
+        elif key in self.asked:
+            assert not is_fetched or self._num_stored(key) > self.asked[key][1]
 
-    def _stored(self):
-        return self.world.engine.inspection.keys()
+    def _num_stored(self, key) -> int:
+        info = self.world.engine.inspection.info(key)
+        return info.num_tokens if info else 0
 
-    @rule(key=SOME, history=st.integers(0, 4))
+    def _lacks(self, key, history) -> bool:
+        there = self._num_stored(key)
+        return not there or history >= there + len(ONES)
+
+    @rule(key=SOME, history=HISTORY)
     def queue(self, key, history) -> None:
         self.num_requests += 1
         request = QueuedRequest((0, 0.0, self.num_requests), key, history)
         self.world.engine.engines.change_queue(ENGINE_ID, QueueChange([request]))
         self._happened()
 
-    @rule(key=SOME)
-    def begin(self, key) -> None:
-        is_stored = key in self._stored()
-        if self.wanting.is_awaited(key, 4):
-            assert not is_stored
-            self.waiting.setdefault(key, self.world.now_ns)
+    @rule(key=SOME, history=HISTORY)
+    def begin(self, key, history) -> None:
+        if key not in self.waiting and self.wanting.is_awaited(key, history):
+            assert self._lacks(key, history)
+            self.waiting[key] = history, self.world.now_ns
         self._happened()
 
     @rule(key=SOME)
     def give_up(self, key) -> None:
         if key in self.waiting:
+            history, _ = self.waiting[key]
             self._end(key)
-            assert not self.wanting.is_awaited(key, 4) or self.asked[key] == self.world.now_ns
+            is_awaited = self.wanting.is_awaited(key, history)
+            assert not is_awaited or self.asked[key][0] == self.world.now_ns
         self._happened()
 
     @rule(key=SOME, is_coming=st.booleans())
@@ -84,16 +118,39 @@ class WantingMachine(RuleBasedStateMachine):
         self._happened()
         assert is_coming or key not in self.waiting
 
-    @rule(key=SOME)
-    def come(self, key) -> None:
-        store(self.world, key, ONES)
+    @rule(key=SOME, num_blocks=st.integers(1, 3))
+    def come(self, key, num_blocks) -> None:
+        """It grows, be that by a turn or by a pull; else who waits goes on waiting."""
+        there = self._num_stored(key)
+        store(self.world, key, BLOCKS[: num_blocks * len(ONES)])
         self._happened()
-        assert key not in self.waiting
+        assert self._num_stored(key) <= there or key not in self.waiting
+
+    @rule(key=SOME, num_blocks=st.integers(1, 3))
+    def begin_store(self, key, num_blocks) -> None:
+        if key not in self.leases:
+            answer = prepare_store(self.world, key, BLOCKS[: num_blocks * len(ONES)])
+            if answer.lease_id:
+                self.leases[key] = answer
+        self._happened()
+
+    @rule(key=SOME, success=st.booleans())
+    def complete(self, key, success) -> None:
+        if key in self.leases:
+            complete_store(self.world, self.leases.pop(key), success=success)
+        self._happened()
 
     @rule(key=SOME)
     def go(self, key) -> None:
-        if key in self._stored():
+        if self._num_stored(key):
             self.world.engine.sessions.flush(key, dry_run=False)
+        self._happened()
+
+    @rule(key=SOME)
+    def lose_the_end(self, key) -> None:
+        session = self.world.engine._state.sessions.get(key)
+        if session is not None:
+            self.world.engine._state.cut(session, session.num_spans - 1, "evicted")
         self._happened()
 
     @rule(ns=st.sampled_from([1, ANSWER_NS // 2, ANSWER_NS, ASK_AGAIN_NS]))
@@ -114,7 +171,7 @@ class WantingMachine(RuleBasedStateMachine):
     def who_waits_has_reason_to(self) -> None:
         """Whoever has none was told so; each wait is counted once."""
         for key in list(self.waiting):
-            if not self.wanting.is_awaited(key, 4):
+            if not self._is_awaited(key):
                 self.world.pump()
                 assert FetchEnded() in self.world.events
         self._happened()

@@ -111,6 +111,7 @@ class Loads:
                 may_wait=not request.num_failed_loads,
                 lineage=request.lineage,
                 traffic=traffic,
+                history_tokens=request.history_tokens,
             )
         )
         _note_outcome(request, begun.end_token, dict(begun.tier_tokens), begun.reason)

@@ -226,6 +226,7 @@ class KvdLoads:
                 dram_only=dram_only,
                 lineage=request.lineage,
                 fetch_wait_s=fetch_wait_s,
+                history_tokens=request.history_tokens,
             )
             # That time is neither the load's, of which its rate is learnt, nor has it a deadline.
             begun.began_s += min(grant.fetch_waited_s, time.monotonic() - asked_s)

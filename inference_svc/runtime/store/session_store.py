@@ -39,6 +39,8 @@ class LoadRequest:
         may_wait: whether to accept blocks that kvd is still reading.
         lineage: the tokens' lineage: which discards they come after; None: not named.
         traffic: what else the engine has to do, for the policy.
+        history_tokens: how many of the tokens the session had before its turn: so many may be
+            stored elsewhere if they are not here.
     """
 
     key: SessionKey
@@ -48,6 +50,7 @@ class LoadRequest:
     may_wait: bool = True
     lineage: Lineage | None = None
     traffic: Traffic = IDLE
+    history_tokens: int = 0
 
     @property
     def num_tokens(self) -> int:

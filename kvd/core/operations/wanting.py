@@ -4,6 +4,11 @@ Pure. A turn that waits in an engine's queue wants its history long before it is
 that knows of no history asks, too: the conversation may have begun elsewhere, and come whole. Each
 session is asked for once in a while; of very many only so many a second, known histories first.
 
+So is a session of which less is stored than a turn's history: it went on elsewhere and came back,
+or has lost its end. It comes whole, too, so that this has to be a good part of the history. While
+it is being stored it is not asked for; a queue does not ask for one that was in use just now
+either, whose last tokens may be on their way: its turn's load, which comes behind them, does.
+
     asked ─► coming ─► stored        whoever fetches answers each ask: "coming", or "absent"
       │         └───► absent         (it is not there, or cannot be fetched)
       ├─► absent
@@ -13,7 +18,7 @@ A load may wait for a session that is asked for, or coming; whoever waits says w
 waits only for somebody who answers: until the first answer nobody waits, and none that was asked
 for is waited for longer than ANSWER_NS without one. If nobody has answered anything meanwhile,
 nobody waits until somebody does. What a wait was in vain for is not waited for again before it is
-asked for again.
+asked for again; nor is what has come, and is less than the turn's history all the same.
 """
 
 from collections import OrderedDict
@@ -22,6 +27,7 @@ from dataclasses import dataclass
 
 from kvd.core.records.actions import SESSION_WANTED
 from kvd.core.state.cache_state import CacheState
+from kvd.core.state.leases import StoreLease
 from shared.types.queue_delta import QueuedRequest
 from shared.types.session_key import SessionKey
 from shared.types.units import NS_PER_S
@@ -30,6 +36,10 @@ ASK_AGAIN_NS = 30 * NS_PER_S
 ANSWER_NS = 3 * NS_PER_S  # a look into a store takes a fraction of it, even a slow one
 MOST_PER_S = 100
 MOST_REMEMBERED = 10_000  # sessions that were asked for
+# Of a history that is stored in part this part is missing, and a block, or it is not asked for: all
+# of it would come, and what computes takes hardly less than an eighth of that for an eighth of it.
+LEAST_SHARE = 1 / 8
+REST_NS = 3 * NS_PER_S  # by then an engine has stored what a turn has left behind
 FETCHED, ABSENT, UNANSWERED, LATE = "fetched", "absent", "unanswered", "late"
 
 
@@ -39,11 +49,13 @@ class _Ask:
 
     Attributes:
         asked_ns: when, the last time.
+        stored_tokens: of it then: when there are more it has come, from wherever.
         is_coming: the answer was that it is on its way.
         ended: why it is not waited for; "": it may be.
     """
 
     asked_ns: int
+    stored_tokens: int
     is_coming: bool = False
     ended: str = ""
 
@@ -51,7 +63,8 @@ class _Ask:
 class Wanting:
     """Asks for sessions of one cache state, where its limits say so.
 
-    Invariant: who is in `_unanswered` is in `_asks`, asked for at that time, and has no answer.
+    Invariants: 1. who is in `_unanswered` is in `_asks`, asked for at that time, and has no answer;
+    2. loads wait for what was asked for, and of which nothing has come since.
     """
 
     def __init__(self, state: CacheState) -> None:
@@ -66,18 +79,45 @@ class Wanting:
     # ------------------------------------------------------------------------------------- asking
 
     def queued(self, requests: Iterable[QueuedRequest]) -> None:
-        """Ask for the sessions of requests that wait and are not stored."""
-        state = self._state
-        if not state.limits.wants_sessions:
+        """Ask for the sessions of requests that wait and are not stored, or not all of them."""
+        if not self._state.limits.wants_sessions:
             return
-        missing = [request for request in requests if request.key not in state.sessions]
+        missing = [
+            request
+            for request in requests
+            if self._lacks(request.key, request.history_tokens) and self._is_at_rest(request.key)
+        ]
         for request in sorted(missing, key=lambda one: not one.history_tokens):
             self._want(request.key, request.history_tokens)
 
-    def _want(self, key: SessionKey, num_tokens: int) -> None:
+    def _num_stored(self, key: SessionKey) -> int:
+        session = self._state.sessions.get(key)
+        return 0 if session is None else session.num_tokens
+
+    def _lacks(self, key: SessionKey, history_tokens: int) -> bool:
+        """Whether enough of a history is missing; all of it, be it of no tokens that are known."""
+        if key not in self._state.sessions:
+            return True
+        least = max(self._state.layout.block_tokens, LEAST_SHARE * history_tokens)
+        return history_tokens - self._num_stored(key) >= least
+
+    def _is_at_rest(self, key: SessionKey) -> bool:
+        session = self._state.sessions.get(key)
+        return session is None or self._state.now_ns >= session.last_access_ns + REST_NS
+
+    def _is_being_stored(self, key: SessionKey) -> bool:
+        """Whether a session that is stored grows right now: O(leases) if it has any."""
+        state = self._state
+        if key not in state.sessions or not state.leases.num_of_session(key):
+            return False
+        return any(isinstance(lease, StoreLease) and lease.key == key for lease in state.leases)
+
+    def _want(self, key: SessionKey, history_tokens: int) -> None:
         now_ns = self._state.now_ns
         ask = self._asks.get(key)
         if ask is not None and now_ns < ask.asked_ns + ASK_AGAIN_NS:
+            return
+        if self._is_being_stored(key):
             return
         if now_ns >= self._second_ns + NS_PER_S:
             self._second_ns, self._num_this_second = now_ns, 0
@@ -85,7 +125,8 @@ class Wanting:
             return
         self._num_this_second += 1
         self._state.outbox.fetch_ended(key)  # who waits for an earlier ask looks at this one
-        self._asks[key] = _Ask(now_ns)
+        stored_tokens = self._num_stored(key)
+        self._asks[key] = _Ask(now_ns, stored_tokens)
         self._asks.move_to_end(key)
         self._unanswered[key] = now_ns
         self._unanswered.move_to_end(key)
@@ -94,7 +135,8 @@ class Wanting:
             self._unanswered.pop(forgotten, None)
             self._state.outbox.fetch_ended(forgotten)
         self._state.outbox.count("sessions_wanted")
-        self._state.outbox.emit(SESSION_WANTED, key, {"num_tokens": num_tokens})
+        fields = {"num_tokens": history_tokens, "stored_tokens": stored_tokens}
+        self._state.outbox.emit(SESSION_WANTED, key, fields)
 
     # ------------------------------------------------------------------------------------ answers
 
@@ -103,7 +145,7 @@ class Wanting:
         self._answered_ns, self._is_answered = self._state.now_ns, True
         ask = self._asks.get(key)
         self._unanswered.pop(key, None)
-        if ask is None or ask.ended == LATE:
+        if ask is None or ask.ended in (LATE, FETCHED):
             return
         ask.is_coming, ask.ended = is_coming, "" if is_coming else ABSENT
         if not is_coming:
@@ -136,33 +178,51 @@ class Wanting:
         asked = {key: ask.asked_ns for key, ask in self._asks.items()}
         assert self._unanswered.items() <= asked.items(), "an answer is owed to the last ask"
         assert not any(self._asks[key].is_coming for key in self._unanswered), "it has its answer"
-        assert not self._state.outbox.awaited & self._state.sessions.keys(), "it is here"
+        for key in self._state.outbox.awaited:
+            assert self._num_stored(key) <= self._asks[key].stored_tokens, "it has come"
 
     # -------------------------------------------------------------------------------------- waits
 
-    def is_awaited(self, key: SessionKey, num_tokens: int) -> bool:
+    def missing_share(self, key: SessionKey, num_tokens: int, history_tokens: int) -> float:
+        """Return which part of its tokens a load would lack without a fetch; 0: it wants none.
+
+        Args:
+            key: whose.
+            num_tokens: that the load asks for.
+            history_tokens: that the session had before the load's turn; the others are new.
+        """
+        if not self._lacks(key, history_tokens):
+            return 0.0
+        num_stored = self._num_stored(key)
+        return (history_tokens - num_stored) / num_tokens if num_stored else 1.0
+
+    def is_awaited(self, key: SessionKey, history_tokens: int) -> bool:
         """Whether a load is to wait for a session; if nobody has asked for it, this does.
 
         While it is, FetchEnded says when to ask again. The caller owes `wait_ended`.
         """
         state = self._state
-        if not state.limits.wants_sessions or key in state.sessions:
+        if not state.limits.wants_sessions or not self._lacks(key, history_tokens):
             return False
-        self._want(key, num_tokens)
+        self._want(key, history_tokens)
         self.end_due()
         ask = self._asks.get(key)
         if ask is None or ask.ended or not (ask.is_coming or self._is_answered):
             return False
+        if self._num_stored(key) > ask.stored_tokens:
+            return False
         state.outbox.awaited.add(key)
         return True
 
-    def wait_ended(self, key: SessionKey, since_ns: int) -> None:
+    def wait_ended(self, key: SessionKey, history_tokens: int, since_ns: int) -> None:
         """Record that a load does not wait any more, and how that ended."""
         state, ask = self._state, self._asks.get(key)
-        if key in state.sessions:
+        if not self._lacks(key, history_tokens):
             result = FETCHED
             self._asks.pop(key, None)
             self._unanswered.pop(key, None)
+        elif ask is not None and self._num_stored(key) > ask.stored_tokens:
+            result = ask.ended = FETCHED  # all that there is
         elif ask is not None and ask.ended:
             result = ask.ended
         elif ask is None or not (ask.is_coming or self._is_answered):

@@ -255,7 +255,7 @@ class SpaceFreed:
 
 @dataclass(frozen=True, slots=True)
 class FetchEnded:
-    """A session that loads wait for is here, or is not waited for any more: they ask again."""
+    """A session that loads wait for has changed, or does not come: they ask again."""
 
 
 @dataclass(frozen=True, slots=True)

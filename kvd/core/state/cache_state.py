@@ -164,7 +164,6 @@ class CacheState:
         self.sessions[session.key] = session
         self.tenants.count_session(session.key.tenant, 1)
         self.count_pin(session, 1)
-        self.outbox.fetch_ended(session.key)
 
     def count_pin(self, session: Session, increment: int) -> None:
         """Count a session among the pinned ones, if it is one."""
@@ -223,6 +222,7 @@ class CacheState:
             self.stored_parts.replace(session.key, session.spans, spans)
         before = session.block_keys()
         session.spans = list(spans)
+        self.outbox.fetch_ended(session.key)
         after = session.block_keys()
         self.outbox.index.session_changed(session.key)
         self.users.add(session, (self.blocks[key] for key in after if key not in before))

@@ -51,7 +51,7 @@ COUNTERS = (
     "sessions_dropped",  # sessions that lost all their blocks to make room
     "sessions_expired",
     "sessions_flushed",
-    "sessions_wanted",  # by turns that wait, and not stored: asked for
+    "sessions_wanted",  # by turns that wait, and not stored, or in part: asked for
     # Loads that waited for such a session to be fetched, by how that ended:
     "fetch_waits_fetched",
     "fetch_waits_absent",  # whoever fetches said that it does not come

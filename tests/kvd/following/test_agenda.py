@@ -196,9 +196,18 @@ def test_what_was_fetched_is_there():
     """It need not be pushed, though kvd tells that it was stored."""
     agenda = following()
     agenda.stored(A, 0.0)
-    agenda.pulled(info_of(A), 0.0)
+    agenda.pulled(info_of(A), 100, 0.0)
     agenda.listed([info_of(A, idle_s=50.0)], 50.0, 1e9)
     assert agenda.is_done
+
+
+def test_what_a_turn_adds_at_once_to_what_is_fetched_is_pushed():
+    """Its end is heard of before that of the pull."""
+    agenda = following()
+    agenda.stored(A, 0.0, 60)
+    agenda.stored(A, 1.0, 120)
+    agenda.pulled(info_of(A, 120), 100, 0.0)
+    assert agenda.next(1e9) == Push(A)
 
 
 def test_at_the_end_nothing_is_held_back():

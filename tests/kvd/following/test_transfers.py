@@ -4,13 +4,14 @@ from random import Random
 
 import pytest
 
+from kvd.errors import InUseError
 from kvd.following.agenda import Drop, Push
 from kvd.following.transfers import StoppedError, Transfers
 from kvd.remote.catalog import Catalog
 from kvd.remote.errors import FencedError
 from kvd.remote.names import session_place
 from shared.blobs.errors import OvertakenError
-from shared.types.errors import StateError
+from shared.types.errors import ConflictError, StateError
 from tests.faulty_store import FaultyStore, View
 from tests.kvd.following.sessions import A
 from tests.remote_server import STEP, Server
@@ -61,13 +62,78 @@ def test_a_pulled_session_is_its_servers():
 def test_what_is_here_is_not_pulled():
     """Nor what nobody has pushed, or has dropped; the owner stays who it is."""
     place = Place()
-    place.servers[1].sessions["a"] = (1,)
+    place.servers[1].sessions["a"] = TOKENS
     assert place.pull(1) is None
     assert place.pull(1, A._replace(session_id="other")) is None
     del place.servers[1].sessions["a"]
     place.transfers[0].drop(Drop(A, LATER, of_others=False))
     assert place.pull(1) is None
     assert place.manifest.owner_name == "one"
+
+
+def test_a_shorter_part_becomes_what_is_pulled():
+    """The session went on elsewhere, and comes back."""
+    place = Place()
+    place.servers[1].sessions["a"] = TOKENS[:STEP]
+    info, pulled = place.pull(1)
+    assert (info.num_tokens, pulled.epoch) == (len(TOKENS), 2)
+    assert place.servers[1].sessions["a"] == TOKENS
+    assert place.manifest.owner_name == "two"
+
+
+def test_of_its_own_push_a_server_pulls_what_it_has_lost():
+    """What is shorter for another reason is what the session is now: it was not pushed yet."""
+    place = Place()
+    server = place.servers[0]
+    server.sessions["a"] = TOKENS[:STEP]
+    assert place.pull(0) is None
+    server.lost = "evicted"
+    assert place.pull(0) is not None
+    assert server.sessions["a"] == TOKENS
+    assert (place.manifest.owner_name, place.manifest.epoch) == ("one", 1)
+
+
+@pytest.mark.parametrize("when", ["before", "while"])
+def test_a_session_that_grows_meanwhile_is_not_replaced(when):
+    """Whatever a turn has stored of it since it was found stays, be it less than was pushed."""
+    place = Place()
+    server, transfers = place.servers[1], place.transfers[1]
+    server.sessions["a"] = TOKENS[:STEP]
+    found = transfers.find(A)
+    if when == "before":
+        server.sessions["a"] = after = (*TOKENS, 7)
+    else:
+        take, after = server.import_session, (1, *TOKENS[:STEP])
+
+        def grow(*args):
+            server.sessions["a"] = after
+            return take(*args)
+
+        server.import_session = grow
+    assert transfers.pull(A, found) is None
+    assert server.sessions["a"] == after
+
+
+def test_a_session_in_use_is_not_replaced():
+    """kvd says so; any other conflict is a failure."""
+    place = Place()
+    server, transfers = place.servers[1], place.transfers[1]
+    server.sessions["a"] = TOKENS[:STEP]
+    found = transfers.find(A)
+
+    def refuse(*_):
+        raise InUseError("it is in use", "wait")
+
+    def fail(*_):
+        raise ConflictError("somebody is at it", "try again")
+
+    server.import_session = refuse
+    assert transfers.pull(A, found) is None
+    assert server.sessions["a"] == TOKENS[:STEP]
+    del server.sessions["a"]
+    server.import_session = fail
+    with pytest.raises(ConflictError):
+        transfers.pull(A, transfers.find(A))
 
 
 def test_what_a_turn_stores_meanwhile_wins():

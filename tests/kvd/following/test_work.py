@@ -179,6 +179,27 @@ async def test_what_is_wanted_is_answered():
     assert two.server.answers[2] == ("a", False)
 
 
+async def test_a_session_comes_back():
+    """Its server has the part from before: what went on elsewhere is fetched, and the server's."""
+    one = Scene()
+    two = Scene("two", one.store)
+    async with one.working(), two.working():
+        one.stores()
+        await until(lambda: one.agenda.is_done)
+        wants(two, A)
+        await until(lambda: two.figures.pulls.counts["pulled",] == 1)
+        two.stores(tokens=tuple(range(2 * STEP)))
+        await until(lambda: two.agenda.is_done)
+        wants(one, A)
+        await until(lambda: one.figures.pulls.counts["pulled",] == 1)
+        assert one.server.answers == [("a", True)]
+        assert len(one.server.sessions["a"]) == 2 * STEP
+        one.stores(tokens=tuple(range(3 * STEP)))
+        await until(lambda: one.agenda.is_done)
+    assert (one.manifest().owner_name, one.manifest().num_tokens) == ("one", 3 * STEP)
+    assert not one.figures.pushes.counts["fenced",]
+
+
 async def test_a_pull_under_way_holds_up_no_answer():
     """Nor is one answered twice at a time; what is asked for again is said to come again."""
     one = Scene()

@@ -10,6 +10,7 @@ from kvd.core.records.errors import UnknownSessionError
 from shared.pb.kvd.v1 import kvd_pb2 as pb
 from tests.kvd.rpc.served import OF_ACME, TOKENS, as_caller, named
 from tests.kvd.rpc.test_operator_service import operating
+from tests.synthetic_engine import encode
 
 RESULTS = ("fetched", "absent", "unanswered", "late")
 LONG = 50.0  # seconds: no test waits for so long
@@ -37,6 +38,13 @@ def waits(served):
     return {name: n for name in RESULTS if (n := counters[f"fetch_waits_{name}"])}
 
 
+async def completed(served, found):
+    """End a load."""
+    engine_id = served.engine.engine_id
+    ended = pb.CompleteLoadRequest(engine_id=engine_id, lease_id=found.lease_id)
+    await served.service.CompleteLoad(ended, None)
+
+
 async def begun(served, **fields):
     """A load that waits; it has asked for its session."""
     task = asyncio.create_task(served.load(**{"fetch_wait_s": LONG, **fields}))
@@ -57,6 +65,33 @@ async def test_what_comes_in_time_is_loaded(tmp_path):
         assert waits(served) == {"fetched": 1}
         again = await served.load(fetch_wait_s=LONG)
         assert (again.lookup, again.fetch_waited_s) == (pb.LOOKUP_HIT, 0)
+
+
+async def test_the_rest_of_a_session_is_waited_for(tmp_path):
+    """Of a history that is stored in part; what is new with the turn is nowhere."""
+    longer = encode(range(32))
+    async with fetching(tmp_path) as (served, operator):
+        await served.store()
+        for history in (0, 16, 31):
+            found = await served.load(token_ids=longer, fetch_wait_s=LONG, history_tokens=history)
+            assert (found.end_token, found.fetch_waited_s) == (16, 0)
+            await completed(served, found)
+        load = await begun(served, token_ids=longer, history_tokens=40)
+        await answer(operator, coming=True)
+        await served.store(token_ids=longer)
+        found = await load
+        assert found.end_token == 32
+        assert found.fetch_waited_s > 0
+        assert waits(served) == {"fetched": 1}
+
+
+async def test_the_rest_of_a_session_is_waited_for_as_long_as_it_is_worth(tmp_path):
+    """What is here is loaded then."""
+    async with fetching(tmp_path) as (served, _):
+        await served.store()
+        found = await served.load(token_ids=encode(range(32)), fetch_wait_s=0.04, history_tokens=32)
+        assert found.end_token == 16
+        assert waits(served) == {"late": 1}
 
 
 @pytest.mark.parametrize("was_coming", [True, False])

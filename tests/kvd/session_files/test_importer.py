@@ -1,15 +1,19 @@
 """Imports: a session comes whole or not at all, under the name that it is given."""
 
+from dataclasses import replace
+
 import pytest
 
-from kvd.errors import SessionExistsError, UnknownLayoutError
+from kvd.core.records.entries import Pin
+from kvd.errors import InUseError, SessionExistsError, UnknownLayoutError
 from kvd.session_files.exporter import Exporter
 from kvd.session_files.file_format import SessionFileError
-from kvd.session_files.importer import Target, read_file
+from kvd.session_files.importer import read_file
 from kvd.session_files.slot_runs import SlotRuns
+from kvd.session_files.target import Target
 from shared.access.identity import TenantDeniedError
 from tests.kvd.caches.opened import LAYOUT, caches_in, store
-from tests.synthetic_engine import key_of, small_layout
+from tests.synthetic_engine import encode, key_of, small_layout
 
 AS_IT_IS = Target("", "", replaces=False, may_add_layout=False)
 
@@ -118,6 +122,56 @@ async def test_a_session_of_that_name_is_replaced_only_if_that_is_said(tmp_path)
         await read_file(caches, target, in_pieces(file))
         assert keys_of(cache) == {there}
         assert rows_of(cache, there) == rows
+
+
+def store_part(cache, first_token=0):
+    """Have half of a session's only block; returns its key."""
+    key, tokens = key_of("a"), encode(range(first_token, first_token + 8))
+    answer = cache.act(lambda core: core.stores.prepare(key, tokens, 0, 1))
+    cache.act(lambda core: core.stores.complete(answer.lease_id, 1, success=True))
+    return key
+
+
+UP_TO_8 = replace(AS_IT_IS, replaces_up_to=8)
+
+
+@pytest.mark.parametrize("first_token", [0, 100])
+async def test_a_shorter_part_becomes_the_session(tmp_path, first_token):
+    """Be it of these tokens; what was set for it stays, and it is never gone."""
+    file, rows = await file_of_one(tmp_path)
+    async with caches_in(tmp_path / "other") as caches:
+        cache, _ = await caches.open(LAYOUT)
+        there = store_part(cache, first_token)
+        cache.act(lambda core: core.sessions.pin(there, Pin.SOFT))
+        cache.act(lambda core: core.sessions.set_ttl(there, 10**15))
+        assert await read_file(caches, UP_TO_8, in_pieces(file)) == (there, 16)
+        assert keys_of(cache) == {there}
+        assert rows_of(cache, there) == rows
+        info = cache.act(lambda core: core.inspection.info(there))
+        assert (info.pin, info.ttl_ns, info.lost) == (Pin.SOFT, 10**15, "")
+        assert not cache.stats().counters["sessions_dropped"]
+        cache.act(lambda core: core.check())
+
+
+async def test_a_part_that_is_longer_by_now_stays(tmp_path):
+    """Than it was said to be, or as long as the file's; so does one that is in use."""
+    file, _ = await file_of_one(tmp_path)
+    async with caches_in(tmp_path / "other") as caches:
+        cache, _ = await caches.open(LAYOUT)
+        there = store_part(cache, first_token=100)
+        with pytest.raises(SessionExistsError):
+            await read_file(caches, replace(AS_IT_IS, replaces_up_to=7), in_pieces(file))
+        load = cache.act(lambda core: core.loads.prepare(there, encode(range(100, 108)), 0, 1))
+        with pytest.raises(InUseError):
+            await read_file(caches, UP_TO_8, in_pieces(file))
+        cache.act(lambda core: core.loads.complete(load.lease_id, 1))
+        assert cache.act(lambda core: core.inspection.info(there)).num_tokens == 8
+        before = rows_of(cache, store(cache, "a", first_token=100))
+        with pytest.raises(SessionExistsError):
+            await read_file(caches, replace(AS_IT_IS, replaces_up_to=16), in_pieces(file))
+        assert keys_of(cache) == {there}
+        assert rows_of(cache, there) == before
+        assert not cache.act(lambda core: core.inspection.leases())
 
 
 async def test_a_layout_that_kvd_does_not_know_is_added_only_if_that_is_said(tmp_path):

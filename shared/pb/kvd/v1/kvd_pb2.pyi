@@ -234,7 +234,7 @@ class Lineage(_message.Message):
     def __init__(self, digest: _Optional[bytes] = ..., clean_tokens: _Optional[int] = ...) -> None: ...
 
 class PrepareLoadRequest(_message.Message):
-    __slots__ = ("engine_id", "session", "token_ids", "from_token", "deadline_s", "accept_pending", "dram_only", "lineage", "fetch_wait_s")
+    __slots__ = ("engine_id", "session", "token_ids", "from_token", "deadline_s", "accept_pending", "dram_only", "lineage", "fetch_wait_s", "history_tokens")
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -244,6 +244,7 @@ class PrepareLoadRequest(_message.Message):
     DRAM_ONLY_FIELD_NUMBER: _ClassVar[int]
     LINEAGE_FIELD_NUMBER: _ClassVar[int]
     FETCH_WAIT_S_FIELD_NUMBER: _ClassVar[int]
+    HISTORY_TOKENS_FIELD_NUMBER: _ClassVar[int]
     engine_id: int
     session: SessionKey
     token_ids: bytes
@@ -253,7 +254,8 @@ class PrepareLoadRequest(_message.Message):
     dram_only: bool
     lineage: Lineage
     fetch_wait_s: float
-    def __init__(self, engine_id: _Optional[int] = ..., session: _Optional[_Union[SessionKey, _Mapping]] = ..., token_ids: _Optional[bytes] = ..., from_token: _Optional[int] = ..., deadline_s: _Optional[float] = ..., accept_pending: bool = ..., dram_only: bool = ..., lineage: _Optional[_Union[Lineage, _Mapping]] = ..., fetch_wait_s: _Optional[float] = ...) -> None: ...
+    history_tokens: int
+    def __init__(self, engine_id: _Optional[int] = ..., session: _Optional[_Union[SessionKey, _Mapping]] = ..., token_ids: _Optional[bytes] = ..., from_token: _Optional[int] = ..., deadline_s: _Optional[float] = ..., accept_pending: bool = ..., dram_only: bool = ..., lineage: _Optional[_Union[Lineage, _Mapping]] = ..., fetch_wait_s: _Optional[float] = ..., history_tokens: _Optional[int] = ...) -> None: ...
 
 class PrepareLoadResponse(_message.Message):
     __slots__ = ("lookup", "lease_id", "spans", "end_token", "more", "miss_reason", "progress_index", "state", "windows", "fetch_waited_s")
@@ -1008,18 +1010,20 @@ class RemoteChunk(_message.Message):
     def __init__(self, name: _Optional[str] = ..., sha256: _Optional[bytes] = ..., num_bytes: _Optional[int] = ..., end_token: _Optional[int] = ...) -> None: ...
 
 class ImportTarget(_message.Message):
-    __slots__ = ("tenant", "session_id", "replace", "new_layout", "seal")
+    __slots__ = ("tenant", "session_id", "replace", "new_layout", "seal", "replace_up_to")
     TENANT_FIELD_NUMBER: _ClassVar[int]
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     REPLACE_FIELD_NUMBER: _ClassVar[int]
     NEW_LAYOUT_FIELD_NUMBER: _ClassVar[int]
     SEAL_FIELD_NUMBER: _ClassVar[int]
+    REPLACE_UP_TO_FIELD_NUMBER: _ClassVar[int]
     tenant: str
     session_id: str
     replace: bool
     new_layout: bool
     seal: SessionSeal
-    def __init__(self, tenant: _Optional[str] = ..., session_id: _Optional[str] = ..., replace: bool = ..., new_layout: bool = ..., seal: _Optional[_Union[SessionSeal, _Mapping]] = ...) -> None: ...
+    replace_up_to: int
+    def __init__(self, tenant: _Optional[str] = ..., session_id: _Optional[str] = ..., replace: bool = ..., new_layout: bool = ..., seal: _Optional[_Union[SessionSeal, _Mapping]] = ..., replace_up_to: _Optional[int] = ...) -> None: ...
 
 class ImportSessionRequest(_message.Message):
     __slots__ = ("target", "data")

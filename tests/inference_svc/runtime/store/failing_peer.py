@@ -60,6 +60,7 @@ class Peer:
         self.is_old = False  # it takes no hints of what sessions become
         self.lineages = []  # of loads, stores and discards
         self.fetch_waits_s = []  # that loads allowed
+        self.histories = []  # that loads named
         self.fetch_waited_s = 0.0  # what it says to have waited
         self.states = {}  # by position: the slots of those that are stored
         self.wanted_states = ()
@@ -103,8 +104,10 @@ class Peer:
         dram_only,
         lineage,
         fetch_wait_s,
+        history_tokens,
     ):
         self.lineages.append(lineage)
+        self.histories.append(history_tokens)
         self.fetch_waits_s.append(fetch_wait_s)
         self.maybe_fail("prepare_load" if from_token == 0 else "second prepare_load")
         if dram_only and from_token >= self.dram_tokens:
@@ -248,13 +251,13 @@ class Scene:
         buffer = self.computed(marks)[1]
         return await self.store.save(KEY, as_token_bytes(PROMPT), 0, buffer)
 
-    async def load(self, policy=LoadPolicy.ALWAYS, traffic=IDLE, pauses=False):
+    async def load(self, policy=LoadPolicy.ALWAYS, traffic=IDLE, pauses=False, **named):
         """Both halves; returns what was begun, the sequence's KV, and its gate's error.
 
         `pauses`: the second one is done in two, as where a read buffer is set.
         """
         kv, wanted = self.pool.new_kv(64), as_token_bytes(PROMPT[:-1])
-        request = LoadRequest(KEY, wanted, kv, policy, traffic=traffic)
+        request = LoadRequest(KEY, wanted, kv, policy, traffic=traffic, **named)
         begun = await self.store.loads.begin(request)
         error = None
         if begun.grant is not None:

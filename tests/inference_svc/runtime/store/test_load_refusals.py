@@ -62,9 +62,10 @@ async def test_a_load_that_has_no_time_left_is_a_miss(model, copy_threads):
 async def test_a_session_that_is_fetched_is_waited_for_once(model, copy_threads):
     """With the first question, for as long as that may pay: nothing is known yet."""
     scene = await saved_scene(model, copy_threads)
-    assert (await scene.load(LoadPolicy.AUTO))[0].end_token == 39
+    assert (await scene.load(LoadPolicy.AUTO, history_tokens=30))[0].end_token == 39
     [first_s, *others_s] = scene.peer.fetch_waits_s
     assert (first_s > 0, set(others_s)) == (True, {0.0})
+    assert set(scene.peer.histories) == {30}
 
 
 async def test_the_wait_for_a_fetch_is_no_time_of_the_load(model, copy_threads):

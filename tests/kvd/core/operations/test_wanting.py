@@ -1,12 +1,24 @@
-"""Who waits for a session that is not stored has it asked for, now and then, and not too often."""
+"""Who waits for a session that is not stored, or not all of it, has it asked for; not too often."""
 
 import pytest
 
-from kvd.core.operations.wanting import ANSWER_NS, ASK_AGAIN_NS, MOST_PER_S
+from kvd.core.operations.wanting import ANSWER_NS, ASK_AGAIN_NS, MOST_PER_S, REST_NS
 from kvd.core.records.actions import SESSION_WANTED, Emit, FetchEnded
 from shared.types.queue_delta import QueueChange, QueuedRequest
 from shared.types.units import NS_PER_S
-from tests.kvd.core.turns import ENGINE_ID, ONES, A, B, C, counter, new_world, store
+from tests.kvd.core.turns import (
+    ENGINE_ID,
+    ONES,
+    TWOS,
+    A,
+    B,
+    C,
+    complete_store,
+    counter,
+    new_world,
+    prepare_store,
+    store,
+)
 
 RESULTS = ("fetched", "absent", "unanswered", "late")
 
@@ -74,11 +86,51 @@ def test_a_flood_is_bounded():
     assert [key for key, _ in wanted(world, *requests)] == keys[MOST_PER_S:]
 
 
+@pytest.mark.parametrize(
+    ("history", "is_wanted"), [(8, False), (11, False), (12, True), (64, True), (0, False)]
+)
+def test_what_is_stored_in_part_is_asked_for(history, is_wanted):
+    """If a block or more of the history is missing."""
+    world = new_world(wants_sessions=True)
+    store(world, A, ONES + TWOS)
+    later(world, REST_NS)
+    assert wanted(world, (1, (A, history))) == ([(A, str(history))] if is_wanted else [])
+    if is_wanted:
+        (event,) = (e for e in world.events if isinstance(e, Emit))
+        assert event.fields == {"num_tokens": str(history), "stored_tokens": "8"}
+
+
+@pytest.mark.parametrize(("history", "is_wanted"), [(91, False), (92, True)])
+def test_a_small_part_is_not_worth_fetching_all(history, is_wanted):
+    """What is missing is computed, unless it is an eighth of the history."""
+    world = new_world(num_slots=64, wants_sessions=True)
+    store(world, A, [1] * 80)
+    later(world, REST_NS)
+    assert bool(wanted(world, (1, (A, history)))) == is_wanted
+
+
+def test_what_is_being_stored_is_not_asked_for():
+    """Neither by the queue, which hears of the next turn while this one's end is stored, nor by
+    a load: what is missing is on its way."""
+    world = answering_world()
+    store(world, B, ONES)
+    assert wanted(world, (1, (B, 12))) == [], "it was in use just now"
+    later(world, REST_NS)
+    answer = prepare_store(world, B, ONES + TWOS)
+    later(world, REST_NS)
+    assert wanted(world, (2, (B, 12))) == []
+    assert not is_awaited(world, B, 12)
+    complete_store(world, answer)
+    assert wanted(world, (2, (B, 8))) == []
+    later(world, REST_NS)
+    assert wanted(world, (2, (B, 12))) == [(B, "12")]
+
+
 # ------------------------------------------------------------------------------------------ waits
 
 
-def is_awaited(world, key=B):
-    found = world.engine.wanting.is_awaited(key, 4)
+def is_awaited(world, key=B, history=4):
+    found = world.engine.wanting.is_awaited(key, history)
     world.pump()
     return found
 
@@ -98,11 +150,11 @@ def later(world, ns):
     world.pump()
 
 
-def ended(world, key=B):
+def ended(world, key=B, history=4):
     """End a load's wait; returns what it counts as, and how often others are told."""
     before = {name: counter(world, f"fetch_waits_{name}") for name in RESULTS}
     world.events.clear()
-    world.engine.wanting.wait_ended(key, world.now_ns)
+    world.engine.wanting.wait_ended(key, history, world.now_ns)
     world.pump()
     [result] = [n for n in RESULTS if counter(world, f"fetch_waits_{n}") > before[n]]
     return result
@@ -157,6 +209,65 @@ def test_a_load_waits_until_its_session_is_stored():
     world.events.clear()
     assert is_awaited(world), "it is asked for anew"
     assert [e.key for e in world.events if isinstance(e, Emit) and e.name == SESSION_WANTED] == [B]
+
+
+def test_a_load_waits_for_the_rest_of_its_session():
+    """Until all of the history is stored; when it has lost its end it is asked for anew."""
+    world = answering_world()
+    store(world, B, ONES)
+    assert not is_awaited(world, B, 7)
+    assert is_awaited(world, B, 8)
+    answer(world, coming=True)
+    assert is_awaited(world, B, 8)
+    world.events.clear()
+    store(world, B, ONES + TWOS)
+    assert num_told(world) == 1
+    assert not is_awaited(world, B, 8)
+    assert ended(world, B, 8) == "fetched"
+    world.engine._state.cut(world.engine._state.sessions[B], 1, "evicted")
+    world.events.clear()
+    assert is_awaited(world, B, 8)
+    assert [e.key for e in world.events if isinstance(e, Emit) and e.name == SESSION_WANTED] == [B]
+
+
+def test_what_comes_and_is_not_all_is_waited_for_no_longer():
+    """There is no more of it there either: the load goes on, and it is not asked for at once."""
+    world = answering_world()
+    store(world, B, ONES)
+    assert is_awaited(world, B, 16)
+    answer(world, coming=True)
+    world.events.clear()
+    store(world, B, ONES + TWOS)
+    assert num_told(world) == 1
+    assert not is_awaited(world, B, 16)
+    assert ended(world, B, 16) == "fetched"
+    answer(world, coming=True)
+    world.engine.sessions.flush(B, dry_run=False)
+    assert not is_awaited(world, B, 16), "who has fetched it does not answer again"
+    later(world, ASK_AGAIN_NS)
+    assert is_awaited(world, B, 16)
+
+
+def test_what_is_not_longer_there_is_not_waited_for_again():
+    """Less than the history is stored on purpose, or of it no more is anywhere."""
+    world = answering_world()
+    store(world, B, ONES)
+    assert is_awaited(world, B, 8)
+    answer(world, coming=False)
+    assert not is_awaited(world, B, 8)
+    assert ended(world, B, 8) == "absent"
+    later(world, ASK_AGAIN_NS - 1)
+    assert not is_awaited(world, B, 8)
+
+
+def test_a_load_waits_as_long_as_what_is_missing_is_worth():
+    """Of the time for all of its tokens the part that a fetch may bring."""
+    world = answering_world()
+    share = world.engine.wanting.missing_share
+    assert share(B, 16, 0) == share(B, 16, 8) == 1
+    store(world, B, ONES)
+    assert (share(B, 16, 0), share(B, 16, 7)) == (0, 0)
+    assert (share(B, 16, 8), share(B, 16, 12)) == (4 / 16, 8 / 16)
 
 
 @pytest.mark.parametrize("is_coming", [True, False])
