@@ -139,7 +139,9 @@ async def test_answers_and_what_is_stored_are_those_without_drafts(model, params
         assert engine.store.saves == bool(engine.store.rows)
 
 
-@pytest.mark.parametrize("end", [1, 9, *(pytest.param(end, marks=pytest.mark.long) for end in (8, 30))])
+@pytest.mark.parametrize(
+    "end", [1, 9, *(pytest.param(end, marks=pytest.mark.long) for end in (8, 30))]
+)
 async def test_an_answer_that_ends_within_a_draft_is_as_it_would_have_been(model, end):
     """The next turn, too, which goes on from what is resident."""
     tokens, _ = await plainly(model, PLAIN)
