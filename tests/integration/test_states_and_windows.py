@@ -299,6 +299,7 @@ async def test_a_long_prompt_stores_windows_where_loads_may_end(pair, oracle):
     assert 0 < stored < first.usage.new_tokens / 2
 
 
+@pytest.mark.long  # tests/fault/test_random_scenes.py has forks with windows
 @with_windows
 async def test_a_fork_goes_on_from_where_there_is_a_window(pair, oracle):
     """At the parent's last turn there is one; at an earlier one it may be gone, and is computed."""
