@@ -36,8 +36,8 @@ def test_what_fails_or_takes_too_long_is_said(monkeypatch, tmp_path):
     monkeypatch.setattr(report, "END_S", 0.2)
     parts = [
         plain("failing", "print('why'); raise SystemExit(3)"),
-        plain("slow", SLEEP, 0.5),
-        plain("deaf", DEAF, 0.5),
+        plain("slow", SLEEP, 1.0),
+        plain("deaf", DEAF, 1.0),
         plain("good", "print('fine')"),
     ]
     code, page = run_report(monkeypatch, tmp_path, parts)
