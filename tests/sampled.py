@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-SHARE = 3  # of the examples, one of so many is tried by `make test`
+SHARE = 5  # of the examples, one of so many is tried by `make test`
 
 
 def sampled(items: Sequence[str], count: int, seed: int, always: Collection[str] = ()) -> list[Any]:
@@ -74,5 +74,5 @@ def _new(places: Sequence[Any], seen: Collection[Any]) -> tuple[int, int]:
 
 
 def examples(num_examples: int) -> int:
-    """Return how many examples Hypothesis is to draw: so many, or for `make test` a third."""
+    """Return how many examples Hypothesis is to draw: so many, or for `make test` a fifth."""
     return -(-num_examples // SHARE) if settings().derandomize else num_examples

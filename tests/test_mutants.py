@@ -61,6 +61,7 @@ def test_each_accepted_mutant_is_one_of_the_code_as_it_is(mutants):
     assert mutants._accepted()
 
 
+@pytest.mark.long
 def test_what_changes_while_mutants_are_judged_stops_the_judging(on_tree, tmp_path):
     """Verdicts by tests that were recorded as they are not are wrong: it says which changed."""
     (tmp_path / "tests/test_other.py").write_text(PASSES)
@@ -88,6 +89,7 @@ def test_a_record_that_lacks_a_test_file_is_not_judged_by(on_tree):
     assert ended.stderr.splitlines()[-1] == says
 
 
+@pytest.mark.long
 def test_what_changes_while_it_is_recorded_is_recorded_again(on_tree, tmp_path):
     """What was recorded is not of the file as it is then."""
     (tmp_path / "tests/test_it.py").write_text(CHANGES_ITSELF)

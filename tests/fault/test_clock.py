@@ -62,7 +62,12 @@ async def _stored(kvd, engine) -> Ledger:
 
 @pytest.mark.parametrize(
     ("wall_s", "served"),
-    [(-3650 * DAY_S, True), (-DAY_S, True), (3600, True), (8 * DAY_S, False)],
+    [
+        (-3650 * DAY_S, True),
+        pytest.param(-DAY_S, True, marks=pytest.mark.long),
+        pytest.param(3600, True, marks=pytest.mark.long),
+        (8 * DAY_S, False),
+    ],
     ids=["10 years back", "1 day back", "1 hour on", "8 days on"],
 )
 async def test_wall_clock_over_a_reboot(new_kvd, outcome, wall_s, served):

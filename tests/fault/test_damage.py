@@ -243,7 +243,7 @@ async def stored(served):
     return kvd, engine, ledger
 
 
-@pytest.mark.parametrize("name", sampled(list(CASES), 12, seed=1))
+@pytest.mark.parametrize("name", sampled(list(CASES), 8, seed=1))
 async def test_damaged(stored, outcome, name):
     """Damaged while kvd is down."""
     kvd, engine, ledger = stored

@@ -146,7 +146,7 @@ async def world(tmp_path_factory):
     await kvd.kill()
 
 
-@pytest.mark.parametrize("name", sampled([point.value for point in POINTS], 12, seed=1))
+@pytest.mark.parametrize("name", sampled([point.value for point in POINTS], 8, seed=1))
 async def test_killed_at(world, outcome, name):
     """What was stored is served or missed, everything verifies, and nothing leaks."""
     point = WritePoint(name)

@@ -120,7 +120,7 @@ async def test_a_random_scene(pair, oracle):
 async def test_a_random_scene_with_windows(windowed, windowed_model):
     """The same, of a model whose layers mostly attend to the last tokens only."""
     before = await windowed.counters()
-    scene = await play(windowed, Oracle(windowed_model), 1, 14, SMALL_TIERS)
+    scene = await play(windowed, Oracle(windowed_model), 1, 10, SMALL_TIERS)
     after = await windowed.counters()
     assert scene.num_kills > 0
     assert after["loaded_window_tokens"] > before["loaded_window_tokens"]

@@ -220,7 +220,7 @@ async def test_any_requests_long(fuzzed, scene):
 
 
 @pytest.mark.parametrize("route", PATHS, ids=" ".join)
-@few(4)
+@few(2)
 @given(st.data())
 async def test_each_route(fuzzed, route, data):
     """Each route by itself, so that none is left out."""

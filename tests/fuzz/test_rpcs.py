@@ -258,7 +258,7 @@ async def test_any_calls_long(fuzzed, scene):
 
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
-@few(4)
+@few(2)
 @given(st.data())
 async def test_each_rpc(fuzzed, method, data):
     """Each RPC by itself, so that none is left out."""

@@ -19,6 +19,8 @@ SHAPES = [(4, 2, 8, 8), (8, 2, 64, 64), (8, 8, 128, 128), (6, 2, 48, 32), (16, 4
 # Those of a call; the interpreter has had the others in tests/inference_svc/runtime/cuda.
 OPTIONS = [{"window": 300, "sinks": 1.5}, {}, {"softcap": 5.0, "window": 100}, {"chunk": 33}]
 MODELS = ["gpt_oss", "llama", "gemma2", "gemma3_text", "cohere2"]
+# The interpreter has had one in tests/inference_svc/runtime/calibration/test_attention_choice.py.
+INTERPRETED_MODELS = [pytest.param(MODELS[0], marks=pytest.mark.long)]
 
 
 @pytest.mark.parametrize("shape", SHAPES[:1] if IS_INTERPRETED else SHAPES, ids=str)
@@ -36,7 +38,7 @@ def test_each_part_sees_its_own_tokens(device, dtypes, shape, options):
             assert torch.equal(pages.attended(call, [part]), piece), (dtype, part)
 
 
-@pytest.mark.parametrize("name", MODELS[:1] if IS_INTERPRETED else MODELS)
+@pytest.mark.parametrize("name", INTERPRETED_MODELS if IS_INTERPRETED else MODELS)
 def test_models_are_proven_with_it(device, dtypes, name):
     """As the service does when it starts."""
     for dtype in dtypes[:1] + dtypes[2:]:

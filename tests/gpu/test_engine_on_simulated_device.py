@@ -208,7 +208,7 @@ def alone(model, ids, answers):
     ("name", "working_kv"),
     [
         ("qwen3_next", "pages"),
-        ("deepseek_v3", "pages"),
+        pytest.param("deepseek_v3", "pages", marks=pytest.mark.long),
         pytest.param("mamba2", "pages", marks=pytest.mark.long),
         pytest.param("lfm2", "contiguous", marks=pytest.mark.long),
         pytest.param("deepseek_v32", "pages", marks=pytest.mark.long),

@@ -2,6 +2,8 @@
 
 import sys
 
+import pytest
+
 from tests.gpu import report
 from tests.gpu.report import Part
 
@@ -59,6 +61,7 @@ def test_parts_are_named_and_time_ends(monkeypatch, tmp_path):
     assert (code, states(page)) == (2, {"one": "no time left", "other": "no time left"})
 
 
+@pytest.mark.long
 def test_a_bench_has_its_tables_on_the_page(monkeypatch, tmp_path):
     """And its document and its picture beside it."""
     copies = next(part for part in report.parts(is_tiny=True) if part.name == "copies")

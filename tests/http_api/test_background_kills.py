@@ -10,7 +10,7 @@ from tests.http_api.test_background import until_over
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
-LONG = 400  # tokens: they fit the window, and take much longer than a kill
+LONG = 250  # tokens: they fit the window, and take much longer than a kill
 SEEN = 6  # events that a follower has read before the kill
 
 

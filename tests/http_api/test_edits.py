@@ -195,13 +195,11 @@ async def scripted(service):
     return shares[0] / shares[1], list(last.values())
 
 
-@pytest.mark.parametrize(
-    "modes", [MODES[:2], pytest.param(MODES, marks=pytest.mark.long)], ids=", ".join
-)
-async def test_a_scripted_agent(tiny_model, tmp_path, judge, modes):
+@pytest.mark.long  # the edits of its script are tried one by one, too
+async def test_a_scripted_agent(tiny_model, tmp_path, judge):
     """Of its prompts more is reused where edits keep it; each answer is the formula's."""
     share = {}
-    for mode in modes:
+    for mode in MODES:
         directory = tmp_path / mode.partition(":")[0]
         directory.mkdir()
         async with serving(tiny_model, directory, mode) as service:

@@ -12,6 +12,7 @@ from anthropic import AsyncAnthropic
 
 from tests.http_api.test_listening import local_client
 from tests.inference_processes import InferenceProcess
+from tests.sampled import sampled
 from tests.scripted_model import build_scripted_model, last_of_prompt
 from tests.tool_templates import FAMILIES, tokenizer_of
 
@@ -41,7 +42,7 @@ def anthropic_client(socket):
     return AsyncAnthropic(api_key="anything", base_url="http://localhost", http_client=http)
 
 
-@pytest.mark.parametrize("name", ANSWERS)
+@pytest.mark.parametrize("name", sampled(list(ANSWERS), 1, seed=1))
 async def test_a_thought_is_shown_apart(short_dir, name):
     """Whole and streamed, with its tokens counted; the conversation goes on in its session."""
     socket = short_dir / "openai.sock"

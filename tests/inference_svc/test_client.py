@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 import grpc
 import pytest
 
+from inference_svc import client as client_module
 from inference_svc.client import InferenceClient, NotRunningError, TurnTimeoutError, turn_request
 from inference_svc.core.errors import (
     DrainingError,
@@ -113,8 +114,9 @@ async def test_patience_ends_with_the_time_it_was_given(short_dir):
     assert service.num_calls == 1
 
 
-async def test_a_turn_that_was_handed_back_is_submitted_again(short_dir):
+async def test_a_turn_that_was_handed_back_is_submitted_again(short_dir, monkeypatch):
     """Under the same ids, also if the client gave none: it is answered once."""
+    monkeypatch.setattr(client_module, "RETRY_S", 0.1)
     service, refusals = Service(DrainingError("the service is about to stop", "again")), []
     async with serving(service, short_dir) as client:
         result = await client.submit_patiently(turn_request("Hi"), on_refused=refusals.append)
@@ -124,8 +126,9 @@ async def test_a_turn_that_was_handed_back_is_submitted_again(short_dir):
     assert all(first)
 
 
-async def test_a_lost_turn_may_find_itself_under_way(short_dir):
+async def test_a_lost_turn_may_find_itself_under_way(short_dir, monkeypatch):
     """It waits for its own end; but another's turn in the session is an answer, not a delay."""
+    monkeypatch.setattr(client_module, "RETRY_S", 0.1)
     busy = SessionBusyError("busy", "wait")
     service = Service(DrainingError("about to stop", "again"), busy)
     async with serving(service, short_dir) as client:

@@ -13,7 +13,7 @@ from tests.processes import KvdProcess
 
 GREEDY = pb.Sampling(max_tokens=8, ignore_eos=True)
 DOCUMENT = [5 + number * 7 % 400 for number in range(300)]  # more than two blocks of tokens
-TOO_LONG = "Keys and values are kept. " * 10_000  # 260 kB, whose encoding takes a while
+TOO_LONG = "Keys and values are kept. " * 4_000  # 104 kB, whose encoding takes a while
 TIERS = ("--dram", "64MB", "--ssd", "64MB")
 
 

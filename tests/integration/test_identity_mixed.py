@@ -21,7 +21,7 @@ async def test_residents_are_hit_moved_and_evicted(tiny_model, oracle):
     setting = Setting({"residents": True, "load_policy": "auto"})
     aims = (*ALWAYS, "hbm", "resident_hits", "moves", "residents_evicted")
     async with mixed_pair(tiny_model, setting) as pair:
-        await play(pair, oracle, seed=1, num_turns=25, aims=aims)
+        await play(pair, oracle, seed=1, num_turns=15, aims=aims)
 
 
 async def test_histories_are_loaded_while_kvd_dies(tiny_model, oracle):
@@ -29,7 +29,7 @@ async def test_histories_are_loaded_while_kvd_dies(tiny_model, oracle):
     setting = Setting(num_kills=2)
     async with mixed_pair(tiny_model, setting) as pair:
         aims = (*STORED, "kills")
-        await play(pair, oracle, seed=2, num_turns=25, aims=aims, num_kills=setting.num_kills)
+        await play(pair, oracle, seed=2, num_turns=15, aims=aims, num_kills=setting.num_kills)
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ async def test_histories_are_loaded_while_kvd_dies(tiny_model, oracle):
 async def test_what_is_switched_for_measuring_changes_no_token(tiny_model, oracle, cache):
     """No pre-loading, pre-loading into a small buffer and synchronous saving are slower only."""
     async with mixed_pair(tiny_model, Setting(cache)) as pair:
-        await play(pair, oracle, seed=3, num_turns=20, aims=("preempted", "load_hits", "dram"))
+        await play(pair, oracle, seed=3, num_turns=12, aims=("preempted", "load_hits", "dram"))
 
 
 @pytest.mark.long

@@ -23,7 +23,9 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 REJECT = pb.Overflow(policy="reject")
 
 
-@pytest.mark.parametrize(("asked", "ratio"), [({}, 0.125), ({"ratio": 0.5}, 0.5)])
+@pytest.mark.parametrize(
+    ("asked", "ratio"), [pytest.param({}, 0.125, marks=pytest.mark.long), ({"ratio": 0.5}, 0.5)]
+)
 async def test_the_oldest_part_goes_and_nothing_is_recomputed(narrow, judge, asked, ratio):
     """A turn that does not fit drops a part of what is there, or as much as it needs room for.
 
@@ -147,7 +149,7 @@ async def leaning(sink_model, tmp_path_factory):
 @pytest.mark.parametrize(
     ("fields", "reasons"),
     [
-        ({}, {"overflow"}),
+        pytest.param({}, {"overflow"}, marks=pytest.mark.long),
         ({"max_tokens": 300}, {"overflow"}),
         ({"compression": pb.Compression(policy="snapkv")}, {"compression:snapkv"}),
         pytest.param(

@@ -85,7 +85,14 @@ def behind_the_first_four(context):
     "choose", [oldest_half, pytest.param(behind_the_first_four, marks=pytest.mark.long)]
 )
 @pytest.mark.parametrize("names_lineage", [True, pytest.param(False, marks=pytest.mark.long)])
-@pytest.mark.parametrize("dropped", [((0, 20),), ((7, 9), (20, 28)), EVERY_THIRD])
+@pytest.mark.parametrize(
+    "dropped",
+    [
+        pytest.param(((0, 20),), marks=pytest.mark.long),
+        ((7, 9), (20, 28)),
+        pytest.param(EVERY_THIRD, marks=pytest.mark.long),
+    ],
+)
 async def test_every_turn_loads_what_the_discards_left(
     model, stock, tmp_path, dropped, names_lineage, choose
 ):

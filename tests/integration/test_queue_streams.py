@@ -6,6 +6,7 @@ from pathlib import Path
 import grpc
 import pytest
 
+from shared.kvd_client import queue_sender
 from shared.pb.kvd.v1 import kvd_pb2
 from tests.kvd_polling import eventually, reader_stats
 from tests.processes import KvdProcess, running_kvd
@@ -97,8 +98,11 @@ async def test_a_kvd_that_comes_back_is_told_all(tmp_path: Path) -> None:
         await eventually(lambda: jobs_of(kvd, "a"), (2, 0))
 
 
-async def test_a_queue_goes_with_its_stream(tmp_path: Path) -> None:
+async def test_a_queue_goes_with_its_stream(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """That of another engine stays."""
+    monkeypatch.setattr(queue_sender, "RETRY_S", 0.5)
     async with (
         running_kvd(tmp_path, "--dram", "1MB") as kvd,
         attached_engine(kvd.runtime_dir, name="a") as engine,

@@ -116,6 +116,7 @@ async def test_sessions_beside_each_other_are_kept_apart(pair, oracle):
         assert all(t.usage.reused_tokens == t.usage.history_tokens for t in turns)
 
 
+@sampled_family  # tests/integration/test_kvd_windows.py has windows on SSD
 async def test_all_outlives_both_processes_and_lies_on_ssd(pair, oracle, family):
     """DRAM for less than two sessions: they come from SSD, after restarts of either process."""
     dram = str(family.few_slots * SLOT_BYTES)
@@ -298,6 +299,7 @@ async def test_a_long_prompt_stores_windows_where_loads_may_end(pair, oracle):
     assert 0 < stored < first.usage.new_tokens / 2
 
 
+@pytest.mark.long  # tests/fault/test_random_scenes.py has forks with windows
 @with_windows
 async def test_a_fork_goes_on_from_where_there_is_a_window(pair, oracle):
     """At the parent's last turn there is one; at an earlier one it may be gone, and is computed."""
@@ -342,7 +344,7 @@ async def test_conversations_that_begin_alike_share_a_window(pair, oracle):
 @with_windows
 async def test_a_long_answer_leaves_a_window_before_it(pair, oracle):
     """Who asks the same again, or whose template drops what a model thought, goes on there."""
-    long = inference_pb2.Sampling(max_tokens=500, ignore_eos=True)
+    long = inference_pb2.Sampling(max_tokens=250, ignore_eos=True)
     short = inference_pb2.Sampling(max_tokens=4, ignore_eos=True)
     async with pair.with_kvd(*DRAM):
         asked = question("What is a block, and what is it for? " * 30, LONG_SYSTEM)

@@ -12,6 +12,8 @@ import pytest
 from openai import AsyncOpenAI
 
 from inference_svc.cli.up import ready_text
+from tests.inference_processes import SERVICE
+from tests.processes import KVD
 
 DEADLINE_S = 120
 SMALL = ("--dram", "64MB", "--ssd", "256MB", "--threads", "1")
@@ -21,20 +23,39 @@ OPENING = [
 ]
 
 
+PROGRAM = ("-P", "-m", "inference_svc.cli.main")
+# The same command, its two processes forked with their imports done.
+FORKING = """
+import sys
+from inference_svc.cli.main import main
+from tests.warm_children import warm_children
+from tests.warm_python import WarmPython
+
+kvd, service = (int(sys.argv.pop(1)) for _ in range(2))
+with warm_children(WarmPython(lent=kvd), WarmPython(lent=service)):
+    main()
+"""
+
+
 def own_address():
     """An address that no other test process has: the loopback has 16 million."""
     pid = os.getpid()
     return f"127.{1 + (pid >> 16)}.{pid >> 8 & 255}.{pid & 255}:8000"
 
 
-async def spawn(directory, *flags):
+async def spawn(directory, *flags, is_forking=False):
     """Start `inference-svc up`, from a directory with a module that is none of its own."""
+    program, lent = PROGRAM, ()
+    if is_forking:
+        lent = (KVD.lent(), SERVICE.lent())
+        program = ("-P", "-c", FORKING, *map(str, lent))
     elsewhere = directory / "elsewhere"
     (elsewhere / "shared").mkdir(parents=True, exist_ok=True)
     (elsewhere / "shared" / "__init__.py").write_text("raise AssertionError('imported')\n")
     arguments = ("up", "--state-dir", str(directory / "state"), *SMALL, *flags)
     return await asyncio.create_subprocess_exec(
-        *(sys.executable, "-P", "-m", "inference_svc.cli.main", *arguments),
+        *(sys.executable, *program, *arguments),
+        pass_fds=lent,
         cwd=elsewhere,
         env={**os.environ, "XDG_RUNTIME_DIR": str(directory), "KVD_DRAM__BYTES": "nonsense"},
         stdout=asyncio.subprocess.PIPE,
@@ -51,20 +72,42 @@ async def refused(directory, *flags):
     return process.returncode, stderr.decode().splitlines()
 
 
+def forked():
+    """All that are forked for anybody, by what they are."""
+    forking = {"kvd": KVD, "inference_svc.cli.main": SERVICE}
+    for warm in forking.values():
+        warm.lent()  # now it is there
+    return {
+        name: set(psutil.Process(warm._process.pid).children()) for name, warm in forking.items()
+    }
+
+
+def has_ended(child):
+    """Whoever forked it may not have heard of it yet."""
+    try:
+        return child.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
 @asynccontextmanager
-async def up(directory, *flags):
+async def up(directory, *flags, is_forking):
     """A running one, what it has said, and its two children."""
-    process = await spawn(directory, *flags)
-    children = []
+    before = forked() if is_forking else {}
+    process = await spawn(directory, *flags, is_forking=is_forking)
+    children = {}
     try:
         async with asyncio.timeout(DEADLINE_S):
             said = (await process.stdout.readuntil(b"kvd ls --runtime-dir ")).decode()
-        children = {child.cmdline()[3]: child for child in psutil.Process(process.pid).children()}
+        own = psutil.Process(process.pid).children()
+        children = {child.cmdline()[3]: child for child in own}
+        for name, processes in forked().items() if is_forking else ():
+            (children[name],) = processes - before[name]
         yield process, said, children
         async with asyncio.timeout(DEADLINE_S):
             await process.wait()
         assert set(children) == {"kvd", "inference_svc.cli.main"}
-        assert not any(child.is_running() for child in children.values())
+        assert all(map(has_ended, children.values()))
         assert not list(directory.glob("inference-svc-up-*"))
     finally:
         for one in (process, *children.values()) if process.returncode is None else ():
@@ -96,10 +139,16 @@ def when(directory, name, event):
     return line.partition(" [")[0]
 
 
-async def test_conversations_go_on_where_they_were(short_dir):
+@pytest.mark.parametrize(
+    "is_forking",
+    [True, pytest.param(False, marks=pytest.mark.long)],
+    ids=["forked", "as a developer starts it"],
+)
+async def test_conversations_go_on_where_they_were(short_dir, is_forking):
     """Over turns, and over a restart; both end in order, whoever else wants to begin is told."""
     address, messages = own_address(), list(OPENING)
-    async with up(short_dir, "--openai", address) as (process, said, _):
+    flags = ("--openai", address)
+    async with up(short_dir, *flags, is_forking=is_forking) as (process, said, _):
         assert said.startswith("Without --model: the demo model")
         assert f"http://{address}/v1" in said
         first = await next_turn(address, messages)
@@ -121,7 +170,7 @@ async def test_conversations_go_on_where_they_were(short_dir):
     assert process.returncode == 0
     assert when(short_dir, "inference-svc", "stopped") < when(short_dir, "kvd", "kvd_draining")
 
-    async with up(short_dir, "--openai", address) as (process, _, children):
+    async with up(short_dir, *flags, is_forking=is_forking) as (process, _, children):
         third = await next_turn(address, messages)
         assert third.prompt_tokens_details.cached_tokens >= second.prompt_tokens
         children["kvd"].send_signal(signal.SIGKILL)

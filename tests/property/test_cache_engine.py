@@ -339,7 +339,7 @@ class CacheMachine(OperationsMachine):
 
 
 CacheMachine.TestCase.settings = settings(
-    max_examples=60,
+    max_examples=30,
     stateful_step_count=50,
     deadline=None,
     suppress_health_check=list(HealthCheck),

@@ -355,7 +355,7 @@ class DiscardMachine(RuleBasedStateMachine):
 
 
 DiscardMachine.TestCase.settings = settings(
-    max_examples=25,
+    max_examples=15,
     stateful_step_count=30,
     deadline=None,
     suppress_health_check=list(HealthCheck),

@@ -176,7 +176,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 SchedulerMachine.TestCase.settings = settings(
-    max_examples=30,
+    max_examples=20,
     stateful_step_count=50,
     deadline=None,
     suppress_health_check=list(HealthCheck),
@@ -316,7 +316,7 @@ def check_traffic(seeds: range, num_rounds: int) -> None:
 
 def test_nothing_starves_and_no_row_is_lost_under_random_traffic() -> None:
     """With tiny budgets, failing loads, priorities and cancellations, every request ends."""
-    check_traffic(range(30), 150)
+    check_traffic(range(15), 150)
 
 
 @pytest.mark.long

@@ -95,7 +95,7 @@ class StateMachine(CacheMachine):
 
 
 StateMachine.TestCase.settings = settings(
-    CacheMachine.TestCase.settings, max_examples=25, stateful_step_count=40
+    CacheMachine.TestCase.settings, max_examples=15, stateful_step_count=40
 )
 TestStateEngine = StateMachine.TestCase
 

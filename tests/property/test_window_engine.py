@@ -121,7 +121,7 @@ class WindowMachine(CacheMachine):
 
 
 WindowMachine.TestCase.settings = settings(
-    CacheMachine.TestCase.settings, max_examples=25, stateful_step_count=40
+    CacheMachine.TestCase.settings, max_examples=15, stateful_step_count=40
 )
 TestWindowEngine = WindowMachine.TestCase
 

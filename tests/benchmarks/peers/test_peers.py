@@ -117,6 +117,7 @@ async def test_engines_choose_the_same_tokens_also_after_a_restart_of_ours(
     assert found["ours"] == found["transformers"]
 
 
+@pytest.mark.long
 def test_an_engine_that_ends_names_its_log(choices, short_dir):
     missing = Choice("transformers", sys.executable, str(short_dir / "missing"))
     peer = Peer(missing, short_dir, kv_tokens=64, turn_tokens=64, store="")

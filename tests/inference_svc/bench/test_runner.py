@@ -102,6 +102,7 @@ def test_overlap_compares_read_buffers_and_ways_to_save(measure):
     assert all(found.num for found in (*preload.values(), *saving.values()))
 
 
+@pytest.mark.long
 def test_buffers_are_compared_with_the_start_gates_choice(measure):
     """Every size; what is set is what a turn joins with, and loads take as long as they should."""
     report = measure(BuffersOptions(160, 30, (15.0,), layer_ms=1.0, pairs=PAIRS))

@@ -37,7 +37,9 @@ def edited(edit, token_ids=TEXT):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize(
+    "seed", [*range(5), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(5, 20))]
+)
 def test_an_edit_leaves_beginning_and_end_as_they_are(kind, seed):
     """Spans are in order, apart and not empty; the last three eighths are kept behind them."""
     edit = drawn(kind, seed)

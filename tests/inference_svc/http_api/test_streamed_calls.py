@@ -24,7 +24,14 @@ WHOLE = {"a": [1, "é\n"], "b": 1.5}
 WRITTEN = json.dumps(WHOLE, ensure_ascii=False)
 HEAD = len(HEADS["see"])
 ENVELOPE = Envelope("chat.completion", "chat.completion.chunk", "chatcmpl-1", 1, "tiny", "f")
-cuts = pytest.mark.parametrize("cut", range(len(FORCED_TEXT) + 1))
+# Every fifth place, and the ends; `make test-long` has all.
+cuts = pytest.mark.parametrize(
+    "cut",
+    [
+        pytest.param(cut, marks=() if cut % 5 == 0 or cut == len(FORCED_TEXT) else pytest.mark.long)
+        for cut in range(len(FORCED_TEXT) + 1)
+    ],
+)
 
 
 def chat(tokens, end):

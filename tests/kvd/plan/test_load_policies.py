@@ -25,7 +25,7 @@ LOADS = [0.3, 1.0, 2.0]  # of the engine by recomputing
 # How long a token takes from DRAM and from SSD, by how long it takes to compute.
 TIERS = [(0.06, 0.4), (0.06, 2.0), (0.06, 10.0), (2.0, 4.0)]
 CASES = {f"{load}-{tiers}": (load, tiers) for load in LOADS for tiers in TIERS}
-ALWAYS = ("0.3-(0.06, 0.4)", "2.0-(0.06, 10.0)")  # the extremes of both
+ALWAYS = ("2.0-(0.06, 10.0)",)  # an extreme of both
 
 
 def footprint_bytes(sessions: list[Session]) -> int:
@@ -77,7 +77,7 @@ def test_a_turn_waits_for_the_ssd_if_another_waits_behind_it(num_others, num_gua
     assert outcome.num_guarded == num_guarded
 
 
-@pytest.mark.parametrize("case", sampled(list(CASES), 2, seed=1, always=ALWAYS))
+@pytest.mark.parametrize("case", sampled(list(CASES), 1, seed=1, always=ALWAYS))
 def test_auto_is_as_good_as_the_better_of_both(case):
     """Whatever the load, and however loading compares to computing."""
     found = mean_ttft_s(*CASES[case], 0.5, 24, range(3))

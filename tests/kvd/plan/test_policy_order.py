@@ -38,7 +38,7 @@ def outcome_of(policy: str, num_sessions: int, ssd_slots: int, dram_slots: int =
 @pytest.mark.parametrize(
     ("num_sessions", "ssd_slots"),
     [
-        (450, 62),
+        pytest.param(450, 62, marks=pytest.mark.long),
         pytest.param(900, 62, marks=pytest.mark.long),
         pytest.param(900, 313, marks=pytest.mark.long),
     ],

@@ -145,7 +145,7 @@ def test_half_of_an_arena_in_the_store_is_removed(supervisor):
 @pytest.mark.parametrize(
     ("seals", "is_adopted"),
     [
-        pytest.param(SEALS, True, id="sealed"),
+        pytest.param(SEALS, True, id="sealed", marks=pytest.mark.long),
         pytest.param(0, False, id="not sealed", marks=pytest.mark.long),
         pytest.param(fcntl.F_SEAL_GROW, False, id="may shrink"),
         pytest.param(fcntl.F_SEAL_SHRINK, False, id="may grow", marks=pytest.mark.long),

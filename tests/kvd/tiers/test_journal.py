@@ -30,7 +30,7 @@ from tests.synthetic_engine import small_layout
 
 LAYOUT = small_layout()
 NUM_SLOTS = 4
-NUM_TURNS = 40  # kills at random moments
+NUM_TURNS = 15  # kills at random moments
 SIZE = journal_bytes(LAYOUT, NUM_SLOTS)
 BOOT_ID = str(uuid.uuid4())
 WRITER = ProcessIdentity(4242, 99, b"i" * 16)

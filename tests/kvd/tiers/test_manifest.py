@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from kvd.core.records.entries import Pin, SessionRecord
+from kvd.tiers import manifest as manifest_module
 from kvd.tiers.faults import NoFaults, WritePoint
 from kvd.tiers.index_database import open_database
 from kvd.tiers.manifest import MAX_BATCH, MAX_QUEUED_BYTES, LayoutRow, Manifest
@@ -314,8 +315,9 @@ def test_a_locked_database_is_tried_again(make, tmp_path):
     assert make().meta("a") == "2"
 
 
-def test_a_failed_commit_is_tried_again(make):
+def test_a_failed_commit_is_tried_again(make, monkeypatch):
     """What the disk refuses is kept until it does not; each try passes its write points."""
+    monkeypatch.setattr(manifest_module, "RETRY_S", 0.1)
     faults = Recorder(num_failures=1)
     manifest = make(faults)
     done = threading.Event()
@@ -377,8 +379,9 @@ def test_what_is_not_committed_is_counted(make):
     assert (manifest.queued_bytes, manifest.room_bytes) == (0, MAX_QUEUED_BYTES)
 
 
-def test_a_rollback_that_fails_is_tried_again(make):
+def test_a_rollback_that_fails_is_tried_again(make, monkeypatch):
     """The writer's thread outlives it, and commits once it can."""
+    monkeypatch.setattr(manifest_module, "RETRY_S", 0.1)
     manifest = make(Recorder(num_failures=1))
     new_layouts(manifest, LAYOUT)
     refused = []

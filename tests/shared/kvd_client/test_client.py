@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
+from shared.kvd_client import client as client_module
+from shared.kvd_client import queue_sender
 from shared.kvd_client.attachment import KvdUnavailableError
 from shared.kvd_client.client import MOST_ENDED, KvdClient
 from shared.kvd_client.connection import _cancelled
@@ -192,12 +194,14 @@ async def test_no_thread_waits_for_ever(tmp_path, end):
 
 
 @pytest.mark.parametrize("call", ["PrepareStore", "CompleteStore"])
-async def test_a_call_without_an_answer_ends_the_attachment(tmp_path, call):
+async def test_a_call_without_an_answer_ends_the_attachment(tmp_path, monkeypatch, call):
     """Nobody knows then what kvd holds for us: the next attachment reports what we hold."""
     async with small_kvd(tmp_path, LAYOUT) as kvd, client_of(tmp_path) as client:
         await client.wait_attached(30)
         grant = await client.prepare_store(KEY, TOKENS, 0, 5)
         kvd.mute.add(call)
+        monkeypatch.setattr(client_module, "CALL_S", 0.5)
+        monkeypatch.setattr(client_module, "GRACE_S", 0.5)
         is_prepare = call == "PrepareStore"
         asking = client.prepare_store(KEY, TOKENS, 0, 0.0) if is_prepare else None
         with pytest.raises(KvdUnavailableError):
@@ -316,8 +320,9 @@ async def test_so_many_ends_are_remembered(tmp_path):
     assert key_of("5") in client._ended
 
 
-async def test_a_queue_is_told_over_one_stream_after_the_other(tmp_path):
+async def test_a_queue_is_told_over_one_stream_after_the_other(tmp_path, monkeypatch):
     """Its head; all of it first, then what changes, and all again when the stream has ended."""
+    monkeypatch.setattr(queue_sender, "RETRY_S", 0.1)
     feed = QueueFeed()
     async with small_kvd(tmp_path, LAYOUT) as kvd, client_of(tmp_path, feed) as client:
         await client.wait_attached(30)

@@ -55,7 +55,7 @@ def test_a_cpu_has_no_kernels(llama, monkeypatch):
         choose_attention("triton", *llama, PAGE_TOKENS)
 
 
-# tests/gpu has gpt_oss for every run, and none with states.
+# tests/gpu has gpt_oss, and none with states.
 FAMILIES = ["qwen3_next", "mamba", "gemma2", "llama", "gemma3_text", "phi3", "cohere2"]
 FAMILIES += ["hunyuan_v1_dense"]
 

@@ -2,7 +2,8 @@
 
 Run it without TRITON_INTERPRET, in a process of its own: `python -m
 tests.inference_svc.runtime.cuda.compiled_kernels 90:bfloat16:128 ...` prints a line of JSON for
-each kernel of each case `ARCHITECTURE:DTYPE:HEAD_DIM`.
+each kernel of each case `ARCHITECTURE:DTYPE:HEAD_DIM`. With `--of-each` first, of a kernel that is
+compiled in several ways there is one.
 """
 
 import json
@@ -10,6 +11,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import triton
@@ -193,8 +195,9 @@ def copy_case(architecture, dtype, dim, *, to_slots):
 
 
 def main():
-    """Compile all kernels of each case."""
-    for case in sys.argv[1:]:
+    """Compile the kernels of each case."""
+    is_of_each = "--of-each" in sys.argv
+    for case in sys.argv[1 + is_of_each :]:
         architecture, dtype, dim = case.split(":")
         target = (int(architecture), dtype, int(dim))
         shape = tile_shape(
@@ -205,17 +208,21 @@ def main():
             is_wide=target[0] in {90, 100},
         )
         single = shape._replace(rows=MIN_ROWS, warps=4, stages=2)
-        for found in (
-            attend_case(*target, shape),
-            attend_case(*target, shape, split_tokens=0, WINDOW=4096, HAS_SOFTCAP=True),
-            attend_case(*target, shape_of_part(shape, GROUP, 2)),
-            attend_case(*target, single, split_tokens=SPLIT_TOKENS),
-            merge_case(*target),
-            embed_case(*target[:2], *target[1:], width=int(dim)),
-            embed_case(*target[:2], "float32", int(dim), width=int(dim) // 2),
-            copy_case(*target, to_slots=False),
-            copy_case(*target, to_slots=True),
-        ):
+        ways = (
+            partial(attend_case, *target, shape_of_part(shape, GROUP, 2)),
+            partial(merge_case, *target),
+            partial(embed_case, *target[:2], *target[1:], width=int(dim)),
+            partial(copy_case, *target, to_slots=True),
+        )
+        others = (
+            partial(attend_case, *target, shape),
+            partial(attend_case, *target, shape, split_tokens=0, WINDOW=4096, HAS_SOFTCAP=True),
+            partial(attend_case, *target, single, split_tokens=SPLIT_TOKENS),
+            partial(embed_case, *target[:2], "float32", int(dim), width=int(dim) // 2),
+            partial(copy_case, *target, to_slots=False),
+        )
+        for compile_one in ways if is_of_each else (*ways, *others):
+            found = compile_one()
             sys.stdout.write(json.dumps({"case": case, **found}) + "\n")
 
 

@@ -22,9 +22,12 @@ CLOSE = {torch.float32: 5e-6, torch.float16: 4e-3}
 @pytest.mark.parametrize(
     ("shape", "page_tokens", "dtype", "options"),
     [
-        ((8, 2, 64, 64), 16, torch.float32, {}),
+        pytest.param((8, 2, 64, 64), 16, torch.float32, {}, marks=pytest.mark.long),
         pytest.param((8, 8, 16, 16), 16, torch.float16, {}, marks=pytest.mark.long),
-        ((4, 2, 8, 8), 5, torch.float32, {"sinks": torch.linspace(-2, 3, 4)}),
+        pytest.param(  # tests/gpu has one with sinks for every run
+            *((4, 2, 8, 8), 5, torch.float32, {"sinks": torch.linspace(-2, 3, 4)}),
+            marks=pytest.mark.long,
+        ),
         ((6, 2, 48, 32), 16, torch.float32, {"softcap": 5.0, "window": 100}),
         ((6, 2, 16, 80), 256, torch.float32, {"window": 300, "sinks": torch.linspace(-1, 9, 6)}),
         ((4, 4, 80, 80), 32, torch.float32, {"chunk": 33}),
@@ -44,7 +47,13 @@ def test_each_part_sees_its_own_tokens(shape, page_tokens, dtype, options):
         assert (piece - expected).abs().max() < CLOSE[dtype], PARTS[part]
 
 
-@pytest.mark.parametrize("options", [{}, {"window": 300, "sinks": torch.linspace(-1, 2, 4)}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, id="all", marks=pytest.mark.long),
+        pytest.param({"window": 300, "sinks": torch.linspace(-1, 2, 4)}, id="window"),
+    ],
+)
 def test_an_answer_is_the_same_alone_and_in_a_batch(options):
     """To the bit: neither tiles nor splits follow from what is beside a part."""
     pages = Pages(PARTS, (4, 2, 16, 16), 16, torch.float32)

@@ -7,6 +7,7 @@ import torch
 
 from inference_svc.runtime.cuda import slot_copies
 from inference_svc.runtime.cuda.slot_copies import TokensInSlots, TokensOnDevice, copy_slots
+from tests.sampled import sampled_cases
 
 NUM_SLOTS, NUM_PLACES = 5, 9
 # Bytes of a slot, of a token, from the slot's beginning to the first token, and between layers.
@@ -21,13 +22,14 @@ SIZES = [
 SLOTS, IN_SLOT = [3, 3, 0, 4, 1], [0, 1, 1, 0, 0]
 
 
-@pytest.fixture(params=[16 << 10, 64], ids=["whole", "in parts"])
-def _block(request, monkeypatch):
+@pytest.fixture
+def block_bytes(request, monkeypatch):
+    """What a program copies at once: whole tokens, or parts of them."""
     slot_copies._shape_of.cache_clear()
     monkeypatch.setattr(slot_copies, "BLOCK_BYTES", request.param)
     monkeypatch.setattr(slot_copies, "PROGRAMS_TO_SLOTS", 2)
     monkeypatch.setattr(slot_copies, "PROGRAMS_TO_DEVICE", 3)
-    yield
+    yield request.param
     slot_copies._shape_of.cache_clear()
 
 
@@ -35,12 +37,16 @@ def random_bytes(*shape):
     return torch.randint(0, 256, shape, dtype=torch.uint8)
 
 
-@pytest.mark.usefixtures("_block")
-@pytest.mark.parametrize("to_slots", [False, True])
-@pytest.mark.parametrize("places", [None, [7, 0, 3, 8, 2]])
-@pytest.mark.parametrize("num_layers", [1, 2])
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_tokens_are_copied_and_nothing_beside_them(to_slots, places, num_layers, sizes):
+@pytest.mark.parametrize(
+    ("sizes", "num_layers", "places", "to_slots", "block_bytes"),
+    sampled_cases(
+        SIZES, [1, 2], [None, [7, 0, 3, 8, 2]], [False, True], [16 << 10, 64], count=18, seed=1
+    ),
+    indirect=["block_bytes"],
+)
+def test_tokens_are_copied_and_nothing_beside_them(
+    sizes, num_layers, places, to_slots, block_bytes
+):
     """Of one layer and of several, whatever their sizes are multiples of."""
     slot_bytes, token_bytes, first, layer_bytes = sizes
     slots = random_bytes(NUM_SLOTS * slot_bytes)

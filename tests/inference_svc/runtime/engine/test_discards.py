@@ -173,8 +173,12 @@ async def test_the_next_turn_goes_on_from_what_is_left(model, stock, keeps_resid
         await engine.all_released()
 
 
-@pytest.mark.parametrize("ranges", [((0, 20),), ((4, 9), (30, 47)), ((40, 47),), ((0, 47),)])
-@pytest.mark.parametrize("where", ["memory", "store", "nowhere"])
+RANGES = [((0, 20),), ((4, 9), (30, 47)), ((40, 47),), ((0, 47),)]
+
+
+@pytest.mark.parametrize(
+    ("ranges", "where"), sampled_cases(RANGES, ["memory", "store", "nowhere"], count=5, seed=1)
+)
 async def test_tokens_are_dropped_between_turns(model, stock, ranges, where):
     """The other tokens' rows close up in memory; those in the store are loaded to new positions."""
     async with running_engine(model, keeps_residents=where == "memory") as engine:

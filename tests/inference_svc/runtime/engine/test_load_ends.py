@@ -123,7 +123,7 @@ async def test_a_turn_joins_the_batch_as_soon_as_its_read_buffer_is_there(model,
 async def test_a_step_of_several_that_fails_is_repeated_one_by_one(model):
     """Also where saves follow it: those of the others are stored, and nobody waits for the rest."""
     async with running_engine(model) as engine:
-        running = engine.request(FIRST, 60, session="running")
+        running = engine.request(FIRST, 30, session="running")
         answer = asyncio.create_task(engine.loop.generate(running))
         await running.sink.has_token.wait()
         good_ids = list(range(30, 70))
@@ -135,7 +135,7 @@ async def test_a_step_of_several_that_fails_is_repeated_one_by_one(model):
             await bad
         assert (await good).sink.token_ids == await alone(model, good_ids)
         await answer
-        assert running.sink.token_ids == await alone(model, FIRST, 60)
+        assert running.sink.token_ids == await alone(model, FIRST, 30)
         engine.loop.keep(running, running.token_ids[:-1])
         await engine.all_released()
         assert engine.counters.snapshot()["steps_failed"] >= 2

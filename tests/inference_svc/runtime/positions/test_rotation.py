@@ -50,10 +50,10 @@ def close(rtol):
     return {"rtol": rtol, "atol": 4 * rtol}
 
 
-@pytest.mark.parametrize("rope", ROPES)
-@pytest.mark.parametrize(("keys_dtype", "dtype", "table_dtype", "error"), DTYPES)
-def test_unrotating_gives_the_keys_back(rope, keys_dtype, dtype, table_dtype, error):
+@pytest.mark.parametrize(("rope", "dtypes"), sampled_cases(ROPES, DTYPES, count=14, seed=2))
+def test_unrotating_gives_the_keys_back(rope, dtypes):
     """Also beyond the first table, and whatever scaling the model's cosines hold."""
+    keys_dtype, dtype, table_dtype, error = dtypes
     rotary, keys = table(rope, dtype, table_dtype), random_keys(130, keys_dtype)
     for start in (0, 950, 5000):
         out = torch.empty_like(keys)
@@ -63,7 +63,7 @@ def test_unrotating_gives_the_keys_back(rope, keys_dtype, dtype, table_dtype, er
 
 @pytest.mark.parametrize(
     ("rope", "dtypes", "move"),
-    sampled_cases(ROPES, DTYPES, [(700, 3), (1100, 1000), (3, 700), (9, 9)], count=50, seed=1),
+    sampled_cases(ROPES, DTYPES, [(700, 3), (1100, 1000), (3, 700), (9, 9)], count=25, seed=1),
 )
 def test_moved_keys_are_those_rotated_there(rope, dtypes, move):
     """Moving rotated keys gives what rotating the keys at the new positions gives."""

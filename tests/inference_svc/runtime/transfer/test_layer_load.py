@@ -16,6 +16,7 @@ from inference_svc.runtime.kv.slot_runs import ScatteredTokens, SlotRun
 from inference_svc.runtime.transfer.layer_load import LayerLoader, _balanced, copy_layer
 from inference_svc.runtime.transfer.layer_store import store_blocks
 from inference_svc.runtime.transfer.spans import check_spans
+from tests.sampled import sampled, sampled_cases
 
 CPU = torch.device("cpu")
 
@@ -89,7 +90,7 @@ def greedy(model, kv, token_ids, num_tokens):
     return answer, torch.stack(logits)
 
 
-@pytest.mark.parametrize("name", [*ARCHITECTURES, *ABSOLUTE_TABLES])
+@pytest.mark.parametrize("name", sampled([*ARCHITECTURES, *ABSOLUTE_TABLES], 10, seed=1))
 def test_reload_continues_as_if_never_gone(tiny, make_arena, rows, name):
     """After store and load, new tokens have the stock model's logits and greedy answer."""
     model = tiny(name)
@@ -107,22 +108,24 @@ def test_reload_continues_as_if_never_gone(tiny, make_arena, rows, name):
     assert answer == expected.argmax(dim=-1).tolist()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+OF_EACH_KIND = [
+    "llama",
+    "llama-yarn",
+    "gpt-neox",
+    "cohere",
+    "glm",
+    "smollm3",
+    "gemma3",
+    "hunyuan",
+    "deepseek-v3",
+    "deepseek-v32",
+    "gptj",
+]
+
+
 @pytest.mark.parametrize(
-    "name",
-    [
-        "llama",
-        "llama-yarn",
-        "gpt-neox",
-        "cohere",
-        "glm",
-        "smollm3",
-        "gemma3",
-        "hunyuan",
-        "deepseek-v3",
-        "deepseek-v32",
-        "gptj",
-    ],
+    ("name", "dtype"),
+    sampled_cases(OF_EACH_KIND, [torch.float32, torch.bfloat16], count=11, seed=1),
 )
 def test_loaded_rows_have_the_bits_the_model_made(tiny, make_arena, rows, name, dtype):
     """Keys re-embedded by a load, and values, are bit by bit those of the forward."""
@@ -213,7 +216,7 @@ def test_what_was_discarded_closes_up(tiny, make_arena, rows, name):
         assert torch.equal(kv.values[layer_index][0].transpose(0, 1), values)
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", sampled(ARCHITECTURES, 10, seed=2))
 def test_load_at_other_positions_equals_stock_run_there(tiny, make_arena, rows, name):
     """Loading all but the oldest tokens from position 0 on equals a stock model there."""
     model = tiny(name)

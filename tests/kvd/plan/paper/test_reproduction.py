@@ -19,19 +19,7 @@ from kvd.plan.paper.runs import (
 )
 from kvd.plan.paper.tables import PaperReport, Row, paper_tables
 from kvd.plan.sweep import run_cells
-
-TINY = Sample(seed=5, scale=0.004)
-
-
-@pytest.fixture(scope="module")
-def report() -> PaperReport:
-    """All figures of a sample of 36 sessions."""
-    progress: list[int] = []
-    reproduction = Reproduction(TINY)
-    found = reproduction.make(1, progress.append)
-    assert progress == sorted(progress)
-    assert progress[-1] == reproduction.num_turns == found.num_turns
-    return found
+from tests.kvd.plan.paper.conftest import TINY
 
 
 def test_every_figure_is_there(report: PaperReport) -> None:
