@@ -42,6 +42,12 @@ METRICS = MetricTable(
             ("direction",),
         ),
         Metric(
+            "kvd_remote_requests_total",
+            "counter",
+            "Requests of the store by kind: put, get, find, delete, list",
+            ("kind",),
+        ),
+        Metric(
             "kvd_remote_unpushed_sessions",
             "gauge",
             "Sessions that are to be pushed, or to be looked at in the store",
@@ -67,6 +73,7 @@ class Figures:
     Attributes:
         pushes, pulls, drops: by result.
         bytes: by direction.
+        requests: of the store, by kind; from any thread, as `add_bytes`.
         store_up: whether the store's last call succeeded; None: none was made yet.
         kvd_up: whether kvd's events are followed.
     """
@@ -75,6 +82,7 @@ class Figures:
     pulls: Tally = field(default_factory=Tally)
     drops: Tally = field(default_factory=Tally)
     bytes: dict[str, int] = field(default_factory=lambda: {"sent": 0, "received": 0})
+    requests: Tally = field(default_factory=Tally)
     store_up: bool | None = None
     kvd_up: bool = False
 
@@ -114,6 +122,7 @@ def _fill(figures: Figures, waiting: Callable[[], Waiting], scrape: Scrape) -> N
     scrape.put_tally("kvd_remote_drops_total", figures.drops)
     for direction, num_bytes in figures.bytes.items():
         scrape.put("kvd_remote_bytes_total", num_bytes, direction)
+    scrape.put_tally("kvd_remote_requests_total", figures.requests)
     left = waiting()
     scrape.put("kvd_remote_unpushed_sessions", left.num_unpushed)
     scrape.put("kvd_remote_oldest_unpushed_seconds", left.oldest_s)

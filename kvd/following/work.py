@@ -88,7 +88,7 @@ class Work:
     def use(self, settings: RemoteSettings) -> None:
         """Go by other settings."""
         before, self._settings = self._settings, settings
-        if (before.url, before.rate) != (settings.url, settings.rate):
+        if _bounds(before) != _bounds(settings):
             self.stop()
             self._pause.succeeded()
         self.wake()
@@ -160,8 +160,10 @@ class Work:
             self._kvd,
             self._owner,
             settings.rate or 0,
+            settings.requests or 0,
             partial(self._figures.add_bytes, "sent"),
             partial(self._figures.add_bytes, "received"),
+            self._figures.requests.add,
         )
         transfers.open()
         return transfers
@@ -282,6 +284,11 @@ class Work:
         await self._answer(key, is_coming=True)
         async with self._pulls:
             return await in_thread(transfers.pull, key, found)
+
+
+def _bounds(settings: RemoteSettings) -> tuple[object, ...]:
+    """Return what transfers that are under way go by."""
+    return settings.url, settings.rate, settings.requests
 
 
 async def in_thread(do: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
