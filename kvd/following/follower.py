@@ -77,6 +77,11 @@ class Follower:
         self._settings = RemoteSettings()
         self._seen_unix_s = 0.0  # of the newest event that was heard of
 
+    @property
+    def settings(self) -> RemoteSettings:
+        """Those in force."""
+        return self._settings
+
     def waiting(self) -> Waiting:
         """Return what is left to do."""
         agenda, oldest_s = self._agenda, self._agenda.oldest_s()

@@ -171,6 +171,7 @@ class Work:
     def _failed(self, error: ReportedError) -> None:
         """Leave the store alone for a while."""
         self._figures.store_up = False
+        self._figures.failed("remote_store_fails", error.message)
         if self._pause.failed(time.monotonic()):
             log.warning("remote_store_fails", url=self._settings.url, error=str(error))
 
@@ -206,6 +207,7 @@ class Work:
         except ReportedError as error:
             result = "failed"
             what = "session_not_dropped" if isinstance(step, Drop) else "session_not_pushed"
+            self._figures.failed(what, error.reason)
             log.warning(what, session=str(step.key), reason=error.reason, error=str(error))
             self._agenda.failed(time.monotonic())
         counted.add(result)
@@ -253,6 +255,7 @@ class Work:
             return False
         except ReportedError as error:
             pulls.add("failed")
+            self._figures.failed("session_not_pulled", error.reason)
             log.warning(
                 "session_not_pulled", session=str(key), reason=error.reason, error=str(error)
             )
@@ -283,7 +286,11 @@ class Work:
         self._wanted.comes(key)
         await self._answer(key, is_coming=True)
         async with self._pulls:
-            return await in_thread(transfers.pull, key, found)
+            self._figures.pulling += 1
+            try:
+                return await in_thread(transfers.pull, key, found)
+            finally:
+                self._figures.pulling -= 1
 
 
 def _bounds(settings: RemoteSettings) -> tuple[object, ...]:
