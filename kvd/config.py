@@ -379,12 +379,10 @@ def load(config_path: Path | None, flags: dict[str, object]) -> LoadedSettings[S
         InvalidSettingsError: naming every problem.
         UnguardedError: anybody could connect.
     """
-    loaded = load_settings(
-        Settings, config_path, ENV_PREFIX, flags, other_variables=OTHER_VARIABLES
-    )
-    check_possible(loaded.settings)
-    check_access(loaded.settings)
-    return loaded
+    found = load_settings(Settings, config_path, ENV_PREFIX, flags, other_variables=OTHER_VARIABLES)
+    check_possible(found.settings)
+    check_access(found.settings)
+    return found
 
 
 def is_live(key: str) -> bool:
