@@ -22,7 +22,7 @@ from kvd.remote.pushing import Pusher, PushResult, Source
 from shared.blobs.blob_store import BlobStore
 from shared.blobs.errors import OvertakenError
 from shared.blobs.paced_store import PacedStore, Request
-from shared.blobs.release import claim
+from shared.blobs.release import FORMAT, claim
 from shared.kvd_client.messages import key_message
 from shared.pb.kvd.v1 import kvd_pb2 as pb
 from shared.types.errors import NotFoundError, StateError, UnavailableError
@@ -98,9 +98,11 @@ class Transfers:
         """Break off what is under way, and refuse what comes."""
         self._stopped.set()
 
-    def open(self) -> None:
-        """Make sure that the store is one for sessions."""
+    def open(self) -> float:
+        """Make sure that the store is one for sessions; returns since when, by its clock."""
         claim(self._store)
+        found = self._store.find(FORMAT)
+        return 0.0 if found is None else found.stored_unix_s
 
     def push(self, step: Push) -> tuple[pb.SessionInfo, PushResult] | None:
         """Push a session; None: kvd does not have it any more."""

@@ -53,6 +53,7 @@ class Work:
         wanted: what is pulled.
         pause: how long the store is left alone.
         figures: are kept up.
+        store_opened: told since when the store has been one, whenever it was looked at anew.
     """
 
     def __init__(
@@ -65,7 +66,9 @@ class Work:
         wanted: Wanted,
         pause: Backoff,
         figures: Figures,
+        store_opened: Callable[[float], None] = lambda _: None,
     ) -> None:
+        self._store_opened = store_opened
         self._kvd = kvd
         self._owner = owner
         self._settings = settings
@@ -142,20 +145,26 @@ class Work:
         async with self._opening:
             if not self._settings.url or time.monotonic() < self._pause.retry_at_s:
                 return None
-            if self._transfers is None:
-                settings = self._settings
+            if self._transfers is None or self._pause.is_failing:  # perhaps it is back, and empty
+                settings, transfers = self._settings, self._transfers
                 try:
-                    transfers = await in_thread(self._open, settings)
+                    transfers, since_unix_s = await in_thread(self._open, settings, transfers)
                 except ReportedError as error:
                     self._failed(error)
                     return None
                 if settings is not self._settings:
                     return None  # it has others by now: whoever has set them wakes us
                 self._transfers = transfers
+                self._store_opened(since_unix_s)
             return self._transfers
 
-    def _open(self, settings: RemoteSettings) -> Transfers:
-        transfers = Transfers(
+    def _open(self, settings: RemoteSettings, before: Transfers | None) -> tuple[Transfers, float]:
+        """Open the store, or look again at the one there is; since when it has been one."""
+        transfers = before or self._made(settings)
+        return transfers, transfers.open()
+
+    def _made(self, settings: RemoteSettings) -> Transfers:
+        return Transfers(
             self._open_url(settings.url),
             self._kvd,
             self._owner,
@@ -165,8 +174,6 @@ class Work:
             partial(self._figures.add_bytes, "received"),
             self._figures.requests.add,
         )
-        transfers.open()
-        return transfers
 
     def _failed(self, error: ReportedError) -> None:
         """Leave the store alone for a while."""

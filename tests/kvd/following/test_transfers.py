@@ -184,8 +184,8 @@ def test_every_request_is_told():
     place, told = Place(), Counter()
     server = place.servers[0]
     one = Transfers(place.view, server, server.owner, on_request=lambda kind: told.update([kind]))
-    one.open()
-    assert told == {"put": 1, "get": 1}
+    since_s = place.store.blobs["v1/format"][1]
+    assert (one.open(), told) == (since_s, {"put": 1, "get": 1, "find": 1})
     told.clear()
     server.sessions["a"] = (*TOKENS, *TOKENS)
     one.push(Push(A))
