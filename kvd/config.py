@@ -39,6 +39,7 @@ from shared.types.setting_types import (
     Duration,
     DurationOrNever,
     IntOrAny,
+    RateOrNone,
     Section,
     TenantName,
     to_list,
@@ -152,6 +153,7 @@ class RemoteSettings(Section):
     pull: bool = False
     wait: Duration = Field(default=30.0, ge=0, le=60)  # kvd/rpc/service.py: MAX_WAIT_S
     rate: ByteSizeOrNone = Field(default=None, ge=1 << 10)  # a second, each way
+    requests: RateOrNone = Field(default=None, ge=1)  # a second
     drain: Duration = Field(default=60.0, ge=0)
     metrics: Listen = ()
 
@@ -377,12 +379,10 @@ def load(config_path: Path | None, flags: dict[str, object]) -> LoadedSettings[S
         InvalidSettingsError: naming every problem.
         UnguardedError: anybody could connect.
     """
-    loaded = load_settings(
-        Settings, config_path, ENV_PREFIX, flags, other_variables=OTHER_VARIABLES
-    )
-    check_possible(loaded.settings)
-    check_access(loaded.settings)
-    return loaded
+    found = load_settings(Settings, config_path, ENV_PREFIX, flags, other_variables=OTHER_VARIABLES)
+    check_possible(found.settings)
+    check_access(found.settings)
+    return found
 
 
 def is_live(key: str) -> bool:

@@ -124,6 +124,12 @@ class NotRunningError(UnavailableError):
     reason = "not_running"
 
 
+class NotFollowedError(UnavailableError):
+    """No follower of a kvd runs."""
+
+    reason = "not_followed"
+
+
 class UnclearSelectionError(InvalidInputError):
     """A command line that does not say what to do."""
 

@@ -18,6 +18,9 @@ from pathlib import Path
 
 import pytest
 
+from shared.blobs.errors import StoreMissingError
+from shared.blobs.mooncake_client import check_installed
+
 SECRET = "a-secret-key"  # noqa: S105
 STARTED_S = 30.0
 MIB = 1 << 20
@@ -163,7 +166,10 @@ def s3_server() -> Iterator[S3Server]:
 @contextmanager
 def mooncake_server() -> Iterator[MooncakeServer]:
     """A Mooncake Store with a little memory."""
-    pytest.importorskip("mooncake.store", exc_type=ImportError)  # or the system lacks libibverbs1
+    try:
+        check_installed()
+    except StoreMissingError as error:
+        pytest.skip(str(error))
     server = MooncakeServer()
     try:
         server.start()

@@ -79,6 +79,7 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
         "kvd remote rm s3://sessions/prod --tenant acme --yes",
     ),
     "remote follow": ("kvd remote follow", "kvd remote follow --runtime-dir /run/kvd"),
+    "remote status": ("kvd remote status", "kvd remote status --json"),
     "remote sweep": ("kvd remote sweep s3://sessions/prod",),
     "doctor": ("kvd doctor", "kvd doctor --config /etc/kvd/kvd.toml --quiet"),
     "plan": (

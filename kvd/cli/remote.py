@@ -17,8 +17,11 @@ from kvd.remote.sweeping import Sweeper
 from kvd.views.remote_views import pushed_row, pushed_table
 from shared.blobs.blob_store import BlobStore
 from shared.config.lazy_commands import WholeHelp
+from shared.process.runtime_dir import default_runtime_dir
 from shared.terminal import printing
 from shared.types.units import format_bytes
+
+EXIT_PROBLEM = 1
 
 remote_app = typer.Typer(
     cls=WholeHelp,
@@ -124,6 +127,26 @@ def remote_follow(
     from kvd.following.process import follow
 
     follow(runtime_dir, log_level, log_format)
+
+
+@remote_app.command("status")
+def remote_status(runtime_dir: RuntimeDir = None, as_json: AsJson = False) -> None:
+    """Show what the kvd remote follow of this machine does: what is left to do, and what failed.
+
+    It says so itself, every few seconds. Exit 1 while its store fails, or kvd does not answer it;
+    69 if none runs.
+    """
+    from kvd.following.status import read_status
+    from kvd.following.status_view import status_table
+
+    now_s = time.time()
+    status = read_status(runtime_dir or default_runtime_dir(), now_s)
+    if as_json:
+        print_json({"well": status.is_well, **asdict(status)})
+    else:
+        printing.console().print(status_table(status, now_s))
+    if not status.is_well:
+        raise typer.Exit(EXIT_PROBLEM)
 
 
 def _opened(url: str, runtime_dir: RuntimeDir) -> tuple[str, BlobStore]:

@@ -1,15 +1,22 @@
 """What the follower counts, and the table of its metrics: served by itself, at `remote.metrics`."""
 
+import os
+import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
+from kvd.config import RemoteSettings
+from kvd.following.status import Failure, FollowerStatus
 from shared.serving.metric_export import Metric, MetricExporter, MetricTable, Scrape
 from shared.serving.process_metrics import PROCESS_METRICS, fill_process
 from shared.terminal.printing import counted
 from shared.types.histogram import Tally
 from shared.types.units import format_duration
 from shared.version import __version__
+
+KEPT_FAILURES = 5
 
 METRICS = MetricTable(
     (
@@ -42,6 +49,12 @@ METRICS = MetricTable(
             ("direction",),
         ),
         Metric(
+            "kvd_remote_requests_total",
+            "counter",
+            "Requests of the store by kind: put, get, find, delete, list",
+            ("kind",),
+        ),
+        Metric(
             "kvd_remote_unpushed_sessions",
             "gauge",
             "Sessions that are to be pushed, or to be looked at in the store",
@@ -67,6 +80,9 @@ class Figures:
     Attributes:
         pushes, pulls, drops: by result.
         bytes: by direction.
+        requests: of the store, by kind; from any thread, as `add_bytes`.
+        pulling: sessions that are being fetched now.
+        failures: what went wrong last, newest last.
         store_up: whether the store's last call succeeded; None: none was made yet.
         kvd_up: whether kvd's events are followed.
     """
@@ -75,12 +91,19 @@ class Figures:
     pulls: Tally = field(default_factory=Tally)
     drops: Tally = field(default_factory=Tally)
     bytes: dict[str, int] = field(default_factory=lambda: {"sent": 0, "received": 0})
+    requests: Tally = field(default_factory=Tally)
+    pulling: int = 0
+    failures: deque[Failure] = field(default_factory=lambda: deque(maxlen=KEPT_FAILURES))
     store_up: bool | None = None
     kvd_up: bool = False
 
     def add_bytes(self, direction: str, num_bytes: int) -> None:
         """Count bytes; from any thread, for what is lost to a race is little."""
         self.bytes[direction] += num_bytes
+
+    def failed(self, event: str, why: str) -> None:
+        """Remember that something went wrong just now."""
+        self.failures.append(Failure(time.time(), event, why))
 
 
 @dataclass(frozen=True)
@@ -102,6 +125,41 @@ def status_of(figures: Figures, waiting: Waiting) -> str:
     return f"{counted(waiting.num_unpushed, 'session')} to push{oldest}{store}"
 
 
+def follower_status(
+    figures: Figures,
+    waiting: Waiting,
+    settings: RemoteSettings,
+    started_unix_s: float,
+    unix_s: float,
+) -> FollowerStatus:
+    """Say all of it, for `kvd remote status`."""
+    return FollowerStatus(
+        pid=os.getpid(),
+        started_unix_s=started_unix_s,
+        unix_s=unix_s,
+        url=settings.url,
+        write=settings.write,
+        pull=settings.pull,
+        kvd_up=figures.kvd_up,
+        store_up=figures.store_up,
+        num_unpushed=waiting.num_unpushed,
+        oldest_s=waiting.oldest_s,
+        num_drops=waiting.num_drops,
+        num_wanted=waiting.num_wanted,
+        num_pulling=figures.pulling,
+        pushes=_by_label(figures.pushes),
+        pulls=_by_label(figures.pulls),
+        drops=_by_label(figures.drops),
+        num_bytes=dict(figures.bytes),
+        requests=_by_label(figures.requests),
+        failures=tuple(figures.failures),
+    )
+
+
+def _by_label(tally: Tally) -> dict[str, int]:
+    return {label: count for (label,), count in sorted(tally.counts.copy().items())}
+
+
 def make_exporter(figures: Figures, waiting: Callable[[], Waiting]) -> MetricExporter:
     """Return the exporter of the table."""
     return MetricExporter(METRICS, partial(_fill, figures, waiting))
@@ -114,6 +172,7 @@ def _fill(figures: Figures, waiting: Callable[[], Waiting], scrape: Scrape) -> N
     scrape.put_tally("kvd_remote_drops_total", figures.drops)
     for direction, num_bytes in figures.bytes.items():
         scrape.put("kvd_remote_bytes_total", num_bytes, direction)
+    scrape.put_tally("kvd_remote_requests_total", figures.requests)
     left = waiting()
     scrape.put("kvd_remote_unpushed_sessions", left.num_unpushed)
     scrape.put("kvd_remote_oldest_unpushed_seconds", left.oldest_s)

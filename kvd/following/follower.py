@@ -75,7 +75,14 @@ class Follower:
         self._agenda = Agenda()
         self._wanted = Wanted()
         self._settings = RemoteSettings()
+        self._knows_store = True
+        self._store_since_unix_s: float | None = None
         self._seen_unix_s = 0.0  # of the newest event that was heard of
+
+    @property
+    def settings(self) -> RemoteSettings:
+        """Those in force."""
+        return self._settings
 
     def waiting(self) -> Waiting:
         """Return what is left to do."""
@@ -124,6 +131,7 @@ class Follower:
             self._wanted,
             self._store_pause,
             self._figures,
+            self._store_opened,
         )
         self._use(await in_thread(remote_settings, client), work)
         jobs = [self._listen(client, work), self._look_after(client, work), work.push()]
@@ -207,12 +215,21 @@ class Follower:
         while True:
             await asyncio.sleep(SETTINGS_EVERY_S)
             found = await in_thread(remote_settings, client)
-            if found == self._settings and time.monotonic() < listed_at_s + LIST_EVERY_S:
+            is_same = found == self._settings and self._knows_store
+            if is_same and time.monotonic() < listed_at_s + LIST_EVERY_S:
                 continue
+            self._knows_store = True
             self._use(found, work)
             await self._list(client)
             listed_at_s = time.monotonic()
             work.wake()
+
+    def _store_opened(self, since_unix_s: float) -> None:
+        """Look at all sessions anew if the store was begun anew: what was there is lost."""
+        if self._store_since_unix_s not in {None, since_unix_s}:
+            self._agenda.forget_store()
+            self._knows_store = False
+        self._store_since_unix_s = since_unix_s
 
     def _use(self, settings: RemoteSettings, work: Work) -> None:
         """Go by settings; of another store nothing is known."""

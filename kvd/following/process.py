@@ -1,7 +1,9 @@
 """The follower's process: signals, systemd, logs, metrics; until SIGTERM or SIGINT."""
 
 import asyncio
+import os
 import signal
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
@@ -11,13 +13,15 @@ import typer
 
 from kvd.client.connection import open_client
 from kvd.config import RemoteSettings
-from kvd.following.figures import Figures, make_exporter, status_of
+from kvd.following.figures import Figures, follower_status, make_exporter, status_of
 from kvd.following.follower import Follower
+from kvd.following.status import own_place, write_status
 from shared.access.clients import ClientBook, Clients
 from shared.access.settings import TlsSettings
 from shared.process import systemd
 from shared.process.dumps import forbid_dumps
 from shared.process.log import LEVELS, configure_logging, get_logger
+from shared.process.runtime_dir import default_runtime_dir
 from shared.serving.metric_export import MetricExporter
 from shared.serving.observing_settings import MetricsSettings
 from shared.serving.operations_http import Operations, serving_operations
@@ -49,7 +53,8 @@ async def _follow_until_signal(runtime_dir: Path | None) -> None:
     serving = asyncio.create_task(
         _serve_metrics(make_exporter(figures, follower.waiting), figures, changes)
     )
-    beating = asyncio.create_task(_beat(figures, follower))
+    place = own_place(runtime_dir or default_runtime_dir(), os.environ)
+    beating = asyncio.create_task(_beat(figures, follower, place))
     try:
         systemd.notify(systemd.READY)
         await follower.run(stop)
@@ -58,14 +63,23 @@ async def _follow_until_signal(runtime_dir: Path | None) -> None:
         for task in (serving, beating):
             task.cancel()
         await asyncio.gather(serving, beating, return_exceptions=True)
+        place.unlink(missing_ok=True)
 
 
-async def _beat(figures: Figures, follower: Follower) -> None:
-    """Notify the watchdog for ever: the loop is alive; and whoever says `systemctl status`."""
+async def _beat(figures: Figures, follower: Follower, place: Path) -> None:
+    """Notify the watchdog for ever: the loop is alive; and whoever asks how it goes."""
+    started_unix_s = time.time()
     beat_s = min(systemd.watchdog_interval_s() or BEAT_S, BEAT_S)
     while True:
         status = status_of(figures, follower.waiting())
         systemd.notify(systemd.WATCHDOG, f"STATUS={status}")
+        told = follower_status(
+            figures, follower.waiting(), follower.settings, started_unix_s, time.time()
+        )
+        try:
+            write_status(place, told)
+        except OSError as error:
+            log.debug("status_not_written", path=str(place), error=str(error))
         await asyncio.sleep(beat_s)
 
 

@@ -1,6 +1,7 @@
 """Transfers between kvd and one store, a session each: pushes, drops, pulls. These calls block.
 
-It owns no state but the bounds of bandwidth. Any thread; pushes and drops from one at a time.
+It owns no state but the bounds of bandwidth and requests. Any thread; pushes and drops from one at
+a time.
 """
 
 import threading
@@ -20,7 +21,8 @@ from kvd.remote.pulling import Puller, PullResult, Sink
 from kvd.remote.pushing import Pusher, PushResult, Source
 from shared.blobs.blob_store import BlobStore
 from shared.blobs.errors import OvertakenError
-from shared.blobs.release import claim
+from shared.blobs.paced_store import PacedStore, Request
+from shared.blobs.release import FORMAT, claim
 from shared.kvd_client.messages import key_message
 from shared.pb.kvd.v1 import kvd_pb2 as pb
 from shared.types.errors import ConflictError, NotFoundError, StateError, UnavailableError
@@ -55,7 +57,9 @@ class Transfers:
         kvd: from which, and to which.
         owner: that server.
         rate: bytes a second each way; 0: no bound.
+        requests: of the store a second; 0: no bound.
         on_sent, on_received: told of bytes of sessions, those that lie there already included.
+        on_request: told of each request, by its kind.
     """
 
     def __init__(
@@ -63,15 +67,23 @@ class Transfers:
         store: BlobStore,
         kvd: Kvd,
         owner: Owner,
-        rate: int,
+        rate: int = 0,
+        requests: float = 0,
         on_sent: Callable[[int], None] = lambda _: None,
         on_received: Callable[[int], None] = lambda _: None,
+        on_request: Callable[[Request], None] = lambda _: None,
     ) -> None:
-        self._store = store
-        self._catalog = Catalog(store)
         self._kvd = kvd
         self._owner = owner
         self._stopped = threading.Event()
+        budget = SharedPace(requests, sleep=self._sleep)
+
+        def before(request: Request) -> None:
+            budget.take(1)
+            on_request(request)
+
+        self._store = PacedStore(store, before)
+        self._catalog = Catalog(self._store)
 
         def told(tell: Callable[[int], None]) -> Callable[[int], None]:
             def on_bytes(num_bytes: int) -> None:
@@ -81,16 +93,18 @@ class Transfers:
             return on_bytes
 
         paces = [SharedPace(rate, sleep=self._sleep) for _ in range(2)]
-        self._pusher = Pusher(store, kvd, owner, paces[0], told(on_sent))
-        self._puller = Puller(store, kvd, owner, paces[1], told(on_received))
+        self._pusher = Pusher(self._store, kvd, owner, paces[0], told(on_sent))
+        self._puller = Puller(self._store, kvd, owner, paces[1], told(on_received))
 
     def stop(self) -> None:
         """Break off what is under way, and refuse what comes."""
         self._stopped.set()
 
-    def open(self) -> None:
-        """Make sure that the store is one for sessions."""
+    def open(self) -> float:
+        """Make sure that the store is one for sessions; returns since when, by its clock."""
         claim(self._store)
+        found = self._store.find(FORMAT)
+        return 0.0 if found is None else found.stored_unix_s
 
     def push(self, step: Push) -> tuple[pb.SessionInfo, PushResult] | None:
         """Push a session; None: kvd does not have it any more."""

@@ -53,6 +53,7 @@ class Work:
         wanted: what is pulled.
         pause: how long the store is left alone.
         figures: are kept up.
+        store_opened: told since when the store has been one, whenever it was looked at anew.
     """
 
     def __init__(
@@ -65,7 +66,9 @@ class Work:
         wanted: Wanted,
         pause: Backoff,
         figures: Figures,
+        store_opened: Callable[[float], None] = lambda _: None,
     ) -> None:
+        self._store_opened = store_opened
         self._kvd = kvd
         self._owner = owner
         self._settings = settings
@@ -88,7 +91,7 @@ class Work:
     def use(self, settings: RemoteSettings) -> None:
         """Go by other settings."""
         before, self._settings = self._settings, settings
-        if (before.url, before.rate) != (settings.url, settings.rate):
+        if _bounds(before) != _bounds(settings):
             self.stop()
             self._pause.succeeded()
         self.wake()
@@ -142,33 +145,40 @@ class Work:
         async with self._opening:
             if not self._settings.url or time.monotonic() < self._pause.retry_at_s:
                 return None
-            if self._transfers is None:
-                settings = self._settings
+            if self._transfers is None or self._pause.is_failing:  # perhaps it is back, and empty
+                settings, transfers = self._settings, self._transfers
                 try:
-                    transfers = await in_thread(self._open, settings)
+                    transfers, since_unix_s = await in_thread(self._open, settings, transfers)
                 except ReportedError as error:
                     self._failed(error)
                     return None
                 if settings is not self._settings:
                     return None  # it has others by now: whoever has set them wakes us
                 self._transfers = transfers
+                self._store_opened(since_unix_s)
             return self._transfers
 
-    def _open(self, settings: RemoteSettings) -> Transfers:
-        transfers = Transfers(
+    def _open(self, settings: RemoteSettings, before: Transfers | None) -> tuple[Transfers, float]:
+        """Open the store, or look again at the one there is; since when it has been one."""
+        transfers = before or self._made(settings)
+        return transfers, transfers.open()
+
+    def _made(self, settings: RemoteSettings) -> Transfers:
+        return Transfers(
             self._open_url(settings.url),
             self._kvd,
             self._owner,
             settings.rate or 0,
+            settings.requests or 0,
             partial(self._figures.add_bytes, "sent"),
             partial(self._figures.add_bytes, "received"),
+            self._figures.requests.add,
         )
-        transfers.open()
-        return transfers
 
     def _failed(self, error: ReportedError) -> None:
         """Leave the store alone for a while."""
         self._figures.store_up = False
+        self._figures.failed("remote_store_fails", error.message)
         if self._pause.failed(time.monotonic()):
             log.warning("remote_store_fails", url=self._settings.url, error=str(error))
 
@@ -204,6 +214,7 @@ class Work:
         except ReportedError as error:
             result = "failed"
             what = "session_not_dropped" if isinstance(step, Drop) else "session_not_pushed"
+            self._figures.failed(what, error.reason)
             log.warning(what, session=str(step.key), reason=error.reason, error=str(error))
             self._agenda.failed(time.monotonic())
         counted.add(result)
@@ -251,6 +262,7 @@ class Work:
             return False
         except ReportedError as error:
             pulls.add("failed")
+            self._figures.failed("session_not_pulled", error.reason)
             log.warning(
                 "session_not_pulled", session=str(key), reason=error.reason, error=str(error)
             )
@@ -281,7 +293,16 @@ class Work:
         self._wanted.comes(key)
         await self._answer(key, is_coming=True)
         async with self._pulls:
-            return await in_thread(transfers.pull, key, found)
+            self._figures.pulling += 1
+            try:
+                return await in_thread(transfers.pull, key, found)
+            finally:
+                self._figures.pulling -= 1
+
+
+def _bounds(settings: RemoteSettings) -> tuple[object, ...]:
+    """Return what transfers that are under way go by."""
+    return settings.url, settings.rate, settings.requests
 
 
 async def in_thread(do: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

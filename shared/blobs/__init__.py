@@ -4,6 +4,7 @@
     opening         which of the following a URL names
     object_store    what obstore reaches: S3, Google Cloud Storage, Azure, a local directory
     mooncake_store  the DRAM of many servers, by Mooncake Store
+    paced_store     tells of each request, so that it is counted, or waits
     register        a value that is replaced whole, by one writer at a time
     release         which release's objects lie there, and whose are where
 

@@ -5,6 +5,7 @@ from inference_svc.demo.report import TurnFacts
 from inference_svc.eval import figures as quality
 from inference_svc.eval.options import Truncation
 from kvd.bench import figures as kvd
+from kvd.following.status import Failure, FollowerStatus
 from kvd.plan.figures import PlanReport
 from shared.measuring.statistics import Interval, Spread
 from tests.kvd.plan.plans import plan, result
@@ -219,3 +220,32 @@ def planned() -> PlanReport:
         result("belady", 64, 1000, 0.8301, 6.0, ttft_mean_s=0.31, queue_p99=120),
         result("predictive", 512, 10_000, 0.6712, 5.8, ttft_mean_s=0.37, queue_p99=110),
     )
+
+
+FOLLOWER = FollowerStatus(
+    pid=4711,
+    started_unix_s=1_790_000_000.0,
+    unix_s=1_790_100_000.0,
+    url="s3://sessions/prod",
+    write="all",
+    pull=True,
+    kvd_up=True,
+    store_up=False,
+    num_unpushed=3,
+    oldest_s=95.0,
+    num_drops=0,
+    num_wanted=1,
+    num_pulling=2,
+    pushes={"failed": 2, "pushed": 1234, "unchanged": 56},
+    pulls={"absent": 78, "pulled": 90},
+    num_bytes={"sent": 123_456_789_012, "received": 9_876_543_210},
+    requests={"find": 2345, "get": 3456, "list": 1234, "put": 4567},
+    failures=(
+        Failure(1_790_050_000.0, "session_not_pushed", "damaged_remote"),
+        Failure(
+            1_790_099_990.0,
+            "remote_store_fails",
+            "the store failed at v1/format (GenericError: Generic S3 error: error sending request)",
+        ),
+    ),
+)

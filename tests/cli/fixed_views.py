@@ -14,6 +14,7 @@ from inference_svc.eval.report import tables as eval_tables
 from kvd.bench.report import tables as kvd_bench_tables
 from kvd.cli.doctor import print_findings
 from kvd.doctor.finding import ok, problem, warning
+from kvd.following.status_view import status_table
 from kvd.plan.report import tables as plan_tables
 from kvd.top.screen import Screen
 from kvd.top.views import Seen, points, top_view
@@ -23,6 +24,7 @@ from shared.terminal import printing
 from tests.cli import fixed_kvd, fixed_reports
 
 NUM_LOOKS = 60
+NOW_S = fixed_reports.FOLLOWER.unix_s + 2
 HEIGHTS = {80: 24, 120: 40}  # of terminals, by their width
 
 
@@ -113,6 +115,7 @@ VIEWS: dict[str, Callable[[], None]] = {
     "kvd-bench": _tables(lambda width: kvd_bench_tables(fixed_reports.KVD_BENCH, width)),
     "kvd-plan": _tables(lambda _: plan_tables(fixed_reports.planned())),
     "kvd-doctor": _doctor,
+    "kvd-remote-status": _tables(lambda _: iter([status_table(fixed_reports.FOLLOWER, NOW_S)])),
     "kvd-top": _kvd_top(Screen()),
     "kvd-top-session": _kvd_top(Screen(shows_session=True)),
     "kvd-top-keys": _kvd_top(Screen(shows_help=True)),

@@ -1,6 +1,5 @@
 """Sessions move through the servers of object stores as they do through a directory."""
 
-import asyncio
 import json
 from collections.abc import Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -9,13 +8,14 @@ from pathlib import Path
 import pytest
 
 from tests.blob_servers import SERVERS, MooncakeServer, S3Server
-from tests.following_process import Following, manifest_of, remote_settings, until_there
+from tests.following_process import Following, remote_settings, until_there
+from tests.kvd_polling import eventually
 from tests.processes import KvdProcess, run_cli, running_kvd
 from tests.synthetic_engine import attached_engine, key_of
 
 SIZES = ("--dram", "4MB", "--ssd", "8MB")
 TOKENS = list(range(100, 1150))
-NOT_THERE, UNAVAILABLE = 3, 69
+NOT_THERE, UNAVAILABLE, STORE_FAILS = 3, 69, 1
 
 
 @pytest.fixture(params=sorted(SERVERS))
@@ -35,6 +35,14 @@ async def _json(kvd: KvdProcess, *arguments: str) -> dict:
 async def _code(kvd: KvdProcess, *arguments: str) -> tuple[int, str]:
     code, _, stderr = await run_cli(*arguments, "--runtime-dir", str(kvd.runtime_dir))
     return code, stderr
+
+
+async def _status(kvd: KvdProcess) -> tuple[int, bool | None]:
+    """What `kvd remote status` says: its exit code, and whether the store answers."""
+    code, stdout, _ = await run_cli(
+        *("remote", "status", "--json"), "--runtime-dir", str(kvd.runtime_dir)
+    )
+    return code, json.loads(stdout)["store_up"] if stdout else None
 
 
 @asynccontextmanager
@@ -90,6 +98,7 @@ async def test_a_session_survives_its_server(tmp_path: Path, server) -> None:
         await engine.store(key_of("s"), TOKENS)
         await until_there(server.url, "s", 1050)
         await followed.end(9)
+        assert (await _status(one))[0] == UNAVAILABLE
         await one.kill()
         async with attached_engine(two.runtime_dir) as other, _following(two) as following:
             await following.until_said("kvd_followed")
@@ -100,7 +109,7 @@ async def test_a_session_survives_its_server(tmp_path: Path, server) -> None:
 
 
 async def test_a_store_whose_server_goes_and_comes_back(tmp_path: Path, server) -> None:
-    """Turns notice nothing; what was stored meanwhile is there then. Mooncake's memory is lost."""
+    """Turns notice nothing; what was stored meanwhile is there then, and what it has lost, too."""
     environ = remote_settings(server.url)
     async with (
         running_kvd(tmp_path, *SIZES, environ=environ) as kvd,
@@ -112,10 +121,11 @@ async def test_a_store_whose_server_goes_and_comes_back(tmp_path: Path, server) 
         server.interrupt()
         await engine.store(key_of("s"), TOKENS)
         await following.until_said("remote_store_fails")
+        await eventually(lambda: _status(kvd), (STORE_FAILS, False))
         assert (await engine.load(key_of("s"), TOKENS)).num_tokens == 1050
         server.resume()
         await until_there(server.url, "s", 1050)
         await following.until_said("remote_store_answers")
         assert following.said("remote_store_fails") == 1
-        there = await asyncio.to_thread(manifest_of, server.url, "before")
-        assert (there is not None) is isinstance(server, S3Server)
+        await eventually(lambda: _status(kvd), (0, True))
+        await until_there(server.url, "before", 40)

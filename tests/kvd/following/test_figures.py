@@ -23,11 +23,13 @@ def test_a_scrape_says_what_was_done_and_what_is_left():
     figures.pulls.add("absent")
     figures.drops.add("dropped")
     figures.add_bytes("sent", 5)
+    figures.requests.add("put", amount=2)
     before = scraped(figures, Waiting(4, 2.5, 1, 6))
     assert before["kvd_remote_pushes_total", "pushed"] == 3
     assert before["kvd_remote_pulls_total", "absent"] == 1
     assert before["kvd_remote_drops_total", "dropped"] == 1
     assert before["kvd_remote_bytes_total", "sent"] == 5
+    assert before["kvd_remote_requests_total", "put"] == 2
     assert before["kvd_remote_unpushed_sessions",] == 4
     assert before["kvd_remote_oldest_unpushed_seconds",] == 2.5
     assert before["kvd_remote_undropped_sessions",] == 1

@@ -13,6 +13,7 @@ GIVEN = {
     "remote.quiet": "1m",
     "remote.pull": True,
     "remote.rate": "10MB",
+    "remote.requests": 100,
     "remote.metrics": ["127.0.0.1:9642"],
 }
 

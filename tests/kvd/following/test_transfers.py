@@ -1,5 +1,6 @@
 """Pushes, drops and pulls between servers in memory: whose a session is, and what wins."""
 
+from collections import Counter
 from random import Random
 
 import pytest
@@ -229,3 +230,33 @@ def test_a_pace_does_not_hold_up_the_end():
     place.servers[0].on_export = slow.stop
     with pytest.raises(StoppedError):
         slow.push(Push(A))
+
+
+def test_neither_does_the_pace_of_requests():
+    """The first one goes through, the second would wait for a quarter of an hour."""
+    place = Place()
+    server = place.servers[0]
+    slow = Transfers(
+        place.view, server, server.owner, requests=0.001, on_request=lambda _: slow.stop()
+    )
+    server.sessions["a"] = (*TOKENS, 7)
+    with pytest.raises(StoppedError):
+        slow.push(Push(A))
+    assert place.manifest.num_tokens == len(TOKENS)
+
+
+def test_every_request_is_told():
+    """By its kind: those of opening the store, of a push, and of a drop."""
+    place, told = Place(), Counter()
+    server = place.servers[0]
+    one = Transfers(place.view, server, server.owner, on_request=lambda kind: told.update([kind]))
+    since_s = place.store.blobs["v1/format"][1]
+    assert (one.open(), told) == (since_s, {"put": 1, "get": 1, "find": 1})
+    told.clear()
+    server.sessions["a"] = (*TOKENS, *TOKENS)
+    one.push(Push(A))
+    assert (told["find"], told["put"], told["delete"]) == (3, 4, 1)  # chunks, and the manifest
+    assert {"get", "list"} < told.keys()
+    told.clear()
+    one.drop(Drop(A, LATER, of_others=False))
+    assert (told["put"], told["find"]) == (1, 0)

@@ -136,6 +136,23 @@ async def test_a_store_that_fails_is_tried_again_until_it_answers(is_open):
     assert scene.manifest().num_tokens == STEP
 
 
+async def test_a_store_that_was_away_is_looked_at_anew():
+    """It may have been begun anew meanwhile: since when it has been one is told each time."""
+    scene, told = Scene(), []
+    scene.work._store_opened = told.append
+    async with scene.working():
+        scene.stores()
+        await until(lambda: scene.agenda.is_done)
+        scene.store.odds = FAILS
+        scene.stores(B)
+        await until(lambda: scene.pause.is_failing)
+        scene.store.blobs.clear()
+        scene.store.now_s += 60
+        scene.store.odds = Odds()
+        await until(lambda: scene.agenda.is_done)
+    assert told == [scene.store.now_s - 60, scene.store.now_s]
+
+
 async def test_nobody_waits_for_a_store_that_fails():
     """What is wanted while it is left alone is given up: its turn computes it."""
     scene = Scene()

@@ -1,0 +1,74 @@
+"""Whoever is told of requests hears of each before it is made, and may forbid it."""
+
+from random import Random
+
+import pytest
+
+from shared.blobs.errors import BlobMissingError
+from shared.blobs.paced_store import PacedStore
+from tests.faulty_store import FaultyStore, View
+
+
+class Heard:
+    """A store, what was heard of its requests, and what was there when the last was heard of."""
+
+    def __init__(self) -> None:
+        self.store = FaultyStore(Random(1))  # noqa: S311
+        self.kinds: list[str] = []
+        self.there: list[str] = []
+        self.paced = PacedStore(View(self.store, is_calm=True), self.hear)
+
+    def hear(self, kind: str) -> None:
+        self.kinds.append(kind)
+        self.there = sorted(self.store.blobs)
+
+
+def test_each_request_is_told_before_it_is_made() -> None:
+    """And does what it does without."""
+    heard = Heard()
+    paced = heard.paced
+    paced.put("v1/a", b"0123", if_absent=True)
+    assert (heard.kinds, heard.there) == (["put"], [])
+    assert paced.get("v1/a", 1, 2) == b"12"
+    assert paced.find("v1/a").num_bytes == 4
+    paced.put("v1/b", b"")
+    paced.delete(["v1/a", "v1/b", "v1/never"])
+    assert heard.there == []
+    with pytest.raises(BlobMissingError):
+        paced.get("v1/a")
+    assert heard.kinds == ["put", "get", "find", "put", "delete", "delete", "delete", "get"]
+
+
+@pytest.mark.parametrize(("num_blobs", "num_pages"), [(0, 1), (3, 1), (7, 3)])
+def test_each_page_is_a_request(num_blobs: int, num_pages: int) -> None:
+    """A listing of nothing is one, too."""
+    heard = Heard()
+    for number in range(num_blobs):
+        heard.paced.put(f"v1/{number}", b"")
+    heard.kinds.clear()
+    assert sum(len(page) for page in heard.paced.list("v1/")) == num_blobs
+    assert heard.kinds == ["list"] * num_pages
+
+
+def test_what_is_not_allowed_is_not_made() -> None:
+    """An error of who is told ends the request before it begins."""
+    heard = Heard()
+
+    def refuse(_: str) -> None:
+        raise BlobMissingError("no", "not now")
+
+    refusing = PacedStore(View(heard.store, is_calm=True), refuse)
+    with pytest.raises(BlobMissingError):
+        refusing.put("v1/a", b"")
+    assert heard.store.blobs == {}
+
+
+def test_it_keeps_what_its_store_keeps() -> None:
+    """Of a store that loses objects it says so."""
+
+    class Loses(View):
+        keeps = False
+
+    heard = Heard()
+    assert heard.paced.keeps
+    assert not PacedStore(Loses(heard.store), heard.hear).keeps
