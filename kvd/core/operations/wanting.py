@@ -112,12 +112,16 @@ class Wanting:
             return False
         return any(isinstance(lease, StoreLease) and lease.key == key for lease in state.leases)
 
+    def _was_asked(self, key: SessionKey) -> bool:
+        """Whether there is an ask that holds: what was nowhere may have gone on here, and away."""
+        ask = self._asks.get(key)
+        if ask is None or self._state.now_ns >= ask.asked_ns + ASK_AGAIN_NS:
+            return False
+        return ask.ended != ABSENT or self._num_stored(key) <= ask.stored_tokens
+
     def _want(self, key: SessionKey, history_tokens: int) -> None:
         now_ns = self._state.now_ns
-        ask = self._asks.get(key)
-        if ask is not None and now_ns < ask.asked_ns + ASK_AGAIN_NS:
-            return
-        if self._is_being_stored(key):
+        if self._was_asked(key) or self._is_being_stored(key):
             return
         if now_ns >= self._second_ns + NS_PER_S:
             self._second_ns, self._num_this_second = now_ns, 0
