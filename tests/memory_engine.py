@@ -70,6 +70,7 @@ class MemoryStore:
 
     Attributes:
         order: of what was asked.
+        histories: tokens that their sessions had before, as loads said.
         is_asked, may_begin: a load has come; loads begin.
         load_error: raised by a load that begins; None: none.
         is_away: whether no discard and no graft reaches it.
@@ -99,9 +100,11 @@ class MemoryStore:
         self.ended = []
         self.retained = []
         self.expected = []
+        self.histories = []
 
     async def begin(self, request):
         self.order.append("load")
+        self.histories.append(request.history_tokens)
         self.is_asked.set()
         await self.may_begin.wait()
         if self.load_error is not None:

@@ -94,6 +94,17 @@ async def test_a_turn_may_have_a_load_policy_of_its_own(model, policy):
         await engine.all_released()
 
 
+@pytest.mark.parametrize("is_resident", [True, False])
+async def test_a_load_says_what_its_session_had(model, is_resident):
+    """So much of it may be elsewhere. What is in the engine's memory is not asked for at all."""
+    async with running_engine(model, keeps_residents=is_resident) as engine:
+        request = engine.request(await stored_turn(engine), history_tokens=47)
+        await engine.loop.generate(request)
+        engine.loop.keep(request, request.token_ids[:-1])
+        assert engine.store.histories == ([0] if is_resident else [0, 47])
+        await engine.all_released()
+
+
 @pytest.mark.parametrize("num_failures", [0, 1])
 async def test_a_load_that_is_shown_whole_may_break_off(model, num_failures):
     """Without layers one by one the turn fails all the same."""
