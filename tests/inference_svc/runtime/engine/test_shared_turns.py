@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from tests.memory_engine import BLOCK_TOKENS, alone, loaded_model, running_engine
+from tests.sampled import sampled_cases
 
 NUM_SESSIONS = 6
 SYSTEM = [20 + number % 300 for number in range(10 * BLOCK_TOKENS)]
@@ -15,8 +16,9 @@ def model(tiny_model):
     return loaded_model(tiny_model)
 
 
-@pytest.mark.parametrize("page_tokens", [4, None])
-@pytest.mark.parametrize("write_slots", [4000, 100])
+@pytest.mark.parametrize(
+    ("write_slots", "page_tokens"), sampled_cases([4000, 100], [4, None], count=2, seed=1)
+)
 async def test_sessions_that_come_at_once_compute_one_prompt_once(model, write_slots, page_tokens):
     """The first computes it, while the others wait; each answers as it would alone."""
     limits = {"page_tokens": page_tokens, "write_slots": write_slots, "block_tokens": BLOCK_TOKENS}
