@@ -260,6 +260,19 @@ def test_what_is_not_longer_there_is_not_waited_for_again():
     assert not is_awaited(world, B, 8)
 
 
+def test_what_was_nowhere_is_asked_for_when_it_was_here_and_has_gone_on():
+    """It began here, where it was looked for in vain; then it went away, and comes back longer."""
+    world = answering_world()
+    assert is_awaited(world, B, 0)
+    answer(world, coming=False)
+    assert ended(world, B, 0) == "absent"
+    store(world, B, ONES)
+    assert is_awaited(world, B, 8)
+    answer(world, coming=False)
+    assert ended(world, B, 8) == "absent"
+    assert not is_awaited(world, B, 8), "nothing has changed since"
+
+
 def test_a_load_waits_as_long_as_what_is_missing_is_worth():
     """Of the time for all of its tokens the part that a fetch may bring."""
     world = answering_world()
