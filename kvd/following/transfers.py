@@ -8,9 +8,9 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Protocol
+from typing import Protocol, TypeVar
 
-from kvd.errors import InUseError, SessionExistsError
+from kvd.errors import InUseError, LimitReachedError, SessionExistsError
 from kvd.following.agenda import Drop, Push
 from kvd.host.pacing import SharedPace
 from kvd.remote.catalog import Catalog, Pushed
@@ -25,9 +25,18 @@ from shared.blobs.paced_store import PacedStore, Request
 from shared.blobs.release import FORMAT, claim
 from shared.kvd_client.messages import key_message
 from shared.pb.kvd.v1 import kvd_pb2 as pb
-from shared.types.errors import ConflictError, NotFoundError, StateError, UnavailableError
+from shared.types.errors import (
+    ConflictError,
+    ExhaustedError,
+    NotFoundError,
+    StateError,
+    UnavailableError,
+)
 from shared.types.session_key import SessionKey
 
+T = TypeVar("T")
+
+BUSY_S, BUSY_TRIES = 0.1, 100  # while kvd has as many transfers as it may have
 DROP_TRIES = 3  # of a session that is replaced at the same time
 # Why kvd keeps what it has of a session: a turn has stored it meanwhile, or uses it.
 KEPT = frozenset({SessionExistsError.reason, InUseError.reason})
@@ -110,7 +119,9 @@ class Transfers:
         """Push a session; None: kvd does not have it any more."""
         self._check()
         info = self._found(step.key)
-        return None if info is None else (info, self._pusher.push(info, takes=step.takes))
+        if info is None:
+            return None
+        return info, self._when_free(lambda: self._pusher.push(info, takes=step.takes))
 
     def drop(self, step: Drop) -> bool:
         """Drop a session from the store; returns whether it was there, and is ours to drop."""
@@ -148,8 +159,18 @@ class Transfers:
         if not self._lacks(here, found.manifest):
             return None
         most = 0 if here is None else here.num_tokens
+        tried: list[Pushed] = []
+
+        def pull() -> PullResult:
+            """Pull what there is: a try that came to nothing has made this server the owner."""
+            latest = self._catalog.read(found.place) if tried else found
+            if latest is None or latest.manifest.dropped:
+                raise NotPushedError("the session was dropped meanwhile", "look again")
+            tried.append(latest)
+            return self._puller.pull(latest, time.time(), replaces_up_to=most)
+
         try:
-            pulled = self._puller.pull(found, time.time(), replaces_up_to=most)
+            pulled = self._when_free(pull)
         except NotPushedError:  # it has expired
             return None
         except (StateError, ConflictError) as error:
@@ -175,6 +196,17 @@ class Transfers:
             return self._kvd.describe(key_message(key)).info
         except NotFoundError:
             return None
+
+    def _when_free(self, do: Callable[[], T]) -> T:
+        """Do what kvd has few of at once, and others may be at: again, until there is room."""
+        for _ in range(BUSY_TRIES):
+            try:
+                return do()
+            except ExhaustedError as error:
+                if error.reason != LimitReachedError.reason:
+                    raise
+            self._sleep(BUSY_S)
+        return do()
 
     def _sleep(self, seconds: float) -> None:
         self._stopped.wait(seconds)

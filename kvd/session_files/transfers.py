@@ -19,7 +19,7 @@ from kvd.wire.selection import check_allowed
 from shared.kvd_client.messages import key_message
 from shared.pb.kvd.v1 import kvd_pb2
 
-MOST_TRANSFERS = 4  # at once: each holds some tens of megabytes
+MOST_TRANSFERS = 8  # at once: each holds some tens of megabytes; kvd remote follow has up to five
 SILENCE_S = 60.0  # between two messages of a caller
 PIECE_BYTES = 1 << 20  # of a message: a small part of what gRPC lets through
 

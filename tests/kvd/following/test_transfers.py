@@ -5,7 +5,7 @@ from random import Random
 
 import pytest
 
-from kvd.errors import InUseError
+from kvd.errors import InUseError, LimitReachedError
 from kvd.following.agenda import Drop, Push
 from kvd.following.transfers import StoppedError, Transfers
 from kvd.remote.catalog import Catalog
@@ -70,6 +70,34 @@ def test_what_is_here_is_not_pulled():
     place.transfers[0].drop(Drop(A, LATER, of_others=False))
     assert place.pull(1) is None
     assert place.manifest.owner_name == "one"
+
+
+def test_who_finds_kvd_busy_comes_again(monkeypatch):
+    """Others may have as many transfers under way as it allows; nothing fails for that."""
+    monkeypatch.setattr("kvd.following.transfers.BUSY_S", 0.0)
+    place = Place()
+    _, sink = place.servers
+    refused = []
+
+    def busy(do):
+        def tried(*args, **kwargs):
+            if len(refused) % 3 < 2:
+                refused.append(do)
+                raise LimitReachedError("8 sessions are exported or imported", "wait for one")
+            refused.append(do)
+            return do(*args, **kwargs)
+
+        return tried
+
+    monkeypatch.setattr(sink, "import_session", busy(sink.import_session))
+    info, pulled = place.pull(1)
+    assert (info.num_tokens, len(refused)) == (len(TOKENS), 3)
+    assert place.manifest.owner_name == "two"
+    assert pulled.epoch == place.manifest.epoch
+    monkeypatch.setattr(sink, "export_chunks", busy(sink.export_chunks))
+    sink.sessions["a"] = (*TOKENS, 7)
+    assert place.transfers[1].push(Push(A)) is not None
+    assert (place.manifest.num_tokens, len(refused)) == (len(TOKENS) + 1, 6)
 
 
 def test_a_shorter_part_becomes_what_is_pulled():
