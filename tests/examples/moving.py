@@ -22,6 +22,7 @@ from tests.kvd_polling import eventually, sessions_of
 
 LENGTH = 6
 AT_ONCE = 8
+BUSY_SHARE = 0.2  # turns wait for as long as it may pay: on a busy machine some compute
 SAID = "Keys and values are kept, so that they need not be computed again. " * 2
 
 
@@ -105,6 +106,7 @@ class Scene:
         lost: likewise when the second one was lost.
         unpushed: tokens that only that one had.
         back: likewise when the first one had come back.
+        at_stake: tokens that all these conversations had when they changed servers.
     """
 
     tales: Sequence[Tale]
@@ -112,6 +114,12 @@ class Scene:
     lost: int
     unpushed: int
     back: int
+    at_stake: int
+
+    @property
+    def excess(self) -> int:
+        """Tokens that were computed anew though the store had them."""
+        return self.moved + self.back + max(0, self.lost - self.unpushed)
 
     @property
     def recomputed(self) -> int:
@@ -174,6 +182,7 @@ async def play(front: Front, num_tales: int, store: Path | None) -> Scene:
         await go_on(tales)
         await go_on(tales)
         on_out = await held_by(front, out, tales)
+        at_stake = sum(tale.num_tokens for tale, _ in on_out)
         await front.take_out(out.name)
         if store is not None:
             await until_pushed(store, on_out)
@@ -185,6 +194,7 @@ async def play(front: Front, num_tales: int, store: Path | None) -> Scene:
         if store is not None:
             await lost.until_computing()
         before = {tale.name: tale.num_tokens for tale, _ in on_lost}
+        at_stake += sum(before.values())
         await lost.lose()
         unpushed = 0
         for tale, key in on_lost:
@@ -198,10 +208,12 @@ async def play(front: Front, num_tales: int, store: Path | None) -> Scene:
             await until_pushed(store, await held_by(front, None, tales))
         await front.bring_back(out.name)
         await go_on(tales)
-        back = sum(tale.recomputed for tale, _ in await held_by(front, out, tales))
+        come_back = await held_by(front, out, tales)
+        back = sum(tale.recomputed for tale, _ in come_back)
+        at_stake += sum(tale.num_tokens for tale, _ in come_back)
         await go_on(tales)
     assert {tale.num_turns for tale in tales} == {6}
-    return Scene(tales, moved, recomputed, unpushed, back)
+    return Scene(tales, moved, recomputed, unpushed, back, at_stake)
 
 
 async def held_by(

@@ -5,7 +5,7 @@ import shutil
 import pytest
 
 from tests.examples.balanced_pairs import BalancedPairs
-from tests.examples.moving import checked
+from tests.examples.moving import BUSY_SHARE, checked
 
 pytestmark = [
     pytest.mark.skipif(
@@ -22,9 +22,7 @@ async def test_servers_that_go_and_come(tiny_model, oracle, tmp_path, num_tales,
     scene = await checked(BalancedPairs(tiny_model, tmp_path, store), oracle, num_tales, store)
     with capsys.disabled():
         print(scene)
-    assert scene.moved == 0
-    assert scene.lost <= scene.unpushed
-    assert scene.back == 0
+    assert scene.excess <= scene.at_stake * BUSY_SHARE
 
 
 @pytest.mark.long

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.examples.moving import checked
+from tests.examples.moving import BUSY_SHARE, checked
 
 pytest.importorskip("ray", reason="needs the extra `ray`: make test-ray")
 
@@ -18,6 +18,4 @@ async def test_servers_that_go_and_come(tiny_model, oracle, tmp_path_factory, ca
     scene = await checked(cluster, oracle, 200, store)
     with capsys.disabled():
         print(scene)
-    assert scene.moved == 0
-    assert scene.lost <= scene.unpushed
-    assert scene.back == 0
+    assert scene.excess <= scene.at_stake * BUSY_SHARE
