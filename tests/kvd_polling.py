@@ -43,11 +43,17 @@ async def counters_of(kvd: KvdProcess) -> dict[str, int]:
 
 
 async def sessions_of(kvd: KvdProcess) -> list[kvd_pb2.SessionInfo]:
-    """ListSessions, its first page."""
+    """ListSessions, all of its pages."""
+    found: list[kvd_pb2.SessionInfo] = []
+    request = kvd_pb2.ListSessionsRequest()
     async with grpc.aio.insecure_channel(f"unix:{kvd.runtime_dir}/reader.sock") as channel:
         stub = kvd_pb2_grpc.ReaderStub(channel)
-        request = kvd_pb2.ListSessionsRequest()
-        return list((await stub.ListSessions(request, timeout=DEADLINE_S)).sessions)
+        while True:
+            page = await stub.ListSessions(request, timeout=DEADLINE_S)
+            found += page.sessions
+            request.page_token = page.next_page_token
+            if not request.page_token:
+                return found
 
 
 async def until_kept(kvd: KvdProcess, session_id: str) -> None:
