@@ -108,6 +108,9 @@ async def test_a_session_survives_its_server(tmp_path: Path, server) -> None:
             await until_there(server.url, "s", 1050, epoch=2)
 
 
+@pytest.mark.parametrize(
+    "server", ["s3", pytest.param("mooncake", marks=pytest.mark.long)], indirect=True
+)
 async def test_a_store_whose_server_goes_and_comes_back(tmp_path: Path, server) -> None:
     """Turns notice nothing; what was stored meanwhile is there then, and what it has lost, too."""
     environ = remote_settings(server.url)
