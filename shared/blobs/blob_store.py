@@ -1,4 +1,4 @@
-"""What kvd asks of an object store: named bytes, made whole or not at all.
+"""What is asked of an object store: named bytes, made whole or not at all.
 
 There is no replacing under a condition, only making what is not there: local directories and many
 stores that speak S3 have no more, and versions with names of their own need no more (register.py).

@@ -95,7 +95,7 @@ class MissExplainer:
         """
         record, miss = _missed(transcript, turn)
         header = transcript.header
-        key = SessionKey(header.tenant, header.model, header.session_id)
+        key = header.key
         resembled = Resembled(miss.session_id, miss.turns)
         other = await find_resembled(self._transcripts, key, resembled)
         if other is None:

@@ -26,6 +26,7 @@ from inference_svc.core.transcript_format import (
 )
 from inference_svc.runtime.turns.transcript_files import digest_of
 from shared.blobs.blob_store import BlobStore
+from shared.blobs.errors import OvertakenError
 from shared.blobs.register import Register, Seen, is_version
 from shared.blobs.release import DELETED_BYTES, TRANSCRIPTS, claim
 from shared.process.backoff import Backoff
@@ -81,7 +82,7 @@ class SharedTranscripts:
         self._deadline_s = deadline_s
         self._backoff = backoff
         self._threads = ThreadPoolExecutor(THREADS, "transcripts")
-        self._is_tried = False
+        self._is_trying = False
         self.calls = Tally()
 
     @property
@@ -145,9 +146,9 @@ class SharedTranscripts:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _call(self, kind: str, do: Callable[[BlobStore], T], *, is_long: bool = False) -> T:
-        if self.retry_s or (self.is_silent and self._is_tried):  # one tries whether it is back
+        if self.retry_s or (self.is_silent and self._is_trying):  # one tries whether it is back
             raise _silent("is left alone")
-        self._is_tried = True
+        self._is_trying = True
         try:
             calling = asyncio.get_running_loop().run_in_executor(
                 self._threads, lambda: do(self._claimed())
@@ -155,15 +156,13 @@ class SharedTranscripts:
             result = await asyncio.wait_for(calling, None if is_long else self._deadline_s)
         except TimeoutError as error:
             raise self._failed(f"has not answered for {self._deadline_s:g} s") from error
-        except UnavailableError as error:
-            raise self._failed(error.message) from error
+        except OvertakenError:  # the store is well
+            self._answered(kind)
+            raise
         except ReportedError as error:
-            if error.retryable:  # overtaken: the store is well
-                self._answered(kind)
-                raise
             raise self._failed(error.message) from error
         finally:
-            self._is_tried = False
+            self._is_trying = False
         self._answered(kind)
         return result
 

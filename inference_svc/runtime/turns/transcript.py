@@ -179,6 +179,7 @@ class TranscriptStore:
         Raises:
             UnknownSessionError: there is no such session.
             SessionMovedError: another service has added a turn meanwhile.
+            TranscriptUnavailableError: nothing was recorded.
         """
         await self.get(key)
         async with self._lock(key):
@@ -196,7 +197,7 @@ class TranscriptStore:
         async with self._lock(new_key):
             if await self._current(new_key):
                 return None
-            if self.sharing is not None and not self.sharing.is_shared(key):
+            if self.sharing is not None and self._sharing_of(key) is None:
                 self.sharing.keep_local(new_key)
             await self._write(new_key, forked, b"")
             return forked
@@ -210,9 +211,8 @@ class TranscriptStore:
         """
         await self.get(key)
         async with self._lock(key):
-            sharing = self.sharing
-            is_shared = sharing is not None and sharing.is_shared(key)
-            if sharing is not None and is_shared and await sharing.put(key, None) is None:
+            sharing = self._sharing_of(key)
+            if sharing is not None and await sharing.put(key, None) is None:
                 raise TranscriptUnavailableError(
                     f"session {key.session_id!r} is not deleted: the object store is silent",
                     "come back later; the log of the service says what to do",
@@ -233,8 +233,8 @@ class TranscriptStore:
             TranscriptUnavailableError: nobody knows what it is; or it cannot be written here.
             TranscriptDamagedError: the store's is not what was put there.
         """
-        sharing = self.sharing
-        if sharing is None or not sharing.is_shared(key):
+        sharing = self._sharing_of(key)
+        if sharing is None:
             return
         try:
             if not await sharing.is_current(key):
@@ -298,8 +298,8 @@ class TranscriptStore:
         self._cache.drop(key)
         try:
             if verdict is Verdict.DIVERGED:
-                moved = await self._files.set_aside(key)
-                log.warning("transcript_diverged", session=str(key), moved_to=str(moved))
+                aside = await self._files.set_aside(key)
+                log.warning("transcript_diverged", session=str(key), moved_to=str(aside))
             await self._files.replace(key, there.data)
         except OSError as error:
             raise self._failed(key, error, "write") from error
@@ -354,13 +354,13 @@ class TranscriptStore:
             TranscriptUnavailableError: they cannot be written for another reason.
         """
         self._cache.drop(key)
-        sharing, begin = self.sharing, partial(encode_transcript, transcript)
+        sharing, begin = self._sharing_of(key), partial(encode_transcript, transcript)
         seen: Seen | None = None
-        if sharing is not None and sharing.is_shared(key):
+        if sharing is not None:
             before = await self._read_file(key)
             seen = await sharing.put(key, before + lines if before else begin())
         try:
-            if sharing is not None and sharing.is_shared(key) and seen is None:
+            if sharing is not None and seen is None:
                 await sharing.fall_behind(key)
             if await self._files.append(key, lines, begin):
                 self._num_sessions[key.tenant] += 1
@@ -385,6 +385,11 @@ class TranscriptStore:
 
     def _failed(self, key: SessionKey, error: OSError, kind: str) -> ReportedError:
         return self.trouble.failed(key.session_id, self._files.path(key), error, kind)
+
+    def _sharing_of(self, key: SessionKey) -> Sharing | None:
+        """Return what shares a session; None: it is of this service alone."""
+        sharing = self.sharing
+        return sharing if sharing is not None and sharing.is_shared(key) else None
 
     def _lock(self, key: SessionKey) -> asyncio.Lock:
         return self._locks[hash(key) % NUM_LOCKS]
