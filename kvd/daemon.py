@@ -7,9 +7,10 @@ drain: what is on SSD is consistent at every moment, what is in DRAM may not be.
 
 import asyncio
 import os
+import socket
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import (
     AbstractAsyncContextManager,
     AsyncExitStack,
@@ -19,6 +20,7 @@ from contextlib import (
 )
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 from kvd.caches.caches import Caches
 from kvd.caches.erasing import TenantEraser
@@ -31,19 +33,21 @@ from kvd.engines.data_socket import DataSocket
 from kvd.errors import BrokenError
 from kvd.host.clock import META_NAME, SAVE_EVERY_S, Clock, read_boot_id, resume_clock
 from kvd.host.directories import check_socket_paths, claim_directory, let_others_enter
+from kvd.host.listening import listen_at
 from kvd.rpc.access import Access
 from kvd.rpc.grpc_servers import GrpcServer, make_servers
 from kvd.rpc.operator_service import OperatorService
 from kvd.rpc.reader_service import ReaderService
 from kvd.rpc.service import Draining, EngineService
-from kvd.session_files.transfers import Transfers
+from kvd.session_files.byte_streams import ByteStreams
+from kvd.session_files.transfers import MOST_TRANSFERS, Transfers
 from kvd.tiers.faults import Faults, NoFaults
 from kvd.tiers.manifest import Manifest
 from kvd.wire.events import EventHub
 from shared.config.reload import Changes, LiveSettings
 from shared.process import memory, systemd
 from shared.process.log import get_logger
-from shared.process.runtime_dir import DATA_SOCKET
+from shared.process.runtime_dir import DATA_SOCKET, FILES_SOCKET
 from shared.serving.rpc_observer import RpcMetrics
 from shared.serving.tracing import start_tracing
 from shared.types.errors import ReportedError
@@ -66,6 +70,7 @@ class _Parts:
     engines: Engines
     copiers: Copiers
     data_socket: DataSocket
+    streams: ByteStreams
     events: EventHub
     draining: Draining
     scrubber: Scrubber
@@ -123,9 +128,12 @@ class Daemon:
             copiers = Copiers(is_enabled=self._settings.copier.enabled)
             stack.push_async_callback(copiers.close)
             data_socket = await stack.enter_async_context(self._data_socket(engines, copiers))
+            streams = await stack.enter_async_context(self._byte_streams())
             draining = Draining(self._settings.limits.drain)
             scrubber = Scrubber(self._live.loaded.settings.integrity.scrub_rate)
-            parts = _Parts(caches, engines, copiers, data_socket, events, draining, scrubber)
+            parts = _Parts(
+                caches, engines, copiers, data_socket, streams, events, draining, scrubber
+            )
             servers = self._servers(parts)
             self._live.on_change.append(partial(self._follow_settings, parts))
             # First: who finds gRPC serving finds the rest, too.
@@ -193,19 +201,37 @@ class Daemon:
     async def _data_socket(self, engines: Engines, copiers: Copiers) -> AsyncIterator[DataSocket]:
         """Listen for engines; leaving ends every connection, and with it every lease."""
         settings = self._settings
-        path = settings.runtime_dir / DATA_SOCKET
         data_socket = DataSocket(
-            path, self._access.users, settings.limits.max_engines, self._rpcs.refused, copiers
+            self._access.users, settings.limits.max_engines, self._rpcs.refused, copiers
         )
-        with data_socket.listen(settings.access.engine_group) as listener:
-            serving = asyncio.create_task(data_socket.serve(listener, engines.gone))
-            serving.add_done_callback(self._serving_ended)
-            try:
+        path = settings.runtime_dir / DATA_SOCKET
+        with listen_at(path, socket.SOCK_SEQPACKET, settings.access.engine_group) as listener:
+            async with self._serving(path, data_socket.serve(listener, engines.gone)):
                 yield data_socket
-            finally:
-                serving.cancel()
-                await asyncio.gather(serving, return_exceptions=True)
-                path.unlink(missing_ok=True)
+
+    @asynccontextmanager
+    async def _byte_streams(self) -> AsyncIterator[ByteStreams]:
+        """Listen for operators' byte streams."""
+        streams = ByteStreams(MOST_TRANSFERS)
+        path, group = (
+            self._settings.runtime_dir / FILES_SOCKET,
+            self._settings.access.operator_group,
+        )
+        with listen_at(path, socket.SOCK_STREAM, group) as listener:
+            async with self._serving(path, streams.serve(listener)):
+                yield streams
+
+    @asynccontextmanager
+    async def _serving(self, path: Path, serve: Coroutine[None, None, None]) -> AsyncIterator[None]:
+        """Serve connections to a socket, while it is entered."""
+        serving = asyncio.create_task(serve)
+        serving.add_done_callback(self._serving_ended)
+        try:
+            yield
+        finally:
+            serving.cancel()
+            await asyncio.gather(serving, return_exceptions=True)
+            path.unlink(missing_ok=True)  # noqa: ASYNC240  # its directory is in memory
 
     def _operations(self, parts: _Parts) -> AbstractAsyncContextManager[None]:
         """Metrics and probes over HTTP, while it is entered."""
@@ -239,7 +265,7 @@ class Daemon:
         )
         eraser = TenantEraser(caches, parts.events)
         operator = OperatorService(
-            caches, engines, scrubber, self.reload, eraser, Transfers(caches)
+            caches, engines, scrubber, self.reload, eraser, Transfers(caches, parts.streams)
         )
         reader = ReaderService(caches, engines, parts.events, scrubber, self._live)
         return make_servers(self._settings, self._access, engine, operator, reader, self._rpcs)
@@ -298,7 +324,7 @@ class Daemon:
         await caches.close(keep_dram=self.keeps_dram)
 
     def _serving_ended(self, serving: "asyncio.Task[None]") -> None:
-        """Without the data socket no engine could attach any more: better to start anew."""
+        """Where nobody can connect any more it is better to start anew."""
         if not serving.cancelled() and isinstance(error := serving.exception(), Exception):
             self._break(error)
 

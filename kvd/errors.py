@@ -198,6 +198,12 @@ class StalledTransferError(DeadlineError):
     retryable = False
 
 
+class BrokenTransferError(UnavailableError):
+    """The stream of a session file has ended before the file."""
+
+    reason = "broken_off"
+
+
 class UnusableFileError(InvalidInputError):
     """A file that a command is to read or write cannot be used."""
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
-from shared.blobs.blob_store import Blob
+from shared.blobs.blob_store import Blob, Data
 from shared.blobs.errors import BlobExistsError, BlobMissingError, StoreFailedError
 
 
@@ -65,7 +65,7 @@ class FaultyStore:
             if self.random.random() < 0.7:
                 do()
 
-    def put(self, name: str, data: bytes, *, if_absent: bool) -> None:
+    def put(self, name: str, data: Data, *, if_absent: bool) -> None:
         if if_absent and name in self.blobs:
             raise BlobExistsError(f"{name} exists", "look again")
         self.blobs[name] = (bytes(data), self.now_s)
@@ -90,7 +90,7 @@ class View:
         self._is_calm = is_calm
         self._is_dead = False
 
-    def put(self, name: str, data: bytes, *, if_absent: bool = False) -> None:
+    def put(self, name: str, data: Data, *, if_absent: bool = False) -> None:
         def do() -> None:
             forgets = self._store.random.random() < self._store.odds.forgetful
             self._store.put(name, data, if_absent=if_absent and not forgets)

@@ -4,14 +4,10 @@ from collections.abc import Callable, Iterator
 
 from kvd.errors import SessionExistsError
 from kvd.remote.manifest import Owner
-from kvd.session_files.chunks import Chunker
-from kvd.session_files.file_format import (
-    FileHeader,
-    FileReader,
-    frame_bytes,
-    header_bytes,
-    row_bytes,
-)
+from kvd.session_files.chunks import Chunk
+from kvd.session_files.file_format import FileHeader, header_bytes, row_bytes
+from kvd.session_files.file_reader import FileReader
+from kvd.session_files.frame_writer import frame_bytes
 from shared.pb.kvd.v1 import kvd_pb2 as pb
 from shared.types.errors import NotFoundError
 from shared.types.lineage import WHOLE
@@ -53,19 +49,15 @@ class Server:
             lost=self.lost,
         )
 
-    def export_chunks(self, request: pb.ExportSessionRequest) -> Iterator[pb.SessionFilePart]:
+    def export_chunks(self, request: pb.ExportSessionRequest) -> Iterator[Chunk]:
         session = request.session.session_id
         tokens = self.sessions[session]
         self.on_export()
-        yield _part(0, header_bytes(FileHeader(key_of(session), LAYOUT, WHOLE, "0", 0.0)))
-        chunker = Chunker(STEP, 1 << 20)
-        for start in range(0, len(tokens), LAYOUT.block_tokens):
-            some = tokens[start : start + LAYOUT.block_tokens]
+        yield Chunk(header_bytes(FileHeader(key_of(session), LAYOUT, WHOLE, "0", 0.0)), 0)
+        for start in range(0, len(tokens), STEP):
+            some = tokens[start : start + STEP]
             rows = [memoryview(bytes(size * len(some))) for size in row_bytes(LAYOUT)]
-            if chunk := chunker.add(len(some), frame_bytes(start, encode(some), rows)):
-                yield _part(*chunk)
-        if chunk := chunker.rest():
-            yield _part(*chunk)
+            yield Chunk(frame_bytes(start, encode(some), rows), start + len(some))
 
     def import_session(
         self, target: pb.ImportTarget, pieces: Iterator[bytes]
@@ -89,7 +81,3 @@ class Server:
 
     def pin(self, key: pb.SessionKey, *, soft: bool) -> None:
         raise AssertionError("no session here is pinned")
-
-
-def _part(end_token: int, data: bytes) -> pb.SessionFilePart:
-    return pb.SessionFilePart(data=data, chunk_end=pb.ChunkEnd(num_tokens=end_token))

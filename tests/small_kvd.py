@@ -1,12 +1,14 @@
 """A kvd without a cache behind it: real sockets, a real arena, answers as a test wants them."""
 
 import asyncio
+import socket
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import grpc
 
 from kvd.engines.data_socket import DataConnection, DataSocket, EngineUsers
+from kvd.host.listening import listen_at
 from kvd.tiers.arena import Arena
 from kvd.tiers.arena_store import ArenaOptions, ArenaStore
 from shared.pb.kvd.v1 import kvd_pb2, kvd_pb2_grpc
@@ -141,7 +143,7 @@ async def small_kvd(
     store = ArenaStore(options, directory, num_words=4)
     kept = store.find().get(layout.fingerprint)
     arena = store.adopt(layout, kept).arena if kept else store.create(layout, NUM_SLOTS)
-    data_socket = DataSocket(directory / DATA_SOCKET, EngineUsers(), max_connections=4)
+    data_socket = DataSocket(EngineUsers(), max_connections=4)
     kvd = SmallKvd(arena, data_socket, confirms=confirms)
     if not may_attach:
         kvd.may_attach.clear()
@@ -149,7 +151,7 @@ async def small_kvd(
     kvd_pb2_grpc.add_EngineServicer_to_server(kvd, server)
     (directory / ENGINE_SOCKET).unlink(missing_ok=True)
     server.add_insecure_port(f"unix:{directory / ENGINE_SOCKET}")
-    with data_socket.listen() as listener:
+    with listen_at(directory / DATA_SOCKET, socket.SOCK_SEQPACKET) as listener:
         await server.start()
         serving = asyncio.create_task(data_socket.serve(listener, kvd.gone.append))
         try:

@@ -13,7 +13,8 @@ from kvd.cli.options import AsJson, Model, RuntimeDir, SessionId, Tenant, print_
 from kvd.client.connection import open_client
 from kvd.client.operator_client import OperatorClient
 from kvd.errors import UnusableFileError
-from kvd.session_files.file_format import FileReader, SessionFileError
+from kvd.session_files.file_format import SessionFileError
+from kvd.session_files.file_reader import FileReader
 from shared.pb.kvd.v1 import kvd_pb2
 from shared.types.errors import ConflictError
 from shared.types.units import format_bytes
@@ -110,7 +111,7 @@ def _exported(
     return _write(file, client.export_session(request))
 
 
-def _write(file: Path, pieces: Iterator[bytes]) -> tuple[int, int]:
+def _write(file: Path, pieces: Iterator[bytes | bytearray]) -> tuple[int, int]:
     """Write a file that is there whole or not at all; returns its tokens and bytes."""
     reader = FileReader()
     part = file.with_name(f".{file.name}.{secrets.token_hex(4)}.part")

@@ -1,5 +1,6 @@
 """Synchronous client of the Operator and Reader services, for the command line."""
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import chain
@@ -8,7 +9,9 @@ from typing import Any, NamedTuple
 
 import grpc
 
-from kvd.errors import NotRunningError, SocketDeniedError
+from kvd.client.byte_stream import ByteStream, open_stream
+from kvd.errors import BrokenTransferError, NotRunningError, SocketDeniedError
+from kvd.session_files.chunks import Chunk
 from shared.access.addresses import UNIX, is_unix
 from shared.access.channels import ClientCredentials, channel_of
 from shared.access.denials import denial_of
@@ -18,6 +21,7 @@ from shared.serving.grpc_status import error_from_rpc
 from shared.types.errors import ReportedError, UnavailableError
 
 MAX_WHY = 300  # of gRPC's own words about a connection
+MESSAGE_BYTES = 1 << 20  # of a session file: a small part of what gRPC lets through
 TIMEOUT_S = 30.0  # a flush of everything walks over every session
 
 
@@ -174,28 +178,56 @@ class OperatorClient:
         )
         return answer
 
-    def export_session(self, request: kvd_pb2.ExportSessionRequest) -> Iterator[bytes]:
+    def export_session(self, request: kvd_pb2.ExportSessionRequest) -> Iterator[bytes | bytearray]:
         """Yield the file of a session, piece by piece. Takes its time."""
-        with self._reported():
-            for part in self._operator.ExportSession(request):
-                yield part.data
+        for data, _ in self._exported(request):
+            yield data
 
-    def export_chunks(
+    def export_chunks(self, request: kvd_pb2.ExportSessionRequest) -> Iterator[Chunk]:
+        """Yield a session in chunks, as `chunk_bytes` asks for. Takes its time."""
+        pieces: list[bytes | bytearray] = []
+        for data, part in self._exported(request):
+            if data:
+                pieces.append(data)
+            if part.HasField("chunk_end"):
+                whole = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+                pieces.clear()
+                yield Chunk(whole, part.chunk_end.num_tokens)
+            if part.HasField("seal"):
+                yield Chunk(b"", 0, part.seal)
+
+    def _exported(
         self, request: kvd_pb2.ExportSessionRequest
-    ) -> Iterator[kvd_pb2.SessionFilePart]:
-        """Yield the parts of a session in chunks, as `chunk_bytes` asks for. Takes its time."""
-        with self._reported():
-            yield from self._operator.ExportSession(request)
+    ) -> Iterator[tuple[bytes | bytearray, kvd_pb2.SessionFilePart]]:
+        """Yield the parts of a session with their data, which comes over a stream if it can."""
+        with self._reported(), open_stream(self._address) as stream:
+            asked = kvd_pb2.ExportSessionRequest()
+            asked.CopyFrom(request)
+            asked.stream = b"" if stream is None else stream.token
+            parts = self._operator.ExportSession(asked)
+            for part in parts:
+                if stream is None or not part.stream_bytes:
+                    yield part.data, part
+                    continue
+                try:
+                    data = stream.receive(part.stream_bytes)
+                except OSError as error:
+                    deque(parts, 0)  # kvd says why
+                    raise BrokenTransferError(
+                        "kvd has closed the stream of a session file", "transfer it again"
+                    ) from error
+                yield data, part
 
     def import_session(
-        self, target: kvd_pb2.ImportTarget, pieces: Iterator[bytes]
+        self, target: kvd_pb2.ImportTarget, pieces: Iterator[bytes | bytearray]
     ) -> kvd_pb2.ImportSessionResponse:
         """Send the file of a session; return what came of it. Takes its time."""
-        requests = chain(
-            [kvd_pb2.ImportSessionRequest(target=target)],
-            (kvd_pb2.ImportSessionRequest(data=piece) for piece in pieces),
-        )
-        with self._reported():
+        with self._reported(), open_stream(self._address) as stream:
+            to = kvd_pb2.ImportTarget()
+            to.CopyFrom(target)
+            to.stream = b"" if stream is None else stream.token
+            sent = _messages(pieces) if stream is None else _streamed(pieces, stream)
+            requests = chain([kvd_pb2.ImportSessionRequest(target=to)], sent)
             answer: kvd_pb2.ImportSessionResponse = self._operator.ImportSession(requests)
         return answer
 
@@ -255,6 +287,25 @@ class OperatorClient:
             f"no kvd answers at {self._address} ({reported.message[:MAX_WHY]})",
             "check its access.tcp, and --tls-ca, --tls-cert and --token-file",
         )
+
+
+def _messages(pieces: Iterator[bytes | bytearray]) -> Iterator[kvd_pb2.ImportSessionRequest]:
+    """Yield a file in messages."""
+    for piece in pieces:
+        for start in range(0, len(piece), MESSAGE_BYTES):
+            yield kvd_pb2.ImportSessionRequest(data=bytes(piece[start : start + MESSAGE_BYTES]))
+
+
+def _streamed(
+    pieces: Iterator[bytes | bytearray], stream: ByteStream
+) -> Iterator[kvd_pb2.ImportSessionRequest]:
+    """Send a file over a stream, each piece once it is announced."""
+    for piece in pieces:
+        yield kvd_pb2.ImportSessionRequest(stream_bytes=len(piece))
+        try:
+            stream.send(piece)
+        except OSError:
+            return  # kvd says why it takes no more
 
 
 @contextmanager

@@ -16,16 +16,15 @@ import secrets
 import socket
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvd.engines.copiers import Copiers, NoCopierError, OpenChannel
-from kvd.errors import AttachDeniedError, UnusableSocketError
+from kvd.errors import AttachDeniedError
+from kvd.host.listening import accepted
 from kvd.host.process_identity import ProcessWatch, watch_peer
 from kvd.tiers.progress import Wakeup
 from shared.access.identity import ANY, Identity
 from shared.access.refusals import RefusalLog
-from shared.access.sockets import SocketGroupError, open_to_group
 from shared.kvd_client import data_socket_protocol as packets
 from shared.process.log import get_logger
 from shared.process.packets import MalformedPacketError, close_fds, receive
@@ -35,9 +34,7 @@ if TYPE_CHECKING:
     from kvd.tiers.arena import Arena
 
 TOKEN_BYTES = 16
-BACKLOG = 64
 ATTACH_S = 30.0  # from connecting to Attach
-ACCEPT_RETRY_S = 0.1
 MOST_CHANNELS = 4  # of one engine: the one it uses, and others that end
 ROOT_UID = 0
 ROLES = frozenset(("engine",))  # what a process may do that may attach
@@ -127,7 +124,6 @@ class DataSocket:
     """Accepts and serves the connections.
 
     Args:
-        path: where the socket is.
         users: whose processes may attach.
         max_connections: at once.
         refused: where refusals are counted: by reason and user, "uid 1000".
@@ -136,13 +132,11 @@ class DataSocket:
 
     def __init__(
         self,
-        path: Path,
         users: EngineUsers,
         max_connections: int,
         refused: Tally | None = None,
         copiers: Copiers | None = None,
     ) -> None:
-        self._path = path
         self._copiers = Copiers(is_enabled=False) if copiers is None else copiers
         self._users = users
         self._max_connections = max_connections
@@ -156,45 +150,13 @@ class DataSocket:
         """Accept so many from now on; those that are there stay."""
         self._max_connections = max_connections
 
-    def listen(self, group: str = "") -> socket.socket:
-        """Bind and listen; the caller hands the socket to serve().
-
-        Raises:
-            ConfigError: the path cannot be bound, or not given to the group.
-        """
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        listener.setblocking(False)
-        try:
-            self._path.unlink(missing_ok=True)  # of a dead kvd: the runtime directory is locked
-            listener.bind(str(self._path))
-            open_to_group(self._path, group)
-            listener.listen(BACKLOG)
-        except OSError as error:
-            listener.close()
-            raise UnusableSocketError(
-                f"cannot listen on {self._path} ({error.strerror or error})",
-                "name another directory with --runtime-dir",
-            ) from error
-        except SocketGroupError:
-            listener.close()
-            raise
-        return listener
-
     async def serve(
         self, listener: socket.socket, on_gone: Callable[[DataConnection], None]
     ) -> None:
         """Accept until cancelled; `on_gone` is called once for each connection that is gone."""
         self._on_gone = on_gone
-        loop = asyncio.get_running_loop()
         async with asyncio.TaskGroup() as connections:
-            while True:
-                try:
-                    sock, _ = await loop.sock_accept(listener)
-                except OSError as error:  # out of descriptors, most likely: others will be closed
-                    log.warning("data_accept_failed", error=str(error))
-                    await asyncio.sleep(ACCEPT_RETRY_S)
-                    continue
-                sock.setblocking(False)
+            async for sock in accepted(listener):
                 connections.create_task(self._serve_connection(sock))
 
     def claim(self, token: str) -> DataConnection:

@@ -13,9 +13,11 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 
+from blake3 import blake3
+
 from kvd.remote.errors import DamagedRemoteError, SlowPushError
 from kvd.remote.names import chunks_place, condemned_place
-from shared.blobs.blob_store import Blob, BlobStore
+from shared.blobs.blob_store import Blob, BlobStore, Data
 from shared.blobs.errors import BlobDamagedError, BlobMissingError
 from shared.pb.kvd.v1 import kvd_pb2 as pb
 
@@ -43,7 +45,7 @@ class ChunkStore:
 
     def put(
         self,
-        data: bytes,
+        data: Data,
         end_token: int,
         known: Mapping[bytes, pb.RemoteChunk],
         before_sending: Callable[[int], None] = lambda _: None,
@@ -57,14 +59,14 @@ class ChunkStore:
                 their digests.
             before_sending: called with how many bytes will be sent, if any are.
         """
-        digest = hashlib.sha256(data)
+        digest = blake3(data).digest()
         chunk = pb.RemoteChunk(
-            name=digest.hexdigest(),
-            sha256=digest.digest(),
+            name=digest.hex(),
+            blake3=digest,
             num_bytes=len(data),
             end_token=end_token,
         )
-        there = known.get(chunk.sha256)
+        there = known.get(chunk.blake3)
         if there is not None and there.name not in self._condemned:
             chunk.name = there.name
             if self._store.keeps:
@@ -89,7 +91,7 @@ class ChunkStore:
             raise _lost(chunk, "is not there") from error
         except BlobDamagedError as error:
             raise _lost(chunk, "is damaged") from error
-        if len(data) != chunk.num_bytes or hashlib.sha256(data).digest() != chunk.sha256:
+        if not _is_sound(data, chunk):
             raise _lost(chunk, "is damaged")
         return data
 
@@ -114,6 +116,15 @@ def has_lost(store: BlobStore, tenant: str, chunks: Iterable[pb.RemoteChunk]) ->
         return False
     place = chunks_place(tenant)
     return not all(_is_there(store, f"{place}/{one.name}", one.num_bytes) for one in chunks)
+
+
+def _is_sound(data: bytes, chunk: pb.RemoteChunk) -> bool:
+    """Whether these are the bytes of a chunk."""
+    if len(data) != chunk.num_bytes:
+        return False
+    if chunk.blake3:
+        return blake3(data).digest() == chunk.blake3
+    return hashlib.sha256(data).digest() == chunk.sha256
 
 
 def _is_there(store: BlobStore, name: str, num_bytes: int) -> bool:

@@ -1,4 +1,4 @@
-"""A session's manifest (version 1): which chunks it consists of, whose it is, how long it is kept.
+"""A session's manifest (version 2): which chunks it consists of, whose it is, how long it is kept.
 
     manifest = magic "KVDREMOT" | version u32 | bytes of the body u32 | xxh3_64 | body
 
@@ -20,7 +20,8 @@ from shared.types.errors import InvalidInputError
 from shared.types.session_key import SessionKey, session_key
 
 MAGIC = b"KVDREMOT"
-VERSION = 1
+VERSION = 2
+VERSIONS = (1, VERSION)  # that are read: the first names its chunks by SHA-256
 _START = struct.Struct("<8sII")
 _CHECKSUM = struct.Struct("<Q")
 
@@ -57,7 +58,7 @@ def read_manifest(data: bytes) -> pb.SessionManifest:
     if len(data) < head or data[: len(MAGIC)] != MAGIC:
         raise damaged()
     _, version, num_bytes = _START.unpack_from(data)
-    if version != VERSION:
+    if version not in VERSIONS:
         raise UnfitStoreError(
             f"the manifest has version {version}, this release knows {VERSION}",
             "use the release that wrote it",

@@ -15,13 +15,12 @@ from kvd.remote.catalog import Catalog, Pushed
 from kvd.remote.chunk_store import ChunkStore
 from kvd.remote.errors import NotPushedError
 from kvd.remote.manifest import Owner, has_expired, key_of, taken
-from kvd.session_files.file_format import end_bytes
+from kvd.session_files.frame_writer import end_bytes
 from shared.blobs.blob_store import BlobStore
 from shared.pb.kvd.v1 import kvd_pb2 as pb
 from shared.types.errors import ReportedError
 
 THREADS = 4  # requests at once; each holds a chunk
-PIECE_BYTES = 1 << 20  # of a message to kvd
 
 
 class Sink(Protocol):
@@ -169,11 +168,7 @@ class Puller:
             for chunk in wanted:
                 coming.append(threads.submit(get, chunk))
                 if len(coming) == self._threads:
-                    yield from _cut(coming.popleft().result())
+                    yield coming.popleft().result()
             while coming:
-                yield from _cut(coming.popleft().result())
+                yield coming.popleft().result()
         yield end_bytes(manifest.num_tokens)
-
-
-def _cut(data: bytes) -> Iterator[bytes]:
-    return (data[start : start + PIECE_BYTES] for start in range(0, len(data), PIECE_BYTES))

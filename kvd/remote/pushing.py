@@ -17,7 +17,8 @@ from kvd.remote.catalog import Catalog, Pushed
 from kvd.remote.chunk_store import ChunkStore, has_lost
 from kvd.remote.manifest import Owner, is_remnant, is_unchanged, pushed
 from kvd.remote.names import session_place
-from shared.blobs.blob_store import BlobStore
+from kvd.session_files.chunks import Chunk
+from shared.blobs.blob_store import BlobStore, Data
 from shared.pb.kvd.v1 import kvd_pb2 as pb
 from shared.types.errors import ConflictError, StateError
 from shared.types.session_key import session_key
@@ -30,8 +31,8 @@ TRIES = 3  # of a session that changes while it is copied
 class Source(Protocol):
     """The kvd that has the sessions."""
 
-    def export_chunks(self, request: pb.ExportSessionRequest) -> Iterator[pb.SessionFilePart]:
-        """Yield the parts of a session in chunks."""
+    def export_chunks(self, request: pb.ExportSessionRequest) -> Iterator[Chunk]:
+        """Yield a session in chunks, the header first."""
 
 
 class Outcome(StrEnum):
@@ -164,12 +165,12 @@ class Pusher:
     def _sent_once(
         self, request: pb.ExportSessionRequest, before: Pushed | None, chunks: ChunkStore
     ) -> _Content:
-        known = {} if before is None else {one.sha256: one for one in before.manifest.chunks}
+        known = {} if before is None else {one.blake3: one for one in before.manifest.chunks}
         under_way: deque[Future[tuple[pb.RemoteChunk, int]]] = deque()
         done: list[pb.RemoteChunk] = []
         header, seal, sent_bytes = b"", None, 0
 
-        def put(data: bytes, end_token: int) -> tuple[pb.RemoteChunk, int]:
+        def put(data: Data, end_token: int) -> tuple[pb.RemoteChunk, int]:
             chunk, num_bytes = chunks.put(data, end_token, known, self._pace.take)
             self._on_bytes(chunk.num_bytes)
             return chunk, num_bytes
@@ -180,11 +181,11 @@ class Pusher:
             return num_bytes
 
         with ThreadPoolExecutor(self._threads) as threads:
-            for end_token, data, seal in _chunks(self._source.export_chunks(request)):
+            for data, end_token, seal in self._source.export_chunks(request):
                 if seal is not None:
                     break
                 if not header:
-                    header = data
+                    header = bytes(data)
                     continue
                 if len(under_way) == self._threads:
                     sent_bytes += finish_one()
@@ -192,21 +193,6 @@ class Pusher:
             while under_way:
                 sent_bytes += finish_one()
         return _Content(header, done, seal, sent_bytes)
-
-
-def _chunks(
-    parts: Iterator[pb.SessionFilePart],
-) -> Iterator[tuple[int, bytes, pb.SessionSeal | None]]:
-    """Yield whole chunks with where they end; last the seal, if there is one."""
-    pieces: list[bytes] = []
-    for part in parts:
-        if part.data:
-            pieces.append(part.data)
-        if part.HasField("chunk_end"):
-            yield part.chunk_end.num_tokens, b"".join(pieces), None
-            pieces.clear()
-        if part.HasField("seal"):
-            yield 0, b"", part.seal
 
 
 def _result(outcome: Outcome, manifest: pb.SessionManifest, sent_bytes: int) -> PushResult:

@@ -6,11 +6,12 @@ prefix have the same first chunks; behind the tokens, on their size. A sealed ch
     chunk   = magic "KVDCHUNK" | version u32 | bytes of the frames u32 | salt (32) | frames | tag
 
 The frames are sealed (kvd/encryption/sealing.py, part 0) and bound to what stands before the salt
-and to the tenant. The salt is BLAKE2b-256 of the frames, keyed with the tenant's key, person
-"kvd chunk salt": equal frames of a tenant make equal chunks, and say nothing to others. So no two
-plaintexts meet under one salt, though it is not drawn. The tag of all (SessionSeal.tag) is
-BLAKE2b-256 of the header and of the salts, in order, keyed likewise, person "kvd chunk list": who
-can write to the store can neither leave chunks out nor put them together anew.
+and to the tenant. The salt is BLAKE3 of the frames, keyed with what BLAKE3 derives from the
+tenant's key in the context "kvd chunk salt": equal frames of a tenant make equal chunks, and say
+nothing to others. So no two plaintexts meet under one salt, though it is not drawn. The tag of all
+(SessionSeal.tag) is BLAKE2b-256 of the header and of the salts, in order, keyed with the tenant's
+key, person "kvd chunk list": who can write to the store can neither leave chunks out nor put them
+together anew.
 
 Pure. Whoever opens trusts nothing.
 """
@@ -19,9 +20,14 @@ import hashlib
 import hmac
 import struct
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from blake3 import blake3
 
 from kvd.encryption.sealing import KEY_BYTES, SALT_BYTES, TAG_BYTES, Seal
-from kvd.session_files.file_format import SessionFileError, end_bytes, header_num_bytes
+from kvd.session_files.file_format import SessionFileError, header_num_bytes
+from kvd.session_files.frame_writer import end_bytes
+from shared.pb.kvd.v1 import kvd_pb2
 
 MAGIC = b"KVDCHUNK"
 VERSION = 1
@@ -29,41 +35,65 @@ MAX_CHUNK_BYTES = 1 << 30  # more is damage: a chunk is some MiB, or one block
 
 _START = struct.Struct("<8sII")
 _END_BYTES = len(end_bytes(0))
-_PERSON_SALT = b"kvd chunk salt"
+_CONTEXT_SALT = "kvd chunk salt"
 _PERSON_LIST = b"kvd chunk list"
 
 
 class Chunker:
-    """Groups frames.
+    """Says which frames end a chunk.
 
     Args:
         step_tokens: a chunk ends with the first frame that reaches a multiple of it.
         chunk_bytes: or, where frames have no tokens of their own, that makes it so large.
+
+    Attributes:
+        num_tokens: of all frames so far.
+        num_bytes: of the frames since the last chunk's end.
     """
 
     def __init__(self, step_tokens: int, chunk_bytes: int) -> None:
         self._step = step_tokens
         self._chunk_bytes = chunk_bytes
-        self._num_tokens = 0
-        self._frames: list[bytes] = []
+        self.num_tokens = 0
+        self.num_bytes = 0
 
-    def add(self, num_tokens: int, frame: bytes) -> tuple[int, bytes] | None:
-        """Take the next frame; returns where a chunk ends that is full now, and its bytes."""
-        before = self._num_tokens
-        self._num_tokens += num_tokens
-        self._frames.append(frame)
-        is_full = before // self._step < self._num_tokens // self._step
+    def ends_with(self, num_tokens: int, num_bytes: int) -> bool:
+        """Take the next frame; returns whether a chunk ends with it."""
+        before = self.num_tokens
+        self.num_tokens += num_tokens
+        self.num_bytes += num_bytes
+        is_full = before // self._step < self.num_tokens // self._step
         if not num_tokens:
-            is_full = sum(map(len, self._frames)) >= self._chunk_bytes
-        return self.rest() if is_full else None
+            is_full = self.num_bytes >= self._chunk_bytes
+        if is_full:
+            self.num_bytes = 0
+        return is_full
 
-    def rest(self) -> tuple[int, bytes] | None:
-        """Return what is left as a chunk; None if nothing is."""
-        if not self._frames:
-            return None
-        data = b"".join(self._frames)
-        self._frames.clear()
-        return self._num_tokens, data
+
+class Piece(NamedTuple):
+    """Some bytes of a file in chunks.
+
+    Attributes:
+        data: the bytes, valid until the next piece is asked for.
+        end_token: where the chunk ends that ends with them; None: none does.
+    """
+
+    data: bytes | bytearray | memoryview
+    end_token: int | None = None
+
+
+class Chunk(NamedTuple):
+    """A whole chunk, or, behind the last one, what opens them.
+
+    Attributes:
+        data: its bytes; that of the first one is the file's header.
+        end_token: where it ends.
+        seal: with no data: of all chunks.
+    """
+
+    data: bytes | bytearray
+    end_token: int
+    seal: kvd_pb2.SessionSeal | None = None
 
 
 class ChunkSealer:
@@ -80,7 +110,7 @@ class ChunkSealer:
         self._tenant = tenant
         self._list = _list_digest(key, header)
 
-    def seal(self, frames: bytes) -> bytes:
+    def seal(self, frames: bytes | bytearray) -> bytes:
         """Return a chunk of frames."""
         start = _START.pack(MAGIC, VERSION, len(frames))
         salt = _salt_of(self._key, frames)
@@ -89,7 +119,7 @@ class ChunkSealer:
         sealed_at = _START.size + SALT_BYTES
         chunk[:sealed_at] = start + salt
         bound = start + self._tenant.encode()
-        Seal(self._key, salt).seal_into(0, frames, memoryview(chunk)[sealed_at:], bound)
+        Seal(self._key, salt).seal_into(0, memoryview(frames), memoryview(chunk)[sealed_at:], bound)
         return bytes(chunk)
 
     def tag(self) -> bytes:
@@ -113,7 +143,7 @@ class ChunkOpener:
         self._buffer = bytearray()
         self._list: hashlib.blake2b | None = None  # once the header is there
 
-    def feed(self, data: bytes) -> Iterator[bytes]:
+    def feed(self, data: bytes | memoryview) -> Iterator[bytes]:
         """Take the next bytes; yields those of the session file.
 
         The end of the file is among them only if every chunk was there, in its place.
@@ -173,8 +203,9 @@ def step_tokens(chunk_bytes: int, block_tokens: int, token_bytes: Sequence[int])
     return block_tokens * max(1, chunk_bytes // block_bytes)
 
 
-def _salt_of(key: bytes, frames: bytes) -> bytes:
-    return hashlib.blake2b(frames, digest_size=SALT_BYTES, key=key, person=_PERSON_SALT).digest()
+def _salt_of(key: bytes, frames: bytes | bytearray) -> bytes:
+    salt_key = blake3(key, derive_key_context=_CONTEXT_SALT).digest()
+    return blake3(frames, key=salt_key).digest(SALT_BYTES)
 
 
 def _list_digest(key: bytes, header: bytes) -> "hashlib.blake2b":

@@ -9,6 +9,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing, contextmanager
+from functools import cached_property
 
 from kvd.caches.caches import Caches
 from kvd.core.engine import CacheEngine
@@ -16,7 +17,7 @@ from kvd.core.records.errors import LeaseLostError, UnknownLineageError
 from kvd.core.records.records import ExportedRows, LeaseState, LoadAnswer
 from kvd.errors import BusyTransferError
 from kvd.runtime.cache import Cache
-from kvd.session_files.chunks import Chunker, ChunkSealer, step_tokens
+from kvd.session_files.chunks import Chunker, ChunkSealer, Piece, step_tokens
 from kvd.session_files.file_format import (
     VERSION,
     VERSION_WITH_STATE,
@@ -24,15 +25,13 @@ from kvd.session_files.file_format import (
     FileHeader,
     StatePart,
     WindowRows,
-    end_bytes,
-    frame_bytes,
     header_bytes,
-    part_bytes,
     part_bytes_of,
     row_bytes,
-    window_bytes,
 )
-from kvd.session_files.slot_runs import SlotRuns, finished_in_thread
+from kvd.session_files.frame_writer import FrameBatch, FrameWriter, end_bytes
+from kvd.session_files.in_thread import finished_in_thread
+from kvd.session_files.slot_runs import SlotRuns
 from shared.types.granted_slots import Lookup
 from shared.types.session_key import SessionKey
 from shared.version import __version__
@@ -59,45 +58,16 @@ class Exporter:
         self._runs = SlotRuns.of_tokens(self._cache.layout)
         self._window_runs = SlotRuns.of_windows(self._cache.layout)
         self._max_spans = max(1, BATCH_BYTES // self._cache.layout.block_bytes)
+        self._frames = FrameWriter()
 
     @property
     def key(self) -> SessionKey:
         """The session, with its model."""
         return self._export.key
 
-    async def pieces(self, *, prefix: bool) -> AsyncGenerator[bytes, None]:
-        """Yield the session's file, in pieces of about BATCH_BYTES; see `frames`."""
-        yield self.header()
-        async with aclosing(self.frames(prefix=prefix)) as batches:
-            async for batch in batches:
-                yield b"".join(frame for _, frame in batch)
-        yield end_bytes(self._export.num_tokens)
-
-    async def chunks(
-        self, chunk_bytes: int, sealer: ChunkSealer | None, header: bytes, *, prefix: bool
-    ) -> AsyncGenerator[tuple[int, bytes], None]:
-        """Yield the same without its end, in chunks (chunks.py), each with where it ends.
-
-        Args:
-            chunk_bytes: about how large they are.
-            sealer: seals them; None: they stay as they are.
-            header: of `header`.
-            prefix: see `frames`.
-        """
-        layout = self._cache.layout
-        step = step_tokens(chunk_bytes, layout.block_tokens, row_bytes(layout))
-        chunker = Chunker(step, chunk_bytes)
-        yield 0, header
-        async with aclosing(self.frames(prefix=prefix)) as batches:
-            async for batch in batches:
-                for frame in batch:
-                    if (chunk := chunker.add(*frame)) is not None:
-                        yield await _sealed(chunk, sealer)
-        if (chunk := chunker.rest()) is not None:
-            yield await _sealed(chunk, sealer)
-
+    @cached_property
     def header(self) -> bytes:
-        """Return the beginning of its file."""
+        """The beginning of its file."""
         export, layout = self._export, self._cache.layout
         version = VERSION
         if export.parts:
@@ -106,8 +76,49 @@ class Exporter:
             FileHeader(export.key, layout, export.lineage, __version__, time.time(), version)
         )
 
-    async def frames(self, *, prefix: bool) -> AsyncGenerator[list[tuple[int, bytes]], None]:
-        """Yield its frames, each with its number of tokens, some at a time.
+    async def pieces(self, *, prefix: bool) -> AsyncGenerator[Piece, None]:
+        """Yield the session's file, in pieces of about BATCH_BYTES; see `frames`."""
+        yield Piece(self.header)
+        async with aclosing(self.frames(prefix=prefix)) as batches:
+            async for batch in batches:
+                yield Piece(batch.data)
+        yield Piece(end_bytes(self._export.num_tokens))
+
+    async def chunks(
+        self, chunk_bytes: int, sealer: ChunkSealer | None, *, prefix: bool
+    ) -> AsyncGenerator[Piece, None]:
+        """Yield the same without its end, in chunks (chunks.py); the header is the first.
+
+        Args:
+            chunk_bytes: about how large they are.
+            sealer: seals them; None: they stay as they are.
+            prefix: see `frames`.
+        """
+        yield Piece(self.header, 0)
+        pieces = self._plain_chunks(chunk_bytes, prefix=prefix)
+        async with aclosing(pieces if sealer is None else _sealed(pieces, sealer)) as chunks:
+            async for piece in chunks:
+                yield piece
+
+    async def _plain_chunks(self, chunk_bytes: int, *, prefix: bool) -> AsyncGenerator[Piece, None]:
+        layout = self._cache.layout
+        step = step_tokens(chunk_bytes, layout.block_tokens, row_bytes(layout))
+        chunker = Chunker(step, chunk_bytes)
+        async with aclosing(self.frames(prefix=prefix)) as batches:
+            async for batch in batches:
+                start = before = 0
+                for num_tokens, end in batch.ends:
+                    if chunker.ends_with(num_tokens, end - before):
+                        yield Piece(batch.data[start:end], chunker.num_tokens)
+                        start = end
+                    before = end
+                if start < before:
+                    yield Piece(batch.data[start:before])
+        if chunker.num_bytes:
+            yield Piece(b"", chunker.num_tokens)
+
+    async def frames(self, *, prefix: bool) -> AsyncGenerator[FrameBatch, None]:
+        """Yield its frames, some at a time.
 
         Args:
             prefix: be content with what comes before discards that kvd does not know.
@@ -129,7 +140,7 @@ class Exporter:
         while export.num_tokens >= export.position and export.next_part < len(export.parts):
             yield await self._next_parts()
 
-    async def _next_parts(self) -> list[tuple[int, bytes]]:
+    async def _next_parts(self) -> FrameBatch:
         """Copy the next parts of the state, or of windows, out: frames of no new tokens."""
         cache, export, owner = self._cache, self._export, secrets.randbits(63)
         with _ending(cache, owner):
@@ -144,30 +155,29 @@ class Exporter:
             cache.act(lambda core: core.loads.complete(answer.lease_id, owner))
         return batch
 
-    def _copied_parts(self, first: int, slot_ids: list[int]) -> list[tuple[int, bytes]]:
+    def _copied_parts(self, first: int, slot_ids: list[int]) -> FrameBatch:
         """Make frames of leased parts."""
         export, layout, arena = self._export, self._cache.layout, self._cache.arena
         assert arena is not None, "parts are leased where there is an arena"  # noqa: S101
-        frames = []
         for index, slot_id in enumerate(slot_ids, first):
             slot = arena.slots.slot(slot_id)
             if layout.window:
-                frames.append((0, self._window_frame(index, slot)))
+                self._add_window(index, slot)
                 continue
             part = StatePart(export.position, index, slot[: part_bytes_of(layout, index)])
-            frames.append((0, part_bytes(export.num_tokens, part)))
-        return frames
+            self._frames.add_part(export.num_tokens, part)
+        return self._frames.take()
 
-    def _window_frame(self, index: int, slot: memoryview) -> bytes:
+    def _add_window(self, index: int, slot: memoryview) -> None:
         """Make the frame of one of all parts of windows."""
         export = self._export
         window, part = divmod(index, len(self._window_runs))
         token_offset, num_tokens, start = export.windows[window]
         runs = self._window_runs[part].read(slot, start, num_tokens)
         rows = WindowRows(export.position, token_offset, num_tokens, part, memoryview(b""))
-        return window_bytes(export.num_tokens, rows, runs)
+        self._frames.add_window(export.num_tokens, rows, runs)
 
-    async def _next(self) -> list[tuple[int, bytes]]:
+    async def _next(self) -> FrameBatch:
         """Copy the next rows out."""
         cache, export, owner = self._cache, self._export, secrets.randbits(63)
         with _ending(cache, owner):
@@ -199,23 +209,28 @@ class Exporter:
                     "try again when less is under way, and see: kvd stats",
                 )
 
-    def _copied(self, token_offset: int, rows: list[ExportedRows]) -> list[tuple[int, bytes]]:
+    def _copied(self, token_offset: int, rows: list[ExportedRows]) -> FrameBatch:
         """Make frames of leased rows."""
         arena = self._cache.arena
         assert arena is not None, "rows are leased where there is an arena"  # noqa: S101
-        frames = []
         for row in rows:
             memory = self._runs.read(arena.slots.slot(row.slot_id), row.start, row.num_tokens)
-            frames.append((row.num_tokens, frame_bytes(token_offset, row.token_ids, memory)))
+            self._frames.add_tokens(token_offset, row.token_ids, memory)
             token_offset += row.num_tokens
-        return frames
+        return self._frames.take()
 
 
-async def _sealed(chunk: tuple[int, bytes], sealer: ChunkSealer | None) -> tuple[int, bytes]:
-    end_token, frames = chunk
-    if sealer is None:
-        return chunk
-    return end_token, await finished_in_thread(sealer.seal, frames)
+async def _sealed(
+    pieces: AsyncGenerator[Piece, None], sealer: ChunkSealer
+) -> AsyncGenerator[Piece, None]:
+    """Yield chunks sealed, whole."""
+    chunk = bytearray()
+    async with aclosing(pieces):
+        async for data, end_token in pieces:
+            chunk += data
+            if end_token is not None:
+                yield Piece(await finished_in_thread(sealer.seal, chunk), end_token)
+                chunk.clear()
 
 
 @contextmanager

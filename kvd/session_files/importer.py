@@ -25,14 +25,15 @@ from kvd.errors import (
 from kvd.runtime.cache import Cache
 from kvd.session_files.file_format import (
     FileHeader,
-    FileReader,
     Frame,
     SessionFileError,
     StatePart,
     WindowRows,
     row_bytes,
 )
-from kvd.session_files.slot_runs import RowBuffer, SlotRuns, finished_in_thread
+from kvd.session_files.file_reader import FileReader
+from kvd.session_files.in_thread import finished_in_thread
+from kvd.session_files.slot_runs import RowBuffer, SlotRuns
 from kvd.session_files.target import Target
 from kvd.session_files.unfinished import unfinished_name
 from shared.access.identity import TenantDeniedError
@@ -43,7 +44,7 @@ from shared.types.lineage import Lineage
 from shared.types.session_key import SessionKey, session_key
 from shared.types.units import NS_PER_S
 
-BATCH_BYTES = 8 << 20  # of rows stored at once; at least one block
+BATCH_BYTES = 4 << 20  # of rows stored at once; at least one block
 WAIT_S = 60.0  # for a slot
 REPLACED, IMPORTED = "replaced", "imported"  # why the name of a session goes
 UNFINISHED_NS = 600 * NS_PER_S  # what a killed kvd leaves of an import expires
@@ -67,13 +68,13 @@ class Import:
         self._engine_id = secrets.randbits(63)
         self._runs = SlotRuns.of_tokens(layout)
         self._window_runs = SlotRuns.of_windows(layout)
-        self._buffer = RowBuffer(row_bytes(layout))
+        self._buffer = RowBuffer(sum(row_bytes(layout)))
         self._token_ids = bytearray()
         self._is_coupled = layout.position_mode == "coupled"
         self._parts: StoreAnswer | None = None  # the state or windows that are being stored
 
     async def add(self, frame: Frame) -> None:
-        """Take the next rows.
+        """Take the next rows, which may not change before `keep` is called.
 
         Raises:
             NoRoomError: they find none.
@@ -82,6 +83,10 @@ class Import:
         self._buffer.add(frame.rows, frame.num_tokens)
         if self._buffer.num_bytes >= BATCH_BYTES:
             await self._store(self._end_of_blocks())
+
+    async def keep(self) -> None:
+        """Copy rows that are not stored yet: the memory that they came in may change."""
+        await finished_in_thread(self._buffer.keep)
 
     async def add_part(self, part: StatePart) -> None:
         """Take the next part of the state behind the tokens that have come.
@@ -241,9 +246,8 @@ class Import:
         arena = self._cache.arena
         for block in answer.blocks:
             assert arena is not None, "slots are leased where there is an arena"  # noqa: S101
-            first = block.token_offset - self._buffer.token_offset
             slot = arena.slots.slot(block.slot_id)
-            self._runs.write(slot, first, block.num_tokens, self._buffer.runs)
+            self._buffer.write_to(slot, self._runs, block.token_offset, block.num_tokens)
 
     def _complete(self, lease_id: int, core: CacheEngine) -> None:
         core.stores.complete(lease_id, self._engine_id, success=True)
@@ -334,9 +338,11 @@ def _check_layout(caches: Caches, layout: KVLayout, target: Target) -> None:
 
 
 async def read_file(
-    caches: Caches, target: Target, pieces: AsyncIterator[bytes]
+    caches: Caches, target: Target, pieces: AsyncIterator[bytes | memoryview]
 ) -> tuple[SessionKey, int]:
     """Import a file from its pieces; returns the session and how many tokens of it are stored.
+
+    Each piece is good until the next one is asked for.
 
     Raises:
         SessionFileError: it is damaged, cut short or none.
@@ -347,7 +353,7 @@ async def read_file(
     is_done = False
     try:
         async for piece in pieces:
-            for frame in reader.feed(piece):
+            for frame in await finished_in_thread(lambda data: list(reader.feed(data)), piece):
                 if current is None:
                     current = await begin_import(caches, _header(reader), target)
                 if isinstance(frame, StatePart):
@@ -359,6 +365,8 @@ async def read_file(
             if current is None and reader.header is not None:
                 # Now: of a layout that is refused not even one frame is kept.
                 current = await begin_import(caches, reader.header, target)
+            if current is not None:
+                await current.keep()
         reader.close()
         if current is None or not reader.num_tokens:
             raise SessionFileError("the session file holds no tokens", "export another session")

@@ -1,11 +1,8 @@
-"""Copies rows between slots and what session files hold, in threads of their own.
+"""Copies rows between slots and what session files hold. Pure but for the memory; any thread."""
 
-The copying is pure but for the memory, and good in any thread.
-"""
-
-import asyncio
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from kvd.tiers.slot_rows import SlotRows
 from shared.types.kv_layout import KVLayout
@@ -47,20 +44,6 @@ class SlotRuns:
             for offset, row in self._components
         ]
 
-    def write(
-        self, slot: memoryview, first: int, num_tokens: int, runs: Sequence[bytearray]
-    ) -> None:
-        """Write rows [first, first + num_tokens) of the runs to the first rows of a slot.
-
-        Args:
-            slot: its memory.
-            first: row of the runs.
-            num_tokens: how many.
-            runs: bytes of each component, row after row.
-        """
-        for (offset, row), run in zip(self._components, runs, strict=True):
-            slot[offset : offset + num_tokens * row] = run[first * row : (first + num_tokens) * row]
-
     def write_rows(self, slot: memoryview, row: int, rows: memoryview, wanted: range) -> None:
         """Write some of the rows that are in `rows`, run after run, to a slot from `row` on."""
         num_rows = len(rows) // max(1, sum(num_bytes for _, num_bytes in self._components))
@@ -73,53 +56,73 @@ class SlotRuns:
             start += len(run)
 
 
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """The rows of one frame.
+
+    Attributes:
+        token_offset: of the first one.
+        num_tokens: how many.
+        memory: a run of bytes for each component.
+        is_lent: whether the memory is somebody else's.
+    """
+
+    token_offset: int
+    num_tokens: int
+    memory: memoryview
+    is_lent: bool
+
+
 class RowBuffer:
     """Rows that have come out of a file and are not stored yet, in order.
 
     Attributes:
         token_offset: of the first row.
         num_tokens: rows there are.
-        runs: bytes of each component, row after row.
     """
 
-    def __init__(self, row_bytes: Sequence[int]) -> None:
-        self._row_bytes = tuple(row_bytes)
+    def __init__(self, token_bytes: int) -> None:
+        """Begin without rows, of so many bytes each."""
+        self._token_bytes = token_bytes
         self.token_offset = 0
         self.num_tokens = 0
-        self.runs = [bytearray() for _ in self._row_bytes]
+        self._frames: deque[_Rows] = deque()
 
     @property
     def num_bytes(self) -> int:
         """Of all rows."""
-        return self.num_tokens * sum(self._row_bytes)
+        return self.num_tokens * self._token_bytes
 
     def add(self, rows: memoryview, num_tokens: int) -> None:
-        """Append the rows of a frame."""
-        start = 0
-        for run, row in zip(self.runs, self._row_bytes, strict=True):
-            run.extend(rows[start : start + num_tokens * row])
-            start += num_tokens * row
+        """Append the rows of a frame, which stay where they are."""
+        self._frames.append(_Rows(self.token_offset + self.num_tokens, num_tokens, rows, True))
         self.num_tokens += num_tokens
+
+    def keep(self) -> None:
+        """Copy what is there: the memory that it came in is about to be used again."""
+        self._frames = deque(
+            replace(one, memory=memoryview(bytes(one.memory)), is_lent=False)
+            if one.is_lent
+            else one
+            for one in self._frames
+        )
 
     def drop(self, num_tokens: int) -> None:
         """Drop the first rows."""
-        for run, row in zip(self.runs, self._row_bytes, strict=True):
-            del run[: num_tokens * row]
         self.token_offset += num_tokens
         self.num_tokens -= num_tokens
+        frames = self._frames
+        while frames and frames[0].token_offset + frames[0].num_tokens <= self.token_offset:
+            frames.popleft()
 
-
-T = TypeVar("T")
-
-
-async def finished_in_thread(function: Callable[..., T], *arguments: Any) -> T:
-    """Call a function in a thread; when this returns, or is cancelled, the thread is done.
-
-    So a caller may release slots afterwards, whatever has happened.
-    """
-    work = asyncio.ensure_future(asyncio.to_thread(function, *arguments))
-    try:
-        return await asyncio.shield(work)
-    except asyncio.CancelledError:
-        await asyncio.wait((work,))
-        raise
+    def write_to(
+        self, slot: memoryview, runs: SlotRuns, token_offset: int, num_tokens: int
+    ) -> None:
+        """Write the rows of some tokens to the first rows of a slot."""
+        end = token_offset + num_tokens
+        for one in self._frames:
+            first = max(token_offset, one.token_offset)
+            last = min(end, one.token_offset + one.num_tokens)
+            if first < last:
+                wanted = range(first - one.token_offset, last - one.token_offset)
+                runs.write_rows(slot, first - token_offset, one.memory, wanted)

@@ -2,17 +2,18 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
-from contextlib import aclosing, contextmanager
+from contextlib import AbstractAsyncContextManager, aclosing, contextmanager, nullcontext
 from typing import TypeVar
 
 from kvd.caches.caches import Caches
 from kvd.core.records.errors import InvalidRequestError
 from kvd.encryption.key_file import WrongKeyError
 from kvd.errors import LimitReachedError, StalledTransferError
-from kvd.session_files.chunks import ChunkOpener, ChunkSealer
+from kvd.session_files.byte_streams import SILENCE_S, ByteStream, ByteStreams
+from kvd.session_files.chunks import ChunkOpener, ChunkSealer, Piece
 from kvd.session_files.exporter import Exporter
 from kvd.session_files.importer import read_file
-from kvd.session_files.slot_runs import finished_in_thread
+from kvd.session_files.in_thread import finished_in_thread
 from kvd.session_files.target import Target
 from kvd.wire.messages import key_of
 from kvd.wire.selection import check_allowed
@@ -20,17 +21,24 @@ from shared.kvd_client.messages import key_message
 from shared.pb.kvd.v1 import kvd_pb2
 
 MOST_TRANSFERS = 8  # at once: each holds some tens of megabytes; kvd remote follow has up to five
-SILENCE_S = 60.0  # between two messages of a caller
 PIECE_BYTES = 1 << 20  # of a message: a small part of what gRPC lets through
+MOST_BYTES = 16 << 20  # received over a stream at once
 
 T = TypeVar("T")
+Pieces = AsyncIterator[bytes | memoryview]
 
 
 class Transfers:
-    """What runs at the moment."""
+    """What runs at the moment.
 
-    def __init__(self, caches: Caches) -> None:
+    Args:
+        caches: where sessions are.
+        streams: of callers on this machine.
+    """
+
+    def __init__(self, caches: Caches, streams: ByteStreams) -> None:
         self._caches = caches
+        self._streams = streams
         self._num_running = 0
 
     async def export(
@@ -46,37 +54,38 @@ class Transfers:
         check_allowed(key, allowed)
         with self._counted():
             exporter = Exporter(self._caches, key)
-            if request.chunk_bytes:
-                async with aclosing(self._chunks(exporter, request)) as parts:
-                    async for part in parts:
-                        yield part
-                return
-            async with aclosing(exporter.pieces(prefix=request.prefix)) as pieces:
+            sealer = self._sealer(exporter) if request.chunk_bytes else None
+            async with (
+                self._stream(request.stream) as stream,
+                aclosing(_pieces_of(exporter, request, sealer)) as pieces,
+            ):
                 async for piece in pieces:
-                    for part in _parts(piece):
+                    for part in _parts(piece, is_streamed=stream is not None):
                         yield part
+                    if stream is not None:
+                        await stream.send(piece.data)
+            if sealer is not None:
+                yield kvd_pb2.SessionFilePart(seal=self._seal_of(exporter, sealer))
 
-    async def _chunks(
-        self, exporter: Exporter, request: kvd_pb2.ExportSessionRequest
-    ) -> AsyncGenerator[kvd_pb2.SessionFilePart, None]:
-        """Yield a session in chunks, and what opens them if kvd encrypts."""
-        keys, tenant, header = self._caches.secrets.keys, exporter.key.tenant, exporter.header()
-        sealer, wrapped = None, b""
-        if keys is not None and keys.is_sealing:
-            sealer = ChunkSealer(keys.key_of(tenant), tenant, header)
-            wrapped = keys.wrapped_key_of(tenant)
-        chunks = exporter.chunks(request.chunk_bytes, sealer, header, prefix=request.prefix)
-        async with aclosing(chunks):
-            async for end_token, chunk in chunks:
-                for part in _parts(chunk):
-                    yield part
-                yield kvd_pb2.SessionFilePart(chunk_end=kvd_pb2.ChunkEnd(num_tokens=end_token))
-        if keys is not None and sealer is not None:
-            yield kvd_pb2.SessionFilePart(
-                seal=kvd_pb2.SessionSeal(
-                    master_key=keys.fingerprint, wrapped_key=wrapped, tag=sealer.tag()
-                )
-            )
+    def _stream(self, token: bytes) -> AbstractAsyncContextManager[ByteStream | None]:
+        return self._streams.claim(token) if token else nullcontext()
+
+    def _sealer(self, exporter: Exporter) -> ChunkSealer | None:
+        """Return what seals a session's chunks, if kvd encrypts."""
+        keys, tenant = self._caches.secrets.keys, exporter.key.tenant
+        if keys is None or not keys.is_sealing:
+            return None
+        return ChunkSealer(keys.key_of(tenant), tenant, exporter.header)
+
+    def _seal_of(self, exporter: Exporter, sealer: ChunkSealer) -> kvd_pb2.SessionSeal:
+        """Return what opens the chunks that were sealed."""
+        keys = self._caches.secrets.keys
+        assert keys is not None, "something was sealed"  # noqa: S101
+        return kvd_pb2.SessionSeal(
+            master_key=keys.fingerprint,
+            wrapped_key=keys.wrapped_key_of(exporter.key.tenant),
+            tag=sealer.tag(),
+        )
 
     async def import_session(
         self,
@@ -95,13 +104,12 @@ class Transfers:
                 raise InvalidRequestError(
                     "where to import to is not said", "send the target first, then the file"
                 )
-            return await self._imported(first.target, messages, allowed)
+            with self._counted():
+                async with self._stream(first.target.stream) as stream:
+                    return await self._imported(first.target, _data(messages, stream), allowed)
 
     async def _imported(
-        self,
-        to: kvd_pb2.ImportTarget,
-        messages: AsyncIterator[kvd_pb2.ImportSessionRequest],
-        allowed: frozenset[str] | None,
+        self, to: kvd_pb2.ImportTarget, pieces: Pieces, allowed: frozenset[str] | None
     ) -> kvd_pb2.ImportSessionResponse:
         target = Target(
             tenant=to.tenant,
@@ -111,11 +119,9 @@ class Transfers:
             allowed=allowed,
             replaces_up_to=to.replace_up_to,
         )
-        with self._counted():
-            pieces = _pieces(messages)
-            if to.HasField("seal"):
-                pieces = _opened(pieces, self._opener(to.seal))
-            key, num_tokens = await read_file(self._caches, target, pieces)
+        if to.HasField("seal"):
+            pieces = _opened(pieces, self._opener(to.seal))
+        key, num_tokens = await read_file(self._caches, target, pieces)
         return kvd_pb2.ImportSessionResponse(session=key_message(key), num_tokens=num_tokens)
 
     def _opener(self, seal: kvd_pb2.SessionSeal) -> ChunkOpener:
@@ -147,22 +153,53 @@ class Transfers:
             self._num_running -= 1
 
 
-async def _pieces(requests: AsyncIterator[kvd_pb2.ImportSessionRequest]) -> AsyncIterator[bytes]:
+def _pieces_of(
+    exporter: Exporter, request: kvd_pb2.ExportSessionRequest, sealer: ChunkSealer | None
+) -> AsyncGenerator[Piece, None]:
+    if request.chunk_bytes:
+        return exporter.chunks(request.chunk_bytes, sealer, prefix=request.prefix)
+    return exporter.pieces(prefix=request.prefix)
+
+
+def _parts(piece: Piece, *, is_streamed: bool) -> Iterator[kvd_pb2.SessionFilePart]:
+    """Yield the messages of a piece; if it is streamed, they only announce it."""
+    data, end_token = piece
+    if is_streamed and data:
+        yield kvd_pb2.SessionFilePart(stream_bytes=len(data))
+    elif data:
+        for start in range(0, len(data), PIECE_BYTES):
+            yield kvd_pb2.SessionFilePart(data=bytes(data[start : start + PIECE_BYTES]))
+    if end_token is not None:
+        yield kvd_pb2.SessionFilePart(chunk_end=kvd_pb2.ChunkEnd(num_tokens=end_token))
+
+
+async def _data(
+    requests: AsyncIterator[kvd_pb2.ImportSessionRequest], stream: ByteStream | None
+) -> AsyncIterator[bytes | memoryview]:
+    """Yield what comes in messages, or over the stream; each is good until the next one."""
+    memory = bytearray()
     async for request in requests:
-        if request.WhichOneof("part") != "data":
-            raise InvalidRequestError("a second target", "send the file after the first one")
-        yield request.data
+        kind = request.WhichOneof("part")
+        if kind == "data":
+            yield request.data
+        elif kind == "stream_bytes" and stream is not None:
+            left = request.stream_bytes
+            memory = bytearray(min(left, MOST_BYTES)) if len(memory) < left else memory
+            while left:
+                piece = memoryview(memory)[:left]
+                await stream.receive_into(piece)
+                yield piece
+                left -= len(piece)
+        else:
+            raise InvalidRequestError(
+                f"{kind or 'nothing'} behind the target", "send the file behind it, as it says"
+            )
 
 
-async def _opened(pieces: AsyncIterator[bytes], opener: ChunkOpener) -> AsyncIterator[bytes]:
+async def _opened(pieces: Pieces, opener: ChunkOpener) -> AsyncIterator[bytes]:
     async for piece in pieces:
         for part in await finished_in_thread(lambda data: list(opener.feed(data)), piece):
             yield part
-
-
-def _parts(data: bytes) -> Iterator[kvd_pb2.SessionFilePart]:
-    for start in range(0, len(data), PIECE_BYTES):
-        yield kvd_pb2.SessionFilePart(data=data[start : start + PIECE_BYTES])
 
 
 async def with_timeout(messages: AsyncIterator[T], silence_s: float) -> AsyncGenerator[T, None]:

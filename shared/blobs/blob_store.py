@@ -8,6 +8,8 @@ Names are words of ASCII letters, digits, "-" and ".", with "/" between them. An
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
+Data = bytes | bytearray
+
 
 class Blob(NamedTuple):
     """One object of a listing.
@@ -34,7 +36,7 @@ class BlobStore(Protocol):
     def keeps(self) -> bool:
         """See above."""
 
-    def put(self, name: str, data: bytes, *, if_absent: bool = False) -> None:
+    def put(self, name: str, data: Data, *, if_absent: bool = False) -> None:
         """Store an object; in place of another one unless `if_absent`.
 
         Raises:

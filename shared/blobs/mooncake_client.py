@@ -106,10 +106,10 @@ class Client(Protocol):
     def get(self, key: str) -> bytes:
         """Return an object; nothing if it is not there, or anything is wrong."""
 
-    def put_parts(self, key: str, *parts: bytes, config: Any) -> int:
+    def put_parts(self, key: str, *parts: bytes | bytearray, config: Any) -> int:
         """Store an object of several parts; see `put`."""
 
-    def upsert_parts(self, key: str, *parts: bytes, config: Any) -> int:
+    def upsert_parts(self, key: str, *parts: bytes | bytearray, config: Any) -> int:
         """Store an object of several parts in any case."""
 
     def get_buffer(self, key: str) -> Any:

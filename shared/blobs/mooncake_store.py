@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from urllib.parse import SplitResult, unquote
 
 from shared.blobs import mooncake_client as mooncake
-from shared.blobs.blob_store import Blob, BlobStore
+from shared.blobs.blob_store import Blob, BlobStore, Data
 from shared.blobs.errors import (
     BlobDamagedError,
     BlobExistsError,
@@ -90,7 +90,7 @@ class MooncakeBlobStore:
         """Mooncake's own client, connected; to be measured beside this."""
         return self._connection.connected().client
 
-    def put(self, name: str, data: bytes, *, if_absent: bool = False) -> None:
+    def put(self, name: str, data: Data, *, if_absent: bool = False) -> None:
         """Store an object."""
         key, there = self.prefix + name, self._connection.connected()
         stamp = stamp_bytes(key, data, self._clock(), secrets.token_bytes(NONCE_BYTES))

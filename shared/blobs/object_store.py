@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import SplitResult, unquote
 
-from shared.blobs.blob_store import Blob, BlobStore
+from shared.blobs.blob_store import Blob, BlobStore, Data
 from shared.blobs.errors import (
     BlobExistsError,
     BlobMissingError,
@@ -95,7 +95,7 @@ class ObjectBlobStore:
         self._store = store
         self._api = obstore
 
-    def put(self, name: str, data: bytes, *, if_absent: bool = False) -> None:
+    def put(self, name: str, data: Data, *, if_absent: bool = False) -> None:
         """Store an object."""
         with _translated(name):
             self._api.put(

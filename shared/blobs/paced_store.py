@@ -7,7 +7,7 @@ of a listing. What a store's package asks again by itself, or besides, is not to
 from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
-from shared.blobs.blob_store import Blob, BlobStore
+from shared.blobs.blob_store import Blob, BlobStore, Data
 
 Request = Literal["put", "get", "find", "delete", "list"]
 
@@ -29,7 +29,7 @@ class PacedStore:
         """As the store does."""
         return self._store.keeps
 
-    def put(self, name: str, data: bytes, *, if_absent: bool = False) -> None:
+    def put(self, name: str, data: Data, *, if_absent: bool = False) -> None:
         """Store an object."""
         self._before("put")
         self._store.put(name, data, if_absent=if_absent)

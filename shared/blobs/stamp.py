@@ -43,7 +43,7 @@ class Stamp:
         return len(data) == self.num_bytes and xxhash.xxh3_64_intdigest(data) == self.checksum
 
 
-def stamp_bytes(key: str, data: bytes, unix_ns: int, nonce: bytes) -> bytes:
+def stamp_bytes(key: str, data: bytes | bytearray, unix_ns: int, nonce: bytes) -> bytes:
     """Encode the stamp of an object that is about to be stored."""
     checksum = xxhash.xxh3_64_intdigest(data)
     start = _START.pack(MAGIC, unix_ns, nonce, len(data), checksum)

@@ -4,6 +4,7 @@
 <runtime_dir>/operator.sock   gRPC kvd.v1.Operator and kvd.v1.Reader
 <runtime_dir>/reader.sock     gRPC kvd.v1.Reader
 <runtime_dir>/data.sock       descriptors, attach tokens: kvd_client/data_socket_protocol.py
+<runtime_dir>/files.sock      byte streams of session files: kvd/session_files/byte_streams.py
 """
 
 import os
@@ -14,6 +15,8 @@ ENGINE_SOCKET = "engine.sock"
 OPERATOR_SOCKET = "operator.sock"
 READER_SOCKET = "reader.sock"
 DATA_SOCKET = "data.sock"
+FILES_SOCKET = "files.sock"
+STREAM_TOKEN_BYTES = 16  # with which a connection to files.sock begins
 MAX_SOCKET_PATH = 107  # bytes in sockaddr_un, without the final NUL
 MAX_MESSAGE_BYTES = 16 << 20  # of a gRPC message: the token ids of a four-million-token session
 

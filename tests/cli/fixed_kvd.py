@@ -9,12 +9,11 @@ import grpc
 
 from kvd.session_files.file_format import (
     FileHeader,
-    end_bytes,
-    frame_bytes,
     header_bytes,
     header_num_bytes,
     row_bytes,
 )
+from kvd.session_files.frame_writer import end_bytes, frame_bytes
 from shared.pb.inference.v1 import inference_pb2, inference_pb2_grpc
 from shared.pb.kvd.v1 import kvd_pb2 as pb
 from shared.pb.kvd.v1 import kvd_pb2_grpc

@@ -10,8 +10,13 @@ from pathlib import Path
 import grpc
 import pytest
 
+from kvd.client.operator_client import connect
 from kvd.session_files import file_format
+from kvd.session_files.file_reader import FileReader
+from kvd.session_files.transfers import MOST_TRANSFERS
 from shared.pb.kvd.v1 import kvd_pb2, kvd_pb2_grpc
+from shared.process.runtime_dir import FILES_SOCKET
+from shared.types.errors import InvalidInputError
 from shared.types.lineage import WHOLE
 from tests.kvd_polling import all_clean, eventually, reader_stats, sessions_of
 from tests.processes import KvdProcess, run_cli, running_kvd
@@ -251,6 +256,69 @@ async def test_discards_that_a_restarted_kvd_does_not_know(tmp_path: Path) -> No
         assert (code, json.loads(said)["num_tokens"]) == (0, len(left))
     finally:
         await kvd.stop()
+
+
+async def test_without_a_stream_the_same_comes_in_messages(tmp_path: Path) -> None:
+    """Callers elsewhere have none, nor has an older kvd: the files are the same, both ways."""
+    streamed, sent = tmp_path / "streamed", tmp_path / "sent"
+    async with running_kvd(tmp_path, *SIZES) as kvd, attached_engine(kvd.runtime_dir) as engine:
+        await _exported(kvd, engine, streamed)
+        await asyncio.to_thread((kvd.runtime_dir / FILES_SOCKET).unlink)
+        await _exported(kvd, engine, sent)
+        one, two = await asyncio.gather(*(asyncio.to_thread(_rows, f) for f in (streamed, sent)))
+        assert one == two
+        await _cli(kvd, "flush", "a", "--yes")
+        assert (await _cli(kvd, "import", str(streamed)))[0] == 0
+        assert (await engine.load(key_of("a"), TOKENS)).num_tokens == len(TOKENS)
+
+
+def _rows(file: Path) -> list[tuple[int, bytes, bytes]]:
+    """What a file has but for when it was written."""
+    frames = FileReader().feed(file.read_bytes())
+    return [(frame.token_offset, frame.token_ids, bytes(frame.rows)) for frame in frames]
+
+
+async def test_who_leaves_an_export_holds_nothing(tmp_path: Path) -> None:
+    """No lease, no place among the transfers, however often: the stream ends with its caller."""
+    async with running_kvd(tmp_path, *SIZES) as kvd, attached_engine(kvd.runtime_dir) as engine:
+        await engine.store(key_of("a"), TOKENS)
+        for _ in range(MOST_TRANSFERS + 1):
+            await asyncio.to_thread(_begin_export, kvd)
+        await eventually(lambda: _leases(kvd), 0)
+        assert (await _cli(kvd, "export", "a", str(tmp_path / "a.kvd")))[0] == 0
+
+
+def _begin_export(kvd: KvdProcess) -> None:
+    with connect(kvd.runtime_dir) as client:
+        key = kvd_pb2.SessionKey(session_id="a")
+        chunks = client.export_chunks(kvd_pb2.ExportSessionRequest(session=key, chunk_bytes=4096))
+        for _ in range(3):
+            assert next(chunks).data
+        chunks.close()
+
+
+async def _leases(kvd: KvdProcess) -> int:
+    (layout,) = (await reader_stats(kvd)).layouts
+    return layout.leases
+
+
+@pytest.mark.parametrize("change", ["damaged", "short"])
+async def test_what_kvd_refuses_in_the_middle_ends_the_stream(tmp_path: Path, change: str) -> None:
+    """The caller that goes on sending is told what was wrong."""
+    async with running_kvd(tmp_path, *SIZES) as kvd, attached_engine(kvd.runtime_dir) as engine:
+        good = await _exported(kvd, engine, tmp_path / "a.kvd")
+        await _cli(kvd, "flush", "a", "--yes")
+        bad = bytearray(good)
+        bad[len(bad) // 4] ^= 1
+        pieces = [bad] * 400 if change == "damaged" else [bytearray(good[:-1])]
+        with pytest.raises(InvalidInputError, match="damaged" if change == "damaged" else "short"):
+            await asyncio.to_thread(_import, kvd, pieces)
+        assert await _stored(kvd) == {}
+
+
+def _import(kvd: KvdProcess, pieces: list[bytearray]) -> None:
+    with connect(kvd.runtime_dir) as client:
+        client.import_session(kvd_pb2.ImportTarget(), iter(pieces))
 
 
 async def test_an_import_that_breaks_off(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import socket
 import sys
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -9,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from kvd.engines.data_socket import DataSocket, EngineUsers
-from kvd.errors import AttachDeniedError, UnusableSocketError
+from kvd.errors import AttachDeniedError
+from kvd.host.listening import listen_at
 from kvd.tiers.arena_store import ArenaOptions, ArenaStore
 from shared.kvd_client import data_socket_protocol as packets
 from shared.kvd_client.arena_map import ProgressWords, lease_bits
@@ -34,9 +36,9 @@ time.sleep(600)
 
 @asynccontextmanager
 async def _serving(tmp_path, max_connections=4, refused=None):
-    data_socket = DataSocket(tmp_path / "data.sock", EngineUsers(), max_connections, refused)
+    data_socket = DataSocket(EngineUsers(), max_connections, refused)
     gone = []
-    with data_socket.listen() as listener:
+    with listen_at(tmp_path / "data.sock", socket.SOCK_SEQPACKET) as listener:
         serving = asyncio.create_task(data_socket.serve(listener, gone.append))
         try:
             yield data_socket, gone
@@ -193,9 +195,3 @@ async def test_connections_that_never_attach_leave_room(tmp_path):
             assert isinstance((await _received(another))[0], packets.Welcome)
         for sock in socks:
             sock.close()
-
-
-def test_a_path_that_cannot_be_bound(tmp_path):
-    """The error names the option."""
-    with pytest.raises(UnusableSocketError, match="--runtime-dir"):
-        DataSocket(tmp_path / "no" / "data.sock", EngineUsers(), 1).listen()

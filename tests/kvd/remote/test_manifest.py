@@ -59,8 +59,8 @@ def test_damage_is_found_wherever_it_is() -> None:
             read_manifest(data[:at])
     with pytest.raises(DamagedRemoteError):
         read_manifest(data + b"x")
-    later = data[:8] + b"\2" + data[9:]
-    with pytest.raises(UnfitStoreError, match="version 2"):
+    later = data[:8] + b"\3" + data[9:]
+    with pytest.raises(UnfitStoreError, match="version 3"):
         read_manifest(later)
 
 

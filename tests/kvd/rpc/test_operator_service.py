@@ -9,6 +9,7 @@ from kvd.caches.scrubber import Scrubber
 from kvd.core.records.errors import InvalidRequestError, UnknownSessionError
 from kvd.errors import UnknownModelError
 from kvd.rpc.operator_service import OperatorService
+from kvd.session_files.byte_streams import ByteStreams
 from kvd.session_files.transfers import Transfers
 from kvd.wire.events import EventHub
 from shared.pb.kvd.v1 import kvd_pb2 as pb
@@ -28,7 +29,7 @@ async def operating(directory):
             Scrubber(1 << 30),
             settings(directory).reload,
             TenantEraser(caches, EventHub(1)),
-            Transfers(caches),
+            Transfers(caches, ByteStreams(1)),
         )
         as_caller(OPERATOR)
         yield served, operator

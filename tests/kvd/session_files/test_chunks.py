@@ -6,13 +6,8 @@ import pytest
 
 from kvd.encryption.sealing import KEY_BYTES
 from kvd.session_files.chunks import Chunker, ChunkOpener, ChunkSealer, step_tokens
-from kvd.session_files.file_format import (
-    FileHeader,
-    SessionFileError,
-    end_bytes,
-    frame_bytes,
-    header_bytes,
-)
+from kvd.session_files.file_format import FileHeader, SessionFileError, header_bytes
+from kvd.session_files.frame_writer import end_bytes, frame_bytes
 from shared.types.lineage import WHOLE
 from tests.synthetic_engine import encode, key_of, small_layout
 
@@ -34,19 +29,17 @@ def _opened(pieces: list[bytes], tag: bytes, key: bytes = KEY, tenant: str = "ac
 def test_chunks_end_where_tokens_say() -> None:
     """At the first frame that reaches a multiple, however frames were cut before."""
     chunker = Chunker(32, 4)
-    frames = [(16, b"a"), (15, b"b"), (16, b"c"), (1, b"d"), (40, b"e"), (3, b"f")]
-    found = [chunk for frame in frames if (chunk := chunker.add(*frame))]
-    assert found == [(47, b"abc"), (88, b"de")]
-    assert (chunker.rest(), chunker.rest()) == ((91, b"f"), None)
+    ends = [chunker.ends_with(num_tokens, 1) for num_tokens in (16, 15, 16, 1, 40, 3)]
+    assert ends == [False, False, True, False, True, False]
+    assert (chunker.num_tokens, chunker.num_bytes) == (91, 1)
 
 
 def test_frames_behind_the_tokens_make_chunks_by_their_size() -> None:
     """States and windows may be larger than all tokens."""
     chunker = Chunker(32, 4)
-    frames = [(3, b"f"), (0, b"gg"), (0, b"hh"), (0, b"iiiii"), (0, b"j")]
-    found = [chunk for frame in frames if (chunk := chunker.add(*frame))]
-    assert found == [(3, b"fgghh"), (3, b"iiiii")]
-    assert chunker.rest() == (3, b"j")
+    ends = [chunker.ends_with(*frame) for frame in ((3, 1), (0, 2), (0, 2), (0, 5), (0, 1))]
+    assert ends == [False, False, True, True, False]
+    assert (chunker.num_tokens, chunker.num_bytes) == (3, 1)
 
 
 def test_chunks_have_whole_blocks() -> None:

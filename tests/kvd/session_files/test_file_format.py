@@ -7,19 +7,16 @@ from hypothesis import strategies as st
 from kvd.session_files.file_format import (
     MAX_BODY_BYTES,
     FileHeader,
-    FileReader,
     SessionFileError,
     StatePart,
     WindowRows,
-    end_bytes,
-    frame_bytes,
     header_bytes,
-    part_bytes,
     part_bytes_of,
     row_bytes,
-    window_bytes,
     window_row_bytes,
 )
+from kvd.session_files.file_reader import FileReader
+from kvd.session_files.frame_writer import FrameWriter, end_bytes, frame_bytes
 from shared.types.kv_layout import KVLayout
 from shared.types.lineage import WHOLE, Lineage
 from tests.sampled import examples
@@ -143,7 +140,10 @@ def _file_with(*parts: StatePart, version: int = 2) -> bytes:
     """A file of three tokens and parts of a state."""
     header = FileHeader(key_of("a"), WITH_STATES, WHOLE, "0.1.0", 1.5, version)
     tokens = _frame(0, [1, 2, 3])
-    return header_bytes(header) + tokens + b"".join(part_bytes(3, p) for p in parts) + end_bytes(3)
+    writer = FrameWriter()
+    for part in parts:
+        writer.add_part(3, part)
+    return header_bytes(header) + tokens + writer.take().data + end_bytes(3)
 
 
 @FEW
@@ -219,8 +219,10 @@ def _file_of(windows: list[WindowRows], version: int = 3, layout: KVLayout = WIT
     header = FileHeader(key_of("a"), layout, WHOLE, "0.1.0", 1.5, version)
     rows = memoryview(bytes(3 * sum(row_bytes(layout))))
     frame = frame_bytes(0, encode([1, 2, 3]), [rows])
-    frames = b"".join(window_bytes(3, window, [window.rows]) for window in windows)
-    return header_bytes(header) + frame + frames + end_bytes(3)
+    writer = FrameWriter()
+    for window in windows:
+        writer.add_window(3, window, [window.rows])
+    return header_bytes(header) + frame + writer.take().data + end_bytes(3)
 
 
 @FEW

@@ -20,7 +20,8 @@ AS_IT_IS = Target("", "", replaces=False, may_add_layout=False)
 
 async def exported(caches, key):
     """The bytes of a session's file."""
-    return b"".join([piece async for piece in Exporter(caches, key).pieces(prefix=False)])
+    pieces = Exporter(caches, key).pieces(prefix=False)
+    return b"".join([bytes(piece.data) async for piece in pieces])
 
 
 async def in_pieces(file, num_bytes=100):

@@ -12,14 +12,17 @@ def test_rows_come_back_to_their_places():
     """Rows of a slot, through frames, into other slots at other places."""
     runs = SlotRuns.of_tokens(LAYOUT)
     slot = memoryview(bytearray(range(256)) * (LAYOUT.block_bytes // 256))
-    buffer = RowBuffer(row_bytes(LAYOUT))
-    buffer.add(memoryview(b"".join(runs.read(slot, 5, 4))), 4)
+    buffer = RowBuffer(ROW)
+    lent = memoryview(bytearray(b"".join(runs.read(slot, 5, 4))))
+    buffer.add(lent, 4)
+    buffer.keep()
+    lent[:] = bytes(len(lent))  # nobody's rows any more
     buffer.add(memoryview(b"".join(runs.read(slot, 9, 7))), 7)
     assert (buffer.num_tokens, buffer.num_bytes) == (11, 11 * ROW)
     buffer.drop(2)
     other = memoryview(bytearray(LAYOUT.block_bytes))
-    runs.write(other, 1, 8, buffer.runs)
-    assert buffer.token_offset == 2
+    buffer.write_to(other, runs, 3, 8)
+    assert (buffer.token_offset, buffer.num_tokens) == (2, 9)
     assert list(map(bytes, runs.read(other, 0, 8))) == list(map(bytes, runs.read(slot, 8, 8)))
 
 

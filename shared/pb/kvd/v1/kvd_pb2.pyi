@@ -914,14 +914,16 @@ class GetSettingsResponse(_message.Message):
     def __init__(self, settings: _Optional[_Iterable[_Union[Setting, _Mapping]]] = ..., file: _Optional[str] = ...) -> None: ...
 
 class ExportSessionRequest(_message.Message):
-    __slots__ = ("session", "prefix", "chunk_bytes")
+    __slots__ = ("session", "prefix", "chunk_bytes", "stream")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     PREFIX_FIELD_NUMBER: _ClassVar[int]
     CHUNK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    STREAM_FIELD_NUMBER: _ClassVar[int]
     session: SessionKey
     prefix: bool
     chunk_bytes: int
-    def __init__(self, session: _Optional[_Union[SessionKey, _Mapping]] = ..., prefix: bool = ..., chunk_bytes: _Optional[int] = ...) -> None: ...
+    stream: bytes
+    def __init__(self, session: _Optional[_Union[SessionKey, _Mapping]] = ..., prefix: bool = ..., chunk_bytes: _Optional[int] = ..., stream: _Optional[bytes] = ...) -> None: ...
 
 class SessionFileHeader(_message.Message):
     __slots__ = ("session", "layout", "lineage", "kvd_version", "unix_s")
@@ -938,14 +940,16 @@ class SessionFileHeader(_message.Message):
     def __init__(self, session: _Optional[_Union[SessionKey, _Mapping]] = ..., layout: _Optional[_Union[KVLayout, _Mapping]] = ..., lineage: _Optional[_Union[Lineage, _Mapping]] = ..., kvd_version: _Optional[str] = ..., unix_s: _Optional[float] = ...) -> None: ...
 
 class SessionFilePart(_message.Message):
-    __slots__ = ("data", "chunk_end", "seal")
+    __slots__ = ("data", "chunk_end", "seal", "stream_bytes")
     DATA_FIELD_NUMBER: _ClassVar[int]
     CHUNK_END_FIELD_NUMBER: _ClassVar[int]
     SEAL_FIELD_NUMBER: _ClassVar[int]
+    STREAM_BYTES_FIELD_NUMBER: _ClassVar[int]
     data: bytes
     chunk_end: ChunkEnd
     seal: SessionSeal
-    def __init__(self, data: _Optional[bytes] = ..., chunk_end: _Optional[_Union[ChunkEnd, _Mapping]] = ..., seal: _Optional[_Union[SessionSeal, _Mapping]] = ...) -> None: ...
+    stream_bytes: int
+    def __init__(self, data: _Optional[bytes] = ..., chunk_end: _Optional[_Union[ChunkEnd, _Mapping]] = ..., seal: _Optional[_Union[SessionSeal, _Mapping]] = ..., stream_bytes: _Optional[int] = ...) -> None: ...
 
 class ChunkEnd(_message.Message):
     __slots__ = ("num_tokens",)
@@ -998,40 +1002,46 @@ class SessionManifest(_message.Message):
     def __init__(self, session: _Optional[_Union[SessionKey, _Mapping]] = ..., epoch: _Optional[int] = ..., owner: _Optional[str] = ..., owner_name: _Optional[str] = ..., written_by: _Optional[str] = ..., dropped: bool = ..., header: _Optional[bytes] = ..., num_tokens: _Optional[int] = ..., chunks: _Optional[_Iterable[_Union[RemoteChunk, _Mapping]]] = ..., seal: _Optional[_Union[SessionSeal, _Mapping]] = ..., expires_after_s: _Optional[float] = ..., ttl_s: _Optional[float] = ..., pin: _Optional[_Union[Pin, str]] = ..., retain_s: _Optional[float] = ..., seen_unix_s: _Optional[float] = ...) -> None: ...
 
 class RemoteChunk(_message.Message):
-    __slots__ = ("name", "sha256", "num_bytes", "end_token")
+    __slots__ = ("name", "sha256", "num_bytes", "end_token", "blake3")
     NAME_FIELD_NUMBER: _ClassVar[int]
     SHA256_FIELD_NUMBER: _ClassVar[int]
     NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
     END_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    BLAKE3_FIELD_NUMBER: _ClassVar[int]
     name: str
     sha256: bytes
     num_bytes: int
     end_token: int
-    def __init__(self, name: _Optional[str] = ..., sha256: _Optional[bytes] = ..., num_bytes: _Optional[int] = ..., end_token: _Optional[int] = ...) -> None: ...
+    blake3: bytes
+    def __init__(self, name: _Optional[str] = ..., sha256: _Optional[bytes] = ..., num_bytes: _Optional[int] = ..., end_token: _Optional[int] = ..., blake3: _Optional[bytes] = ...) -> None: ...
 
 class ImportTarget(_message.Message):
-    __slots__ = ("tenant", "session_id", "replace", "new_layout", "seal", "replace_up_to")
+    __slots__ = ("tenant", "session_id", "replace", "new_layout", "seal", "replace_up_to", "stream")
     TENANT_FIELD_NUMBER: _ClassVar[int]
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     REPLACE_FIELD_NUMBER: _ClassVar[int]
     NEW_LAYOUT_FIELD_NUMBER: _ClassVar[int]
     SEAL_FIELD_NUMBER: _ClassVar[int]
     REPLACE_UP_TO_FIELD_NUMBER: _ClassVar[int]
+    STREAM_FIELD_NUMBER: _ClassVar[int]
     tenant: str
     session_id: str
     replace: bool
     new_layout: bool
     seal: SessionSeal
     replace_up_to: int
-    def __init__(self, tenant: _Optional[str] = ..., session_id: _Optional[str] = ..., replace: bool = ..., new_layout: bool = ..., seal: _Optional[_Union[SessionSeal, _Mapping]] = ..., replace_up_to: _Optional[int] = ...) -> None: ...
+    stream: bytes
+    def __init__(self, tenant: _Optional[str] = ..., session_id: _Optional[str] = ..., replace: bool = ..., new_layout: bool = ..., seal: _Optional[_Union[SessionSeal, _Mapping]] = ..., replace_up_to: _Optional[int] = ..., stream: _Optional[bytes] = ...) -> None: ...
 
 class ImportSessionRequest(_message.Message):
-    __slots__ = ("target", "data")
+    __slots__ = ("target", "data", "stream_bytes")
     TARGET_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
+    STREAM_BYTES_FIELD_NUMBER: _ClassVar[int]
     target: ImportTarget
     data: bytes
-    def __init__(self, target: _Optional[_Union[ImportTarget, _Mapping]] = ..., data: _Optional[bytes] = ...) -> None: ...
+    stream_bytes: int
+    def __init__(self, target: _Optional[_Union[ImportTarget, _Mapping]] = ..., data: _Optional[bytes] = ..., stream_bytes: _Optional[int] = ...) -> None: ...
 
 class ImportSessionResponse(_message.Message):
     __slots__ = ("session", "num_tokens")

@@ -1,0 +1,219 @@
+"""Reads a session file (file_format.py), which comes piece by piece. Pure.
+
+Whoever reads trusts nothing: not the lengths, not the order, not the end.
+"""
+
+from collections.abc import Iterator
+
+import xxhash
+from google.protobuf.message import DecodeError
+
+from kvd.session_files.file_format import (
+    CHECKSUM,
+    FRAME,
+    MAGIC,
+    MAX_BODY_BYTES,
+    PART,
+    PART_START,
+    START,
+    VERSION,
+    VERSION_WITH_STATE,
+    VERSION_WITH_WINDOWS,
+    WINDOW,
+    WINDOW_START,
+    FileHeader,
+    Frame,
+    SessionFileError,
+    StatePart,
+    WindowRows,
+    damaged,
+    part_bytes_of,
+    row_bytes,
+    window_row_bytes,
+)
+from shared.kvd_client.messages import layout_of
+from shared.pb.kvd.v1 import kvd_pb2
+from shared.types.block_key import TOKEN_BYTES
+from shared.types.errors import ReportedError
+from shared.types.kv_layout import KVLayout
+from shared.types.lineage import LINEAGE_BYTES, Lineage
+from shared.types.session_key import session_key
+
+AnyFrame = Frame | StatePart | WindowRows
+Data = bytes | bytearray | memoryview
+
+
+class FileReader:
+    """Reads a session file piece by piece, as it comes.
+
+    Attributes:
+        header: once it has come whole.
+        num_tokens: tokens in the frames so far.
+    """
+
+    def __init__(self) -> None:
+        self.header: FileHeader | None = None
+        self.num_tokens = 0
+        self._rest = bytearray()  # the beginning of what has not come whole
+        self._next_part = 0
+        self._position = 0  # of the state, or of the windows, whose parts come
+        self._window_start = 0  # of the window whose parts come
+        self._window_tokens = 0
+        self._is_over = False
+
+    def feed(self, data: Data) -> Iterator[AnyFrame]:
+        """Take the next bytes; yields the frames that are whole, which last as long as `data`.
+
+        No more is kept than one frame and `data`.
+
+        Raises:
+            SessionFileError: they cannot be what comes next.
+        """
+        if self._rest:
+            self._rest += data
+        source = memoryview(self._rest or data)
+        at = 0
+        if self.header is None:
+            at = self._read_header(source)
+        while self.header is not None:
+            frame, num_bytes = self._next_frame(self.header, source[at:])
+            at += num_bytes
+            if frame is None:
+                break
+            yield frame
+        if self._is_over and at < len(source):
+            raise damaged("something follows its end")
+        if at or not self._rest:
+            self._rest = bytearray(source[at:])  # another one: frames lie in what was before
+
+    def close(self) -> FileHeader:
+        """Make sure that the file has ended.
+
+        Raises:
+            SessionFileError: it is cut short.
+        """
+        if self.header is None or not self._is_over:
+            raise SessionFileError(
+                f"the session file is cut short, after {self.num_tokens} tokens",
+                "copy it again, or export the session again",
+            )
+        return self.header
+
+    def _read_header(self, source: memoryview) -> int:
+        """Read the header, if it has come whole; returns its length, else 0."""
+        known = min(len(source), len(MAGIC))
+        if source[:known] != MAGIC[:known]:
+            raise SessionFileError("this is no session file", "name one that kvd export wrote")
+        start = START.size + CHECKSUM.size
+        if len(source) < start:
+            return 0
+        _, version, num_bytes = START.unpack_from(source)
+        if version not in (VERSION, VERSION_WITH_STATE, VERSION_WITH_WINDOWS):
+            raise SessionFileError(
+                f"the session file has version {version}, this release knows up to "
+                f"{VERSION_WITH_WINDOWS}",
+                "import it with the release that wrote it",
+            )
+        if num_bytes > MAX_BODY_BYTES:
+            raise damaged("its header")
+        if len(source) < start + num_bytes:
+            return 0
+        body = bytes(source[start : start + num_bytes])
+        (checksum,) = CHECKSUM.unpack_from(source, START.size)
+        if xxhash.xxh3_64_intdigest(bytes(source[: START.size]) + body) != checksum:
+            raise damaged("its header")
+        self.header = _header_of(body, version)
+        return start + int(num_bytes)
+
+    def _next_frame(self, header: FileHeader, source: memoryview) -> tuple[AnyFrame | None, int]:
+        """Return the next frame, if it has come whole and is not the end, and its bytes."""
+        if self._is_over or len(source) < FRAME.size:
+            return None, 0
+        num_tokens, kind, checksum = FRAME.unpack_from(source)
+        if not self._may_come(header, num_tokens, kind):
+            raise damaged(f"the frame behind {self.num_tokens} tokens")
+        end = FRAME.size + self._payload_bytes(header.layout, num_tokens, kind)
+        if len(source) < end:
+            return None, 0
+        payload = source[FRAME.size : end]
+        if xxhash.xxh3_64_intdigest(payload, seed=self.num_tokens) != checksum:
+            raise damaged(f"the frame behind {self.num_tokens} tokens")
+        if kind == PART:
+            return self._part(payload), end
+        if kind == WINDOW:
+            return self._window(payload, num_tokens, header.layout.window_slots), end
+        if not num_tokens:
+            self._is_over = True
+            return None, end
+        tokens_end = num_tokens * TOKEN_BYTES
+        frame = Frame(
+            self.num_tokens, num_tokens, bytes(payload[:tokens_end]), payload[tokens_end:]
+        )
+        self.num_tokens += num_tokens
+        return frame, end
+
+    def _may_come(self, header: FileHeader, num_tokens: int, kind: int) -> bool:
+        """Whether a frame may be the next: behind the first part of something come the others."""
+        layout = header.layout
+        if kind == WINDOW:
+            may_have = header.version == VERSION_WITH_WINDOWS
+            return may_have and 0 < num_tokens <= layout.block_tokens
+        num_parts = layout.state_slots if header.version == VERSION_WITH_STATE else 0
+        if kind == PART:
+            return not num_tokens and self._next_part < num_parts
+        is_between = 0 < self._next_part < num_parts or self._window_start < self._position
+        is_behind = self._position and num_tokens
+        return not (kind or is_between or is_behind) and num_tokens <= layout.block_tokens
+
+    def _part(self, payload: memoryview) -> StatePart:
+        position, index = PART_START.unpack_from(payload)
+        is_first = not self._next_part
+        is_its_turn = index == self._next_part and (is_first or position == self._position)
+        if not is_its_turn or not 0 < position <= self.num_tokens:
+            raise damaged(f"the state behind {self.num_tokens} tokens")
+        self._position = self._window_start = position
+        self._next_part = index + 1
+        return StatePart(position, index, payload[PART_START.size :])
+
+    def _window(self, payload: memoryview, num_tokens: int, num_parts: int) -> WindowRows:
+        position, token_offset, index = WINDOW_START.unpack_from(payload)
+        if not self._position:  # the first one says where they begin
+            self._position, self._window_start = position, token_offset
+        if not self._next_part:
+            self._window_tokens = num_tokens
+        expected = (self._position, self._window_start, self._window_tokens, self._next_part)
+        end = token_offset + num_tokens
+        is_next = (position, token_offset, num_tokens, index) == expected
+        if not is_next or not end <= position <= self.num_tokens:
+            raise damaged(f"the windows behind {self.num_tokens} tokens")
+        self._next_part = (index + 1) % num_parts
+        if not self._next_part:
+            self._window_start = end
+        return WindowRows(position, token_offset, num_tokens, index, payload[WINDOW_START.size :])
+
+    def _payload_bytes(self, layout: KVLayout, num_tokens: int, kind: int) -> int:
+        """Return how many bytes the payload of the next frame has."""
+        if kind == PART:
+            return PART_START.size + part_bytes_of(layout, self._next_part)
+        if kind == WINDOW:
+            return WINDOW_START.size + num_tokens * sum(window_row_bytes(layout, self._next_part))
+        return num_tokens * (TOKEN_BYTES + sum(row_bytes(layout)))
+
+
+def _header_of(body: bytes, version: int) -> FileHeader:
+    """Decode and check the body, whose checksum fits: even so it may be made by hand."""
+    try:
+        message = kvd_pb2.SessionFileHeader.FromString(body)
+        layout = layout_of(message.layout)
+        key = session_key(message.session.tenant, layout.model, message.session.session_id)
+    except (DecodeError, ReportedError) as error:
+        raise SessionFileError(
+            f"the session file's header makes no sense ({error})", "export the session again"
+        ) from error
+    digest = message.lineage.digest
+    if len(digest) not in (0, LINEAGE_BYTES):
+        raise damaged("its lineage")
+    lineage = Lineage(digest, message.lineage.clean_tokens if digest else 0)
+    if version == VERSION_WITH_WINDOWS and not layout.window:
+        raise damaged("windows of a layout without")
+    return FileHeader(key, layout, lineage, message.kvd_version, message.unix_s, version)

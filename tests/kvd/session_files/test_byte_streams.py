@@ -1,0 +1,156 @@
+"""Streams come to the RPC that names them; who goes, or stands still, holds up nobody."""
+
+import asyncio
+import secrets
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from kvd.client.byte_stream import ByteStream, open_stream
+from kvd.core.records.errors import InvalidRequestError
+from kvd.errors import BrokenTransferError, StalledTransferError
+from kvd.host.listening import listen_at
+from kvd.session_files import byte_streams
+from kvd.session_files.byte_streams import ByteStreams
+from shared.process.runtime_dir import FILES_SOCKET, OPERATOR_SOCKET, STREAM_TOKEN_BYTES
+
+MUCH = 8 << 20  # more than the kernel keeps of a connection
+
+
+@asynccontextmanager
+async def _serving(directory: Path) -> AsyncIterator[ByteStreams]:
+    streams = ByteStreams(2)
+    with listen_at(directory / FILES_SOCKET, socket.SOCK_STREAM) as listener:
+        serving = asyncio.create_task(streams.serve(listener))
+        try:
+            yield streams
+        finally:
+            serving.cancel()
+            await asyncio.gather(serving, return_exceptions=True)
+
+
+@asynccontextmanager
+async def _opened(directory: Path) -> AsyncIterator[ByteStream]:
+    with open_stream(f"unix:{directory / OPERATOR_SOCKET}") as stream:
+        assert stream is not None
+        yield stream
+
+
+@asynccontextmanager
+async def _joined(directory: Path) -> AsyncIterator[tuple[ByteStream, byte_streams.ByteStream]]:
+    """Both ends of a stream."""
+    async with (
+        _serving(directory) as streams,
+        _opened(directory) as ours,
+        streams.claim(ours.token) as theirs,
+    ):
+        yield ours, theirs
+
+
+async def test_bytes_go_both_ways(tmp_path: Path) -> None:
+    """As many as both sides have agreed on, whatever the kernel makes of them."""
+    data = secrets.token_bytes(MUCH)
+    memory = bytearray(MUCH)
+    async with _joined(tmp_path) as (ours, theirs):
+        receiving = asyncio.to_thread(ours.receive, MUCH)
+        received, _ = await asyncio.gather(receiving, theirs.send(memoryview(data)))
+        sending = asyncio.to_thread(ours.send, data)
+        await asyncio.gather(sending, theirs.receive_into(memoryview(memory)))
+    assert (received, memory) == (data, data)
+
+
+async def test_an_rpc_may_come_first(tmp_path: Path) -> None:
+    """It waits for its stream, and takes no other one."""
+    async with _serving(tmp_path) as streams, _opened(tmp_path) as other:
+        token = bytes(STREAM_TOKEN_BYTES)
+
+        async def claim() -> None:
+            async with streams.claim(token) as stream:
+                await stream.send(b"yours")
+
+        claiming = asyncio.create_task(claim())
+        async with streams.claim(other.token):
+            pass
+        with socket.socket(socket.AF_UNIX) as late:
+            late.connect(str(tmp_path / FILES_SOCKET))
+            late.sendall(token)
+            await claiming
+            assert late.recv(5) == b"yours"
+
+
+async def test_a_token_that_nobody_brings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The RPC is told; connections that nobody names are closed in the same time."""
+    monkeypatch.setattr(byte_streams, "CLAIM_S", 0.1)
+    async with _serving(tmp_path) as streams, _opened(tmp_path) as unclaimed:
+        with pytest.raises(InvalidRequestError, match="no byte stream"):
+            async with streams.claim(b"x"):
+                pass
+        with pytest.raises(ConnectionResetError):
+            await asyncio.to_thread(unclaimed.receive, 1)
+        with pytest.raises(InvalidRequestError):
+            async with streams.claim(unclaimed.token):
+                pass
+
+
+async def test_unclaimed_connections_are_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One more is closed at once; with one of them claimed there is room again."""
+    monkeypatch.setattr(byte_streams, "MOST_UNCLAIMED", 1)
+    async with _serving(tmp_path) as streams, _opened(tmp_path) as first:
+        with socket.socket(socket.AF_UNIX) as more:
+            more.connect(str(tmp_path / FILES_SOCKET))
+            assert await asyncio.to_thread(more.recv, 1) == b""
+        async with (
+            streams.claim(first.token),
+            _opened(tmp_path) as second,
+            streams.claim(second.token),
+        ):
+            pass
+
+
+async def test_who_goes_breaks_it_off(tmp_path: Path) -> None:
+    """Both ways."""
+    async with _serving(tmp_path) as streams:
+        async with _opened(tmp_path) as ours:
+            stack = streams.claim(ours.token)
+            theirs = await stack.__aenter__()
+        with pytest.raises(BrokenTransferError, match="transfer it again"):
+            await theirs.receive_into(memoryview(bytearray(1)))
+        with pytest.raises(BrokenTransferError):
+            await theirs.send(bytes(MUCH))
+        await stack.__aexit__(None, None, None)
+
+
+async def test_who_stands_still_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether it does not read or does not write."""
+    monkeypatch.setattr(byte_streams, "SILENCE_S", 0.1)
+    async with _joined(tmp_path) as (_, theirs):
+        with pytest.raises(StalledTransferError, match=r"0\.1 s"):
+            await theirs.receive_into(memoryview(bytearray(1)))
+        with pytest.raises(StalledTransferError):
+            await theirs.send(bytes(MUCH))
+
+
+async def test_a_cancelled_call_leaves_no_thread_behind(tmp_path: Path) -> None:
+    """It ends when it is cancelled, not when the other side reads."""
+    async with _joined(tmp_path) as (ours, theirs):
+        sending = asyncio.create_task(theirs.send(bytes(MUCH)))
+        await asyncio.to_thread(ours.receive, 1)  # it is under way
+        sending.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await sending
+        with pytest.raises(ConnectionResetError):
+            await asyncio.to_thread(ours.receive, MUCH)
+
+
+def test_without_a_socket_there_is_no_stream(tmp_path: Path) -> None:
+    """An older kvd has none, one elsewhere neither."""
+    for address in (f"unix:{tmp_path / OPERATOR_SOCKET}", "gpu-2:9000"):
+        with open_stream(address) as stream:
+            assert stream is None
