@@ -57,7 +57,7 @@ KVD = Program(
     (
         ("/etc/kvd/kvd.toml", "settings of the daemon; systemd/kvd.toml explains every key"),
         ("/etc/kvd/remote.env", "credentials of the remote store, for kvd remote follow"),
-        ("/run/kvd", "its sockets: engine.sock, operator.sock, reader.sock, data.sock"),
+        ("/run/kvd", "its sockets: engine.sock, operator.sock, reader.sock, data.sock, files.sock"),
         ("/var/lib/kvd", "its index and volumes"),
     ),
     (

@@ -13,6 +13,7 @@ MOST_EXPOSURE = 2.0  # of 10, by `systemd-analyze security`
 SOCKETS = {
     "engine.sock": "kvd kvd-engine 660",
     "data.sock": "kvd kvd-engine 660",
+    "files.sock": "kvd kvd-operator 660",
     "operator.sock": "kvd kvd-operator 660",
     "reader.sock": "kvd kvd-reader 660",
 }
