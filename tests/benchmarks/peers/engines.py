@@ -140,8 +140,8 @@ class Run:
 
 
 @asynccontextmanager
-async def _peers(
-    asked: argparse.Namespace, directory: Path, budget: Budget
+async def running_peers(
+    asked: argparse.Namespace, directory: Path, budget: Budget, dtype: str = "float32"
 ) -> AsyncIterator[list[Peer]]:
     """Start all peers, ours with a kvd beside it; they are killed at the end."""
     token_bytes = kv_token_bytes(str(asked.model))
@@ -158,6 +158,7 @@ async def _peers(
                 kv_tokens=budget.ours if choice.name == OURS else budget.tokens,
                 turn_tokens=budget.turn,
                 store=str(kvd if choice.name == OURS else store),
+                dtype=dtype,
             )
             for choice in asked.engines
         ]
@@ -192,7 +193,7 @@ async def _measure(asked: argparse.Namespace, directory: Path, figures: Figures)
     ]
     for name, budget, rounds, measure in parts:
         if rounds:
-            async with _peers(asked, directory / name, budget) as peers:
+            async with running_peers(asked, directory / name, budget) as peers:
                 run = Run(peers, text, figures)
                 # On a thread: Ctrl-C kills the peers, which ends it.
                 await asyncio.to_thread(_take, asked, run, measure, rounds)
@@ -234,7 +235,7 @@ def main() -> None:
     asked.engines = [
         Choice(OURS, sys.executable, here),
         Choice(REFERENCE, sys.executable, here),
-        *(_choice(text, here) for text in asked.engine),
+        *(read_choice(text, here) for text in asked.engine),
     ]
     names = [choice.name for choice in asked.engines]
     with tempfile.TemporaryDirectory(prefix="peers-") as directory:
@@ -248,7 +249,7 @@ def main() -> None:
         sys.stdout.write(f"{name}: {number} of {num_answers} answers are not {REFERENCE}'s\n")
 
 
-def _choice(text: str, model: str) -> Choice:
+def read_choice(text: str, model: str) -> Choice:
     name, _, rest = text.partition("=")
     python, _, own_model = rest.partition(":")
     return Choice(name, python, own_model or model)

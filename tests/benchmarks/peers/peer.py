@@ -76,7 +76,14 @@ class Peer:
     """
 
     def __init__(
-        self, choice: Choice, directory: Path, *, kv_tokens: int, turn_tokens: int, store: str
+        self,
+        choice: Choice,
+        directory: Path,
+        *,
+        kv_tokens: int,
+        turn_tokens: int,
+        store: str,
+        dtype: str = "float32",
     ) -> None:
         self.name = choice.name
         self._choice = choice
@@ -86,6 +93,7 @@ class Peer:
             "kv_tokens": kv_tokens,
             "turn_tokens": turn_tokens,
             "store": store,
+            "dtype": dtype,
         }
         self._process: subprocess.Popen[str] | None = None
 

@@ -8,7 +8,7 @@ import pytest
 from inference_svc.bench.workspace import KvdSizes
 from shared.children.child_kvd import running_child_kvd
 from tests.benchmarks.peers.adapters.adapter import Sessions, kv_token_bytes, num_common
-from tests.benchmarks.peers.engines import _choice
+from tests.benchmarks.peers.engines import read_choice
 from tests.benchmarks.peers.figures import Figures
 from tests.benchmarks.peers.peer import Answers, Choice, Peer, PeerFailedError, Seconds
 
@@ -77,8 +77,8 @@ def test_answers_are_held_against_the_reference():
 
 
 def test_an_engine_may_have_a_model_of_its_own():
-    assert _choice("vllm=/bin/python", "/model") == Choice("vllm", "/bin/python", "/model")
-    assert _choice("a=/bin/python:/a.gguf", "/model") == Choice("a", "/bin/python", "/a.gguf")
+    assert read_choice("vllm=/bin/python", "/model") == Choice("vllm", "/bin/python", "/model")
+    assert read_choice("a=/bin/python:/a.gguf", "/model") == Choice("a", "/bin/python", "/a.gguf")
 
 
 @pytest.fixture

@@ -18,9 +18,9 @@ OnToken = Callable[[int, int], None]  # called with the prompt's number and its 
 
 
 class Engine(Protocol):
-    """One engine, computing on one thread, in float32."""
+    """One engine, computing on one thread."""
 
-    def load(self, model: str, kv_tokens: int, turn_tokens: int, store: str) -> None:
+    def load(self, model: str, kv_tokens: int, turn_tokens: int, store: str, dtype: str) -> None:
         """Get ready to answer.
 
         Args:
@@ -28,6 +28,7 @@ class Engine(Protocol):
             kv_tokens: most tokens whose KV may be in memory.
             turn_tokens: most tokens of a turn, its answer included.
             store: directory that outlives the engine; "": none.
+            dtype: what it computes in; of some engines the model's file says it.
         """
 
     def generate(

@@ -10,9 +10,9 @@ from adapter import OnToken, serve
 class CTranslate2:
     """See `adapter.Engine`."""
 
-    def load(self, model: str, kv_tokens: int, turn_tokens: int, store: str) -> None:
+    def load(self, model: str, kv_tokens: int, turn_tokens: int, store: str, dtype: str) -> None:
         self._generator = ctranslate2.Generator(
-            model, device="cpu", compute_type="float32", inter_threads=1, intra_threads=1
+            model, device="cpu", compute_type=dtype, inter_threads=1, intra_threads=1
         )
         self._words = json.loads((Path(model) / "vocabulary.json").read_text(encoding="utf-8"))
 

@@ -12,7 +12,7 @@ ONE_THREAD = {"model": {"decoder": {"session_options": {"intra_op_num_threads": 
 class OnnxRuntime:
     """See `adapter.Engine`."""
 
-    def load(self, model: str, kv_tokens: int, turn_tokens: int, store: str) -> None:
+    def load(self, model: str, kv_tokens: int, turn_tokens: int, store: str, dtype: str) -> None:
         config = onnxruntime_genai.Config(model)
         config.overlay(json.dumps(ONE_THREAD))
         self._model = onnxruntime_genai.Model(config)

@@ -11,7 +11,7 @@ BLOCK_TOKENS = 32  # of its KV cache, on CPUs
 class OpenVino:
     """See `adapter.Engine`."""
 
-    def load(self, model: str, kv_tokens: int, turn_tokens: int, store: str) -> None:
+    def load(self, model: str, kv_tokens: int, turn_tokens: int, store: str, dtype: str) -> None:
         scheduler = openvino_genai.SchedulerConfig()
         scheduler.num_kv_blocks = kv_tokens // BLOCK_TOKENS
         scheduler.max_num_batched_tokens = 2048

@@ -57,9 +57,9 @@ class _Sink:
 class Ours:
     """See `adapter.Engine`."""
 
-    def load(self, model: str, kv_tokens: int, turn_tokens: int, store: str) -> None:
+    def load(self, model: str, kv_tokens: int, turn_tokens: int, store: str, dtype: str) -> None:
         torch.set_num_threads(1)
-        loaded = load_model(Path(model), "float32")
+        loaded = load_model(Path(model), dtype)
         proofs = Path(store) / "proofs.json"
         calibration, _, _ = calibrate_once(loaded, "auto", proofs, packs_weights=True)
         self._numbers = count(1)
@@ -108,6 +108,7 @@ class Ours:
         on_token: OnToken,
     ) -> None:
         engine = self._engine.parts.engine
+        marks = (len(prompt),) if keep_tokens else ()  # as the service: before the answer
         request = EngineRequest(
             number=next(self._numbers),
             key=self._engine.key(name),
@@ -115,12 +116,15 @@ class Ours:
             max_tokens=num_tokens,
             arrived_ns=time.monotonic_ns(),
             history_tokens=0,
+            load_ends=marks,
+            marks=marks if self._engine.has_states else (),
             sampler=Sampler(SamplingParams(max_tokens=num_tokens, ignore_eos=True)),
             sink=_Sink(num_tokens, lambda token_id: on_token(index, token_id)),
         )
         await engine.generate(request)
         if keep_tokens:
-            engine.keep(request, request.token_ids[:keep_tokens])
+            computed = request.token_ids[:-1]  # what comes last is not, before the next turn
+            engine.keep(request, computed[:keep_tokens])
         else:
             engine.drop(request)
 

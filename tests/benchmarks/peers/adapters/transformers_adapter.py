@@ -8,10 +8,10 @@ from transformers import AutoModelForCausalLM, DynamicCache
 class Transformers:
     """See `adapter.Engine`; whoever writes a chat over Transformers keeps a cache like this."""
 
-    def load(self, model: str, kv_tokens: int, turn_tokens: int, store: str) -> None:
+    def load(self, model: str, kv_tokens: int, turn_tokens: int, store: str, dtype: str) -> None:
         torch.set_num_threads(1)
         self._model = AutoModelForCausalLM.from_pretrained(
-            model, dtype=torch.float32, attn_implementation="sdpa"
+            model, dtype=getattr(torch, dtype), attn_implementation="sdpa"
         ).eval()
         self._sessions = Sessions(kv_tokens, lambda _name, _ids, _cache: None)
 

@@ -11,10 +11,10 @@ from vllm import LLM, SamplingParams  # reads the environment
 class Vllm:
     """See `adapter.Engine`."""
 
-    def load(self, model: str, kv_tokens: int, turn_tokens: int, store: str) -> None:
+    def load(self, model: str, kv_tokens: int, turn_tokens: int, store: str, dtype: str) -> None:
         llm = LLM(
             model,
-            dtype="float32",
+            dtype=dtype,
             max_model_len=turn_tokens,
             enforce_eager=True,  # compiling takes a minute at every start, and gains 5 %
             kv_cache_memory_bytes=kv_tokens * kv_token_bytes(model),
