@@ -126,7 +126,10 @@ def assemble_engine(settings: InferenceSettings, model: Model) -> EngineParts:
     loaded, calibration, cache = model.loaded, model.calibration, settings.cache
     counters, rates, histograms = Counters(), Rates(), TurnHistograms(settings.tenants)
     compute_thread, load_thread, store_thread = map(WorkerThread, ("compute", "load", "store"))
-    # On the thread that computes: torch's compiler has its settings for each thread.
+    # States of recurrent layers decay to numbers too small to be normal ones, for which processors
+    # take up to ten times as long. On the thread that computes: those of its products take it over.
+    compute_thread.begin(torch.set_flush_denormal, True).result()
+    # On the same one: torch's compiler has its settings for each thread.
     compute_thread.begin(choose_compiling, settings.model.compile, loaded, calibration).result()
     bounds = batch_bounds(settings.scheduler, model)
     # For loads that kvd is still reading: one for each that there may be, so that none has to wait.

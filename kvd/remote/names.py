@@ -1,7 +1,7 @@
 """Where things lie in a remote store. Names of tenants and sessions are digests: they fit anywhere.
 
     v1/sessions/TENANT/SESSION/MODEL/NUMBER     versions of a session's manifest, a register
-    v1/chunks/TENANT/SHA256[-SUFFIX]            session data, named by its content
+    v1/chunks/TENANT/BLAKE3[-SUFFIX]            session data, named by its content
     v1/condemned/TENANT/ID                      names of chunks that a sweep will remove
     v1/sweeper/NUMBER                           who sweeps, a register
 

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
 
 from inference_svc import assembly
 from inference_svc.assembly import Model, assemble_engine, batch_bounds
@@ -52,6 +53,27 @@ def test_a_cpu_captures_nothing(model):
     parts = assemble_engine(InferenceSettings.model_validate(settings), model)
     assert parts.runner.graphs is None
     parts.close()
+
+
+def test_numbers_that_are_hardly_there_cost_nothing(model):
+    """The thread that computes takes them for zero, and so does each that shares its products."""
+    settings = {"cache": {"mode": "recompute"}, "scheduler": {"kv_tokens": 192}}
+    parts = assemble_engine(InferenceSettings.model_validate(settings), model)
+
+    def halved() -> Tensor:
+        num_threads = torch.get_num_threads()
+        torch.set_num_threads(2)
+        try:
+            return torch.full((1 << 20,), 1e-39) * 0.5
+        finally:
+            torch.set_num_threads(num_threads)
+
+    try:
+        assert halved().all()
+        assert not parts.threads[0].begin(halved).result().any()
+        assert halved().all()  # the others' numbers are as they were
+    finally:
+        parts.close()
 
 
 def on_device(model, name):
