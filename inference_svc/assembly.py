@@ -340,7 +340,7 @@ def _scheduler_limits(
         has_states=bool(layout.state_bytes),
         most_residents=most_residents,
         attention_window=layout.window,
-        window_rows=None if windows is None else windows.rows,
+        held_rows=None if windows is None else windows.rows,
     )
 
 

@@ -1,7 +1,7 @@
 """Which tokens of a sequence can be built on where layers attend to the last tokens only. Pure.
 
 Of such layers the store keeps, and gives, KV of the last tokens only, as many as they attend to
-(`window` tokens), and a sequence may hold no more of them (`WindowRows`). What comes next is right
+(`window` tokens), and a sequence may hold no more of them (`HeldRows`). What comes next is right
 wherever these layers have KV of the last `window` tokens.
 """
 
@@ -35,7 +35,7 @@ def after_discard(window_from: int, ranges: Sequence[Range]) -> int:
 
 
 @dataclass(frozen=True)
-class WindowRows:
+class HeldRows:
     """How many tokens a sequence holds in layers with a window, and the token slots it takes.
 
     There it has rows for so many, of the tokens from `window_from` on. When the next ones do not
@@ -47,15 +47,14 @@ class WindowRows:
 
     Attributes:
         window: most tokens that such a layer attends to.
-        block_tokens: of a block of what is stored. What is loaded begins with one, and what is
-            shared ends with one: as many tokens stay beside the window.
+        spare_tokens: of those before the window as many stay, too.
         step_tokens: most tokens that are appended at once.
         token_items: elements of a token in all layers.
         full_items: elements of a token in layers without a window.
     """
 
     window: int
-    block_tokens: int
+    spare_tokens: int
     step_tokens: int
     token_items: int
     full_items: int
@@ -63,7 +62,7 @@ class WindowRows:
     @property
     def kept_tokens(self) -> int:
         """Number of the last tokens that stay whenever the rows move on."""
-        return self.window + self.block_tokens
+        return self.window + self.spare_tokens
 
     @property
     def num_rows(self) -> int:

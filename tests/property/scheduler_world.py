@@ -395,7 +395,7 @@ class SchedulerWorld:
         """Whether somebody copies what a turn would have to give back."""
         if request.number in going_on or not self.scheduler.residents.is_busy(request.key):
             return False
-        is_held_up = self.limits.window_rows is not None and request.unused_slots > 0
+        is_held_up = self.limits.held_rows is not None and request.unused_slots > 0
         self.num_held_up += is_held_up
         return is_held_up
 
@@ -590,7 +590,7 @@ class SchedulerWorld:
 
     def _move_window(self, turn: Turn, end: int) -> None:
         """Layers with a window give back what is behind it; then the new tokens have rows."""
-        first, rows = turn.request.window_from, self.limits.window_rows
+        first, rows = turn.request.window_from, self.limits.held_rows
         before = turn.kv.windowed[:first]
         if set(before) - {EMPTY}:
             assert rows is not None, "nothing is given back"

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from inference_svc.core.attention_window import WindowRows
+from inference_svc.core.attention_window import HeldRows
 from inference_svc.core.scheduling.request import RequestEvent
 from inference_svc.core.scheduling.step_plan import SchedulerLimits
 from tests.property.scheduler_world import KEYS, MS, NUM_LAYERS, SchedulerWorld, Turn
@@ -28,10 +28,10 @@ def with_rows(limits: SchedulerLimits, full_items: int) -> SchedulerLimits:
     if limits.page_tokens or not limits.attention_window:
         return limits
     step_tokens = max(limits.step_tokens, 1 + MOST_DRAFTED)
-    rows = WindowRows(
+    rows = HeldRows(
         limits.attention_window, limits.block_tokens, step_tokens, 6, full_items=full_items
     )
-    return replace(limits, window_rows=rows)
+    return replace(limits, held_rows=rows)
 
 
 LIMITS = st.builds(

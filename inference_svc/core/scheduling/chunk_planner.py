@@ -2,7 +2,7 @@
 
 in the write ring   for tokens that are saved. Who waits for a ring that stands still is
                     computed without being saved
-in rows             of layers with a window (`WindowRows`): where they are full, those behind
+in rows             of layers with a window (`HeldRows`): where they are full, those behind
                     the window are given back. Not while somebody copies the turn's KV: then
                     the turn waits for the end of that
 """
@@ -76,7 +76,7 @@ class ChunkPlanner:
             num_tokens: of the sequence.
             num_new: tokens that come behind them; None: as many as ever come in a step.
         """
-        rows = self._limits.window_rows
+        rows = self._limits.held_rows
         if rows is None:
             return window_from
         num_new = rows.step_tokens if num_new is None else num_new

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from typing import NamedTuple, Protocol
 
-from inference_svc.core.attention_window import WindowRows
+from inference_svc.core.attention_window import HeldRows
 from shared.types.units import ceil_div
 
 
@@ -117,26 +117,26 @@ class ContiguousSlots:
 
     Args:
         num_slots: how many there are.
-        window_rows: what layers with a window hold; None: all tokens, or there are none.
+        held_rows: what layers with a window hold; None: all tokens, or there are none.
     """
 
     page_tokens = 1
     is_paged = False
 
-    def __init__(self, num_slots: int, window_rows: WindowRows | None = None) -> None:
+    def __init__(self, num_slots: int, held_rows: HeldRows | None = None) -> None:
         self.num_slots = num_slots
         self.free_slots = num_slots
         self.evictable_slots = 0
-        self._window_rows = window_rows
+        self._held_rows = held_rows
 
     def needed_for(self, num_tokens: int) -> int:
         """Return the slots of a holding for so many tokens: as many, or less."""
-        rows = self._window_rows
+        rows = self._held_rows
         return num_tokens if rows is None else rows.slots_for(num_tokens)
 
     def tokens_in(self, num_slots: int) -> int:
         """Return how many tokens a holding of so many slots has room for: as many, or more."""
-        rows = self._window_rows
+        rows = self._held_rows
         return num_slots if rows is None else rows.tokens_in(num_slots)
 
     def take(self, num_slots: int) -> Holding:

@@ -327,7 +327,7 @@ class Scheduler:
 
 def _held_slots(limits: SchedulerLimits) -> HeldSlots:
     if limits.page_tokens is None:
-        return ContiguousSlots(limits.kv_slots, limits.window_rows)
+        return ContiguousSlots(limits.kv_slots, limits.held_rows)
     num_pages, rest = divmod(limits.kv_slots, limits.page_tokens)
     assert not rest, "there are whole pages"
     return PagedSlots(num_pages, limits.page_tokens)

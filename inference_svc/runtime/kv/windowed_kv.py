@@ -1,7 +1,7 @@
 """WindowedKv: KV of a sequence that holds the last tokens only in layers with a window.
 
     layer without a window   a row for each token that there is room for: row = position
-    layer with a window      `WindowRows.num_rows` rows: row = position - window_from
+    layer with a window      `HeldRows.num_rows` rows: row = position - window_from
 
 Both lie side by side, in one piece of memory. When the rows of layers with a window are full, the
 last tokens are copied to the first ones (`keep_from`), and those before are there no more.
@@ -19,7 +19,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from inference_svc.core.attention_window import WindowRows
+from inference_svc.core.attention_window import HeldRows
+from inference_svc.core.compression.policies import SnapKV
 from inference_svc.runtime.kv.layer_tensors import ContiguousTokens, LayerShape, token_items_of
 from inference_svc.runtime.kv.sequence_kv import SequenceKv
 from shared.types.kv_layout import KVLayout
@@ -33,7 +34,7 @@ class HeldWindows(NamedTuple):
         layers: indexes of these layers.
     """
 
-    rows: WindowRows
+    rows: HeldRows
     layers: frozenset[int]
 
     @classmethod
@@ -50,10 +51,12 @@ class HeldWindows(NamedTuple):
         layers = frozenset(index for index in range(len(shapes)) if layout.part_of(index))
         if not layers:
             return None
+        # What is loaded begins with a block, and what is shared ends with one; keys are scored by
+        # queries that have waited for the prompt's last ones.
         full = [shape for index, shape in enumerate(shapes) if index not in layers]
-        rows = WindowRows(
+        rows = HeldRows(
             layout.window,
-            layout.block_tokens,
+            max(layout.block_tokens, SnapKV.window_tokens),
             step_tokens,
             token_items=token_items_of(shapes),
             full_items=token_items_of(full),
