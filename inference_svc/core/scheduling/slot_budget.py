@@ -1,7 +1,9 @@
 """Whose slots of working KV are which: requests' and residents'.
 
-A slot holds K and V of one token, all layers. They are held by requests, as sequences' KV, and by
-residents; those of the write ring are counted apart (`write_slots.py`). What happens to them:
+A slot holds K and V of one token, all layers; where layers with a window hold the last tokens only,
+some of a long sequence's hold more tokens, of the other layers (`HeldRows`). They are held by
+requests, as sequences' KV, and by residents; those of the write ring are counted apart
+(`write_slots.py`). What happens to them:
 
     event                 sequence KV                             … in pages
     ───────────────────   ─────────────────────────────────────   ──────────────────────────────
