@@ -555,6 +555,8 @@ class SchedulerWorld:
         for chunk in plan.chunks:
             turn = self.turns[chunk.request.number]
             start = chunk.request.computed_tokens
+            if turn.request.number not in failing and not turn.fails:
+                self._move_window(turn, start + chunk.num_fed)
             if turn.layers is not None:  # the step has waited for it
                 self.progress(turn, NUM_LAYERS)
             if turn.request.number in failing:
@@ -563,7 +565,6 @@ class SchedulerWorld:
                 restarted.append(turn)
                 continue
             assert turn.kv.rows[:start] == chunk.request.token_ids[:start]
-            self._move_window(turn, start + chunk.num_fed)
             first = max(0, start - self.limits.attention_window)
             assert turn.kv.windowed[first:start] == chunk.request.token_ids[first:start]
             new = [*chunk.request.token_ids[start : start + chunk.num_tokens], *chunk.draft]
@@ -595,6 +596,7 @@ class SchedulerWorld:
         if set(before) - {EMPTY}:
             assert rows is not None, "nothing is given back"
             assert all(other.source is not turn.kv for other in self.turns.values())
+            assert turn.layers is None, "what is being loaded does not move"
             self.num_moved_windows += 1
         turn.kv.windowed[:first] = [EMPTY] * first
         assert rows is None or end - first <= rows.num_rows
