@@ -57,9 +57,9 @@ def _pair(model: Path, directory: Path, *flags: str, windows: bool) -> Pair:
     """Return a pair whose service keeps nothing in memory, unless a flag says so."""
     directory.mkdir()
     settings = directory / "settings.toml"
-    settings.write_text(
-        f"[cache]\nwindows = {str(windows).lower()}\n[scheduler]\nkv_tokens = {KV_TOKENS}\n"
-    )
+    lines = ["[cache]", f"windows = {str(windows).lower()}"]
+    lines += ["[scheduler]", f"kv_tokens = {KV_TOKENS}", "draft_tokens = 0"]
+    settings.write_text("\n".join(lines) + "\n")
     return Pair(model, directory, "--config", str(settings), *flags)
 
 
