@@ -5,8 +5,7 @@
 The real pair serves a random model of Gemma 3's layers (five in six have a window), first with
 `cache.windows` off, then on. A session grows by turns; what kvd has of it at the end, what its last
 turns load, and their time to the first token are printed, and the ratios. So is what the engine's
-memory holds of a session, how long a token of a long answer takes in it, and how many such sessions
-stay there.
+memory holds of a session, and how many such sessions stay there.
 """
 
 import asyncio
@@ -25,7 +24,6 @@ WINDOW, LAYERS, KV_HEADS, HEAD_DIM = 1024, 6, 4, 64
 LAYER_BYTES = 2 * KV_HEADS * HEAD_DIM * 4  # of a token
 TURN_TOKENS, TURNS = 1000, 16
 LAST = 5  # short turns that are timed
-ANSWER_TOKENS = 1000  # of a session in memory
 KV_TOKENS, SESSIONS = 40_000, 12  # more than stay
 
 
@@ -58,7 +56,7 @@ def _pair(model: Path, directory: Path, *flags: str, windows: bool) -> Pair:
     directory.mkdir()
     settings = directory / "settings.toml"
     lines = ["[cache]", f"windows = {str(windows).lower()}"]
-    lines += ["[scheduler]", f"kv_tokens = {KV_TOKENS}", "draft_tokens = 0"]
+    lines += ["[scheduler]", f"kv_tokens = {KV_TOKENS}"]
     settings.write_text("\n".join(lines) + "\n")
     return Pair(model, directory, "--config", str(settings), *flags)
 
@@ -95,13 +93,11 @@ async def measure_memory(model: Path, directory: Path, *, windows: bool) -> dict
     async with pair.service, pair.with_kvd("--dram", "1GB", "--ssd", "4GB"):
         await pair.say("0", TURN_TOKENS * TURNS)
         slots = (await _gauges(pair))["resident_token_slots"]
-        long = await pair.say("0", 20, max_tokens=ANSWER_TOKENS)
         for number in range(1, SESSIONS):
             await pair.say(str(number), TURN_TOKENS * TURNS)
         sessions = (await _gauges(pair))["resident_sessions"]
     return {
         "held": slots * LAYER_BYTES * LAYERS,
-        "tpot_ms": 1e3 * long.usage.tpot_s,
         "sessions": sessions,
     }
 
@@ -123,7 +119,7 @@ async def main() -> None:
     for what in ("stored", "loaded", "held"):
         sizes = f"{format_bytes(off[what]):>12}{format_bytes(on[what]):>12}"
         print(f"bytes {what:12}{sizes}{on[what] / off[what]:>8.3f}")
-    for what in ("ttft_ms", "load_ms", "tokens", "tpot_ms", "sessions"):
+    for what in ("ttft_ms", "load_ms", "tokens", "sessions"):
         print(f"{what:18}{off[what]:>12.1f}{on[what]:>12.1f}{on[what] / off[what]:>8.3f}")
 
 
