@@ -44,6 +44,7 @@ from inference_svc.runtime.engine.loads import Loads, PreloadPolicy
 from inference_svc.runtime.engine.stepping import Stepper
 from inference_svc.runtime.kv.kv_pool import KVPool
 from inference_svc.runtime.kv.paged_kv import make_pool
+from inference_svc.runtime.kv.windowed_kv import HeldWindows
 from inference_svc.runtime.kv.write_ring import WriteRing
 from inference_svc.runtime.memory import keep_freed_memory
 from inference_svc.runtime.model.model_loader import LoadedModel
@@ -137,7 +138,10 @@ def assemble_engine(settings: InferenceSettings, model: Model) -> EngineParts:
     layout, num_layers = calibration.layout, len(calibration.layers)
     copy_threads = CopyThreads(load_thread, read_threads, store_thread)
     client, store = _make_store(settings, model, copy_threads, counters, rates)
-    limits = _scheduler_limits(settings.scheduler, bounds, cache, model, saves=store.saves)
+    windows = _held_windows(settings, bounds, calibration, loaded.device)
+    limits = _scheduler_limits(
+        settings.scheduler, bounds, cache, model, saves=store.saves, windows=windows
+    )
     scheduler = Scheduler(limits, rates, num_layers, settings.scheduler.tenant_weights)
     pool = make_pool(
         [layer.shape for layer in calibration.layers],
@@ -146,6 +150,7 @@ def assemble_engine(settings: InferenceSettings, model: Model) -> EngineParts:
         device=loaded.device,
         dtype=loaded.dtype,
         states=calibration.state_shapes,
+        windows=windows,
     )
     ring = WriteRing(
         [layer.shape for layer in calibration.layers],
@@ -166,7 +171,7 @@ def assemble_engine(settings: InferenceSettings, model: Model) -> EngineParts:
         preload=_preload(cache),
     )
     window_tokens, window_bound = window_of(
-        limits.kv_slots,
+        scheduler.slots.tokens_in(limits.kv_slots),
         limits.write_slots,
         loaded.context_window,
         settings.scheduler.kv_tokens,
@@ -282,6 +287,7 @@ def _scheduler_limits(
     model: Model,
     *,
     saves: bool,
+    windows: HeldWindows | None,
 ) -> SchedulerLimits:
     """Choose the scheduler's bounds; without a setting, KV takes a share of the free memory.
 
@@ -319,10 +325,7 @@ def _scheduler_limits(
         most *= 2  # as much again for sessions whose turns are over
     if most and not settings.kv_tokens:
         kv_slots = min(kv_slots, most)
-    # A GPU reads pages where they are; a CPU reads fastest what lies side by side.
-    usual = "pages" if model.loaded.device.type == "cuda" else "contiguous"
-    working_kv = usual if settings.working_kv == "auto" else settings.working_kv
-    page_tokens = settings.page_tokens if working_kv == "pages" else None
+    page_tokens = _page_tokens(settings, model.loaded.device)
     if page_tokens is not None:
         kv_slots = whole_pages(kv_slots, page_tokens)
     return SchedulerLimits(
@@ -340,7 +343,37 @@ def _scheduler_limits(
         has_states=bool(layout.state_bytes),
         most_residents=most_residents,
         attention_window=layout.window,
+        held_rows=None if windows is None else windows.rows,
     )
+
+
+def _page_tokens(settings: SchedulerSettings, device: torch.device) -> int | None:
+    """Return the tokens of a page of working KV; None: there are none.
+
+    A GPU reads pages where they are; a CPU reads fastest what lies side by side.
+    """
+    usual = "pages" if device.type == "cuda" else "contiguous"
+    working_kv = usual if settings.working_kv == "auto" else settings.working_kv
+    return settings.page_tokens if working_kv == "pages" else None
+
+
+def _held_windows(
+    settings: InferenceSettings,
+    bounds: BatchBounds,
+    calibration: Calibration,
+    device: torch.device,
+) -> HeldWindows | None:
+    """Return what sequences hold in layers with a window; None: all, as where others read it.
+
+    Those are pages, and kernels; and attention by chunks, which counts them from position 0.
+    """
+    counts_chunks = any(call.chunk is not None for call in calibration.attention_calls)
+    is_plain = device.type == "cpu" and settings.model.rotation != "triton" and not counts_chunks
+    if not is_plain or _page_tokens(settings.scheduler, device) is not None:
+        return None
+    shapes = [layer.shape for layer in calibration.layers]
+    step_tokens = max(bounds.step_tokens, 1 + settings.scheduler.draft_tokens)
+    return HeldWindows.of(calibration.layout, shapes, step_tokens)
 
 
 def _memory_of(device: torch.device) -> tuple[int, int]:

@@ -186,9 +186,9 @@ class CacheSettings(Section):
         mark_tokens: of models with a recurrent state, or with layers that attend to the last
             tokens only: tokens between places of a long prompt where a load can end, beside those
             where conversations turn; 0: none but these.
-        windows: of layers that attend to the last tokens only, no more than these are stored and
-            loaded; false: all tokens, as contexts need that lose tokens here and there. With a
-            compression policy it is as if it were false.
+        windows: of layers that attend to the last tokens only, no more than these are stored,
+            loaded and held in memory; false: all tokens, as contexts need that lose tokens here and
+            there. With a compression policy it is as if it were false.
         transport: how KV travels between kvd's memory and a GPU. "shm": the service has the GPU
             copy, from and to memory that it shares with kvd; "cuda_ipc": kvd's copier has, from and
             to memory of the GPU that it shares with the service, and "shm" where there is none.
@@ -225,7 +225,8 @@ class SchedulerSettings(Section):
             step_tokens counts as step_tokens. 0: likewise, 128 and 1024.
         kv_tokens: tokens whose KV fits in memory: of admitted turns, of resident sessions, and in
             the write ring; 0: as many as a share of the free memory holds. So kv_tokens without the
-            ring's bounds the window.
+            ring's bounds the window. Where layers with a window hold the last tokens only, long
+            sequences count for less tokens than they have.
         write_buffer_tokens: of these, tokens in the write ring, where what is computed waits until
             kvd has it; more than half of kv_tokens counts as half. 0: two steps' and, for each
             running turn, a group's or a block's, but no more than a fifth of kv_tokens.

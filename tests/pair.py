@@ -157,11 +157,15 @@ class Pair:
             return await getattr(kvd_pb2_grpc.ReaderStub(channel), method)(request)
 
 
-def resident_pair(model_dir: Path, directory: Path) -> Pair:
-    """A service whose sessions stay in memory, which is too small for four of them."""
-    settings = directory / "settings.toml"
-    settings.write_text("[scheduler]\nkv_tokens = 2400\n")
-    return Pair(model_dir, directory, "--config", str(settings), "--residents")
+def resident_pair(model_dir: Path, directory: Path, *settings: str) -> Pair:
+    """A service whose sessions stay in memory, which is too small for four of them.
+
+    Args:
+        settings: more lines of its scheduler's.
+    """
+    lines, path = ["[scheduler]", "kv_tokens = 2400", *settings], directory / "settings.toml"
+    path.write_text("\n".join(lines) + "\n")
+    return Pair(model_dir, directory, "--config", str(path), "--residents")
 
 
 async def until(is_so: Callable[[], Awaitable[bool]]) -> None:

@@ -113,17 +113,17 @@ def whole_pages(kv_slots: int, page_tokens: int) -> int:
 
 
 def window_of(
-    kv_slots: int, write_slots: int, model_tokens: int, kv_tokens: int
+    room_tokens: int, write_slots: int, model_tokens: int, kv_tokens: int
 ) -> tuple[int, str]:
     """Choose the most tokens of a turn, and say what bounds them.
 
     Args:
-        kv_slots: token slots of turns and resident sessions.
+        room_tokens: tokens that the slots of turns and resident sessions hold of one sequence.
         write_slots: those of the write ring; 0: nothing is saved.
         model_tokens: the model's own window; 0: it has none.
         kv_tokens: the setting; 0: the slots are of the free memory.
     """
-    if 0 < model_tokens <= kv_slots:
+    if 0 < model_tokens <= room_tokens:
         return model_tokens, "the model's"
     room = f"scheduler.kv_tokens = {kv_tokens:,}" if kv_tokens else "the memory for KV"
-    return kv_slots, f"{room} less the write ring's {write_slots:,}" if write_slots else room
+    return room_tokens, f"{room} less the write ring's {write_slots:,}" if write_slots else room

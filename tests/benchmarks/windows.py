@@ -4,7 +4,8 @@
 
 The real pair serves a random model of Gemma 3's layers (five in six have a window), first with
 `cache.windows` off, then on. A session grows by turns; what kvd has of it at the end, what its last
-turns load, and their time to the first token are printed, and the ratios.
+turns load, and their time to the first token are printed, and the ratios. So is what the engine's
+memory holds of a session, and how many such sessions stay there.
 """
 
 import asyncio
@@ -23,6 +24,7 @@ WINDOW, LAYERS, KV_HEADS, HEAD_DIM = 1024, 6, 4, 64
 LAYER_BYTES = 2 * KV_HEADS * HEAD_DIM * 4  # of a token
 TURN_TOKENS, TURNS = 1000, 16
 LAST = 5  # short turns that are timed
+KV_TOKENS, SESSIONS = 40_000, 12  # more than stay
 
 
 def build(directory: Path) -> Path:
@@ -49,12 +51,14 @@ def build(directory: Path) -> Path:
     return directory
 
 
-def _pair(model: Path, directory: Path, *, windows: bool) -> Pair:
-    """Return a pair whose service keeps nothing in memory."""
+def _pair(model: Path, directory: Path, *flags: str, windows: bool) -> Pair:
+    """Return a pair whose service keeps nothing in memory, unless a flag says so."""
     directory.mkdir()
     settings = directory / "settings.toml"
-    settings.write_text(f"[cache]\nwindows = {str(windows).lower()}\n")
-    return Pair(model, directory, "--config", str(settings))
+    lines = ["[cache]", f"windows = {str(windows).lower()}"]
+    lines += ["[scheduler]", f"kv_tokens = {KV_TOKENS}"]
+    settings.write_text("\n".join(lines) + "\n")
+    return Pair(model, directory, "--config", str(settings), *flags)
 
 
 async def measure(model: Path, directory: Path, *, windows: bool) -> dict[str, float]:
@@ -83,17 +87,39 @@ async def measure(model: Path, directory: Path, *, windows: bool) -> dict[str, f
     }
 
 
+async def measure_memory(model: Path, directory: Path, *, windows: bool) -> dict[str, float]:
+    """Keep sessions of as many tokens in memory, and return what they take."""
+    pair = _pair(model, directory, "--residents", windows=windows)
+    async with pair.service, pair.with_kvd("--dram", "1GB", "--ssd", "4GB"):
+        await pair.say("0", TURN_TOKENS * TURNS)
+        slots = (await _gauges(pair))["resident_token_slots"]
+        for number in range(1, SESSIONS):
+            await pair.say(str(number), TURN_TOKENS * TURNS)
+        sessions = (await _gauges(pair))["resident_sessions"]
+    return {
+        "held": slots * LAYER_BYTES * LAYERS,
+        "sessions": sessions,
+    }
+
+
+async def _gauges(pair: Pair) -> dict[str, float]:
+    async with pair.service.client() as client:
+        return dict((await client.get_model()).gauges)
+
+
 async def main() -> None:
     """Measure both, and print them."""
     with tempfile.TemporaryDirectory() as made:
         model = build(Path(made) / "model")
         off = await measure(model, Path(made) / "off", windows=False)
+        off |= await measure_memory(model, Path(made) / "off-memory", windows=False)
         on = await measure(model, Path(made) / "on", windows=True)
+        on |= await measure_memory(model, Path(made) / "on-memory", windows=True)
     print(f"{'':18}{'all':>12}{'windows':>12}{'ratio':>8}")
-    for what in ("stored", "loaded"):
+    for what in ("stored", "loaded", "held"):
         sizes = f"{format_bytes(off[what]):>12}{format_bytes(on[what]):>12}"
         print(f"bytes {what:12}{sizes}{on[what] / off[what]:>8.3f}")
-    for what in ("ttft_ms", "load_ms", "tokens"):
+    for what in ("ttft_ms", "load_ms", "tokens", "sessions"):
         print(f"{what:18}{off[what]:>12.1f}{on[what]:>12.1f}{on[what] / off[what]:>8.3f}")
 
 

@@ -27,7 +27,8 @@ def windowed_model(tmp_path_factory):
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def windowed(windowed_model, tmp_path_factory):
     """A service of a model with windows, whose sessions stay in memory for a while."""
-    pair = resident_pair(windowed_model, tmp_path_factory.mktemp("windowed-pair"))
+    directory = tmp_path_factory.mktemp("windowed-pair")
+    pair = resident_pair(windowed_model, directory, "step_tokens = 64")  # windows move often
     async with pair.service:
         yield pair
 

@@ -3,7 +3,8 @@
 What stands for a token's KV is the token itself, VOID if it came of a load that has failed.
 Whoever computes on a sequence's KV must find the rows of exactly its own tokens, and memory in use
 never exceeds what the scheduler was given. Of layers with a window that holds for the last tokens,
-as many as these attend to: those before may be EMPTY, if they come of a store. Where slots are
+as many as these attend to: those before may be EMPTY, if they come of a store, or are given back.
+Where slots are
 pages, there is one memory of them, and whoever has rows must find them there whatever the others
 write: loads write to the last.
 """
@@ -62,7 +63,8 @@ class Turn:
         layers: of its load that are there; None: no load is under way.
         fails: its load will turn out to have failed.
         source: its first rows are copied from there …
-        num_copied: … so many.
+        num_copied: … so many …
+        copied_from: … of layers with a window from this one on.
         writes: slots of the write ring in its write buffers, oldest first.
         is_writing: the last of them is its own.
         is_rigid: nothing of its context may be dropped.
@@ -76,6 +78,7 @@ class Turn:
     fails: bool = False
     source: SequenceKv | None = None
     num_copied: int = 0
+    copied_from: int = 0
     writes: list[list[int]] = field(default_factory=list)
     is_writing: bool = False
     is_rigid: bool = False
@@ -112,9 +115,10 @@ class SchedulerWorld:
 
     def __init__(self, limits: SchedulerLimits, window_share: float = 1.0) -> None:
         self.limits = limits
-        self.window_tokens = max(1, int(limits.kv_slots * window_share))
         self.rates = Rates()
         self.scheduler = Scheduler(limits, self.rates, NUM_LAYERS, {"b": 2.0})
+        most_tokens = self.scheduler.slots.tokens_in(limits.kv_slots)
+        self.window_tokens = max(1, int(most_tokens * window_share))
         self.now_ns = 1
         self.turns: dict[int, Turn] = {}  # every one ever submitted
         self.arriving: dict[int, tuple[SessionKey, Rank]] = {}  # by number
@@ -130,6 +134,8 @@ class SchedulerWorld:
         self.num_copied_pages = 0  # since others have them, before a discard …
         self.num_replaced_pages = 0  # … and before something else is computed behind them
         self.num_shared_running = 0  # prefixes of turns that had not ended
+        self.num_moved_windows = 0
+        self.num_held_up = 0  # turns that waited for a copy before their window moved
         self.memory: dict[tuple[int, int], int] = {}  # by page and slot
 
     # -------------------------------------------------------------------------------- checks
@@ -139,13 +145,15 @@ class SchedulerWorld:
         self.scheduler.check()
         kvs = [turn.kv.capacity for turn in self.turns.values() if turn.kv is not None]
         kvs += [kv.capacity for kv in self.residents.values()]
-        in_use = sum(kvs)
+        in_use = sum(map(self.scheduler.slots.needed_for, kvs))
         taken = [slot for turn in self.turns.values() for slots in turn.writes for slot in slots]
         assert len(taken) == len(set(taken)), "a slot of the ring is in two buffers"
         assert len(taken) + self.scheduler.write_slots.num_free == self.limits.write_slots
         assert in_use <= self.scheduler.slots.reserved_slots + self.scheduler.residents.num_slots
         assert len(self.scheduler.residents) == len(self.residents)
-        resident_token_slots = sum(kv.capacity for kv in self.residents.values())
+        resident_token_slots = sum(
+            self.scheduler.slots.needed_for(kv.capacity) for kv in self.residents.values()
+        )
         assert self.scheduler.residents.num_slots == resident_token_slots
         for kv in [*self.residents.values(), *(turn.kv for turn in self.turns.values() if turn.kv)]:
             if kv.pages:
@@ -181,7 +189,8 @@ class SchedulerWorld:
         """A resident may have other pages; it may be one no more by the same plan."""
         kv, resident = self.residents[key], self.scheduler.residents.get(key)
         if resident is not None:
-            kv.capacity, kv.pages = resident.holding.num_slots, list(resident.holding.pages)
+            kv.capacity = self.scheduler.slots.tokens_in(resident.num_slots)
+            kv.pages = list(resident.holding.pages)
 
     def _own(self, key: SessionKey, ranges: tuple[Range, ...]) -> bool:
         """What a resident is about to overwrite is its own; whether there is room for that."""
@@ -362,8 +371,9 @@ class SchedulerWorld:
         assert plan.wake_ns is None or plan.wake_ns > self.now_ns
         planned = {chunk.request.number for chunk in plan.chunks}
         assert len(planned) == len(plan.chunks)
-        running = [turn.request for turn in self.in_state(RequestState.RUNNING)]
         stalled = {request.number for request in plan.stalled}
+        running = [turn.request for turn in self.in_state(RequestState.RUNNING)]
+        running = [r for r in running if not self._is_held_up(r, planned | stalled)]
         decoding = {r.number for r in running if r.is_decoding and r.unused_slots}
         assert decoding <= planned | stalled
         assert planned | stalled <= {r.number for r in running}
@@ -380,6 +390,14 @@ class SchedulerWorld:
         assert all(c.sample == (c.num_tokens == c.request.uncomputed_tokens) for c in plan.chunks)
         is_going_on = bool(plan.chunks or plan.stalled)
         assert is_going_on == any(r.unused_slots for r in running), "the batch goes on"
+
+    def _is_held_up(self, request: Request, going_on: set[int]) -> bool:
+        """Whether somebody copies what a turn would have to give back."""
+        if request.number in going_on or not self.scheduler.residents.is_busy(request.key):
+            return False
+        is_held_up = self.limits.held_rows is not None and request.unused_slots > 0
+        self.num_held_up += is_held_up
+        return is_held_up
 
     def _preempt(self, turn: Turn) -> None:
         request, kv = turn.request, turn.kv
@@ -458,7 +476,8 @@ class SchedulerWorld:
             layers = NUM_LAYERS
             assert turn.kv.capacity >= request.capacity_tokens
         else:
-            turn.kv = SequenceKv(request.capacity_tokens)
+            slots = self.scheduler.slots
+            turn.kv = SequenceKv(slots.tokens_in(slots.needed_for(request.capacity_tokens)))
             self._lie_on(turn.kv, admission)
             if admission.is_copy:
                 turn.num_copied, layers = found, min(layers, NUM_LAYERS - 1)
@@ -466,10 +485,12 @@ class SchedulerWorld:
             layers = NUM_LAYERS
         turn.kv.rows = request.token_ids[:found]
         if admission.source is None:
+            write_back = min(write_back, self.limits.block_tokens)
             stored = self.limits.attention_window + write_back  # of whole blocks
             window_from = max(0, found - stored) if self.limits.attention_window else 0
             windowed = [EMPTY] * window_from + turn.kv.rows[window_from:]
-        turn.kv.windowed = windowed
+        turn.kv.windowed = [EMPTY] * min(window_from, found) + windowed[window_from:]
+        turn.copied_from = window_from
         turn.layers = None if layers == NUM_LAYERS else layers
         turn.fails = fails and turn.layers is not None and turn.source is None
         if self.limits.write_slots:
@@ -516,6 +537,9 @@ class SchedulerWorld:
     def _end_copy(self, turn: Turn) -> None:
         rows = turn.request.token_ids[: turn.num_copied]
         assert turn.source.rows[: turn.num_copied] == rows, "nobody wrote to what was copied"
+        windowed = turn.source.windowed[turn.copied_from : turn.num_copied]
+        first = max(turn.copied_from, turn.num_copied - self.limits.attention_window)
+        assert EMPTY not in windowed[first - turn.copied_from :], "it was given back under the copy"
         if self.scheduler.residents.end_copy(turn.request):
             assert self.residents.pop(turn.request.key) is turn.source
         turn.source = None
@@ -531,6 +555,8 @@ class SchedulerWorld:
         for chunk in plan.chunks:
             turn = self.turns[chunk.request.number]
             start = chunk.request.computed_tokens
+            if turn.request.number not in failing and not turn.fails:
+                self._move_window(turn, start + chunk.num_fed)
             if turn.layers is not None:  # the step has waited for it
                 self.progress(turn, NUM_LAYERS)
             if turn.request.number in failing:
@@ -562,6 +588,18 @@ class SchedulerWorld:
         for number in failing:
             self.stop(self.turns[number], RequestEvent.FAIL)
         return [self.turns[number] for number in sampled]
+
+    def _move_window(self, turn: Turn, end: int) -> None:
+        """Layers with a window give back what is behind it; then the new tokens have rows."""
+        first, rows = turn.request.window_from, self.limits.held_rows
+        before = turn.kv.windowed[:first]
+        if set(before) - {EMPTY}:
+            assert rows is not None, "nothing is given back"
+            assert all(other.source is not turn.kv for other in self.turns.values())
+            assert turn.layers is None, "what is being loaded does not move"
+            self.num_moved_windows += 1
+        turn.kv.windowed[:first] = [EMPTY] * first
+        assert rows is None or end - first <= rows.num_rows
 
     def _retract(self, turn: Turn, num_tokens: int) -> None:
         """The last tokens of what was computed were drafted in vain."""

@@ -9,15 +9,29 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from inference_svc.core.attention_window import HeldRows
 from inference_svc.core.scheduling.request import RequestEvent
 from inference_svc.core.scheduling.step_plan import SchedulerLimits
 from tests.property.scheduler_world import KEYS, MS, NUM_LAYERS, SchedulerWorld, Turn
+
+MOST_DRAFTED = 4
 
 
 def whole_pages(limits: SchedulerLimits) -> SchedulerLimits:
     """The same with a whole number of pages, at least one."""
     size = limits.page_tokens
     return replace(limits, kv_slots=max(1, limits.kv_slots // size) * size) if size else limits
+
+
+def with_rows(limits: SchedulerLimits, full_items: int) -> SchedulerLimits:
+    """The same where layers with a window, if there are some, hold the last tokens only."""
+    if limits.page_tokens or not limits.attention_window:
+        return limits
+    step_tokens = max(limits.step_tokens, 1 + MOST_DRAFTED)
+    rows = HeldRows(
+        limits.attention_window, limits.block_tokens, step_tokens, 6, full_items=full_items
+    )
+    return replace(limits, held_rows=rows)
 
 
 LIMITS = st.builds(
@@ -35,6 +49,7 @@ LIMITS = st.builds(
     page_tokens=st.sampled_from([None, None, 1, 3, 4]),
     attention_window=st.sampled_from([0, 1, 6]),
 ).map(whole_pages)
+LIMITS = st.one_of(LIMITS, st.builds(with_rows, LIMITS, st.sampled_from([1, 3, 5])))
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -70,7 +85,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.world.check()
 
     def _loop(self, data, ends, keeps) -> None:
-        plan = self.world.schedule(data.draw(st.sampled_from([0, 1, 4])))
+        plan = self.world.schedule(data.draw(st.sampled_from([0, 1, MOST_DRAFTED])))
         numbers = [chunk.request.number for chunk in plan.chunks]
         fails = numbers and data.draw(st.integers(0, 9)) == 0
         failing = [data.draw(st.sampled_from(numbers))] if fails else []
@@ -211,7 +226,8 @@ def random_limits(random: Random) -> SchedulerLimits:
         page_tokens=random.choice([None, None, 1, 3, 4, 4]),
         attention_window=random.choice([0, 0, 1, 5, 20]),
     )
-    return whole_pages(limits)
+    limits = whole_pages(limits)
+    return with_rows(limits, random.choice([1, 3])) if random.random() < 0.7 else limits
 
 
 def disturb(world: SchedulerWorld, turn: Turn, random: Random) -> None:
@@ -303,6 +319,8 @@ def random_traffic(seed: int, num_rounds: int) -> Counter[str]:
     seen["pages copied"] += world.num_copied_pages
     seen["pages replaced"] += world.num_replaced_pages
     seen["prefixes of running turns"] += world.num_shared_running
+    seen["windows moved"] += world.num_moved_windows
+    seen["held up"] += world.num_held_up
     return seen
 
 
@@ -311,6 +329,7 @@ def check_traffic(seeds: range, num_rounds: int) -> None:
     wanted = ("preempted", "overflowed", "shifted", "discarded", "evicted", "expired", "in place")
     wanted += ("moved", "shared", "mixed", "finished", "stalled", "grown", "on shared pages")
     wanted += ("pages copied", "pages replaced", "prefixes of running turns", "late")
+    wanted += ("windows moved", "held up")
     assert min(seen[what] for what in wanted) > 0, f"the traffic is too tame: {seen}"
 
 

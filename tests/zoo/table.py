@@ -56,8 +56,9 @@ change states in place, and are handed copies.
 
 **Windows**: in many models some layers attend to the last tokens only, others to all (Gemma,
 gpt-oss, Cohere). Of the former kvd has, and a turn loads, KV of the tokens before the places where
-turns begin, and no other: `inference_svc/README.md` has what follows from that. So it is in mode
-*ragged*; where all layers have a window, KV of all tokens is stored, as of any model.
+turns begin, and no other; on a CPU the engine's memory holds the last tokens only, so that more
+sessions fit. `inference_svc/README.md` has what follows from that. So it is in mode *ragged*; where
+all layers have a window, KV of all tokens is stored and held, as of any model.
 
 **Versions**: the table is of Transformers {version}; others differ where Transformers does. In
 5.17, the oldest that is taken, models that choose keys by an index (DSA) cache keys and values of

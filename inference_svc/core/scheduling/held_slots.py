@@ -1,6 +1,8 @@
 """Who holds token slots of working KV, and what would be free if somebody let go.
 
-    ContiguousSlots   a sequence's slots lie side by side, in memory of its own: they are counted
+    ContiguousSlots   a sequence's slots lie side by side, in memory of its own: they are counted.
+                      Where layers with a window hold the last tokens only, long sequences take
+                      less slots than they have tokens
     PagedSlots        they are pages anywhere, of `page_tokens` slots each; sequences whose KV
                       begins alike hold the same pages, and each page counts who holds it
 
@@ -20,6 +22,7 @@ from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from typing import NamedTuple, Protocol
 
+from inference_svc.core.attention_window import HeldRows
 from shared.types.units import ceil_div
 
 
@@ -70,6 +73,9 @@ class HeldSlots(Protocol):
     def needed_for(self, num_tokens: int) -> int:
         """Return the slots of a holding for so many tokens."""
 
+    def tokens_in(self, num_slots: int) -> int:
+        """Return how many tokens a holding of so many slots has room for."""
+
     def take(self, num_slots: int) -> Holding:
         """Take free slots; they are needed from the start."""
 
@@ -107,19 +113,31 @@ class HeldSlots(Protocol):
 
 
 class ContiguousSlots:
-    """Slots that are only counted; see the module docstring."""
+    """Slots that are only counted; see the module docstring.
+
+    Args:
+        num_slots: how many there are.
+        held_rows: what layers with a window hold; None: all tokens, or there are none.
+    """
 
     page_tokens = 1
     is_paged = False
 
-    def __init__(self, num_slots: int) -> None:
+    def __init__(self, num_slots: int, held_rows: HeldRows | None = None) -> None:
         self.num_slots = num_slots
         self.free_slots = num_slots
         self.evictable_slots = 0
+        self._held_rows = held_rows
 
     def needed_for(self, num_tokens: int) -> int:
-        """Return the slots of a holding for so many tokens: as many."""
-        return num_tokens
+        """Return the slots of a holding for so many tokens: as many, or less."""
+        rows = self._held_rows
+        return num_tokens if rows is None else rows.slots_for(num_tokens)
+
+    def tokens_in(self, num_slots: int) -> int:
+        """Return how many tokens a holding of so many slots has room for: as many, or more."""
+        rows = self._held_rows
+        return num_slots if rows is None else rows.tokens_in(num_slots)
 
     def take(self, num_slots: int) -> Holding:
         """Take free slots; they are needed from the start."""
@@ -213,6 +231,10 @@ class PagedSlots:
     def needed_for(self, num_tokens: int) -> int:
         """Return the slots of a holding for so many tokens: those of whole pages."""
         return ceil_div(num_tokens, self.page_tokens) * self.page_tokens
+
+    def tokens_in(self, num_slots: int) -> int:
+        """Return how many tokens a holding of so many slots has room for: as many."""
+        return num_slots
 
     def take(self, num_slots: int) -> Holding:
         """Take free pages; they are needed from the start."""

@@ -7,8 +7,7 @@
        a full batch preempts one of lower priority;
     3. the head of the queue is admitted, while there is room: residents are evicted for it, and
        if that is not enough, requests of lower priority are preempted, if that is;
-    4. who runs is computed, as far as the write ring has room for its tokens; who waits for a ring
-       that stands still is computed without being saved.
+    4. who runs is computed, as far as there is room for its tokens: see `chunk_planner.py`.
 
 Preemption costs little: what was computed stays as the session's resident while there is room,
 and is saved besides. Never preempted is a request to whose KV a copy is under way, or whose
@@ -33,6 +32,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from inference_svc.core.attention_window import is_whole
+from inference_svc.core.scheduling.chunk_planner import ChunkPlanner
 from inference_svc.core.scheduling.request import (
     ActiveRequests,
     Request,
@@ -47,10 +47,8 @@ from inference_svc.core.scheduling.step_plan import (
     Admission,
     Drafts,
     Growth,
-    PlannedChunk,
     SchedulerLimits,
     StepPlan,
-    plan_chunks,
     prompt_budget,
 )
 from inference_svc.core.scheduling.waiting_queue import WaitingQueue
@@ -79,17 +77,14 @@ class Terms:
 
 @dataclass
 class _Sketch:
-    """A plan that is being made at `now_ns`, with drafts by request number."""
+    """A plan that is being made at `now_ns`."""
 
     now_ns: int
-    drafts: Drafts
     admitted: list[Admission] = field(default_factory=list)
     grown: list[Request] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
     overflowed: list[Request] = field(default_factory=list)
     evicted: list[SessionKey] = field(default_factory=list)
-    unsaved: tuple[Request, ...] = ()
-    patience_ns: int | None = None  # until when who stalls waits for the write ring
 
 
 class Planner:
@@ -111,12 +106,12 @@ class Planner:
         self._slots = slots
         self._residents = residents
         self._gate = gate
-        self._write_slots = write_slots
+        self._chunks = ChunkPlanner(limits, active, residents, write_slots)
         self._prefixes = SharedPrefixes(limits, active, residents, slots, gate)
 
     def plan(self, now_ns: int, drafts: Drafts) -> StepPlan:
         """Make a plan, see `Scheduler.schedule`; deadlines are not its business."""
-        sketch = _Sketch(now_ns, drafts)
+        sketch = _Sketch(now_ns)
         self._grow_or_preempt(sketch)
         wake_ns = self._start_ready(sketch)
         self._admit(sketch)
@@ -124,17 +119,17 @@ class Planner:
             wake_ns = self._start_ready(sketch)
         if not self._limits.keeps_residents:
             self._evict_left_over(sketch)
-        chunks, stalled = self._chunks(sketch)
-        wakes_ns = [ns for ns in (wake_ns, sketch.patience_ns) if ns is not None]
+        computed = self._chunks.plan(now_ns, drafts)
+        wakes_ns = [ns for ns in (wake_ns, computed.patience_ns) if ns is not None]
         return StepPlan(
-            chunks,
+            computed.chunks,
             tuple(sketch.admitted),
             tuple(sketch.preempted),
             tuple(sketch.overflowed),
             tuple(sketch.evicted),
             grown=self._growths(sketch),
-            stalled=stalled,
-            unsaved=sketch.unsaved,
+            stalled=computed.stalled,
+            unsaved=computed.unsaved,
             wake_ns=min(wakes_ns, default=None),
         )
 
@@ -200,18 +195,6 @@ class Planner:
             self._preempt(victims[0], sketch)
         return bool(victims)
 
-    def _chunks(self, sketch: _Sketch) -> tuple[tuple[PlannedChunk, ...], tuple[Request, ...]]:
-        """Choose who is computed; who waits for a ring that stands still is not saved any more."""
-        running, slots = self._active.in_state(RequestState.RUNNING), self._write_slots
-        chunks, stalled = plan_chunks(running, self._limits, slots.num_free, sketch.drafts)
-        sketch.patience_ns = slots.note_stall(sketch.now_ns, is_stalled=bool(stalled))
-        if sketch.patience_ns is not None and sketch.patience_ns <= sketch.now_ns:
-            for request in stalled:
-                request.is_saved = False
-            sketch.unsaved, sketch.patience_ns = stalled, None
-            chunks, stalled = plan_chunks(running, self._limits, slots.num_free, sketch.drafts)
-        return chunks, stalled
-
     # ----------------------------------------------------------------------------- admission
 
     def _admit(self, sketch: _Sketch) -> None:
@@ -270,8 +253,9 @@ class Planner:
             if slots.is_paged:
                 kv_slots = slots.growth_in_place(resident, num_tokens, capacity)
                 return [Terms(capacity, kv_slots, num_tokens, resident, in_place=True)]
-            if resident.capacity_tokens >= capacity:
-                usable = min(resident.capacity_tokens, request.full_capacity_tokens)
+            room = slots.tokens_in(resident.num_slots)
+            if room >= capacity:
+                usable = min(room, request.full_capacity_tokens)
                 return [Terms(usable, 0, num_tokens, resident, in_place=True)]
             return [replace(fresh, num_tokens=num_tokens, source=resident), fresh]
         shared = self._prefixes.best(request)
@@ -309,7 +293,9 @@ class Planner:
         self._reserve(request, terms)
         request.move(RequestEvent.ADMIT)
         request.capacity_tokens = terms.capacity_tokens
-        request.window_from = 0 if source is None else source.window_from
+        request.window_from = 0
+        if source is not None:
+            request.window_from = self._first_held(source.window_from, terms)
         request.admitted_ns = request.admitted_ns or sketch.now_ns
         self._active.add(request)
         sketch.admitted.append(
@@ -322,6 +308,12 @@ class Planner:
                 pages=self._slots.pages(request),
             )
         )
+
+    def _first_held(self, window_from: int, terms: Terms) -> int:
+        """Return the first token that layers with a window hold of what the terms have."""
+        if terms.in_place:
+            return window_from
+        return self._chunks.window_from(window_from, terms.num_tokens)
 
     def _claim(self, request: Request, terms: Terms) -> None:
         """Keep what the terms have of a resident from being evicted, and share what is shared."""

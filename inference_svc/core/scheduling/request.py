@@ -123,8 +123,8 @@ class Request:
         loaded_tokens: how many were found rather than computed, when it was first admitted.
         boundary: position of a token that a block of what is stored begins with, since its load was
             announced; from there blocks are counted.
-        window_from: first token of which layers with a window have KV, set at each admission and
-            once its load is announced; see core/attention_window.py.
+        window_from: first token of which layers with a window have KV, set at each admission, once
+            its load is announced, and before a step; see core/attention_window.py.
         capacity_tokens: slots it may fill, set at each admission; its KV has as many or more.
         num_sampled: number of the answer's tokens so far.
         num_preemptions: number of times it returned to the queue with its KV kept.

@@ -11,8 +11,8 @@ that both begin with are both sessions'. While it is copied, or compacted becaus
 were dropped, it is no victim, and nothing is written to it. Sessions share within a tenant, a model
 and a lineage, as in kvd.
 
-Invariants (`check`): 1. a session has one resident at most; 2. num_slots is the sum of their
-capacities; 3. only a resident is copied from, or compacted, not both; 4. the index of prefixes
+Invariants (`check`): 1. a session has one resident at most; 2. num_slots is the sum of
+theirs; 3. only a resident is copied from, or compacted, not both; 4. the index of prefixes
 holds residents' tokens; 5. residents that are not busy may be evicted, the others are needed.
 
 *Source:* look-ahead eviction: CachedAttention §3.3.2.
@@ -59,7 +59,7 @@ class Resident:
     window_from: int = 0
 
     @property
-    def capacity_tokens(self) -> int:
+    def num_slots(self) -> int:
         """Number of its slots."""
         return self.holding.num_slots
 
@@ -131,7 +131,7 @@ class Residents:
         assert resident.key not in self._residents, f"{resident.key} has a resident"
         self._residents[resident.key] = resident
         self._index.put(resident.key, resident.scope, resident.token_ids)
-        self.num_slots += resident.capacity_tokens
+        self.num_slots += resident.num_slots
         self._slots.spare(resident.holding)
         for _ in range(self._num_copies(resident.key)):  # that were begun while its turn ran
             self._slots.need(resident.holding)
@@ -331,9 +331,9 @@ class Residents:
         self._residents[key] = compacted
         self._index.take(key)
         self._index.put(key, compacted.scope, token_ids)
-        self.num_slots -= resident.capacity_tokens
+        self.num_slots -= resident.num_slots
         self._slots.trim(resident.holding, len(token_ids))
-        self.num_slots += resident.capacity_tokens
+        self.num_slots += resident.num_slots
         self._slots.spare(resident.holding)
         return True
 
@@ -344,10 +344,11 @@ class Residents:
     def check(self) -> None:
         """Raise AssertionError if an invariant is broken."""
         assert all(key == resident.key for key, resident in self._residents.items())
-        assert self.num_slots == sum(r.capacity_tokens for r in self._residents.values())
+        assert self.num_slots == sum(r.num_slots for r in self._residents.values())
         assert self._compactions.keys() <= self._residents.keys()
         assert not self._compactions.keys() & set(self._copies.values())
-        assert all(len(r.token_ids) <= r.capacity_tokens for r in self._residents.values())
+        rooms = {key: self._slots.tokens_in(r.num_slots) for key, r in self._residents.items()}
+        assert all(len(r.token_ids) <= rooms[key] for key, r in self._residents.items())
         assert len(self._index) == len(self._residents)
         self._index.check()
         for key, resident in self._residents.items():
@@ -364,5 +365,5 @@ class Residents:
     def _remove(self, key: SessionKey) -> Resident:
         resident = self._residents.pop(key)
         self._index.take(key)
-        self.num_slots -= resident.capacity_tokens
+        self.num_slots -= resident.num_slots
         return resident

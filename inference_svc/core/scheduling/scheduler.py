@@ -135,7 +135,7 @@ class Scheduler:
             QueueFullError: the waiting queue is at its bound.
         """
         assert len(request.token_ids) <= request.window_tokens, "the caller cuts the context"
-        most_slots = request.full_capacity_tokens
+        most_slots = self.slots.needed_for(request.full_capacity_tokens)
         assert most_slots <= self._limits.kv_slots, "the caller checks the window"
         if len(self.queue) >= self._limits.max_waiting:
             raise QueueFullError(
@@ -321,12 +321,13 @@ class Scheduler:
         assert len(self.queue) + num_active <= limits.max_waiting + most_admitted
         assert all(request.state is RequestState.WAITING for request in self.queue)
         self._active.check()
-        assert all(r.capacity_tokens <= self.slots.kv_slots(r) for r in self._active)
+        rooms = {r.number: self.slots.tokens_in(self.slots.kv_slots(r)) for r in self._active}
+        assert all(r.capacity_tokens <= rooms[r.number] for r in self._active)
 
 
 def _held_slots(limits: SchedulerLimits) -> HeldSlots:
     if limits.page_tokens is None:
-        return ContiguousSlots(limits.kv_slots)
+        return ContiguousSlots(limits.kv_slots, limits.held_rows)
     num_pages, rest = divmod(limits.kv_slots, limits.page_tokens)
     assert not rest, "there are whole pages"
     return PagedSlots(num_pages, limits.page_tokens)

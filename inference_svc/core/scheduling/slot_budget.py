@@ -1,7 +1,9 @@
 """Whose slots of working KV are which: requests' and residents'.
 
-A slot holds K and V of one token, all layers. They are held by requests, as sequences' KV, and by
-residents; those of the write ring are counted apart (`write_slots.py`). What happens to them:
+A slot holds K and V of one token, all layers; where layers with a window hold the last tokens only,
+some of a long sequence's hold more tokens, of the other layers (`HeldRows`). They are held by
+requests, as sequences' KV, and by residents; those of the write ring are counted apart
+(`write_slots.py`). What happens to them:
 
     event                 sequence KV                             … in pages
     ───────────────────   ─────────────────────────────────────   ──────────────────────────────
@@ -102,6 +104,10 @@ class SlotBudget:
         """Return the slots of KV with room for so many tokens."""
         return self._slots.needed_for(num_tokens)
 
+    def tokens_in(self, num_slots: int) -> int:
+        """Return how many tokens KV of so many slots has room for."""
+        return self._slots.tokens_in(num_slots)
+
     def whole_pages(self, num_tokens: int) -> int:
         """Return how many of so many tokens fill their page."""
         return num_tokens // self._slots.page_tokens * self._slots.page_tokens
@@ -127,7 +133,7 @@ class SlotBudget:
             capacity_tokens: number of tokens that there is to be room for.
         """
         shared = self._slots.num_shared(resident.holding, num_tokens)
-        return max(0, self._slots.needed_for(capacity_tokens) - resident.capacity_tokens + shared)
+        return max(0, self._slots.needed_for(capacity_tokens) - resident.num_slots + shared)
 
     def reserve(self, request: Request, kv_slots: int) -> None:
         """Give a request so many slots: KV of its own if it has none, else (pages) more of it."""

@@ -10,6 +10,7 @@ that it never holds up answers for longer than its share of a step takes (`plan_
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from inference_svc.core.attention_window import HeldRows
 from inference_svc.core.scheduling.request import Request
 from inference_svc.core.scheduling.residents import MOST_RESIDENTS
 from shared.types.session_key import SessionKey
@@ -39,6 +40,7 @@ class SchedulerLimits:
         most_residents: most sessions that keep their KV.
         attention_window: most tokens that layers with a window attend to, of which there may be no
             KV before (core/attention_window.py); 0: the model has none.
+        held_rows: what such layers hold of a sequence; None: all tokens.
     """
 
     max_running: int
@@ -55,6 +57,7 @@ class SchedulerLimits:
     has_states: bool = False
     most_residents: int = MOST_RESIDENTS
     attention_window: int = 0
+    held_rows: HeldRows | None = None
 
 
 @dataclass(frozen=True)

@@ -69,11 +69,12 @@ class ScoreKeeper:
         Args:
             call: number of the call in its forward, from 0 on.
             query: [heads, tokens, dim], after RoPE.
-            keys: [kv_heads, first_token + tokens, dim], after RoPE.
+            keys: [kv_heads, keys, dim], after RoPE, up to that of the last query; those are missing
+                which a layer with a window does not hold any more.
             options: scale, softcap, sinks and window of the call.
             first_token: position of the first query.
         """
-        length = keys.shape[1]
+        length = first_token + query.shape[1]
         if self._is_window and self._end >= self._prompt_tokens:
             return
         if self._last_call is None or call <= self._last_call:
@@ -85,8 +86,9 @@ class ScoreKeeper:
             if length < self._prompt_tokens:
                 self._new_held[call] = query.clone()
                 return
+        query = query[:, max(0, query.shape[1] - keys.shape[1]) :]
         if query.shape[1]:
-            add_weights(self._new_sums, query, keys, options)
+            add_weights(self._new_sums[length - keys.shape[1] :], query, keys, options)
 
     @torch.inference_mode()
     def commit(self) -> None:

@@ -181,7 +181,7 @@ class StepForward:
 
         Args:
             queries: per chunk [1, heads, tokens, head_dim].
-            keys: per chunk [1, kv_heads, end_token, head_dim].
+            keys: per chunk [1, kv_heads, keys, head_dim], as `ScoreKeeper.note` takes them.
             asked: the call's options.
         """
         for chunk, query, key in zip(self._chunks, queries, keys, strict=True):

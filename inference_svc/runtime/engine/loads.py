@@ -117,6 +117,7 @@ class Loads:
         _note_outcome(request, begun.end_token, dict(begun.tier_tokens), begun.reason)
         kv.num_tokens, load.boundary = begun.end_token, begun.tail_from
         load.window_from = begun.window_from
+        kv.begin_at(begun.window_from)
         if self._saves(request):
             request.write_buffer = self._ring.lend(begun.tail_from, begun.end_token)
         if begun.grant is not None:
@@ -148,6 +149,7 @@ class Loads:
         admission = load.admission
         kv = request.kv = self._pool.new_kv(request.capacity_tokens, admission.pages)
         kv.num_tokens = admission.resident_tokens
+        kv.begin_at(request.window_from)
         if source is not None and source.states is not None:
             kv.states = source.states.fork()
         if admission.is_copy:

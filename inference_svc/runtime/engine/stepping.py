@@ -40,11 +40,13 @@ class StepInput:
 
     Attributes:
         draft: the last of its chunk's tokens, which may or may not come.
+        window_from: first token that layers with a window are to hold from now on.
     """
 
     request: EngineRequest
     chunk: Chunk
     draft: Sequence[int] = ()
+    window_from: int = 0
 
 
 @dataclass(frozen=True)
@@ -135,6 +137,8 @@ class Stepper:
             starts = [part.chunk.kv.num_tokens for part in inputs]
             # A step that is repeated must find everything as it was: KV is appended once.
             assert starts == [part.request.computed_tokens for part in inputs]  # noqa: S101
+            for part in inputs:
+                part.chunk.kv.keep_from(part.window_from)
             gates = [gate for part in inputs if (gate := part.chunk.kv.gate) is not None]
             waited_s = sum(gate.waited_s for gate in gates)
             num_replayed = self._runner.num_replayed
@@ -251,6 +255,7 @@ def step_input(request: EngineRequest, chunk: PlannedChunk) -> StepInput:
             pooler=request.pooler,
         ),
         chunk.draft,
+        request.window_from,
     )
 
 

@@ -6,7 +6,8 @@ how many token slots there may be altogether is the scheduler's business.
 
     region       = slot | slot | ...  a slot: K and V of one token, all layers, padded to 64 bytes
     sequence KV  = capacity slots     keys [layers of a shape, 1, kv_heads, capacity, head_dim] ...,
-                                      values [..., value_dim] ...
+                   or less            values [..., value_dim] ...; where layers with a window hold
+                                      the last tokens only, less slots (`windowed_kv.py`)
     write buffer = capacity slots     keys [layers of a shape, capacity, kv_heads, head_dim] ...,
                                       values [..., value_dim] ...
 
@@ -32,6 +33,7 @@ from inference_svc.runtime.kv.layer_tensors import (
 )
 from inference_svc.runtime.kv.sequence_kv import MemoryHold, SequenceKv, WriteBuffer
 from inference_svc.runtime.kv.states import SequenceStates, StateShape
+from inference_svc.runtime.kv.windowed_kv import HeldWindows, WindowedKv, WindowedTokens
 from inference_svc.runtime.memory import allocate_region, populate
 from shared.types.units import align_up
 
@@ -55,6 +57,7 @@ class KVPool:
         device: torch.device,
         dtype: torch.dtype,
         states: Sequence[StateShape] = (),
+        windows: HeldWindows | None = None,
     ) -> None:
         """Reserve address space; memory comes with `prefault` or first use.
 
@@ -65,7 +68,9 @@ class KVPool:
             dtype: the tensors' element type.
             states: shapes of what sequences have beside token slots, in memory that is not the
                 region's; none in a model of keys and values alone.
+            windows: what sequences hold in layers with a window; None: all tokens.
         """
+        self._windows = windows
         self._states = states
         self.num_token_slots = num_token_slots
         self._shapes = shapes
@@ -89,6 +94,8 @@ class KVPool:
     def new_kv(self, capacity_tokens: int, pages: Sequence[int] = ()) -> SequenceKv:
         """Lend empty KV, side by side; `release` it once its sequence does not need it."""
         assert not pages, "this pool has no pages"  # noqa: S101
+        if self._windows is not None and capacity_tokens > self._windows.rows.num_rows:
+            return self._new_windowed_kv(capacity_tokens, self._windows)
         flat, memory = self._lend(capacity_tokens, from_top=False)
         keys, values, indexes = divided(flat, self._shapes, capacity_tokens, ContiguousTokens)
         return SequenceKv(
@@ -99,6 +106,15 @@ class KVPool:
             memory=memory,
             states=self._new_states(),
         )
+
+    def _new_windowed_kv(self, capacity_tokens: int, windows: HeldWindows) -> WindowedKv:
+        """Lend as many slots as it takes; there may be room for a token more than was asked for."""
+        num_slots = windows.rows.slots_for(capacity_tokens)
+        capacity_tokens = windows.rows.tokens_in(num_slots)
+        flat, memory = self._lend(num_slots, from_top=False)
+        num_rows = windows.rows_by_layer(len(self._shapes), capacity_tokens)
+        keys, values, _ = divided(flat, self._shapes, num_rows, WindowedTokens)
+        return WindowedKv(keys, values, capacity_tokens, memory=memory)
 
     def new_write_buffer(self, first_token: int, capacity_tokens: int) -> WriteBuffer:
         """Lend an empty write buffer for tokens from `first_token` on, with slots of its own."""

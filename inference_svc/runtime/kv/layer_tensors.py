@@ -110,6 +110,10 @@ class ContiguousTokens(LayerTensors):
         """Return the sizes of one layer's tensor."""
         return 1, kv_heads, num_slots, dim
 
+    def first_token(self, _layer_index: int) -> int:
+        """Return the first token that a layer holds: all hold all."""
+        return 0
+
     def read(self, layer_index: int, first: int, num_tokens: int) -> Tensor:
         """View a layer's tokens, [num_tokens, kv_heads, dim]."""
         return self.layers[layer_index][0].narrow(1, first, num_tokens).transpose(0, 1)
@@ -159,8 +163,12 @@ class TokenTensors(Protocol):
     def cut(self, first: int, num_tokens: int) -> Sequence[Tensor]:
         """Return tokens [first, first + num_tokens) by layer, each [1, kv_heads, num_tokens, dim].
 
-        To be read: views, or where tokens lie apart copies, made when a layer is asked for.
+        To be read: views, or where tokens lie apart copies, made when a layer is asked for. Of a
+        layer that does not hold all of them those are missing that it does not.
         """
+
+    def first_token(self, layer_index: int) -> int:
+        """Return the first token that a layer holds."""
 
     def read(self, layer_index: int, first: int, num_tokens: int) -> Tensor:
         """Return a layer's tokens, [num_tokens, kv_heads, dim]; a view, or a copy."""
@@ -186,14 +194,14 @@ def token_items_of(shapes: Sequence[LayerShape]) -> int:
 
 
 def divided(
-    flat: Tensor, shapes: Sequence[LayerShape], num_slots: int, kind: type[T]
+    flat: Tensor, shapes: Sequence[LayerShape], num_slots: int | Sequence[int], kind: type[T]
 ) -> tuple[T, T, T | None]:
     """Divide memory between keys, values and index keys, and each of them between layers.
 
     Args:
-        flat: with room for `num_slots` tokens.
+        flat: with room for all of it.
         shapes: of all layers.
-        num_slots: token slots of each layer's tensor.
+        num_slots: token slots of each layer's tensor, or of each one by layer.
         kind: how a layer's tensor is laid out.
 
     Returns:
@@ -201,15 +209,17 @@ def divided(
         no layer has one.
     """
     offset = 0
+    slots_by_layer = [num_slots] * len(shapes) if isinstance(num_slots, int) else num_slots
 
     def divide(per_token: Sequence[tuple[int, int]]) -> list[tuple[Tensor, Sequence[int]]]:
         nonlocal offset
         stacks: list[tuple[Tensor, Sequence[int]]] = []
-        for shape in dict.fromkeys(per_token):
-            indices = [index for index, other in enumerate(per_token) if other == shape]
-            heads, dim = shape
-            num_items = len(indices) * heads * num_slots * dim
-            sizes = kind.sizes(heads, num_slots, dim)
+        by_layer = list(zip(per_token, slots_by_layer, strict=True))
+        for one in dict.fromkeys(by_layer):
+            indices = [index for index, other in enumerate(by_layer) if other == one]
+            (heads, dim), slots = one
+            num_items = len(indices) * heads * slots * dim
+            sizes = kind.sizes(heads, slots, dim)
             stack = flat.narrow(0, offset, num_items).view(len(indices), *sizes)
             stacks.append((stack, indices))
             offset += num_items

@@ -34,6 +34,7 @@ from inference_svc.runtime.kv.layer_tensors import (
 )
 from inference_svc.runtime.kv.sequence_kv import SequenceKv
 from inference_svc.runtime.kv.states import StateShape
+from inference_svc.runtime.kv.windowed_kv import HeldWindows
 from inference_svc.runtime.memory import allocate_region, placed_on, populate
 from shared.types.units import ceil_div
 
@@ -125,6 +126,10 @@ class PagedTokens:
         if self._table.is_run(first, num_tokens):
             return self._by_heads.cut(self._table.slot_of(first), num_tokens)
         return _GatheredLayers(self.slots, self._table, first, num_tokens)
+
+    def first_token(self, _layer_index: int) -> int:
+        """Return the first token that a layer holds: all hold all."""
+        return 0
 
     def read(self, layer_index: int, first: int, num_tokens: int) -> Tensor:
         """Return a layer's tokens, [num_tokens, kv_heads, dim]; a view, or a copy."""
@@ -290,6 +295,7 @@ def make_pool(
     device: torch.device,
     dtype: torch.dtype,
     states: Sequence[StateShape] = (),
+    windows: HeldWindows | None = None,
 ) -> KVPool:
     """Make the pool of an engine: of pages, if the scheduler counts pages.
 
@@ -300,8 +306,9 @@ def make_pool(
         device: where the tensors are.
         dtype: the tensors' element type.
         states: see `KVPool`.
+        windows: see `KVPool`; None where there are pages.
     """
     if slots.is_paged:
         return PagePool(shapes, slots, num_buffer_slots, device=device, dtype=dtype, states=states)
     num_slots = slots.num_slots + num_buffer_slots
-    return KVPool(shapes, num_slots, device=device, dtype=dtype, states=states)
+    return KVPool(shapes, num_slots, device=device, dtype=dtype, states=states, windows=windows)

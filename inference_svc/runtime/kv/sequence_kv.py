@@ -124,7 +124,8 @@ class LentKv(Generic[K]):
 class SequenceKv(LentKv[TokenTensors]):
     """What attention reads: keys after RoPE and values of one sequence's tokens, by position.
 
-    They lie side by side (`ContiguousTokens`), or on pages (`paged_kv.PagedTokens`).
+    They lie side by side (`ContiguousTokens`), or on pages (`paged_kv.PagedTokens`); layers with a
+    window may hold the last ones only (`windowed_kv.WindowedTokens`).
 
     Attributes:
         capacity_tokens: number of token slots.
@@ -143,6 +144,17 @@ class SequenceKv(LentKv[TokenTensors]):
     def free_tokens(self) -> int:
         """Number of tokens that can still be appended."""
         return self.capacity_tokens - self.num_tokens
+
+    @property
+    def window_from(self) -> int:
+        """First token that layers with a window have room for: all have room for all tokens."""
+        return 0
+
+    def begin_at(self, _window_from: int) -> None:
+        """Have layers with a window begin at a token: nothing changes, see `WindowedKv`."""
+
+    def keep_from(self, _window_from: int) -> None:
+        """Give back what layers with a window hold before a token: nothing, see `WindowedKv`."""
 
     def reset(self) -> None:
         """Forget every token and the gate, as after a load that cannot be trusted."""

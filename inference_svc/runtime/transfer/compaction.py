@@ -1,7 +1,8 @@
 """Compaction in place: after a discard a sequence's tokens move up, re-embedded at new positions.
 
 In one pass, layer by layer, piece by piece from the front: a token never moves to a higher slot, so
-that a piece may overwrite what has been read before it. A piece goes through scratch that fits a
+that a piece may overwrite what has been read before it. Nor does it in a layer that holds the last
+tokens only: the first of these stays in the first row. A piece goes through scratch that fits a
 core's cache, in float32 whatever the KV's dtype: what was embedded at the old positions is taken
 back and embedded anew, rounded once.
 
@@ -92,6 +93,7 @@ def compact_in_place(kv: SequenceKv, kept: Sequence[Range], calibration: Calibra
         stream = CopyStream(kv.device)
         with kv.hold(), stream.copies(behind_computing=True):
             Compaction(kv, kept, calibration).run()
+        kv.begin_at(_num_before(kept, kv.window_from))
     kv.num_tokens = left
 
 
@@ -106,7 +108,8 @@ class Compaction:
         self._embeds = calibration.positions == "decoupled"
         self._scratch = ThreadScratch(kv.device, torch.float32)
         self._plain = ThreadScratch(kv.device, kv.keys.dtype)
-        self._pieces: dict[int, list[_Piece]] = {}  # by how many tokens one has
+        # By how many tokens one has, and the first token that is held.
+        self._pieces: dict[tuple[int, int], list[_Piece]] = {}
 
     def run(self) -> None:
         """Move the tokens of all layers."""
@@ -114,9 +117,12 @@ class Compaction:
             parts = zip(layer.components, layer.shape.parts, strict=True)
             for tokens, (recipe, (heads, dim)) in zip(self._kv.components, parts, strict=False):
                 mover = recipe.mover if self._embeds else None
-                for piece in self._pieces_of(max(1, PIECE_ITEMS // (heads * dim))):
+                first = tokens.first_token(layer_index)
+                num_gone = first - _num_before(self._kept, first)  # rows are counted from there
+                for piece in self._pieces_of(max(1, PIECE_ITEMS // (heads * dim)), first):
                     old = tokens.read(layer_index, piece.start, piece.num_tokens)
-                    with tokens.filling(layer_index, piece.target, piece.num_left) as new:
+                    place = piece.target + num_gone
+                    with tokens.filling(layer_index, place, piece.num_left) as new:
                         self._move(old, new, piece, mover)
 
     def _move(
@@ -139,10 +145,13 @@ class Compaction:
             torch.index_select(whole, 0, piece.chosen, out=chosen)
             mover.rotate_into(chosen, piece.target, new)
 
-    def _pieces_of(self, max_tokens: int) -> "list[_Piece]":
-        if max_tokens not in self._pieces:
-            self._pieces[max_tokens] = list(_pieces(self._kept, max_tokens, self._kv.device))
-        return self._pieces[max_tokens]
+    def _pieces_of(self, max_tokens: int, first: int) -> "list[_Piece]":
+        key = max_tokens, first
+        if key not in self._pieces:
+            held = [(max(start, first), end) for start, end in self._kept if end > first]
+            target = _num_before(self._kept, first)
+            self._pieces[key] = list(_pieces(held, max_tokens, self._kv.device, target))
+        return self._pieces[key]
 
 
 class _Piece(NamedTuple):
@@ -163,9 +172,18 @@ class _Piece(NamedTuple):
     chosen: Tensor | None
 
 
-def _pieces(kept: Sequence[Range], max_tokens: int, device: torch.device) -> Iterator[_Piece]:
-    """Cut the kept runs that move: as many as fit `max_tokens` with the gaps between them."""
-    target = 0
+def _num_before(kept: Sequence[Range], token: int) -> int:
+    """Count what is kept of the tokens before one."""
+    return num_in([(start, min(end, token)) for start, end in kept if start < token])
+
+
+def _pieces(
+    kept: Sequence[Range], max_tokens: int, device: torch.device, target: int = 0
+) -> Iterator[_Piece]:
+    """Cut the kept runs that move: as many as fit `max_tokens` with the gaps between them.
+
+    The first kept token goes to `target`.
+    """
     runs: list[Range] = []
     for run in _moving(kept, max_tokens):
         if runs and (run[1] - runs[0][0] > max_tokens or run[0] - runs[-1][1] > MOST_GAP):

@@ -200,6 +200,8 @@ class LayerLoader:
 def copy_layer(source: SequenceKv, target: SequenceKv, layer_index: int, num_tokens: int) -> None:
     """Copy the first `num_tokens` tokens of one layer to other KV of the same shapes.
 
+    Of a layer with a window those that both hold.
+
     Raises:
         AssertionError: if the model has states and more tokens than these: they are of no use
             without the state behind them.
@@ -207,8 +209,9 @@ def copy_layer(source: SequenceKv, target: SequenceKv, layer_index: int, num_tok
     if source.states is not None and num_tokens < source.num_tokens:
         raise AssertionError("a part of a sequence with a state is copied to another")
     for old, new in zip(source.components, target.components, strict=True):
-        with new.filling(layer_index, 0, num_tokens) as copied:
-            copied.copy_(old.read(layer_index, 0, num_tokens))
+        first = max(old.first_token(layer_index), new.first_token(layer_index))
+        with new.filling(layer_index, first, num_tokens - first) as copied:
+            copied.copy_(old.read(layer_index, first, num_tokens - first))
 
 
 class _Source:

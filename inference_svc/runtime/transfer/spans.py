@@ -53,8 +53,8 @@ def check_windows(windows: Sequence[GrantedWindow], end_token: int, layout: KVLa
         layout: the layout of the slots; it has windows.
 
     Raises:
-        ValueError: if they leave a gap, leave their slots, or are not of all tokens that the next
-            one attends to.
+        ValueError: if they leave a gap, leave their slots, are not of all tokens that the next one
+            attends to, or begin with one of which it attends to none.
     """
     first = end = windows[0].token_offset if windows else end_token
     for window in windows:
@@ -65,7 +65,9 @@ def check_windows(windows: Sequence[GrantedWindow], end_token: int, layout: KVLa
         if not (is_inside and is_next):
             raise ValueError(f"the window at {window.token_offset} does not follow {end}")
         end += window.num_tokens
-    if end != end_token or first > max(0, end_token - layout.window):
+    wanted_from = max(0, end_token - layout.window)
+    is_needless = bool(windows) and first + windows[0].num_tokens <= wanted_from
+    if end != end_token or first > wanted_from or is_needless:
         raise ValueError(
             f"windows of tokens {first} to {end} came with {end_token} tokens; layers attend to "
             f"the last {layout.window}"

@@ -225,4 +225,4 @@ def test_a_piece_has_as_many_elements_as_fit_a_cache(tiny, monkeypatch, piece_it
     kv, _ = computed(model)
     moved = Compaction(kv, [(7, NUM_TOKENS)], model.calibration)
     moved.run()
-    assert set(moved._pieces) == {max_tokens}
+    assert set(moved._pieces) == {(max_tokens, 0)}

@@ -1,9 +1,13 @@
 """Windows: of layers that attend to the last tokens, these alone are stored, loaded and needed."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from inference_svc.runtime.compute.chunk import Chunk
+from inference_svc.runtime.kv.kv_pool import KVPool
+from inference_svc.runtime.kv.windowed_kv import HeldWindows, WindowedKv
 from inference_svc.runtime.transfer.layer_load import LayerLoader
 from inference_svc.runtime.transfer.layer_store import store_blocks
 from inference_svc.runtime.transfer.spans import check_spans, check_windows, windows_beside
@@ -35,13 +39,13 @@ def blocks_of(rows, block_tokens):
     ]
 
 
-def loaded_with(model, arena_kv, blocks, windows):
+def loaded_with(model, arena_kv, blocks, windows, pool):
     """Load blocks into KV whose slots are no numbers yet."""
-    kv = model.new_kv(96)
+    kv = pool.new_kv(96)
     for component in kv.components:
-        for layer_index in range(len(model.calibration.layers)):
-            with component.filling(layer_index, 0, 96) as place:
-                place.fill_(float("nan"))
+        for layer in component.layers:
+            layer.fill_(float("nan"))
+    kv.begin_at(windows[0].token_offset)
     loader = LayerLoader(kv, arena_kv, blocks, model.calibration, windows=windows)
     for layer_index in range(len(model.calibration.layers)):
         loader.load(layer_index)
@@ -49,9 +53,24 @@ def loaded_with(model, arena_kv, blocks, windows):
     return kv
 
 
+def holding_pool(model):
+    """A pool whose sequences hold the last tokens only, among them a whole history of these."""
+    layers, layout = model.calibration.layers, model.calibration.layout
+    held = HeldWindows.of(layout, [layer.shape for layer in layers], step_tokens=20)
+    rows = replace(held.rows, spare_tokens=HISTORY - held.rows.window)
+    return KVPool(
+        [layer.shape for layer in layers],
+        96,
+        device=model.loaded.device,
+        dtype=model.loaded.dtype,
+        windows=held._replace(rows=rows),
+    )
+
+
 @pytest.mark.parametrize("positions", ["decoupled", "coupled"])
+@pytest.mark.parametrize("holds", ["all", "the last"])
 @pytest.mark.parametrize("name", NAMES)
-def test_what_a_window_lacks_is_never_read(tiny, make_arena, rows, name, positions):
+def test_what_a_window_lacks_is_never_read(tiny, make_arena, rows, name, holds, positions):
     """With nothing but no-numbers before it, new tokens have the stock model's logits."""
     model = tiny(name, positions=positions, has_windows=True)
     layout = model.calibration.layout
@@ -64,10 +83,12 @@ def test_what_a_window_lacks_is_never_read(tiny, make_arena, rows, name, positio
     store_blocks(prefilled(model, history), arena_kv, blocks, model.calibration, windows=windows)
     assert check_windows(windows, HISTORY, layout) == windows[0].token_offset
 
-    kv = loaded_with(model, arena_kv, blocks, windows)
-    logits = [
-        model.runner.step([Chunk(kv, piece, want_logits=True)])[0] for piece in (new[:20], new[20:])
-    ]
+    pool = model.pool if holds == "all" else holding_pool(model)
+    kv = loaded_with(model, arena_kv, blocks, windows, pool)
+    assert isinstance(kv, WindowedKv) == (holds == "the last")
+    logits = [model.runner.step([Chunk(kv, new[:20], want_logits=True)])[0]]
+    kv.keep_from(HISTORY)
+    logits.append(model.runner.step([Chunk(kv, new[20:], want_logits=True)])[0])
 
     expected = model.stock_logits([*history, *new])[[-2, -1]]
     torch.testing.assert_close(torch.stack(logits), expected, **CLOSE)
@@ -102,24 +123,25 @@ def test_a_window_s_slots_have_its_rows_and_zeros(tiny, make_arena, rows, name):
 
 
 def test_windows_that_kvd_should_not_send_are_refused(tiny):
-    """Gaps, too few tokens, rows beyond a slot, another number of parts."""
+    """Gaps, too few tokens or too many, rows beyond a slot, another number of parts."""
     layout = tiny("gemma3", has_windows=True).calibration.layout
     size, slots = layout.block_tokens, (0,) * layout.window_slots
 
     def window(token_offset, num_tokens=size, start=0, slot_ids=slots):
         return GrantedWindow(token_offset, num_tokens, start, slot_ids, (0,) * len(slot_ids))
 
-    right = [window(size), window(2 * size)]
-    assert check_windows(right, 3 * size, layout) == size
+    end = 2 * size + layout.window // 2
+    right = [window(size), window(2 * size, layout.window // 2)]
+    assert check_windows(right, end, layout) == size
     for wrong in (
         [],
         right[:1],
         right[::-1],
-        [window(size), window(2 * size + 1, size - 1)],
-        [window(size), window(2 * size, start=1)],
-        [window(size), window(2 * size, start=-1)],
-        [window(size), window(2 * size, slot_ids=(*slots, 0))],
-        [window(3 * size - layout.window + 1, layout.window - 1)],
+        [window(size), window(2 * size + 1, layout.window // 2 - 1)],
+        [window(size, start=1), right[1]],
+        [window(size, start=-1), right[1]],
+        [window(size), window(2 * size, layout.window // 2, slot_ids=(*slots, 0))],
+        [window(end - layout.window + 1, layout.window - 1)],
     ):
         with pytest.raises(ValueError, match="window"):
-            check_windows(wrong, 3 * size, layout)
+            check_windows(wrong, end, layout)

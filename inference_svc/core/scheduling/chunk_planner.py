@@ -1,0 +1,104 @@
+"""Chooses who is computed in a step, as far as there is room for what is computed.
+
+in the write ring   for tokens that are saved. Who waits for a ring that stands still is
+                    computed without being saved
+in rows             of layers with a window (`HeldRows`): where they are full, those behind
+                    the window are given back. Not while somebody copies the turn's KV: then
+                    the turn waits for the end of that
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from inference_svc.core.scheduling.request import ActiveRequests, Request, RequestState
+from inference_svc.core.scheduling.residents import Residents
+from inference_svc.core.scheduling.step_plan import (
+    Drafts,
+    PlannedChunk,
+    SchedulerLimits,
+    plan_chunks,
+)
+from inference_svc.core.scheduling.write_slots import WriteSlots
+
+
+@dataclass(frozen=True)
+class StepChunks:
+    """Who is computed.
+
+    Attributes:
+        chunks: of their tokens.
+        stalled: see `StepPlan`.
+        unsaved: see `StepPlan`.
+        patience_ns: until when who stalls waits for the write ring; None: nobody stalls.
+    """
+
+    chunks: tuple[PlannedChunk, ...]
+    stalled: tuple[Request, ...]
+    unsaved: tuple[Request, ...] = ()
+    patience_ns: int | None = None
+
+
+class ChunkPlanner:
+    """See the module docstring."""
+
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        active: ActiveRequests,
+        residents: Residents,
+        write_slots: WriteSlots,
+    ) -> None:
+        self._limits = limits
+        self._active = active
+        self._residents = residents
+        self._write_slots = write_slots
+
+    def plan(self, now_ns: int, drafts: Drafts) -> StepChunks:
+        """Choose the chunks of a step, and give back what they leave behind."""
+        running = [
+            request
+            for request in self._active.in_state(RequestState.RUNNING)
+            if not self._waits_for_copy(request, drafts)
+        ]
+        found = self._chunks(now_ns, running, drafts)
+        for chunk in found.chunks:
+            request = chunk.request
+            request.window_from = self.window_from(
+                request.window_from, request.computed_tokens, chunk.num_fed
+            )
+        return found
+
+    def window_from(self, window_from: int, num_tokens: int, num_new: int | None = None) -> int:
+        """Return the first token that layers with a window hold once there is room for more.
+
+        Args:
+            window_from: the first one before that.
+            num_tokens: of the sequence.
+            num_new: tokens that come behind them; None: as many as ever come in a step.
+        """
+        rows = self._limits.held_rows
+        if rows is None:
+            return window_from
+        num_new = rows.step_tokens if num_new is None else num_new
+        return rows.first_held(window_from, num_tokens, num_new)
+
+    def _waits_for_copy(self, request: Request, drafts: Drafts) -> bool:
+        """Whether a turn's KV is being copied, and its next tokens need the place of some of it."""
+        if not self._residents.is_busy(request.key):
+            return False
+        num_new = min(request.chunk_tokens, self._limits.step_tokens)
+        num_new += len(drafts.get(request.number, ()))
+        first = self.window_from(request.window_from, request.computed_tokens, num_new)
+        return first > request.window_from
+
+    def _chunks(self, now_ns: int, running: Sequence[Request], drafts: Drafts) -> StepChunks:
+        """Choose who is computed; who waits for a ring that stands still is not saved any more."""
+        limits, slots = self._limits, self._write_slots
+        chunks, stalled = plan_chunks(running, limits, slots.num_free, drafts)
+        patience_ns = slots.note_stall(now_ns, is_stalled=bool(stalled))
+        if patience_ns is None or patience_ns > now_ns:
+            return StepChunks(chunks, stalled, patience_ns=patience_ns)
+        for request in stalled:
+            request.is_saved = False
+        chunks, still_stalled = plan_chunks(running, limits, slots.num_free, drafts)
+        return StepChunks(chunks, still_stalled, unsaved=stalled)
