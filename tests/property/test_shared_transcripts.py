@@ -27,6 +27,7 @@ from inference_svc.runtime.turns.shared_transcripts import (
     encode_value,
     register_of,
 )
+from inference_svc.runtime.turns.store_calls import StoreCalls
 from inference_svc.runtime.turns.transcript import TranscriptStore
 from inference_svc.runtime.turns.transcript_files import TranscriptFiles
 from shared.blobs.errors import OvertakenError
@@ -89,9 +90,9 @@ class World:
         return store
 
     def _shared(self, view: View) -> SharedTranscripts:
-        shared = SharedTranscripts(view, 60.0, Backoff(self.random, **NO_PAUSE))
-        shared._threads = Inline()
-        return shared
+        calls = StoreCalls(view, 60.0, Backoff(self.random, **NO_PAUSE))
+        calls._threads = Inline()
+        return SharedTranscripts(calls)
 
     def _meanwhile(self) -> None:
         """Add a turn, as a service without faults would."""

@@ -7,8 +7,8 @@ from inference_svc.core.errors import DrainingError, TurnCancelledError
 from inference_svc.core.submission import Submission, TextInput
 from inference_svc.core.turn_record import Accepted, Finished, Started, Tokens, Usage
 from inference_svc.http_api.sessions.answers import LiveAnswer
+from inference_svc.http_api.sessions.http_turn import Caller
 from inference_svc.http_api.sessions.lookup import Route
-from inference_svc.http_api.sessions.routing import Caller
 from inference_svc.runtime.turns.turn import Turn
 from inference_svc.service.gateway import TurnStream
 from shared.access.identity import socket_identity

@@ -11,13 +11,13 @@ from inference_svc.core.errors import UnknownSessionError
 from inference_svc.core.misses import Resembled
 from inference_svc.core.turn_record import Finished, Usage
 from inference_svc.http_api.sessions.completion import Completion
+from inference_svc.http_api.sessions.http_turn import Caller, HttpTurn
 from inference_svc.http_api.sessions.lookup import (
     Conversation,
     ConversationTurn,
     ResponseInfo,
     Route,
 )
-from inference_svc.http_api.sessions.routing import Caller, HttpTurn
 from inference_svc.http_api.sessions.store import ApiStore
 from shared.access.identity import Identity
 from shared.types.session_key import SessionKey
