@@ -239,6 +239,18 @@ async def test_an_idle_session_of_a_sub_agent_is_ended(model, tmp_path):
         assert await world.left("s-1") == {"s-1"}
 
 
+async def test_a_session_of_a_sub_agent_that_went_on_is_not_ended(model, tmp_path):
+    """By whomever: at another server, or under its name."""
+    async with world_in(model, tmp_path, subagent_idle_s=0.05) as world:
+        await world.make("s-1", "s-2")
+        turn = await world.begin("s-1", max_tokens=2)
+        _ = [event async for event in turn.follow()]
+        for name in ("s-1", "s-2"):
+            await world.record(name, is_subagent=True)
+        await world.until(lambda: world.is_ended("s-2"))
+        assert not await world.is_ended("s-1")
+
+
 async def test_a_session_that_is_gone_is_not_ended(model, tmp_path, caplog):
     """Nor does it stop the others' end."""
     async with world_in(model, tmp_path, subagent_idle_s=0.05) as world:
