@@ -171,8 +171,8 @@ class Submission:
         prediction: what most of its answer will likely be; "" if the client does not say.
         resembles: what it was likely meant to go on with, and does not; None: nothing.
         is_local: whether a session that it opens is this server's alone: nobody else would find it.
-        branch_id: the session that it is recorded in if another server has gone on with its own
-            meanwhile; "": then it is refused, for its client has named the session.
+        fork_id: the fork of its session that it is recorded in if another server has gone on with
+            that one meanwhile; "": then it is refused, for its client has named the session.
         said: makes, of the answer's text and the id of the session that has it, what its record
             says of the whole conversation; None: that is not known.
     """
@@ -198,7 +198,7 @@ class Submission:
     prediction: str = ""
     resembles: Resembled | None = None
     is_local: bool = False
-    branch_id: str = ""
+    fork_id: str = ""
     said: Callable[[str, str], Said] | None = None
 
     def said_in(self, session_id: str, text: str) -> Said:

@@ -33,10 +33,10 @@ TRANSCRIPT_METRICS = (
         ("result",),
     ),
     Metric(
-        "inference_turns_branched_total",
+        "inference_turns_forked_total",
         "counter",
-        "Turns in a session of their own: another server has gone on with theirs meanwhile",
+        "Turns in a fork of their session: another server has gone on with it meanwhile",
         (),
-        {"": "turns_branched"},
+        {"": "turns_forked"},
     ),
 )

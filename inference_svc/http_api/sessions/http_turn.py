@@ -128,7 +128,7 @@ class HttpTurn:
             prediction=self.prediction,
             resembles=route.resembles,
             is_local=not route.is_named and before is None,
-            branch_id="" if route.is_named else new_session_id(),
+            fork_id="" if route.is_named else new_session_id(),
             said=self._said(key, before, is_named=route.is_named),
         )
 

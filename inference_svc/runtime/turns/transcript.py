@@ -150,10 +150,10 @@ class TranscriptStore:
             await self._write(key, after, lines, history=turn.history)
             return after
 
-    async def branch(
+    async def fork_with(
         self, before: Transcript, turn: TurnRecord, session_id: str, *, is_local: bool
     ) -> None:
-        """Record a turn, durably, in a new session: another service has gone on with its own one.
+        """Record a turn, durably, in a fork of its session: another service has gone on with that.
 
         Args:
             before: that session, as the turn found it.

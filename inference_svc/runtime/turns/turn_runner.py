@@ -202,7 +202,7 @@ class TurnRunner:
     async def _record(
         self, submission: Submission, before: Transcript, record: TurnRecord, text: str
     ) -> str:
-        """Record a turn; where nobody has named its session, beside what another server has added.
+        """Record a turn; in a fork of its session, if that went on elsewhere and nobody named it.
 
         Args:
             submission: of the turn.
@@ -213,21 +213,21 @@ class TurnRunner:
         Returns:
             The session that has it, if it is not the one that it was submitted to.
         """
-        is_local, branch_id = submission.is_local, submission.branch_id
+        is_local, fork_id = submission.is_local, submission.fork_id
         try:
             await self._transcripts.append(
                 submission.key, record, is_final=submission.is_final, is_local=is_local
             )
         except SessionMovedError:
-            if not branch_id:
+            if not fork_id:
                 raise
         else:
             return ""
-        told = submission.said_in(branch_id, text)
+        told = submission.said_in(fork_id, text)
         record = replace(record, said=told.said, history=told.history)
-        await self._transcripts.branch(before, record, branch_id, is_local=is_local)
-        self._counters.add("turns_branched")
-        return branch_id
+        await self._transcripts.fork_with(before, record, fork_id, is_local=is_local)
+        self._counters.add("turns_forked")
+        return fork_id
 
     def _compress(
         self, submission: Submission, prompt: Prompt, request: EngineRequest, context: Context

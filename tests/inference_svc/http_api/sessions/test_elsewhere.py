@@ -198,9 +198,9 @@ async def test_what_others_could_not_find_stays_here(here):
     ):
         made = await submitted(here, asked, at)
         assert made.is_local
-        assert made.branch_id
+        assert made.fork_id
     named = await submitted(here, turn(), replace(route, is_named=True))
-    assert (named.is_local, named.branch_id) == (False, "")
+    assert (named.is_local, named.fork_id) == (False, "")
     assert named.said_in("s", "Yes.").history == ""
 
 

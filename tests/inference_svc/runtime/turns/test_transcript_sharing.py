@@ -297,19 +297,19 @@ async def test_a_turn_that_was_overtaken_is_in_a_session_of_its_own(servers):
     turn = replace(record(1), request_id="overtaken", history="c")
     with pytest.raises(SessionMovedError):
         await servers[0].append(KEY, turn, is_final=False)
-    await servers[0].branch(before, turn, "s3", is_local=False)
+    await servers[0].fork_with(before, turn, "s3", is_local=False)
     assert await servers.found(2, *"abc") == {"a": "s1", "b": "s1", "c": "s3"}
-    branch = KEY._replace(session_id="s3")
-    await servers[2].refresh(branch)
-    found = await servers[2].get(branch)
+    fork = KEY._replace(session_id="s3")
+    await servers[2].refresh(fork)
+    found = await servers[2].get(fork)
     assert [one.request_id for one in found.turns] == [before.turns[0].request_id, "overtaken"]
     assert found.header.forked_from == "s1"
     assert await servers.turns(0) == 2
 
 
-async def test_a_branch_of_what_is_local_is_local(servers):
+async def test_an_overtaken_turn_of_what_is_local_is_local(servers):
     await servers.turn(0, is_local=True)
-    await servers[0].branch(await servers[0].get(KEY), record(1), "s3", is_local=True)
+    await servers[0].fork_with(await servers[0].get(KEY), record(1), "s3", is_local=True)
     assert not [name for name in servers.blobs.blobs if "transcripts" in name]
 
 

@@ -262,19 +262,19 @@ async def test_a_turn_that_another_server_has_overtaken(model, tmp_path):
             await stack.enter_async_context(sharing(model, tmp_path / name, blobs))
             for name in ("here", "there")
         ]
-        begun = await here.run(range(20, 40), branch_id="unused", said=said)
+        begun = await here.run(range(20, 40), fork_id="unused", said=said)
         assert begun[-1].moved_to == ""
         await there.run(range(50, 60))
-        accepted, *_, last = await here.run(range(60, 70), branch_id="mine", said=said)
+        accepted, *_, last = await here.run(range(60, 70), fork_id="mine", said=said)
         assert (accepted.turn, last.turns, last.moved_to) == (1, 2, "mine")
-        assert await here.counts("turns_branched", "turns_failed") == (1, 0)
+        assert await here.counts("turns_forked", "turns_failed") == (1, 0)
 
         await there.store.refresh(mine)
-        branch = await there.store.get(mine)
-        assert branch.header.forked_from == KEY.session_id
-        assert branch.turns[0].input_ids == tuple(range(20, 40))
-        assert (branch.turns[1].said, branch.history) == (f"mine: {last.text}", f"all, {last.text}")
-        usage = (await here.run([7, 8], key=mine, branch_id="unused"))[-1].usage
+        fork = await there.store.get(mine)
+        assert fork.header.forked_from == KEY.session_id
+        assert fork.turns[0].input_ids == tuple(range(20, 40))
+        assert (fork.turns[1].said, fork.history) == (f"mine: {last.text}", f"all, {last.text}")
+        usage = (await here.run([7, 8], key=mine, fork_id="unused"))[-1].usage
         assert usage.reused_tokens == usage.history_tokens > 30
         await here.store.refresh(KEY)
         last_turn = (await here.transcript()).turns[1]
