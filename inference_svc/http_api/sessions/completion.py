@@ -183,9 +183,11 @@ class Completion:
 
     async def _end(self, key: SessionKey, turns: int) -> None:
         """End a session of a sub-agent, unless it has gone on, here or at another server."""
+        histories = self._sessions.histories
         try:
-            found, _ = await self._sessions.get(key, is_fresh=self._sessions.histories is not None)
-            if len(found.turns) != turns:
+            found, _ = await self._sessions.get(key, is_fresh=histories is not None)
+            is_unknown = histories is not None and histories.is_silent
+            if is_unknown or len(found.turns) != turns:
                 return
             await self._sessions.end(key)
         except ReportedError as error:  # it is in use again, or gone

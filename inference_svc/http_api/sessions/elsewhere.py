@@ -42,9 +42,7 @@ class Elsewhere:
         """Whether sessions that nobody named are there for other servers, too."""
         return self._sessions.histories is not None
 
-    async def find(
-        self, caller: Caller, ends: Sequence[tuple[int, bytes]]
-    ) -> tuple[int, Point] | None:
+    async def find(self, caller: Caller, ends: Sequence[End]) -> tuple[int, Point] | None:
         """Find the longest of some beginnings that ended at another server, and bring it here.
 
         Args:

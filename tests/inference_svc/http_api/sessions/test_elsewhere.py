@@ -111,6 +111,8 @@ async def test_nobody_asks_for_what_is_known_or_new(here):
     await here.say(3)
     assert (await here.find(talk(3), ""))[0].turns == 3
     assert here.asked() == {}
+    # Once whether there is such a session; then the transcript and its history, behind each answer.
+    assert here.calls.ended.counts == {("read",): 1, ("replaced",): 3, ("told",): 3}
     others = [replace(QUESTION, content="Ho"), *talk(3)[1:]]
     route, _ = await here.find(others, "")
     assert (route.session_id, route.turns) == ("", 0)
