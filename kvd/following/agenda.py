@@ -9,7 +9,8 @@ evicted or expires does not. A listing of all sessions makes good what was not h
 not known to be in the store is looked at there, by a push that sends nothing if nothing is missing.
 
 A session that another server owns in the store is *fenced*. It is not pushed again until it goes on
-here, stored anew, with more tokens than the owner has: then it is taken over.
+here, stored anew, with more tokens than the owner has: then it is taken over. It may have done so
+before anybody knew the owner: it came here when the store did not have it yet.
 
 Invariants: 1. one step is under way at a time, so that no session is pushed twice at once; 2. a
 session is unpushed, or to be dropped, or neither.
@@ -303,9 +304,11 @@ class Agenda:
 
     def fenced(self, owners_tokens: int) -> bool:
         """Take that another server owns the session; returns whether that is news."""
-        step, _ = self._ended()
+        step, one = self._ended()
         is_news = step.key not in self._fenced
         self._fenced[step.key] = owners_tokens
+        if is_news and one is not None and one.is_new and one.num_tokens > owners_tokens:
+            self._put_back(step, one)
         return is_news
 
     def failed(self, now_s: float) -> None:

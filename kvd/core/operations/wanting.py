@@ -18,8 +18,8 @@ A load may wait for a session that is asked for, or coming; whoever waits says w
 waits only for somebody who answers: until the first answer nobody waits, and none that was asked
 for is waited for longer than ANSWER_NS without one. If nobody has answered anything meanwhile,
 nobody waits until somebody does. What a wait was in vain for is not waited for again before it is
-asked for again; nor is what has come, and is less than the turn's history all the same. A longer history
-than it was asked for says that it went on elsewhere since it came: it is asked for at once.
+asked for again; nor is what has come, and is less than the turn's history all the same. A longer
+history than it was asked for says that it went on elsewhere since: it is asked for at once.
 """
 
 from collections import OrderedDict
