@@ -139,8 +139,9 @@ class Scene:
         unnamed = sum(tale.total_recomputed for tale in self.tales if not tale.is_named)
         return (
             f"{len(self.tales)} conversations of 6 turns: {self.recomputed} tokens of history "
-            f"computed anew, {unnamed} of them of those without a name; {self.moved} behind the drain, {self.lost} behind the loss (only the "
-            f"lost server had {self.unpushed}), {self.back} when the drained one was back"
+            f"computed anew, {unnamed} of them of those without a name; {self.moved} behind the "
+            f"drain, {self.lost} behind the loss (only the lost server had {self.unpushed}), "
+            f"{self.back} when the drained one was back"
         )
 
 
