@@ -20,7 +20,9 @@ from inference_svc.core.errors import UnknownModelError
 from inference_svc.installation import keep_kernels_in
 from inference_svc.remote_settings import RemoteSettings
 from inference_svc.runtime.model.model_directory import check_model
+from inference_svc.runtime.turns.shared_histories import SharedHistories
 from inference_svc.runtime.turns.shared_transcripts import SharedTranscripts
+from inference_svc.runtime.turns.store_calls import StoreCalls
 from inference_svc.runtime.turns.transcript import TranscriptStore
 from inference_svc.service.listening import GrpcServers, prepare_sockets
 from shared.access.clients import ClientBook, Clients
@@ -75,9 +77,7 @@ def run(
     check_free((*settings.openai.listen, *settings.metrics.listen))
     prepare_sockets(settings.server.listen)
     keep_kernels_in(settings.server.state_dir)
-    transcripts = TranscriptStore(
-        settings.server.state_dir / "sessions", _shared_transcripts(settings.remote)
-    )
+    transcripts = _transcripts(settings.server.state_dir, settings.remote)
     transcripts.open()
     tracing = start_tracing(settings.tracing, "inference-svc", __version__)
     try:
@@ -95,12 +95,16 @@ def run(
         transcripts.close()
 
 
-def _shared_transcripts(settings: RemoteSettings) -> SharedTranscripts | None:
-    """Return the transcripts that services share; it is reached at the first call."""
+def _transcripts(state_dir: Path, settings: RemoteSettings) -> TranscriptStore:
+    """Make the store of transcripts; what services share is reached at the first call."""
+    directory = state_dir / "sessions"
     if not settings.url:
-        return None
+        return TranscriptStore(directory)
+    backoff = Backoff(Random(), longest_s=30.0)  # noqa: S311
     store = open_store(settings.url, settings.deadline_s)
-    return SharedTranscripts(store, settings.deadline_s, Backoff(Random(), longest_s=30.0))  # noqa: S311
+    calls = StoreCalls(store, settings.deadline_s, backoff)
+    histories = SharedHistories(calls) if settings.unnamed else None
+    return TranscriptStore(directory, SharedTranscripts(calls), histories)
 
 
 def _refusal_in(failed: BaseExceptionGroup[BaseException]) -> ConfigError | None:

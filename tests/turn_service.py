@@ -20,6 +20,8 @@ from inference_svc.runtime.compute.grammars import Grammars
 from inference_svc.runtime.turns.chat_text import TurnText
 from inference_svc.runtime.turns.kept_edits import EditKeeper
 from inference_svc.runtime.turns.misses import MissExplainer
+from inference_svc.runtime.turns.shared_histories import SharedHistories
+from inference_svc.runtime.turns.shared_transcripts import SharedTranscripts
 from inference_svc.runtime.turns.transcript import TranscriptStore
 from inference_svc.runtime.turns.turn_prompt import PromptMaker, TurnLimits
 from inference_svc.runtime.turns.turn_report import TurnReport
@@ -38,9 +40,10 @@ NO_SINKS = OverflowPolicy(sink_tokens=0)
 class Service:
     """A service without doors: turns, their runner, an engine, and what is said of them."""
 
-    def __init__(self, engine, model, directory, limits):
+    def __init__(self, engine, model, directory, limits, calls=None):
         self.engine, self.counters = engine, engine.counters
-        self.store = TranscriptStore(directory)
+        shared = (SharedTranscripts(calls), SharedHistories(calls)) if calls else ()
+        self.store = TranscriptStore(directory, *shared)
         self.histograms = TurnHistograms()
         self.thread = WorkerThread("text")
         tokenizer, report = model[0].tokenizer, TurnReport(self.histograms)
@@ -99,9 +102,10 @@ def asked(token_ids, max_tokens=8, request_id="", **fields):
 
 
 @asynccontextmanager
-async def serving(model, directory, limits=LIMITS, **engine_limits):
+async def serving(model, directory, limits=LIMITS, calls=None, **engine_limits):
+    """A service that runs; with calls to a store that it shares with others, if there are any."""
     async with running_engine(model, **engine_limits) as engine:
-        service = Service(engine, model, directory, limits)
+        service = Service(engine, model, directory, limits, calls)
         running = asyncio.create_task(service.turns.run())
         await asyncio.sleep(0)
         yield service

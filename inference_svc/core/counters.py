@@ -9,6 +9,7 @@ COUNTERS: Mapping[str, str] = {
     "turns_failed": "turns that were refused or ended with an error",
     "turns_replayed": "repeats answered with the recorded result",
     "turns_refused": "turns that found no place in the queue",
+    "turns_forked": "turns in a fork of their session: another server has gone on with it",
     "turns_handed_back": "turns that the drain returned to their clients",
     "refused_rate_limited": "turns of tenants that had used up their turns or tokens of a minute",
     "refused_too_many_turns": "turns of tenants that had as many under way as they may",

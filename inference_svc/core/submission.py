@@ -12,6 +12,7 @@ from inference_svc.core.misses import Resembled
 from inference_svc.core.template_arguments import Arguments, canonical_arguments
 from inference_svc.core.tools.bound_calls import BoundCalls
 from inference_svc.core.truncation import USUAL_SINKS, OverflowPolicy
+from inference_svc.core.turn_record import Said
 from shared.types.session_key import SessionKey
 
 
@@ -169,9 +170,11 @@ class Submission:
             none, or to one grammar (`sampling`).
         prediction: what most of its answer will likely be; "" if the client does not say.
         resembles: what it was likely meant to go on with, and does not; None: nothing.
-        is_local: whether a session that it opens is this server's alone: no client names it.
-        said: makes, of the answer's text, what its record says of the whole conversation; None:
-            that is not known. See `TurnRecord.said`.
+        is_local: whether a session that it opens is this server's alone: nobody else would find it.
+        fork_id: the fork of its session that it is recorded in if another server has gone on with
+            that one meanwhile; "": then it is refused, for its client has named the session.
+        said: makes, of the answer's text and the id of the session that has it, what its record
+            says of the whole conversation; None: that is not known.
     """
 
     key: SessionKey
@@ -195,7 +198,12 @@ class Submission:
     prediction: str = ""
     resembles: Resembled | None = None
     is_local: bool = False
-    said: Callable[[str], str] | None = None
+    fork_id: str = ""
+    said: Callable[[str, str], Said] | None = None
+
+    def said_in(self, session_id: str, text: str) -> Said:
+        """Return what the record of an answer says, in the session that has it."""
+        return self.said(text, session_id) if self.said else Said()
 
     @property
     def tools_digest(self) -> str:

@@ -100,6 +100,11 @@ class Transcript:
         """
         return self.turns[0].template_arguments if self.turns else None
 
+    @property
+    def history(self) -> str:
+        """A digest of all that was said in it; "": see `TurnRecord.history`."""
+        return self.turns[-1].history if self.turns else ""
+
     @cached_property
     def num_tokens(self) -> int:
         """Number of tokens that the session ever had."""
@@ -139,7 +144,8 @@ class Transcript:
         """
         header = replace(self.header, session_id=session_id, forked_from=self.header.session_id)
         discards = tuple(found for found in self.discards if found[0] <= at_turn)
-        return Transcript(header, self.turns[:at_turn], discards=discards)
+        turns = tuple(replace(turn, history="") for turn in self.turns[:at_turn])
+        return Transcript(header, turns, discards=discards)
 
     def find(self, request_id: str) -> TurnRecord | None:
         """Find the turn that was submitted under this id."""

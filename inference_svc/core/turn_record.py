@@ -5,13 +5,20 @@ Events come in this order: accepted, started, tokens…, finished.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from inference_svc.core.answers import AnswerToken
 from inference_svc.core.discards import Discard
 from inference_svc.core.grafts import Graft
 
 TOP = tuple[tuple[int, float], ...]
+
+
+class Said(NamedTuple):
+    """What a record says of the whole conversation: the members of `TurnRecord`."""
+
+    said: str = ""
+    history: str = ""
 
 
 @dataclass(frozen=True)
@@ -123,7 +130,9 @@ class TurnRecord:
         template_arguments: of a session's first turn, the chat template's arguments as JSON, if it
             writes another conversation with them than without; else "".
         said: a digest of the whole conversation up to this answer, as its client sends it back, the
-            same on every server; "": not known, or no client has named the session.
+            same on every server, and of this session; "": not known, or the session is not shared.
+        history: likewise, but the same in every session; "" also if a client has named this one, or
+            the turn was another session's, of which this one is a fork.
     """
 
     turn: int
@@ -146,6 +155,7 @@ class TurnRecord:
     tools_digest: str = ""
     template_arguments: str = ""
     said: str = ""
+    history: str = ""
 
     @property
     def num_tokens(self) -> int:
@@ -204,6 +214,8 @@ class Finished:
         usage: the cost of the turn.
         turns: number of complete turns of the session now.
         stop_string: the stop string that ended the answer; "" if none did.
+        moved_to: the session that has the turn, where another server has gone on with the one that
+            it was submitted to; "": it is there.
     """
 
     finish_reason: str
@@ -211,6 +223,7 @@ class Finished:
     usage: Usage
     turns: int
     stop_string: str = ""
+    moved_to: str = ""
 
 
 TurnEvent: TypeAlias = Accepted | Started | Tokens | Finished

@@ -17,7 +17,7 @@ from inference_svc.core.turn_record import Finished, Started
 from inference_svc.http_api.errors import error_headers, status_of
 from inference_svc.http_api.requests import REQUEST_IDS, SESSION, B, TurnRequest
 from inference_svc.http_api.sessions.answers import LiveAnswer
-from inference_svc.http_api.sessions.routing import HttpTurn
+from inference_svc.http_api.sessions.http_turn import HttpTurn
 from inference_svc.openai_settings import OpenAISettings
 from shared.process.log import get_logger
 from shared.serving.grpc_status import InternalError

@@ -14,7 +14,7 @@ from inference_svc.http_api.answer_parts import Reading
 from inference_svc.http_api.bodies.body import TurnBody
 from inference_svc.http_api.errors import RequestError
 from inference_svc.http_api.sessions.history_chain import HistoryChain
-from inference_svc.http_api.sessions.routing import Caller, HttpTurn
+from inference_svc.http_api.sessions.http_turn import Caller, HttpTurn
 from inference_svc.openai_settings import OpenAISettings
 from inference_svc.service.gateway import Gateway
 from shared.access.identity import current_identity

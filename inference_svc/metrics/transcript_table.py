@@ -25,4 +25,18 @@ TRANSCRIPT_METRICS = (
         "gauge",
         "Sessions whose last turns are on this server alone: what its loss would cost",
     ),
+    Metric(
+        "inference_histories_asked_total",
+        "counter",
+        "Conversations without a name for which the object store was asked, by what it had: found, "
+        "absent, gone (its session is), silent",
+        ("result",),
+    ),
+    Metric(
+        "inference_turns_forked_total",
+        "counter",
+        "Turns in a fork of their session: another server has gone on with it meanwhile",
+        (),
+        {"": "turns_forked"},
+    ),
 )

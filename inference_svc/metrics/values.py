@@ -61,9 +61,11 @@ def _fill_transcripts(scrape: Scrape, transcripts: TranscriptStore) -> None:
     scrape.put_tally("inference_transcript_errors_total", transcripts.trouble.errors)
     sharing = transcripts.sharing
     if sharing is not None:
-        scrape.put_tally("inference_transcript_store_calls_total", sharing.store.calls)
-        scrape.put("inference_transcript_store_up", not sharing.store.is_silent)
+        scrape.put_tally("inference_transcript_store_calls_total", sharing.store.calls.ended)
+        scrape.put("inference_transcript_store_up", not sharing.store.calls.is_silent)
         scrape.put("inference_transcripts_behind", len(sharing.behind))
+        if sharing.histories is not None:
+            scrape.put_tally("inference_histories_asked_total", sharing.histories.asked)
 
 
 def _fill_model(scrape: Scrape, parts: ServiceParts) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from kvd.cli.filters import DEFAULT_TENANT, check_chosen
+from kvd.cli.filters import DEFAULT_TENANT, check_chosen, parsed
 from kvd.cli.moving import opened
 from kvd.cli.options import AsJson, RuntimeDir, Yes, confirm, print_json
 from kvd.client.connection import open_client
@@ -19,7 +19,7 @@ from shared.blobs.blob_store import BlobStore
 from shared.config.lazy_commands import WholeHelp
 from shared.process.runtime_dir import default_runtime_dir
 from shared.terminal import printing
-from shared.types.units import format_bytes
+from shared.types.units import format_bytes, parse_duration_s
 
 EXIT_PROBLEM = 1
 
@@ -86,14 +86,28 @@ def remote_rm(
 
 
 @remote_app.command("sweep")
-def remote_sweep(url: Url = "", runtime_dir: RuntimeDir = None, as_json: AsJson = False) -> None:
+def remote_sweep(
+    url: Url = "",
+    unnamed: Annotated[
+        str,
+        typer.Option(
+            metavar="DURATION",
+            help="Of conversations that no client of the inference services has named: how long "
+            "after the last turn their transcripts go.",
+        ),
+    ] = "30d",
+    runtime_dir: RuntimeDir = None,
+    as_json: AsJson = False,
+) -> None:
     """Drop sessions that have expired, and remove data that no session has had for a day.
 
     Run it once a day. Data is condemned by one sweep and removed by one at least a day later: what
     a push has just found there stays.
     """
+    unnamed_s = parsed("--unnamed", unnamed, parse_duration_s, '"30d"')
     where, store = _opened(url, runtime_dir)
-    result = Sweeper(store, Owner("", f"{os.uname().nodename}:{os.getpid()}")).sweep()
+    owner = Owner("", f"{os.uname().nodename}:{os.getpid()}")
+    result = Sweeper(store, owner, unnamed_s=unnamed_s).sweep()
     if as_json:
         print_json({"url": where, **asdict(result)})
         return
@@ -102,6 +116,9 @@ def remote_sweep(url: Url = "", runtime_dir: RuntimeDir = None, as_json: AsJson 
         f"expired; removed {printing.counted(result.num_removed, 'object')} "
         f"({format_bytes(result.removed_bytes)}), condemned {result.num_condemned}"
     )
+    if result.num_unnamed:
+        unnamed_ones = printing.counted(result.num_unnamed, "conversation")
+        typer.echo(f"removed the transcripts of {unnamed_ones} without a name")
     if result.num_damaged:
         typer.echo(
             f"kvd: {printing.counted(result.num_damaged, 'manifest')} cannot be read, their "

@@ -8,8 +8,8 @@ dropped deliberately, flushed or ended, goes from the store, too, and before all
 evicted or expires does not. A listing of all sessions makes good what was not heard of: whatever is
 not known to be in the store is looked at there, by a push that sends nothing if nothing is missing.
 
-A session that another server owns in the store is *fenced*. It is not pushed again until it goes on
-here, stored anew, with more tokens than the owner has: then it is taken over.
+A session that another server owns in the store is *fenced*. It is pushed again only if it goes on
+here, stored anew, also before that was known, with more tokens than there: then it is taken over.
 
 Invariants: 1. one step is under way at a time, so that no session is pushed twice at once; 2. a
 session is unpushed, or to be dropped, or neither.
@@ -270,9 +270,8 @@ class Agenda:
             return step
         while (key := self._pick(now_s)) is not None:
             one = self._unpushed.pop(key)
-            owners_tokens = self._fenced.get(key)
-            takes = owners_tokens is not None and one.num_tokens > owners_tokens
-            if owners_tokens is None or takes:
+            takes = key in self._fenced and one.num_tokens > self._fenced[key]
+            if takes or key not in self._fenced:
                 push = Push(key, takes)
                 self._under_way = (push, one)
                 return push
@@ -303,9 +302,11 @@ class Agenda:
 
     def fenced(self, owners_tokens: int) -> bool:
         """Take that another server owns the session; returns whether that is news."""
-        step, _ = self._ended()
+        step, one = self._ended()
         is_news = step.key not in self._fenced
         self._fenced[step.key] = owners_tokens
+        if is_news and one and one.is_new and one.num_tokens > owners_tokens:
+            self._put_back(step, one)
         return is_news
 
     def failed(self, now_s: float) -> None:
@@ -313,9 +314,8 @@ class Agenda:
         step, one = self._ended()
         if one is None:
             return
-        pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2**one.num_failures)
+        one.not_before_s = now_s + min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2**one.num_failures)
         one.num_failures += 1
-        one.not_before_s = now_s + pause_s
         self._put_back(step, one)
 
     def postponed(self) -> None:

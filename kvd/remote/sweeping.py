@@ -4,7 +4,8 @@ All ages are by the store's clock. It removes nothing at once: an expired sessio
 one, which is forgotten GRACE_S later; chunks are condemned first (chunk_store.py). So a sweep is
 safe beside pushes, pulls and other sweeps; the lease only spares the work. Where a manifest cannot
 be read, nothing of its tenant is removed: nobody knows what it names. Of the services' transcripts
-only those are forgotten that they have deleted.
+those are forgotten that they have deleted, and those of sessions that no client has named, once
+nobody has gone on with them for long: a server that is gone would never delete them.
 """
 
 import json
@@ -21,10 +22,12 @@ from kvd.remote.manifest import Owner, has_expired
 from kvd.remote.names import SWEEPER, all_chunks, all_condemned, place_of
 from shared.blobs.blob_store import Blob, BlobStore
 from shared.blobs.errors import BlobMissingError, OvertakenError, UnfitStoreError
-from shared.blobs.register import NOTHING, Register, Version, is_version
-from shared.blobs.release import DELETED_BYTES, TRANSCRIPTS
+from shared.blobs.history_entry import HistoryEntry, decode_entry
+from shared.blobs.register import NOTHING, Register, Seen, Version, is_version, number_of
+from shared.blobs.release import DELETED_BYTES, HISTORIES, TRANSCRIPTS
 
 KNOWN_S = 30 * 86400.0  # by then a service that was away has found out what was deleted
+UNNAMED_S = 30 * 86400.0  # by then nobody is likely to go on with what no client has named
 LEASE_S = 900.0  # a sweep of more objects goes on, perhaps beside another one
 
 
@@ -40,6 +43,7 @@ class SweepResult:
         num_removed: chunks that went.
         removed_bytes: of these.
         num_damaged: manifests that cannot be read.
+        num_unnamed: transcripts of sessions without a name that went, because nobody used them.
     """
 
     num_sessions: int = 0
@@ -49,6 +53,7 @@ class SweepResult:
     num_removed: int = 0
     removed_bytes: int = 0
     num_damaged: int = 0
+    num_unnamed: int = 0
 
 
 class Sweeper:
@@ -58,16 +63,22 @@ class Sweeper:
         store: what is swept.
         owner: who sweeps.
         clock: unix seconds, for the lease.
+        unnamed_s: seconds after its last turn that the transcript of a session without a name goes.
     """
 
     def __init__(
-        self, store: BlobStore, owner: Owner, clock: Callable[[], float] = time.time
+        self,
+        store: BlobStore,
+        owner: Owner,
+        clock: Callable[[], float] = time.time,
+        unnamed_s: float = UNNAMED_S,
     ) -> None:
         self._store = store
         self._catalog = Catalog(store)
         self._lease = Register(store, SWEEPER)
         self._owner = owner
         self._clock = clock
+        self._unnamed_s = unnamed_s
 
     def sweep(self) -> SweepResult:
         """Sweep once.
@@ -81,6 +92,7 @@ class Sweeper:
             named, unknown = self._sweep_sessions(now_s, result)
             self._sweep_chunks(now_s, named, unknown, result)
             self._sweep_transcripts(now_s, result)
+            self._sweep_histories(now_s, result)
         finally:
             self._end()
         return result
@@ -199,6 +211,33 @@ class Sweeper:
             if blob.name == register.name_of(seen.number):  # else the session has begun anew
                 register.remove(seen)
                 result.num_forgotten += 1
+
+    def _sweep_histories(self, now_s: float, result: SweepResult) -> None:
+        """Remove histories that are old, and what they lead to, if that is, too.
+
+        Each turn leaves one: a session that is used has others.
+        """
+        old_s = now_s - self._unnamed_s
+        old = [
+            blob.name for blob in list_blobs(self._store, HISTORIES) if blob.stored_unix_s <= old_s
+        ]
+        places = {entry.transcript for entry in map(self._entry_in, old) if entry}
+        for place in places:
+            versions = [blob for blob in list_blobs(self._store, place) if is_version(blob.name)]
+            newest = max(versions, key=number_of, default=None)
+            if newest is None or newest.stored_unix_s > old_s:
+                continue
+            if newest.num_bytes != DELETED_BYTES:  # else other services may not know it yet
+                seen = Seen(number_of(newest), frozenset(blob.name for blob in versions))
+                Register(self._store, place).remove(seen)
+                result.num_unnamed += 1
+        self._store.delete(old)
+
+    def _entry_in(self, name: str) -> HistoryEntry | None:
+        try:
+            return decode_entry(self._store.get(name))
+        except BlobMissingError:
+            return None
 
     def _names_in(self, blob: Blob) -> list[str]:
         try:

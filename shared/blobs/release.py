@@ -2,6 +2,7 @@
 
 v1/format         says which version this is
 v1/transcripts/   the services' transcripts
+v1/histories/     which of these a history leads to (history_entry.py)
 v1/…              kvd's sessions (kvd/remote/names.py)
 """
 
@@ -10,6 +11,7 @@ from shared.blobs.errors import BlobExistsError, UnfitStoreError
 
 FORMAT = "v1/format"
 TRANSCRIPTS = "v1/transcripts"
+HISTORIES = "v1/histories"
 DELETED_BYTES = 8  # a transcript of so many says that its session was deleted
 THIS_FORMAT = b"KVDREMOT 1\n"
 

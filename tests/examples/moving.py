@@ -1,7 +1,8 @@
 """A scene before any balancer: one server is drained and comes back, another one is lost.
 
-Half of the conversations are sent whole over HTTP, half turn by turn over gRPC; where servers share
-nothing all are sent whole, for the others would have lost their words.
+Half of the conversations are sent whole over HTTP, and half of these without a name: they come to
+any server. The others are sent turn by turn over gRPC. Where servers share nothing all are sent
+whole, by their names, for the others would have lost their words.
 """
 
 import asyncio
@@ -44,8 +45,10 @@ class Tale:
     """A conversation.
 
     Attributes:
-        name: of its session.
+        name: what its client calls it.
         is_whole: whether its client sends all of it each time.
+        is_named: whether its client tells its name.
+        session: id of the session that has had its last turn.
         num_turns: that its client has had.
         num_tokens: of context that could have KV after them.
         recomputed: tokens of history that its last turn has computed anew.
@@ -54,6 +57,8 @@ class Tale:
 
     name: str
     is_whole: bool
+    is_named: bool = True
+    session: str = ""
     num_turns: int = 0
     num_tokens: int = 0
     recomputed: int = 0
@@ -74,13 +79,15 @@ class Tale:
 
     async def _ask(self, http: openai.AsyncOpenAI, said: str) -> tuple[int, int]:
         self._messages.append({"role": "user", "content": said})
+        body, headers = {"session_id": self.name}, {"X-Session-Id": self.name}
         answer = await http.chat.completions.create(
             model=MODEL,
             messages=self._messages,
             max_tokens=LENGTH,
-            extra_body={"ignore_eos": True, "session_id": self.name},
-            extra_headers={"X-Session-Id": self.name},
+            extra_body={"ignore_eos": True, **(body if self.is_named else {})},
+            extra_headers=headers if self.is_named else {},
         )
+        self.session = answer.model_extra["session_id"]
         self._messages.append({"role": "assistant", "content": answer.choices[0].message.content})
         usage = answer.usage
         return usage.prompt_tokens_details.cached_tokens, usage.prompt_tokens + LENGTH - 1
@@ -89,6 +96,7 @@ class Tale:
         sampling = pb.Sampling(max_tokens=LENGTH, ignore_eos=True)
         request = turn_request(said, self.name, sampling=sampling, expected_turn=self.num_turns)
         result = await client.submit_patiently(request)
+        self.session = self.name
         assert result.accepted.turn == self.num_turns
         usage = result.usage
         num_tokens = usage.history_tokens + usage.new_tokens + LENGTH - 1
@@ -128,10 +136,12 @@ class Scene:
 
     def __str__(self) -> str:
         """Return its figures."""
+        unnamed = sum(tale.total_recomputed for tale in self.tales if not tale.is_named)
         return (
             f"{len(self.tales)} conversations of 6 turns: {self.recomputed} tokens of history "
-            f"computed anew; {self.moved} behind the drain, {self.lost} behind the loss (only the "
-            f"lost server had {self.unpushed}), {self.back} when the drained one was back"
+            f"computed anew, {unnamed} of them of those without a name; {self.moved} behind the "
+            f"drain, {self.lost} behind the loss (only the lost server had {self.unpushed}), "
+            f"{self.back} when the drained one was back"
         )
 
 
@@ -153,7 +163,7 @@ async def checked(front: Front, oracle, num_tales: int, store: Path | None) -> S
 async def read(front: Front, tale: Tale) -> Sequence[pb.TurnRecord]:
     """All turns of a conversation, where it is longest."""
     running = [pair for pair in front.pairs.values() if pair.is_running]
-    found = [await pair.session(tale.name) for pair in running]
+    found = [await pair.session(tale.session) for pair in running]
     longest = max((session for session in found if session), key=lambda one: one.turns)
     return longest.turn_records
 
@@ -166,7 +176,10 @@ async def play(front: Front, num_tales: int, store: Path | None) -> Scene:
         num_tales: how many conversations.
         store: directory that the pairs share; None: they share nothing.
     """
-    tales = [Tale(f"tale-{number}", not store or number % 2 == 0) for number in range(num_tales)]
+    tales = [
+        Tale(f"tale-{number}", not store or number % 2 == 0, not store or number % 4 != 0)
+        for number in range(num_tales)
+    ]
     out, lost, _ = front.pairs.values()
     async with front.openai() as http, front.grpc_client() as client:
 
@@ -227,7 +240,7 @@ async def held_by(
             key = SessionKey(named.tenant, named.model, named.session_id)
             found = (info.num_tokens, other.name, key)
             most[named.session_id] = max(found, most.get(named.session_id, found))
-    found = ((tale, most[tale.name]) for tale in tales if tale.name in most)
+    found = ((tale, most[tale.session]) for tale in tales if tale.session in most)
     return [(tale, key) for tale, (_, name, key) in found if pair is None or name == pair.name]
 
 

@@ -192,7 +192,7 @@ async def test_every_row_has_values(seen):
         *("kvd_refused_calls_total", "inference_refused_calls_total"),  # nobody was
         "inference_transcript_errors_total",  # the disk had room
         *("inference_transcript_store_calls_total", "inference_transcript_store_up"),  # none is
-        "inference_transcripts_behind",
+        *("inference_transcripts_behind", "inference_histories_asked_total"),
         "inference_missed_tokens_total",  # no text came in other words
         *("inference_load_tokens_per_second", "inference_load_latency_seconds"),  # learned later
         *("inference_prefill_tokens_per_second", "inference_step_estimate_seconds"),

@@ -27,6 +27,7 @@ from inference_svc.runtime.turns.shared_transcripts import (
     encode_value,
     register_of,
 )
+from inference_svc.runtime.turns.store_calls import StoreCalls
 from inference_svc.runtime.turns.transcript import TranscriptStore
 from inference_svc.runtime.turns.transcript_files import TranscriptFiles
 from shared.blobs.errors import OvertakenError
@@ -67,6 +68,7 @@ class World:
 
     Attributes:
         found: of each session, the turns that the store had when it was looked at last.
+        added: turns that came in the middle of the operation.
         may_go: sessions that are deleted, or may be: nobody knows what a silent store has done.
         seen: how often what has happened.
     """
@@ -79,6 +81,7 @@ class World:
         self.services = [self._service(number) for number in range(2)]
         self.found: dict[SessionKey, list[str]] = {key: [] for key in KEYS}
         self.may_go: set[SessionKey] = set()
+        self.added: list[tuple[SessionKey, str]] = []
         self.seen: Counter[str] = Counter()
 
     def _service(self, number: int) -> TranscriptStore:
@@ -89,9 +92,9 @@ class World:
         return store
 
     def _shared(self, view: View) -> SharedTranscripts:
-        shared = SharedTranscripts(view, 60.0, Backoff(self.random, **NO_PAUSE))
-        shared._threads = Inline()
-        return shared
+        calls = StoreCalls(view, 60.0, Backoff(self.random, **NO_PAUSE))
+        calls._threads = Inline()
+        return SharedTranscripts(calls)
 
     def _meanwhile(self) -> None:
         """Add a turn, as a service without faults would."""
@@ -109,6 +112,7 @@ class World:
                 version.seen if version else NOTHING, encode_value(encode_transcript(after))
             )
             self.seen["meanwhile"] += 1
+            self.added.append((key, new.request_id))
 
     def _there(self, key: SessionKey) -> tuple[bytes | None, list[str]]:
         """The store's file of a session, and the names of its turns."""
@@ -120,7 +124,8 @@ class World:
         """One operation of one service, and a look at what became of it."""
         number = self.random.randrange(len(self.services))
         service, key = self.services[number], self.random.choice(KEYS)
-        do = self.random.choice([self._append] * 6 + [self._delete, self._catch_up])
+        do = self.random.choice([self._append] * 6 + [self._delete, self._let_go, self._catch_up])
+        self.added.clear()
         try:
             await do(service, key)
         except CrashError:
@@ -148,6 +153,21 @@ class World:
             self.may_go.add(key)
             await service.delete(key)
             self.seen["deleted"] += 1
+
+    async def _let_go(self, service: TranscriptStore, key: SessionKey) -> None:
+        """What others have added since this service has seen the session is not lost."""
+        here = await service.find(key)
+        if here is None:
+            return
+        known = {one.request_id for one in here.turns}
+        others = set(self._there(key)[1]) - known
+        if not others:
+            self.may_go.add(key)
+        is_gone = await service.let_go(key)
+        self.seen["let go, for all" if is_gone else "let go"] += 1
+        assert not (is_gone and others), "somebody has gone on with it"
+        added = {name for of, name in self.added if of == key}
+        assert not is_gone or added <= set(self._there(key)[1]), "somebody went on with it just now"
 
     async def _catch_up(self, service: TranscriptStore, key: SessionKey) -> None:
         del key

@@ -26,7 +26,7 @@ from inference_svc.http_api.bodies.body import Body, WrongMemberError
 from inference_svc.http_api.cache_misses import shown_reuse
 from inference_svc.http_api.openai.dialect import error_body
 from inference_svc.http_api.sessions.answers import Answers, LiveAnswer
-from inference_svc.http_api.sessions.routing import Caller, HttpTurn
+from inference_svc.http_api.sessions.http_turn import Caller, HttpTurn
 from shared.types.errors import ReportedError
 
 MOST_CHOICES = 16  # answers to one request

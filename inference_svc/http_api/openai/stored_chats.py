@@ -17,7 +17,7 @@ from inference_svc.http_api.openai.messages import MessageBody
 from inference_svc.http_api.openai.pages import ASCENDING, listed, read_page
 from inference_svc.http_api.replies import reply
 from inference_svc.http_api.requests import caller_of
-from inference_svc.http_api.sessions.routing import Caller
+from inference_svc.http_api.sessions.http_turn import Caller
 from inference_svc.http_api.sessions.stored_chats import Wanted
 
 CHAT = "chatcmpl-"  # what ids of chats begin with

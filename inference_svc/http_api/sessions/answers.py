@@ -3,7 +3,8 @@
 Invariants:
     1. two requests with the same history never share a session: one of them gets a fork;
     2. who has the end of an answer finds it stored, and its session free (`LiveAnswer`);
-    3. a repeat under an idempotency key goes to the session that the request went to.
+    3. a repeat under an idempotency key goes to the session that the request went to;
+    4. who has named no session is never refused because another server goes on with it.
 """
 
 import asyncio
@@ -27,8 +28,9 @@ from inference_svc.core.submission import TurnNames
 from inference_svc.core.turn_record import Finished, Started, Tokens, TurnEvent
 from inference_svc.http_api.errors import unknown_response
 from inference_svc.http_api.sessions.completion import Completion
-from inference_svc.http_api.sessions.lookup import Route, StoredRequest
-from inference_svc.http_api.sessions.routing import Caller, HttpTurn, Router
+from inference_svc.http_api.sessions.http_turn import Caller, HttpTurn
+from inference_svc.http_api.sessions.lookup import Route
+from inference_svc.http_api.sessions.routing import Router
 from inference_svc.http_api.sessions.store import ApiStore
 from inference_svc.service.gateway import Gateway, TurnStream, new_session_id
 
@@ -143,12 +145,20 @@ class LiveAnswer:
         if not self._turn.is_kept:
             await self._completion.remove(self._caller, self.session_id)
         else:
+            if finished.moved_to:
+                await self._move(finished.moved_to)
             await self._completion.record(
                 self._caller, self._turn, self._route, finished, is_passing=self._is_passing
             )
             if self._turn.is_final:
                 await self._completion.remove(self._caller, self.session_id)
         self._is_over = True
+
+    async def _move(self, session_id: str) -> None:
+        """Take that the turn is in a session of its own; who repeats the request finds it there."""
+        self.session_id = session_id
+        self._route = replace(self._route, session_id=session_id)
+        await self._completion.keep_request(self._caller, self._turn, self._route)
 
     async def _remove(self) -> None:
         await self._stream.wait_ended()
@@ -246,7 +256,7 @@ class Answers:
         try:
             key = self._gateway.key(identity, tenant, route.session_id)
             new_key = self._gateway.key(identity, tenant, session_id)
-            await turns.sessions.fork(key, route.turns, new_key.session_id)
+            await turns.sessions.fork(key, route.turns, new_key.session_id, is_local=not route.name)
         except BaseException:
             self._completion.spawn(self._completion.remove(caller, session_id, route.turns))
             raise
@@ -276,9 +286,7 @@ class Answers:
         self, caller: Caller, turn: HttpTurn, route: Route, on_queued: Queued, *, is_passing: bool
     ) -> LiveAnswer:
         try:
-            if turn.repeat_key is not None:
-                known = StoredRequest(turn.body, route)
-                await self._store.keep_request(caller.tenant, turn.repeat_key, known)
+            await self._completion.keep_request(caller, turn, route)
             before = await self._router.before_answer(caller, turn, route)
             stream = await self._gateway.submit(
                 caller.identity,

@@ -27,6 +27,7 @@ from inference_svc.core.answers import AnswerToken
 from inference_svc.core.turn_record import Finished
 from inference_svc.http_api.errors import TooManyRequestsError
 from inference_svc.http_api.sessions.answers import Answers
+from inference_svc.http_api.sessions.http_turn import Caller, HttpTurn
 from inference_svc.http_api.sessions.lookup import (
     CANCELLED,
     FAILED,
@@ -35,7 +36,6 @@ from inference_svc.http_api.sessions.lookup import (
     ResponseInfo,
     UnansweredResponse,
 )
-from inference_svc.http_api.sessions.routing import Caller, HttpTurn
 from inference_svc.http_api.sessions.store import ApiStore
 from shared.serving.grpc_status import InternalError
 from shared.types.errors import ReportedError

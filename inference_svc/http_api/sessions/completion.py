@@ -6,7 +6,8 @@ it has its answer. What a kill leaves of them goes at the next start.
 
 A session that nobody named is known by its history alone, so nobody would ever delete it: there are
 so many of them, and the one that was used longest ago goes for a new one, of the tenant that has
-the most of them.
+the most of them. Where servers share these, each counts those that it has had a turn of, or
+begun to; one that another server has gone on with goes here alone.
 """
 
 import asyncio
@@ -17,13 +18,14 @@ from typing import Any
 from inference_svc.core.chat import Message
 from inference_svc.core.turn_record import Finished
 from inference_svc.http_api.sessions.history_chain import HistoryChain
+from inference_svc.http_api.sessions.http_turn import Caller, HttpTurn
 from inference_svc.http_api.sessions.lookup import (
     ConversationTurn,
     Point,
     Route,
+    StoredRequest,
     StoredResponse,
 )
-from inference_svc.http_api.sessions.routing import Caller, HttpTurn
 from inference_svc.http_api.sessions.store import ApiStore
 from inference_svc.http_api.sessions.subagents import IdleSubagents
 from inference_svc.http_api.sessions.superseding import supersedes
@@ -75,8 +77,8 @@ class Completion:
                 self.spawn(self.remove(Caller(CLEANER, tenant), session_id))
             while True:
                 await asyncio.sleep(self._subagents.idle_s / LOOKS)
-                for key in self._subagents.take_idle(time.monotonic()):
-                    self.spawn(self._end(key))
+                for key, turns in self._subagents.take_idle(time.monotonic()):
+                    self.spawn(self._end(key, turns))
 
     def chain(self, caller: Caller) -> HistoryChain:
         """Return the digests of a caller's histories."""
@@ -104,9 +106,10 @@ class Completion:
         else:
             await self._store.use_session(caller.tenant, route.session_id)
             if turn.is_subagent:
-                self._subagents.used(self._key(caller, route.session_id), time.monotonic())
+                key = self._key(caller, route.session_id)
+                self._subagents.used(key, finished.turns, time.monotonic())
             for tenant, oldest in await self._store.take_oldest(self._max_sessions):
-                self.spawn(self.remove(Caller(CLEANER, tenant), oldest))
+                self.spawn(self._let_go(Caller(CLEANER, tenant), oldest))
         answer = turn.reading.message(finished.text)
         if not turn.is_final:
             self.spawn(self._expect(caller, turn, route, at, answer))
@@ -118,6 +121,12 @@ class Completion:
             await self._store.end_passing(caller.tenant, route.session_id)
         if turn.conversation is not None:
             turn.conversation.release()
+
+    async def keep_request(self, caller: Caller, turn: HttpTurn, route: Route) -> None:
+        """Store where a request goes, if it may be repeated."""
+        if turn.repeat_key is not None:
+            known = StoredRequest(turn.body, route)
+            await self._store.keep_request(caller.tenant, turn.repeat_key, known)
 
     async def _add_to(
         self,
@@ -172,8 +181,14 @@ class Completion:
         except ReportedError as error:  # it is in use again, or gone
             log.debug("nothing_expected", session=str(key), reason=error.reason)
 
-    async def _end(self, key: SessionKey) -> None:
+    async def _end(self, key: SessionKey, turns: int) -> None:
+        """End a session of a sub-agent, unless it has gone on, here or at another server."""
+        histories = self._sessions.histories
         try:
+            found, _ = await self._sessions.get(key, is_fresh=histories is not None)
+            is_unknown = histories is not None and histories.is_silent
+            if is_unknown or len(found.turns) != turns:
+                return
             await self._sessions.end(key)
         except ReportedError as error:  # it is in use again, or gone
             log.debug("subagent_not_ended", session=str(key), reason=error.reason)
@@ -184,7 +199,7 @@ class Completion:
         """Remove the tenant's oldest session that nobody named; return whether there was one."""
         for _ in range(MAX_TRIES):
             oldest = await self._store.take_oldest_of(caller.tenant)
-            if oldest and await self.remove(caller, oldest):
+            if oldest and await self._let_go(caller, oldest):
                 return True
         return False
 
@@ -195,6 +210,17 @@ class Completion:
         except BaseException:  # recorded perhaps, and now nobody makes the session
             self.spawn(self._store.end_passing(caller.tenant, session_id))
             raise
+
+    async def _let_go(self, caller: Caller, session_id: str) -> bool:
+        """Remove a session that nobody named, as an old one; return whether it was removed."""
+        key = self._key(caller, session_id)
+        try:
+            await self._sessions.let_go(key)
+        except ReportedError as error:  # it is in use again, or gone
+            log.debug("openai_session_not_removed", session=session_id, reason=error.reason)
+            return False
+        await self.forget_texts(key)
+        return True
 
     async def remove(self, caller: Caller, session_id: str, turns: int | None = None) -> bool:
         """Remove a session, if it has no more than `turns`; return whether it was removed."""

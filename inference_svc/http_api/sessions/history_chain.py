@@ -6,8 +6,9 @@ of a conversation cost one pass over it. White space around an answer does not c
 to strip it.
 
 A service keys its own digests with a secret: who reads them learns nothing. What it writes into
-transcripts (`TurnRecord.said`) is keyed with nothing, so that whichever server has a session knows
-its history; it stands beside the words themselves, and gives nothing away.
+transcripts (`TurnRecord.said`, `history`) is keyed with nothing, so that whichever server has a
+session knows its history; it stands beside the words themselves, and gives nothing away. So do the
+same digests in the store that services share, whose transcripts lie beside them.
 """
 
 import hashlib
@@ -15,7 +16,6 @@ import json
 from collections.abc import Callable, Sequence
 
 from inference_svc.core.chat import ASSISTANT, TOOL, Message, Tool, ToolCall, canonical
-from shared.types.session_key import SessionKey
 
 DIGEST_BYTES = 16
 CALL_ID = 24  # characters of a call's id, behind its prefix
@@ -106,9 +106,9 @@ def beginnings(messages: Sequence[Message]) -> list[int]:
     ]
 
 
-def open_chain(key: SessionKey) -> HistoryChain:
-    """Return the digests of a session's histories that are the same on every server."""
-    return HistoryChain(NO_SECRET, key.tenant, key.model)
+def open_chain(tenant: str, model: str) -> HistoryChain:
+    """Return the digests of histories that are the same on every server."""
+    return HistoryChain(NO_SECRET, tenant, model)
 
 
 def _sorted(call: ToolCall) -> str:

@@ -2,160 +2,31 @@
 
 Three ways to say it: the client names a session, or a response that it follows, or lets the
 messages speak for themselves: then the longest beginning of them that ended with an answer of this
-service is the session's history, and what follows is new. Nothing is changed here.
+service is the session's history, and what follows is new. Nothing is changed here, but that
+sessions of other servers come here.
 
 A history is known by a digest (`history_chain.py`). Where one ended, this service has stored, of
-its own answers. Of an answer that another server gave in a session that its client named, the
-session's transcript says it.
+its own answers. Of an answer that another server gave the session's transcript says it; which
+session that is, the client says, or the store of those that nobody named (`elsewhere.py`).
 """
 
-import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 
 from inference_svc.core.chat import ASSISTANT, Message
 from inference_svc.core.errors import SessionBusyError
 from inference_svc.core.misses import Resembled
-from inference_svc.core.submission import (
-    NO_RETENTION,
-    Retention,
-    Submission,
-    TextInput,
-    TokenInput,
-    TurnDefaults,
-)
 from inference_svc.core.template_arguments import Arguments
 from inference_svc.core.transcript_format import Transcript
-from inference_svc.http_api.answer_parts import Reading
 from inference_svc.http_api.errors import UnknownHistoryError, unknown_conversation
+from inference_svc.http_api.sessions.elsewhere import Elsewhere
 from inference_svc.http_api.sessions.history_chain import HistoryChain, beginnings, open_chain
-from inference_svc.http_api.sessions.lookup import (
-    ConversationTurn,
-    Point,
-    ResponseInfo,
-    Route,
-    StoredResponse,
-)
+from inference_svc.http_api.sessions.http_turn import Caller, HttpTurn
+from inference_svc.http_api.sessions.lookup import ConversationTurn, Point, Route
 from inference_svc.http_api.sessions.store import ApiStore
 from inference_svc.runtime.turns.sessions import Sessions
-from inference_svc.service.submissions import (
-    chat_input,
-    fill_compression,
-    fill_overflow,
-    fill_sampling,
-)
-from shared.access.identity import Identity
 from shared.types.errors import NotFoundError
 from shared.types.session_key import SessionKey
-
-
-@dataclass(frozen=True)
-class Caller:
-    """A client's identity, and the tenant that it acts for: one of the identity's."""
-
-    identity: Identity
-    tenant: str
-
-
-@dataclass(frozen=True)
-class HttpTurn:
-    """A turn that an HTTP request asks for, whichever API it speaks.
-
-    Attributes:
-        messages: the history and the new ones, or those that follow `previous`; none: it is raw.
-        sampling: the client's sampling values, by the names of `SamplingParams`.
-        session_id: the session that the client named; "" for none.
-        is_kept: whether the session may stay when the turn is over.
-        overflow: the overflow policy's name; "" for the service's.
-        request_id: the turn's: a digest of the whole request, or one that is never used again.
-        body: digest of the request's body.
-        repeat_key: digest of its idempotency key; None if there is none.
-        previous: the response that it follows.
-        response_id: id under which its response is stored; "" if it is no response.
-        info: the response's members beside its answer.
-        brought: the response's input, to be kept with it; "": it is not.
-        raw: raw text or token ids in place of messages; no later history is known by them.
-        reading: how its answer is read, and the tools that it offers.
-        is_final: whether the session is deleted when the answer has come.
-        is_subagent: whether a sub-agent asks.
-        retention: for how long the client wants what is computed to be kept at least.
-        arguments: of the chat template, as the client gives them.
-        prediction: what most of the answer will likely be; "" if the client does not say.
-        conversation: the conversation that it is a turn of, in the session `session_id`.
-    """
-
-    messages: tuple[Message, ...]
-    sampling: Mapping[str, Any]
-    session_id: str
-    is_kept: bool
-    overflow: str
-    request_id: str
-    body: bytes
-    repeat_key: bytes | None = None
-    previous: StoredResponse | None = None
-    response_id: str = ""
-    info: ResponseInfo | None = None
-    brought: str = ""
-    raw: TextInput | TokenInput | None = None
-    reading: Reading = field(default_factory=Reading)
-    is_final: bool = False
-    is_subagent: bool = False
-    retention: Retention = NO_RETENTION
-    arguments: Arguments = field(default_factory=dict)
-    prediction: str = ""
-    conversation: ConversationTurn | None = None
-
-    def as_submission(
-        self, route: Route, key: SessionKey, defaults: TurnDefaults, before: bytes | None = None
-    ) -> Submission:
-        """Make the submission to the route's session.
-
-        Args:
-            route: where the turn goes.
-            key: of the session there.
-            defaults: what the client does not say.
-            before: digest of all that was said before the answer; see `Router.before_answer`.
-
-        Raises:
-            EmptyTurnError: no new message has any content.
-            InvalidSamplingError: listing every value out of range.
-            InvalidCompressionError: the settings' policy does not go with this model.
-        """
-        new, reading = self.messages[route.first :], self.reading
-        return Submission(
-            key=key,
-            input=self.raw or chat_input(new, reading.use.tools, self.arguments, reading.beginning),
-            sampling=fill_sampling(self.sampling, defaults),
-            has_max_tokens="max_tokens" in self.sampling,
-            request_id=self.request_id,
-            digest="",
-            expected_turn=route.turns,
-            waits=False,
-            is_final=not self.is_kept,
-            arrived_ns=time.monotonic_ns(),
-            overflow=fill_overflow({"name": self.overflow} if self.overflow else {}, defaults),
-            compression=fill_compression(defaults),
-            retention=self.retention,
-            shown_marks=reading.marks if self.raw is None else frozenset(),
-            calls=reading.calls if self.raw is None else None,
-            prediction=self.prediction,
-            resembles=route.resembles,
-            is_local=not route.is_named,
-            said=self._said(key, before),
-        )
-
-    def _said(self, key: SessionKey, before: bytes | None) -> Callable[[str], str] | None:
-        """Return what makes the digest of all that was said, once the answer is there."""
-        if before is None:
-            return None
-        chain = open_chain(key)
-
-        def said(text: str) -> str:
-            history = chain.after(before, self.reading.message(text))
-            return chain.within(history, key.session_id).hex()
-
-        return said
 
 
 class Router:
@@ -179,6 +50,7 @@ class Router:
         self._model = model
         self._store = store
         self._framing = framing
+        self._elsewhere = Elsewhere(sessions, model, store)
 
     async def find(self, caller: Caller, chain: HistoryChain, turn: HttpTurn) -> Route:
         """Find the route of a turn whose messages, if it has any, may repeat a history.
@@ -198,6 +70,9 @@ class Router:
         if transcript is not None and transcript.turns:
             return await self._in_session(chain, digests, turn, transcript)
         route = await self._longest_known(caller, digests, messages)
+        if not name:
+            known = route.first if route else 0
+            route = await self._from_elsewhere(caller, turn, digests, known) or route
         if route is None or transcript is not None:
             route = Route(name, 0, 0, start, is_named=bool(name))
         elif name:
@@ -208,18 +83,23 @@ class Router:
     async def before_answer(self, caller: Caller, turn: HttpTurn, route: Route) -> bytes | None:
         """Return the digest, the same on every server, of all that was said before a turn's answer.
 
-        None: the turn does not have all of it, or no client has named the session.
+        None: the turn does not have all of it, or its session is of no use to other servers.
         """
         has_all = turn.messages and (route.first or not route.turns)
-        if not (has_all and route.is_named) or turn.conversation is not None:
+        stays = turn.is_kept and not turn.is_final
+        is_shared = route.is_named or (stays and self._elsewhere.is_shared)
+        if not (has_all and is_shared) or turn.conversation is not None:
             return None
-        key = self._key(caller, route.session_id)
-        return (await self._digests(open_chain(key), turn))[-1]
+        return (await self._open_digests(caller, turn))[-1]
 
     async def _digests(self, chain: HistoryChain, turn: HttpTurn) -> list[bytes]:
         """Return the digests of a turn's messages: of none of them, the first, … all of them."""
         framing = await self._framing(turn.arguments) if turn.messages else ""
         return chain.along(chain.opening(turn.reading.use.tools, framing), turn.messages)
+
+    async def _open_digests(self, caller: Caller, turn: HttpTurn) -> list[bytes]:
+        """Return the same digests as every server has."""
+        return await self._digests(open_chain(caller.tenant, self._model), turn)
 
     async def after(self, caller: Caller, at: Point, history: bytes | None) -> Route | None:
         """Find the route of messages that follow a point; None if its session is gone."""
@@ -281,6 +161,21 @@ class Router:
             await self._store.forget_histories(gone)
         return found
 
+    async def _from_elsewhere(
+        self, caller: Caller, turn: HttpTurn, digests: Sequence[bytes], known: int
+    ) -> Route | None:
+        """Find a beginning that other servers know, if it is longer than what is known here."""
+        lengths = [length for length in beginnings(turn.messages) if length > known]
+        if not (lengths and self._elsewhere.is_shared):
+            return None
+        shared = await self._open_digests(caller, turn)
+        found = await self._elsewhere.find(caller, [(length, shared[length]) for length in lengths])
+        if found is None:
+            return None
+        length, at = found
+        route = await self.after(caller, at, digests[length])
+        return None if route is None else replace(route, first=length)
+
     async def _resembled(
         self, caller: Caller, chain: HistoryChain, messages: Sequence[Message], first: int
     ) -> Resembled | None:
@@ -334,7 +229,7 @@ class Router:
         said, header = transcript.turns[-1].said, transcript.header
         if not said:
             return 0
-        chain = open_chain(header.key)
+        chain = open_chain(header.tenant, header.model)
         digests = await self._digests(chain, turn)
         return next(
             (

@@ -20,25 +20,25 @@ class IdleSubagents:
     def __init__(self, idle_s: float, most: int) -> None:
         self.idle_s = idle_s
         self._most = most
-        self._used_s: OrderedDict[SessionKey, float] = OrderedDict()  # the idlest first
+        self._used: OrderedDict[SessionKey, tuple[float, int]] = OrderedDict()  # the idlest first
 
     def __len__(self) -> int:
-        return len(self._used_s)
+        return len(self._used)
 
-    def used(self, key: SessionKey, now_s: float) -> None:
-        """Record that a sub-agent has used a session."""
-        self._used_s[key] = now_s
-        self._used_s.move_to_end(key)
-        if len(self._used_s) > self._most:
-            self._used_s.popitem(last=False)
+    def used(self, key: SessionKey, turns: int, now_s: float) -> None:
+        """Record that a sub-agent has used a session, which now has so many turns."""
+        self._used[key] = now_s, turns
+        self._used.move_to_end(key)
+        if len(self._used) > self._most:
+            self._used.popitem(last=False)
 
-    def take_idle(self, now_s: float) -> list[SessionKey]:
-        """Take the sessions out that are idle."""
+    def take_idle(self, now_s: float) -> list[tuple[SessionKey, int]]:
+        """Take the sessions out that are idle, with the turns that they had."""
         found = []
-        while self._used_s:
-            key, used_s = next(iter(self._used_s.items()))
+        while self._used:
+            key, (used_s, turns) = next(iter(self._used.items()))
             if now_s - used_s < self.idle_s:
                 break
-            del self._used_s[key]
-            found.append(key)
+            del self._used[key]
+            found.append((key, turns))
         return found

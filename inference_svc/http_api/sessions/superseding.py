@@ -20,8 +20,8 @@ of eviction, and nothing else.
 
 from inference_svc.core.misses import Resembled
 from inference_svc.core.transcript_format import Transcript
+from inference_svc.http_api.sessions.http_turn import HttpTurn
 from inference_svc.http_api.sessions.lookup import Route
-from inference_svc.http_api.sessions.routing import HttpTurn
 
 
 def supersedes(turn: HttpTurn, route: Route, resembled: Resembled, found: Transcript) -> bool:

@@ -189,6 +189,7 @@ class AnswerWriter:
         has_logprobs = submission.sampling.logprobs > 0
         uncomputed_tokens = len(self.context_ids(request)) - len(self.computed_ids(request))
         discards = (*prompt.discards, *self._within(request, len(prompt.input_ids)))
+        told = submission.said_in(request.key.session_id, self.text)
         return TurnRecord(
             turn=turn,
             request_id=submission.request_id,
@@ -209,7 +210,8 @@ class AnswerWriter:
             stop_string=self.stop_string,
             tools_digest=submission.tools_digest,
             template_arguments=prompt.template_arguments,
-            said=submission.said(self.text) if submission.said else "",
+            said=told.said,
+            history=told.history,
         )
 
     def usage(self, request: EngineRequest, discards: Sequence[Discard] = ()) -> Usage:

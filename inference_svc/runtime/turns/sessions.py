@@ -24,6 +24,7 @@ from inference_svc.core.tenant_limits import TenantLimits
 from inference_svc.core.transcript_format import ExpectedSession, Transcript
 from inference_svc.runtime.engine.engine_loop import EngineLoop
 from inference_svc.runtime.engine.engine_request import ContextCut
+from inference_svc.runtime.turns.shared_histories import SharedHistories
 from inference_svc.runtime.turns.transcript import TranscriptStore
 from inference_svc.runtime.turns.turn import Turn
 from shared.process.log import get_logger
@@ -61,6 +62,12 @@ class Sessions:
         self._tasks = tasks
         self._held: set[SessionKey] = set()  # sessions that are being changed
 
+    @property
+    def histories(self) -> SharedHistories | None:
+        """Of sessions that no client has named, where services share these; else None."""
+        sharing = self._transcripts.sharing
+        return sharing.histories if sharing is not None else None
+
     def check_not_held(self, key: SessionKey) -> None:
         """Check that a turn of a session may begin.
 
@@ -81,9 +88,20 @@ class Sessions:
             await self._transcripts.refresh(key)
         return await self._transcripts.get(key), self._is_busy(key)
 
-    async def fork(self, key: SessionKey, at_turn: int | None, new_session_id: str) -> Transcript:
-        """Start a session from another's first turns (all of them if at_turn is None)."""
-        await self._transcripts.refresh(key)
+    async def fork(
+        self, key: SessionKey, at_turn: int | None, new_session_id: str, *, is_local: bool = False
+    ) -> Transcript:
+        """Start a session from another's first turns (all of them if at_turn is None).
+
+        Args:
+            key: the other one's.
+            at_turn: how many of its turns.
+            new_session_id: the new one's.
+            is_local: whether it is made of what is here, under a name that nobody else has, and
+                stays here until its next turn.
+        """
+        if not is_local:
+            await self._transcripts.refresh(key)
         transcript = await self._transcripts.get(key)
         num_turns = len(transcript.turns)
         if at_turn is not None and at_turn > num_turns:
@@ -96,8 +114,9 @@ class Sessions:
         if self._is_busy(new_key):
             raise exists
         last_turn = num_turns if at_turn is None else at_turn
-        fork = partial(self._transcripts.fork, key, new_session_id, last_turn)
-        await self._transcripts.refresh(new_key)
+        fork = partial(self._transcripts.fork, key, new_session_id, last_turn, is_local=is_local)
+        if not is_local:
+            await self._transcripts.refresh(new_key)
         with self._opening(new_key):
             forked = await self._change(new_key, fork)
         if forked is None:
@@ -115,6 +134,20 @@ class Sessions:
                 await self._engine.forget(key, transcript.context.token_ids)
 
         await self._change(key, delete)
+
+    async def let_go(self, key: SessionKey) -> None:
+        """Remove a session that has no turn under way, and its KV.
+
+        Where services share an object store, and another one has gone on with it, it is removed
+        here alone; its KV stays, and is evicted like any other.
+        """
+
+        async def let_go() -> None:
+            transcript = await self._transcripts.get(key)
+            if await self._transcripts.let_go(key):
+                await self._engine.forget(key, transcript.context.token_ids)
+
+        await self._change(key, let_go)
 
     async def discard(
         self, key: SessionKey, ranges: Sequence[Range], expected: ExpectedSession

@@ -5,19 +5,16 @@ share the file system's commit. Where services share an object store it is there
 them goes on with the session, and `refresh` brings here what another has added. A store that does
 not answer costs no turn: what it does not have is *behind*, and gets there later.
 
-Invariants:
-    1. a transcript in memory is never ahead of its file;
-    2. one session's reads and writes are serialised, so that a read never overtakes a write;
-    3. the cache is bounded; what is evicted from it is read again;
-    4. once they are counted, the sessions of each tenant are those that have a file;
-    5. a file that has nothing in it is no session, and does not stay;
-    6. a file that the object store does not have all of is marked, before it is written.
+Of a session that no client has named the store is told each turn's history, too, once it has the
+turn: where a session is behind, that of its last turn, when it catches up.
 
-What becomes of failing writes is `disk_trouble.py`'s business.
+Invariants:
+    1. one session's reads and writes are serialised, so that a read never overtakes a write;
+    2. a file that the object store does not have all of is marked, before it is written;
+    3. what the store is told of a history, its transcript there has.
 """
 
 import asyncio
-from collections import Counter
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -27,20 +24,17 @@ from inference_svc.core.errors import TranscriptUnavailableError, UnknownSession
 from inference_svc.core.transcript_format import (
     Header,
     Transcript,
-    decode_transcript,
     encode_discard,
     encode_end,
     encode_transcript,
     encode_turn,
 )
 from inference_svc.core.turn_record import TurnRecord
-from inference_svc.runtime.turns.disk_trouble import DiskTrouble
-from inference_svc.runtime.turns.shared_transcripts import (
-    SharedTranscript,
-    SharedTranscripts,
-    StoreSilentError,
-)
-from inference_svc.runtime.turns.transcript_cache import MAX_CACHED_TOKENS, TranscriptCache
+from inference_svc.runtime.turns.local_transcripts import LocalTranscripts
+from inference_svc.runtime.turns.shared_histories import SharedHistories
+from inference_svc.runtime.turns.shared_transcripts import SharedTranscripts
+from inference_svc.runtime.turns.store_calls import StoreSilentError
+from inference_svc.runtime.turns.transcript_cache import MAX_CACHED_TOKENS
 from inference_svc.runtime.turns.transcript_files import TranscriptFiles
 from inference_svc.runtime.turns.transcript_sharing import Sharing, Verdict, moved, verdict_on
 from shared.blobs.register import NOTHING, Seen
@@ -59,6 +53,7 @@ class TranscriptStore:
     Args:
         directory: of the files.
         shared: the object store, where services share one.
+        histories: of sessions that no client has named, in the same store, where these are shared.
         max_cached_tokens: bound of the transcripts in memory.
 
     Attributes:
@@ -70,14 +65,14 @@ class TranscriptStore:
         self,
         directory: Path,
         shared: SharedTranscripts | None = None,
+        histories: SharedHistories | None = None,
         max_cached_tokens: int = MAX_CACHED_TOKENS,
     ) -> None:
-        self._files = TranscriptFiles(directory)
-        self.sharing = None if shared is None else Sharing(shared, self._files)
-        self._cache = TranscriptCache(max_cached_tokens)
+        files = TranscriptFiles(directory)
+        self._local = LocalTranscripts(files, max_cached_tokens)
+        self.trouble = self._local.trouble
+        self.sharing = None if shared is None else Sharing(shared, files, histories)
         self._locks = [asyncio.Lock() for _ in range(NUM_LOCKS)]
-        self._num_sessions: Counter[str] = Counter()
-        self.trouble = DiskTrouble(directory)
 
     def open(self) -> None:
         """Make the directory, check that it can be written, and lock it until `close`.
@@ -85,37 +80,34 @@ class TranscriptStore:
         Raises:
             TranscriptError: it cannot be used.
         """
-        self._files.open()
+        self._local.files.open()
 
     def count_sessions(self) -> None:
-        """Count each tenant's sessions; blocks for as long as reading every file's first line.
-
-        Files that a crash left empty are removed.
-        """
-        self._num_sessions = Counter(header.tenant for header in self._files.headers())
+        """Count each tenant's sessions; blocks for as long as reading every file's first line."""
+        self._local.count_sessions()
         if self.sharing is not None:
-            self.sharing.fell_behind(header.key for header in self._files.behind())
+            self.sharing.fell_behind(header.key for header in self._local.files.behind())
 
     def num_sessions(self, tenant: str) -> int:
         """Return how many sessions a tenant has."""
-        return self._num_sessions[tenant]
+        return self._local.num_sessions(tenant)
 
     def close(self) -> None:
         """Unlock the directory, and let go of the object store."""
         if self.sharing is not None:
-            self.sharing.store.close()
-        self._files.close()
+            self.sharing.store.calls.close()
+        self._local.files.close()
 
     async def find(self, key: SessionKey) -> Transcript | None:
         """Find the session's transcript, None if there is no such session.
 
         Does not yield to the event loop after it has the answer, so the caller may act on it.
         """
-        cached = self._cache.get(key)
+        cached = self._local.cache.get(key)
         if cached is not None:
             return cached
         async with self._lock(key):
-            return await self._current(key)
+            return await self._local.current(key)
 
     async def get(self, key: SessionKey) -> Transcript:
         """Return the session's transcript.
@@ -147,15 +139,39 @@ class TranscriptStore:
             TranscriptUnavailableError: nothing was recorded.
         """
         async with self._lock(key):
-            before = await self._current(key)
+            before = await self._local.current(key)
             if self.sharing is not None:
                 self.sharing.keep_local(key, is_local=is_local)
             before = before or Transcript(Header(*key))
             if turn.turn != len(before.turns):
                 raise moved(key)
             after = before.with_turn(turn, is_final=is_final)
-            await self._write(key, after, encode_turn(turn) + (encode_end() if is_final else b""))
+            lines = encode_turn(turn) + (encode_end() if is_final else b"")
+            await self._write(key, after, lines, history=turn.history)
             return after
+
+    async def fork_with(
+        self, before: Transcript, turn: TurnRecord, session_id: str, *, is_local: bool
+    ) -> None:
+        """Record a turn, durably, in a fork of its session: another service has gone on with that.
+
+        Args:
+            before: that session, as the turn found it.
+            turn: its next one there.
+            session_id: the new session's, a name that nobody else makes up.
+            is_local: whether the new session is of this service alone.
+
+        Raises:
+            TranscriptUnavailableError: nothing was recorded.
+        """
+        forked = before.forked(session_id, len(before.turns))
+        await asyncio.to_thread(getattr, forked, "context")  # replaying discards may take long
+        key = forked.header.key
+        async with self._lock(key):
+            if self.sharing is not None:
+                self.sharing.keep_local(key, is_local=is_local)
+            after = forked.with_turn(turn, is_final=False)
+            await self._write(key, after, b"", history=turn.history)
 
     async def discard(self, key: SessionKey, discard: Discard) -> Transcript:
         """Record, durably, a discard of a session's context between turns.
@@ -167,7 +183,7 @@ class TranscriptStore:
         """
         before = await self.get(key)
         async with self._lock(key):
-            if await self._current(key) != before:
+            if await self._local.current(key) != before:
                 raise moved(key)
             after = before.with_discard(discard)
             await self._write(key, after, encode_discard(discard))
@@ -183,21 +199,26 @@ class TranscriptStore:
         """
         await self.get(key)
         async with self._lock(key):
-            before = await self._current(key)
+            before = await self._local.current(key)
             if before is None or before.has_ended:
                 return
             after = before.ended()
             await self._write(key, after, encode_end())
 
-    async def fork(self, key: SessionKey, session_id: str, at_turn: int) -> Transcript | None:
-        """Start a new session from another's first turns; None if the new one exists already."""
+    async def fork(
+        self, key: SessionKey, session_id: str, at_turn: int, *, is_local: bool = False
+    ) -> Transcript | None:
+        """Start a new session from another's first turns; None if the new one exists already.
+
+        It is of this service alone until its next turn, if `is_local` says so, or that one is.
+        """
         new_key = key._replace(session_id=session_id)
         forked = (await self.get(key)).forked(session_id, at_turn)
         await asyncio.to_thread(getattr, forked, "context")  # replaying discards may take long
         async with self._lock(new_key):
-            if await self._current(new_key):
+            if await self._local.current(new_key):
                 return None
-            if self.sharing is not None and self._sharing_of(key) is None:
+            if self.sharing is not None and (is_local or self._sharing_of(key) is None):
                 self.sharing.keep_local(new_key)
             await self._write(new_key, forked, b"")
             return forked
@@ -209,7 +230,7 @@ class TranscriptStore:
             UnknownSessionError: there is no such session.
             TranscriptUnavailableError: it is still there.
         """
-        await self.get(key)
+        before = await self.get(key)
         async with self._lock(key):
             sharing = self._sharing_of(key)
             if sharing is not None and await sharing.put(key, None) is None:
@@ -217,7 +238,24 @@ class TranscriptStore:
                     f"session {key.session_id!r} is not deleted: the object store is silent",
                     "come back later; the log of the service says what to do",
                 )
-            await self._remove(key)
+            await self._remove(key, before)
+
+    async def let_go(self, key: SessionKey) -> bool:
+        """Remove a session here, and for good unless another service has gone on with it.
+
+        Returns:
+            Whether it is gone for good. Of one that a silent store may have nobody knows that.
+
+        Raises:
+            UnknownSessionError: there is no such session.
+            TranscriptUnavailableError: it is still there.
+        """
+        before = await self.get(key)
+        async with self._lock(key):
+            whole, sharing = await self._local.whole(key), self._sharing_of(key)
+            is_gone = sharing is None or whole is None or await sharing.withdraw(key, whole)
+            await self._remove(key, before if is_gone else None)
+        return is_gone
 
     # ------------------------------------------------------------------------------ other services
 
@@ -245,7 +283,7 @@ class TranscriptStore:
                 raise TranscriptUnavailableError(
                     f"nobody knows whether there is a session {key.session_id!r}: {error.message}",
                     "come back later; or send expected_turn = 0 with what begins a session",
-                    retry_after_s=sharing.store.retry_s,
+                    retry_after_s=sharing.store.calls.retry_s,
                 ) from error
 
     async def catch_up(self) -> None:
@@ -257,10 +295,11 @@ class TranscriptStore:
             try:
                 async with self._lock(key):
                     await self._adopt(sharing, key)
-                    whole = await self._read_file(key) if sharing.is_behind(key) else None
+                    whole = await self._local.whole(key) if sharing.is_behind(key) else None
                     seen = await sharing.put(key, whole) if whole else None
-                    if seen is not None:
-                        await self._agreed(sharing, key, seen)
+                    found = await self._local.current(key)
+                    if seen is not None and found is not None:
+                        await self._agreed(sharing, key, seen, found.history)
             except StoreSilentError:
                 return
             except ReportedError as error:
@@ -272,77 +311,42 @@ class TranscriptStore:
             return
         with suppress(StoreSilentError):
             for digest in await self.sharing.store.deleted():
-                header = await asyncio.to_thread(self._files.header_of, digest)
+                header = await asyncio.to_thread(self._local.files.header_of, digest)
                 if header is not None:
                     await self.refresh(header.key)
 
     async def _adopt(self, sharing: Sharing, key: SessionKey) -> None:
         """Take what the object store has of a session, if that is more; the caller has its lock."""
         there = await sharing.store.read(key)
-        here = await self._read_file(key) if await self._current(key) is not None else None
+        here = await self._local.whole(key) if await self._local.current(key) is not None else None
         verdict = verdict_on(here, there, is_behind=sharing.is_behind(key))
         if verdict is Verdict.REMOVE:
             await self._remove(key)
         elif there is not None and verdict is not Verdict.KEEP:
-            await self._take(key, there, opens=here is None, verdict=verdict)
+            assert there.data is not None and there.transcript is not None  # noqa: S101, PT018
+            sets_aside = verdict is Verdict.DIVERGED
+            await self._local.take(key, there.data, there.transcript, sets_aside=sets_aside)
         if there is not None and (verdict is not Verdict.KEEP or here == there.data):
             await self._agreed(sharing, key, there.seen)
         else:
             sharing.agreed(key, NOTHING if there is None else there.seen)
 
-    async def _take(
-        self, key: SessionKey, there: SharedTranscript, *, opens: bool, verdict: Verdict
+    async def _agreed(
+        self, sharing: Sharing, key: SessionKey, seen: Seen, history: str = ""
     ) -> None:
-        """Put a transcript of the object store in place of the file; what diverged is set aside."""
-        assert there.data is not None and there.transcript is not None  # noqa: S101, PT018
-        self._cache.drop(key)
-        try:
-            if verdict is Verdict.DIVERGED:
-                aside = await self._files.set_aside(key)
-                log.warning("transcript_diverged", session=str(key), moved_to=str(aside))
-            await self._files.replace(key, there.data)
-        except OSError as error:
-            raise self._failed(key, error, "write") from error
-        self._num_sessions[key.tenant] += opens
-        self._cache.keep(key, there.transcript)
-
-    async def _agreed(self, sharing: Sharing, key: SessionKey, seen: Seen) -> None:
-        """Take that file and object store have the same of a session."""
+        """Take that file and object store have the same of a session, which now has a history."""
         try:
             await sharing.caught_up(key)
         except OSError as error:
-            raise self._failed(key, error, "write") from error
+            raise self._local.failed(key, error, "write") from error
         sharing.agreed(key, seen)
+        await sharing.tell(key, history)
 
     # ----------------------------------------------------------------------------------- the files
 
-    async def _current(self, key: SessionKey) -> Transcript | None:
-        """Return the transcript from the cache, or from its file; the caller has its lock."""
-        return self._cache.get(key) or await self._read(key)
-
-    async def _read(self, key: SessionKey) -> Transcript | None:
-        """Read a file into the cache; a torn last line is cut off, so that appending is safe."""
-        data = await self._read_file(key)
-        if data is None:
-            return None
-        transcript, good_bytes = await asyncio.to_thread(decode_transcript, data)
-        if good_bytes < len(data):
-            log.warning("transcript_torn", session=str(key), torn_bytes=len(data) - good_bytes)
-            try:
-                await self._files.cut(key, good_bytes)
-            except OSError as error:
-                raise self._failed(key, error, "write") from error
-        if transcript is not None:
-            self._cache.keep(key, transcript)
-        return transcript
-
-    async def _read_file(self, key: SessionKey) -> bytes | None:
-        try:
-            return await self._files.read(key)
-        except OSError as error:
-            raise self._failed(key, error, "read") from error
-
-    async def _write(self, key: SessionKey, transcript: Transcript, lines: bytes) -> None:
+    async def _write(
+        self, key: SessionKey, transcript: Transcript, lines: bytes, history: str = ""
+    ) -> None:
         """Append the lines, or start the file with all of the transcript; then cache it.
 
         On failure the file is what it was. The session leaves the cache meanwhile: a task that is
@@ -353,38 +357,39 @@ class TranscriptStore:
             TranscriptDiskFullError: there is no room for them.
             TranscriptUnavailableError: they cannot be written for another reason.
         """
-        self._cache.drop(key)
+        self._local.cache.drop(key)
         sharing, begin = self._sharing_of(key), partial(encode_transcript, transcript)
         seen: Seen | None = None
         if sharing is not None:
-            before = await self._read_file(key)
+            before = await self._local.whole(key)
             seen = await sharing.put(key, before + lines if before else begin())
         try:
             if sharing is not None and seen is None:
                 await sharing.fall_behind(key)
-            if await self._files.append(key, lines, begin):
-                self._num_sessions[key.tenant] += 1
-                self.trouble.opened()
+            await self._local.append(key, lines, begin)
         except OSError as error:
-            raise self._failed(key, error, "write") from error
+            raise self._local.failed(key, error, "write") from error
         if sharing is not None and seen is not None:
-            await self._agreed(sharing, key, seen)
-        self._cache.keep(key, transcript)
+            await self._agreed(sharing, key, seen, history)
+        self._local.cache.keep(key, transcript)
 
-    async def _remove(self, key: SessionKey) -> None:
-        """Remove a file, and what is known of it; the caller has its lock."""
-        self._cache.drop(key)
+    async def _remove(self, key: SessionKey, gone: Transcript | None = None) -> None:
+        """Remove a file, and what is known of it; the caller has its lock.
+
+        Args:
+            key: the session's.
+            gone: its transcript, if it is gone for good: then the store forgets its histories.
+        """
+        sharing = self._sharing_of(key)
         try:
-            await self._files.remove(key)
+            await self._local.remove(key)
             if self.sharing is not None:
                 await self.sharing.caught_up(key)
                 self.sharing.forget(key)
         except OSError as error:
-            raise self._failed(key, error, "write") from error
-        self._num_sessions[key.tenant] -= 1
-
-    def _failed(self, key: SessionKey, error: OSError, kind: str) -> ReportedError:
-        return self.trouble.failed(key.session_id, self._files.path(key), error, kind)
+            raise self._local.failed(key, error, "write") from error
+        if sharing is not None and gone is not None:
+            await sharing.forget_histories(gone)
 
     def _sharing_of(self, key: SessionKey) -> Sharing | None:
         """Return what shares a session; None: it is of this service alone."""

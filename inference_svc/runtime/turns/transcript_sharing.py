@@ -14,11 +14,10 @@ from collections.abc import Iterable
 from enum import Enum
 
 from inference_svc.core.errors import SessionMovedError
-from inference_svc.runtime.turns.shared_transcripts import (
-    SharedTranscript,
-    SharedTranscripts,
-    StoreSilentError,
-)
+from inference_svc.core.transcript_format import Transcript, TranscriptDamagedError
+from inference_svc.runtime.turns.shared_histories import SharedHistories
+from inference_svc.runtime.turns.shared_transcripts import SharedTranscript, SharedTranscripts
+from inference_svc.runtime.turns.store_calls import StoreSilentError
 from inference_svc.runtime.turns.transcript_files import TranscriptFiles
 from shared.blobs.errors import OvertakenError
 from shared.blobs.register import NOTHING, Seen
@@ -59,10 +58,21 @@ class Sharing:
     Args:
         store: that services share.
         files: of this one.
+        histories: in the same store, of sessions that no client has named; None: these stay here.
+
+    Attributes:
+        store: likewise.
+        histories: likewise.
     """
 
-    def __init__(self, store: SharedTranscripts, files: TranscriptFiles) -> None:
+    def __init__(
+        self,
+        store: SharedTranscripts,
+        files: TranscriptFiles,
+        histories: SharedHistories | None = None,
+    ) -> None:
         self.store = store
+        self.histories = histories
         self._files = files
         self._seen: OrderedDict[SessionKey, Seen] = OrderedDict()
         self._local: set[SessionKey] = set()
@@ -126,6 +136,30 @@ class Sharing:
         except StoreSilentError:
             return None
 
+    async def withdraw(self, key: SessionKey, whole: bytes) -> bool:
+        """Have the store delete a session, unless another service has gone on with it.
+
+        Args:
+            key: the session's.
+            whole: its file here.
+
+        Returns:
+            Whether the store has it no more; False, too, if it is silent.
+        """
+        try:
+            before = self._seen.get(key, NOTHING)
+            if before == NOTHING:
+                there = await self.store.read(key)
+                if there is None or there.data is None:
+                    return True
+                if not whole.startswith(there.data):
+                    return False
+                before = there.seen
+            await self.store.replace(key, before, None)
+        except (OvertakenError, StoreSilentError, TranscriptDamagedError):
+            return False
+        return True
+
     async def _compared(self, key: SessionKey, whole: bytes | None) -> Seen:
         """Return what version there is, of which a file has to be a continuation."""
         if whole is None:
@@ -141,6 +175,17 @@ class Sharing:
         self._seen.move_to_end(key)
         if len(self._seen) > MAX_SEEN:
             self._seen.popitem(last=False)
+
+    async def tell(self, key: SessionKey, history: str) -> None:
+        """Tell the store which session a history is of: it has the turn; "": it has none."""
+        if self.histories is not None and history:
+            await self.histories.keep(key, history)
+
+    async def forget_histories(self, transcript: Transcript) -> None:
+        """Have the store forget the histories of a session that is deleted."""
+        digests = [turn.history for turn in transcript.turns if turn.history]
+        if self.histories is not None and digests:
+            await self.histories.forget(transcript.header.key, digests)
 
     async def caught_up(self, key: SessionKey) -> None:
         """Take that the store has all of a session.

@@ -16,7 +16,7 @@ from inference_svc.core.compression.policy import CompressionPolicy, special_tok
 from inference_svc.core.context import Context, clip
 from inference_svc.core.counters import COUNTERS, Counters
 from inference_svc.core.discards import COMPRESSION, OVERFLOW, Discard, Range, num_in
-from inference_svc.core.errors import InvalidTurnError
+from inference_svc.core.errors import InvalidTurnError, SessionMovedError
 from inference_svc.core.submission import Submission
 from inference_svc.core.transcript_format import ExpectedSession, Header, Transcript
 from inference_svc.core.turn_record import Accepted, Finished, TurnRecord, Usage
@@ -184,12 +184,7 @@ class TurnRunner:
             context = transcript.with_turn(record, is_final=request.is_final).context
             ranges = self._compress(turn.submission, prompt, request, context)
             record = _with_compression(record, turn.submission.compression, ranges)
-            await self._transcripts.append(
-                request.key,
-                record,
-                is_final=request.is_final,
-                is_local=turn.submission.is_local,
-            )
+            moved_to = await self._record(turn.submission, transcript, record, writer.text)
             self._engine.keep(request, writer.computed_ids(request))
         except asyncio.CancelledError:
             if turn.handed_back is None:
@@ -199,10 +194,40 @@ class TurnRunner:
         finally:
             self._engine.drop(request)
         self._count(record)
-        self._finish(turn, request, writer, record.usage, num_turns + 1)
+        self._finish(turn, request, writer, record.usage, num_turns + 1, moved_to)
         cut = _cut(context, ranges)
         if cut is not None:
             await self._engine.discard(request.key, cut)
+
+    async def _record(
+        self, submission: Submission, before: Transcript, record: TurnRecord, text: str
+    ) -> str:
+        """Record a turn; in a fork of its session, if that went on elsewhere and nobody named it.
+
+        Args:
+            submission: of the turn.
+            before: its session, as it found it.
+            record: of the turn.
+            text: of its answer.
+
+        Returns:
+            The session that has it, if it is not the one that it was submitted to.
+        """
+        is_local, fork_id = submission.is_local, submission.fork_id
+        try:
+            await self._transcripts.append(
+                submission.key, record, is_final=submission.is_final, is_local=is_local
+            )
+        except SessionMovedError:
+            if not fork_id:
+                raise
+        else:
+            return ""
+        told = submission.said_in(fork_id, text)
+        record = replace(record, said=told.said, history=told.history)
+        await self._transcripts.fork_with(before, record, fork_id, is_local=is_local)
+        self._counters.add("turns_forked")
+        return fork_id
 
     def _compress(
         self, submission: Submission, prompt: Prompt, request: EngineRequest, context: Context
@@ -228,10 +253,11 @@ class TurnRunner:
         writer: AnswerWriter,
         usage: Usage,
         num_turns: int,
+        moved_to: str = "",
     ) -> None:
         """Publish the last event, and report how the turn ended."""
         text, reason = writer.text, str(writer.finish_reason)
-        turn.publish(Finished(reason, text, usage, num_turns, writer.stop_string))
+        turn.publish(Finished(reason, text, usage, num_turns, writer.stop_string, moved_to))
         cancelled = writer.finish_reason is FinishReason.CANCELLED
         self._report.answered(
             turn.submission, request, reason, usage, num_turns, cancelled=cancelled

@@ -108,7 +108,7 @@ class Turns:
         joined = self._find_running(submission)
         if joined is not None:
             return joined
-        if not submission.is_local:
+        if not submission.fork_id:  # else what another server has added leads to a fork
             must_know = submission.expected_turn != 0
             await self._transcripts.refresh(submission.key, must_know=must_know)
         transcript = await self._transcripts.find(submission.key)

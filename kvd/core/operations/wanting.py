@@ -18,7 +18,8 @@ A load may wait for a session that is asked for, or coming; whoever waits says w
 waits only for somebody who answers: until the first answer nobody waits, and none that was asked
 for is waited for longer than ANSWER_NS without one. If nobody has answered anything meanwhile,
 nobody waits until somebody does. What a wait was in vain for is not waited for again before it is
-asked for again; nor is what has come, and is less than the turn's history all the same.
+asked for again; nor is what has come, and is less than the turn's history all the same. A longer
+history than it was asked for says that it went on elsewhere since: it is asked for at once.
 """
 
 from collections import OrderedDict
@@ -49,12 +50,14 @@ class _Ask:
 
     Attributes:
         asked_ns: when, the last time.
+        history_tokens: of the turn that wanted it.
         stored_tokens: of it then: when there are more it has come, from wherever.
         is_coming: the answer was that it is on its way.
         ended: why it is not waited for; "": it may be.
     """
 
     asked_ns: int
+    history_tokens: int
     stored_tokens: int
     is_coming: bool = False
     ended: str = ""
@@ -112,16 +115,21 @@ class Wanting:
             return False
         return any(isinstance(lease, StoreLease) and lease.key == key for lease in state.leases)
 
-    def _was_asked(self, key: SessionKey) -> bool:
-        """Whether there is an ask that holds: what was nowhere may have gone on here, and away."""
+    def _was_asked(self, key: SessionKey, history_tokens: int) -> bool:
+        """Whether there is an ask that holds: what was nowhere may have gone on here, and away.
+
+        So may what has come: its history is then longer.
+        """
         ask = self._asks.get(key)
         if ask is None or self._state.now_ns >= ask.asked_ns + ASK_AGAIN_NS:
             return False
-        return ask.ended != ABSENT or self._num_stored(key) <= ask.stored_tokens
+        if self._num_stored(key) <= ask.stored_tokens:
+            return True
+        return ask.ended != ABSENT and history_tokens <= ask.history_tokens
 
     def _want(self, key: SessionKey, history_tokens: int) -> None:
         now_ns = self._state.now_ns
-        if self._was_asked(key) or self._is_being_stored(key):
+        if self._was_asked(key, history_tokens) or self._is_being_stored(key):
             return
         if now_ns >= self._second_ns + NS_PER_S:
             self._second_ns, self._num_this_second = now_ns, 0
@@ -130,7 +138,7 @@ class Wanting:
         self._num_this_second += 1
         self._state.outbox.fetch_ended(key)  # who waits for an earlier ask looks at this one
         stored_tokens = self._num_stored(key)
-        self._asks[key] = _Ask(now_ns, stored_tokens)
+        self._asks[key] = _Ask(now_ns, history_tokens, stored_tokens)
         self._asks.move_to_end(key)
         self._unanswered[key] = now_ns
         self._unanswered.move_to_end(key)

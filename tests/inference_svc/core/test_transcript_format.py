@@ -376,10 +376,20 @@ def test_a_session_says_what_its_template_was_told():
 
 def test_what_was_said_is_not_known_of_an_older_releases_turns():
     """Of this one's it is read as it was written."""
-    told = replace(record(1), said="5a1d")
+    told = replace(record(1), said="5a1d", history="5a1e")
     session = Transcript(HEADER, (record(0), told))
+    assert session.history == "5a1e"
     assert decode_transcript(encode_transcript(session))[0] == session
     lines = encode_transcript(session).splitlines(keepends=True)
-    lines[2] = rewritten(lines[2], lambda fields: fields["turn"].pop("said"))
+    for name in ("said", "history"):
+        lines[2] = rewritten(lines[2], lambda fields, name=name: fields["turn"].pop(name))
     old, _ = decode_transcript(b"".join(lines))
     assert old == replace(session, turns=(record(0), record(1)))
+
+
+def test_histories_are_of_the_session_that_has_had_the_turns():
+    """Not of its forks."""
+    session = Transcript(HEADER, tuple(replace(record(n), history=f"{n}") for n in range(2)))
+    forked = session.forked("fork", 2)
+    assert forked.turns == (record(0), record(1))
+    assert (session.history, forked.history, session.forked("fork", 0).history) == ("1", "", "")

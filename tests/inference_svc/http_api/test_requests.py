@@ -8,7 +8,7 @@ from inference_svc.http_api.errors import RequestError
 from inference_svc.http_api.openai.chats import ChatBody
 from inference_svc.http_api.requests import TurnRequest
 from inference_svc.http_api.sessions.history_chain import HistoryChain
-from inference_svc.http_api.sessions.routing import Caller
+from inference_svc.http_api.sessions.http_turn import Caller
 from inference_svc.openai_settings import OpenAISettings
 from shared.access.identity import Identity
 

@@ -156,6 +156,21 @@ def test_a_fenced_session_is_left_alone_until_it_goes_on_here():
     assert agenda.next(90.0) == Push(A)  # it is the owner again
 
 
+def test_a_session_that_has_gone_on_here_before_it_was_known_to_be_fenced_is_taken_over():
+    """Its owner has pushed less, since; not one that was only listed: nobody knows when it was."""
+    agenda = following()
+    agenda.stored(A, 0.0, 100)
+    assert agenda.next(10.0) == Push(A)
+    assert agenda.fenced(owners_tokens=60)
+    assert agenda.next(10.0) == Push(A, takes=True)
+    assert not agenda.fenced(owners_tokens=80)
+    assert agenda.next(20.0) is None, "it is somebody else's all the same"
+    agenda.listed([info_of(B, num_tokens=100, idle_s=50.0)], 100.0, 1e9)
+    assert agenda.next(100.0) == Push(B)
+    assert agenda.fenced(owners_tokens=60)
+    assert agenda.next(200.0) is None
+
+
 def test_a_listing_brings_what_was_not_heard_of():
     """What is known to be in the store as it is here needs no look; what has ended is dropped."""
     agenda = following()

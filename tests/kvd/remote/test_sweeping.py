@@ -12,9 +12,10 @@ from kvd.remote.errors import NotPushedError, SlowPushError, SweepRunningError
 from kvd.remote.manifest import Owner
 from kvd.remote.pulling import Puller
 from kvd.remote.pushing import Pusher
-from kvd.remote.sweeping import KNOWN_S, LEASE_S, Sweeper, SweepResult
+from kvd.remote.sweeping import KNOWN_S, LEASE_S, UNNAMED_S, Sweeper, SweepResult
+from shared.blobs.history_entry import HistoryEntry, encode_entry
 from shared.blobs.register import Register
-from shared.blobs.release import DELETED_BYTES, TRANSCRIPTS
+from shared.blobs.release import DELETED_BYTES, HISTORIES, TRANSCRIPTS
 from tests.faulty_store import FaultyStore, View
 from tests.remote_server import STEP, Server
 
@@ -208,3 +209,55 @@ def test_deleted_transcripts_are_forgotten_when_everybody_knows() -> None:
     assert world.sweep(after_s=2).num_forgotten == 1
     left = {blob.name.split("/")[3] for blob in list_blobs(world.view, TRANSCRIPTS)}
     assert left == {"there", "again"}
+
+
+class Unnamed:
+    """Conversations in a store that no client has named."""
+
+    def __init__(self) -> None:
+        self.world = World()
+
+    def add(self, session: str, data: bytes = b"words of the session") -> None:
+        """A turn of a session, at its end."""
+        place = f"{TRANSCRIPTS}/tenant/{session}"
+        register = Register(self.world.view, place)
+        seen = register.look()
+        register.replace(seen, b"%d: %s" % (seen.number, data) if len(data) > 8 else data)
+        entry = encode_entry(HistoryEntry(session, place))
+        self.world.view.put(f"{HISTORIES}/tenant/{session}-{seen.number}", entry)
+
+    def left(self) -> tuple[set[str], set[str]]:
+        """The sessions whose transcripts are there, and the histories that are."""
+        transcripts, histories = self.world.names("transcripts"), self.world.names("histories")
+        return {name.split("/")[3] for name in transcripts}, {
+            name.split("/")[3] for name in histories
+        }
+
+
+def test_a_conversation_without_a_name_goes_when_nobody_goes_on_with_it() -> None:
+    """Its last turn counts; what is deleted is forgotten as always."""
+    talks = Unnamed()
+    for session in ("left", "used", "gone"):
+        talks.add(session)
+    talks.add("gone", bytes(DELETED_BYTES))
+    talks.world.store.now_s += UNNAMED_S / 2
+    talks.add("used")
+    assert talks.world.sweep(after_s=UNNAMED_S / 2 - 1).num_unnamed == 0
+    assert len(talks.left()[1]) == 5
+    assert talks.world.sweep(after_s=1).num_unnamed == 1
+    assert talks.left() == ({"used"}, {"used-1"})
+
+
+def test_what_leads_to_no_transcript_goes_alone() -> None:
+    """Whatever somebody has put there: nothing else is removed for it."""
+    world = World()
+    world.push()
+    (manifest,) = world.names("sessions")
+    for number, place in enumerate((manifest.rpartition("/")[0], TRANSCRIPTS, "")):
+        entry = encode_entry(HistoryEntry("a", place))
+        world.view.put(f"{HISTORIES}/tenant/{number}", entry)
+    world.view.put(f"{HISTORIES}/tenant/damaged", b"[]")
+    world.view.put(f"{TRANSCRIPTS}/tenant/named/{1:020d}", b"words of a named session")
+    assert world.sweep(after_s=UNNAMED_S).num_unnamed == 0
+    assert (len(world.names("transcripts")), world.names("histories")) == (1, [])
+    assert world.pull() == TOKENS

@@ -22,8 +22,9 @@ from inference_svc.http_api.bodies.conversation import with_names
 from inference_svc.http_api.errors import unknown_conversation
 from inference_svc.http_api.openai.responses.input_items import Item, messages_of
 from inference_svc.http_api.requests import CONVERSATION
+from inference_svc.http_api.sessions.http_turn import Caller
 from inference_svc.http_api.sessions.lookup import Conversation, Point
-from inference_svc.http_api.sessions.routing import Caller, holds
+from inference_svc.http_api.sessions.routing import holds
 from shared.types.errors import NotFoundError
 
 

@@ -10,7 +10,7 @@ from inference_svc.http_api.openai.responses.response_body import ResponseBody
 from inference_svc.http_api.openai.responses.stored_response import find_stored, session_up_to
 from inference_svc.http_api.replies import reply
 from inference_svc.http_api.requests import caller_of
-from inference_svc.http_api.sessions.routing import Caller
+from inference_svc.http_api.sessions.http_turn import Caller
 from inference_svc.service.submissions import chat_input
 
 

@@ -30,8 +30,8 @@ from inference_svc.http_api.openai.responses.stored_response import (
 from inference_svc.http_api.replies import OneAnswer, reply, send_events, send_reply
 from inference_svc.http_api.requests import REQUEST_IDS, TurnRequest
 from inference_svc.http_api.sessions.background import Running
+from inference_svc.http_api.sessions.http_turn import HttpTurn
 from inference_svc.http_api.sessions.lookup import ConversationTurn, ResponseInfo, StoredResponse
-from inference_svc.http_api.sessions.routing import HttpTurn
 
 MAX_KEPT = 16384  # characters of instructions, or tools, that GET shows again
 

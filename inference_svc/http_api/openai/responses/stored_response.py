@@ -30,8 +30,9 @@ from inference_svc.http_api.openai.responses.background import (
 from inference_svc.http_api.openai.responses.response_objects import ResponseObjects
 from inference_svc.http_api.replies import reply, send_events
 from inference_svc.http_api.requests import caller_of
+from inference_svc.http_api.sessions.http_turn import Caller
 from inference_svc.http_api.sessions.lookup import StoredResponse
-from inference_svc.http_api.sessions.routing import Caller, holds
+from inference_svc.http_api.sessions.routing import holds
 from inference_svc.openai_settings import OpenAISettings
 from shared.types.errors import NotFoundError
 

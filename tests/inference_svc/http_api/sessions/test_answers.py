@@ -1,14 +1,19 @@
 """A turn under way, for one HTTP client: when its answer begins."""
 
+from dataclasses import replace
+
 import pytest
 
 from inference_svc.core.answers import AnswerToken, SamplingParams
+from inference_svc.core.chat import Message
 from inference_svc.core.errors import DrainingError, TurnCancelledError
 from inference_svc.core.submission import Submission, TextInput
 from inference_svc.core.turn_record import Accepted, Finished, Started, Tokens, Usage
 from inference_svc.http_api.sessions.answers import LiveAnswer
-from inference_svc.http_api.sessions.lookup import Route
-from inference_svc.http_api.sessions.routing import Caller
+from inference_svc.http_api.sessions.completion import Completion
+from inference_svc.http_api.sessions.http_turn import Caller, HttpTurn
+from inference_svc.http_api.sessions.lookup import Route, StoredRequest
+from inference_svc.http_api.sessions.store import ApiStore
 from inference_svc.runtime.turns.turn import Turn
 from inference_svc.service.gateway import TurnStream
 from shared.access.identity import socket_identity
@@ -68,3 +73,23 @@ async def test_nothing_is_lost_of_an_answer_that_has_begun():
     answer = answer_of(turn)
     await answer.until_begun()
     assert await anext(answer.events()) == SAID
+
+
+async def test_a_turn_that_was_overtaken_is_known_where_it_is(tmp_path):
+    """Its session's id, its history, and where a repeat of its request goes."""
+    store = ApiStore(tmp_path, 100)
+    completion = Completion(None, "m", store, 10, 900.0)
+    asked = HttpTurn((Message("user", "Hi"),), {}, "", True, "", "r", b"body", repeat_key=b"key")
+    route = Route("s", 2, 0, completion.chain(CALLER).start)
+    turn = new_turn()
+    turn.publish(WAITS, LOADED, SAID, Finished("stop", "yes", Usage(), 3, moved_to="mine"))
+    turn.close()
+    stream = TurnStream(turn, lambda: None)
+    answer = LiveAnswer(completion, CALLER, asked, route, stream, is_passing=False)
+    await answer.whole()
+    assert answer.session_id == "mine"
+    assert await store.find_request(b"key") == StoredRequest(
+        b"body", replace(route, session_id="mine")
+    )
+    assert await store.take_oldest(0) == [("a", "mine")]
+    store.close()

@@ -5,8 +5,8 @@ import asyncio
 import pytest
 
 from inference_svc.http_api.sessions.background import BackgroundResponses, Running
+from inference_svc.http_api.sessions.http_turn import Caller
 from inference_svc.http_api.sessions.lookup import CANCELLED, QUEUED, ResponseInfo
-from inference_svc.http_api.sessions.routing import Caller
 from inference_svc.http_api.sessions.store import ApiStore
 from shared.access.identity import ANY, Identity
 from shared.serving.grpc_status import InternalError

@@ -3,6 +3,7 @@
 import asyncio
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
+from random import Random
 
 import pytest
 
@@ -11,16 +12,19 @@ from inference_svc.core.errors import UnknownSessionError
 from inference_svc.core.misses import Resembled
 from inference_svc.core.turn_record import Finished, Usage
 from inference_svc.http_api.sessions.completion import Completion
+from inference_svc.http_api.sessions.http_turn import Caller, HttpTurn
 from inference_svc.http_api.sessions.lookup import (
     Conversation,
     ConversationTurn,
     ResponseInfo,
     Route,
 )
-from inference_svc.http_api.sessions.routing import Caller, HttpTurn
 from inference_svc.http_api.sessions.store import ApiStore
+from inference_svc.runtime.turns.store_calls import StoreCalls
 from shared.access.identity import Identity
+from shared.process.backoff import Backoff
 from shared.types.session_key import SessionKey
+from tests.faulty_store import FaultyStore, Odds, View
 from tests.inference_svc.http_api.scripted_calls import READING, calling
 from tests.memory_engine import loaded_model
 from tests.turn_service import Service, asked, serving
@@ -93,8 +97,8 @@ class World:
 
 
 @asynccontextmanager
-async def world_in(model, directory, max_sessions=10, subagent_idle_s=900.0):
-    async with serving(model, directory) as service:
+async def world_in(model, directory, max_sessions=10, subagent_idle_s=900.0, calls=None):
+    async with serving(model, directory, calls=calls) as service:
         store = ApiStore(directory, 1000, 2**20, 2**20)
         completion = Completion(service.turns.sessions, MODEL, store, max_sessions, subagent_idle_s)
         running = asyncio.create_task(completion.run())
@@ -237,6 +241,34 @@ async def test_an_idle_session_of_a_sub_agent_is_ended(model, tmp_path):
         assert not await world.is_ended("s-2")
         assert not await world.is_ended("s-3")
         assert await world.left("s-1") == {"s-1"}
+
+
+async def test_a_session_of_a_sub_agent_that_went_on_is_not_ended(model, tmp_path):
+    """By whomever: at another server, or under its name."""
+    async with world_in(model, tmp_path, subagent_idle_s=0.05) as world:
+        await world.make("s-1", "s-2")
+        turn = await world.begin("s-1", max_tokens=2)
+        _ = [event async for event in turn.follow()]
+        for name in ("s-1", "s-2"):
+            await world.record(name, is_subagent=True)
+        await world.until(lambda: world.is_ended("s-2"))
+        assert not await world.is_ended("s-1")
+
+
+async def test_nobody_ends_what_may_have_gone_on(model, tmp_path):
+    """While the store is silent nobody knows that."""
+    blobs = FaultyStore(Random(1))  # noqa: S311
+    calls = StoreCalls(View(blobs), 60.0, Backoff(Random(1), first_s=0.0, longest_s=0.0))  # noqa: S311
+    async with world_in(model, tmp_path, subagent_idle_s=0.05, calls=calls) as world:
+        await world.make("s-1", "s-2")
+        blobs.odds = Odds(fails=1.0)
+        await world.record("s-1", is_subagent=True)
+        await world.until_so(lambda: calls.is_silent)
+        blobs.odds = Odds()
+        await world.record("s-2", is_subagent=True)
+        await world.until(lambda: world.is_ended("s-2"))
+        assert not await world.is_ended("s-1")
+    calls.close()
 
 
 async def test_a_session_that_is_gone_is_not_ended(model, tmp_path, caplog):

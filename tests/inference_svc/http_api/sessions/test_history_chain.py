@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from inference_svc.core.chat import Message, Tool, ToolCall
 from inference_svc.http_api.sessions.history_chain import HistoryChain, beginnings, open_chain
 from inference_svc.http_api.sessions.store_file import KEY_BYTES
-from shared.types.session_key import SessionKey
 
 KEY = bytes(range(KEY_BYTES))
 CHAIN = HistoryChain(KEY, "acme", "model")
@@ -132,10 +131,10 @@ def test_who_says_a_question_is_part_of_a_history():
 
 def test_what_every_server_knows_stays_what_it_is():
     """Another release finds it in transcripts, too; it is the tenant's, and the model's."""
-    key = SessionKey("acme", "model", "s")
     said = [Message("user", "Hi"), Message("assistant", "Yes?")]
-    chain = open_chain(key)
+    chain = open_chain("acme", "model")
     digest = chain.along(chain.opening((Tool("look"),), "framed"), said)[-1]
     assert chain.within(digest, "s").hex() == "7ddd6793a4dacf8b816ae0b25868c6bf"
-    others = [key, SessionKey("other", "model", "s"), SessionKey("acme", "another", "s")]
-    assert len({CHAIN.start, *(open_chain(one).start for one in others)}) == 4
+    assert digest.hex() == "6f7992aaeded6a4f39fc21eec0652ce8"
+    others = [("acme", "model"), ("other", "model"), ("acme", "another")]
+    assert len({CHAIN.start, *(open_chain(*one).start for one in others)}) == 4

@@ -10,12 +10,13 @@ from inference_svc.core.errors import EmptyTurnError, InvalidSamplingError
 from inference_svc.core.submission import ChatInput, ModelTraits, TextInput, TurnDefaults
 from inference_svc.core.template_arguments import canonical_arguments
 from inference_svc.core.truncation import OverflowPolicy
-from inference_svc.core.turn_record import Finished, TurnRecord, Usage
+from inference_svc.core.turn_record import Finished, Said, TurnRecord, Usage
 from inference_svc.http_api.answer_parts import Reading
 from inference_svc.http_api.errors import UnknownHistoryError
 from inference_svc.http_api.sessions.completion import Completion
+from inference_svc.http_api.sessions.http_turn import Caller, HttpTurn
 from inference_svc.http_api.sessions.lookup import Conversation, ConversationTurn, Route
-from inference_svc.http_api.sessions.routing import Caller, HttpTurn, Router
+from inference_svc.http_api.sessions.routing import Router
 from inference_svc.http_api.sessions.store import ApiStore
 from shared.access.identity import Identity
 from shared.types.session_key import SessionKey
@@ -25,6 +26,7 @@ from tests.turn_service import Service, serving
 
 KEY_OF = SessionKey("acme", "model", "s")
 DEFAULTS = TurnDefaults(64, OverflowPolicy("sinks", 0.25), "snapkv", 0.75, ModelTraits("ragged"))
+NOTHING_SAID = Said()
 SAID = (Message("user", "Hi"), Message("assistant", "Yes?"), Message("user", "More"))
 
 
@@ -101,6 +103,7 @@ class Server:
 
     def __init__(self, service: Service, directory):
         directory.mkdir()
+        self.service = service
         self._transcripts = service.store
         self.store = ApiStore(directory, 1000)
         sessions = service.turns.sessions
@@ -123,8 +126,9 @@ class Server:
         key = SessionKey("acme", "model", route.session_id)
         before = await self.router.before_answer(ANN, asked, route)
         submission = asked.as_submission(route, key, DEFAULTS, before)
-        said = submission.said(text) if submission.said else ""
-        await self._transcripts.append(key, answered(route.turns, text, said), is_final=False)
+        record = answered(route.turns, text, submission.said_in(route.session_id, text))
+        is_local = submission.is_local
+        await self._transcripts.append(key, record, is_final=False, is_local=is_local)
         finished = Finished("stop", text, Usage(), route.turns + 1)
         await self.completion.record(ANN, asked, route, finished, is_passing=False)
 
@@ -134,7 +138,7 @@ class Server:
         return own in await self.store.find_histories([own])
 
 
-def answered(num, text, said=""):
+def answered(num, text, told=NOTHING_SAID):
     """The record of a session's turn."""
     return TurnRecord(
         turn=num,
@@ -149,7 +153,8 @@ def answered(num, text, said=""):
         finish_reason="stop",
         usage=Usage(),
         created_unix_s=1.5,
-        said=said,
+        said=told.said,
+        history=told.history,
     )
 
 

@@ -14,17 +14,17 @@ keys = st.builds(SessionKey, st.just("acme"), st.just("m"), st.sampled_from("abc
 def test_those_are_taken_that_nobody_has_used_for_long(steps):
     """Against a plain dict; of more than `most` those that were used last are watched."""
     idle, used, now_s = IdleSubagents(IDLE_S, MOST), {}, 0.0
-    for passed_s, key in steps:
+    for turns, (passed_s, key) in enumerate(steps):
         now_s += passed_s
         if key is not None:
-            idle.used(key, now_s)
+            idle.used(key, turns, now_s)
             used.pop(key, None)
-            used[key] = now_s
+            used[key] = now_s, turns
             if len(used) > MOST:
                 del used[next(iter(used))]
             continue
-        expected = [one for one, at_s in used.items() if now_s - at_s >= IDLE_S]
+        expected = [(one, turns) for one, (at_s, turns) in used.items() if now_s - at_s >= IDLE_S]
         assert idle.take_idle(now_s) == expected
-        for one in expected:
+        for one, _ in expected:
             del used[one]
     assert len(idle) == len(used)

@@ -13,6 +13,7 @@ from inference_svc.core.discards import Discard
 from inference_svc.core.grafts import Graft
 from inference_svc.core.submission import Submission, TokenInput
 from inference_svc.core.truncation import OverflowPolicy
+from inference_svc.core.turn_record import Said
 from inference_svc.core.turn_window import FrameTokens, TurnWindow
 from inference_svc.runtime.compute.sampling import Sampled, Sampler
 from inference_svc.runtime.engine.engine_request import EngineRequest
@@ -264,16 +265,18 @@ async def test_a_full_window_ends_the_answer(running):
 
 
 async def test_a_record_says_what_the_whole_conversation_was(running):
-    """As the submission makes it of the answer's text; "" where it cannot."""
-    assert running.sink.record(running, 3, PROMPT_OF_TURN).said == ""
-    turn = Turn(replace(running.sink._turn.submission, said="all before, and {}".format))
+    """As the submission makes it of the answer's text and its session; "" where it cannot."""
+    record = running.sink.record(running, 3, PROMPT_OF_TURN)
+    assert (record.said, record.history) == ("", "")
+    turn = Turn(replace(running.sink._turn.submission, said=Said))
     tokenizer = make_tokenizer("byte_level")
     answer = GrowingAnswer(SAMPLING, frozenset())
     writer = running.sink = AnswerWriter(turn, answer, tokenizer, PROMPT, 0, Histogram())
     for token_id in tokenizer.encode(" of a"):
         answer_with(running, token_id)
     assert writer.text
-    assert writer.record(running, 3, PROMPT_OF_TURN).said == f"all before, and {writer.text}"
+    record = writer.record(running, 3, PROMPT_OF_TURN)
+    assert (record.said, record.history) == (writer.text, running.key.session_id)
 
 
 async def test_a_full_window_shows_what_was_held_back(running):

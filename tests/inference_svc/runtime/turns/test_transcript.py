@@ -190,7 +190,7 @@ async def test_the_cache_is_bounded(tmp_path, most_tokens, num_sessions):
     keys = [KEY._replace(session_id=f"s{number}") for number in range(5)]
     for key in keys:
         await append(store, key, 0)
-    assert store._cache.keys() == keys[-num_sessions:]
+    assert store._local.cache.keys() == keys[-num_sessions:]
     assert [len((await store.get(key)).turns) for key in keys] == [1] * 5
 
 
@@ -202,7 +202,7 @@ async def test_the_session_that_was_used_last_stays_in_memory(tmp_path):
     await append(store, second, 0)
     await store.get(first)
     await append(store, third, 0)
-    assert store._cache.keys() == [first, third]
+    assert store._local.cache.keys() == [first, third]
 
 
 async def test_reads_and_appends_of_one_session_are_serialised(tmp_path):
@@ -272,8 +272,8 @@ LONG = record(0, LONG_TOKENS)
 async def opened(store):
     """A session whose only turn is nearly as long as the limit: a second one is too much."""
     await store.append(OPENED, record(0, 30_000), is_final=False)
-    longer = store._cache.get(OPENED).with_turn(record(1, LONG_TOKENS), is_final=False)
-    store._cache.keep(OPENED, longer)
+    longer = store._local.cache.get(OPENED).with_turn(record(1, LONG_TOKENS), is_final=False)
+    store._local.cache.keep(OPENED, longer)
     return OPENED
 
 

@@ -14,12 +14,13 @@ from inference_svc.core.errors import (
     UnknownSessionError,
 )
 from inference_svc.core.transcript_format import TranscriptDamagedError
+from inference_svc.runtime.turns.shared_histories import SharedHistories
 from inference_svc.runtime.turns.shared_transcripts import (
     SharedTranscript,
     SharedTranscripts,
-    StoreSilentError,
     register_of,
 )
+from inference_svc.runtime.turns.store_calls import StoreCalls, StoreSilentError
 from inference_svc.runtime.turns.transcript import TranscriptStore
 from inference_svc.runtime.turns.transcript_files import TranscriptFiles
 from inference_svc.runtime.turns.transcript_sharing import Verdict, verdict_on
@@ -50,8 +51,9 @@ class Servers:
     def __getitem__(self, number):
         if number not in self._running:
             backoff = Backoff(Random(1), first_s=0.0, longest_s=0.0)  # noqa: S311
-            shared = SharedTranscripts(View(self.blobs), 60.0, backoff)
-            store = TranscriptStore(self.directory / str(number), shared)
+            calls = StoreCalls(View(self.blobs), 60.0, backoff)
+            shared, histories = SharedTranscripts(calls), SharedHistories(calls)
+            store = TranscriptStore(self.directory / str(number), shared, histories)
             store.open()
             store.count_sessions()
             self._running[number] = store
@@ -66,14 +68,18 @@ class Servers:
     def mend(self):
         self.blobs.odds = Odds()
 
-    async def turn(self, number, key=KEY, **how):
+    async def turn(self, number, key=KEY, history="", **how):
         """The next turn of a session, as one service has it; returns how many there are."""
         store = self[number]
         await store.refresh(key)
         found = await store.find(key)
         turn = record(len(found.turns) if found else 0)
-        turn = replace(turn, request_id=f"of {number}: {next(self._names)}")
+        turn = replace(turn, request_id=f"of {number}: {next(self._names)}", history=history)
         return len((await store.append(key, turn, is_final=False, **how)).turns)
+
+    async def found(self, number, *histories):
+        """Which sessions some histories are of, as one service finds them."""
+        return await self[number].sharing.histories.find("default", histories)
 
     async def turns(self, number, key=KEY):
         """How many turns a service has of a session, with those of the others."""
@@ -245,6 +251,123 @@ async def test_sessions_that_no_client_names_stay_here(servers):
     await servers[0].delete(OTHER)
 
 
+async def test_histories_lead_to_sessions(servers):
+    """Once the store has the turn; the one that was there last counts, and no other tenant's."""
+    await servers.turn(0, history="a")
+    await servers.turn(1, history="b")
+    assert await servers.found(2, "a", "b", "c") == {"a": "s1", "b": "s1"}
+    await servers.turn(0, OTHER, history="a")
+    await servers.turn(0, KEY._replace(session_id="s3"))
+    await servers.turn(0, KEY._replace(tenant="else", session_id="s4"), history="a")
+    await servers.turn(0, KEY._replace(session_id="s5"), history="d", is_local=True)
+    await servers[0].fork(KEY, "s6", 2)
+    assert await servers.found(1, "a", "b", "d") == {"a": "s2", "b": "s1"}
+
+
+async def test_a_history_comes_with_what_was_behind(servers):
+    """Not before: what the store says of a history, its transcript has."""
+    servers.fail()
+    for history in ("a", "b"):
+        await servers.turn(0, history=history)
+    with pytest.raises(StoreSilentError):
+        await servers.found(0, "a")
+    servers.mend()
+    await servers[0].sharing.histories.keep(KEY, "z")  # somebody finds out that it is back
+    assert await servers.found(1, "a", "b") == {}
+    await servers[0].catch_up()
+    assert await servers.found(1, "a", "b") == {"b": "s1"}
+
+
+async def test_histories_go_with_their_session(servers):
+    """Not those that another one has, too, and has noted since."""
+    for key, histories in ((KEY, "abc"), (OTHER, "c")):
+        for history in histories:
+            await servers.turn(0, key, history=history)
+    await servers[0].delete(KEY)
+    assert await servers.found(1, *"abc") == {"c": "s2"}
+    await servers[0].delete(OTHER)
+    assert not [name for name in servers.blobs.blobs if "histories" in name]
+
+
+async def test_a_turn_that_was_overtaken_is_in_a_session_of_its_own(servers):
+    """Which begins as the other one did, and is found by its own history."""
+    await servers.turn(0, history="a")
+    before = await servers[0].get(KEY)
+    await servers.turn(1, history="b")
+    turn = replace(record(1), request_id="overtaken", history="c")
+    with pytest.raises(SessionMovedError):
+        await servers[0].append(KEY, turn, is_final=False)
+    await servers[0].fork_with(before, turn, "s3", is_local=False)
+    assert await servers.found(2, *"abc") == {"a": "s1", "b": "s1", "c": "s3"}
+    fork = KEY._replace(session_id="s3")
+    await servers[2].refresh(fork)
+    found = await servers[2].get(fork)
+    assert [one.request_id for one in found.turns] == [before.turns[0].request_id, "overtaken"]
+    assert found.header.forked_from == "s1"
+    assert await servers.turns(0) == 2
+
+
+async def test_an_overtaken_turn_of_what_is_local_is_local(servers):
+    await servers.turn(0, is_local=True)
+    await servers[0].fork_with(await servers[0].get(KEY), record(1), "s3", is_local=True)
+    assert not [name for name in servers.blobs.blobs if "transcripts" in name]
+
+
+async def test_a_fork_may_stay_here_until_its_next_turn(servers):
+    """It may never come."""
+    await servers.turn(0)
+    num_blobs = len(servers.blobs.blobs)
+    await servers[0].fork(KEY, OTHER.session_id, 1, is_local=True)
+    assert len(servers.blobs.blobs) == num_blobs
+    turn = replace(record(1), request_id="next")
+    await servers[0].append(OTHER, turn, is_final=False)
+    assert await servers.turns(1, OTHER) == 2
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+@pytest.mark.parametrize("is_overtaken", [False, True])
+async def test_what_is_let_go_stays_where_another_goes_on_with_it(servers, restarts, is_overtaken):
+    """Also if the service that lets it go knows its file alone."""
+    await servers.turn(0, history="a")
+    assert await servers.turns(1) == 1
+    if is_overtaken:
+        await servers.turn(1, history="b")
+    if restarts:
+        servers.restart(0)
+    assert await servers[0].let_go(KEY) is not is_overtaken
+    assert await servers[0].find(KEY) is None
+    assert servers[0].num_sessions("default") == 0
+    assert await servers.turns(1) == (2 if is_overtaken else None)
+    assert await servers.found(2, *"ab") == ({"a": "s1", "b": "s1"} if is_overtaken else {})
+
+
+async def test_what_is_let_go_while_the_store_is_silent_goes_here_alone(servers):
+    """Nobody knows who has gone on with it; nothing stays behind."""
+    await servers.turn(0)
+    servers.fail()
+    await servers.turn(0)
+    assert not await servers[0].let_go(KEY)
+    servers.mend()
+    assert servers[0].sharing.behind == []
+    assert await servers.turns(1) == 1
+
+
+async def test_what_the_store_never_had_is_let_go_for_good(servers):
+    """Without a trace there."""
+    await servers.turn(0, is_local=True)
+    servers.restart(0)
+    assert await servers[0].let_go(KEY)
+    assert not [name for name in servers.blobs.blobs if "transcripts" in name]
+
+
+async def test_what_another_has_deleted_is_let_go_for_good(servers):
+    await servers.turn(0)
+    await servers.turns(1)
+    await servers[1].delete(KEY)
+    servers.restart(0)
+    assert await servers[0].let_go(KEY)
+
+
 async def test_what_is_damaged_is_not_used_and_can_be_deleted(servers):
     """Nobody guesses what was said."""
     await servers.turn(0)
@@ -273,11 +396,11 @@ async def test_a_disk_that_is_full_loses_nothing_of_what_is_shared(servers):
     """The turn is in the store: it is read from there."""
     await servers.turn(0)
     store = servers[0]
-    files = store._files
-    store._files = TranscriptFiles(servers.directory / "gone")
+    files = store._local.files
+    store._local.files = TranscriptFiles(servers.directory / "gone")
     with pytest.raises(TranscriptUnavailableError):
         await store.append(KEY, record(1), is_final=False)
-    store._files = files
+    store._local.files = files
     assert await servers.turns(0) == 2
 
 
@@ -286,25 +409,26 @@ async def test_a_store_that_hangs_is_left_alone(tmp_path):
     hangs, blobs = threading.Event(), FaultyStore(Random(1))  # noqa: S311
     blobs.meanwhile = hangs.wait
     backoff = Backoff(Random(1), first_s=1000.0)  # noqa: S311
-    shared = SharedTranscripts(View(blobs), 0.05, backoff)
+    calls = StoreCalls(View(blobs), 0.05, backoff)
+    shared = SharedTranscripts(calls)
     store = TranscriptStore(tmp_path, shared)
     try:
         await store.append(KEY, record(0), is_final=False)
-        assert shared.is_silent
-        assert shared.retry_s > 0
-        assert shared.calls.counts == {("failed",): 1}
+        assert calls.is_silent
+        assert calls.retry_s > 0
+        assert calls.ended.counts == {("failed",): 1}
         with pytest.raises(StoreSilentError, match="left alone"):
             await shared.look(KEY)
-        assert shared.calls.counts == {("failed",): 1}
+        assert calls.ended.counts == {("failed",): 1}
         hangs.set()
         backoff.retry_at_s = 0.0
-        shared._deadline_s = 60.0
+        calls._deadline_s = 60.0
         await store.catch_up()
-        assert not shared.is_silent
+        assert not calls.is_silent
         assert store.sharing.behind == []
     finally:
         hangs.set()
-        shared.close()
+        calls.close()
 
 
 def there(data):

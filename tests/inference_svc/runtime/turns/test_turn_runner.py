@@ -2,15 +2,20 @@
 
 import asyncio
 import errno
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
+from random import Random
 
 import pytest
 
 from inference_svc.core.answers import SamplingParams
 from inference_svc.core.errors import RequestIdReusedError, SessionEndedError, TurnMismatchError
-from inference_svc.core.turn_record import Accepted, Finished, Started, Tokens
+from inference_svc.core.turn_record import Accepted, Finished, Said, Started, Tokens
 from inference_svc.runtime.turns.disk_trouble import PROBE_FILE
+from inference_svc.runtime.turns.store_calls import StoreCalls
+from shared.process.backoff import Backoff
 from shared.types.errors import ReportedError
+from tests.faulty_store import FaultyStore, View
 from tests.memory_engine import alone, loaded_model
 from tests.turn_service import (
     KEY,
@@ -178,10 +183,10 @@ async def test_a_turn_that_is_being_recorded_is_not_cancelled(model, tmp_path):
     async with serving(model, tmp_path) as service:
         write, is_writing, may_write = service.store._write, asyncio.Event(), asyncio.Event()
 
-        async def slow_write(*args):
+        async def slow_write(*args, **how):
             is_writing.set()
             await may_write.wait()
-            await write(*args)
+            await write(*args, **how)
 
         service.store._write = slow_write
         turn = await service.turns.submit(asked(range(20, 40)))
@@ -194,11 +199,11 @@ async def test_a_turn_that_is_being_recorded_is_not_cancelled(model, tmp_path):
 async def test_a_turn_that_cannot_be_recorded_fails_and_gives_its_memory_back(model, tmp_path):
     """It is as if it had not been: the next one begins where it did."""
     async with serving(model, tmp_path) as service:
-        service.store._files.directory = tmp_path / "gone"
+        service.store._local.files.directory = tmp_path / "gone"
         turn = await service.turns.submit(asked(range(20, 40)))
         assert (await failure_of(turn)).reason == "transcript_unavailable"
         await service.engine.all_released()
-        service.store._files.directory = tmp_path
+        service.store._local.files.directory = tmp_path
         assert (await service.run(range(20, 40)))[-1].turns == 1
 
 
@@ -243,3 +248,48 @@ async def test_a_turn_has_the_latest_deadline_of_those_who_want_it(model, tmp_pa
         await service.turns.submit(replace(again, deadline_ns=late))
         assert turn.request.deadline_ns == never
         turn.cancel()
+
+
+# ----------------------------------------------------------------------------- beside other servers
+
+
+async def test_a_turn_that_another_server_has_overtaken(model, tmp_path):
+    """It is in a session of its own, with all before it, and its KV is found there."""
+    blobs = FaultyStore(Random(1))  # noqa: S311
+    mine = KEY._replace(session_id="mine")
+    async with AsyncExitStack() as stack:
+        here, there = [
+            await stack.enter_async_context(sharing(model, tmp_path / name, blobs))
+            for name in ("here", "there")
+        ]
+        begun = await here.run(range(20, 40), fork_id="unused", said=said)
+        assert begun[-1].moved_to == ""
+        await there.run(range(50, 60))
+        accepted, *_, last = await here.run(range(60, 70), fork_id="mine", said=said)
+        assert (accepted.turn, last.turns, last.moved_to) == (1, 2, "mine")
+        assert await here.counts("turns_forked", "turns_failed") == (1, 0)
+
+        await there.store.refresh(mine)
+        fork = await there.store.get(mine)
+        assert fork.header.forked_from == KEY.session_id
+        assert fork.turns[0].input_ids == tuple(range(20, 40))
+        assert (fork.turns[1].said, fork.history) == (f"mine: {last.text}", f"all, {last.text}")
+        usage = (await here.run([7, 8], key=mine, fork_id="unused"))[-1].usage
+        assert usage.reused_tokens == usage.history_tokens > 30
+        await here.store.refresh(KEY)
+        last_turn = (await here.transcript()).turns[1]
+        assert last_turn.input_ids[-10:] == tuple(range(50, 60))
+
+
+def said(text, session_id):
+    return Said(f"{session_id}: {text}", f"all, {text}")
+
+
+@asynccontextmanager
+async def sharing(model, directory, blobs):
+    """A service that shares a store with others."""
+    directory.mkdir()
+    calls = StoreCalls(View(blobs), 60.0, Backoff(Random(1)))  # noqa: S311
+    async with serving(model, directory, calls=calls) as service:
+        yield service
+    calls.close()

@@ -54,10 +54,10 @@ class SlowStore(TranscriptStore):
         self.is_writing, self.may_write = asyncio.Event(), asyncio.Event()
         self.may_write.set()
 
-    async def _write(self, *args):
+    async def _write(self, *args, **how):
         self.is_writing.set()
         await self.may_write.wait()
-        await super()._write(*args)
+        await super()._write(*args, **how)
 
 
 class RecordingEngine:
@@ -137,7 +137,7 @@ async def test_so_are_the_end_of_a_session_and_a_fork(tmp_path):
         await left_in_the_middle(store, turns.sessions.fork(KEY, None, "other"))
         store.may_write.set()
         other = KEY._replace(session_id="other")
-        await until(lambda: store._cache.get(other) and not turns.sessions._is_busy(other))
+        await until(lambda: store._local.cache.get(other) and not turns.sessions._is_busy(other))
         await left_in_the_middle(store, turns.sessions.end(KEY))
         store.may_write.set()
         await until(lambda: engine.calls and not turns.sessions._is_busy(KEY))

@@ -273,6 +273,19 @@ def test_what_was_nowhere_is_asked_for_when_it_was_here_and_has_gone_on():
     assert not is_awaited(world, B, 8), "nothing has changed since"
 
 
+def test_what_has_come_is_asked_for_when_it_has_gone_on_elsewhere():
+    """Conversations that go to and fro come back in seconds, longer each time."""
+    world = answering_world()
+    assert wanted(world, (1, (B, 8))) == [(B, "8")]
+    answer(world, coming=True)
+    store(world, B, ONES + TWOS)  # before a load waits for it; then its turn is stored
+    later(world, REST_NS)
+    assert wanted(world, (2, (B, 16))) == [(B, "16")]
+    answer(world, coming=True)
+    assert is_awaited(world, B, 16)
+    assert wanted(world, (3, (B, 20))) == [], "nothing has come since"
+
+
 def test_a_load_waits_as_long_as_what_is_missing_is_worth():
     """Of the time for all of its tokens the part that a fetch may bring."""
     world = answering_world()

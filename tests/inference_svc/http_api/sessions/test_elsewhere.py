@@ -1,0 +1,211 @@
+"""Conversations that no client has named go on at every server that shares their store."""
+
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from itertools import count
+from random import Random
+
+import pytest
+
+from inference_svc.core.chat import Message
+from inference_svc.core.submission import TextInput
+from inference_svc.http_api.sessions.history_chain import open_chain
+from inference_svc.http_api.sessions.lookup import Route
+from inference_svc.runtime.turns.store_calls import StoreCalls
+from shared.process.backoff import Backoff
+from shared.types.session_key import SessionKey
+from tests.faulty_store import FaultyStore, Odds, View
+from tests.inference_svc.http_api.sessions.test_routing import (
+    ANN,
+    ANSWERS,
+    DEFAULTS,
+    MORE,
+    QUESTION,
+    Server,
+    talk,
+    turn,
+)
+from tests.memory_engine import loaded_model
+from tests.turn_service import serving
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model):
+    return loaded_model(tiny_model)
+
+
+class SharingServer(Server):
+    """One server, with transcripts and a memory of its own."""
+
+    names = count()
+
+    def __init__(self, service, directory):
+        super().__init__(service, directory)
+        self.sessions = service.turns.sessions
+        self.calls = service.store.sharing.store.calls
+
+    async def answer(self, messages, text):
+        """Answer a conversation in the session that it goes to, or in a new one; returns where."""
+        route, asked = await self.find(messages, "")
+        route = replace(route, session_id=route.session_id or f"s-{next(self.names)}")
+        await self.record(asked, route, text)
+        return route
+
+    async def say(self, num_answers, start=0):
+        """A whole conversation; returns where its last turn went."""
+        for num in range(start, num_answers):
+            route = await self.answer(talk(num), ANSWERS[num])
+        return route
+
+    def asked(self):
+        """How often conversations were asked for, by what became of it."""
+        return {result: num for (result,), num in self.sessions.histories.asked.counts.items()}
+
+    def num_calls(self, kind):
+        return self.calls.ended.counts[(kind,)]
+
+
+@pytest.fixture
+async def servers(model, tmp_path):
+    blobs = FaultyStore(Random(3))  # noqa: S311
+    async with AsyncExitStack() as stack:
+        made = []
+        for name in ("here", "there"):
+            backoff = Backoff(Random(1), first_s=0.0, longest_s=0.0)  # noqa: S311
+            calls = StoreCalls(View(blobs), 60.0, backoff)
+            stack.callback(calls.close)
+            directory = tmp_path / f"{name}-sessions"
+            directory.mkdir()
+            service = await stack.enter_async_context(serving(model, directory, calls=calls))
+            made.append(SharingServer(service, tmp_path / name))
+            stack.callback(made[-1].store.close)
+        yield made
+
+
+@pytest.fixture
+def here(servers):
+    return servers[0]
+
+
+@pytest.fixture
+def there(servers):
+    return servers[1]
+
+
+async def test_a_conversation_goes_on_anywhere(here, there):
+    """In its session, whichever server has answered before; each counts it among its own."""
+    begun = await here.say(1)
+    route = await there.answer(talk(1), ANSWERS[1])
+    assert (route.session_id, route.turns, route.first) == (begun.session_id, 1, 2)
+    assert route.may_append
+    assert not route.is_named
+    route, _ = await here.find(talk(2), "")
+    assert (route.session_id, route.turns, route.first) == (begun.session_id, 2, 4)
+    assert here.asked() == there.asked() == {"found": 1}
+    for server in (here, there):
+        assert await server.store.take_oldest(0) == [("acme", begun.session_id)]
+
+
+async def test_nobody_asks_for_what_is_known_or_new(here):
+    """And of a conversation that nobody knows only the two longest beginnings are asked for."""
+    await here.say(3)
+    assert (await here.find(talk(3), ""))[0].turns == 3
+    assert here.asked() == {}
+    # Once whether there is such a session; then the transcript and its history, behind each answer.
+    assert here.calls.ended.counts == {("read",): 1, ("replaced",): 3, ("told",): 3}
+    others = [replace(QUESTION, content="Ho"), *talk(3)[1:]]
+    route, _ = await here.find(others, "")
+    assert (route.session_id, route.turns) == ("", 0)
+    assert here.asked() == {"absent": 1}
+    assert here.num_calls("asked") == 2
+
+
+async def test_a_client_that_goes_back_by_one_answer_gets_a_fork(here, there):
+    """As where it was."""
+    begun = await here.say(2)
+    edited = [*talk(1), Message("assistant", "Other"), MORE]
+    route, _ = await there.find(edited, "")
+    assert (route.session_id, route.turns, route.first) == (begun.session_id, 1, 2)
+    assert not route.may_append
+
+
+async def test_only_what_is_longer_is_asked_for(here, there):
+    """A server that knows a beginning goes on from it where others know no more."""
+    await here.say(1)
+    await there.say(2, start=1)
+    messages = [*talk(1), Message("assistant", "Other"), MORE]
+    route, _ = await here.find(messages, "")
+    assert (route.turns, route.first) == (1, 2)
+    assert here.num_calls("asked") == 1
+
+
+async def test_a_session_that_is_gone_is_not_found(here, there):
+    """Its entries go with it; one that stayed leads nowhere."""
+    begun = await here.say(1)
+    key = SessionKey("acme", "model", begun.session_id)
+    await here.sessions.delete(key)
+    assert (await there.find(talk(1), ""))[0].session_id == ""
+    (digest,) = digests(1)
+    await here.sessions.histories.keep(key, digest)
+    assert (await there.find(talk(1), ""))[0].session_id == ""
+    assert there.asked() == {"absent": 1, "gone": 1}
+
+
+@pytest.mark.parametrize("name", ["other", "no/name"])
+async def test_what_the_store_says_is_not_believed_alone(here, there, name):
+    """The session's own turns say what they are of."""
+    await here.say(1)
+    route, asked = await here.find([replace(QUESTION, content="Ho")], "")
+    await here.record(asked, replace(route, session_id="other"), ANSWERS[0])
+    (digest,) = digests(1)
+    await here.sessions.histories.keep(SessionKey("acme", "model", name), digest)
+    assert (await there.find(talk(1), ""))[0].session_id == ""
+    assert there.asked() == {"gone": 1}
+
+
+def digests(num_answers):
+    """Of a conversation's whole histories, as every server has them."""
+    chain = open_chain("acme", "model")
+    along = chain.along(chain.start, talk(num_answers)[:-1])
+    return [digest.hex() for digest in along[2::2]]
+
+
+async def test_while_the_store_is_silent_nobody_asks(servers, here, there):
+    """Those that are here go on; the others are new. Then all is as it was."""
+    await here.say(1)
+    begun = await there.say(1)
+    blobs = there.calls._store._store
+    blobs.odds = Odds(fails=1.0)
+    for result in range(1, 4):
+        other = [QUESTION, Message("assistant", "Other"), MORE]
+        assert (await there.find(other, ""))[0].session_id == ""
+        assert there.asked() == {"silent": result}
+    assert there.num_calls("failed") == 1, "by the first one"
+    route = await there.answer(talk(1), ANSWERS[1])
+    assert (route.session_id, route.turns) == (begun.session_id, 1)
+    blobs.odds = Odds()
+    await there.service.store.catch_up()
+    assert (await here.find(talk(2), ""))[0].session_id == begun.session_id
+
+
+async def test_what_others_could_not_find_stays_here(here):
+    """What has no history, what goes with its answer, what has only a part of it."""
+    route = Route("s", 0, 0, b"")
+    assert (await submitted(here, turn(), route)).is_local is False
+    for asked, at in (
+        (turn(messages=(), raw=TextInput("Hi")), route),
+        (turn(is_kept=False), route),
+        (turn(is_final=True), route),
+        (turn(), replace(route, turns=1)),
+    ):
+        made = await submitted(here, asked, at)
+        assert made.is_local
+        assert made.fork_id
+    named = await submitted(here, turn(), replace(route, is_named=True))
+    assert (named.is_local, named.fork_id) == (False, "")
+    assert named.said_in("s", "Yes.").history == ""
+
+
+async def submitted(server, asked, route):
+    before = await server.router.before_answer(ANN, asked, route)
+    return asked.as_submission(route, SessionKey("acme", "model", "s"), DEFAULTS, before)
