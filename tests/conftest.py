@@ -38,7 +38,7 @@ def pytest_configure(config):
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     # Nor may what our own engines log get into what a command says that runs in this process.
-    # Plain tracebacks, as the service's own are: one with the values of variables takes half a second.
+    # Plain tracebacks, as the service's own are: one with values of variables takes half a second.
     structlog.configure(
         processors=[
             *structlog.get_config()["processors"][:-1],
