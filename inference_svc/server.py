@@ -195,6 +195,8 @@ async def _serve(
                     await servers.start()  # last: who finds gRPC serving finds the rest, too
                     log.info("ready", listen=servers.bound, model=model.loaded.name)
                     systemd.notify(systemd.READY)
+                    # Not before: it takes the interpreter for half a second.
+                    running.append(tasks.create_task(parts.read_vocabulary()))
                     await signals.stop.wait()
                     await _drain(live.loaded.settings.server.drain_s, parts, servers, signals)
                 for task in running:

@@ -1,5 +1,6 @@
 """Wires the service together around an engine, and applies changed settings; nothing runs yet."""
 
+import asyncio
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -76,6 +77,10 @@ class ServiceParts:
         engine_parts.engine.scheduler.queue.weights = settings.scheduler.tenant_weights
         engine_parts.loads.policy = LoadPolicy(settings.cache.load_policy)
         self.edits.policy = edit_policy(settings.reuse.edits)
+
+    async def read_vocabulary(self) -> None:
+        """Read the model's vocabulary for the grammars of calls, on a thread; it takes a while."""
+        await asyncio.to_thread(self.gateway.can_bind_calls)
 
     def close(self) -> None:
         """End the threads, each after the call it runs."""
@@ -182,7 +187,7 @@ def assemble_service(
         text=text,
         embedder=embedder,
         misses=misses,
-        binds_calls=bool(text.tool_format.closings) and not grammars.problem,
+        can_bind_calls=lambda: bool(text.tool_format.closings) and not grammars.problem,
     )
     return ServiceParts(
         engine_parts=engine_parts,

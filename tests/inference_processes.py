@@ -20,13 +20,19 @@ SERVICE = WarmPython(
     "inference_svc.server",
     "inference_svc.assembly",
     "inference_svc.runtime.calibration.remembered_proofs",
+    "inference_svc.runtime.calibration.pooling_proof",
+    "inference_svc.cli.serve",
     "inference_svc.service.lifecycle",
+    "inference_svc.service.servicer",
     "inference_svc.service_assembly",
     "inference_svc.http_api.serving",
     "inference_svc.metrics.values",
     "transformers.models.llama.modeling_llama",
     "transformers.models.auto.modeling_auto",
     "transformers.models.auto.tokenization_auto",
+    "llguidance.hf",
+    "pydantic.type_adapter",
+    "tests.warm_transformers",
 )
 
 

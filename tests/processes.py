@@ -18,7 +18,15 @@ from tests.warm_python import AnyProcess, WarmPython, wait_ended
 
 EXIT_S = 60.0
 # What kvd imports on its way: see tests/warm_python.py.
-KVD = WarmPython("kvd.cli.main", "kvd.daemon", "tests.faulty_kvd", "tests.driven_engine", "uvloop")
+KVD = WarmPython(
+    "kvd.cli.main",
+    "kvd.cli.serve",
+    "kvd.daemon",
+    "tests.faulty_kvd",
+    "tests.driven_engine",
+    "pydantic.type_adapter",
+    "uvloop",
+)
 
 
 class KvdProcess:

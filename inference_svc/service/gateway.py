@@ -89,12 +89,14 @@ class Gateway:
         text: knows how the model calls tools.
         embedder: makes embeddings.
         misses: says why turns missed the cache.
-        binds_calls: whether the model can have grammars, and writes calls that one can keep to.
+        can_bind_calls: whether the model can have grammars, and writes calls that one can keep to;
+            asked first, it may take half a second.
 
     Attributes:
         turns: the service's turn registry. Its methods take keys made by `key`.
         defaults: values of turns that do not name their own; a reload sets them.
         streams: counts the turns that each client follows; a reload sets the bound.
+        can_bind_calls: see above.
     """
 
     def __init__(
@@ -111,9 +113,9 @@ class Gateway:
         embedder: Embedder,
         misses: MissExplainer,
         *,
-        binds_calls: bool = False,
+        can_bind_calls: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._binds_calls = binds_calls
+        self.can_bind_calls = can_bind_calls
         self.turns = turns
         self._misses = misses
         self._embedder = embedder
@@ -248,7 +250,7 @@ class Gateway:
 
         One that has to be a call is kept to it from its beginning.
         """
-        return self._binds_calls and not use.is_forced
+        return not use.is_forced and self.can_bind_calls()
 
     async def submit(
         self,

@@ -2,8 +2,13 @@
 
 import pytest
 
+from inference_svc.assembly import Model
+from inference_svc.config import InferenceSettings
+from inference_svc.core.chat import Tool, ToolUse
 from inference_svc.core.errors import UnsupportedModelError
-from inference_svc.service_assembly import turn_text
+from inference_svc.runtime.turns.transcript import TranscriptStore
+from inference_svc.service_assembly import assemble_service, turn_text
+from tests.memory_engine import loaded_model
 from tests.told_templates import EFFORTFUL, PICKY
 from tests.tool_templates import tokenizer_of
 
@@ -21,3 +26,18 @@ def test_arguments_that_the_template_refuses_refuse_the_start():
     wordless.chat_template = None
     for tokenizer in (wordless, None):
         assert turn_text(tokenizer, frozenset(), LOW).chat_problem
+
+
+async def test_the_vocabulary_of_grammars_is_read_later(tiny_model, tmp_path):
+    """By whoever asks first whether calls are bound, or as the service, being ready, goes on."""
+    settings = InferenceSettings.model_validate({"cache": {"mode": "recompute"}})
+    model = Model(*loaded_model(tiny_model))
+    for is_asked in (True, False):
+        parts = assemble_service(settings, model, TranscriptStore(tmp_path))
+        assert parts.grammars._vocabulary is None
+        if is_asked:
+            assert parts.gateway.binds_calls(ToolUse((Tool("look_up", "", "{}"),)))
+        else:
+            await parts.read_vocabulary()
+        assert parts.grammars._vocabulary is not None
+        parts.close()

@@ -9,6 +9,7 @@ write blanks for ever.
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from typing import Any
 
 from inference_svc.core.errors import InvalidGrammarError
@@ -67,9 +68,9 @@ class Grammars:
         """
         return None if grammar is None else await self._thread.run(self.compile, grammar)
 
-    @property
+    @cached_property
     def problem(self) -> str:
-        """Why this model cannot have any; "" if it can. Reads the vocabulary."""
+        """Why this model cannot have any; "" if it can. Reads the vocabulary; any thread may."""
         try:
             self._read()
         except InvalidGrammarError as error:

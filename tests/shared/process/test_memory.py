@@ -9,10 +9,12 @@ from shared.process import memory
 
 
 @pytest.fixture(autouse=True)
-def _unfrozen():
-    """What a test has had left alone is looked at again."""
-    yield
-    gc.unfreeze()
+def _little_to_look_at():
+    """What other tests have left is left alone: a pass over all of it takes a second.
+
+    Nor is it looked at again afterwards, by which each full pass would take as long to the end.
+    """
+    gc.freeze()
 
 
 def is_looked_at(thing):

@@ -160,7 +160,7 @@ def test_what_waits_for_a_quota_is_nothing_for_the_garbage_collector(monkeypatch
         store(world, SessionKey("a", MODEL, str(number)), [number] * 4)
     quota = TenantLimits(quota_bytes=256 * LAYOUT.block_bytes)
     limits = replace(world.limits, tenant_limits=lambda _: quota)
-    gc.collect()
+    gc.freeze()
     num_before = len(gc.get_objects())
     world.engine.set_limits(limits)
     world.engine.expire()
