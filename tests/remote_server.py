@@ -4,10 +4,10 @@ from collections.abc import Callable, Iterator
 
 from kvd.errors import SessionExistsError
 from kvd.remote.manifest import Owner
-from kvd.session_files.chunks import Chunk
 from kvd.session_files.file_format import FileHeader, header_bytes, row_bytes
 from kvd.session_files.file_reader import FileReader
 from kvd.session_files.frame_writer import frame_bytes
+from kvd.session_files.pieces import Chunk
 from shared.pb.kvd.v1 import kvd_pb2 as pb
 from shared.types.errors import NotFoundError
 from shared.types.lineage import WHOLE

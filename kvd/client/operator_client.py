@@ -11,7 +11,7 @@ import grpc
 
 from kvd.client.byte_stream import ByteStream, open_stream
 from kvd.errors import BrokenTransferError, NotRunningError, SocketDeniedError
-from kvd.session_files.chunks import Chunk
+from kvd.session_files.pieces import Chunk
 from shared.access.addresses import UNIX, is_unix
 from shared.access.channels import ClientCredentials, channel_of
 from shared.access.denials import denial_of

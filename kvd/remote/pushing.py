@@ -17,7 +17,7 @@ from kvd.remote.catalog import Catalog, Pushed
 from kvd.remote.chunk_store import ChunkStore, has_lost
 from kvd.remote.manifest import Owner, is_remnant, is_unchanged, pushed
 from kvd.remote.names import session_place
-from kvd.session_files.chunks import Chunk
+from kvd.session_files.pieces import Chunk
 from shared.blobs.blob_store import BlobStore, Data
 from shared.pb.kvd.v1 import kvd_pb2 as pb
 from shared.types.errors import ConflictError, StateError

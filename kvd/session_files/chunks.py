@@ -20,14 +20,12 @@ import hashlib
 import hmac
 import struct
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 from blake3 import blake3
 
 from kvd.encryption.sealing import KEY_BYTES, SALT_BYTES, TAG_BYTES, Seal
 from kvd.session_files.file_format import SessionFileError, header_num_bytes
 from kvd.session_files.frame_writer import end_bytes
-from shared.pb.kvd.v1 import kvd_pb2
 
 MAGIC = b"KVDCHUNK"
 VERSION = 1
@@ -68,32 +66,6 @@ class Chunker:
         if is_full:
             self.num_bytes = 0
         return is_full
-
-
-class Piece(NamedTuple):
-    """Some bytes of a file in chunks.
-
-    Attributes:
-        data: the bytes, valid until the next piece is asked for.
-        end_token: where the chunk ends that ends with them; None: none does.
-    """
-
-    data: bytes | bytearray | memoryview
-    end_token: int | None = None
-
-
-class Chunk(NamedTuple):
-    """A whole chunk, or, behind the last one, what opens them.
-
-    Attributes:
-        data: its bytes; that of the first one is the file's header.
-        end_token: where it ends.
-        seal: with no data: of all chunks.
-    """
-
-    data: bytes | bytearray
-    end_token: int
-    seal: kvd_pb2.SessionSeal | None = None
 
 
 class ChunkSealer:

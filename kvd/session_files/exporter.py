@@ -17,7 +17,7 @@ from kvd.core.records.errors import LeaseLostError, UnknownLineageError
 from kvd.core.records.records import ExportedRows, LeaseState, LoadAnswer
 from kvd.errors import BusyTransferError
 from kvd.runtime.cache import Cache
-from kvd.session_files.chunks import Chunker, ChunkSealer, Piece, step_tokens
+from kvd.session_files.chunks import Chunker, ChunkSealer, step_tokens
 from kvd.session_files.file_format import (
     VERSION,
     VERSION_WITH_STATE,
@@ -31,6 +31,7 @@ from kvd.session_files.file_format import (
 )
 from kvd.session_files.frame_writer import FrameBatch, FrameWriter, end_bytes
 from kvd.session_files.in_thread import finished_in_thread
+from kvd.session_files.pieces import Piece
 from kvd.session_files.slot_runs import SlotRuns
 from shared.types.granted_slots import Lookup
 from shared.types.session_key import SessionKey

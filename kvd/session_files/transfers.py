@@ -10,10 +10,11 @@ from kvd.core.records.errors import InvalidRequestError
 from kvd.encryption.key_file import WrongKeyError
 from kvd.errors import LimitReachedError, StalledTransferError
 from kvd.session_files.byte_streams import SILENCE_S, ByteStream, ByteStreams
-from kvd.session_files.chunks import ChunkOpener, ChunkSealer, Piece
+from kvd.session_files.chunks import ChunkOpener, ChunkSealer
 from kvd.session_files.exporter import Exporter
 from kvd.session_files.importer import read_file
 from kvd.session_files.in_thread import finished_in_thread
+from kvd.session_files.pieces import Piece
 from kvd.session_files.target import Target
 from kvd.wire.messages import key_of
 from kvd.wire.selection import check_allowed

@@ -99,7 +99,8 @@ async def by_pair(pairs: Mapping[str, Pair], talks: Sequence[Talk]) -> dict[str,
 
 
 async def tell(client: InferenceClient, name: str, length: int = LENGTH, **fields) -> TurnResult:
-    """A turn of a session; only what is new."""
+    """A turn of a session; only what is new, which no other session says."""
     sampling = pb.Sampling(max_tokens=length, ignore_eos=True)
-    request = turn_request("Keys and values are kept. " * 30, name, sampling=sampling, **fields)
+    text = f"This is {name}. " + "Keys and values are kept. " * 30
+    request = turn_request(text, name, sampling=sampling, **fields)
     return await client.submit(request)

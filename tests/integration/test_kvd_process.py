@@ -312,7 +312,7 @@ async def test_sockets_are_for_owner_and_group(tmp_path: Path) -> None:
         modes = {path.name: path.stat().st_mode & 0o777 for path in kvd.runtime_dir.glob("*.sock")}
         assert kvd.state_dir.stat().st_mode & 0o777 == 0o700
     assert modes == dict.fromkeys(
-        ("data.sock", "engine.sock", "operator.sock", "reader.sock"), 0o660
+        ("data.sock", "engine.sock", "files.sock", "operator.sock", "reader.sock"), 0o660
     )
 
 
