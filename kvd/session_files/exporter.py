@@ -37,7 +37,7 @@ from shared.types.granted_slots import Lookup
 from shared.types.session_key import SessionKey
 from shared.version import __version__
 
-BATCH_BYTES = 16 << 20  # of rows copied at once; at least one block
+BATCH_BYTES = 8 << 20  # of rows copied at once; at least one block
 WAIT_S = 60.0  # for reads, or for a slot to read into
 
 
