@@ -6,7 +6,6 @@ checks that. All errors raised here are ReportedErrors.
 """
 
 import asyncio
-import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
@@ -32,16 +31,12 @@ from inference_svc.runtime.turns.turn import Turn
 from inference_svc.runtime.turns.turn_prompt import PromptMaker
 from inference_svc.runtime.turns.turn_report import TurnReport
 from inference_svc.runtime.turns.turns import Turns
+from inference_svc.service.submissions import new_session_id
 from shared.access.clients import StreamCounts, TooManyStreamsError
 from shared.access.identity import Identity
 from shared.pb.inference.v1 import inference_pb2 as pb
 from shared.types.errors import ReportedError
 from shared.types.session_key import SessionKey
-
-
-def new_session_id() -> str:
-    """Make an id for a session whose client does not name it."""
-    return f"s-{uuid.uuid4().hex}"
 
 
 class TurnStream:

@@ -7,7 +7,8 @@ from collections.abc import AsyncIterator
 from typing import Any, Protocol, TypeAlias
 
 from inference_svc.core.submission import TurnNames
-from inference_svc.service.gateway import Gateway, new_session_id
+from inference_svc.service.gateway import Gateway
+from inference_svc.service.submissions import new_session_id
 from inference_svc.service.turn_messages import (
     decode_discard,
     decode_submission,

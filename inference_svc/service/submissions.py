@@ -6,6 +6,7 @@ checks what it returns, as far as that goes without the session.
 """
 
 import secrets
+import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -21,6 +22,11 @@ from inference_svc.core.template_arguments import Arguments
 from inference_svc.core.truncation import KEPT_RATIO, RECOMPUTED_RATIO, OverflowPolicy
 
 MAX_SEED = 2**63
+
+
+def new_session_id() -> str:
+    """Make an id for a session whose client does not name it."""
+    return f"s-{uuid.uuid4().hex}"
 
 
 def turn_defaults(settings: InferenceSettings, model: ModelTraits) -> TurnDefaults:

@@ -32,7 +32,8 @@ from inference_svc.http_api.sessions.http_turn import Caller, HttpTurn
 from inference_svc.http_api.sessions.lookup import Route
 from inference_svc.http_api.sessions.routing import Router
 from inference_svc.http_api.sessions.store import ApiStore
-from inference_svc.service.gateway import Gateway, TurnStream, new_session_id
+from inference_svc.service.gateway import Gateway, TurnStream
+from inference_svc.service.submissions import new_session_id
 
 Queued = Callable[[], None]
 TAKEN = (SessionBusyError, TurnMismatchError, SessionEndedError)  # another turn was there first

@@ -24,12 +24,12 @@ from inference_svc.http_api.sessions.lookup import (
     Route,
     StoredResponse,
 )
-from inference_svc.service.gateway import new_session_id
 from inference_svc.service.submissions import (
     chat_input,
     fill_compression,
     fill_overflow,
     fill_sampling,
+    new_session_id,
 )
 from shared.access.identity import Identity
 from shared.types.session_key import SessionKey
