@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 
 import openai
+from openai.types.chat import ChatCompletionChunk
 
 from inference_svc.client import InferenceClient, TurnResult, turn_request
 from shared.pb.inference.v1 import inference_pb2 as pb
@@ -61,6 +62,29 @@ class Talk:
         assert last.usage.completion_tokens == length
         self._note(text, last, session_id)
 
+    async def stream_unread(
+        self, client: openai.AsyncOpenAI, begun: asyncio.Semaphore, length: int = LONG
+    ) -> None:
+        """As `stream`, but what comes is read when all of it is there.
+
+        Clients that are slower than their servers begin when the answer has long ended.
+        """
+        streamed = client.chat.completions.with_streaming_response
+        options = {"stream": True, "stream_options": {"include_usage": True}}
+        chunks: list[ChatCompletionChunk] = []
+        async with streamed.create(**self._ask(length), **options) as response:
+            lines = (line async for line in response.iter_lines() if line.startswith("data: {"))
+            async for line in lines:
+                chunks.append(_chunk_of(line))
+                if _text_of(chunks[-1]):
+                    begun.release()
+                    break
+            rest = [line async for line in lines]
+        chunks += map(_chunk_of, rest)
+        assert chunks[-1].usage.completion_tokens == length
+        text = "".join(map(_text_of, chunks))
+        self._note(text, chunks[-1], response.headers["X-Session-Id"])
+
     def _ask(self, length: int) -> dict:
         self._messages.append({"role": "user", "content": f"Question {len(self.answers)}?"})
         return {
@@ -75,6 +99,14 @@ class Talk:
         self._messages.append({"role": "assistant", "content": text})
         self.answers.append(session_id or answer.model_extra["session_id"])
         self.cached.append(answer.usage.prompt_tokens_details.cached_tokens)
+
+
+def _chunk_of(line: str) -> ChatCompletionChunk:
+    return ChatCompletionChunk.model_validate_json(line.removeprefix("data: "))
+
+
+def _text_of(chunk: ChatCompletionChunk) -> str:
+    return (chunk.choices[0].delta.content or "") if chunk.choices else ""
 
 
 def some_talks(name: str, number: int = NUM_TALKS) -> list[Talk]:

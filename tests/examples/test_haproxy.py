@@ -140,7 +140,7 @@ async def test_a_server_that_is_drained(balanced, oracle):
         own = await by_pair(balanced.pairs, talks)
         name = max(own, key=lambda name: len(own[name]))
         leaving = own[name]
-        streams = asyncio.gather(*(talk.stream(client, begun, 400) for talk in talks))
+        streams = asyncio.gather(*(talk.stream_unread(client, begun, 400) for talk in talks))
         for _ in talks:
             await begun.acquire()
         await balanced.drain(name)
