@@ -8,13 +8,14 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import chain, repeat
 from typing import Protocol, TypeVar
 
 from kvd.errors import InUseError, LimitReachedError, SessionExistsError
 from kvd.following.agenda import Drop, Push
 from kvd.host.pacing import SharedPace
 from kvd.remote.catalog import Catalog, Pushed
-from kvd.remote.errors import NotPushedError
+from kvd.remote.errors import FencedError, NotPushedError
 from kvd.remote.manifest import Owner, has_expired, is_remnant
 from kvd.remote.names import session_place
 from kvd.remote.pulling import Puller, PullResult, Sink
@@ -36,7 +37,10 @@ from shared.types.session_key import SessionKey
 
 T = TypeVar("T")
 
-BUSY_S, BUSY_TRIES = 0.1, 100  # while kvd has as many transfers as it may have
+BUSY_S, BUSY_TRIES = 0.1, 100  # while something is in the way that ends soon
+FULL = frozenset({LimitReachedError.reason})  # kvd has as many transfers as it may have
+# Of a pull also a turn that uses what is here, or another server that writes its manifest.
+IN_THE_WAY = FULL | {InUseError.reason, OvertakenError.reason, FencedError.reason}
 DROP_TRIES = 3  # of a session that is replaced at the same time
 # Why kvd keeps what it has of a session: a turn has stored it meanwhile, or uses it.
 KEPT = frozenset({SessionExistsError.reason, InUseError.reason})
@@ -121,7 +125,7 @@ class Transfers:
         info = self._found(step.key)
         if info is None:
             return None
-        return info, self._when_free(lambda: self._pusher.push(info, takes=step.takes))
+        return info, self._in_the_end(FULL, lambda: self._pusher.push(info, takes=step.takes))
 
     def drop(self, step: Drop) -> bool:
         """Drop a session from the store; returns whether it was there, and is ours to drop."""
@@ -159,18 +163,17 @@ class Transfers:
         if not self._lacks(here, found.manifest):
             return None
         most = 0 if here is None else here.num_tokens
-        tried: list[Pushed] = []
+        # A try that came to nothing may have made this server the owner: each looks anew.
+        looks = chain([found], (self._catalog.read(found.place) for _ in repeat(None)))
 
         def pull() -> PullResult:
-            """Pull what there is: a try that came to nothing has made this server the owner."""
-            latest = self._catalog.read(found.place) if tried else found
+            latest = next(looks)
             if latest is None or latest.manifest.dropped:
                 raise NotPushedError("the session was dropped meanwhile", "look again")
-            tried.append(latest)
             return self._puller.pull(latest, time.time(), replaces_up_to=most)
 
         try:
-            pulled = self._when_free(pull)
+            pulled = self._in_the_end(IN_THE_WAY, pull)
         except NotPushedError:  # it has expired
             return None
         except (StateError, ConflictError) as error:
@@ -197,13 +200,13 @@ class Transfers:
         except NotFoundError:
             return None
 
-    def _when_free(self, do: Callable[[], T]) -> T:
-        """Do what kvd has few of at once, and others may be at: again, until there is room."""
+    def _in_the_end(self, in_the_way: frozenset[str], do: Callable[[], T]) -> T:
+        """Do what may be refused for a reason that ends soon: again, for a while."""
         for _ in range(BUSY_TRIES):
             try:
                 return do()
-            except ExhaustedError as error:
-                if error.reason != LimitReachedError.reason:
+            except (StateError, ConflictError, ExhaustedError) as error:
+                if error.reason not in in_the_way:
                     raise
             self._sleep(BUSY_S)
         return do()

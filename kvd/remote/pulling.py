@@ -106,7 +106,8 @@ class Puller:
 
         Raises:
             NotPushedError: it has expired.
-            OvertakenError: it was pushed, or pulled, just now.
+            FencedError: another server has become its owner just now.
+            OvertakenError: its owner has pushed it just now.
             DamagedRemoteError: it is not what was put there; nothing was stored.
             ReportedError: kvd, or the store, does not do its part.
         """

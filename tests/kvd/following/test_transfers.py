@@ -6,6 +6,7 @@ from random import Random
 import pytest
 
 from kvd.errors import InUseError, LimitReachedError
+from kvd.following import transfers as following_transfers
 from kvd.following.agenda import Drop, Push
 from kvd.following.transfers import StoppedError, Transfers
 from kvd.remote.catalog import Catalog
@@ -143,8 +144,32 @@ def test_a_session_that_grows_meanwhile_is_not_replaced(when):
     assert server.sessions["a"] == after
 
 
-def test_a_session_in_use_is_not_replaced():
-    """kvd says so; any other conflict is a failure."""
+def test_what_is_in_the_way_of_a_pull_ends_soon(monkeypatch):
+    """A turn that uses what is here; the owner, who has pushed the session once more meanwhile."""
+    monkeypatch.setattr(following_transfers, "BUSY_S", 0.0)
+    place = Place()
+    server, transfers = place.servers[1], place.transfers[1]
+    server.sessions["a"] = TOKENS[:STEP]
+    found = transfers.find(A)
+    place.servers[0].sessions["a"] = longer = (*TOKENS, 7)
+    place.transfers[0].push(Push(A))
+    take, refused = server.import_session, []
+
+    def refuse_once(*args):
+        if not refused:
+            refused.append(args)
+            raise InUseError("it is in use", "wait")
+        return take(*args)
+
+    server.import_session = refuse_once
+    assert transfers.pull(A, found) is not None
+    assert server.sessions["a"] == longer
+    assert (len(refused), place.manifest.owner_name, place.manifest.epoch) == (1, "two", 2)
+
+
+def test_a_session_in_use_is_not_replaced(monkeypatch):
+    """kvd says so, for as long as anybody waits; any other conflict is a failure."""
+    monkeypatch.setattr(following_transfers, "BUSY_S", 0.0)
     place = Place()
     server, transfers = place.servers[1], place.transfers[1]
     server.sessions["a"] = TOKENS[:STEP]
