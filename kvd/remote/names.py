@@ -8,8 +8,7 @@
 TENANT, SESSION and MODEL are the BLAKE2b-128 of their names, in hex. Pure.
 """
 
-import hashlib
-
+from shared.blobs.release import stored_name
 from shared.types.session_key import SessionKey
 
 SESSIONS = "v1/sessions"
@@ -20,27 +19,27 @@ _CONDEMNED = "v1/condemned"
 
 def session_place(key: SessionKey) -> str:
     """Return where versions of a session's manifest are."""
-    return f"{sessions_named(key.tenant, key.session_id)}/{_digest(key.model)}"
+    return f"{sessions_named(key.tenant, key.session_id)}/{stored_name(key.model)}"
 
 
 def sessions_named(tenant: str, session_id: str) -> str:
     """Return where the sessions of an id are, of whichever model."""
-    return f"{SESSIONS}/{_digest(tenant)}/{_digest(session_id)}"
+    return f"{SESSIONS}/{stored_name(tenant)}/{stored_name(session_id)}"
 
 
 def tenant_sessions(tenant: str) -> str:
     """Return where the sessions of a tenant are."""
-    return f"{SESSIONS}/{_digest(tenant)}"
+    return f"{SESSIONS}/{stored_name(tenant)}"
 
 
 def chunks_place(tenant: str) -> str:
     """Return where a tenant's chunks are."""
-    return f"{_CHUNKS}/{_digest(tenant)}"
+    return f"{_CHUNKS}/{stored_name(tenant)}"
 
 
 def condemned_place(tenant: str) -> str:
     """Return where lists of a tenant's condemned chunks are."""
-    return f"{_CONDEMNED}/{_digest(tenant)}"
+    return f"{_CONDEMNED}/{stored_name(tenant)}"
 
 
 def all_chunks() -> str:
@@ -56,7 +55,3 @@ def all_condemned() -> str:
 def place_of(name: str) -> str:
     """Return the place that an object is in."""
     return name.rpartition("/")[0]
-
-
-def _digest(text: str) -> str:
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

@@ -4,7 +4,11 @@ v1/format         says which version this is
 v1/transcripts/   the services' transcripts
 v1/histories/     which of these a history leads to (history_entry.py)
 v1/…              kvd's sessions (kvd/remote/names.py)
+
+Names of tenants, sessions and models are there as digests, which fit anywhere.
 """
+
+import hashlib
 
 from shared.blobs.blob_store import BlobStore
 from shared.blobs.errors import BlobExistsError, UnfitStoreError
@@ -14,6 +18,11 @@ TRANSCRIPTS = "v1/transcripts"
 HISTORIES = "v1/histories"
 DELETED_BYTES = 8  # a transcript of so many says that its session was deleted
 THIS_FORMAT = b"KVDREMOT 1\n"
+
+
+def stored_name(name: str) -> str:
+    """Return what stands for a tenant's, a session's or a model's name: BLAKE2b-128, in hex."""
+    return hashlib.blake2b(name.encode(), digest_size=16).hexdigest()
 
 
 def claim(store: BlobStore) -> None:

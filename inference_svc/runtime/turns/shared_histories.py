@@ -11,12 +11,12 @@ import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
 
-from inference_svc.runtime.turns.shared_transcripts import place_of, tenant_place
+from inference_svc.runtime.turns.shared_transcripts import place_of
 from inference_svc.runtime.turns.store_calls import THREADS, StoreCalls, StoreSilentError
 from shared.blobs.blob_store import BlobStore
 from shared.blobs.errors import BlobMissingError
 from shared.blobs.history_entry import HistoryEntry, decode_entry, encode_entry
-from shared.blobs.release import HISTORIES
+from shared.blobs.release import HISTORIES, stored_name
 from shared.types.histogram import Tally
 from shared.types.session_key import SessionKey
 
@@ -80,7 +80,7 @@ class SharedHistories:
 
 
 def _name(tenant: str, digest: str) -> str:
-    return f"{HISTORIES}/{tenant_place(tenant)}/{digest}"
+    return f"{HISTORIES}/{stored_name(tenant)}/{digest}"
 
 
 def _read(store: BlobStore, name: str) -> HistoryEntry | None:

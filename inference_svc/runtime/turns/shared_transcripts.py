@@ -8,7 +8,6 @@ Who adds a turn replaces what it has seen, or is told that somebody else has.
 """
 
 import asyncio
-import hashlib
 import secrets
 import zlib
 from collections.abc import Iterator
@@ -23,7 +22,7 @@ from inference_svc.runtime.turns.store_calls import StoreCalls
 from inference_svc.runtime.turns.transcript_files import digest_of
 from shared.blobs.blob_store import BlobStore
 from shared.blobs.register import Register, Seen, is_version
-from shared.blobs.release import DELETED_BYTES, TRANSCRIPTS
+from shared.blobs.release import DELETED_BYTES, TRANSCRIPTS, stored_name
 from shared.types.session_key import SessionKey
 
 MAX_FILE_BYTES = 1 << 30  # of a transcript: more is no transcript
@@ -111,12 +110,7 @@ def register_of(store: BlobStore, key: SessionKey) -> Register:
 
 def place_of(key: SessionKey) -> str:
     """Return the beginning of its versions' names."""
-    return f"{TRANSCRIPTS}/{tenant_place(key.tenant)}/{digest_of(key)}"
-
-
-def tenant_place(name: str) -> str:
-    """Return what stands for a tenant in the store."""
-    return hashlib.blake2b(name.encode(), digest_size=16).hexdigest()
+    return f"{TRANSCRIPTS}/{stored_name(key.tenant)}/{digest_of(key)}"
 
 
 def encode_value(data: bytes | None) -> bytes:
