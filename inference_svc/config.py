@@ -226,7 +226,7 @@ class SchedulerSettings(Section):
         kv_tokens: tokens whose KV fits in memory: of admitted turns, of resident sessions, and in
             the write ring; 0: as many as a share of the free memory holds. So kv_tokens without the
             ring's bounds the window. Where layers with a window hold the last tokens only, long
-            sequences count for less tokens than they have.
+            sequences count for fewer tokens than they have.
         write_buffer_tokens: of these, tokens in the write ring, where what is computed waits until
             kvd has it; more than half of kv_tokens counts as half. 0: two steps' and, for each
             running turn, a group's or a block's, but no more than a fifth of kv_tokens.

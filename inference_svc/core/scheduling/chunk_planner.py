@@ -1,10 +1,12 @@
 """Chooses who is computed in a step, as far as there is room for what is computed.
 
-in the write ring   for tokens that are saved. Who waits for a ring that stands still is
-                    computed without being saved
-in rows             of layers with a window (`HeldRows`): where they are full, those behind
-                    the window are given back. Not while somebody copies the turn's KV: then
-                    the turn waits for the end of that
+There has to be room in two places:
+
+    the write ring   for tokens that are saved. Who waits for a ring that stands still is computed
+                     without being saved
+    held rows        of layers with a window (`HeldRows`). Where they are full, those behind the
+                     window are given back; not while somebody copies the turn's KV: then the turn
+                     waits for the end of that
 """
 
 from collections.abc import Sequence

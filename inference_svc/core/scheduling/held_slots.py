@@ -2,7 +2,7 @@
 
     ContiguousSlots   a sequence's slots lie side by side, in memory of its own: they are counted.
                       Where layers with a window hold the last tokens only, long sequences take
-                      less slots than they have tokens
+                      fewer slots than they have tokens
     PagedSlots        they are pages anywhere, of `page_tokens` slots each; sequences whose KV
                       begins alike hold the same pages, and each page counts who holds it
 
@@ -130,7 +130,7 @@ class ContiguousSlots:
         self._held_rows = held_rows
 
     def needed_for(self, num_tokens: int) -> int:
-        """Return the slots of a holding for so many tokens: as many, or less."""
+        """Return the slots of a holding for so many tokens: as many, or fewer."""
         rows = self._held_rows
         return num_tokens if rows is None else rows.slots_for(num_tokens)
 

@@ -6,8 +6,8 @@ how many token slots there may be altogether is the scheduler's business.
 
     region       = slot | slot | ...  a slot: K and V of one token, all layers, padded to 64 bytes
     sequence KV  = capacity slots     keys [layers of a shape, 1, kv_heads, capacity, head_dim] ...,
-                   or less            values [..., value_dim] ...; where layers with a window hold
-                                      the last tokens only, less slots (`windowed_kv.py`)
+                   or fewer           values [..., value_dim] ...; where layers with a window hold
+                                      the last tokens only, fewer slots (`windowed_kv.py`)
     write buffer = capacity slots     keys [layers of a shape, capacity, kv_heads, head_dim] ...,
                                       values [..., value_dim] ...
 
