@@ -7,6 +7,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from inference_svc.core.errors import UnsupportedModelError
 from inference_svc.installation import SHIPPED_MODEL
 from inference_svc.runtime.calibration.calibration import calibrate, calibration_by
+from inference_svc.runtime.model import packed_linear
 from inference_svc.runtime.model.capture import ATTENTION_NAME
 from inference_svc.runtime.model.model_loader import UNSTATED_WINDOW, describe_model, load_model
 from inference_svc.runtime.model.packed_linear import packed_bytes
@@ -192,7 +193,8 @@ class _ChoosyMlp(LlamaMLP):
         return super().forward(x) if isinstance(self.gate_proj, torch.nn.Linear) else x
 
 
-def test_weights_stay_where_packed_ones_change_the_answer():
+def test_weights_stay_where_packed_ones_change_the_answer(monkeypatch):
+    monkeypatch.setattr(packed_linear, "MIN_WEIGHTS_FLOAT32", 2**16)  # this model's are small
     loaded = load_model(SHIPPED_MODEL, "float32")
     head = loaded.model.lm_head.weight.clone()
     loaded.model.model.layers[0].mlp.__class__ = _ChoosyMlp

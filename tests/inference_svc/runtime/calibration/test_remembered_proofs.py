@@ -92,7 +92,7 @@ def test_other_positions_are_proven_by_themselves(build, tmp_path):
 
 def test_a_model_that_was_proven_with_packed_weights_is_packed_again(build, tmp_path, monkeypatch):
     """And with weights as they are stored only where none are to be packed."""
-    monkeypatch.setattr(packed_linear, "MIN_WEIGHTS", 1)
+    monkeypatch.setattr(packed_linear, "MIN_WEIGHTS_FLOAT32", 1)
     file, found = tmp_path / "proofs.json", []
     for packs_weights in (True, True, False, False):
         loaded = loaded_of(build, "llama")
@@ -137,7 +137,7 @@ def test_a_proof_of_something_else_is_not_believed(build, tmp_path, found):
 @pytest.mark.parametrize("name", ["llama", "falcon"])
 def test_a_model_that_is_not_as_it_was_proven_has_its_own_weights_again(build, monkeypatch, name):
     """Whether another calibration is found, or none: it is proven anew with them."""
-    monkeypatch.setattr(packed_linear, "MIN_WEIGHTS", 1)
+    monkeypatch.setattr(packed_linear, "MIN_WEIGHTS_FLOAT32", 1)
     loaded = loaded_of(build, name)
     proof = Proof(
         "ragged",

@@ -8,15 +8,18 @@ from torch import nn
 
 from inference_svc.runtime.model.packed_linear import (
     MIN_WEIGHTS,
+    MIN_WEIGHTS_FLOAT32,
     PackedLinear,
     can_pack,
+    least_weights,
     pack_weights,
     packed_bytes,
     unpack_weights,
 )
 
 CPU = torch.device("cpu")
-WIDE = 2 * MIN_WEIGHTS // 256  # outputs of a layer of 256 inputs that is packed
+WIDTH = 768  # of a layer with as many inputs as outputs that is packed
+WIDE = 2 * MIN_WEIGHTS_FLOAT32 // WIDTH
 
 
 class _Model(nn.Module):
@@ -25,11 +28,13 @@ class _Model(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(3)
-        self.embedding = nn.Embedding(WIDE, 256)
-        self.inner = nn.ModuleList([nn.Linear(256, 256), nn.Linear(256, 8), nn.Linear(8, 256)])
+        self.embedding = nn.Embedding(WIDE, WIDTH)
+        self.inner = nn.ModuleList(
+            [nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 8), nn.Linear(8, WIDTH)]
+        )
         self.again = self.inner[0]
-        self.projection = _Projection(256, 256)
-        self.head = nn.Linear(256, WIDE, bias=False)
+        self.projection = _Projection(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, WIDE, bias=False)
         self.head.weight = self.embedding.weight
 
     def forward(self, token_ids):
@@ -80,12 +85,17 @@ def test_a_rows_products_do_not_depend_on_the_rows_beside_it():
 def test_large_layers_alone_are_packed(model):
     token_ids, before = torch.tensor([[1, 2, 3]]), copy.deepcopy(model)
     num_bytes = pack_weights(model)
-    assert num_bytes == packed_bytes(model) == 4 * (256 * 256 + 256 * WIDE)
+    assert num_bytes == packed_bytes(model) == 4 * WIDTH * (WIDTH + WIDE)
     kinds = [type(part) for part in (*model.inner, model.projection, model.head)]
     assert kinds == [PackedLinear, nn.Linear, nn.Linear, _Projection, PackedLinear]
     assert model.again is model.inner[0]
-    torch.testing.assert_close(model(token_ids), before(token_ids))
+    torch.testing.assert_close(model(token_ids), before(token_ids), rtol=1e-4, atol=1e-4)
     assert torch.equal(model.embedding.weight, before.embedding.weight)
+
+
+def test_smaller_layers_are_packed_of_narrower_numbers():
+    assert least_weights(torch.float32) == MIN_WEIGHTS_FLOAT32 > MIN_WEIGHTS
+    assert least_weights(torch.bfloat16) == least_weights(torch.float16) == MIN_WEIGHTS
 
 
 def test_unpacked_weights_are_those_that_were_packed(model):
