@@ -354,7 +354,16 @@ def _calibration(
         state_bytes=packed_bytes(states),
     )
     layout.check()
-    return Calibration(mode, positions, layout, recipes, calls, notes=notes, state_shapes=states)
+    return Calibration(
+        mode,
+        positions,
+        layout,
+        recipes,
+        calls,
+        notes=notes,
+        state_shapes=states,
+        is_new_last=mode == "masked" and probe.asks_positions,
+    )
 
 
 def _windows(loaded: LoadedModel, calls: Sequence[AttentionCall], num_layers: int) -> list[int]:

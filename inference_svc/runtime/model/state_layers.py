@@ -1,11 +1,15 @@
-"""The layers of a cache that holds nothing, as models see them that look into these for states.
+"""The layers of a cache that holds nothing, as models see them that look into these.
 
 Transformers has moved from `cache.layers[i].conv_states[k]` to `cache.get_conv_state(i, k)`; models
-of either way are answered, here as there by the forward under way.
+of either way are answered, here as there by the forward under way. A model that embeds the index
+keys of all tokens anew in each forward asks for their positions, and keeps them with its own: with
+a layer, or with the cache itself in older versions.
 """
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from inference_svc.runtime.kv.states import StateKind, StatePlace
@@ -35,11 +39,52 @@ class _StateLayer:
         self.recurrent_states = _States(index, "recurrent")
         self.record_past = False
 
+    @property
+    def indexer_position_ids(self) -> Tensor | None:
+        """See `positions_before`. A model may keep others there: they are known without."""
+        return positions_before()
+
+    @indexer_position_ids.setter
+    def indexer_position_ids(self, _positions: Tensor) -> None:
+        """Drop them."""
+
     def __getattr__(self, _name: str) -> Any:
         """Refuse a model that keeps anything else there."""
         raise ModelRecurrentError(
             "the model keeps more in its cache's layers than keys, values and states", REMEDY
         )
+
+
+def positions_before() -> Tensor | None:
+    """Return the positions of the tokens that stand before the new ones, [tokens].
+
+    None: there are none.
+    """
+    before = current_forward().positions_before()
+    return before if before is None else before.as_subclass(_Before)
+
+
+class _Before(Tensor):
+    """Positions, [tokens], that take the leading dimensions of those that are put behind them.
+
+    A model that counts them in several (height, width) has told nobody how many, if this is the
+    first forward since its sequence was loaded.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        function: Any,
+        _types: Any,
+        args: Sequence[Any] = (),
+        options: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Compute as with any tensor, but for putting them together with others."""
+        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - its documented way
+            if function is torch.cat and isinstance(args[0][0], cls):
+                before, *others = args[0]
+                args = ([before.expand(*others[0].shape[:-1], -1), *others], *args[1:])
+            return function(*args, **(options or {}))
 
 
 class _States:

@@ -30,6 +30,7 @@ def calibrated(model, positions="auto"):
         ("gptj", "masked", "decoupled"),
         ("codegen", "masked", "decoupled"),
         ("mpt", "masked", "decoupled"),
+        ("qwen4-exp", "masked", "coupled"),
         ("bloom", "single", "decoupled"),
         ("falcon-rw", "single", "decoupled"),
         ("gpt-neo", "single", "coupled"),

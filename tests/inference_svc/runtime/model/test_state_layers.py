@@ -35,6 +35,35 @@ def test_states_are_found_in_a_layer():
         assert not layer.record_past
 
 
+class HistoryOf7(Probe):
+    """A forward behind seven tokens."""
+
+    def positions_before(self):
+        return torch.arange(7)
+
+
+@pytest.mark.parametrize("leading", [(1,), (3, 1)], ids=["counted once", "in three dimensions"])
+def test_positions_come_with_the_dimensions_of_those_behind_them(leading):
+    """A layer is asked for them, or the cache itself; what is put there is not what is found."""
+    cache, new = CaptureCache(), torch.arange(7, 9).expand(*leading, 2)
+    with under(HistoryOf7(64, torch.device("cpu"))):
+        cache.layers[LAYER].indexer_position_ids = new
+        cache.position_ids = new
+        for before in (cache.layers[LAYER].indexer_position_ids, cache.position_ids):
+            joined = torch.cat([before, new], dim=-1)
+            assert type(joined) is torch.Tensor
+            assert torch.equal(joined, torch.arange(9).expand(*leading, 9))
+            assert (before + 1).tolist() == list(range(1, 8))
+
+
+def test_nothing_stands_before_first_tokens():
+    """A layer has none then, and the cache not even the attribute."""
+    cache, forward = cache_over({})
+    with forward:
+        assert cache.layers[LAYER].indexer_position_ids is None
+        assert not hasattr(cache, "position_ids")
+
+
 def test_anything_else_of_a_layer_is_refused():
     """And there are no layers to be counted."""
     cache, _ = cache_over({})
