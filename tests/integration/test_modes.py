@@ -12,6 +12,7 @@ from transformers import (
     FalconConfig,
     GPT2Config,
     Qwen4ExpTextConfig,
+    RecurrentGemmaConfig,
 )
 
 from tests.oracle import Oracle
@@ -79,6 +80,17 @@ CONFIGS = {
             ngram_vocab_size_base=VOCAB_SIZE,
         ),
     ),
+    "states in modules": (
+        ("ragged", "coupled"),
+        RecurrentGemmaConfig(
+            **COMMON,
+            **{**SIZE, "num_hidden_layers": 3},
+            num_key_value_heads=1,
+            intermediate_size=96,
+            attention_window_size=64,
+            lru_width=64,
+        ),
+    ),
     "no positions": (
         ("single", "decoupled"),
         BloomConfig(**COMMON, hidden_size=64, n_layer=2, n_head=4, seq_length=WINDOW_TOKENS),
@@ -111,9 +123,14 @@ async def test_a_second_turn_reuses_the_first(name, model_dir, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["an index", pytest.param("an index and states", marks=pytest.mark.long)]
+    "name",
+    [
+        "an index",
+        pytest.param("an index and states", marks=pytest.mark.long),
+        pytest.param("states in modules", marks=pytest.mark.long),
+    ],
 )
-async def test_an_index_outlives_both_processes(name, model_dir, tmp_path):
+async def test_an_index_or_states_outlive_both_processes(name, model_dir, tmp_path):
     """Sessions side by side, either process killed, a fork: answers are the model's."""
     pair = Pair(model_dir, tmp_path)
     oracle = Oracle(model_dir)

@@ -90,6 +90,7 @@ OVERRIDES: Mapping[str, Fields] = {
         "linear_num_key_heads": 4,
         "linear_num_value_heads": 4,
     },
+    "recurrent_gemma": {"attention_window_size": SLIDING},
     "reformer": {"is_decoder": True, "axial_pos_embds_dim": (16, 48), "axial_pos_shape": (8, 20)},
     "whisper": {"max_target_positions": WINDOW},
     "xlm": {"emb_dim": 64},

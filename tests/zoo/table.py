@@ -49,7 +49,9 @@ of a sequence, beside keys and values or instead of them. Theirs are coupled, al
 stored is of use up to a position that has a stored state. In a step over several sequences the
 modules that go on from states are called for each sequence, and once for all that decode. Mamba's
 first scan (mamba, falcon_mamba, jamba) cannot begin with a state in Transformers, but for a single
-token: there these modules are called token by token, *one by one*. Where
+token: there these modules are called token by token, *one by one*; so are recurrent_gemma's, which
+keep states of whatever ran last themselves: calibration finds them there, and each sequence's are
+put there and taken from there. Where
 `flash-linear-attention`, `causal-conv1d` or `mamba-ssm` are installed Transformers computes with
 their kernels by itself, on a GPU; calibration then proves the model as it runs with them. Kernels
 change states in place, and are handed copies.
@@ -63,8 +65,8 @@ all layers have a window, KV of all tokens is stored and held, as of any model.
 **Versions**: the table is of Transformers {version}; others differ where Transformers does. In
 5.17, the oldest that is taken, models that choose keys by an index (DSA) cache keys and values of
 each head where later ones cache latents: they are served *masked* and coupled, and their KV is many
-times as large. Cohere Compass is coupled there; `git`, `mllama` and `moshi` are refused. All others
-that 5.17 has are served as here.
+times as large. Cohere Compass is coupled there; `git`, `mllama`, `moshi` and `recurrent_gemma` are
+refused. All others that 5.17 has are served as here.
 
 **Checked**, in float32, each at most {tolerance:.0e} off (relative distance of a token's logits;
 the largest found was {worst}):

@@ -9,6 +9,7 @@ Hooks let us see inside a forward (`forward.py`), and attend in its place:
 3. A `RotaryTap` in place of each `apply_*rot*` function of the model's own modules hands it keys
    before RoPE.
 4. A `MixerTap` in place of the forward of each module that goes on from states (`mixers.py`).
+5. A `KeptStatesTap` in place of that of each module which keeps some itself (`kept_states.py`).
 
 Model code is not touched; taps are installed once per Python module and process-wide. Knows no
 architecture (`ForwardCall` asks a class for its signature), no working KV and no sequences.
