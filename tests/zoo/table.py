@@ -65,8 +65,8 @@ all layers have a window, KV of all tokens is stored and held, as of any model.
 **Versions**: the table is of Transformers {version}; others differ where Transformers does. In
 5.17, the oldest that is taken, models that choose keys by an index (DSA) cache keys and values of
 each head where later ones cache latents: they are served *masked* and coupled, and their KV is many
-times as large. Cohere Compass is coupled there; `git`, `mllama`, `moshi` and `recurrent_gemma` are
-refused. All others that 5.17 has are served as here.
+times as large. Cohere Compass is coupled there; `git`, `mllama` and `moshi` are refused. All others
+that 5.17 has are served as here.
 
 **Checked**, in float32, each at most {tolerance:.0e} off (relative distance of a token's logits;
 the largest found was {worst}):

@@ -110,7 +110,7 @@ class CaptureCache(Cache):
     def __init__(self, claimed_tokens: int = 0) -> None:
         """Make a cache that claims to hold `claimed_tokens` tokens."""
         Cache.__init__(self, layers=[])  # not what a model's own class makes of it
-        self.layers = StateLayers()
+        self.layers = StateLayers(self)
         self._claimed_tokens = claimed_tokens
         self._new_tokens: dict[int, int] = {}  # of layers that were updated, as the model has them
         self._numbers: dict[int, int] = {}  # of these layers, as we have them

@@ -8,9 +8,11 @@ a layer, or with the cache itself in older versions.
 
 from collections.abc import Mapping, Sequence
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import Cache
 
 from inference_svc.runtime.kv.states import StateKind, StatePlace
 from inference_svc.runtime.model.forward import current_forward
@@ -20,9 +22,17 @@ from inference_svc.runtime.model.refusals import REMEDY, ModelRecurrentError
 class StateLayers(list[Any]):
     """No layers to whoever counts them; at each index one that has states."""
 
+    def __init__(self, cache: Cache) -> None:
+        """Make the layers of a cache, which has to outlive what it is asked of them."""
+        super().__init__()
+        self._cache = ref(cache)  # no circle: there is a cache for every step
+
     def __getitem__(self, index: Any) -> Any:
         """Return what a model may look into of the layer that it numbers so."""
-        return _StateLayer(index)
+        cache = self._cache()
+        if cache is None:
+            raise AssertionError("a layer of a cache that is no more")
+        return _StateLayer(cache, index)
 
 
 class _StateLayer:
@@ -34,7 +44,9 @@ class _StateLayer:
         record_past: whether anything is ever taken back.
     """
 
-    def __init__(self, index: int) -> None:
+    def __init__(self, cache: Cache, index: int) -> None:
+        self._cache = cache
+        self._index = index
         self.conv_states = _States(index, "conv")
         self.recurrent_states = _States(index, "recurrent")
         self.record_past = False
@@ -47,6 +59,14 @@ class _StateLayer:
     @indexer_position_ids.setter
     def indexer_position_ids(self, _positions: Tensor) -> None:
         """Drop them."""
+
+    def get_seq_length(self) -> int:
+        """Return what the cache's class says of this layer: a model may have bound another."""
+        return type(self._cache).get_seq_length(self._cache, self._index)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return (key length, key offset), likewise."""
+        return type(self._cache).get_mask_sizes(self._cache, query_length, self._index)
 
     def __getattr__(self, _name: str) -> Any:
         """Refuse a model that keeps anything else there."""
