@@ -212,6 +212,8 @@ def alone(model, ids, answers):
         pytest.param("mamba2", "pages", marks=pytest.mark.long),
         pytest.param("lfm2", "contiguous", marks=pytest.mark.long),
         pytest.param("deepseek_v32", "pages", marks=pytest.mark.long),
+        pytest.param("qwen4_exp_text", "pages", marks=pytest.mark.long),
+        pytest.param("recurrent_gemma", "pages", marks=pytest.mark.long),
         pytest.param("jamba", "contiguous", marks=pytest.mark.long),
     ],
 )

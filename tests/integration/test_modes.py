@@ -11,6 +11,8 @@ from transformers import (
     DeepseekV32Config,
     FalconConfig,
     GPT2Config,
+    Qwen4ExpTextConfig,
+    RecurrentGemmaConfig,
 )
 
 from tests.oracle import Oracle
@@ -51,6 +53,44 @@ CONFIGS = {
             **COMMON, **SIZE, max_position_embeddings=WINDOW_TOKENS, new_decoder_architecture=True
         ),
     ),
+    "an index and states": (
+        ("masked", "coupled"),
+        Qwen4ExpTextConfig(
+            **{**COMMON, "eos_token_id": VOCAB_SIZE - 1},  # where n-grams begin anew
+            **SIZE,
+            max_position_embeddings=WINDOW_TOKENS,
+            layer_types=["linear_attention", "indexed_attention"],
+            num_key_value_heads=2,
+            head_dim=16,
+            linear_num_key_heads=2,
+            linear_num_value_heads=4,
+            linear_key_head_dim=16,
+            linear_value_head_dim=16,
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=16,
+            shared_expert_intermediate_size=16,
+            indexer_n_heads=4,
+            indexer_kv_heads=1,
+            indexer_head_dim=16,
+            indexer_budget=24,
+            indexer_compress_ratio=4,
+            hc_lowrank=8,
+            ple_layer_ids=[1],
+            ngram_vocab_size_base=VOCAB_SIZE,
+        ),
+    ),
+    "states in modules": (
+        ("ragged", "coupled"),
+        RecurrentGemmaConfig(
+            **COMMON,
+            **{**SIZE, "num_hidden_layers": 3},
+            num_key_value_heads=1,
+            intermediate_size=96,
+            attention_window_size=64,
+            lru_width=64,
+        ),
+    ),
     "no positions": (
         ("single", "decoupled"),
         BloomConfig(**COMMON, hidden_size=64, n_layer=2, n_head=4, seq_length=WINDOW_TOKENS),
@@ -82,8 +122,15 @@ async def test_a_second_turn_reuses_the_first(name, model_dir, tmp_path):
         assert (await pair.verdict(oracle, "a")).is_identical
 
 
-@pytest.mark.parametrize("name", ["an index"])
-async def test_an_index_outlives_both_processes(name, model_dir, tmp_path):
+@pytest.mark.parametrize(
+    "name",
+    [
+        "an index",
+        pytest.param("an index and states", marks=pytest.mark.long),
+        pytest.param("states in modules", marks=pytest.mark.long),
+    ],
+)
+async def test_an_index_or_states_outlive_both_processes(name, model_dir, tmp_path):
     """Sessions side by side, either process killed, a fork: answers are the model's."""
     pair = Pair(model_dir, tmp_path)
     oracle = Oracle(model_dir)

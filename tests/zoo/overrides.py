@@ -77,6 +77,7 @@ OVERRIDES: Mapping[str, Fields] = {
     "mamba2": {"num_heads": 8, "head_dim": 16},
     "roc_bert": {"shape_vocab_size": 97, "pronunciation_vocab_size": 97},
     "qwen4_exp_text": {
+        "ple_layer_ids": [1, 3],  # counted from one; those without an index
         "ngram_vocab_size_base": 97,
         "indexer_n_heads": 4,
         "indexer_kv_heads": 1,
@@ -89,6 +90,7 @@ OVERRIDES: Mapping[str, Fields] = {
         "linear_num_key_heads": 4,
         "linear_num_value_heads": 4,
     },
+    "recurrent_gemma": {"attention_window_size": SLIDING},
     "reformer": {"is_decoder": True, "axial_pos_embds_dim": (16, 48), "axial_pos_shape": (8, 20)},
     "whisper": {"max_target_positions": WINDOW},
     "xlm": {"emb_dim": 64},

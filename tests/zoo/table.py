@@ -49,7 +49,9 @@ of a sequence, beside keys and values or instead of them. Theirs are coupled, al
 stored is of use up to a position that has a stored state. In a step over several sequences the
 modules that go on from states are called for each sequence, and once for all that decode. Mamba's
 first scan (mamba, falcon_mamba, jamba) cannot begin with a state in Transformers, but for a single
-token: there these modules are called token by token, *one by one*. Where
+token: there these modules are called token by token, *one by one*; so are recurrent_gemma's, which
+keep states of whatever ran last themselves: calibration finds them there, and each sequence's are
+put there and taken from there. Where
 `flash-linear-attention`, `causal-conv1d` or `mamba-ssm` are installed Transformers computes with
 their kernels by itself, on a GPU; calibration then proves the model as it runs with them. Kernels
 change states in place, and are handed copies.

@@ -26,8 +26,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Literal
 
-from torch import Tensor
-
 from inference_svc.core.errors import UnsupportedModelError
 from inference_svc.runtime.attention.latents import Expansion
 from inference_svc.runtime.calibration.expansions import find_expansions
@@ -40,7 +38,7 @@ from inference_svc.runtime.calibration.mode_probe import (
 from inference_svc.runtime.calibration.probe import Probe
 from inference_svc.runtime.calibration.proof import prove
 from inference_svc.runtime.calibration.rope_tables import freeze_rotary
-from inference_svc.runtime.calibration.state_probe import find_states
+from inference_svc.runtime.calibration.state_probe import find_kept_states, find_states
 from inference_svc.runtime.calibration.stock import (
     SAME,
     StockLogits,
@@ -104,7 +102,7 @@ def calibrate(
         reference = stock_logits(loaded)
     if packs_weights:
         _pack_weights(loaded, reference)
-    capture.install(loaded.model)
+    _install(loaded)
     refused = _Refused(loaded.architecture)
     for mode, attention in _ways(loaded):
         probe = None
@@ -125,7 +123,7 @@ def calibrate(
         raise ModelEncoderError(
             f"answers of {loaded.architecture} depend on tokens after them: an encoder", REMEDY
         )
-    raise _kept_by_modules(loaded) or refused.error(is_stateful=_is_stateful(loaded))
+    raise refused.error(is_stateful=_is_stateful(loaded))
 
 
 def _proven(loaded: LoadedModel, calibration: Calibration, reference: StockLogits) -> Calibration:
@@ -164,7 +162,7 @@ def calibration_by(
     """
     with refused_if_it_fails(loaded, "at all"):
         freeze_rotary(loaded)
-    capture.install(loaded.model)
+    _install(loaded)
     probe = probe_mode(loaded, mode, attention)
     use_attention(loaded.model, attention)
     found = _calibration(loaded, mode, probe, positions, notes)
@@ -244,19 +242,11 @@ def _check_family(loaded: LoadedModel) -> None:
         )
 
 
-def _kept_by_modules(loaded: LoadedModel) -> UnsupportedModelError | None:
-    """Return the refusal of a model whose modules keep the state of whatever ran last."""
-    if not _is_stateful(loaded):
-        return None
-    for name, module in loaded.model.named_modules():
-        for attribute, value in vars(module).items():
-            if isinstance(value, Tensor):  # no parameter or buffer: these are not among them
-                return ModelRecurrentError(
-                    f"{loaded.architecture} keeps the state of one sequence in its own modules "
-                    f"({name}.{attribute})",
-                    REMEDY,
-                )
-    return None
+def _install(loaded: LoadedModel) -> None:
+    """Install the hooks, and taps of what a stateful model keeps in its own modules."""
+    capture.install(loaded.model)
+    if _is_stateful(loaded):
+        find_kept_states(loaded)
 
 
 def _is_stateful(loaded: LoadedModel) -> bool:
@@ -354,7 +344,16 @@ def _calibration(
         state_bytes=packed_bytes(states),
     )
     layout.check()
-    return Calibration(mode, positions, layout, recipes, calls, notes=notes, state_shapes=states)
+    return Calibration(
+        mode,
+        positions,
+        layout,
+        recipes,
+        calls,
+        notes=notes,
+        state_shapes=states,
+        is_new_last=mode == "masked" and probe.asks_positions,
+    )
 
 
 def _windows(loaded: LoadedModel, calls: Sequence[AttentionCall], num_layers: int) -> list[int]:

@@ -108,6 +108,9 @@ class _UnitForward:
         """Return the index keys: which latents are chosen is of no concern."""
         return index
 
+    def positions_before(self) -> None:
+        """Return none: the sequence is before its first token."""
+
     def token_groups(self) -> Iterator[TokenGroup]:
         """Yield nothing: there is one sequence."""
         return iter(())

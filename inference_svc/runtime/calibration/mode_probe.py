@@ -13,7 +13,7 @@ from inference_svc.runtime.calibration.stock import (
     distance,
     use_attention,
 )
-from inference_svc.runtime.compute.step_forward import causal_block
+from inference_svc.runtime.compute.gathered_forward import causal_block
 from inference_svc.runtime.model import capture
 from inference_svc.runtime.model.mixers import tap_mixers
 from inference_svc.runtime.model.model_loader import LoadedModel
@@ -114,7 +114,7 @@ def _check_layers(loaded: LoadedModel, probe: Probe) -> None:
         raise ModelUncachedError(f"{name} caches no keys and values", REMEDY)
     if probe.num_repeated:
         raise ModelModeMissingError(f"{name} caches a layer more than once in a forward", REMEDY)
-    if probe.num_misplaced:
+    if probe.num_misplaced or not probe.indexes.keys() <= probe.layers.keys():
         raise ModelModeMissingError(f"{name} caches index keys apart from their layer", REMEDY)
     for layer_index, seen in probe.layers.items():
         index = probe.indexes.get(layer_index)

@@ -148,9 +148,10 @@ class Probe:
     attended: list[SeenAttention] = field(default_factory=list)
     rotary_calls: list[RotaryCall] = field(default_factory=list)
     num_repeated: int = 0
-    num_misplaced: int = 0  # index keys that came at another time than behind their layer's keys
+    num_misplaced: int = 0  # index keys that came at another time than beside their layer's keys
     states: dict[StatePlace, Tensor] = field(default_factory=dict)  # as the forward left them
     given_states: Mapping[StatePlace, Tensor] = field(default_factory=dict)
+    asks_positions: bool = False  # of the tokens before the new ones
     # What ran when states were asked for; None: something outside of all modules.
     going_on: dict[nn.Module | None, SeenMixer] = field(default_factory=dict)
     logits: Tensor = field(default_factory=lambda: torch.zeros(0))  # [tokens, vocab]
@@ -172,10 +173,14 @@ class Probe:
 
     def indexed(self, layer_index: int, index: Tensor) -> Tensor:
         """Record a layer's index keys, [1, tokens, dim]; return them."""
-        is_last = bool(self.layers) and layer_index == next(reversed(self.layers))
-        self.num_misplaced += not is_last or layer_index in self.indexes
+        is_beside = layer_index in (len(self.layers) - 1, len(self.layers))
+        self.num_misplaced += not is_beside or layer_index in self.indexes
         self.indexes[layer_index] = SeenIndex(index.unsqueeze(1), *self._take_calls())
         return index
+
+    def positions_before(self) -> None:
+        """Return none, however many tokens the cache claims: there are none but this forward's."""
+        self.asks_positions = True
 
     def token_groups(self) -> Iterator[TokenGroup]:
         """Yield nothing: there is one sequence."""

@@ -185,6 +185,9 @@ class _Search:
         """Refuse: the layer was cached before it."""
         raise RopeOutOfReachError(f"layer {layer_index} is indexed before it")
 
+    def positions_before(self) -> None:
+        """Return none: the sequence is before its first token."""
+
     def token_groups(self) -> Iterator[TokenGroup]:
         """Yield nothing: there is one sequence."""
         return iter(())

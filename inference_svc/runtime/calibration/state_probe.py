@@ -1,19 +1,58 @@
 """Finds out what recurrent layers keep of a sequence: shapes, and what the model does to them.
 
+What they keep in their own modules, and ask no cache for, is found by running them, too.
+
 A state is stored as one piece of fixed size. So sequences of two lengths must leave tensors of the
 same shapes; and a sequence that goes on must leave them as they were, else it is handed copies.
 """
 
+from contextlib import suppress
+
 import torch
+from torch import nn
 
 from inference_svc.runtime.calibration.mode_probe import probe_tokens, refused_if_it_fails
 from inference_svc.runtime.calibration.probe import Probe, run_probe
+from inference_svc.runtime.calibration.stock import stock_attentions, use_attention
 from inference_svc.runtime.kv.states import StatePlace, StateShape
+from inference_svc.runtime.model.kept_states import has_taps, kept_tensors, tap_kept_states
 from inference_svc.runtime.model.model_loader import LoadedModel
 from inference_svc.runtime.model.refusals import REMEDY, ModelRecurrentError
 
 FEWER_TOKENS = 2  # of the second length; fewer than any convolution's kernel
 NEXT_TOKENS = (1, 3)  # of what follows a state: models decode otherwise than they prefill
+
+
+@torch.inference_mode()
+def find_kept_states(loaded: LoadedModel) -> None:
+    """Find what a forward leaves in the model's own modules, and tap these.
+
+    A model that fails in it has no taps: the modes tell why. One that has some keeps them.
+
+    Args:
+        loaded: the model, with our hooks installed; it is left set to its first stock attention.
+    """
+    model = loaded.model
+    if has_taps(model):
+        return
+    use_attention(model, stock_attentions(model)[0])
+    before = {module: dict(vars(module)) for module in model.modules()}
+    copies = {what: tensor.clone() for what, tensor in kept_tensors(model).items()}
+    with suppress(Exception):
+        run_probe(model, probe_tokens(loaded), loaded.context_window)
+    changed: dict[nn.Module, list[str]] = {}
+    for (module, name), tensor in kept_tensors(model).items():
+        was, copied = before[module].get(name), copies.get((module, name))
+        if tensor is was and copied is not None and tensor.equal(copied):
+            continue
+        changed.setdefault(module, []).append(name)
+        setattr(module, name, was if copied is None else copied)
+    tap_kept_states(
+        {
+            module: {name: StatePlace(owner, "kept", number) for number, name in enumerate(names)}
+            for owner, (module, names) in enumerate(changed.items())
+        }
+    )
 
 
 def find_states(loaded: LoadedModel, probe: Probe) -> tuple[StateShape, ...]:

@@ -18,7 +18,7 @@ from torch import Tensor
 from inference_svc.runtime.attention.attention import AttentionOptions
 from inference_svc.runtime.attention.latents import Expansion, attend_absorbed, attend_chosen
 from inference_svc.runtime.compute.chunk import Chunk
-from inference_svc.runtime.compute.step_forward import GatheredForward, attend_uneven
+from inference_svc.runtime.compute.gathered_forward import GatheredForward, attend_uneven
 from inference_svc.runtime.kv.copy_stream import StepClock
 from inference_svc.runtime.kv.layer_tensors import side_by_side
 from inference_svc.runtime.model.capture import CHOSEN

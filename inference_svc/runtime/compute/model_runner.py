@@ -35,13 +35,9 @@ from inference_svc.runtime.attention.attention import AttentionBackend
 from inference_svc.runtime.attention.torch_attention import TorchAttention
 from inference_svc.runtime.compute.chunk import Chunk, check_chunks, commit_chunks
 from inference_svc.runtime.compute.decode_graphs import DecodeGraphs
+from inference_svc.runtime.compute.gathered_forward import GatheredForward, block_causal_mask
 from inference_svc.runtime.compute.latent_forward import LatentForward
-from inference_svc.runtime.compute.step_forward import (
-    GatheredForward,
-    RaggedForward,
-    StepForward,
-    block_causal_mask,
-)
+from inference_svc.runtime.compute.step_forward import RaggedForward, StepForward
 from inference_svc.runtime.kv.copy_stream import StepClock
 from inference_svc.runtime.memory import copied_to_host, placed_on
 from inference_svc.runtime.model.capture import ForwardCall, taking_states
@@ -137,7 +133,9 @@ class ModelRunner:
         ]
         options: dict[str, Any] = {}
         if mode in MASKED_MODES:
-            options["attention_mask"] = block_causal_mask(chunks, self._loaded.dtype, device)
+            options["attention_mask"] = block_causal_mask(
+                chunks, self._loaded.dtype, device, new_last=self._calibration.is_new_last
+            )
         cache = self._call.cache(chunks[0].kv.num_tokens if mode == "single" else 0)
         forward = self._forward(chunks, clock)
         with under(forward), _pooling(chunks):

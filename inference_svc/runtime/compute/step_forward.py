@@ -7,12 +7,8 @@ differ in:
 
     RaggedForward    each part to its own sequence's KV, where it lies
     DecodeForward    the same of one token a part, all of it by tensors that are given
-    GatheredForward  to history and new tokens as tensors, gathered from all sequences
+    GatheredForward  to history and new tokens, gathered from all (`gathered_forward.py`)
     LatentForward    to latents where they lie, or gathered, by part (`latent_forward.py`)
-
-Gathering is for models that make something of what they cache before they attend to it (latent
-attention), and for models whose own attention runs, batched under a mask or one sequence at a time.
-A copy of all tokens per layer and step is the price, except for a lone sequence: it gets views.
 
 Written for few Python and torch calls: at decode they cost as much as the arithmetic. Hence views
 of all layers are cut at once, new tokens of all sequences are copied in one call, and so are those
@@ -22,9 +18,7 @@ of all write buffers.
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from inference_svc.runtime.attention.attention import (
     AttentionBackend,
@@ -32,7 +26,6 @@ from inference_svc.runtime.attention.attention import (
     Part,
     StepAttention,
 )
-from inference_svc.runtime.attention.softmax_attention import Masks, attend
 from inference_svc.runtime.compute.chunk import Chunk
 from inference_svc.runtime.compute.step_places import StepPlaces
 from inference_svc.runtime.compute.step_states import StepStates
@@ -70,6 +63,7 @@ class StepForward:
         self._places = places
         self._calls: list[tuple[tuple[Any, ...], Any]] = []  # since something was cached
         self._num_cached = 0
+        self._last_indexed = -1  # layer
         self._num_attended = 0
         self._states = StepStates(chunks, is_one_by_one=calibration.is_one_by_one)
 
@@ -86,7 +80,7 @@ class StepForward:
     def cached(self, layer_index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Write the layer's new tokens of all sequences, then open the clock for copies of them.
 
-        If the layer has index keys, the clock is opened when these are written.
+        If the layer has index keys, the clock is opened when these are written, too.
 
         Args:
             layer_index: the layer's index; layers come in order.
@@ -107,20 +101,25 @@ class StepForward:
             for buffered in self._places.buffered:
                 buffered.write(layer_index, keys, values)
         self._calls.clear()
-        if self._clock is not None and self._layers[layer_index].index is None:
+        is_whole = self._layers[layer_index].index is None or layer_index == self._last_indexed
+        if self._clock is not None and is_whole:
             self._clock.enqueued(self._num_cached)
         return key, value
 
     def indexed(self, layer_index: int, index: Tensor) -> Tensor:
         """Write the layer's new index keys of all sequences, then open the clock; return them.
 
+        If keys and values are yet to come, the clock is opened when these are written.
+
         Args:
-            layer_index: the layer that was cached last.
+            layer_index: the layer that was cached last, or the one that comes next.
             index: [1, tokens, index_dim], after RoPE, the chunks one after another.
         """
         recipe = self._layers[layer_index].index
-        if recipe is None or layer_index != self._num_cached - 1:
+        is_beside = layer_index in (self._num_cached - 1, self._num_cached)
+        if recipe is None or not is_beside or layer_index == self._last_indexed:
             raise AssertionError(f"layer {layer_index} is indexed after {self._num_cached} layers")
+        self._last_indexed = layer_index
         cached = index.unsqueeze(1)
         self._places.new_tokens.write_index(layer_index, cached)
         if self._places.buffered:
@@ -128,9 +127,13 @@ class StepForward:
             for buffered in self._places.buffered:
                 buffered.write(layer_index, free, first=2)
         self._calls.clear()
-        if self._clock is not None:
+        if self._clock is not None and layer_index < self._num_cached:
             self._clock.enqueued(self._num_cached)
         return index
+
+    def positions_before(self) -> Tensor | None:
+        """Return none: the model is given no tokens but the new ones."""
+        return None
 
     def token_groups(self) -> Iterator[TokenGroup]:
         """Yield how a module that goes on from states is given tokens; see `StepStates`."""
@@ -249,132 +252,3 @@ class DecodeForward(StepForward):
         """Attend each token to its own KV, [1, tokens, heads, value_dim]; as `RaggedForward`."""
         call, asked = self._next_call(options)
         return self._step_attention.attend(query, call.layer_index, asked)
-
-
-class GatheredForward(StepForward):
-    """Attends to history and new tokens as tensors; see the module docstring."""
-
-    def __init__(
-        self,
-        calibration: Calibration,
-        chunks: Sequence[Chunk],
-        clock: StepClock | None,
-    ) -> None:
-        """Cut what each part's last token sees."""
-        super().__init__(calibration, chunks, StepPlaces.of(chunks), clock)
-        self._lengths = [chunk.end_token for chunk in chunks]
-        self._handed: Sequence[int] = range(len(chunks))  # parts whose tokens the model is given
-        self._keys = [chunk.kv.keys.cut(0, chunk.end_token) for chunk in chunks]
-        self._values = [chunk.kv.values.cut(0, chunk.end_token) for chunk in chunks]
-        self._indexes = [
-            chunk.kv.indexes.cut(0, chunk.end_token)
-            for chunk in chunks
-            if chunk.kv.indexes is not None
-        ]
-        self._masks: Masks = {}
-
-    def cached(self, layer_index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Write as above; return all tokens of all parts, [1, kv_heads, sum_kv, dim] both."""
-        super().cached(layer_index, key, value)
-        for gate in self._gates:
-            gate.wait(layer_index)
-        if not self._handed:
-            return key[:, :, :1], value[:, :, :1]  # as few as models take
-        keys, values = (
-            _joined([cuts[part] for part in self._handed], layer_index)
-            for cuts in (self._keys, self._values)
-        )
-        return keys, values
-
-    def indexed(self, layer_index: int, index: Tensor) -> Tensor:
-        """Write as above; return index keys of all tokens of all parts, [1, sum_kv, index_dim]."""
-        super().indexed(layer_index, index)
-        return _joined(self._indexes, layer_index)[:, 0]
-
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, _mask: Any, options: dict[str, Any]
-    ) -> Tensor:
-        """Attend each part to what the model made of its KV.
-
-        Args:
-            query: [1, heads, tokens, head_dim].
-            key: [1, kv_heads, sum_kv, head_dim].
-            value: [1, kv_heads, sum_kv, value_dim].
-            _mask: None: our attention has no mask function.
-            options: the model's arguments of the call (scale, softcap, sinks).
-
-        Returns:
-            [1, tokens, heads, value_dim]
-        """
-        _, asked = self._next_call(options)
-        queries = query.split_with_sizes(self._sizes, 2)
-        keys = key.split_with_sizes(self._lengths, 2)
-        values = value.split_with_sizes(self._lengths, 2)
-        attended = [
-            attend_uneven(*part, asked, self._masks).transpose(1, 2)
-            for part in zip(queries, keys, values, strict=True)
-        ]
-        if self._is_scored:
-            self._report(queries, keys, asked)
-        return torch.cat(attended, dim=1)
-
-
-def attend_uneven(
-    query: Tensor, keys: Tensor, values: Tensor, options: AttentionOptions, masks: Masks
-) -> Tensor:
-    """Attend as `softmax_attention.attend`, where keys and values may differ in width.
-
-    On the CPU the narrower are padded with zeros: the fast kernel takes equal widths only, and
-    torch's kernels for others take 2 to 15 times as long.
-
-    Args:
-        query: [1, heads, tokens, head_dim].
-        keys: [1, kv_heads, length, head_dim].
-        values: [1, kv_heads, length, value_dim].
-        options: scale, softcap, sinks and window of the call.
-        masks: cached masks, as `softmax_attention.attend` takes them.
-
-    Returns:
-        [1, heads, tokens, value_dim]
-    """
-    key_dim, value_dim = query.shape[3], values.shape[3]
-    if key_dim == value_dim or query.device.type != "cpu":
-        return attend(query, keys, values, options, masks)
-    asked = options._replace(scale=key_dim**-0.5 if options.scale is None else options.scale)
-    if key_dim > value_dim:
-        values = pad(values, (0, key_dim - value_dim))
-        return attend(query, keys, values, asked, masks)[..., :value_dim]
-    query, keys = (pad(narrow, (0, value_dim - key_dim)) for narrow in (query, keys))
-    return attend(query, keys, values, asked, masks)
-
-
-def block_causal_mask(chunks: Sequence[Chunk], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return [1, 1, tokens, sum_kv], added to scores: each token sees its own part up to itself."""
-    num_tokens = sum(len(chunk.token_ids) for chunk in chunks)
-    num_keys = sum(chunk.end_token for chunk in chunks)
-    mask = torch.full((num_tokens, num_keys), torch.finfo(dtype).min, dtype=dtype, device=device)
-    token = key = 0
-    for chunk in chunks:
-        size, length = len(chunk.token_ids), chunk.end_token
-        block = causal_block(size, length, dtype, device)
-        mask[token : token + size, key : key + length] = block
-        token, key = token + size, key + length
-    return mask[None, None]
-
-
-def causal_block(size: int, length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return [size, length], added to scores: the last `size` tokens see keys up to themselves.
-
-    What is hidden gets the least finite number, as in Transformers' own masks: some models take the
-    mask for a table of what to hide.
-    """
-    hidden = torch.finfo(dtype).min
-    block = torch.full((size, length), hidden, dtype=dtype, device=device)
-    return block.triu(length - size + 1)
-
-
-def _joined(cuts: Sequence[Sequence[Tensor]], layer_index: int) -> Tensor:
-    """Return one layer's tokens of all parts, one after another, [1, kv_heads, sum_kv, dim]."""
-    if len(cuts) == 1:
-        return cuts[0][layer_index]
-    return torch.cat([cut[layer_index] for cut in cuts], dim=2)

@@ -33,7 +33,7 @@ from inference_svc.runtime.kv.copy_stream import Mark, mark_enqueued
 from shared.types.errors import LoadFailedError
 from shared.types.units import align_up
 
-StateKind = Literal["conv", "recurrent"]
+StateKind = Literal["conv", "recurrent", "kept"]
 ALIGNMENT = 64  # bytes; a cache line
 _HEADER = struct.Struct("<8s16sQ")  # magic, digest, position
 _MAGIC = b"states 1"
@@ -43,8 +43,9 @@ class StatePlace(NamedTuple):
     """Which of a model's recurrent tensors.
 
     Attributes:
-        layer_index: the layer, as the model numbers its layers.
-        kind: "conv" or "recurrent".
+        layer_index: the layer, as the model numbers its layers; of "kept" tensors the module, of
+            those that keep some.
+        kind: "conv" or "recurrent", as a cache is asked for it; or "kept", by a module itself.
         number: which of the layer's tensors of this kind.
     """
 
@@ -58,8 +59,8 @@ class StateShape:
     """One of a model's recurrent tensors, of one sequence.
 
     Attributes:
-        layer_index: the layer, as the model numbers its layers.
-        kind: "conv" or "recurrent".
+        layer_index: see `StatePlace`.
+        kind: likewise.
         index: which of the layer's tensors of this kind.
         shape: sizes, [1, ...].
         dtype: element type; it may be wider than the model's.

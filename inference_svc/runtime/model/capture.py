@@ -4,11 +4,12 @@ Hooks let us see inside a forward (`forward.py`), and attend in its place:
 
 1. A registered attention function hands queries to the forward under way.
 2. `CaptureCache.update` hands it each layer's keys and values, and gets those to attend to;
-   `update_indexer` the keys by which a layer chooses among them, if it does (DSA); and what
-   recurrent layers ask of a cache, the states of its sequence.
+   `update_indexer` the keys by which a layer chooses among them, if it does (DSA), before or after
+   these; and what recurrent layers ask of a cache, the states of its sequence.
 3. A `RotaryTap` in place of each `apply_*rot*` function of the model's own modules hands it keys
    before RoPE.
 4. A `MixerTap` in place of the forward of each module that goes on from states (`mixers.py`).
+5. A `KeptStatesTap` in place of that of each module which keeps some itself (`kept_states.py`).
 
 Model code is not touched; taps are installed once per Python module and process-wide. Knows no
 architecture (`ForwardCall` asks a class for its signature), no working KV and no sequences.
@@ -32,7 +33,7 @@ from transformers.cache_utils import Cache
 from inference_svc.runtime.kv.states import StatePlace
 from inference_svc.runtime.model.forward import current_forward, forward_under_way
 from inference_svc.runtime.model.mixers import MixerTap
-from inference_svc.runtime.model.state_layers import StateLayers
+from inference_svc.runtime.model.state_layers import StateLayers, positions_before
 
 ATTENTION_NAME = "cachedattention"  # has no mask function: models then build no mask at all
 PROBE_ATTENTION_NAME = "cachedattention_probe"  # has one that reports which keys a query may see
@@ -109,7 +110,7 @@ class CaptureCache(Cache):
     def __init__(self, claimed_tokens: int = 0) -> None:
         """Make a cache that claims to hold `claimed_tokens` tokens."""
         Cache.__init__(self, layers=[])  # not what a model's own class makes of it
-        self.layers = StateLayers()
+        self.layers = StateLayers(self)
         self._claimed_tokens = claimed_tokens
         self._new_tokens: dict[int, int] = {}  # of layers that were updated, as the model has them
         self._numbers: dict[int, int] = {}  # of these layers, as we have them
@@ -126,6 +127,22 @@ class CaptureCache(Cache):
         """Hand over new index keys, [1, tokens, dim]; return those to choose by (DSA)."""
         number = self._numbers.get(layer_idx, len(self._numbers))
         return current_forward().indexed(number, indexer_key_states)
+
+    @property
+    def position_ids(self) -> Tensor:
+        """The positions of the tokens before the new ones, as a layer has them.
+
+        Raises:
+            AttributeError: there are none. Models ask whether there is such an attribute.
+        """
+        before = positions_before()
+        if before is None:
+            raise AttributeError("no tokens stand before the new ones")
+        return before
+
+    @position_ids.setter
+    def position_ids(self, _positions: Tensor) -> None:
+        """Drop them: they are known without."""
 
     def get_seq_length(self, layer_idx: int | None = 0) -> int:
         """Return the tokens of a layer: from its update on with those of this forward."""

@@ -43,7 +43,16 @@ class Forward(Protocol):
         """
 
     def indexed(self, layer_index: int, index: Tensor) -> Tensor:
-        """Receive a layer's new index keys; return those to choose by, [1, tokens, dim] both."""
+        """Receive a layer's new index keys; return those to choose by, [1, tokens, dim] both.
+
+        They come right before the layer's keys and values, or right behind them.
+        """
+
+    def positions_before(self) -> Tensor | None:
+        """Return the positions of the tokens that stand before the new ones, [tokens] int64.
+
+        That is in what `cached` and `indexed` return; None: no others stand there.
+        """
 
     def token_groups(self) -> Iterator[TokenGroup]:
         """Yield how a module that goes on from states is given tokens; nothing: all at once.

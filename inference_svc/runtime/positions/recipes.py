@@ -250,6 +250,9 @@ class Calibration:
         is_one_by_one: whether tokens that follow a state are computed one by one: what the model
             has for several begins without a state (Mamba's first scan).
         rounding: relative distance of logits that are equally right, as the stock model has it.
+        is_new_last: whether a masked forward hands over the new tokens of all sequences behind all
+            histories: the model asks for positions of what stands before the new tokens. Else each
+            sequence's behind its own history, as models expect that count keys (ALiBi).
     """
 
     mode: Mode
@@ -262,3 +265,4 @@ class Calibration:
     state_shapes: tuple[StateShape, ...] = ()
     is_one_by_one: bool = False
     rounding: float = 0.0
+    is_new_last: bool = False

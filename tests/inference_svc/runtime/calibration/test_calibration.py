@@ -3,6 +3,7 @@
 import pytest
 import torch
 from transformers.models.llama.modeling_llama import LlamaMLP
+from transformers.models.recurrent_gemma.modeling_recurrent_gemma import RecurrentGemmaRglru
 
 from inference_svc.core.errors import UnsupportedModelError
 from inference_svc.installation import SHIPPED_MODEL
@@ -31,10 +32,12 @@ def calibrated(model, positions="auto"):
         ("gptj", "masked", "decoupled"),
         ("codegen", "masked", "decoupled"),
         ("mpt", "masked", "decoupled"),
+        ("qwen4-exp", "masked", "coupled"),
         ("bloom", "single", "decoupled"),
         ("falcon-rw", "single", "decoupled"),
         ("gpt-neo", "single", "coupled"),
         ("llama4", "single", "decoupled"),
+        ("recurrent-gemma", "ragged", "coupled"),
     ],
 )
 def test_the_first_mode_that_is_proven_is_taken(tiny, name, mode, positions):
@@ -65,7 +68,6 @@ def test_the_shipped_model_is_served_the_fast_way(dtype):
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("recurrent-gemma", "model_recurrent"),
         ("bert", "model_encoder"),
         ("openai-gpt", "model_uncached"),
     ],
@@ -77,6 +79,23 @@ def test_models_that_cannot_be_served_are_refused(build, name, reason):
     assert refused.value.reason == reason
     assert refused.value.remedy
     assert "\n" not in str(refused.value)
+
+
+def test_a_model_that_keeps_all_of_its_tokens_in_its_modules_is_refused(build):
+    """What they keep is no state: it has no fixed size."""
+
+    class Hoarding(RecurrentGemmaRglru):
+        def forward(self, *args, **options):
+            self.hoard = super().forward(*args, **options)
+            return self.hoard
+
+    model = build("recurrent-gemma")
+    for module in model.modules():
+        if isinstance(module, RecurrentGemmaRglru):
+            module.__class__ = Hoarding
+    with pytest.raises(UnsupportedModelError, match="grows with its tokens") as refused:
+        calibrated(model)
+    assert refused.value.reason == "model_recurrent"
 
 
 def test_a_choice_of_positions_that_cannot_be_is_refused(build):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from inference_svc.runtime.calibration.probe import Mask, describe_mask, run_probe
+from inference_svc.runtime.calibration.probe import Mask, Probe, describe_mask, run_probe
 
 HORIZON = 96
 CPU = torch.device("cpu")
@@ -70,3 +70,25 @@ def test_what_led_to_a_layers_kv_is_that_layers_own(tiny, name, num_norms):
         assert (len(seen.calls), len(seen.norms)) == (1, num_norms)
     taken = [id(call.norm) for seen in probe.layers.values() for call in seen.norms]
     assert len(set(taken)) == 2 * num_norms
+
+
+@pytest.mark.parametrize(
+    ("order", "num_misplaced"),
+    [
+        (["k0", "i0", "k1", "i1"], 0),
+        (["i0", "k0", "i1", "k1"], 0),
+        (["k0", "k1", "i0"], 1),
+        (["i0", "i0", "k0"], 1),
+        (["k0", "i2"], 1),
+    ],
+    ids=["behind", "before", "late", "twice", "of a layer to come"],
+)
+def test_index_keys_are_to_come_beside_their_layer_s_keys(order, num_misplaced):
+    """Before or behind them: at once, so that a save may follow layer by layer."""
+    probe, keys = Probe(HORIZON, CPU), torch.zeros(1, 1, 3, 4)
+    for kind, layer_index in order:
+        if kind == "k":
+            probe.cached(int(layer_index), keys, keys)
+        else:
+            probe.indexed(int(layer_index), keys[0])
+    assert probe.num_misplaced == num_misplaced

@@ -31,6 +31,16 @@ def test_a_hybrid_keeps_states_beside_the_kv_of_its_attention(tiny):
     assert not calibration.is_one_by_one
 
 
+def test_tokens_may_be_a_state(tiny):
+    """An embedding of n-grams keeps ids of the last tokens, as whole numbers."""
+    shapes = tiny("qwen4-exp").calibration.state_shapes
+    kept = [shape for shape in shapes if shape.dtype == torch.int64]
+    assert [(shape.layer_index, shape.index, shape.shape) for shape in kept] == [
+        (0, 2, (1, 2)),
+        (2, 2, (1, 2)),
+    ]
+
+
 def test_a_model_of_states_alone_has_one_layer_without_components(tiny):
     """And a slot has room for a state."""
     calibration = tiny("mamba").calibration

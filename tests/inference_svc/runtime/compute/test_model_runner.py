@@ -45,11 +45,13 @@ ARCHITECTURES = (
     "lfm2",
     "mamba",
     "qwen3-next",
+    "qwen4-exp",
+    "recurrent-gemma",
 )
-WITH_STATES = ("lfm2", "mamba", "qwen3-next")
+WITH_STATES = ("lfm2", "mamba", "qwen3-next", "qwen4-exp", "recurrent-gemma")
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
-# Mamba's scan and its decoding round differently: the stock model is as far off itself.
-CLOSE_OF = {"mamba": {"rtol": 1e-3, "atol": 1e-4}}
+# Their scans and their decoding round differently: the stock models are as far off themselves.
+CLOSE_OF = {"mamba": {"rtol": 1e-3, "atol": 1e-4}, "recurrent-gemma": {"rtol": 1e-5, "atol": 3e-5}}
 
 
 def tokens(seed, length):
@@ -268,6 +270,24 @@ def test_sequences_with_states_do_not_mix(tiny, name):
     for kv, token_ids in given.items():
         expected = model.stock_logits(token_ids)
         torch.testing.assert_close(torch.cat(logits[kv]), expected, **CLOSE_OF.get(name, CLOSE))
+
+
+@pytest.mark.parametrize("sizes", [[24], [7, 1, 1, 15], [1] * 24])
+def test_what_is_made_of_the_last_tokens_goes_on_behind_a_chunk(tiny, sizes):
+    """N-grams begin anew behind an end of text, wherever chunks end; in another sequence, too."""
+    model = tiny("qwen4-exp")
+    end_of_text = model.loaded.model.config.eos_token_id
+    given = [tokens(8, 24), tokens(9, 24)]
+    given[0][6] = given[0][8] = given[1][7] = end_of_text
+    kvs, begin = [model.new_kv(24) for _ in given], 0
+    for size in sizes:
+        pieces = [token_ids[begin : begin + size] for token_ids in given]
+        begin += size
+        logits = model.runner.step(
+            [Chunk(kv, piece, want_logits=True) for kv, piece in zip(kvs, pieces, strict=True)]
+        )
+        expected = [model.stock_logits(token_ids[:begin])[-1] for token_ids in given]
+        torch.testing.assert_close(logits, torch.stack(expected), **CLOSE)
 
 
 @pytest.mark.parametrize("name", WITH_STATES)

@@ -1,12 +1,18 @@
 """What the modes beyond ragged do on their own: gathered rows, masks, one forward per sequence."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from inference_svc.runtime.attention.attention import AttentionOptions
 from inference_svc.runtime.compute.attention_scores import ScoreKeeper
 from inference_svc.runtime.compute.chunk import Chunk
-from inference_svc.runtime.compute.step_forward import attend_uneven, block_causal_mask
+from inference_svc.runtime.compute.gathered_forward import (
+    GatheredForward,
+    attend_uneven,
+    block_causal_mask,
+)
 from inference_svc.runtime.kv.copy_stream import StepClock
 
 CPU = torch.device("cpu")
@@ -40,6 +46,7 @@ def count_forwards(model, chunks, clock=None):
         ("falcon", [9]),
         ("bloom", [4, 3, 2]),
         ("qwen3-next", [9]),
+        ("qwen4-exp", [9]),
         ("mamba", [9]),
     ],
 )
@@ -156,6 +163,35 @@ def test_keys_and_values_of_unequal_width(num_tokens, value_dim):
     scores = scores.masked_fill(position > position[-num_tokens:, None], float("-inf"))
     expected = scores.softmax(-1) @ values.repeat_interleave(2, 1)
     torch.testing.assert_close(attended, expected)
+
+
+def test_a_mask_may_have_all_new_tokens_last(tiny):
+    """The same of keys in the other order; each token sees as many."""
+    model = tiny("qwen4-exp")
+    assert model.calibration.is_new_last
+    kvs = [model.new_kv(8) for _ in range(2)]
+    kvs[0].num_tokens, kvs[1].num_tokens = 2, 1
+    chunks = [Chunk(kvs[0], [1, 2], want_logits=True), Chunk(kvs[1], [3], want_logits=True)]
+    mask = block_causal_mask(chunks, torch.float32, CPU, new_last=True)
+    assert (mask[0, 0] == 0).int().tolist() == [
+        [1, 1, 0, 1, 0, 0],
+        [1, 1, 0, 1, 1, 0],
+        [0, 0, 1, 0, 0, 1],
+    ]
+
+
+def test_positions_before_are_those_of_all_histories(tiny):
+    """If they stand before all new tokens; else nobody is told what is not so."""
+    kvs = [tiny("qwen4-exp").new_kv(8) for _ in range(3)]
+    kvs[0].num_tokens, kvs[2].num_tokens = 2, 3
+    chunks = [Chunk(kv, [5], want_logits=True) for kv in kvs]
+    calibration = tiny("qwen4-exp").calibration
+    assert GatheredForward(calibration, chunks, None).positions_before().tolist() == [0, 1, 0, 1, 2]
+    assert GatheredForward(calibration, chunks[1:2], None).positions_before() is None
+    apart = replace(calibration, is_new_last=False)
+    assert GatheredForward(apart, chunks[2:], None).positions_before().tolist() == [0, 1, 2]
+    with pytest.raises(AssertionError, match="among those of other sequences"):
+        GatheredForward(apart, chunks, None).positions_before()
 
 
 def test_the_mask_keeps_sequences_apart(tiny):

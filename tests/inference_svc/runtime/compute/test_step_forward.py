@@ -118,6 +118,75 @@ def test_clock_follows_the_rows(tiny):
     assert clock.num_open == 2
 
 
+def test_index_keys_that_come_first_wait_for_the_load(tiny):
+    """A layer's history is read before the layer has cached, and not before it is there."""
+    model = tiny("qwen4-exp")
+    history, new = tokens(13, 30), [5, 6, 7]
+    expected = model.runner.step([Chunk(gated(model, history, 2), new, want_logits=True)])
+
+    kv = gated(model, history, 1)
+    loaded = [part.layers[1][:, :, :30] for part in (kv.keys, kv.values, kv.indexes)]
+    kept = [tensor.clone() for tensor in loaded]
+    for tensor in loaded:
+        tensor.fill_(float("nan"))
+    clock = StepClock(2, CPU)
+
+    def load():
+        clock.wait(0, SOON)
+        for tensor, was in zip(loaded, kept, strict=True):
+            tensor.copy_(was)
+        kv.gate.open(2)
+
+    loader = threading.Thread(target=load)
+    loader.start()
+    logits = model.runner.step([Chunk(kv, new, want_logits=True)], clock)
+    loader.join(SOON)
+    assert torch.equal(logits, expected)
+
+
+def test_the_clock_follows_whichever_of_keys_and_index_keys_comes_last(tiny):
+    """When it lets a layer pass, all of its rows are in the buffer."""
+    model = tiny("qwen4-exp")
+    kv, buffer = model.new_kv(8), model.new_buffer(8)
+    for part in buffer.components:
+        for tensor in part.layers:
+            tensor.fill_(float("nan"))
+    kv.gate = LayerGate(2)
+    kv.gate.open(1)  # for its states; the second layer's index keys hold the step
+    clock = StepClock(2, CPU)
+    seen = []
+
+    def follow():
+        for layer_index in range(2):
+            clock.wait(layer_index, SOON)
+            keys, values, indexes = (
+                [bool(tensor[:3].isfinite().all()) for tensor in part.layers]
+                for part in buffer.components
+            )
+            seen.append((keys, values, indexes[: layer_index + 1]))
+            kv.gate.open(2)
+
+    follower = threading.Thread(target=follow)
+    follower.start()
+    model.runner.step([Chunk(kv, [3, 4, 5], want_logits=False, write_buffer=buffer)], clock)
+    follower.join(SOON)
+    first, both = [True, False], [True, True]
+    assert seen == [(first, first, [True]), (both, both, both)]
+
+
+@pytest.mark.parametrize("layers", [(0, 0), (1,)], ids=["twice", "of a layer to come"])
+def test_index_keys_out_of_turn_are_an_error(tiny, layers):
+    """They would be written where another layer's are, or over the first."""
+    model = tiny("qwen4-exp")
+    chunks = [Chunk(model.new_kv(8), [5], False)]
+    forward = StepForward(model.calibration, chunks, StepPlaces.of(chunks), None)
+    *before, last = layers
+    for layer_index in before:
+        forward.indexed(layer_index, torch.zeros(1, 1, 8))
+    with pytest.raises(AssertionError, match="is indexed after 0 layers"):
+        forward.indexed(last, torch.zeros(1, 1, 8))
+
+
 def test_a_forward_under_a_models_own_attention_has_none_to_offer(tiny):
     """Who asks for ours has installed it for nothing."""
     model = tiny("llama")

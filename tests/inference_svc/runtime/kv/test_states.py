@@ -104,6 +104,21 @@ def test_a_packed_state_is_restored_with_its_position():
         assert states.read(shape.place).equal(tensor_of(shape, 1))
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_whole_numbers_are_packed_as_they_are(dtype):
+    """Some models keep ids of the last tokens; here are some that no float has."""
+    shapes = (StateShape(0, "conv", 2, (1, 2), dtype), SUM)
+    ids = torch.tensor([[torch.iinfo(dtype).max, -1]], dtype=dtype)
+    states, restored = SequenceStates(shapes, CPU), SequenceStates(shapes, CPU)
+    states.put(shapes[0].place, ids)
+    states.put(SUM.place, tensor_of(SUM, 1))
+    states.commit(5)
+    restored.restore(states.snapshot())
+    joint = JointStates([states, restored])
+    assert joint.read(shapes[0].place).equal(torch.cat([ids, ids]))
+    assert restored.peek(SUM.place).equal(tensor_of(SUM, 1))
+
+
 @pytest.mark.parametrize("damage", ["header", "length", "shapes", "version"])
 def test_what_is_no_state_of_this_model_is_not_restored(damage, monkeypatch):
     """Nothing has changed then."""

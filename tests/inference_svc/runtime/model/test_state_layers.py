@@ -1,5 +1,7 @@
 """Models that look into their cache's layers for states are answered; for anything else refused."""
 
+from weakref import ref
+
 import pytest
 import torch
 
@@ -33,6 +35,56 @@ def test_states_are_found_in_a_layer():
         assert layer.conv_states[0] is None
         assert cache.layers[0].conv_states[1] is None
         assert not layer.record_past
+
+
+class HistoryOf7(Probe):
+    """A forward behind seven tokens."""
+
+    def positions_before(self):
+        return torch.arange(7)
+
+
+@pytest.mark.parametrize("leading", [(1,), (3, 1)], ids=["counted once", "in three dimensions"])
+def test_positions_come_with_the_dimensions_of_those_behind_them(leading):
+    """A layer is asked for them, or the cache itself; what is put there is not what is found."""
+    cache, new = CaptureCache(), torch.arange(7, 9).expand(*leading, 2)
+    with under(HistoryOf7(64, torch.device("cpu"))):
+        cache.layers[LAYER].indexer_position_ids = new
+        cache.position_ids = new
+        for before in (cache.layers[LAYER].indexer_position_ids, cache.position_ids):
+            joined = torch.cat([before, new], dim=-1)
+            assert type(joined) is torch.Tensor
+            assert torch.equal(joined, torch.arange(9).expand(*leading, 9))
+            assert (before + 1).tolist() == list(range(1, 8))
+
+
+def test_a_layer_is_as_long_as_its_cache_says():
+    """Also if the model has the cache ask its layers, as Recurrent Gemma has in 5.17."""
+    cache = CaptureCache(claimed_tokens=7)
+    with under(Probe(64, torch.device("cpu"))):
+        cache.update(torch.ones(1, 1, 3, 4), torch.ones(1, 1, 3, 4), LAYER)
+    cache.get_seq_length = lambda *_: cache.layers[LAYER].get_seq_length()
+    cache.get_mask_sizes = lambda length, _: cache.layers[LAYER].get_mask_sizes(length)
+    assert (cache.get_seq_length(), cache.get_mask_sizes(3, 0)) == (10, (10, 0))
+    assert cache.layers[0].get_seq_length() == 7
+
+
+def test_a_cache_goes_without_the_garbage_collector():
+    """There is one for each step; with it its layers are of no more use."""
+    cache = CaptureCache()
+    layers, gone = cache.layers, ref(cache)
+    del cache
+    assert gone() is None
+    with pytest.raises(AssertionError, match="no more"):
+        _ = layers[LAYER]
+
+
+def test_nothing_stands_before_first_tokens():
+    """A layer has none then, and the cache not even the attribute."""
+    cache, forward = cache_over({})
+    with forward:
+        assert cache.layers[LAYER].indexer_position_ids is None
+        assert not hasattr(cache, "position_ids")
 
 
 def test_anything_else_of_a_layer_is_refused():

@@ -1,0 +1,173 @@
+"""GatheredForward: attends to history and new tokens as tensors, gathered from all sequences.
+
+For models that make something of what they cache before they attend to it (latent attention), and
+for models whose own attention runs, batched under a mask or one sequence at a time. A copy of all
+tokens per layer and step is the price, except for a lone sequence: it gets views.
+
+Sequences are handed over one after another, each one's new tokens behind its history; or all new
+tokens behind all histories (`Calibration.is_new_last`).
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from inference_svc.runtime.attention.attention import AttentionOptions
+from inference_svc.runtime.attention.softmax_attention import Masks, attend
+from inference_svc.runtime.compute.chunk import Chunk
+from inference_svc.runtime.compute.step_forward import StepForward
+from inference_svc.runtime.compute.step_places import StepPlaces
+from inference_svc.runtime.kv.copy_stream import StepClock
+from inference_svc.runtime.memory import placed_on
+from inference_svc.runtime.positions.recipes import Calibration
+
+
+class GatheredForward(StepForward):
+    """See the module docstring."""
+
+    def __init__(
+        self,
+        calibration: Calibration,
+        chunks: Sequence[Chunk],
+        clock: StepClock | None,
+    ) -> None:
+        """Cut what each part's last token sees."""
+        super().__init__(calibration, chunks, StepPlaces.of(chunks), clock)
+        self._lengths = [chunk.end_token for chunk in chunks]
+        self._handed: Sequence[int] = range(len(chunks))  # parts whose tokens the model is given
+        self._is_new_last = calibration.is_new_last and len(chunks) > 1
+        ends = [chunk.kv.num_tokens if self._is_new_last else chunk.end_token for chunk in chunks]
+        cut = list(zip((chunk.kv for chunk in chunks), ends, strict=True))
+        self._keys = [kv.keys.cut(0, end) for kv, end in cut]
+        self._values = [kv.values.cut(0, end) for kv, end in cut]
+        self._indexes = [kv.indexes.cut(0, end) for kv, end in cut if kv.indexes is not None]
+        self._masks: Masks = {}
+
+    def cached(self, layer_index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Write as above; return all tokens of all parts, [1, kv_heads, sum_kv, dim] both."""
+        super().cached(layer_index, key, value)
+        for gate in self._gates:
+            gate.wait(layer_index)
+        if not self._handed:
+            return key[:, :, :1], value[:, :, :1]  # as few as models take
+        keys, values = (
+            self._joined([cuts[part] for part in self._handed], layer_index, new)
+            for cuts, new in ((self._keys, key), (self._values, value))
+        )
+        return keys, values
+
+    def indexed(self, layer_index: int, index: Tensor) -> Tensor:
+        """Write as above; return index keys of all tokens of all parts, [1, sum_kv, index_dim]."""
+        super().indexed(layer_index, index)
+        for gate in self._gates:
+            gate.wait(layer_index)
+        return self._joined(self._indexes, layer_index, index.unsqueeze(1))[:, 0]
+
+    def positions_before(self) -> Tensor | None:
+        """Return the positions of all histories.
+
+        Raises:
+            AssertionError: they do not stand before the new tokens, but each before its own.
+        """
+        if len(self._chunks) > 1 and not self._is_new_last:
+            raise AssertionError("new tokens stand among those of other sequences")
+        before = [position for chunk in self._chunks for position in range(chunk.kv.num_tokens)]
+        return placed_on(self._chunks[0].kv.device, torch.tensor(before)) if before else None
+
+    def _joined(self, cuts: Sequence[Sequence[Tensor]], layer_index: int, new: Tensor) -> Tensor:
+        """Return one layer's tokens of all parts, one after another, [1, kv_heads, sum_kv, dim]."""
+        if len(cuts) == 1:
+            return cuts[0][layer_index]
+        last = [new] if self._is_new_last else []
+        return torch.cat([*(cut[layer_index] for cut in cuts), *last], dim=2)
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, _mask: Any, options: dict[str, Any]
+    ) -> Tensor:
+        """Attend each part to what the model made of its KV.
+
+        Args:
+            query: [1, heads, tokens, head_dim].
+            key: [1, kv_heads, sum_kv, head_dim].
+            value: [1, kv_heads, sum_kv, value_dim].
+            _mask: None: our attention has no mask function.
+            options: the model's arguments of the call (scale, softcap, sinks).
+
+        Returns:
+            [1, tokens, heads, value_dim]
+        """
+        _, asked = self._next_call(options)
+        queries = query.split_with_sizes(self._sizes, 2)
+        keys = key.split_with_sizes(self._lengths, 2)
+        values = value.split_with_sizes(self._lengths, 2)
+        attended = [
+            attend_uneven(*part, asked, self._masks).transpose(1, 2)
+            for part in zip(queries, keys, values, strict=True)
+        ]
+        if self._is_scored:
+            self._report(queries, keys, asked)
+        return torch.cat(attended, dim=1)
+
+
+def attend_uneven(
+    query: Tensor, keys: Tensor, values: Tensor, options: AttentionOptions, masks: Masks
+) -> Tensor:
+    """Attend as `softmax_attention.attend`, where keys and values may differ in width.
+
+    On the CPU the narrower are padded with zeros: the fast kernel takes equal widths only, and
+    torch's kernels for others take 2 to 15 times as long.
+
+    Args:
+        query: [1, heads, tokens, head_dim].
+        keys: [1, kv_heads, length, head_dim].
+        values: [1, kv_heads, length, value_dim].
+        options: scale, softcap, sinks and window of the call.
+        masks: cached masks, as `softmax_attention.attend` takes them.
+
+    Returns:
+        [1, heads, tokens, value_dim]
+    """
+    key_dim, value_dim = query.shape[3], values.shape[3]
+    if key_dim == value_dim or query.device.type != "cpu":
+        return attend(query, keys, values, options, masks)
+    asked = options._replace(scale=key_dim**-0.5 if options.scale is None else options.scale)
+    if key_dim > value_dim:
+        values = pad(values, (0, key_dim - value_dim))
+        return attend(query, keys, values, asked, masks)[..., :value_dim]
+    query, keys = (pad(narrow, (0, value_dim - key_dim)) for narrow in (query, keys))
+    return attend(query, keys, values, asked, masks)
+
+
+def block_causal_mask(
+    chunks: Sequence[Chunk], dtype: torch.dtype, device: torch.device, *, new_last: bool = False
+) -> Tensor:
+    """Return [1, 1, tokens, sum_kv], added to scores: each token sees its own part up to itself.
+
+    Keys are in the order of `GatheredForward`.
+    """
+    num_tokens = sum(len(chunk.token_ids) for chunk in chunks)
+    num_keys = sum(chunk.end_token for chunk in chunks)
+    mask = torch.full((num_tokens, num_keys), torch.finfo(dtype).min, dtype=dtype, device=device)
+    token = key = 0
+    for chunk in chunks:
+        size, history = len(chunk.token_ids), chunk.kv.num_tokens
+        new = num_keys - num_tokens + token if new_last else key + history
+        block = causal_block(size, chunk.end_token, dtype, device)
+        mask[token : token + size, key : key + history] = block[:, :history]
+        mask[token : token + size, new : new + size] = block[:, history:]
+        token, key = token + size, key + history + (0 if new_last else size)
+    return mask[None, None]
+
+
+def causal_block(size: int, length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return [size, length], added to scores: the last `size` tokens see keys up to themselves.
+
+    What is hidden gets the least finite number, as in Transformers' own masks: some models take the
+    mask for a table of what to hide.
+    """
+    hidden = torch.finfo(dtype).min
+    block = torch.full((size, length), hidden, dtype=dtype, device=device)
+    return block.triu(length - size + 1)
