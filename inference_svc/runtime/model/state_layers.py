@@ -10,7 +10,7 @@ from torch import Tensor
 
 from inference_svc.runtime.kv.states import StateKind, StatePlace
 from inference_svc.runtime.model.forward import current_forward
-from inference_svc.runtime.model.refusals import REMEDY, ModelRecurrentError
+from inference_svc.runtime.model.refusals import REMEDY, ModelModeMissingError
 
 
 class StateLayers(list[Any]):
@@ -37,7 +37,7 @@ class _StateLayer:
 
     def __getattr__(self, _name: str) -> Any:
         """Refuse a model that keeps anything else there."""
-        raise ModelRecurrentError(
+        raise ModelModeMissingError(
             "the model keeps more in its cache's layers than keys, values and states", REMEDY
         )
 

@@ -34,6 +34,7 @@ def calibrated(model, positions="auto"):
         ("falcon-rw", "single", "decoupled"),
         ("gpt-neo", "single", "coupled"),
         ("llama4", "single", "decoupled"),
+        ("deepseek-v4", "own", "coupled"),
     ],
 )
 def test_the_first_mode_that_is_proven_is_taken(tiny, name, mode, positions):

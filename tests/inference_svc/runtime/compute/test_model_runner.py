@@ -45,8 +45,9 @@ ARCHITECTURES = (
     "lfm2",
     "mamba",
     "qwen3-next",
+    "deepseek-v4",
 )
-WITH_STATES = ("lfm2", "mamba", "qwen3-next")
+WITH_STATES = ("lfm2", "mamba", "qwen3-next", "deepseek-v4")
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 # Mamba's scan and its decoding round differently: the stock model is as far off itself.
 CLOSE_OF = {"mamba": {"rtol": 1e-3, "atol": 1e-4}}
