@@ -134,6 +134,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "lfm2": ("Lfm2Config", {"layer_types": ["conv", "full_attention"]}),
     "bert": ("BertConfig", {}),
+    "roberta": ("RobertaConfig", {"is_decoder": True, "pad_token_id": 1, "bos_token_id": 0}),
     "openai-gpt": ("OpenAIGPTConfig", {"n_embd": 32, "n_layer": 2, "n_head": 4}),
     "mpt": ("MptConfig", {"d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": WINDOW}),
     "falcon": ("FalconConfig", {"new_decoder_architecture": True, "head_dim": ...}),
