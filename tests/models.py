@@ -8,6 +8,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import (
     AutoTokenizer,
+    DeepseekV4Config,
+    DeepseekV4ForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -162,6 +164,42 @@ def build_hybrid_model(directory: Path) -> Path:
         pad_token_id=None,
     )
     Qwen3NextForCausalLM(config).float().save_pretrained(directory)
+    return directory
+
+
+def build_compressing_model(directory: Path) -> Path:
+    """Write a model that keeps an entry for some tokens each, and windows beside these."""
+    tokenizer = _train_tokenizer()
+    tokenizer.save_pretrained(directory)
+    torch.manual_seed(SEED)
+    sliding, sparse, heavy = (
+        f"{kind}_attention" for kind in ("sliding", "compressed_sparse", "heavily_compressed")
+    )
+    config = DeepseekV4Config(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        num_hidden_layers=4,
+        layer_types=[sliding, sparse, heavy, sparse],
+        compress_rates={sparse: 2, heavy: 9},  # of 136 values of a token: 128 tokens per block
+        sliding_window=24,
+        num_attention_heads=4,
+        head_dim=64,
+        q_lora_rank=32,
+        o_groups=2,
+        o_lora_rank=16,
+        index_n_heads=16,  # few heads find no tokens worth choosing now and then: all are alike
+        index_head_dim=64,
+        index_topk=8,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        max_position_embeddings=WINDOW_TOKENS,
+        initializer_range=INITIALIZER_RANGE,
+        bos_token_id=None,
+        eos_token_id=tokenizer.convert_tokens_to_ids(EOS),
+        pad_token_id=None,
+    )
+    DeepseekV4ForCausalLM(config).float().save_pretrained(directory)
     return directory
 
 

@@ -179,7 +179,10 @@ def _kv_width(config: ModelConfig) -> int:
 
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers")
 _WITH_STATE = frozenset(
-    ("linear_attention", "mamba", "conv", "recurrent", "hybrid", "hybrid_sliding")
+    (
+        *("linear_attention", "mamba", "conv", "recurrent", "hybrid", "hybrid_sliding"),
+        *("compressed_sparse_attention", "heavily_compressed_attention"),
+    )
 )
 _ATTENDING = frozenset(
     ("full_attention", "sliding_attention", "attention", "hybrid", "hybrid_sliding")

@@ -215,6 +215,8 @@ def alone(model, ids, answers):
         pytest.param("qwen4_exp_text", "pages", marks=pytest.mark.long),
         pytest.param("recurrent_gemma", "pages", marks=pytest.mark.long),
         pytest.param("jamba", "contiguous", marks=pytest.mark.long),
+        pytest.param("deepseek_v4", "pages", marks=pytest.mark.long),
+        pytest.param("deepseek_v4", "contiguous", marks=pytest.mark.long),
     ],
 )
 async def test_states_and_latents_do_not_race_either(

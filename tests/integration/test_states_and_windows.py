@@ -1,7 +1,7 @@
 """Models of whose layers some are kept at few places: states of recurrent ones, and windows.
 
-The two families are served alike. Answers are judged as everywhere, by the stock model over the
-whole transcript.
+And those that keep entries of some tokens each, whose rest is a state. All are served alike.
+Answers are judged as everywhere, by the stock model over the whole transcript.
 """
 
 import asyncio
@@ -17,6 +17,7 @@ from shared.pb.inference.v1 import inference_pb2
 from tests.integration.overflowing import identical
 from tests.models import (
     ATTENTION_WINDOW,
+    build_compressing_model,
     build_hybrid_model,
     build_windowed_model,
     narrow_model,
@@ -27,7 +28,7 @@ from tests.truncation_oracle import TruncationOracle
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-SLOT_BYTES = 2 * 64 * 1024  # in both families two layers attend to all tokens
+SLOT_BYTES = 2 * 64 * 1024  # of models in which two layers attend to all tokens
 NUM_PARTS = 2  # slots of a window
 NARROW_TOKENS = 512
 DRAM = ("--dram", "16MB")
@@ -39,17 +40,23 @@ LONG_SYSTEM = inference_pb2.ChatMessage(
 
 @dataclass(frozen=True)
 class Family:
-    """A model, and in how many slots less than two of its sessions are."""
+    """A model, and in how many slots, of how many bytes, less than two of its sessions are."""
 
     build: Callable[[Path], Path]
     few_slots: int
+    slot_bytes: int = SLOT_BYTES
 
 
-FAMILIES = {"states": Family(build_hybrid_model, 6), "windows": Family(build_windowed_model, 14)}
+FAMILIES = {
+    "states": Family(build_hybrid_model, 6),
+    "windows": Family(build_windowed_model, 14),
+    "entries": Family(build_compressing_model, 6, 68 * 1024),
+}
+LONG = {name: pytest.param(name, marks=pytest.mark.long) for name in ("windows", "entries")}
 sampled_family = pytest.mark.parametrize(
-    "family", ["states", pytest.param("windows", marks=pytest.mark.long)], indirect=True
+    "family", ["states", LONG["windows"], LONG["entries"]], indirect=True
 )
-with_states = pytest.mark.parametrize("family", ["states"], indirect=True)
+with_states = pytest.mark.parametrize("family", ["states", LONG["entries"]], indirect=True)
 with_windows = pytest.mark.parametrize("family", ["windows"], indirect=True)
 
 
@@ -119,7 +126,7 @@ async def test_sessions_beside_each_other_are_kept_apart(pair, oracle):
 @sampled_family  # tests/integration/test_kvd_windows.py has windows on SSD
 async def test_all_outlives_both_processes_and_lies_on_ssd(pair, oracle, family):
     """DRAM for less than two sessions: they come from SSD, after restarts of either process."""
-    dram = str(family.few_slots * SLOT_BYTES)
+    dram = str(family.few_slots * family.slot_bytes)
     async with pair.with_kvd("--dram", dram, "--ssd", "64MB", keep="file"):
         for _ in range(2):
             for name in ("a", "b"):

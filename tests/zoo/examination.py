@@ -40,7 +40,8 @@ class Findings:
         distances: by check, each to be at most TOLERANCE.
         stale: what stale keys are off by in the stock model; None: rows know no position, or one
             that they keep.
-        other_state: what the state of another position is off by; None: the model has none.
+        other_state: what the state of another position is off by; None: the model has none, or one
+            that such a state is refused for.
         is_one_by_one: see `Calibration`.
         refusal: the reason's slug; empty if it is served.
         reason: why it is refused, in a sentence.
@@ -105,7 +106,7 @@ def examine(architecture: Architecture, positions: str = "auto") -> Findings:
         served.positions,
         {check.__name__: check(case) for check in checks},
         _stale(case) if served.embeds_positions else None,
-        other_state(case) if has_states else None,
+        other_state(case) if has_states and not served.calibration.own_layers else None,
         served.calibration.is_one_by_one,
     )
 

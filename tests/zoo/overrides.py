@@ -47,7 +47,22 @@ OVERRIDES: Mapping[str, Fields] = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
     },
     "deepseek_v32": _CHOOSY,
-    "deepseek_v4": {"o_lora_rank": 16, "index_n_heads": 4, "index_head_dim": 16},
+    "deepseek_v4": {
+        "o_lora_rank": 16,
+        "index_n_heads": 16,
+        "index_head_dim": 8,
+        "index_topk": 3,
+        "layer_types": [
+            "sliding_attention",
+            "compressed_sparse_attention",
+            "heavily_compressed_attention",
+            "compressed_sparse_attention",
+        ],
+        "compress_rates": {
+            "compressed_sparse_attention": 4,
+            "heavily_compressed_attention": 7,
+        },
+    },
     "dots1": {"n_shared_experts": 1},
     "dots3_note_text": {
         **_CHOOSY,

@@ -29,7 +29,7 @@ There is no list in the program: what calibration cannot prove is refused.
 they are, and makes no keys and values of them but for long prompts; *indexed*, the same, of those
 that the model's index chooses; *gather*, the model makes keys of what it caches, and gets all of
 it; *masked*, the model's own attention over all sequences at once, kept apart by a mask; *single*,
-the model's own attention, sequence by sequence.
+the model's own attention, sequence by sequence; *own*, likewise, and over its own cache.
 
 **Latents**: a model of latent attention (MLA) caches a latent and a rotated part of each token and
 layer, for all heads together, and that is what kvd and the engine's memory hold: 576 values at
@@ -55,6 +55,12 @@ put there and taken from there. Where
 `flash-linear-attention`, `causal-conv1d` or `mamba-ssm` are installed Transformers computes with
 their kernels by itself, on a GPU; calibration then proves the model as it runs with them. Kernels
 change states in place, and are handed copies.
+
+**Entries**: a model may keep more in its cache than keys, values and such states. DeepSeek-V4 keeps
+an entry for each 4 or 128 tokens, the last tokens of which there is none yet, and windows. It runs
+over the cache that Transformers makes for it, mode *own*: calibration looks at what that holds
+behind sequences of many lengths. An entry is stored in pieces, one with each token, as keys and
+values are; what is bounded is a state, coupled as above. Anything else is refused.
 
 **Windows**: in many models some layers attend to the last tokens only, others to all (Gemma,
 gpt-oss, Cohere). Of the former kvd has, and a turn loads, KV of the tokens before the places where

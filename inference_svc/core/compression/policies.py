@@ -145,7 +145,7 @@ _POLICIES: dict[str, Callable[[float], CompressionPolicy]] = {
 }
 POLICY_NAMES = (NONE, *_POLICIES)
 # Modes in which a model attends by its own code, which shows no queries, or to chosen tokens only.
-_MODES_WITHOUT_QUERIES = frozenset({"indexed", "masked", "single"})
+_MODES_WITHOUT_QUERIES = frozenset({"indexed", "masked", "single", "own"})
 
 
 def make_compression(name: str, keep_ratio: float) -> CompressionPolicy | None:

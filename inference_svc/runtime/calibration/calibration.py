@@ -13,7 +13,8 @@ attempt has these steps:
    that re-embeds it.
 3. *Decoupled*: the same token at two places has the same KV in the first layer, before RoPE. A
    model that fails is served with KV as it is cached, at the positions it was cached at. So is one
-   with states (`state_probe.py`), whose layers in between have seen all tokens before.
+   with states (`state_probe.py`), whose layers in between have seen all tokens before; and in mode
+   "own" all are: there no hook is used, and 1. and 2. are what `own_cache_probe.py` does.
 4. *Proof* (`proof.py`): every path of a turn gives the stock model's logits.
 
 No list of architectures. A model that does not pass is refused with the reason; it is never served
@@ -35,6 +36,7 @@ from inference_svc.runtime.calibration.mode_probe import (
     probe_mode,
     refused_if_it_fails,
 )
+from inference_svc.runtime.calibration.own_cache_probe import own_recipes
 from inference_svc.runtime.calibration.probe import Probe
 from inference_svc.runtime.calibration.proof import prove
 from inference_svc.runtime.calibration.rope_tables import freeze_rotary
@@ -49,6 +51,7 @@ from inference_svc.runtime.calibration.stock import (
     stock_logits,
     use_attention,
 )
+from inference_svc.runtime.kv.own_layers import state_shapes
 from inference_svc.runtime.kv.states import packed_bytes
 from inference_svc.runtime.model import capture
 from inference_svc.runtime.model.capture import ForwardCall
@@ -135,7 +138,7 @@ def _proven(loaded: LoadedModel, calibration: Calibration, reference: StockLogit
     try:
         prove(loaded, calibration, reference)
     except CalibrationMismatchError as error:
-        if not calibration.state_shapes:
+        if not calibration.state_shapes or calibration.own_layers:
             raise
         notes = (*calibration.notes, f"several tokens over a state: {error.message}")
         calibration = replace(calibration, is_one_by_one=True, notes=notes)
@@ -267,6 +270,8 @@ def _ways(loaded: LoadedModel) -> Iterator[tuple[Mode, str]]:
         yield "masked", attention
     for attention in stock_attentions(loaded.model):
         yield "single", attention
+    for attention in stock_attentions(loaded.model):
+        yield "own", attention
 
 
 def _recipes(loaded: LoadedModel, probe: Probe, positions: Positions) -> tuple[LayerRecipe, ...]:
@@ -277,6 +282,7 @@ def _recipes(loaded: LoadedModel, probe: Probe, positions: Positions) -> tuple[L
     """
     if positions != "decoupled":
         cached = tuple(_as_cached(probe, layer_index) for layer_index in probe.layers)
+        cached += own_recipes(probe.own_layers)
         return cached or (EMPTY_LAYER,)
     with refused_if_it_fails(loaded, "its rotary embedding apart from a forward"):
         layers = layer_recipes(loaded, probe)
@@ -305,7 +311,7 @@ def _calibration(
     loaded: LoadedModel, mode: Mode, probe: Probe, positions: Positions, notes: tuple[str, ...]
 ) -> Calibration:
     """Put together what was found, and lay out the stored KV; nothing of it is proven."""
-    states = find_states(loaded, probe)
+    states = state_shapes(probe.own_layers) or find_states(loaded, probe)
     if states and positions != "coupled":
         raise NotDecoupledError(
             f"{loaded.architecture} keeps states, which are of use at their own position only",
@@ -353,6 +359,7 @@ def _calibration(
         notes=notes,
         state_shapes=states,
         is_new_last=mode == "masked" and probe.asks_positions,
+        own_layers=probe.own_layers,
     )
 
 

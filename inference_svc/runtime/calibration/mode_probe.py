@@ -6,6 +6,7 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
+from inference_svc.runtime.calibration.own_cache_probe import find_own_layers
 from inference_svc.runtime.calibration.probe import Probe, run_probe
 from inference_svc.runtime.calibration.stock import (
     SAME,
@@ -46,10 +47,14 @@ def probe_mode(loaded: LoadedModel, mode: Mode, attention: str) -> Probe:
     Raises:
         UnsupportedModelError: if the mode is none for this model.
     """
-    is_ours = mode not in {"masked", "single"}
+    is_ours = mode not in {"masked", "single", "own"}
     if is_ours and can_set_attention(loaded.model):
         attention = capture.PROBE_ATTENTION_NAME
     use_attention(loaded.model, attention)
+    if mode == "own":
+        with refused_if_it_fails(loaded, "over a cache of its own"):
+            found = find_own_layers(loaded)
+        return Probe(loaded.context_window, loaded.device, own_layers=found)
     if mode == "masked":
         _check_reach(loaded)
     with refused_if_it_fails(loaded, "with a cache of keys and values alone"):

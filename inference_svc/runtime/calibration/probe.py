@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from inference_svc.runtime.attention.attention import AttentionOptions
 from inference_svc.runtime.attention.softmax_attention import attend
 from inference_svc.runtime.calibration.rope_calls import ApplyCall, NormCall, RotaryCall, as_tuple
+from inference_svc.runtime.kv.own_layers import OwnLayer
 from inference_svc.runtime.kv.states import StatePlace
 from inference_svc.runtime.model.capture import CHOSEN, ForwardCall
 from inference_svc.runtime.model.forward import TokenGroup, under
@@ -155,6 +156,7 @@ class Probe:
     # What ran when states were asked for; None: something outside of all modules.
     going_on: dict[nn.Module | None, SeenMixer] = field(default_factory=dict)
     logits: Tensor = field(default_factory=lambda: torch.zeros(0))  # [tokens, vocab]
+    own_layers: tuple[OwnLayer, ...] = ()  # of mode "own": what layers of the model's cache keep
     running: list[nn.Module] = field(default_factory=list)  # modules, the outermost first
     norm_calls: list[NormCall] = field(default_factory=list)  # since something was cached
     _calls: list[ApplyCall] = field(default_factory=list)

@@ -157,5 +157,6 @@ def _digest(calibration: Calibration) -> str:
         calibration.attention_calls,
         calibration.state_shapes,
         calibration.is_one_by_one,
+        calibration.own_layers,
     )
     return hashlib.sha256(repr(facts).encode()).hexdigest()

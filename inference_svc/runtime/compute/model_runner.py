@@ -11,6 +11,7 @@ attends to its own KV only. How many chunks a forward takes, and how they attend
     gather   all chunks; attention reads KV gathered from all sequences
     masked   as many as a context window holds the tokens of; the model's own attention, masked
     single   one; the model's own attention, masks and positions
+    own      one; the same over the model's own cache (`own_forward.py`)
 
 Modules that go on from states do so sequence by sequence (`step_states.py`).
 
@@ -37,6 +38,7 @@ from inference_svc.runtime.compute.chunk import Chunk, check_chunks, commit_chun
 from inference_svc.runtime.compute.decode_graphs import DecodeGraphs
 from inference_svc.runtime.compute.gathered_forward import GatheredForward, block_causal_mask
 from inference_svc.runtime.compute.latent_forward import LatentForward
+from inference_svc.runtime.compute.own_forward import OwnForward
 from inference_svc.runtime.compute.step_forward import RaggedForward, StepForward
 from inference_svc.runtime.kv.copy_stream import StepClock
 from inference_svc.runtime.memory import copied_to_host, placed_on
@@ -111,7 +113,7 @@ class ModelRunner:
         group: list[Chunk] = []
         num_tokens = 0
         for chunk in chunks:
-            if group and (mode == "single" or num_tokens + chunk.end_token > window):
+            if group and (mode in {"single", "own"} or num_tokens + chunk.end_token > window):
                 yield group
                 group, num_tokens = [], 0
             group.append(chunk)
@@ -136,8 +138,9 @@ class ModelRunner:
             options["attention_mask"] = block_causal_mask(
                 chunks, self._loaded.dtype, device, new_last=self._calibration.is_new_last
             )
-        cache = self._call.cache(chunks[0].kv.num_tokens if mode == "single" else 0)
         forward = self._forward(chunks, clock)
+        claimed = chunks[0].kv.num_tokens if mode == "single" else 0
+        cache = forward.cache if isinstance(forward, OwnForward) else self._call.cache(claimed)
         with under(forward), _pooling(chunks):
             logits = self._call(
                 placed_on(device, torch.tensor([token_ids])),
@@ -154,6 +157,8 @@ class ModelRunner:
         """Make the forward that the capture hooks report to."""
         if self._calibration.mode == "ragged":
             return RaggedForward(self._calibration, self._attention, chunks, clock)
+        if self._calibration.mode == "own":
+            return OwnForward(self._calibration, chunks[0], clock, self._loaded.model.config)
         if self._calibration.expansions:
             return LatentForward(self._calibration, chunks, clock)
         return GatheredForward(self._calibration, chunks, clock)

@@ -2,7 +2,8 @@
 
 A *state* is all recurrent tensors of a model behind one position, taken together: of fixed size,
 whatever the number of tokens, and of use at that position only. Layers with a convolution have the
-last inputs of it ("conv"), linear attention and Mamba what they sum up ("recurrent").
+last inputs of it ("conv"), linear attention and Mamba what they sum up ("recurrent"); of a model
+that runs over its own cache it is what `own_layers.py` says ("own").
 
 A forward reads the current tensors and puts new ones beside them; these become current once all
 forwards of the step have succeeded (`commit`). A step that fails leaves everything as it was.
@@ -33,7 +34,7 @@ from inference_svc.runtime.kv.copy_stream import Mark, mark_enqueued
 from shared.types.errors import LoadFailedError
 from shared.types.units import align_up
 
-StateKind = Literal["conv", "recurrent", "kept"]
+StateKind = Literal["conv", "recurrent", "kept", "own"]
 ALIGNMENT = 64  # bytes; a cache line
 _HEADER = struct.Struct("<8s16sQ")  # magic, digest, position
 _MAGIC = b"states 1"
@@ -45,7 +46,8 @@ class StatePlace(NamedTuple):
     Attributes:
         layer_index: the layer, as the model numbers its layers; of "kept" tensors the module, of
             those that keep some.
-        kind: "conv" or "recurrent", as a cache is asked for it; or "kept", by a module itself.
+        kind: "conv" or "recurrent", as a cache is asked for it; "kept", by a module
+            itself; or "own", by the model's own cache.
         number: which of the layer's tensors of this kind.
     """
 

@@ -16,6 +16,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from inference_svc.core.errors import UnsupportedModelError
 from inference_svc.runtime.model.fingerprint import DigestCache, Fingerprint
+from inference_svc.runtime.model.first_position import count_from_zero
 from inference_svc.runtime.model.model_directory import check_model, no_progress_bar
 from shared.types.kv_layout import ITEM_BYTES
 
@@ -97,7 +98,7 @@ def load_model(
 def describe_model(
     model: Any, *, tokenizer: Any | None, name: str, fingerprint: str
 ) -> LoadedModel:
-    """Wrap a Transformers model that is already in memory.
+    """Wrap a Transformers model that is already in memory, and have it count positions from 0.
 
     Raises:
         UnsupportedModelError: if its dtype is not one that KV can be stored in.
@@ -109,13 +110,14 @@ def describe_model(
             f"model {name} has dtype {model.dtype}", f"serve it with dtype {', '.join(ITEM_BYTES)}"
         )
     windows = (getattr(config, key, None) for key in CONTEXT_WINDOW_KEYS)
+    num_positions = next((w for w in windows if isinstance(w, int)), UNSTATED_WINDOW)
     return LoadedModel(
         model=model,
         tokenizer=tokenizer,
         name=name,
         architecture=type(model).__name__,
         fingerprint=fingerprint,
-        context_window=next((w for w in windows if isinstance(w, int)), UNSTATED_WINDOW),
+        context_window=num_positions - count_from_zero(model, num_positions),
         vocab_size=config.vocab_size,
         num_weights=sum(weights.numel() for weights in model.parameters()),
         eos_ids=_eos_ids(model),

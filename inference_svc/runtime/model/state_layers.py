@@ -16,7 +16,7 @@ from transformers.cache_utils import Cache
 
 from inference_svc.runtime.kv.states import StateKind, StatePlace
 from inference_svc.runtime.model.forward import current_forward
-from inference_svc.runtime.model.refusals import REMEDY, ModelRecurrentError
+from inference_svc.runtime.model.refusals import REMEDY, ModelModeMissingError
 
 
 class StateLayers(list[Any]):
@@ -70,7 +70,7 @@ class _StateLayer:
 
     def __getattr__(self, _name: str) -> Any:
         """Refuse a model that keeps anything else there."""
-        raise ModelRecurrentError(
+        raise ModelModeMissingError(
             "the model keeps more in its cache's layers than keys, values and states", REMEDY
         )
 

@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from inference_svc.runtime.attention.attention import AttentionOptions
 from inference_svc.runtime.attention.latents import Expansion
 from inference_svc.runtime.kv.layer_tensors import NOTHING, LayerShape
+from inference_svc.runtime.kv.own_layers import OwnLayer
 from inference_svc.runtime.kv.states import StateShape
 from inference_svc.runtime.positions.rotary import RotaryTable
 from shared.types.kv_layout import KVLayout
 
-Mode = Literal["ragged", "latent", "indexed", "gather", "masked", "single"]
+Mode = Literal["ragged", "latent", "indexed", "gather", "masked", "single", "own"]
 Positions = Literal["decoupled", "coupled", "naive"]
 LATENT_MODES = frozenset({"latent", "indexed"})  # in which attention is over latents
 MASKED_MODES = frozenset({"masked", "indexed"})  # in which the model is given a mask
@@ -234,7 +235,7 @@ class Calibration:
             over its latents where they lie; "indexed": over those of them that the model's index
             chooses; "gather": over what the model makes of gathered KV; "masked": by the model's
             own attention, under a mask that keeps the sequences of a batch apart; "single": by the
-            model's own, one sequence at a time.
+            model's own, one sequence at a time; "own": likewise, over its own cache.
         positions: how KV is stored. "decoupled": keys without their position, embedded when loaded;
             "coupled", "naive": as they were cached, see `KVLayout.position_mode`.
         layout: layout of the stored KV, the same in every process that serves this model in this
@@ -253,6 +254,7 @@ class Calibration:
         is_new_last: whether a masked forward hands over the new tokens of all sequences behind all
             histories: the model asks for positions of what stands before the new tokens. Else each
             sequence's behind its own history, as models expect that count keys (ALiBi).
+        own_layers: in mode "own", what the layers of the model's cache keep.
     """
 
     mode: Mode
@@ -266,3 +268,4 @@ class Calibration:
     is_one_by_one: bool = False
     rounding: float = 0.0
     is_new_last: bool = False
+    own_layers: tuple[OwnLayer, ...] = ()

@@ -158,6 +158,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "lfm2": ("Lfm2Config", {"layer_types": ["conv", "full_attention"]}),
     "bert": ("BertConfig", {}),
+    "roberta": ("RobertaConfig", {"is_decoder": True, "pad_token_id": 1, "bos_token_id": 0}),
     "openai-gpt": ("OpenAIGPTConfig", {"n_embd": 32, "n_layer": 2, "n_head": 4}),
     "mpt": ("MptConfig", {"d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": WINDOW}),
     "falcon": ("FalconConfig", {"new_decoder_architecture": True, "head_dim": ...}),
@@ -195,6 +196,32 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": WINDOW, "rotary_dim": 4},
     ),
     "deepseek-v3": ("DeepseekV3Config", LATENT),
+    "deepseek-v4": (
+        "DeepseekV4Config",
+        {
+            "num_hidden_layers": 3,
+            "layer_types": [
+                "sliding_attention",
+                "compressed_sparse_attention",
+                "heavily_compressed_attention",
+            ],
+            "compress_rates": {
+                "compressed_sparse_attention": 4,
+                "heavily_compressed_attention": 7,
+            },
+            "sliding_window": 10,
+            "head_dim": 16,
+            "q_lora_rank": 16,
+            "o_groups": 2,
+            "o_lora_rank": 8,
+            "index_n_heads": 16,
+            "index_head_dim": 8,
+            "index_topk": 4,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+        },
+    ),
     "deepseek-v32": (
         "DeepseekV32Config",
         # Fewer heads score 0 for several keys at a time, of which any may be chosen.

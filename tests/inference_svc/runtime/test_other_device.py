@@ -15,6 +15,7 @@ from inference_svc.runtime.positions.rotary import RotaryTable, find_pairing
 from inference_svc.runtime.transfer.compaction import Compaction
 from inference_svc.runtime.transfer.layer_load import LayerLoader
 from inference_svc.runtime.transfer.layer_store import store_blocks
+from tests.inference_svc.runtime.kv.test_own_layers import described, held
 from tests.inference_svc.runtime.transfer.test_layer_load import blocks_of, prefilled, tokens
 from tests.other_device import CPU, OTHER, other_device, to_cpu
 from tests.ropes import DIM, halves, interleaved, partial, permuting, scattered
@@ -119,3 +120,21 @@ def test_loaded_and_shifted_rows_are_those_of_the_cpu(tiny, make_arena, rows, na
     with other_device():
         found = work(_calibration_there(model.calibration), OTHER)
     assert all(starmap(torch.equal, zip(found, work(model.calibration, CPU), strict=True)))
+
+
+def test_what_a_models_own_cache_keeps_lies_on_its_device():
+    """Taken apart, and put together again."""
+    own, layer = described(4), held(4, 23)
+    expected = torch.cat(list(own.rows(layer, 0, 23)), 1)
+    with other_device():
+        there, again = held(4, 23), held(4, 0, fresh=True)
+        there.window = there.values = there.window.to(OTHER)
+        for parts in (there.entries, there.buffer):
+            parts["of"] = parts["of"].to(OTHER)
+        rows = torch.cat(list(own.rows(there, 0, 23)), 1)
+        states = {place: state.to(OTHER) for place, state in own.states(there)}
+        own.fill(again, states.__getitem__, rows)
+        found = (rows, again.window, again.entries["of"], again.buffer["of"])
+        assert {tensor.device for tensor in found} == {OTHER}
+    kept = (expected, layer.window, layer.entries["of"], layer.buffer["of"])
+    assert all(starmap(torch.equal, zip(map(to_cpu, found), kept, strict=True)))

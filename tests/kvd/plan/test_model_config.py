@@ -162,6 +162,7 @@ def test_models_that_only_attend_keep_no_state():
         (QWEN3_NEXT | {"linear_conv_kernel_dim": None}, "no linear_conv_kernel_dim"),
         (QWEN3_NEXT | {"model_type": "qwen9", "layer_types": MIXED}, "linear_attention"),
         ({"model_type": "recurrent_gemma", "block_types": ["recurrent", "attention"]}, "recurrent"),
+        ({"layer_types": ["sliding_attention", "compressed_sparse_attention"]}, "compressed"),
         ({"model_type": "qwen3_next", "num_hidden_layers": 4}, "no layer_types"),
         ({"model_type": "zamba", "num_hidden_layers": 4}, "no layer_types"),
     ],

@@ -157,7 +157,7 @@ def test_bad_values_are_named(name, keep_ratio, said):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("mode", ["masked", "single"])
+@pytest.mark.parametrize("mode", ["masked", "single", "own"])
 def test_policies_with_scores_need_a_model_that_shows_queries(mode):
     """Refused when it is chosen, with a policy that would do."""
     for name in ("snapkv", "h2o"):

@@ -38,6 +38,7 @@ def calibrated(model, positions="auto"):
         ("gpt-neo", "single", "coupled"),
         ("llama4", "single", "decoupled"),
         ("recurrent-gemma", "ragged", "coupled"),
+        ("deepseek-v4", "own", "coupled"),
     ],
 )
 def test_the_first_mode_that_is_proven_is_taken(tiny, name, mode, positions):

@@ -16,8 +16,8 @@ from inference_svc.runtime.model.capture import ATTENTION_NAME
 from inference_svc.runtime.model.model_loader import describe_model, load_model
 from inference_svc.runtime.model.packed_linear import packed_bytes
 
-# Modes are ragged, gather, masked and single; gpt2 is coupled.
-NAMES = ["llama", "deepseek-v3", "deepseek-v32", "falcon", "bloom", "gpt2"]
+# Each of another mode, but for gpt2, which is coupled.
+NAMES = ["llama", "deepseek-v3", "deepseek-v32", "falcon", "bloom", "gpt2", "deepseek-v4"]
 
 
 def loaded_of(build, name):
@@ -31,7 +31,7 @@ def test_what_was_proven_is_found_again(build, tmp_path, name):
     again = calibrate_once(loaded_of(build, name), "auto", tmp_path / "proofs.json")
     assert (first[2], again[2]) == (False, True)
     assert again[1] == first[1]
-    for field in ("mode", "positions", "layout", "attention_calls", "notes"):
+    for field in ("mode", "positions", "layout", "attention_calls", "notes", "own_layers"):
         assert getattr(again[0], field) == getattr(first[0], field)
 
 

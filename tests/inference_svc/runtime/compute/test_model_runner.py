@@ -47,8 +47,9 @@ ARCHITECTURES = (
     "qwen3-next",
     "qwen4-exp",
     "recurrent-gemma",
+    "deepseek-v4",
 )
-WITH_STATES = ("lfm2", "mamba", "qwen3-next", "qwen4-exp", "recurrent-gemma")
+WITH_STATES = ("lfm2", "mamba", "qwen3-next", "qwen4-exp", "recurrent-gemma", "deepseek-v4")
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 # Their scans and their decoding round differently: the stock models are as far off themselves.
 CLOSE_OF = {"mamba": {"rtol": 1e-3, "atol": 1e-4}, "recurrent-gemma": {"rtol": 1e-5, "atol": 3e-5}}

@@ -45,6 +45,7 @@ def count_forwards(model, chunks, clock=None):
         ("deepseek-v32", [9]),
         ("falcon", [9]),
         ("bloom", [4, 3, 2]),
+        ("deepseek-v4", [4, 3, 2]),
         ("qwen3-next", [9]),
         ("qwen4-exp", [9]),
         ("mamba", [9]),

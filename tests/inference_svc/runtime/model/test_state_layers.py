@@ -11,7 +11,7 @@ from inference_svc.runtime.kv.states import StatePlace
 from inference_svc.runtime.model.capture import CaptureCache
 from inference_svc.runtime.model.forward import under
 from inference_svc.runtime.model.model_loader import describe_model
-from inference_svc.runtime.model.refusals import ModelRecurrentError
+from inference_svc.runtime.model.refusals import ModelModeMissingError
 
 LAYER = 3
 STATES = {
@@ -91,7 +91,7 @@ def test_anything_else_of_a_layer_is_refused():
     """And there are no layers to be counted."""
     cache, _ = cache_over({})
     assert len(cache.layers) == 0
-    with pytest.raises(ModelRecurrentError, match="more in its cache's layers"):
+    with pytest.raises(ModelModeMissingError, match="more in its cache's layers"):
         _ = cache.layers[LAYER].keys
 
 
