@@ -8,6 +8,7 @@ for models with states, with latents and with an index; answers are those of the
 import asyncio
 import os
 import traceback
+from dataclasses import replace
 from functools import wraps
 
 import numpy as np
@@ -53,10 +54,14 @@ def model(tiny_model):
 
 
 def built(name):
-    """A tiny model of another kind."""
-    loaded = describe_model(
-        build_model(architectures()[name]), tokenizer=None, name=name, fingerprint="0" * 32
-    )
+    """A tiny model of another kind, in which no token is padding.
+
+    Padding is embedded as zeros, and to an index of nothing all keys are equal: which of them it
+    chooses depends on how many tokens are computed at once, with any device.
+    """
+    kind = architectures()[name]
+    kind = replace(kind, changed={**kind.changed, "pad_token_id": None})
+    loaded = describe_model(build_model(kind), tokenizer=None, name=name, fingerprint="0" * 32)
     return Model(loaded, calibrate(loaded))
 
 
