@@ -15,6 +15,7 @@ torch; memory is its own if it was handed to `own`, or made from such.
 import os
 import random
 import threading
+import time
 import weakref
 from contextlib import contextmanager
 
@@ -37,6 +38,7 @@ BY_ROWS = {  # of the first argument, by dimension and index
     torch.ops.aten.index_select.default,
     torch.ops.aten.index_select.out,
 }
+WORK_S = 0.003  # for which somebody who waits for work is told nothing
 MOST_STREAMS = 1 << 10  # one piece of work is number * MOST_STREAMS + stream
 
 
@@ -70,6 +72,8 @@ class Event:
         _merge((stream or self._device.current_stream()).clock, self._clock)
 
     def synchronize(self):
+        if not self._is_known():
+            time.sleep(WORK_S)  # other threads enqueue more meanwhile
         _merge(self._device.host.clock, self._clock)
 
     def elapsed_time(self, _other):
@@ -78,13 +82,16 @@ class Event:
 
     def query(self):
         """Whether it is reached: surely once it was waited for; who is told so knows it."""
-        host = self._device.host.clock
-        if all(host.get(stream, 0) >= number for stream, number in self._clock.items()):
+        if self._is_known():
             return True
         if self._device.chance.random() >= self._device.promptness:
             return False
-        self.synchronize()
+        _merge(self._device.host.clock, self._clock)
         return True
+
+    def _is_known(self):
+        host = self._device.host.clock
+        return all(host.get(stream, 0) >= number for stream, number in self._clock.items())
 
 
 class SimulatedDevice:

@@ -39,6 +39,9 @@ from tests.zoo.architectures import architectures
 from tests.zoo.models import build_model
 
 CPU = torch.device("cpu")
+# Saves follow the steps that compute what they save, and steps pass layers that are being loaded.
+BLOCK_TOKENS = 16
+BESIDE_STEPS = {"save_group_tokens": 1, "read_buffer_layers": 1}
 pytestmark = [
     pytest.mark.skipif(
         os.environ.get("GPU_TESTS_DEVICE", "cpu") != "cpu", reason="it stands in for a device"
@@ -49,8 +52,14 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def model(tiny_model):
-    loaded = load_model(tiny_model, "float32", "cpu")
-    return Model(loaded, calibrate(loaded))
+    return in_small_blocks(load_model(tiny_model, "float32", "cpu"))
+
+
+def in_small_blocks(loaded):
+    """A model whose blocks are so short that sessions have some that are full: steps save these."""
+    calibration = calibrate(loaded)
+    layout = replace(calibration.layout, block_tokens=BLOCK_TOKENS)
+    return Model(loaded, replace(calibration, layout=layout))
 
 
 def built(name):
@@ -62,7 +71,7 @@ def built(name):
     kind = architectures()[name]
     kind = replace(kind, changed={**kind.changed, "pad_token_id": None})
     loaded = describe_model(build_model(kind), tokenizer=None, name=name, fingerprint="0" * 32)
-    return Model(loaded, calibrate(loaded))
+    return in_small_blocks(loaded)
 
 
 @pytest.fixture
@@ -166,6 +175,7 @@ async def test_nothing_races(simulated, model, tmp_path, monkeypatch, working_kv
                 model,
                 kvd,
                 kv_tokens=1500,
+                cache=BESIDE_STEPS,
                 scheduler={"working_kv": working_kv, "max_running": 3, "step_tokens": 64},
             ) as local,
         ):
@@ -238,7 +248,7 @@ async def test_states_and_latents_do_not_race_either(
     )
     model = built(name)
     has_states = bool(model.calibration.state_shapes)
-    num_blocks = 64 if has_states else 16  # a state has a slot of its own
+    num_blocks = 400 if has_states else 100  # a state has slots of its own
     chance = np.random.default_rng(5)
     with workspace(tmp_path, model) as space:
         async with (
@@ -247,6 +257,7 @@ async def test_states_and_latents_do_not_race_either(
                 model,
                 kvd,
                 kv_tokens=2000,  # room for what is to be saved: else a save may be given up
+                cache=BESIDE_STEPS,
                 scheduler={"working_kv": working_kv, "max_running": 3, "step_tokens": 48},
             ) as local,
         ):
