@@ -87,7 +87,12 @@ async def wait_for(engine: SyntheticEngine, name: str, history_tokens: int = 0) 
 
 
 async def until_answered(one: Server) -> None:
-    """Return when it is known that somebody answers: a load has waited for nothing."""
+    """Return when it is known that somebody answers: a load has waited for nothing.
+
+    Whoever is to answer hears what is asked for from now on: else it would have to look for all
+    that was asked for while it started, and what comes last might wait for too long.
+    """
+    await one.following.until_said("kvd_followed")
     number = 0
     while not (await counters_of(one.kvd))["fetch_waits_absent"]:
         number += 1
