@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
 PAGE = 1000  # objects in a page of a listing: what S3 gives
+LOOKS = 3  # at a directory in which nothing is found
 MAX_WHY = 160  # of the store's own words
 _PRIVATE = 0o700
 
@@ -68,7 +69,7 @@ def open_directory(parts: SplitResult, _patience_s: float | None) -> BlobStore:
         raise StoreUrlError(
             f"cannot make {directory} ({error.strerror})", "name a directory of your own"
         ) from error
-    return ObjectBlobStore(LocalStore(directory))
+    return DirectoryBlobStore(LocalStore(directory))
 
 
 def _check_installed() -> None:
@@ -145,6 +146,24 @@ class ObjectBlobStore:
                     Blob(found["path"], found["size"], found["last_modified"].timestamp())
                     for found in page
                 ]
+
+
+class DirectoryBlobStore(ObjectBlobStore):
+    """The same in a directory, which is listed name by name, while others make and remove some."""
+
+    def list(self, prefix: str) -> Iterator[Sequence[Blob]]:
+        """Yield objects, a page at a time.
+
+        Of an object that takes another's place a listing may find neither: the new one was not
+        there yet, and the old one is there no more. So nothing is nothing only at the last look.
+        """
+        for _ in range(LOOKS):
+            is_nothing = True
+            for page in super().list(prefix):
+                is_nothing = is_nothing and not page
+                yield page
+            if not is_nothing:
+                return
 
 
 @contextmanager

@@ -167,3 +167,25 @@ def test_a_directory_is_for_its_owner_alone(tmp_path: Path) -> None:
     """One that is made has mode 0700."""
     open_store(f"file://{tmp_path}/a%20b")
     assert (tmp_path / "a b").stat().st_mode & 0o777 == 0o700
+
+
+def test_an_object_that_takes_anothers_place_is_not_missed(tmp_path: Path) -> None:
+    """While a directory is listed; so nothing that there was at all times is taken for absent."""
+    url, is_over = f"file://{tmp_path}/made", threading.Event()
+    store = open_store(url)
+    store.put("v1/x/0", b"0")
+
+    def replace() -> None:
+        other, number = open_store(url), 0
+        while not is_over.is_set():
+            other.put(f"v1/x/{number + 1}", b"1", if_absent=True)
+            other.delete([f"v1/x/{number}"])
+            number += 1
+
+    writer = threading.Thread(target=replace)
+    writer.start()
+    try:
+        assert all(_names(store, "v1/x/") for _ in range(3000))
+    finally:
+        is_over.set()
+        writer.join()
