@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from inference_svc.core.attention_window import HeldRows
+from inference_svc.core.scheduling.page_groups import PLAIN, PageGroups
 from inference_svc.core.scheduling.request import Request
 from inference_svc.core.scheduling.residents import MOST_RESIDENTS
 from shared.types.session_key import SessionKey
@@ -41,6 +42,7 @@ class SchedulerLimits:
         attention_window: most tokens that layers with a window attend to, of which there may be no
             KV before (core/attention_window.py); 0: the model has none.
         held_rows: what such layers hold of a sequence; None: all tokens.
+        page_groups: groups of layers, of which pages hold one each; the slots are theirs, too.
     """
 
     max_running: int
@@ -58,6 +60,7 @@ class SchedulerLimits:
     most_residents: int = MOST_RESIDENTS
     attention_window: int = 0
     held_rows: HeldRows | None = None
+    page_groups: PageGroups = PLAIN
 
 
 @dataclass(frozen=True)
@@ -116,7 +119,7 @@ class Admission:
 
 @dataclass(frozen=True)
 class Growth:
-    """A running request has more pages: those of its KV, in the order of tokens."""
+    """A running request has more pages, or others for what is written next: those of its KV."""
 
     request: Request
     pages: tuple[int, ...]
@@ -133,7 +136,7 @@ class StepPlan:
             not admitted, and nobody else is whose place is behind theirs: `truncated`, then
             `end_compaction` of their resident are owed.
         evicted: sessions whose resident KV is to be released before memory is given to others.
-        grown: requests whose KV has more pages.
+        grown: requests whose KV has more pages, or others.
         expired: requests that failed because their deadline passed; release is owed.
         stalled: requests that run, and whose next tokens find no room in the write ring: what can
             be stored of others is to be, and what cannot is to be given up.
