@@ -349,7 +349,7 @@ def check_traffic(seeds: range, num_rounds: int) -> None:
 
 def test_nothing_starves_and_no_row_is_lost_under_random_traffic() -> None:
     """With tiny budgets, failing loads, priorities and cancellations, every request ends."""
-    check_traffic(range(30), 150)
+    check_traffic(range(60), 150)
 
 
 @pytest.mark.long

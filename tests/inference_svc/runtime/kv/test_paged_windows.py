@@ -14,6 +14,7 @@ from inference_svc.runtime.attention.paged_attention import PagedAttention
 from inference_svc.runtime.calibration.graph_choice import StepMemory, choose_graphs
 from inference_svc.runtime.compute.chunk import Chunk
 from inference_svc.runtime.compute.model_runner import ModelRunner
+from inference_svc.runtime.cuda import page_attention
 from inference_svc.runtime.kv.layer_groups import LayerGroups, group_size
 from inference_svc.runtime.kv.layer_tensors import LayerShape, token_items_of
 from inference_svc.runtime.kv.paged_kv import PagePool
@@ -99,8 +100,16 @@ def test_a_sequence_takes_fewer_pages_and_less_memory(windowed):
     assert kv.capacity_tokens == CAPACITY
 
 
-@pytest.mark.parametrize("kernel", [None, attend_pages])
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize(
+    ("kernel", "seed"),
+    [
+        (None, 1),
+        (None, 2),
+        (attend_pages, 1),
+        (page_attention.attend_pages, 1),
+        pytest.param(page_attention.attend_pages, 2, marks=pytest.mark.long),
+    ],
+)
 def test_answers_are_those_of_kv_that_holds_all(model, windowed, kernel, seed):
     """Chunk by chunk and token by token, however often the window's pages come round."""
     if kernel is not None:
