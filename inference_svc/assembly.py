@@ -378,13 +378,14 @@ def _held_windows(
     """
     if any(call.chunk is not None for call in calibration.attention_calls):
         return None
-    shapes = [layer.shape for layer in calibration.layers]
-    step_tokens = max(bounds.step_tokens, 1 + settings.scheduler.draft_tokens)
-    windows = HeldWindows.of(calibration.layout, shapes, step_tokens)
-    page_tokens = _page_tokens(settings.scheduler, device)
+    shapes, layout = [layer.shape for layer in calibration.layers], calibration.layout
+    page_tokens, step_tokens = _page_tokens(settings.scheduler, device), bounds.step_tokens
+    if page_tokens is not None:  # those of a GPU's step would fill more pages than windows do
+        step_tokens = min(step_tokens, max(bounds.mixed_step_tokens, layout.window))
+    step_tokens = max(step_tokens, 1 + settings.scheduler.draft_tokens)
+    windows = HeldWindows.of(layout, shapes, step_tokens)
     if page_tokens is None:
-        is_plain = device.type == "cpu" and settings.model.rotation != "triton"
-        return windows if is_plain else None
+        return windows if device.type == "cpu" and settings.model.rotation != "triton" else None
     if windows is None or calibration.state_shapes or calibration.mode != "ragged":
         return None
     return windows if LayerGroups.of(windows, shapes, page_tokens) is not None else None

@@ -53,7 +53,7 @@ def test_pages_are_of_groups_of_layers(tmp_path, windows, groups):
     """Two of six layers have no window; a window is longer, and the memory is no more."""
     model = Model(*loaded_model(build_windowed_model(tmp_path)))
     num_tokens, page_tokens = 900, 16
-    scheduler = {"kv_tokens": num_tokens, "working_kv": "pages", "step_tokens": 32}
+    scheduler = {"kv_tokens": num_tokens, "working_kv": "pages", "mixed_step_tokens": 16}
     settings = {
         "cache": {"mode": "recompute", "windows": windows},
         "scheduler": scheduler | {"page_tokens": page_tokens},
@@ -61,6 +61,9 @@ def test_pages_are_of_groups_of_layers(tmp_path, windows, groups):
     parts = assemble_engine(InferenceSettings.model_validate(settings), model)
     parts.close()
     slots, pool = parts.engine.scheduler.held_slots, parts.pool
+    if windows:  # of 90 tokens; a block and a step beside it
+        num_rows = 90 + model.calibration.layout.block_tokens + 90
+        assert slots.groups.window_pages == (num_rows - 1 + page_tokens - 1) // page_tokens + 1
     assert (slots.groups.num_full, slots.groups.num_windowed) == groups
     assert pool.groups.pages == slots.groups
     num_layers = len(model.calibration.layers)

@@ -42,9 +42,10 @@ GROUPS = {1: (1, 2), 3: (1, 1), 5: (2, 1)}  # without a window, and with one
 def with_groups(limits: SchedulerLimits, num_full: int, num_windowed: int) -> SchedulerLimits:
     """The same on pages of groups of layers, with a page of each at least."""
     size = limits.page_tokens
-    groups = page_groups(num_full, num_windowed, limits.held_rows.num_rows, size)
+    rows = replace(limits.held_rows, step_tokens=max(limits.mixed_step_tokens, 1 + MOST_DRAFTED))
+    groups = page_groups(num_full, num_windowed, rows.num_rows, size)
     kv_slots = max(limits.kv_slots, groups.num_groups * size)
-    return replace(limits, kv_slots=kv_slots, page_groups=groups)
+    return replace(limits, kv_slots=kv_slots, held_rows=rows, page_groups=groups)
 
 
 LIMITS = st.builds(

@@ -94,7 +94,7 @@ class ChunkPlanner:
         """Whether a turn's KV is being copied, and its next tokens need the place of some of it."""
         if not self._residents.is_busy(request.key):
             return False
-        num_new = min(request.chunk_tokens, self._limits.step_tokens)
+        num_new = min(request.chunk_tokens, self._limits.chunk_tokens)
         num_new += len(drafts.get(request.number, ()))
         first = self.window_from(request.window_from, request.computed_tokens, num_new)
         return first > request.window_from

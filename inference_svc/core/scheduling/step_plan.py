@@ -62,6 +62,12 @@ class SchedulerLimits:
     held_rows: HeldRows | None = None
     page_groups: PageGroups = PLAIN
 
+    @property
+    def chunk_tokens(self) -> int:
+        """Most prompt tokens of one request in a step."""
+        rows = self.held_rows
+        return self.step_tokens if rows is None else min(self.step_tokens, rows.step_tokens)
+
 
 @dataclass(frozen=True)
 class PlannedChunk:
@@ -215,7 +221,7 @@ def plan_chunks(
     free = min(free, max(1, limits.write_slots // 2))
     for request in growing:
         if left and not request.is_decoding:
-            num_tokens = min(left, request.chunk_tokens)
+            num_tokens = min(left, request.chunk_tokens, limits.chunk_tokens)
             if request.is_saved:
                 num_tokens = min(num_tokens, free)
                 free -= num_tokens
