@@ -24,6 +24,7 @@ from inference_svc.core.kv_room import (
 from inference_svc.core.pooling import Pooling
 from inference_svc.core.rates.rates import LoadPolicy, Rates
 from inference_svc.core.scheduling.batch_bounds import BatchBounds, usual_bounds
+from inference_svc.core.scheduling.page_groups import PLAIN
 from inference_svc.core.scheduling.residents import MOST_RESIDENTS
 from inference_svc.core.scheduling.scheduler import Scheduler
 from inference_svc.core.scheduling.step_plan import SchedulerLimits
@@ -43,6 +44,7 @@ from inference_svc.runtime.engine.engine_loop import EngineLoop
 from inference_svc.runtime.engine.loads import Loads, PreloadPolicy
 from inference_svc.runtime.engine.stepping import Stepper
 from inference_svc.runtime.kv.kv_pool import KVPool
+from inference_svc.runtime.kv.layer_groups import LayerGroups
 from inference_svc.runtime.kv.paged_kv import make_pool
 from inference_svc.runtime.kv.windowed_kv import HeldWindows
 from inference_svc.runtime.kv.write_ring import WriteRing
@@ -325,9 +327,14 @@ def _scheduler_limits(
         most *= 2  # as much again for sessions whose turns are over
     if most and not settings.kv_tokens:
         kv_slots = min(kv_slots, most)
-    page_tokens = _page_tokens(settings, model.loaded.device)
+    page_tokens, page_groups = _page_tokens(settings, model.loaded.device), PLAIN
     if page_tokens is not None:
-        kv_slots = whole_pages(kv_slots, page_tokens)
+        shapes = [layer.shape for layer in model.calibration.layers]
+        groups = None if windows is None else LayerGroups.of(windows, shapes, page_tokens)
+        if groups is not None:
+            page_groups = groups.pages
+            kv_slots = kv_slots * len(shapes) // groups.size  # of a part of a token each
+        kv_slots = whole_pages(kv_slots, page_tokens, page_groups.num_groups)
     return SchedulerLimits(
         max_running=bounds.max_running,
         max_loading=bounds.max_loading,
@@ -344,6 +351,7 @@ def _scheduler_limits(
         most_residents=most_residents,
         attention_window=layout.window,
         held_rows=None if windows is None else windows.rows,
+        page_groups=page_groups,
     )
 
 
@@ -363,17 +371,24 @@ def _held_windows(
     calibration: Calibration,
     device: torch.device,
 ) -> HeldWindows | None:
-    """Return what sequences hold in layers with a window; None: all, as where others read it.
+    """Return what sequences hold in layers with a window; None: all.
 
-    Those are pages, and kernels; and attention by chunks, which counts them from position 0.
+    So it is in attention by chunks, which counts them from position 0; where kernels read what lies
+    side by side; and on pages unless layers can be divided into groups.
     """
-    counts_chunks = any(call.chunk is not None for call in calibration.attention_calls)
-    is_plain = device.type == "cpu" and settings.model.rotation != "triton" and not counts_chunks
-    if not is_plain or _page_tokens(settings.scheduler, device) is not None:
+    if any(call.chunk is not None for call in calibration.attention_calls):
         return None
-    shapes = [layer.shape for layer in calibration.layers]
-    step_tokens = max(bounds.step_tokens, 1 + settings.scheduler.draft_tokens)
-    return HeldWindows.of(calibration.layout, shapes, step_tokens)
+    shapes, layout = [layer.shape for layer in calibration.layers], calibration.layout
+    page_tokens, step_tokens = _page_tokens(settings.scheduler, device), bounds.step_tokens
+    if page_tokens is not None:  # those of a GPU's step would fill more pages than windows do
+        step_tokens = min(step_tokens, max(bounds.mixed_step_tokens, layout.window))
+    step_tokens = max(step_tokens, 1 + settings.scheduler.draft_tokens)
+    windows = HeldWindows.of(layout, shapes, step_tokens)
+    if page_tokens is None:
+        return windows if device.type == "cpu" and settings.model.rotation != "triton" else None
+    if windows is None or calibration.state_shapes or calibration.mode != "ragged":
+        return None
+    return windows if LayerGroups.of(windows, shapes, page_tokens) is not None else None
 
 
 def _memory_of(device: torch.device) -> tuple[int, int]:

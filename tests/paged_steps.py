@@ -2,7 +2,7 @@
 
 import torch
 
-from inference_svc.core.scheduling.held_slots import PagedSlots
+from inference_svc.core.scheduling.paged_slots import PagedSlots
 from inference_svc.core.scheduling.write_slots import WriteSlots
 from inference_svc.runtime.attention.paged_attention import PagedAttention
 from inference_svc.runtime.calibration.graph_choice import StepMemory

@@ -23,7 +23,7 @@ from inference_svc.bench.copied_slots import slots_for
 from inference_svc.bench.figures import Case, Interleaved
 from inference_svc.bench.options import CopiesOptions, RunOptions
 from inference_svc.bench.workspace import Workspace
-from inference_svc.core.scheduling.held_slots import PagedSlots
+from inference_svc.core.scheduling.paged_slots import PagedSlots
 from inference_svc.runtime.calibration.rotation_choice import choose_rotation
 from inference_svc.runtime.kv.arena_kv import ArenaKv, SlotTokens
 from inference_svc.runtime.kv.copy_stream import CopyStream

@@ -98,13 +98,18 @@ def states_of_requests(num_active: int) -> int:
     return num_active * (1 + MOST_UNSAVED_STATES)
 
 
-def whole_pages(kv_slots: int, page_tokens: int) -> int:
+def whole_pages(kv_slots: int, page_tokens: int, num_groups: int = 1) -> int:
     """Return the token slots of as many whole pages as fit.
 
+    Args:
+        kv_slots: token slots; a token has one in each group of layers.
+        page_tokens: number of tokens on a page, of one group.
+        num_groups: groups of layers.
+
     Raises:
-        KvRoomError: none does.
+        KvRoomError: not one page of each group does.
     """
-    if kv_slots < page_tokens:
+    if kv_slots < page_tokens * num_groups:
         raise KvRoomError(
             f"a page of scheduler.page_tokens = {page_tokens} does not fit {kv_slots} token slots",
             "write less, or more for scheduler.kv_tokens",

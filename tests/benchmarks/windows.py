@@ -5,10 +5,11 @@
 The real pair serves a random model of Gemma 3's layers (five in six have a window), first with
 `cache.windows` off, then on. A session grows by turns; what kvd has of it at the end, what its last
 turns load, and their time to the first token are printed, and the ratios. So is what the engine's
-memory holds of a session, and how many such sessions stay there.
+memory holds of a session, and how many such sessions stay there; `--pages`: that alone, on pages.
 """
 
 import asyncio
+import sys
 import tempfile
 from pathlib import Path
 from statistics import median
@@ -25,6 +26,7 @@ LAYER_BYTES = 2 * KV_HEADS * HEAD_DIM * 4  # of a token
 TURN_TOKENS, TURNS = 1000, 16
 LAST = 5  # short turns that are timed
 KV_TOKENS, SESSIONS = 40_000, 12  # more than stay
+ON_PAGES = "--pages"
 
 
 def build(directory: Path) -> Path:
@@ -56,7 +58,8 @@ def _pair(model: Path, directory: Path, *flags: str, windows: bool) -> Pair:
     directory.mkdir()
     settings = directory / "settings.toml"
     lines = ["[cache]", f"windows = {str(windows).lower()}"]
-    lines += ["[scheduler]", f"kv_tokens = {KV_TOKENS}"]
+    working_kv = "pages" if ON_PAGES in sys.argv else "contiguous"
+    lines += ["[scheduler]", f"kv_tokens = {KV_TOKENS}", f'working_kv = "{working_kv}"']
     settings.write_text("\n".join(lines) + "\n")
     return Pair(model, directory, "--config", str(settings), *flags)
 
@@ -111,15 +114,16 @@ async def main() -> None:
     """Measure both, and print them."""
     with tempfile.TemporaryDirectory() as made:
         model = build(Path(made) / "model")
-        off = await measure(model, Path(made) / "off", windows=False)
-        off |= await measure_memory(model, Path(made) / "off-memory", windows=False)
-        on = await measure(model, Path(made) / "on", windows=True)
-        on |= await measure_memory(model, Path(made) / "on-memory", windows=True)
+        off = await measure_memory(model, Path(made) / "off-memory", windows=False)
+        on = await measure_memory(model, Path(made) / "on-memory", windows=True)
+        if ON_PAGES not in sys.argv:
+            off |= await measure(model, Path(made) / "off", windows=False)
+            on |= await measure(model, Path(made) / "on", windows=True)
     print(f"{'':18}{'all':>12}{'windows':>12}{'ratio':>8}")
-    for what in ("stored", "loaded", "held"):
+    for what in filter(off.__contains__, ("stored", "loaded", "held")):
         sizes = f"{format_bytes(off[what]):>12}{format_bytes(on[what]):>12}"
         print(f"bytes {what:12}{sizes}{on[what] / off[what]:>8.3f}")
-    for what in ("ttft_ms", "load_ms", "tokens", "sessions"):
+    for what in filter(off.__contains__, ("ttft_ms", "load_ms", "tokens", "sessions")):
         print(f"{what:18}{off[what]:>12.1f}{on[what]:>12.1f}{on[what] / off[what]:>8.3f}")
 
 

@@ -32,6 +32,7 @@ from inference_svc.runtime.kv.kv_pool import KVPool
 from inference_svc.runtime.kv.states import SequenceStates
 from inference_svc.runtime.model.model_loader import describe_model, load_model
 from tests.embed_in_one_call import embed_in_one_call
+from tests.models import build_windowed_model
 from tests.recorded_graph import RecordedGraphs
 from tests.simulated_device import RaceError, SimulatedDevice
 from tests.split_attention import attend_pages
@@ -129,11 +130,12 @@ def simulated(monkeypatch):
 class Conversation:
     """A session of the engine; what it has said so far."""
 
-    def __init__(self, local, name, shared=()):
+    def __init__(self, local, name, shared=(), *, is_new=False):
         self._local = local
         self._key = local.key(name)
         self.ids = list(shared)
         self.answers = []
+        self._is_new = is_new  # what it begins with comes with its first turn
 
     async def turn(self, num_new, num_answer, source="any", keep=True):
         """Submit new tokens behind all that was said."""
@@ -144,8 +146,9 @@ class Conversation:
             num_answer,
             source=source,
             keep_tokens=len(prompt) + num_answer - 1 if keep else 0,
-            history_tokens=len(self.ids),
+            history_tokens=0 if self._is_new else len(self.ids),
         )
+        self._is_new = False
         self.ids = [*prompt, *times.output_ids]
         self.answers.append((len(prompt), times.output_ids))
         return times
@@ -217,6 +220,52 @@ def alone(model, ids, answers):
             logits = runner.step([Chunk(kv, made[-1:], want_logits=True)])
             made.append(int(logits[0].argmax()))
         yield tuple(made)
+
+
+@pytest.mark.parametrize("is_replayed", [False, pytest.param(True, marks=pytest.mark.long)])
+async def test_windows_on_pages_do_not_race_either(simulated, tmp_path, monkeypatch, is_replayed):
+    """Their pages are written over while others load, share and save; no answer is another."""
+    torch.set_num_threads(1)
+    monkeypatch.setattr(assembly, "choose_rotation", lambda *_: embed_in_one_call)
+    if is_replayed:
+        monkeypatch.setattr(assembly, "capture_on", lambda _device: RecordedGraphs())
+        monkeypatch.setattr(assembly, "choose_attention", lambda *_: PagedAttention(attend_pages))
+    loaded = load_model(build_windowed_model(tmp_path / "model"), "float32", "cpu")
+    model = Model(loaded, calibrate(loaded))
+    chance = np.random.default_rng(7)
+    with workspace(tmp_path, model) as space:
+        async with (
+            space.kvd(6000) as kvd,
+            running_engine(
+                model,
+                kvd,
+                kv_tokens=2500,
+                scheduler={"working_kv": "pages", "max_running": 3, "step_tokens": 32},
+            ) as local,
+        ):
+            common = local.new_tokens(2 * model.calibration.layout.block_tokens + 10)
+            sessions = [Conversation(local, f"s{n}", common, is_new=True) for n in range(3)]
+            for source in ("any", "any", "kvd"):
+                await asyncio.gather(
+                    *(
+                        session.turn(
+                            int(chance.integers(20, 60)), int(chance.integers(2, 12)), source
+                        )
+                        for session in sessions
+                    )
+                )
+                await local.settle()
+            counted = local.parts.counters.snapshot()
+            groups = local.parts.pool.groups
+    assert groups.pages.num_windowed > 0
+    assert simulated.races == []
+    assert counted["load_hits"] > 0
+    assert counted["prefixes_shared"] > 0
+    assert (counted["steps_replayed"] > 0) == is_replayed
+    assert counted["save_errors"] == counted["load_errors"] == counted["saves_refused"] == 0
+    for session in sessions:
+        expected = list(alone(model, session.ids, session.answers))
+        assert [answer for _, answer in session.answers] == expected
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from inference_svc.core.scheduling.batch_bounds import ON_CPU, ON_GPU, BatchBoun
 from inference_svc.runtime.attention.paged_attention import PagedAttention
 from inference_svc.runtime.compute.decode_step import StepShape
 from tests.memory_engine import loaded_model
+from tests.models import build_windowed_model
 from tests.recorded_graph import RecordedGraphs
 from tests.split_attention import attend_pages
 
@@ -45,6 +46,32 @@ def test_decode_is_captured_as_far_as_turns_reach(model, monkeypatch, graphs, wo
         assert (parts.runner.graphs and parts.runner.graphs.shapes) == shapes
     finally:
         parts.close()
+
+
+@pytest.mark.parametrize(("windows", "groups"), [(True, (1, 2)), (False, (1, 0))])
+def test_pages_are_of_groups_of_layers(tmp_path, windows, groups):
+    """Two of six layers have no window; a window is longer, and the memory is no more."""
+    model = Model(*loaded_model(build_windowed_model(tmp_path)))
+    num_tokens, page_tokens = 900, 16
+    scheduler = {"kv_tokens": num_tokens, "working_kv": "pages", "mixed_step_tokens": 16}
+    settings = {
+        "cache": {"mode": "recompute", "windows": windows},
+        "scheduler": scheduler | {"page_tokens": page_tokens},
+    }
+    parts = assemble_engine(InferenceSettings.model_validate(settings), model)
+    parts.close()
+    slots, pool = parts.engine.scheduler.held_slots, parts.pool
+    if windows:  # of 90 tokens; a block and a step beside it
+        num_rows = 90 + model.calibration.layout.block_tokens + 90
+        assert slots.groups.window_pages == (num_rows - 1 + page_tokens - 1) // page_tokens + 1
+    assert (slots.groups.num_full, slots.groups.num_windowed) == groups
+    assert pool.groups.pages == slots.groups
+    num_layers = len(model.calibration.layers)
+    in_layers = slots.num_slots * pool.groups.size
+    assert (num_tokens - page_tokens) * num_layers < in_layers <= num_tokens * num_layers
+    assert (parts.window_tokens > num_tokens) == windows
+    gauges = parts.engine.gauges()
+    assert gauges["pool_token_slots"] == gauges["pool_free_token_slots"]
 
 
 def test_a_cpu_captures_nothing(model):

@@ -38,20 +38,26 @@ def oracle(model):
     return Oracle(model)
 
 
+@pytest.fixture(scope="module", params=["contiguous", "pages"])
+def scheduler(request):
+    """Lines of the settings."""
+    return (*SHORT_STEPS, f'working_kv = "{request.param}"')
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def resident(model, tmp_path_factory):
+async def resident(model, tmp_path_factory, scheduler):
     """A service whose sessions stay in memory: a little more than 2,000 token slots."""
-    pair = resident_pair(model, tmp_path_factory.mktemp("residents"), *SHORT_STEPS)
+    pair = resident_pair(model, tmp_path_factory.mktemp("residents"), *scheduler)
     async with pair.service:
         yield pair
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def narrow(model, tmp_path_factory):
+async def narrow(model, tmp_path_factory, scheduler):
     """The same with a small context window."""
     directory = tmp_path_factory.mktemp("narrow")
     narrowed = narrow_model(model, directory / "model", WINDOW_TOKENS)
-    pair = resident_pair(narrowed, directory, *SHORT_STEPS)
+    pair = resident_pair(narrowed, directory, *scheduler)
     async with pair.service:
         yield pair
 

@@ -9,6 +9,7 @@ pages, there is one memory of them, and whoever has rows must find them there wh
 write: loads write to the last.
 """
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
@@ -135,6 +136,7 @@ class SchedulerWorld:
         self.num_replaced_pages = 0  # … and before something else is computed behind them
         self.num_shared_running = 0  # prefixes of turns that had not ended
         self.num_moved_windows = 0
+        self.num_moved_pages = 0  # since others have them, before a window's next tokens
         self.num_held_up = 0  # turns that waited for a copy before their window moved
         self.memory: dict[tuple[int, int], int] = {}  # by page and slot
 
@@ -157,25 +159,38 @@ class SchedulerWorld:
         assert self.scheduler.residents.num_slots == resident_token_slots
         for kv in [*self.residents.values(), *(turn.kv for turn in self.turns.values() if turn.kv)]:
             if kv.pages:
-                assert self._found(kv) == kv.rows, "somebody has written to another's page"
+                self._check_pages(kv)
         self.scheduler.feed.check()
         assert sorted(self.scheduler.feed._requests) == sorted(number for number, _ in self.queue())
 
     # --------------------------------------------------------------------------------- memory
 
-    def _places(self, kv: SequenceKv) -> list[tuple[int, int]]:
-        size = self.limits.page_tokens
-        return [(page, slot) for page in kv.pages for slot in range(size)]
+    def _places(self, kv: SequenceKv) -> list[tuple[list[int], list[tuple[int, int]]]]:
+        """By group of layers, what it holds by token and where that is."""
+        groups, size = self.limits.page_groups, self.limits.page_tokens
+        return [
+            (
+                kv.rows if group < groups.num_full else kv.windowed,
+                [(page, slot) for page in table for slot in range(size)],
+            )
+            for group, table in enumerate(groups.tables(kv.pages))
+        ]
 
-    def _found(self, kv: SequenceKv) -> list[int]:
-        return [self.memory[place] for place in self._places(kv)[: len(kv.rows)]]
+    def _check_pages(self, kv: SequenceKv) -> None:
+        for rows, places in self._places(kv):
+            found = [self.memory.get(place) for place, _ in zip(places, rows, strict=False)]
+            pairs = zip(found, rows, strict=True)
+            assert all(row in (one, EMPTY) for one, row in pairs), "somebody has written there"
+        assert EMPTY not in kv.rows
 
     def _write(self, kv: SequenceKv | None, first: int = 0) -> None:
         """Rows from the first on are written to memory."""
-        if kv is not None and kv.pages:
-            places = self._places(kv)
-            for index in range(first, len(kv.rows)):
-                self.memory[places[index]] = kv.rows[index]
+        if kv is None or not kv.pages:
+            return
+        for rows, places in self._places(kv):
+            for index in range(first, len(rows)):
+                if rows[index] != EMPTY:
+                    self.memory[places[index]] = rows[index]
 
     def _become_resident(self, key: SessionKey, kv: SequenceKv) -> None:
         """The scheduler has made it one."""
@@ -330,7 +345,7 @@ class SchedulerWorld:
             del turn.kv.windowed[admission.resident_tokens :]
             pairs = zip(turn.kv.pages, admission.pages, strict=False)
             self.num_replaced_pages += sum(old != new for old, new in pairs)
-            self._lie_on(turn.kv, admission)
+            self._lie_on(turn.kv, admission.pages)
         elif admission.pages and admission.source is not None:
             is_running = admission.is_running
             kv = self._kv_of(admission)
@@ -338,7 +353,9 @@ class SchedulerWorld:
             turn.kv.rows = turn.request.token_ids[: admission.resident_tokens]
             assert kv.rows[: admission.resident_tokens] == turn.kv.rows
             turn.kv.windowed = kv.windowed[: admission.resident_tokens]
-            self._lie_on(turn.kv, admission)
+            first = turn.request.window_from
+            turn.kv.windowed[:first] = [EMPTY] * first
+            self._lie_on(turn.kv, admission.pages)
             if not is_running:
                 self.scheduler.residents.end_copy(turn.request)
         elif admission.is_copy:
@@ -354,14 +371,18 @@ class SchedulerWorld:
         return residents[admission.source]
 
     def _grow(self, kv: SequenceKv, growth: Growth) -> None:
-        assert list(growth.pages)[: len(kv.pages)] == kv.pages
-        kv.pages = list(growth.pages)
-        kv.capacity = len(growth.pages) * self.limits.page_tokens
+        groups = self.limits.page_groups
+        pairs = list(enumerate(zip(growth.pages, kv.pages, strict=False)))
+        assert len(pairs) == len(kv.pages), "it keeps what it has"
+        moved = [at for at, (new, old) in pairs if new != old]
+        assert all(map(groups.is_windowed, moved))
+        self.num_moved_pages += len(moved)
+        self._lie_on(kv, growth.pages)
 
-    def _lie_on(self, kv: SequenceKv, admission: Admission) -> None:
-        if admission.pages:
-            kv.pages = list(admission.pages)
-            kv.capacity = len(admission.pages) * self.limits.page_tokens
+    def _lie_on(self, kv: SequenceKv, pages: Sequence[int]) -> None:
+        if pages:
+            kv.pages = list(pages)
+            kv.capacity = self.scheduler.slots.tokens_in(len(pages) * self.limits.page_tokens)
 
     def _check_plan(self, plan: StepPlan) -> None:
         deadlines = [turn.request.deadline_ns for turn in self.alive()]
@@ -478,7 +499,7 @@ class SchedulerWorld:
         else:
             slots = self.scheduler.slots
             turn.kv = SequenceKv(slots.tokens_in(slots.needed_for(request.capacity_tokens)))
-            self._lie_on(turn.kv, admission)
+            self._lie_on(turn.kv, admission.pages)
             if admission.is_copy:
                 turn.num_copied, layers = found, min(layers, NUM_LAYERS - 1)
         if not found:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from inference_svc.core.attention_window import HeldRows
+from inference_svc.core.scheduling.page_groups import page_groups
 from inference_svc.core.scheduling.request import RequestEvent
 from inference_svc.core.scheduling.step_plan import SchedulerLimits
 from tests.property.scheduler_world import KEYS, MS, NUM_LAYERS, SchedulerWorld, Turn
@@ -25,13 +26,26 @@ def whole_pages(limits: SchedulerLimits) -> SchedulerLimits:
 
 def with_rows(limits: SchedulerLimits, full_items: int) -> SchedulerLimits:
     """The same where layers with a window, if there are some, hold the last tokens only."""
-    if limits.page_tokens or not limits.attention_window:
+    if not limits.attention_window:
         return limits
     step_tokens = max(limits.step_tokens, 1 + MOST_DRAFTED)
     rows = HeldRows(
         limits.attention_window, limits.block_tokens, step_tokens, 6, full_items=full_items
     )
-    return replace(limits, held_rows=rows)
+    limits = replace(limits, held_rows=rows)
+    return with_groups(limits, *GROUPS[full_items]) if limits.page_tokens else limits
+
+
+GROUPS = {1: (1, 2), 3: (1, 1), 5: (2, 1)}  # without a window, and with one
+
+
+def with_groups(limits: SchedulerLimits, num_full: int, num_windowed: int) -> SchedulerLimits:
+    """The same on pages of groups of layers, with a page of each at least."""
+    size = limits.page_tokens
+    rows = replace(limits.held_rows, step_tokens=max(limits.mixed_step_tokens, 1 + MOST_DRAFTED))
+    groups = page_groups(num_full, num_windowed, rows.num_rows, size)
+    kv_slots = max(limits.kv_slots, groups.num_groups * size)
+    return replace(limits, kv_slots=kv_slots, held_rows=rows, page_groups=groups)
 
 
 LIMITS = st.builds(
@@ -321,6 +335,7 @@ def random_traffic(seed: int, num_rounds: int) -> Counter[str]:
     seen["prefixes of running turns"] += world.num_shared_running
     seen["windows moved"] += world.num_moved_windows
     seen["held up"] += world.num_held_up
+    seen["window pages replaced"] += world.num_moved_pages
     return seen
 
 
@@ -329,13 +344,13 @@ def check_traffic(seeds: range, num_rounds: int) -> None:
     wanted = ("preempted", "overflowed", "shifted", "discarded", "evicted", "expired", "in place")
     wanted += ("moved", "shared", "mixed", "finished", "stalled", "grown", "on shared pages")
     wanted += ("pages copied", "pages replaced", "prefixes of running turns", "late")
-    wanted += ("windows moved", "held up")
+    wanted += ("windows moved", "held up", "window pages replaced")
     assert min(seen[what] for what in wanted) > 0, f"the traffic is too tame: {seen}"
 
 
 def test_nothing_starves_and_no_row_is_lost_under_random_traffic() -> None:
     """With tiny budgets, failing loads, priorities and cancellations, every request ends."""
-    check_traffic(range(15), 150)
+    check_traffic(range(60), 150)
 
 
 @pytest.mark.long

@@ -64,9 +64,10 @@ values are; what is bounded is a state, coupled as above. Anything else is refus
 
 **Windows**: in many models some layers attend to the last tokens only, others to all (Gemma,
 gpt-oss, Cohere). Of the former kvd has, and a turn loads, KV of the tokens before the places where
-turns begin, and no other; on a CPU the engine's memory holds the last tokens only, so that more
-sessions fit. `inference_svc/README.md` has what follows from that. So it is in mode *ragged*; where
-all layers have a window, KV of all tokens is stored and held, as of any model.
+turns begin, and no other; the engine's memory holds the last tokens only, so that more sessions
+fit: on pages, which are a GPU's, if all layers have keys and values of one shape.
+`inference_svc/README.md` has what follows from that. So it is in mode *ragged*; where all layers
+have a window, KV of all tokens is stored and held, as of any model.
 
 **Versions**: the table is of Transformers {version}; others differ where Transformers does. In
 5.17, the oldest that is taken, models that choose keys by an index (DSA) cache keys and values of

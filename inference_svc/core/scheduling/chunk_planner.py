@@ -6,14 +6,15 @@ There has to be room in two places:
                      without being saved
     held rows        of layers with a window (`HeldRows`). Where they are full, those behind the
                      window are given back; not while somebody copies the turn's KV: then the turn
-                     waits for the end of that
+                     waits for the end of that. Of pages that others hold, too, it gets others
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from inference_svc.core.scheduling.request import ActiveRequests, Request, RequestState
 from inference_svc.core.scheduling.residents import Residents
+from inference_svc.core.scheduling.slot_budget import SlotBudget
 from inference_svc.core.scheduling.step_plan import (
     Drafts,
     PlannedChunk,
@@ -32,12 +33,14 @@ class StepChunks:
         stalled: see `StepPlan`.
         unsaved: see `StepPlan`.
         patience_ns: until when who stalls waits for the write ring; None: nobody stalls.
+        moved: who has other pages for what is computed.
     """
 
     chunks: tuple[PlannedChunk, ...]
     stalled: tuple[Request, ...]
     unsaved: tuple[Request, ...] = ()
     patience_ns: int | None = None
+    moved: tuple[Request, ...] = ()
 
 
 class ChunkPlanner:
@@ -47,11 +50,13 @@ class ChunkPlanner:
         self,
         limits: SchedulerLimits,
         active: ActiveRequests,
+        slots: SlotBudget,
         residents: Residents,
         write_slots: WriteSlots,
     ) -> None:
         self._limits = limits
         self._active = active
+        self._slots = slots
         self._residents = residents
         self._write_slots = write_slots
 
@@ -63,12 +68,13 @@ class ChunkPlanner:
             if not self._waits_for_copy(request, drafts)
         ]
         found = self._chunks(now_ns, running, drafts)
+        moved = []
         for chunk in found.chunks:
-            request = chunk.request
-            request.window_from = self.window_from(
-                request.window_from, request.computed_tokens, chunk.num_fed
-            )
-        return found
+            request, num_tokens = chunk.request, chunk.request.computed_tokens
+            request.window_from = self.window_from(request.window_from, num_tokens, chunk.num_fed)
+            if self._slots.write_window(request, num_tokens + chunk.num_fed):
+                moved.append(request)
+        return replace(found, moved=tuple(moved))
 
     def window_from(self, window_from: int, num_tokens: int, num_new: int | None = None) -> int:
         """Return the first token that layers with a window hold once there is room for more.
@@ -88,7 +94,7 @@ class ChunkPlanner:
         """Whether a turn's KV is being copied, and its next tokens need the place of some of it."""
         if not self._residents.is_busy(request.key):
             return False
-        num_new = min(request.chunk_tokens, self._limits.step_tokens)
+        num_new = min(request.chunk_tokens, self._limits.chunk_tokens)
         num_new += len(drafts.get(request.number, ()))
         first = self.window_from(request.window_from, request.computed_tokens, num_new)
         return first > request.window_from

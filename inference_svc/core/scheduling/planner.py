@@ -106,7 +106,7 @@ class Planner:
         self._slots = slots
         self._residents = residents
         self._gate = gate
-        self._chunks = ChunkPlanner(limits, active, residents, write_slots)
+        self._chunks = ChunkPlanner(limits, active, slots, residents, write_slots)
         self._prefixes = SharedPrefixes(limits, active, residents, slots, gate)
 
     def plan(self, now_ns: int, drafts: Drafts) -> StepPlan:
@@ -127,7 +127,7 @@ class Planner:
             tuple(sketch.preempted),
             tuple(sketch.overflowed),
             tuple(sketch.evicted),
-            grown=self._growths(sketch),
+            grown=self._growths([*sketch.grown, *computed.moved]),
             stalled=computed.stalled,
             unsaved=computed.unsaved,
             wake_ns=min(wakes_ns, default=None),
@@ -147,11 +147,11 @@ class Planner:
             elif request.is_overflowing:
                 self._overflow(request, sketch)
 
-    def _growths(self, sketch: _Sketch) -> tuple[Growth, ...]:
-        """List who has grown, and still runs: who grew may have been preempted since."""
+    def _growths(self, grown: Sequence[Request]) -> tuple[Growth, ...]:
+        """List who has other pages, and still runs: who grew may have been preempted since."""
         return tuple(
             Growth(request, self._slots.pages(request))
-            for request in sketch.grown
+            for request in dict.fromkeys(grown)
             if request.state is RequestState.RUNNING
         )
 
@@ -165,7 +165,8 @@ class Planner:
             return False
         self._make_room(wanted, request, sketch)
         slots.reserve(request, wanted)
-        request.capacity_tokens = min(slots.kv_slots(request), request.full_capacity_tokens)
+        room = slots.tokens_in(slots.kv_slots(request))
+        request.capacity_tokens = min(room, request.full_capacity_tokens)
         return True
 
     def _start_ready(self, sketch: _Sketch) -> int | None:
@@ -261,7 +262,7 @@ class Planner:
         shared = self._prefixes.best(request)
         if shared is None:
             return [fresh]
-        kv_slots = fresh.kv_slots - (shared.num_tokens if slots.is_paged else 0)
+        kv_slots = fresh.kv_slots - slots.shared_by(shared.num_tokens)
         return [Terms(capacity, kv_slots, shared.num_tokens, shared.source), fresh]
 
     def _own_tokens(self, request: Request) -> int:
@@ -288,14 +289,16 @@ class Planner:
         is_own = source is not None and source.key == request.key
         if not is_own and request.key in self._residents:
             self._evict(request.key, sketch)
-        self._claim(request, terms)
-        self._make_room(terms.kv_slots, request, sketch)
-        self._reserve(request, terms)
-        request.move(RequestEvent.ADMIT)
-        request.capacity_tokens = terms.capacity_tokens
         request.window_from = 0
         if source is not None:
             request.window_from = self._first_held(source.window_from, terms)
+        free_slots = self._slots.free_slots
+        self._claim(request, terms)
+        claimed = free_slots - self._slots.free_slots
+        self._make_room(terms.kv_slots - claimed, request, sketch)
+        self._reserve(request, terms)
+        request.move(RequestEvent.ADMIT)
+        request.capacity_tokens = terms.capacity_tokens
         request.admitted_ns = request.admitted_ns or sketch.now_ns
         self._active.add(request)
         sketch.admitted.append(

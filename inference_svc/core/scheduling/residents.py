@@ -292,10 +292,10 @@ class Residents:
         Returns:
             The pages to be copied there before; None: there is no room for them.
         """
-        holding = self._residents[key].holding
-        if self._slots.num_shared(holding, first_token) > self._slots.free_slots:
+        resident = self._residents[key]
+        if self._slots.num_shared(resident.holding, first_token) > self._slots.free_slots:
             return None
-        return self._slots.own(holding, first_token)
+        return self._slots.own(resident.holding, first_token, resident.window_from)
 
     def end_compaction(
         self,

@@ -28,7 +28,8 @@ from dataclasses import replace
 from inference_svc.core.discards import Range
 from inference_svc.core.errors import QueueFullError
 from inference_svc.core.rates.rates import Rates, pairs
-from inference_svc.core.scheduling.held_slots import ContiguousSlots, HeldSlots, PagedSlots
+from inference_svc.core.scheduling.held_slots import ContiguousSlots, HeldSlots
+from inference_svc.core.scheduling.paged_slots import PagedSlots
 from inference_svc.core.scheduling.planner import Planner
 from inference_svc.core.scheduling.request import (
     ActiveRequests,
@@ -330,4 +331,4 @@ def _held_slots(limits: SchedulerLimits) -> HeldSlots:
         return ContiguousSlots(limits.kv_slots, limits.held_rows)
     num_pages, rest = divmod(limits.kv_slots, limits.page_tokens)
     assert not rest, "there are whole pages"
-    return PagedSlots(num_pages, limits.page_tokens)
+    return PagedSlots(num_pages, limits.page_tokens, limits.page_groups)

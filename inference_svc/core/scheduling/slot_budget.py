@@ -1,7 +1,8 @@
 """Whose slots of working KV are which: requests' and residents'.
 
 A slot holds K and V of one token, all layers; where layers with a window hold the last tokens only,
-some of a long sequence's hold more tokens, of the other layers (`HeldRows`). They are held by
+some of a long sequence's hold more tokens, of the other layers (`HeldRows`), or a slot is a token's
+in one group of layers (`PageGroups`). They are held by
 requests, as sequences' KV, and by residents; those of the write ring are counted apart
 (`write_slots.py`). What happens to them:
 
@@ -28,7 +29,8 @@ Invariant (`check`): what requests, residents and loads hold fits.
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from inference_svc.core.scheduling.held_slots import HeldSlots, Holding, PagedSlots
+from inference_svc.core.scheduling.held_slots import HeldSlots, Holding
+from inference_svc.core.scheduling.paged_slots import PagedSlots
 from inference_svc.core.scheduling.request import Request
 from inference_svc.core.scheduling.residents import Resident, Residents
 
@@ -89,6 +91,10 @@ class SlotBudget:
         spared = [self._kvs[request.number] for request in preempted]
         stays = None if kept is None else kept.holding
         return self.free_slots + self._slots.evictable_after(spared, stays)
+
+    def per_token(self, num_slots: int) -> int:
+        """Return how many tokens, in all layers, so many slots are."""
+        return num_slots // self._slots.num_groups
 
     def kv_slots(self, request: Request) -> int:
         """Return the slots of a request's KV; 0 if it has none."""
@@ -158,13 +164,28 @@ class SlotBudget:
         """
         holding = self._kvs[request.number]
         self._slots.trim(holding, capacity_tokens)
-        self._slots.own(holding, first_token)
+        self._slots.own(holding, first_token, request.window_from)
+
+    def write_window(self, request: Request, end_token: int) -> bool:
+        """Give a request pages of its own for its next tokens in layers with a window.
+
+        There is room for them; returns whether it has other pages now.
+        """
+        if self._pages is None or not self._pages.groups.num_windowed:
+            return False
+        holding = self._kvs[request.number]
+        return self._pages.own_window(holding, request.computed_tokens, end_token)
+
+    def shared_by(self, num_tokens: int) -> int:
+        """Return how many slots fewer a request takes that shares so many first tokens."""
+        return 0 if self._pages is None else self._pages.shared_slots(num_tokens)
 
     def share(self, request: Request, source: Resident | Request, num_tokens: int) -> None:
         """Give a request the pages of the first tokens of another, which fill them."""
         assert self._pages is not None, "only pages are shared"
         assert request.number not in self._kvs, f"request {request.number} has a sequence's KV"
-        self._kvs[request.number] = self._pages.share(self._holding(source), num_tokens)
+        shared = self._pages.share(self._holding(source), num_tokens, request.window_from)
+        self._kvs[request.number] = shared
 
     def become_resident(self, request: Request, token_ids: Sequence[int], now_ns: int) -> None:
         """Make the slots of a request's KV its session's resident."""
@@ -198,8 +219,7 @@ class SlotBudget:
         if self._pages is None:
             yield
             return
-        holding = self._kvs[request.number]
-        held = self._pages.share(holding, holding.num_slots)
+        held = self._pages.hold(self._kvs[request.number])
         self._loads.append(held)
         try:
             yield

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from inference_svc.core.attention_window import HeldRows
+from inference_svc.core.scheduling.page_groups import PLAIN, PageGroups
 from inference_svc.core.scheduling.request import Request
 from inference_svc.core.scheduling.residents import MOST_RESIDENTS
 from shared.types.session_key import SessionKey
@@ -41,6 +42,7 @@ class SchedulerLimits:
         attention_window: most tokens that layers with a window attend to, of which there may be no
             KV before (core/attention_window.py); 0: the model has none.
         held_rows: what such layers hold of a sequence; None: all tokens.
+        page_groups: groups of layers, of which pages hold one each; the slots are theirs, too.
     """
 
     max_running: int
@@ -58,6 +60,13 @@ class SchedulerLimits:
     most_residents: int = MOST_RESIDENTS
     attention_window: int = 0
     held_rows: HeldRows | None = None
+    page_groups: PageGroups = PLAIN
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Most prompt tokens of one request in a step."""
+        rows = self.held_rows
+        return self.step_tokens if rows is None else min(self.step_tokens, rows.step_tokens)
 
 
 @dataclass(frozen=True)
@@ -116,7 +125,7 @@ class Admission:
 
 @dataclass(frozen=True)
 class Growth:
-    """A running request has more pages: those of its KV, in the order of tokens."""
+    """A running request has more pages, or others for what is written next: those of its KV."""
 
     request: Request
     pages: tuple[int, ...]
@@ -133,7 +142,7 @@ class StepPlan:
             not admitted, and nobody else is whose place is behind theirs: `truncated`, then
             `end_compaction` of their resident are owed.
         evicted: sessions whose resident KV is to be released before memory is given to others.
-        grown: requests whose KV has more pages.
+        grown: requests whose KV has more pages, or others.
         expired: requests that failed because their deadline passed; release is owed.
         stalled: requests that run, and whose next tokens find no room in the write ring: what can
             be stored of others is to be, and what cannot is to be given up.
@@ -212,7 +221,7 @@ def plan_chunks(
     free = min(free, max(1, limits.write_slots // 2))
     for request in growing:
         if left and not request.is_decoding:
-            num_tokens = min(left, request.chunk_tokens)
+            num_tokens = min(left, request.chunk_tokens, limits.chunk_tokens)
             if request.is_saved:
                 num_tokens = min(num_tokens, free)
                 free -= num_tokens

@@ -8,6 +8,7 @@ pages. Which kernel that is, is not known here.
 """
 
 from collections.abc import Sequence
+from copy import copy
 from itertools import accumulate
 from typing import NamedTuple, Protocol
 
@@ -17,7 +18,6 @@ from torch.nn.utils.rnn import pad_sequence
 
 from inference_svc.runtime.attention.attention import AttentionOptions, Part, StepAttention
 from inference_svc.runtime.attention.torch_attention import TorchAttention
-from inference_svc.runtime.kv.layer_tensors import SlotTensors
 from inference_svc.runtime.kv.paged_kv import PagedKv
 from inference_svc.runtime.memory import placed_on
 
@@ -85,24 +85,49 @@ class PageStep:
             page_tokens: number of tokens on a page.
             device: where their KV is.
         """
+        by_group = [([pages], size, length) for pages, size, length in parts]
+        return cls.placed_by_group(by_group, page_tokens, device)[0]
+
+    @classmethod
+    def placed_by_group(
+        cls,
+        parts: Sequence[tuple[Sequence[Tensor], int, int]],
+        page_tokens: int,
+        device: torch.device,
+    ) -> "list[PageStep]":
+        """Do the same for several groups of layers; they differ in their pages alone.
+
+        Args:
+            parts: pages by group, number of new tokens and length of each.
+            page_tokens: number of tokens on a page.
+            device: where their KV is.
+        """
         sizes = [(size, length) for _, size, length in parts]
         numbers = [
             *accumulate((size for size, _ in sizes), initial=0),
             *(length for _, length in sizes),
         ]
-        tables = pad_sequence([pages for pages, _, _ in parts], batch_first=True)
+        groups = zip(*[pages for pages, _, _ in parts], strict=True)
+        tables = torch.stack([pad_sequence(list(pages), batch_first=True) for pages in groups])
         placed = placed_on(device, torch.cat((_int32(numbers), tables.flatten())))
         starts, lengths, placed_tables = placed.split_with_sizes(
             [len(parts) + 1, len(parts), tables.numel()]
         )
-        return cls(
+        step = cls(
             sizes,
-            placed_tables.view(tables.shape),
+            placed_tables.view(tables.shape)[0],
             starts,
             lengths,
             most_length=max(length for _, _, length in parts),
             page_tokens=page_tokens,
         )
+        return [step.on(table) for table in placed_tables.view(tables.shape)]
+
+    def on(self, tables: Tensor) -> "PageStep":
+        """Return the same step on other pages; what is placed for one is there for both."""
+        other = copy(self)
+        other.tables = tables
+        return other
 
     @classmethod
     def of_single_tokens(
@@ -194,29 +219,27 @@ class PagedAttention:
         if len(pages) < len(parts):
             return self._portable.prepare(parts)
         kv = pages[0]
-        step = PageStep.placed(
+        steps = PageStep.placed_by_group(
             [
-                (paged.table.numbers, part.num_tokens, part.length)
+                ([table.numbers for table in paged.tables.by_group], part.num_tokens, part.length)
                 for paged, part in zip(pages, parts, strict=True)
             ],
             kv.table.page_tokens,
             kv.device,
         )
-        return self.over(kv, step)
+        return self.over(kv, steps)
 
-    def over(self, kv: PagedKv, step: PageStep) -> StepAttention:
-        """Plan a step that is described already, over the region that this KV is in."""
-        return PagedStepAttention(kv.keys.slots, kv.values.slots, step, self._kernel)
+    def over(self, kv: PagedKv, steps: Sequence[PageStep]) -> StepAttention:
+        """Plan a step that is described already, by group, over the region that this KV is in."""
+        return PagedStepAttention(kv, steps, self._kernel)
 
 
 class PagedStepAttention:
     """Attention of one step; see the protocol for shapes."""
 
-    def __init__(
-        self, keys: SlotTensors, values: SlotTensors, step: PageStep, kernel: PageKernel
-    ) -> None:
-        self._keys, self._values = keys, values
-        self._step = step
+    def __init__(self, kv: PagedKv, steps: Sequence[PageStep], kernel: PageKernel) -> None:
+        self._keys, self._values = kv.keys.slots, kv.values.slots
+        self._steps = [steps[group] for group in kv.tables.groups.group_of]
         self._kernel = kernel
 
     def attend(self, query: Tensor, layer_index: int, options: AttentionOptions) -> Tensor:
@@ -226,7 +249,8 @@ class PagedStepAttention:
             scale, options.softcap or 0.0, options.sinks, options.window or 0, options.chunk or 0
         )
         keys, values = self._keys[layer_index], self._values[layer_index]
-        return self._kernel(query[0].transpose(0, 1), keys, values, self._step, call).unsqueeze(0)
+        step = self._steps[layer_index]
+        return self._kernel(query[0].transpose(0, 1), keys, values, step, call).unsqueeze(0)
 
 
 def _int32(numbers: Sequence[int]) -> Tensor:

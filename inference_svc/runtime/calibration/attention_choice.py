@@ -18,7 +18,7 @@ import structlog
 import torch
 from torch import Tensor
 
-from inference_svc.core.scheduling.held_slots import PagedSlots
+from inference_svc.core.scheduling.paged_slots import PagedSlots
 from inference_svc.runtime.attention.attention import AttentionBackend
 from inference_svc.runtime.attention.paged_attention import PagedAttention
 from inference_svc.runtime.attention.torch_attention import TorchAttention

@@ -117,14 +117,14 @@ class _Row(NamedTuple):
         history: number of the tokens that it begins with.
         length: number of its tokens, with the new one.
         token_id: the new one.
-        page: the last of its pages, which is its own.
+        pages: the last of its pages by group, which are its own.
         write_slot: of the write ring; None: it is not going to be stored.
     """
 
     history: int
     length: int
     token_id: int
-    page: int
+    pages: Sequence[int]
     write_slot: int | None
 
 
@@ -141,14 +141,20 @@ class _Proof:
         """
         self._runner, self._pool, self._ring = runner, pool, memory.ring
         self._vocab_size = vocab_size
+        self._most_rows = memory.most_rows
         self._page_tokens = size = pool.spare_kv().table.page_tokens
         self._chance = torch.Generator().manual_seed(7)
         pages = torch.randperm(pool.num_pages, generator=self._chance).tolist()
-        self._own_pages, pages = pages[: memory.most_rows], pages[memory.most_rows :]
-        longest = min(PROOF_TOKENS, memory.window_tokens, len(pages) // 2 * size)
+        self._groups = groups = pool.groups.pages
+        num_own = memory.most_rows * groups.num_groups
+        self._own_pages, pages = pages[:num_own], pages[num_own:]
+        longest = groups.count_in(len(pages) // 2) * size
+        longest = min(PROOF_TOKENS, memory.window_tokens, longest)
+        if groups.num_windowed:  # so that no token takes the place of another
+            longest = min(longest, groups.window_pages * size)
         if not longest:
             raise ValueError("there are too few pages to prove them")
-        count = ceil_div(longest, size)
+        count = groups.num_pages(ceil_div(longest, size))
         self._histories = [pool.new_kv(longest, pages[first::2][:count]) for first in (0, 1)]
         self._runner.step(
             [
@@ -186,7 +192,7 @@ class _Proof:
                 row % 2,
                 length,
                 (41 * row + length) % self._vocab_size,
-                self._own_pages[row],
+                self._own_pages[row :: self._most_rows],
                 self._ring.num_slots - 1 - row if is_stored else None,
             )
 
@@ -198,19 +204,29 @@ class _Proof:
         logits = run(chunks)
         kv, buffer = self._pool.spare_kv(), self._ring.spare_buffer()
         size = self._page_tokens
-        slots = [row.page * size + (row.length - 1) % size for row in rows]
-        found = [logits, _tokens(kv.keys.slots, slots), _tokens(kv.values.slots, slots)]
+        slots = [
+            [row.pages[group] * size + (row.length - 1) % size for row in rows]
+            for group in range(self._groups.num_groups)
+        ]
+        by_layer = [slots[group] for group in self._pool.groups.group_of]
+        found = [
+            logits,
+            *(_tokens(tensors, by_layer) for tensors in (kv.keys.slots, kv.values.slots)),
+        ]
         stored = [row.write_slot for row in rows if row.write_slot is not None]
         if stored:
-            found += [_tokens(buffer.keys, stored), _tokens(buffer.values, stored)]
+            everywhere = [stored] * len(by_layer)
+            found += [_tokens(tensors, everywhere) for tensors in (buffer.keys, buffer.values)]
         return found
 
     def _chunk(self, row: _Row) -> Chunk:
         """Return a sequence with all its tokens but the last, which nothing was written of."""
         history, last = self._histories[row.history], (row.length - 1) // self._page_tokens
-        pages = history.table.pages[: last + 1]
+        groups = self._groups
+        pages = history.tables.pages[: groups.num_pages(last + 1)]
         kv = self._pool.new_kv(row.length, pages)
-        kv.own([PageCopy(last, pages[last], row.page)])
+        places = [groups.position(group, last) for group in range(groups.num_groups)]
+        kv.own([PageCopy(at, pages[at], own) for at, own in zip(places, row.pages, strict=True)])
         kv.num_tokens = row.length - 1
         buffer = None
         if row.write_slot is not None:
@@ -221,7 +237,13 @@ class _Proof:
         return Chunk(kv, [row.token_id], want_logits=True, write_buffer=buffer)
 
 
-def _tokens(tensors: SlotTensors, slots: Sequence[int]) -> Tensor:
-    """Put what all layers have in each of these slots together, [slots, n] float32 on the CPU."""
-    index = torch.tensor(slots, device=tensors.device)
-    return torch.cat([layer[index].flatten(1).float() for layer in tensors.layers], dim=1).cpu()
+def _tokens(tensors: SlotTensors, slots: Sequence[Sequence[int]]) -> Tensor:
+    """Put what all layers have in each of some slots together, [slots, n] float32 on the CPU.
+
+    The slots are given by layer.
+    """
+    found = [
+        layer[torch.tensor(some, device=tensors.device)].flatten(1).float()
+        for layer, some in zip(tensors.layers, slots, strict=True)
+    ]
+    return torch.cat(found, dim=1).cpu()

@@ -2,7 +2,9 @@
 
 Whatever differs from step to step is on one sheet of numbers, with a row for each sequence:
 
-    tokens | lengths | slots | write slots | pages of row 0 | pages of row 1 | ...
+    tokens | lengths | write slots | slots | pages of row 0 | pages of row 1 | ...
+
+Slots and pages are there for each group of layers (`layer_groups.py`), usually one.
 
 `fill` copies it to the device at once; `run` computes what is on it, and reads nothing else that
 changes: so what it has enqueued once can be enqueued again as it is (`decode_graphs.py`). Rows
@@ -55,19 +57,19 @@ class _Sheet(NamedTuple):
     Attributes:
         tokens: [rows] ids of the new tokens.
         lengths: [rows] of the sequences, with them.
-        slots: [rows] where they go in working KV.
         write_slots: [rows] where they go in the write ring.
-        tables: [rows, pages] each sequence's pages, as many as there are.
+        slots: [groups, rows] where they go in working KV.
+        tables: [groups, rows, pages] each sequence's pages, as many as there are.
     """
 
     tokens: Tensor
     lengths: Tensor
-    slots: Tensor
     write_slots: Tensor
+    slots: Tensor
     tables: Tensor
 
 
-NUM_COLUMNS = 4  # before the tables
+PLAIN_COLUMNS = 3  # before the slots of each group
 
 
 class _Staged(NamedTuple):
@@ -76,8 +78,8 @@ class _Staged(NamedTuple):
     numpy's views: a call of torch takes longer than a row of numbers does.
 
     Attributes:
-        columns: [NUM_COLUMNS, rows] int32, all of a sheet but the tables.
-        tables: [rows, pages] int32.
+        columns: [columns, rows] int32, all of a sheet but the tables.
+        tables: [groups, rows, pages] int32.
         source: [items] int32, the same memory.
         target: [items] int32 on the device.
     """
@@ -107,18 +109,19 @@ class DecodeStep:
         self._spare_kv, self._spare_buffer = pool.spare_kv(), ring.spare_buffer()
         self._has_buffers = ring.num_slots > 0
         self._page_tokens = self._spare_kv.table.page_tokens
+        self._num_groups = len(self._spare_kv.tables.by_group)
+        self._num_columns = PLAIN_COLUMNS + self._num_groups
         self._device = loaded.device
         num_items = max(map(self._num_items, shapes))
         self._numbers = torch.zeros(num_items, dtype=torch.int32, device=loaded.device)
         staged = torch.zeros(num_items, dtype=torch.int32, pin_memory=loaded.device.type == "cuda")
         self._staged = {shape: self._staged_sheet(staged, shape) for shape in shapes}
         spare = self._spare_kv.table
-        self._idle_column = np.array(
-            [[0], [1], [spare.slot_of(0)], [self._spare_buffer.slots[0]]], np.int32
-        )
+        idle = [0, 1, self._spare_buffer.slots[0], *[spare.slot_of(0)] * self._num_groups]
+        self._idle_column = np.array(idle, np.int32)[:, None]
         self._most_rows = max(shape.rows for shape in shapes)
         self._logits: Tensor | None = None
-        self._pages = {shape: self._page_step(shape) for shape in shapes}
+        self._pages = {shape: self._page_steps(shape) for shape in shapes}
 
     def takes(self, chunks: Sequence[Chunk]) -> bool:
         """Whether these are single tokens of sequences in this memory, with nothing unusual."""
@@ -146,13 +149,14 @@ class DecodeStep:
         for row, chunk in enumerate(chunks):
             assert isinstance(chunk.kv, PagedKv)  # noqa: S101 - it was taken
             end_token = chunk.end_token
-            pages = chunk.kv.table.host_numbers[: ceil_div(end_token, self._page_tokens)]
-            staged.tables[row, : len(pages)] = pages
+            count = ceil_div(end_token, self._page_tokens)
+            for group, table in enumerate(chunk.kv.tables.by_group):
+                staged.tables[group, row, :count] = table.host_numbers[:count]
             filled.append((chunk.token_ids[0], end_token, *self._slots_of(chunk)))
-        numbers = np.array(filled, np.int32).reshape(num_rows, NUM_COLUMNS)
+        numbers = np.array(filled, np.int32).reshape(num_rows, self._num_columns)
         staged.columns[:, :num_rows] = numbers.T
         staged.columns[:, num_rows:] = self._idle_column
-        staged.tables[num_rows:, 0] = self._spare_kv.table.pages[0]
+        staged.tables[:, num_rows:, 0] = self._spare_kv.table.pages[0]
         staged.target.copy_(staged.source, non_blocking=True)
 
     @torch.inference_mode()
@@ -161,9 +165,10 @@ class DecodeStep:
         sheet = self._sheet(self._numbers, shape)
         buffered = []
         if self._has_buffers:
-            places = Places.at(sheet.write_slots.long())
-            buffered.append(BufferedTokens.of(self._spare_buffer, None, places))
-        new_tokens = NewOnPages(self._spare_kv, Places.at(sheet.slots.long()))
+            written = Places.at(sheet.write_slots.long())
+            buffered.append(BufferedTokens.of(self._spare_buffer, None, written))
+        places = [Places.at(slots) for slots in sheet.slots.long()]
+        new_tokens = NewOnPages(self._spare_kv, places)
         forward = DecodeForward(
             self._calibration,
             StepPlaces(new_tokens, buffered),
@@ -186,44 +191,48 @@ class DecodeStep:
         return copied_to_host(self._logits[:num_rows])
 
     def _num_items(self, shape: StepShape) -> int:
-        return shape.rows * (NUM_COLUMNS + ceil_div(shape.reach, self._page_tokens))
+        num_pages = ceil_div(shape.reach, self._page_tokens)
+        return shape.rows * (self._num_columns + self._num_groups * num_pages)
 
     def _sheet(self, numbers: Tensor, shape: StepShape) -> _Sheet:
         """View the sheet of a shape in the memory that all of them share."""
-        columns = numbers[: shape.rows * NUM_COLUMNS].view(NUM_COLUMNS, shape.rows)
-        tables = numbers[shape.rows * NUM_COLUMNS : self._num_items(shape)]
-        tokens, lengths, slots, write_slots = columns.unbind(0)
-        return _Sheet(tokens, lengths, slots, write_slots, tables.view(shape.rows, -1))
+        num_numbers = shape.rows * self._num_columns
+        columns = numbers[:num_numbers].view(self._num_columns, shape.rows)
+        tables = numbers[num_numbers : self._num_items(shape)]
+        by_group = tables.view(self._num_groups, shape.rows, -1)
+        tokens, lengths, write_slots = columns[:PLAIN_COLUMNS].unbind(0)
+        return _Sheet(tokens, lengths, write_slots, columns[PLAIN_COLUMNS:], by_group)
 
     def _staged_sheet(self, staged: Tensor, shape: StepShape) -> _Staged:
         """View the sheet of a shape in the host's memory that all of them share."""
         num_items = self._num_items(shape)
         source, target = staged[:num_items], self._numbers[:num_items]
-        columns, tables = np.split(source.numpy(), [shape.rows * NUM_COLUMNS])
+        columns, tables = np.split(source.numpy(), [shape.rows * self._num_columns])
         return _Staged(
-            columns.reshape(NUM_COLUMNS, shape.rows),
-            tables.reshape(shape.rows, -1),
+            columns.reshape(self._num_columns, shape.rows),
+            tables.reshape(self._num_groups, shape.rows, -1),
             source,
             target,
         )
 
-    def _page_step(self, shape: StepShape) -> PageStep:
+    def _page_steps(self, shape: StepShape) -> list[PageStep]:
         sheet = self._sheet(self._numbers, shape)
-        return PageStep.of_single_tokens(
-            sheet.tables,
+        step = PageStep.of_single_tokens(
+            sheet.tables[0],
             sheet.lengths,
             most_length=shape.reach,
             page_tokens=self._page_tokens,
         )
+        return [step.on(tables) for tables in sheet.tables]
 
     def _takes_buffer(self, buffer: WriteBuffer | None) -> bool:
         return buffer is None or (self._has_buffers and buffer.keys is self._spare_buffer.keys)
 
-    def _slots_of(self, chunk: Chunk) -> tuple[int, int]:
-        """Return where the chunk's token goes: in its sequence's KV, and in the write ring."""
+    def _slots_of(self, chunk: Chunk) -> list[int]:
+        """Return where the chunk's token goes: in the write ring, and by group in working KV."""
         assert isinstance(chunk.kv, PagedKv)  # noqa: S101 - it was taken
         position, buffer = chunk.kv.num_tokens, chunk.write_buffer
         if buffer is None or chunk.first_written_token > position:
             buffer, position = self._spare_buffer, 0
-        slot = chunk.kv.table.slot_of(chunk.kv.num_tokens)
-        return slot, buffer.slots_of(position, 1)[0]
+        tables, num_tokens = chunk.kv.tables.by_group, chunk.kv.num_tokens
+        return [buffer.slots_of(position, 1)[0], *(t.slot_of(num_tokens) for t in tables)]

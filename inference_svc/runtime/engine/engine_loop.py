@@ -126,12 +126,13 @@ class EngineLoop:
     # ---------------------------------------------------------------------------- for people
 
     def gauges(self) -> dict[str, float]:
-        """Return the engine's gauges by name."""
+        """Return the engine's gauges by name; a token slot holds a token of all layers."""
+        slots = self.scheduler.slots
         return {
-            "reserved_token_slots": self.scheduler.slots.reserved_slots,
-            "resident_token_slots": self.scheduler.residents.num_slots,
+            "reserved_token_slots": slots.per_token(slots.reserved_slots),
+            "resident_token_slots": slots.per_token(self.scheduler.residents.num_slots),
             "resident_sessions": len(self.scheduler.residents),
-            "shared_token_slots": self.scheduler.slots.shared_slots,
+            "shared_token_slots": slots.per_token(slots.shared_slots),
             "pool_token_slots": self._pool.num_token_slots,
             "pool_free_token_slots": self._pool.num_free,
             "pool_misses": self._pool.num_outside,  # KV found no room in the pool: only slower

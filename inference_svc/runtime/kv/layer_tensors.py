@@ -104,11 +104,16 @@ class ContiguousTokens(LayerTensors):
     """Per layer [1, kv_heads, slots, dim], as attention takes them."""
 
     token_dim = 2
+    lies_by_position = False
 
     @staticmethod
     def sizes(kv_heads: int, num_slots: int, dim: int) -> tuple[int, ...]:
         """Return the sizes of one layer's tensor."""
         return 1, kv_heads, num_slots, dim
+
+    def group_of(self, _layer_index: int) -> int:
+        """Return which group of layers has its tokens where this one has: all are one."""
+        return 0
 
     def first_token(self, _layer_index: int) -> int:
         """Return the first token that a layer holds: all hold all."""
@@ -127,7 +132,7 @@ class ContiguousTokens(LayerTensors):
         """View the memory that a layer's tokens are in, [slots, kv_heads, dim]."""
         return self.layers[layer_index][0].transpose(0, 1)
 
-    def slot_index(self, first: int, num_tokens: int) -> Tensor:
+    def slot_index(self, _layer_index: int, first: int, num_tokens: int) -> Tensor:
         """Return where in `region` tokens are, [num_tokens] int64 on the device."""
         return torch.arange(first, first + num_tokens, device=self.device)
 
@@ -142,6 +147,12 @@ class SlotTensors(LayerTensors):
         """Return the sizes of one layer's tensor."""
         return num_slots, kv_heads, dim
 
+    def spread_over(self, places: Sequence[int]) -> "SlotTensors":
+        """Return the same slots, of layers each of which has one of these tensors."""
+        spread = SlotTensors(self._stacks)
+        spread.layers = [self.layers[place] for place in places]
+        return spread
+
     def seen_by_heads(self) -> ContiguousTokens:
         """View the same slots as attention takes them."""
         return ContiguousTokens(
@@ -155,10 +166,13 @@ class TokenTensors(Protocol):
     Attributes:
         dtype: the element type.
         device: the device that they are on.
+        lies_by_position: whether a layer that holds the last tokens only has a token wherever it
+            would be, too, if others were held; else they lie in rows from the first one on.
     """
 
     dtype: torch.dtype
     device: torch.device
+    lies_by_position: bool
 
     def cut(self, first: int, num_tokens: int) -> Sequence[Tensor]:
         """Return tokens [first, first + num_tokens) by layer, each [1, kv_heads, num_tokens, dim].
@@ -166,6 +180,9 @@ class TokenTensors(Protocol):
         To be read: views, or where tokens lie apart copies, made when a layer is asked for. Of a
         layer that does not hold all of them those are missing that it does not.
         """
+
+    def group_of(self, layer_index: int) -> int:
+        """Return a number that layers have in common whose tokens have the same slots."""
 
     def first_token(self, layer_index: int) -> int:
         """Return the first token that a layer holds."""
@@ -181,8 +198,8 @@ class TokenTensors(Protocol):
     def region(self, layer_index: int) -> Tensor:
         """View the memory that a layer's tokens are in, [slots, kv_heads, dim]; others', too."""
 
-    def slot_index(self, first: int, num_tokens: int) -> Tensor:
-        """Return where in `region` tokens are, [num_tokens] int64 on the device; in all layers."""
+    def slot_index(self, layer_index: int, first: int, num_tokens: int) -> Tensor:
+        """Return where in `region` tokens are, [num_tokens] int64 on the device."""
 
 
 T = TypeVar("T", bound=LayerTensors)

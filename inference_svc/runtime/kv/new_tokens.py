@@ -35,9 +35,16 @@ def new_tokens(appended: Sequence[tuple[SequenceKv, int]]) -> NewTokens:
     paged = [(kv, number) for kv, number in appended if isinstance(kv, PagedKv)]
     if not paged:
         return _SideBySide(appended)
-    slots = [slot for kv, number in paged for slot in kv.table.slots_of(kv.num_tokens, number)]
     region = paged[0][0]
-    return NewOnPages(region, Places(slots, region.device))
+    by_group = [
+        [
+            slot
+            for kv, number in paged
+            for slot in kv.tables.by_group[group].slots_of(kv.num_tokens, number)
+        ]
+        for group in range(len(region.tables.by_group))
+    ]
+    return NewOnPages(region, [Places(slots, region.device) for slots in by_group])
 
 
 class _SideBySide:
@@ -79,17 +86,20 @@ class _SideBySide:
 class NewOnPages:
     """Tokens that go to slots of one region: the one that this KV is in."""
 
-    def __init__(self, kv: PagedKv, places: Places) -> None:
+    def __init__(self, kv: PagedKv, places: Sequence[Places]) -> None:
+        """Store where the tokens go, by group of layers."""
         parts = (kv.keys, kv.values, kv.indexes)
         self._components = [tokens.slots for tokens in parts if tokens is not None]
-        self._places = places
+        self._places = [places[group] for group in kv.tables.groups.group_of]
 
     def write(self, layer_index: int, key: Tensor, value: Tensor) -> None:
         """Write a layer's new tokens; see the protocol."""
         keys, values = self._components[:2]
-        self._places.write(keys[layer_index], key[0].transpose(0, 1))
-        self._places.write(values[layer_index], value[0].transpose(0, 1))
+        places = self._places[layer_index]
+        places.write(keys[layer_index], key[0].transpose(0, 1))
+        places.write(values[layer_index], value[0].transpose(0, 1))
 
     def write_index(self, layer_index: int, index: Tensor) -> None:
         """Write a layer's index keys; see the protocol."""
-        self._places.write(self._components[2][layer_index], index[0].transpose(0, 1))
+        places = self._places[layer_index]
+        places.write(self._components[2][layer_index], index[0].transpose(0, 1))

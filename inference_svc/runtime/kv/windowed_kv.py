@@ -121,7 +121,7 @@ class WindowedTokens(ContiguousTokens):
         """Refuse: kernels that write to a region know one place for all layers."""
         raise AssertionError(f"a kernel was to write to layer {layer_index} of windowed KV")
 
-    def slot_index(self, first: int, num_tokens: int) -> Tensor:
+    def slot_index(self, _layer_index: int, first: int, num_tokens: int) -> Tensor:
         """Refuse, as `region` does."""
         raise AssertionError(f"a kernel was to write {num_tokens} tokens from {first} on")
 

@@ -2,7 +2,8 @@
 
 In one pass, layer by layer, piece by piece from the front: a token never moves to a higher slot, so
 that a piece may overwrite what has been read before it. Nor does it in a layer that holds the last
-tokens only: the first of these stays in the first row. A piece goes through scratch that fits a
+tokens only: the first of these stays in the first row. On pages, where such tokens lie in turn on
+the same ones, they are all read first. A piece goes through scratch that fits a
 core's cache, in float32 whatever the KV's dtype: what was embedded at the old positions is taken
 back and embedded anew, rounded once.
 
@@ -15,7 +16,8 @@ What the modes of a model's positions make of it (`recipes.Calibration.positions
 Source: CachedAttention, section 3.4 (positions decoupled from stored keys).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -24,6 +26,7 @@ from torch import Tensor
 from inference_svc.core.discards import Range, num_in
 from inference_svc.core.scheduling.held_slots import PageCopy
 from inference_svc.runtime.kv.copy_stream import CopyStream
+from inference_svc.runtime.kv.layer_tensors import TokenTensors
 from inference_svc.runtime.kv.paged_kv import PagedKv
 from inference_svc.runtime.kv.sequence_kv import SequenceKv
 from inference_svc.runtime.memory import ThreadScratch
@@ -118,12 +121,23 @@ class Compaction:
             for tokens, (recipe, (heads, dim)) in zip(self._kv.components, parts, strict=False):
                 mover = recipe.mover if self._embeds else None
                 first = tokens.first_token(layer_index)
-                num_gone = first - _num_before(self._kept, first)  # rows are counted from there
+                read = self._reading(tokens, layer_index, first)
+                num_gone = 0
+                if not tokens.lies_by_position:  # rows are counted from there
+                    num_gone = first - _num_before(self._kept, first)
                 for piece in self._pieces_of(max(1, PIECE_ITEMS // (heads * dim)), first):
-                    old = tokens.read(layer_index, piece.start, piece.num_tokens)
-                    place = piece.target + num_gone
+                    old, place = read(piece.start, piece.num_tokens), piece.target + num_gone
                     with tokens.filling(layer_index, place, piece.num_left) as new:
                         self._move(old, new, piece, mover)
+
+    def _reading(
+        self, tokens: TokenTensors, layer_index: int, first: int
+    ) -> Callable[[int, int], Tensor]:
+        """Return what reads tokens as they were, from [first token, number of tokens]."""
+        if not (first and tokens.lies_by_position):
+            return partial(tokens.read, layer_index)
+        held = tokens.read(layer_index, first, self._kv.num_tokens - first).clone()
+        return lambda start, num_tokens: held.narrow(0, start - first, num_tokens)
 
     def _move(
         self, old: Tensor, new: Tensor, piece: "_Piece", mover: RotaryTable | ScaledRotary | None

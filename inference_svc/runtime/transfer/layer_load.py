@@ -108,7 +108,7 @@ class LayerLoader:
         tokens = self._kv.components[component]
         if self._kernel is not None:  # there are kernels for these, too
             region = tokens.region(layer_index)
-            for run, places in source.places_in(tokens):
+            for run, places in source.places_in(tokens, layer_index):
                 self._arena.gather_to(layer_index, component, run, region, places)
             return
         for run, first in _placed(source.runs, source.first):
@@ -170,14 +170,14 @@ class LayerLoader:
         self, source: "_Source", layer_index: int, component: int, rotary: RotaryTable
     ) -> "list[_Landing]":
         """Return the pieces of a kind of component, and where they go; made on this thread."""
-        kind = (threading.get_ident(), rotary)
+        tokens = self._kv.components[component]
+        kind = (threading.get_ident(), rotary, tokens.group_of(layer_index))
         if kind not in source.landings:
-            tokens = self._kv.components[component]
             source.landings[kind] = [
                 _Landing(
                     list(_placed(runs, 0)),
                     rotary.tables(first, count),
-                    tokens.slot_index(first, count),
+                    tokens.slot_index(layer_index, first, count),
                 )
                 for first, count, runs in self._cut(source, layer_index, component)
             ]
@@ -222,7 +222,7 @@ class _Source:
         runs: what can be gathered in one call each.
         tail_run: those of the last slot that the tail keeps, if any.
         pieces: what is turned in one go, by thread, table and shape of a key.
-        landings: the same for a kernel, by thread and table.
+        landings: the same for a kernel, by thread, table and group of layers.
     """
 
     def __init__(self, spans: Sequence[Span], tail: WriteBuffer | None) -> None:
@@ -231,19 +231,19 @@ class _Source:
         self.num_tokens = sum(run.num_tokens for run in self.runs)
         self.tail_run = _tail_run(spans, tail)
         self.pieces: dict[tuple[int, RotaryTable, tuple[int, int]], list[_Piece]] = {}
-        self.landings: dict[tuple[int, RotaryTable], list[_Landing]] = {}
-        self._places: dict[int, list[tuple[Run, Tensor]]] = {}
+        self.landings: dict[tuple[int, RotaryTable, int], list[_Landing]] = {}
+        self._places: dict[tuple[int, int], list[tuple[Run, Tensor]]] = {}
         self._tail_places: dict[int, Tensor] = {}
 
-    def places_in(self, tokens: TokenTensors) -> list[tuple[Run, Tensor]]:
+    def places_in(self, tokens: TokenTensors, layer_index: int) -> list[tuple[Run, Tensor]]:
         """Return the runs, and where each goes, [n] int64 on the device; made on this thread."""
-        thread = threading.get_ident()
-        if thread not in self._places:
-            self._places[thread] = [
-                (run, tokens.slot_index(first, run.num_tokens))
+        kind = (threading.get_ident(), tokens.group_of(layer_index))
+        if kind not in self._places:
+            self._places[kind] = [
+                (run, tokens.slot_index(layer_index, first, run.num_tokens))
                 for run, first in _placed(self.runs, self.first)
             ]
-        return self._places[thread]
+        return self._places[kind]
 
     def places_in_tail(self, tail: WriteBuffer, run: SlotRun) -> Tensor:
         """Return where the tail keeps its first tokens, [n] int64 on the device; as `places_in`."""

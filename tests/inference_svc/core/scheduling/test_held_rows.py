@@ -7,6 +7,7 @@ import pytest
 from inference_svc.core.attention_window import HeldRows
 from inference_svc.core.rates.rates import Rates
 from inference_svc.core.scheduling.held_slots import ContiguousSlots
+from inference_svc.core.scheduling.page_groups import page_groups
 from inference_svc.core.scheduling.request import Request, RequestEvent
 from inference_svc.core.scheduling.scheduler import Scheduler
 from inference_svc.core.scheduling.step_plan import SchedulerLimits, StepResult
@@ -160,3 +161,51 @@ def test_who_is_copied_waits_before_its_window_moves():
     scheduler.residents.end_copy(follower)
     assert any(chunk.request is leader for chunk in step(scheduler).chunks)
     assert leader.window_from > held
+
+
+def test_a_step_takes_no_more_of_a_prompt_than_there_are_rows_for():
+    """The rest of its bound is another's."""
+    scheduler = make(step_tokens=40, kv_slots=400)
+    one, two = (submit(scheduler, number, num_tokens=64) for number in (1, 2))
+    step(scheduler)
+    plan = step(scheduler)
+    assert [(chunk.request, chunk.num_tokens) for chunk in plan.chunks] == [(one, 16), (two, 16)]
+
+
+PAGES = {"page_tokens": 4, "page_groups": page_groups(1, 2, ROWS.num_rows, 4), "answer_tokens": 100}
+
+
+def test_as_many_run_on_pages_as_these_have_room_for():
+    """Of groups with a window a sequence of any length has the same number."""
+    groups = PAGES["page_groups"]
+    assert groups.window_pages == 9
+    for num_slots, num_admitted in ((3 * 43 * 4, 3), (3 * 43 * 4 - 4, 2)):
+        scheduler = make(**{**PAGES, "kv_slots": num_slots, "answer_tokens": 0})
+        requests = [submit(scheduler, number) for number in range(3)]
+        assert len(step(scheduler).admitted) == num_admitted
+        pages = [scheduler.slots.pages(request) for request in requests[:num_admitted]]
+        assert {len(some) for some in pages} == {25 + 2 * 9}
+
+
+def test_who_is_shared_with_gets_other_pages_before_it_writes_there():
+    """The plan says so; nobody waits, and nothing is copied."""
+    scheduler = make(**PAGES, kv_slots=800)
+    leader = submit(scheduler, 1, num_tokens=40, max_tokens=100)
+    while leader.num_sampled < 2:
+        step(scheduler)
+    follower = submit(scheduler, 2, num_tokens=60, max_tokens=100, first=1000)
+    (admission,) = step(scheduler).admitted
+    assert (admission.is_copy, admission.is_running, admission.resident_tokens) == (False, True, 40)
+    tables = PAGES["page_groups"].tables
+    ours, theirs = (tables(scheduler.slots.pages(one)) for one in (leader, follower))
+    live = slice(-(-follower.window_from // 4), 10)
+    assert [table[live] for table in ours] == [table[live] for table in theirs]
+    moved = []
+    for _ in range(40):
+        plan = step(scheduler)
+        moved += [(growth.request, growth.pages) for growth in plan.grown]
+    assert moved, "whoever comes there first"
+    assert moved[-1][1] == scheduler.slots.pages(moved[-1][0])
+    ours, theirs = (tables(scheduler.slots.pages(one)) for one in (leader, follower))
+    assert ours[0][:10] == theirs[0][:10]
+    assert not {*ours[1], *ours[2]} & {*theirs[1], *theirs[2]}

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inference_svc.core.scheduling.held_slots import ContiguousSlots, PageCopy, PagedSlots
+from inference_svc.core.scheduling.held_slots import ContiguousSlots, PageCopy
+from inference_svc.core.scheduling.paged_slots import PagedSlots
 from tests.sampled import examples
 
 

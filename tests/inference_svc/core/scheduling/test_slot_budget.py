@@ -2,7 +2,8 @@
 
 import pytest
 
-from inference_svc.core.scheduling.held_slots import ContiguousSlots, PagedSlots
+from inference_svc.core.scheduling.held_slots import ContiguousSlots
+from inference_svc.core.scheduling.paged_slots import PagedSlots
 from inference_svc.core.scheduling.request import Request
 from inference_svc.core.scheduling.residents import Residents
 from inference_svc.core.scheduling.slot_budget import SlotBudget

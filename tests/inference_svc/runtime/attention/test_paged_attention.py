@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from inference_svc.core.scheduling.held_slots import PagedSlots
+from inference_svc.core.scheduling.paged_slots import PagedSlots
 from inference_svc.runtime.attention.attention import AttentionOptions, Part
 from inference_svc.runtime.attention.paged_attention import PageCall, PagedAttention, PageStep
 from inference_svc.runtime.attention.torch_attention import TorchAttention, TorchStepAttention

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from inference_svc.core.scheduling.held_slots import PagedSlots
+from inference_svc.core.scheduling.paged_slots import PagedSlots
 from inference_svc.runtime.compute.chunk import Chunk
 from inference_svc.runtime.cuda import device_arena
 from inference_svc.runtime.cuda.copier_arena import CopierArena

@@ -47,6 +47,21 @@ def test_each_part_sees_its_own_tokens(shape, page_tokens, dtype, options):
         assert (piece - expected).abs().max() < CLOSE[dtype], PARTS[part]
 
 
+def test_pages_before_the_window_are_not_read():
+    """Wherever the tables say that they are: what lies there is others' now."""
+    pages = Pages(PARTS, (4, 2, 16, 16), 16, torch.float32)
+    call = PageCall(0.25, window=40)
+    expected = pages.attended(call)
+    nobodys = min(set(range(len(pages.keys) // 16)).difference(*pages.tables))  # no numbers
+    num_hidden = 0
+    for table, (num_new, length) in zip(pages.tables, pages.parts, strict=True):
+        hidden = max(0, length - num_new - 39) // 16
+        table[:hidden] = [nobodys] * hidden
+        num_hidden += hidden
+    assert num_hidden > 10
+    assert torch.equal(pages.attended(call), expected)
+
+
 @pytest.mark.parametrize(
     "options",
     [

@@ -205,7 +205,7 @@ def test_what_is_given_back_is_not_read(model):
     with pytest.raises(AssertionError, match="kernel"):
         kv.values.region(windowed)
     with pytest.raises(AssertionError, match="kernel"):
-        kv.values.slot_index(30, 1)
+        kv.values.slot_index(windowed, 30, 1)
 
 
 def test_models_without_windows_hold_all(tiny):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from inference_svc.core.scheduling.held_slots import PagedSlots
+from inference_svc.core.scheduling.paged_slots import PagedSlots
 from inference_svc.runtime.cuda.key_rotation import embed_on_device
 from inference_svc.runtime.kv.paged_kv import PagePool
 from inference_svc.runtime.transfer import layer_load

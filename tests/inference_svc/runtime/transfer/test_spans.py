@@ -5,8 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from inference_svc.core.scheduling.paged_slots import PagedSlots
 from inference_svc.runtime.compute.chunk import Chunk
+from inference_svc.runtime.cuda.key_rotation import embed_on_device
 from inference_svc.runtime.kv.kv_pool import KVPool
+from inference_svc.runtime.kv.layer_groups import LayerGroups
+from inference_svc.runtime.kv.paged_kv import PagedKv, PagePool
 from inference_svc.runtime.kv.windowed_kv import HeldWindows, WindowedKv
 from inference_svc.runtime.transfer.layer_load import LayerLoader
 from inference_svc.runtime.transfer.layer_store import store_blocks
@@ -39,36 +43,39 @@ def blocks_of(rows, block_tokens):
     ]
 
 
-def loaded_with(model, arena_kv, blocks, windows, pool):
+def loaded_with(model, arena_kv, blocks, windows, pool, embed=None):
     """Load blocks into KV whose slots are no numbers yet."""
-    kv = pool.new_kv(96)
+    pages = range(pool.num_pages)[::-1] if isinstance(pool, PagePool) else ()
+    kv = pool.new_kv(96, pages)
     for component in kv.components:
-        for layer in component.layers:
+        for layer in component.slots.layers if pages else component.layers:
             layer.fill_(float("nan"))
     kv.begin_at(windows[0].token_offset)
-    loader = LayerLoader(kv, arena_kv, blocks, model.calibration, windows=windows)
+    loader = LayerLoader(kv, arena_kv, blocks, model.calibration, embed=embed, windows=windows)
     for layer_index in range(len(model.calibration.layers)):
         loader.load(layer_index)
     kv.num_tokens = check_spans(kv, blocks, model.calibration.layout)
     return kv
 
 
-def holding_pool(model):
-    """A pool whose sequences hold the last tokens only, among them a whole history of these."""
+def holding_pool(model, page_tokens=None):
+    """A pool whose sequences hold the last tokens only, among them those that are loaded."""
     layers, layout = model.calibration.layers, model.calibration.layout
-    held = HeldWindows.of(layout, [layer.shape for layer in layers], step_tokens=20)
+    shapes = [layer.shape for layer in layers]
+    held = HeldWindows.of(layout, shapes, step_tokens=20)
+    options = {"device": model.loaded.device, "dtype": model.loaded.dtype}
+    if page_tokens is not None:
+        windows = held._replace(rows=replace(held.rows, spare_tokens=layout.block_tokens))
+        groups = LayerGroups.of(windows, shapes, page_tokens)
+        num_pages = groups.pages.num_pages(96 // page_tokens)
+        slots = PagedSlots(num_pages, page_tokens, groups.pages)
+        return PagePool(shapes, slots, 1, groups=groups, **options)
     rows = replace(held.rows, spare_tokens=HISTORY - held.rows.window)
-    return KVPool(
-        [layer.shape for layer in layers],
-        96,
-        device=model.loaded.device,
-        dtype=model.loaded.dtype,
-        windows=held._replace(rows=rows),
-    )
+    return KVPool(shapes, 96, windows=held._replace(rows=rows), **options)
 
 
 @pytest.mark.parametrize("positions", ["decoupled", "coupled"])
-@pytest.mark.parametrize("holds", ["all", "the last"])
+@pytest.mark.parametrize("holds", ["all", "the last", "the last on pages", "… by a kernel"])
 @pytest.mark.parametrize("name", NAMES)
 def test_what_a_window_lacks_is_never_read(tiny, make_arena, rows, name, holds, positions):
     """With nothing but no-numbers before it, new tokens have the stock model's logits."""
@@ -83,9 +90,12 @@ def test_what_a_window_lacks_is_never_read(tiny, make_arena, rows, name, holds, 
     store_blocks(prefilled(model, history), arena_kv, blocks, model.calibration, windows=windows)
     assert check_windows(windows, HISTORY, layout) == windows[0].token_offset
 
-    pool = model.pool if holds == "all" else holding_pool(model)
-    kv = loaded_with(model, arena_kv, blocks, windows, pool)
+    is_on_pages = holds not in ("all", "the last")
+    pool = model.pool if holds == "all" else holding_pool(model, 8 if is_on_pages else None)
+    embed = embed_on_device if holds == "… by a kernel" else None
+    kv = loaded_with(model, arena_kv, blocks, windows, pool, embed)
     assert isinstance(kv, WindowedKv) == (holds == "the last")
+    assert isinstance(kv, PagedKv) == is_on_pages
     logits = [model.runner.step([Chunk(kv, new[:20], want_logits=True)])[0]]
     kv.keep_from(HISTORY)
     logits.append(model.runner.step([Chunk(kv, new[20:], want_logits=True)])[0])

@@ -1,0 +1,323 @@
+"""PagedSlots: token slots in pages anywhere, which sequences may share; a slot is one group's.
+
+Pages of groups without a window are counted once, whoever holds them: they are shared when they are
+full, and stay as they are. Pages of groups with a window are written to again and again, and who is
+about to write to one that others hold gets another in its place: so they are counted for each
+holder, and that page is always free. Sharing those saves their computation, and no room.
+
+Who only keeps pages from being given to others (a load) counts as a holder where there is no other.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from heapq import heapify, heappop, heappush
+
+from inference_svc.core.scheduling.held_slots import Holding, PageCopy
+from inference_svc.core.scheduling.page_groups import NOBODYS, PLAIN, PageGroups
+from shared.types.units import ceil_div
+
+
+class PagedSlots:
+    """See the module docstring.
+
+    Of free pages the next one after a sequence's last is taken if it can be, then the lowest:
+    pages side by side are read without being gathered.
+    """
+
+    is_paged = True
+
+    def __init__(self, num_pages: int, page_tokens: int, groups: PageGroups = PLAIN) -> None:
+        self.num_slots = num_pages * page_tokens
+        self.page_tokens = page_tokens
+        self.groups = groups
+        self._num_pages = num_pages
+        self._num_holding = [0] * num_pages  # by page
+        self._num_needing = [0] * num_pages
+        # Of those: holders for each of whom the page is counted.
+        self._num_counted = [0] * num_pages
+        self._num_counted_needing = [0] * num_pages
+        self._num_used = 0  # pages, as they are counted, that somebody holds …
+        self._num_needed = 0  # … and that somebody needs
+        # A heap of what may be free: every free page is in it, and some that were taken since.
+        self._lowest = list(range(num_pages))
+
+    @property
+    def num_groups(self) -> int:
+        """How many slots a token has."""
+        return self.groups.num_groups
+
+    @property
+    def free_slots(self) -> int:
+        """Slots of pages that nobody holds, and that nobody is going to get for a shared one."""
+        return (self._num_pages - self._num_used) * self.page_tokens
+
+    @property
+    def evictable_slots(self) -> int:
+        """Slots of pages that are held, and that nobody needs."""
+        return (self._num_used - self._num_needed) * self.page_tokens
+
+    def needed_for(self, num_tokens: int) -> int:
+        """Return the slots of a holding for so many tokens: those of whole pages."""
+        return self.groups.num_pages(ceil_div(num_tokens, self.page_tokens)) * self.page_tokens
+
+    def tokens_in(self, num_slots: int) -> int:
+        """Return how many tokens a holding of so many slots has room for."""
+        return self.groups.count_in(num_slots // self.page_tokens) * self.page_tokens
+
+    def take(self, num_slots: int) -> Holding:
+        """Take free pages; they are needed from the start."""
+        holding = Holding(0)
+        self.extend(holding, num_slots)
+        return holding
+
+    def extend(self, holding: Holding, num_slots: int) -> None:
+        """Add free pages to a holding that is needed, in place of those that it lacks at first."""
+        assert num_slots <= self.free_slots, "more is reserved than there is"
+        lacking: list[int] = []
+        if len(holding.pages) * self.page_tokens > holding.num_slots:
+            lacking = [at for at, page in enumerate(holding.pages) if page == NOBODYS]
+        for number in range(num_slots // self.page_tokens):
+            at = lacking[number] if number < len(lacking) else len(holding.pages)
+            self._put(holding, at, self._free_page(after=holding.pages[at - 1] if at else NOBODYS))
+
+    def share(self, holding: Holding, num_tokens: int, window_from: int = 0) -> Holding:
+        """Hold the pages of a holding's first tokens too; they are needed from the start.
+
+        Args:
+            holding: whose pages they are.
+            num_tokens: which fill their pages.
+            window_from: first token of which layers with a window have KV. Of pages that have no
+                token behind it `extend` puts others in their place: they are written to next.
+        """
+        count = num_tokens // self.page_tokens
+        kept = range(window_from // self.page_tokens, count)
+        shared = Holding(0)
+        for at, page in enumerate(holding.pages[: self.groups.num_pages(count)]):
+            self._put(shared, at, page if self._is_kept(at, kept) else NOBODYS)
+        return shared
+
+    def shared_slots(self, num_tokens: int) -> int:
+        """Return how many slots fewer are taken by who shares the pages of so many tokens."""
+        return num_tokens // self.page_tokens * self.groups.num_full * self.page_tokens
+
+    def hold(self, holding: Holding) -> Holding:
+        """Keep a holding's pages from being given to others, until that is released."""
+        held = Holding(0, is_counted=False)
+        for at, page in enumerate(holding.pages):
+            self._put(held, at, page)
+        return held
+
+    def own(self, holding: Holding, first_token: int, window_from: int = 0) -> list[PageCopy]:
+        """Replace pages that others hold too, from that of a token on, by free ones.
+
+        Args:
+            holding: the holding.
+            first_token: what is behind it is written anew.
+            window_from: first token of which layers with a window have KV.
+
+        Returns:
+            What was replaced; who still wants what is in these pages copies it.
+        """
+        first = first_token // self.page_tokens
+        kept = range(window_from // self.page_tokens, first)
+        start = self.groups.num_pages(first)
+        copies = []
+        for at, page in enumerate(holding.pages):
+            is_window = self.groups.is_windowed(at)
+            is_written = not self._is_kept(at, kept) if is_window else at >= start
+            if is_written and self._is_shared(page, is_window=is_window):
+                copies.append(self._replace(holding, at))
+        return copies
+
+    def own_window(self, holding: Holding, first_token: int, end_token: int) -> bool:
+        """Replace pages of groups with a window that tokens are about to be written to.
+
+        Nobody wants what was there: it is behind the window of who writes.
+
+        Returns:
+            Whether there was one that others hold too.
+        """
+        groups, size = self.groups, self.page_tokens
+        is_other = False
+        for index in range(first_token // size, ceil_div(end_token, size)):
+            for group in range(groups.num_full, groups.num_groups):
+                at = groups.position(group, index)
+                if self._is_shared(holding.pages[at], is_window=True):
+                    assert index * size >= first_token, "a page that others hold is half full"
+                    self._replace(holding, at)
+                    is_other = True
+        return is_other
+
+    def num_shared(self, holding: Holding, first_token: int) -> int:
+        """Return how many free slots `own` takes: those of pages that are counted once."""
+        start = self.groups.num_pages(first_token // self.page_tokens)
+        found = sum(
+            self._num_holding[page] > 1
+            for at, page in enumerate(holding.pages[start:], start)
+            if not self.groups.is_windowed(at)
+        )
+        return found * self.page_tokens
+
+    def trim(self, holding: Holding, num_tokens: int) -> None:
+        """Release the pages that no token is on, of so many."""
+        num_pages = self.groups.num_pages(ceil_div(num_tokens, self.page_tokens))
+        for at, page in enumerate(holding.pages[num_pages:], num_pages):
+            self._drop(page, self._counts(holding, at), holding.num_needing)
+            holding.num_slots -= self.page_tokens
+        del holding.pages[num_pages:]
+
+    def need(self, holding: Holding) -> None:
+        """Note one more who needs a holding."""
+        if not holding.num_needing:
+            for page, counts in self._entries(holding):
+                self._need(page, counts)
+        holding.num_needing += 1
+
+    def spare(self, holding: Holding) -> None:
+        """Note that one of those who need a holding does no longer."""
+        assert holding.num_needing, "nobody needs it"
+        holding.num_needing -= 1
+        if not holding.num_needing:
+            for page, counts in self._entries(holding):
+                self._spare(page, counts)
+
+    def release(self, holding: Holding) -> None:
+        """Release a holding, whoever needs it."""
+        self.trim(holding, 0)
+        holding.num_needing = 0
+
+    def freed_by(self, holdings: Sequence[Holding]) -> int:
+        """Return the slots of pages that nobody else holds than these."""
+        held, counted = self._tallies(holdings)
+        freed = 0
+        for page, number in held.items():
+            left = self._num_holding[page] - number, self._num_counted[page] - counted[page]
+            freed += self._used(page) - _counted(*left)
+        return freed * self.page_tokens
+
+    def evictable_after(self, spared: Sequence[Holding], kept: Holding | None) -> int:
+        """Return the evictable slots there would be if `spared` were residents, and `kept` stayed.
+
+        Args:
+            spared: holdings that one needs each.
+            kept: one that is needed then; None: none is.
+        """
+        less, counted_less = self._tallies(spared)
+        stays = [kept] if kept is not None and not kept.num_needing else []
+        more, counted_more = self._tallies(stays)
+        freed = 0
+        for page in less.keys() | more.keys():
+            needing = self._num_needing[page] - less[page] + more[page]
+            counted = self._num_counted_needing[page] - counted_less[page] + counted_more[page]
+            freed += self._needed(page) - _counted(needing, counted)
+        return self.evictable_slots + freed * self.page_tokens
+
+    def check(self, holdings: Sequence[Holding]) -> None:
+        """Raise AssertionError if these are not all holdings there are."""
+        held, counted = self._tallies(holdings)
+        needed, counted_needed = self._tallies([h for h in holdings if h.num_needing])
+        for page, number in enumerate(self._num_holding):
+            assert number == held[page], f"page {page} has {number} holders of {held[page]}"
+            assert self._num_needing[page] == needed[page], f"page {page} is needed wrongly"
+            assert self._num_counted[page] == counted[page], f"page {page} is counted wrongly"
+            assert self._num_counted_needing[page] == counted_needed[page]
+        free = {page for page, number in enumerate(self._num_holding) if not number}
+        assert free <= set(self._lowest), "a free page will never be found"
+        assert self._num_used == sum(map(self._used, held)) <= self._num_pages
+        assert self._num_needed == sum(map(self._needed, needed))
+        for holding in holdings:
+            assert holding.num_slots == len(holding.pages) * self.page_tokens
+            assert len(set(holding.pages)) == len(holding.pages), "a page is there twice"
+
+    def _free_page(self, after: int) -> int:
+        """Choose a free page, which it is until it is held."""
+        if 0 < after + 1 < len(self._num_holding) and not self._num_holding[after + 1]:
+            return after + 1
+        while self._num_holding[self._lowest[0]]:
+            heappop(self._lowest)
+        return self._lowest[0]
+
+    def _is_kept(self, at: int, kept: range) -> bool:
+        """Whether a page stays of a sequence of which layers with a window have KV of these."""
+        groups = self.groups
+        if not groups.is_windowed(at):
+            return True
+        return (at // groups.num_groups - kept.start) % groups.window_pages < len(kept)
+
+    def _is_shared(self, page: int, *, is_window: bool) -> bool:
+        return (self._num_counted if is_window else self._num_holding)[page] > 1
+
+    def _replace(self, holding: Holding, at: int) -> PageCopy:
+        page, counts = holding.pages[at], self._counts(holding, at)
+        self._drop(page, counts, holding.num_needing)
+        target = self._free_page(after=holding.pages[at - 1] if at else NOBODYS)
+        self._hold(target, counts, holding.num_needing)
+        holding.pages[at] = target
+        return PageCopy(at, page, target)
+
+    def _put(self, holding: Holding, at: int, page: int) -> None:
+        if at == len(holding.pages):
+            holding.pages.append(page)
+        holding.pages[at] = page
+        if page != NOBODYS:
+            self._hold(page, self._counts(holding, at), holding.num_needing)
+            holding.num_slots += self.page_tokens
+
+    def _counts(self, holding: Holding, at: int) -> bool:
+        """Whether a page is counted for this holder, whoever else holds it."""
+        return holding.is_counted and self.groups.is_windowed(at)
+
+    def _entries(self, holding: Holding) -> Iterator[tuple[int, bool]]:
+        """Yield a holding's pages, and whether each is counted for it."""
+        for at, page in enumerate(holding.pages):
+            if page != NOBODYS:
+                yield page, self._counts(holding, at)
+
+    def _tallies(self, holdings: Sequence[Holding]) -> tuple[Counter[int], Counter[int]]:
+        """Count by page which of these hold it, and for which it is counted."""
+        entries = [entry for holding in holdings for entry in self._entries(holding)]
+        return Counter(page for page, _ in entries), Counter(page for page, own in entries if own)
+
+    def _used(self, page: int) -> int:
+        return _counted(self._num_holding[page], self._num_counted[page])
+
+    def _needed(self, page: int) -> int:
+        return _counted(self._num_needing[page], self._num_counted_needing[page])
+
+    def _hold(self, page: int, counts: bool, num_needing: int) -> None:
+        before = self._used(page)
+        self._num_holding[page] += 1
+        self._num_counted[page] += counts
+        self._num_used += self._used(page) - before
+        if num_needing:
+            self._need(page, counts)
+
+    def _drop(self, page: int, counts: bool, num_needing: int) -> None:
+        if num_needing:
+            self._spare(page, counts)
+        before = self._used(page)
+        self._num_holding[page] -= 1
+        self._num_counted[page] -= counts
+        self._num_used += self._used(page) - before
+        if not self._num_holding[page]:
+            heappush(self._lowest, page)
+            if len(self._lowest) > 2 * len(self._num_holding):  # pages that were freed often
+                self._lowest = [p for p, number in enumerate(self._num_holding) if not number]
+                heapify(self._lowest)
+
+    def _need(self, page: int, counts: bool) -> None:
+        before = self._needed(page)
+        self._num_needing[page] += 1
+        self._num_counted_needing[page] += counts
+        self._num_needed += self._needed(page) - before
+
+    def _spare(self, page: int, counts: bool) -> None:
+        before = self._needed(page)
+        self._num_needing[page] -= 1
+        self._num_counted_needing[page] -= counts
+        self._num_needed += self._needed(page) - before
+
+
+def _counted(num_holders: int, num_counted: int) -> int:
+    """Return how often a page is counted that has so many holders, and is counted for so many."""
+    return max(num_counted, min(1, num_holders))
