@@ -43,7 +43,6 @@ Answer = tuple[int, bytes]  # a code, and what was asked for
 
 def open_mooncake(parts: SplitResult, patience_s: float | None) -> BlobStore:
     """Open the store of a Mooncake master; see shared/blobs/opening.py."""
-    mooncake.check_installed()
     try:
         host, port = parts.hostname, parts.port or PORT
     except ValueError as error:
@@ -53,6 +52,7 @@ def open_mooncake(parts: SplitResult, patience_s: float | None) -> BlobStore:
     prefix = unquote(parts.path).strip("/")
     if not _PREFIX.fullmatch(prefix):
         raise bad_url("has a prefix of other characters than letters, digits, . _ - and /")
+    mooncake.check_installed()
     connection = Connection(mooncake.settings_of(host, port, os.environ))
     place = f"{prefix}/" if prefix else ""
     return MooncakeBlobStore(connection, place, patience_s=patience_s or PATIENCE_S)
