@@ -76,14 +76,16 @@ async def test_kvd_is_killed(api, long):
     async with api.client() as client:
         whole = await client.responses.create(**long)
         begun, _ = await begun_and_followed(client, **long)
-        await api.kvd.kill()
         assert (await client.responses.retrieve(begun.id)).status == "in_progress"
-        ended = await until_over(client, begun)
-        assert (ended.status, ended.usage.output_tokens) == ("incomplete", LONG)
-        assert ended.output_text == whole.output_text
-        more = {"model": MODEL, "input": "More?", "max_output_tokens": 8}
-        alone = await client.responses.create(previous_response_id=ended.id, **more)
-        await api.kvd.start()
+        await api.kvd.kill()
+        try:
+            ended = await until_over(client, begun)
+            assert (ended.status, ended.usage.output_tokens) == ("incomplete", LONG)
+            assert ended.output_text == whole.output_text
+            more = {"model": MODEL, "input": "More?", "max_output_tokens": 8}
+            alone = await client.responses.create(previous_response_id=ended.id, **more)
+        finally:  # other tests have the same one
+            await api.kvd.start()
         await api.until_attached()
         back = await client.responses.create(previous_response_id=alone.id, **more)
         assert back.usage.input_tokens > alone.usage.input_tokens
