@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -203,8 +204,12 @@ def build_compressing_model(directory: Path) -> Path:
     return directory
 
 
-def build_windowed_model(directory: Path) -> Path:
-    """Write a model four of whose six layers attend to the last ATTENTION_WINDOW tokens only."""
+SOME_WINDOWED = ("sliding_attention", "sliding_attention", "full_attention") * 2
+ALL_WINDOWED = ("sliding_attention",) * 6
+
+
+def build_windowed_model(directory: Path, layer_types: Sequence[str] = SOME_WINDOWED) -> Path:
+    """Write a model of whose six layers some attend to the last ATTENTION_WINDOW tokens only."""
     tokenizer = _train_tokenizer()
     tokenizer.save_pretrained(directory)
     torch.manual_seed(SEED)
@@ -213,7 +218,7 @@ def build_windowed_model(directory: Path) -> Path:
         hidden_size=64,
         intermediate_size=128,
         num_hidden_layers=6,
-        layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
+        layer_types=list(layer_types),
         use_sliding_window=True,
         sliding_window=ATTENTION_WINDOW,
         num_attention_heads=4,

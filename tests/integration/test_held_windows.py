@@ -15,7 +15,13 @@ from inference_svc.core.scheduling.residents import MOST_RESIDENTS
 from shared.pb.inference.v1 import inference_pb2 as pb
 from shared.types.errors import ReportedError
 from tests.integration.overflowing import WINDOW_TOKENS, identical, reused_all
-from tests.models import ATTENTION_WINDOW, build_windowed_model, narrow_model
+from tests.models import (
+    ALL_WINDOWED,
+    ATTENTION_WINDOW,
+    SOME_WINDOWED,
+    build_windowed_model,
+    narrow_model,
+)
 from tests.oracle import Oracle
 from tests.pair import BLOCK_TOKENS, Pair, resident_pair
 from tests.truncation_oracle import TruncationOracle
@@ -25,12 +31,15 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 DRAM = ("--dram", "64MB")
 STEP_TOKENS = 32
 SHORT_STEPS = (f"step_tokens = {STEP_TOKENS}", "mixed_step_tokens = 16")
-NUM_ROWS = ATTENTION_WINDOW + BLOCK_TOKENS + STEP_TOKENS  # of layers with a window: four in six
+# Of layers with a window: four in six, or five.
+NUM_ROWS = ATTENTION_WINDOW + BLOCK_TOKENS + STEP_TOKENS
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return build_windowed_model(tmp_path_factory.mktemp("model") / "model")
+@pytest.fixture(scope="module", params=["some", pytest.param("all", marks=pytest.mark.long)])
+def model(request, tmp_path_factory):
+    """A model some of whose layers have a window, or all."""
+    layer_types = {"some": SOME_WINDOWED, "all": ALL_WINDOWED}[request.param]
+    return build_windowed_model(tmp_path_factory.mktemp("model") / "model", layer_types)
 
 
 @pytest.fixture(scope="module")

@@ -67,7 +67,8 @@ gpt-oss, Cohere). Of the former kvd has, and a turn loads, KV of the tokens befo
 turns begin, and no other; the engine's memory holds the last tokens only, so that more sessions
 fit: on pages, which are a GPU's, if all layers have keys and values of one shape.
 `inference_svc/README.md` has what follows from that. So it is in mode *ragged*; where all layers
-have a window, KV of all tokens is stored and held, as of any model.
+have a window (Mistral's first ones, StarCoder 2), one in eight counts as if it had none: blocks of
+tokens are to hold something.
 
 **Versions**: the table is of Transformers {version}; others differ where Transformers does. In
 5.17, the oldest that is taken, models that choose keys by an index (DSA) cache keys and values of

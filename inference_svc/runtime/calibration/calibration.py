@@ -81,6 +81,7 @@ from shared.types.kv_layout import Component, KVLayout, Layer, choose_block_toke
 
 PositionsChoice = Literal["auto", "decoupled", "coupled", "naive"]
 COMPONENT_NAMES = ("k", "v", "index")  # in the layout
+WHOLE = 8  # of layers that all have a window one in so many is stored of all tokens
 MIN_CONTEXT_WINDOW = 32  # tokens; below it there is nothing to probe with
 
 
@@ -366,14 +367,18 @@ def _calibration(
 def _windows(loaded: LoadedModel, calls: Sequence[AttentionCall], num_layers: int) -> list[int]:
     """Return how many of the last tokens each layer's KV is attended for; 0: all of them.
 
-    As nothing else reads it, KV of tokens before need not be there (`Layer.window`).
+    As nothing else reads it, KV of tokens before need not be there (`Layer.window`). Blocks of
+    tokens have to hold something, though: where all layers have a window, some count as without.
     """
     most = loaded.context_window
     seen: dict[int, list[int]] = {}  # by layer: several calls may be over the KV of one
     for call in calls:
         seen.setdefault(call.layer_index, []).append(call.window or most)
     widest = [max(seen.get(layer_index, [most])) for layer_index in range(num_layers)]
-    return [window if window < most else 0 for window in widest]
+    windows = [window if window < most else 0 for window in widest]
+    if 0 in windows:
+        return windows
+    return [window if index % WHOLE else 0 for index, window in enumerate(windows)]
 
 
 def without_windows(calibration: Calibration) -> Calibration:

@@ -200,6 +200,16 @@ def test_calibrating_twice_is_harmless(build):
     assert calibrate(loaded).layout == calibrate(loaded).layout
 
 
+def test_where_all_layers_have_a_window_some_count_as_without(build):
+    """Blocks of tokens have to hold something."""
+    loaded = describe_model(
+        build("mistral", num_hidden_layers=10), tokenizer=None, name="tiny", fingerprint="0"
+    )
+    layout = calibrate(loaded).layout
+    assert [layer.window for layer in layout.layers] == [0, *[7] * 7, 0, 7]
+    assert layout.window == 7
+
+
 def test_packed_weights_are_taken_and_proven():
     loaded = load_model(SHIPPED_MODEL, "float32")
     assert calibrate(loaded, packs_weights=True).mode == "ragged"

@@ -25,7 +25,8 @@ from inference_svc.runtime.transfer.layer_load import copy_layer
 from tests.recorded_graph import RecordedGraphs
 from tests.split_attention import attend_pages
 
-NAMES = ("gemma2", "gemma3", "cohere2", "gpt-oss")  # softcap; two rotations; pairs; sinks
+# Softcap; two rotations; pairs; sinks; a window in all layers.
+NAMES = ("gemma2", "gemma3", "cohere2", "gpt-oss", "mistral")
 CAPACITY, STEP, PAGE_TOKENS, NUM_PAGES = 120, 16, 4, 400
 
 

@@ -19,7 +19,7 @@ from shared.types.granted_slots import GrantedWindow
 
 HISTORY = 40
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
-NAMES = ("gemma2", "gemma3", "cohere2", "gpt-oss")
+NAMES = ("gemma2", "gemma3", "cohere2", "gpt-oss", "mistral")
 
 
 def token_ids(seed, length):
