@@ -149,7 +149,7 @@ class ObjectBlobStore:
 
 
 class DirectoryBlobStore(ObjectBlobStore):
-    """The same in a directory, which is listed name by name, while others make and remove some."""
+    """Objects in a local directory, which is listed name by name while others change it."""
 
     def list(self, prefix: str) -> Iterator[Sequence[Blob]]:
         """Yield objects, a page at a time.

@@ -81,7 +81,7 @@ from shared.types.kv_layout import Component, KVLayout, Layer, choose_block_toke
 
 PositionsChoice = Literal["auto", "decoupled", "coupled", "naive"]
 COMPONENT_NAMES = ("k", "v", "index")  # in the layout
-WHOLE = 8  # of layers that all have a window one in so many is stored of all tokens
+WHOLE_EVERY = 8  # where all layers have a window, KV of one in so many is kept of all tokens
 MIN_CONTEXT_WINDOW = 32  # tokens; below it there is nothing to probe with
 
 
@@ -378,7 +378,7 @@ def _windows(loaded: LoadedModel, calls: Sequence[AttentionCall], num_layers: in
     windows = [window if window < most else 0 for window in widest]
     if 0 in windows:
         return windows
-    return [window if index % WHOLE else 0 for index, window in enumerate(windows)]
+    return [window if index % WHOLE_EVERY else 0 for index, window in enumerate(windows)]
 
 
 def without_windows(calibration: Calibration) -> Calibration:
