@@ -109,7 +109,8 @@ class ModelSettings(Section):
         compile: whether torch's compiler makes kernels of the "layers", between attention and what
             is kept of them, proven to answer as before. "off": they are computed call by call.
         packed_weights: whether weights are put in the order in which the kernel reads them. "auto":
-            where there is such a kernel, and the model is proven to answer as before.
+            where there is such a kernel, and the model is proven to answer as before; those of a
+            small model are kept both ways.
         positions: how stored KV is positioned. "decoupled": embedded when loaded, so that a context
             that overflowed keeps the rest of its KV; "coupled": as it was cached; "auto": decoupled
             if the model can.

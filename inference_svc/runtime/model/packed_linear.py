@@ -2,16 +2,18 @@
 
 `torch.nn.functional.linear` reads weights as they were stored, and rearranges them in every step.
 oneDNN does that once; then a large layer's product takes half of the time from 4 to 16 rows in
-float32, 0.6 to 0.9 from 1 to 256 in bfloat16. With a single row of float32 it takes up to a fifth
+float32, 0.6 to 0.9 from 1 to 256 in bfloat16. With a single row of float32 it takes up to a quarter
 longer, and twice as long where there are few outputs: small layers stay as they are.
 
-The packed weights take the place of the others. Only where another layer has them too, as an
-embedding that is the head, both are kept. They are memory of this process, while those of a file
-may be pages of that file, which the system can drop, and share between processes.
+The packed weights take the place of the others, but where few rows are multiplied faster with those
+as they were stored: in float32, if another layer has them anyway, as an embedding that is the head,
+or if a model is so small that it may be kept both ways. Packed weights are memory of this process,
+while those of a file may be pages of that file, which the system can drop, and share between
+processes.
 
-Which layers are packed follows from their shapes, and never from a measurement: else two starts of
-one model would round differently. A row's result hardly depends on the rows beside it: one kernel
-has all row counts, and differs in the last bit at one row of some shapes.
+Which layers are packed, and which are kept, follows from shapes, and never from a measurement: else
+two starts of one model would round differently. A row's result hardly depends on the rows beside
+it: kernels for few rows and for many differ in the last bits.
 
 Knows `torch.nn.Linear`, and no model.
 """
@@ -20,18 +22,26 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear as multiply
 
 MIN_WEIGHTS = 2**16  # of a layer; below, eight rows take as long either way, and one row longer
 MIN_WEIGHTS_FLOAT32 = 2**19  # the same, where torch's own product reads as fast as memory allows
+FEW_ROWS = 3  # of float32: for so many it does so, and four take twice as long
+MOST_KEPT_BYTES = 2**31  # of a model's packed weights that are also kept as they were stored
 
 
 class PackedLinear(nn.Module):
     """Stands in for a `torch.nn.Linear`; states are [..., in_features] of any strides."""
 
     packed: Tensor  # a buffer, of a layout that torch cannot look into
+    stored: Tensor | None  # the weights as they were stored, for few rows; None: they are not kept
 
-    def __init__(self, linear: nn.Linear) -> None:
+    def __init__(self, linear: nn.Linear, *, keeps_stored: bool = False) -> None:
         """Pack the weights of `linear`, which stays as it is.
+
+        Args:
+            linear: the layer.
+            keeps_stored: multiply few rows with its own weights.
 
         Raises:
             whatever torch raises where it cannot: see `can_pack`.
@@ -41,6 +51,8 @@ class PackedLinear(nn.Module):
         kernels = torch.ops.mkldnn  # torch's own compiler calls them; they have no public name
         packed = kernels._reorder_linear_weight.default(linear.weight.detach(), None)  # noqa: SLF001
         self.register_buffer("packed", packed, persistent=False)
+        stored = linear.weight.detach() if keeps_stored else None
+        self.register_buffer("stored", stored, persistent=False)
         self.bias = linear.bias
         self._multiply = kernels._linear_pointwise.default  # noqa: SLF001
         # What its kernel takes behind the states; "none": no activation behind the product.
@@ -48,16 +60,18 @@ class PackedLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """A copy of the weights as they were, for models that look at them."""
-        return self.packed.to_dense()
+        """The weights as they were, for models that look at them: a copy, if they are not kept."""
+        return self.packed.to_dense() if self.stored is None else self.stored
 
     def forward(self, states: Tensor) -> Tensor:
         """Return the products, [..., out_features]."""
+        if self.stored is not None and states.numel() <= FEW_ROWS * self.in_features:
+            return multiply(states, self.stored, self.bias)
         products: Tensor = self._multiply(states, *self._operands)
         return products
 
     def unpacked(self) -> nn.Linear:
-        """Make the layer that this one stands in for, with weights of its own."""
+        """Make the layer that this one stands in for; what it kept is shared."""
         weight = self.weight
         linear = nn.Linear(
             self.in_features, self.out_features, bias=False, device="meta", dtype=weight.dtype
@@ -94,13 +108,24 @@ def pack_weights(model: nn.Module) -> int:
     some = next(iter(model.parameters()))
     if not can_pack(some.device, some.dtype):
         return 0
-    made: dict[nn.Module, PackedLinear] = {}  # a layer may be in several places
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if child not in made and _is_worth_it(child):
-                made[child] = PackedLinear(child)
-            if child in made:
-                setattr(parent, name, made[child])
+    places: dict[nn.Linear, list[tuple[nn.Module, str]]] = {}  # a layer may be in several
+    for parent in model.modules():
+        for name, child in parent.named_children():
+            if _is_worth_it(child):
+                places.setdefault(child, []).append((parent, name))
+    is_small = sum(layer.weight.nbytes for layer in places) <= MOST_KEPT_BYTES
+    others = {
+        id(weight)
+        for part in model.modules()
+        if part not in places
+        for weight in part.parameters(recurse=False)
+    }
+    while places:  # what is not kept goes before the next is packed
+        layer, its = places.popitem()
+        is_kept = is_small or id(layer.weight) in others
+        packed = PackedLinear(layer, keeps_stored=is_kept and layer.weight.dtype == torch.float32)
+        for parent, name in its:
+            setattr(parent, name, packed)
     return packed_bytes(model)
 
 

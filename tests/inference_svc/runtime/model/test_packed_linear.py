@@ -1,12 +1,15 @@
 """Packed layers compute what the layers do that they stand in for, and give them back."""
 
 import copy
+import weakref
 
 import pytest
 import torch
 from torch import nn
 
+from inference_svc.runtime.model import packed_linear
 from inference_svc.runtime.model.packed_linear import (
+    FEW_ROWS,
     MIN_WEIGHTS,
     MIN_WEIGHTS_FLOAT32,
     PackedLinear,
@@ -108,6 +111,49 @@ def test_unpacked_weights_are_those_that_were_packed(model):
     assert not model.head.weight.requires_grad, "as in a model that is served"
     found = model.state_dict()
     assert all(torch.equal(found[name], weights) for name, weights in before.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("most_kept", "is_kept"), [(0, False), (packed_linear.MOST_KEPT_BYTES, True)]
+)
+def test_few_rows_are_multiplied_with_weights_that_are_kept(model, monkeypatch, most_kept, is_kept):
+    """A small model's are, and an embedding's, which are there anyway."""
+    monkeypatch.setattr(packed_linear, "MOST_KEPT_BYTES", most_kept)
+    before = copy.deepcopy(model)
+    pack_weights(model)
+    assert (model.again.stored is not None) == is_kept
+    assert model.head.stored.data_ptr() == model.embedding.weight.data_ptr()
+    torch.manual_seed(1)
+    for rows in (1, FEW_ROWS, FEW_ROWS + 1):
+        states = torch.randn(1, rows, WIDTH)
+        is_as_stored = torch.equal(model.head(states), before.head(states))
+        assert is_as_stored == (rows <= FEW_ROWS)
+        torch.testing.assert_close(model.head(states), before.head(states), rtol=1e-4, atol=1e-4)
+    unpack_weights(model)
+    assert model.head.weight.data_ptr() == model.embedding.weight.data_ptr()
+
+
+def test_no_weights_of_narrower_numbers_are_kept(model):
+    if not can_pack(CPU, torch.bfloat16):
+        pytest.skip("this processor has no packed product of bfloat16")
+    pack_weights(model.bfloat16())
+    assert model.again.stored is model.head.stored is None
+
+
+def test_what_is_not_kept_goes_before_the_next_layer_is_packed(model, monkeypatch):
+    monkeypatch.setattr(packed_linear, "MOST_KEPT_BYTES", 0)
+    model.head = nn.Linear(WIDTH, WIDE, bias=False)  # no longer the embedding
+    left = [weakref.ref(layer) for layer in (model.again, model.head)]
+    alive = []
+
+    class Counted(PackedLinear):
+        def __init__(self, layer, **options):
+            alive.append(sum(reference() is not None for reference in left))
+            super().__init__(layer, **options)
+
+    monkeypatch.setattr(packed_linear, "PackedLinear", Counted)
+    pack_weights(model)
+    assert alive[-2:] == [2, 1]  # the first was tried only
 
 
 def test_a_layer_with_hooks_stays(model):
