@@ -26,9 +26,9 @@ from kvd.bench.floor import BlockAt, Buffer, Copier, DirectFloor
 from kvd.bench.options import BenchOptions
 from kvd.bench.workspace import KvdSizes, Workspace, attached_client, of_layouts, running_kvd
 from kvd.core.records.extent_shape import ExtentShape
-from kvd.encryption.key_file import new_master_key, write_master_key
 from shared.children.child_kvd import CALL_S, ChildKvd
 from shared.children.child_process import ChildFailedError
+from shared.encryption.key_file import new_key, write_key
 from shared.kvd_client.client import KvdClient
 from shared.measuring.statistics import Pair, Sample
 from shared.types.kv_layout import KVLayout
@@ -92,7 +92,7 @@ async def _measure_encryption(
 ) -> dict[str, list[Pair]]:
     name = f"enc-{layout.slice_bytes(0)}"
     key_file = work.state / f"{name}.key"
-    write_master_key(key_file, new_master_key())
+    write_key(key_file, new_key())
     num_blocks = await asyncio.to_thread(
         blocks_per_pass, options, layout, work.state / f"{name}-probe"
     )

@@ -23,18 +23,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvd.config import EncryptionSettings
-from kvd.encryption.key_file import (
-    KeyFileError,
+from kvd.encryption.keyring import (
     KeyNeededError,
-    MasterKey,
+    Keyring,
     WrongKeyError,
-    read_master_key,
+    open_secret,
+    wrap_secret,
 )
-from kvd.encryption.keyring import Keyring, open_secret, wrap_secret
 from kvd.errors import LimitReachedError, NotDurableError
 from kvd.tiers.faults import Faults, WritePoint
 from kvd.tiers.index_database import open_database
 from kvd.tiers.manifest import Manifest
+from shared.encryption.key_file import (
+    KeyFileError,
+    SecretKey,
+    read_key,
+)
 from shared.process.log import get_logger
 from shared.types.block_key import SALT_BYTES
 
@@ -115,7 +119,7 @@ class TenantSecrets:
         wrapped = self._manifest.tenant_keys()
         note = EncryptionNote.read(self._manifest.meta(META_NAME))
         if settings.key_file:
-            keys = Keyring(read_master_key(settings.key_file), is_sealing=settings.enabled)
+            keys = Keyring(read_key(settings.key_file), is_sealing=settings.enabled)
             self._open_keys(keys, wrapped, note, settings.key_file)
             was_plain = note.has_plain if note.key else self._may_have_plain(volumes)
             self._write_note(EncryptionNote(keys.fingerprint, was_plain or not settings.enabled))
@@ -212,7 +216,7 @@ def has_segments(volumes: Path) -> bool:
 
 
 def rotate_master_key(
-    path: Path, volumes: Path, before: MasterKey, after: MasterKey, faults: Faults
+    path: Path, volumes: Path, before: SecretKey, after: SecretKey, faults: Faults
 ) -> int:
     """Wrap all secrets in an index by another key; returns how many there are.
 

@@ -10,8 +10,8 @@ import typer
 
 from kvd import config
 from kvd.cli.options import AsJson, Config, print_json
-from kvd.encryption.key_file import KeyFileError
 from shared.config.lazy_commands import WholeHelp
+from shared.encryption.key_file import KeyFileError
 
 key_app = typer.Typer(
     cls=WholeHelp,
@@ -27,10 +27,10 @@ StateDir = Annotated[Path | None, typer.Option(help="Directory of index and volu
 @key_app.command("new")
 def key_new(file: KeyFile, as_json: AsJson = False) -> None:
     """Write a new random master key to a file that only its owner may read."""
-    from kvd.encryption.key_file import new_master_key, write_master_key
+    from shared.encryption.key_file import new_key, write_key
 
-    key = new_master_key()
-    write_master_key(file, key)
+    key = new_key()
+    write_key(file, key)
     if as_json:
         print_json({"file": str(file), "fingerprint": key.fingerprint})
     else:
@@ -51,14 +51,14 @@ def key_rotate(
     from kvd.caches.layout_opening import VOLUMES
     from kvd.caches.tenant_secrets import rotate_master_key
     from kvd.daemon import MANIFEST_NAME
-    from kvd.encryption.key_file import read_master_key
     from kvd.tiers.faults import NoFaults
+    from shared.encryption.key_file import read_key
 
     settings = config.load(config_file, {"state_dir": state_dir}).settings
     name = old or settings.encryption.key_file
     if not name:
         raise KeyFileError("no key until now is named", "name its file with --old")
-    before, after = read_master_key(name), read_master_key(str(file.absolute()))
+    before, after = read_key(name), read_key(str(file.absolute()))
     with _stopped(settings.state_dir):
         index, volumes = settings.state_dir / MANIFEST_NAME, settings.state_dir / VOLUMES
         num_tenants = rotate_master_key(index, volumes, before, after, NoFaults())

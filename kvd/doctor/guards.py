@@ -16,9 +16,9 @@ from cryptography import x509
 from kvd.config import Settings
 from kvd.doctor.finding import Finding, ok, problem, warning
 from kvd.doctor.machine import ProcessLimits
-from kvd.encryption.key_file import read_master_key
 from kvd.tiers.arena import dram_bytes
 from shared.access.credentials import CREDENTIALS, TlsFiles, file_of
+from shared.encryption.key_file import read_key
 from shared.types.errors import ReportedError
 from shared.types.units import GIB, format_bytes
 
@@ -150,7 +150,7 @@ def check_encryption(
         yield _not_ours("encryption", key_file)
         return
     try:
-        key = read_master_key(key_file)
+        key = read_key(key_file)
     except ReportedError as error:
         yield problem("encryption", f"{error.message}: kvd does not start", error.remedy)
         return

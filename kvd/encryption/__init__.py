@@ -1,1 +1,1 @@
-"""Encryption of what lies on SSD: sealing, the tenants' keys, the file of the key above them."""
+"""Encryption of what lies on SSD: the tenants' keys, wrapped by the key of a file."""

@@ -10,11 +10,24 @@ Any thread may look keys up; the event loop alone changes what there is.
 import secrets
 from dataclasses import dataclass, field
 
-from kvd.encryption.key_file import MasterKey
-from kvd.encryption.sealing import KEY_BYTES, key_id, unwrap, wrap
+from shared.encryption.key_file import SecretKey
+from shared.encryption.sealing import KEY_BYTES, key_id, unwrap, wrap
 from shared.types.block_key import SALT_BYTES
+from shared.types.errors import ConfigError
 
 _CHUNK_KEY = b"kvd chunk key"  # what a wrapped key is for
+
+
+class WrongKeyError(ConfigError):
+    """The master key is not the one that the state directory was encrypted with."""
+
+    reason = "wrong_key"
+
+
+class KeyNeededError(ConfigError):
+    """The state directory has encrypted blocks, and no key file is set."""
+
+    reason = "key_needed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +50,7 @@ class Keyring:
         fingerprint: of the master key.
     """
 
-    def __init__(self, master: MasterKey, *, is_sealing: bool) -> None:
+    def __init__(self, master: SecretKey, *, is_sealing: bool) -> None:
         self.is_sealing = is_sealing
         self.fingerprint = master.fingerprint
         self._master = master
@@ -102,12 +115,12 @@ class Keyring:
         self._keys[key_id(secret.key)] = secret.key
 
 
-def wrap_secret(master: MasterKey, tenant: str, secret: TenantSecret) -> bytes:
+def wrap_secret(master: SecretKey, tenant: str, secret: TenantSecret) -> bytes:
     """Wrap a secret as it is kept in the index."""
     return wrap(master.key, secret.key + secret.salt, tenant.encode())
 
 
-def open_secret(master: MasterKey, tenant: str, wrapped: bytes) -> TenantSecret | None:
+def open_secret(master: SecretKey, tenant: str, wrapped: bytes) -> TenantSecret | None:
     """Undo wrap_secret; None if key or tenant are others, or it is damaged."""
     both = unwrap(master.key, wrapped, tenant.encode())
     if both is None or len(both) != KEY_BYTES + SALT_BYTES:

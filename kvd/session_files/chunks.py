@@ -23,9 +23,9 @@ from collections.abc import Iterator, Sequence
 
 from blake3 import blake3
 
-from kvd.encryption.sealing import KEY_BYTES, SALT_BYTES, TAG_BYTES, Seal
 from kvd.session_files.file_format import SessionFileError, header_num_bytes
 from kvd.session_files.frame_writer import end_bytes
+from shared.encryption.sealing import KEY_BYTES, SALT_BYTES, TAG_BYTES, Seal
 
 MAGIC = b"KVDCHUNK"
 VERSION = 1

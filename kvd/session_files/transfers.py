@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from kvd.caches.caches import Caches
 from kvd.core.records.errors import InvalidRequestError
-from kvd.encryption.key_file import WrongKeyError
+from kvd.encryption.keyring import WrongKeyError
 from kvd.errors import LimitReachedError, StalledTransferError
 from kvd.session_files.byte_streams import SILENCE_S, ByteStream, ByteStreams
 from kvd.session_files.chunks import ChunkOpener, ChunkSealer

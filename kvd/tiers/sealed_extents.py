@@ -33,10 +33,10 @@ from typing import NamedTuple
 from kvd.core.records.entries import StoredBlock
 from kvd.core.records.extent_shape import HEADER_FIXED_BYTES, ExtentShape
 from kvd.encryption.keyring import Keyring
-from kvd.encryption.sealing import KEY_ID_BYTES, SALT_BYTES, TAG_BYTES, Seal, key_id, new_salt
 from kvd.tiers.direct_io import STAGED_IO_BYTES, Staging
 from kvd.tiers.extent_format import ExtentFormat, GroupPlan, ToWrite
 from kvd.tiers.slot_rows import CHECKSUM_BYTES
+from shared.encryption.sealing import KEY_ID_BYTES, SALT_BYTES, TAG_BYTES, Seal, key_id, new_salt
 from shared.types.block_key import TOKEN_BYTES
 
 SEALED_MAGIC = b"KVDS"

@@ -22,9 +22,9 @@ import inference_svc.cli.main
 import kvd.cli.main
 from kvd.caches.layout_opening import VOLUMES
 from kvd.daemon import MANIFEST_NAME
-from kvd.encryption.key_file import KEY_BYTES, MasterKey, write_master_key
 from kvd.tiers.faults import NoFaults
 from kvd.tiers.index_database import open_database
+from shared.encryption.key_file import KEY_BYTES, SecretKey, write_key
 from shared.process.runtime_dir import OPERATOR_SOCKET
 from tests.cli.fixed_kvd import SESSION_FILE, answering
 from tests.cli.fixed_views import ONLY_ON_TERMINALS, VIEWS
@@ -197,7 +197,7 @@ def prepared(directory: Path) -> Iterator[Path]:
     (directory / "kvd.toml").write_text(KVD_CONFIG, encoding="utf-8")
     (directory / "conversation-17.kvd").write_bytes(SESSION_FILE)
     for number, name in enumerate(("key", "key.new")):
-        write_master_key(directory / name, MasterKey(bytes([number]) * KEY_BYTES))
+        write_key(directory / name, SecretKey(bytes([number]) * KEY_BYTES))
     (directory / "state").mkdir(mode=0o700)
     open_database(directory / "state" / MANIFEST_NAME, directory / VOLUMES, NoFaults()).close()
     with answering(directory):

@@ -12,8 +12,8 @@ import sqlite3
 import pytest
 import pytest_asyncio
 
-from kvd.encryption.key_file import new_master_key, write_master_key
 from kvd.tiers.faults import WritePoint
+from shared.encryption.key_file import new_key, write_key
 from tests.fault.ledger import everything_verifies
 from tests.faulty_kvd import FaultyKvd
 from tests.kvd_polling import all_clean
@@ -113,7 +113,7 @@ async def world(tmp_path_factory):
     """Tenant b has its sessions for good; a's are stored by each test."""
     directory = tmp_path_factory.mktemp("erase")
     key_file = directory / "key"
-    write_master_key(key_file, new_master_key())
+    write_key(key_file, new_key())
     kvd = FaultyKvd(directory, KVD_ENCRYPTION__KEY_FILE=str(key_file), **SIZES)
     await kvd.start()
     async with attached_engine(kvd.runtime_dir, LAYOUT) as engine:

@@ -9,7 +9,7 @@ import pytest
 import pytest_asyncio
 
 from kvd.core.records.extent_shape import ExtentShape
-from kvd.encryption.key_file import read_master_key
+from shared.encryption.key_file import read_key
 from shared.types.errors import ReportedError
 from tests.fault.ledger import flip
 from tests.kvd_polling import all_clean, reader_stats
@@ -172,7 +172,7 @@ async def test_erasing_all_removes_what_is_plain(world, key):
     encryption = (await reader_stats(world.kvd)).encryption
     assert (encryption.may_have_plain, encryption.key) == (
         False,
-        read_master_key(str(key)).fingerprint,
+        read_key(str(key)).fingerprint,
     )
 
 

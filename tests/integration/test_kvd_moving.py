@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvd.encryption.key_file import new_master_key, write_master_key
+from shared.encryption.key_file import new_key, write_key
 from tests.kvd_polling import sessions_of
 from tests.processes import KvdProcess, run_cli, running_kvd
 from tests.synthetic_engine import attached_engine, key_of
@@ -98,7 +98,7 @@ async def test_sealed_sessions_are_opened_by_those_with_the_key(tmp_path: Path, 
     """With a key file nothing of a session is in the store in plain; another key opens nothing."""
     directory, url = store
     for name in ("key", "other"):
-        write_master_key(tmp_path / name, new_master_key())
+        write_key(tmp_path / name, new_key())
     tokens = [0x41424344] * 2000
     async with (
         _encrypting(tmp_path / "1", tmp_path / "key") as one,

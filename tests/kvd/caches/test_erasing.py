@@ -8,15 +8,15 @@ from kvd.caches.erasing import NotErasableError, TenantEraser
 from kvd.caches.layout_opening import VOLUMES
 from kvd.caches.tenant_secrets import has_segments
 from kvd.core.records.actions import Emit
-from kvd.encryption.key_file import new_master_key, write_master_key
 from kvd.wire.events import EventFilter, EventHub
+from shared.encryption.key_file import new_key, write_key
 from tests.kvd.caches.opened import LAYOUT, caches_in, store
 from tests.synthetic_engine import key_of
 
 
 @pytest.fixture
 def key_file(tmp_path):
-    write_master_key(tmp_path / "key", new_master_key())
+    write_key(tmp_path / "key", new_key())
     return str(tmp_path / "key")
 
 

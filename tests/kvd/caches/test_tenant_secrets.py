@@ -15,17 +15,16 @@ from kvd.caches.tenant_secrets import (
     rotate_master_key,
 )
 from kvd.config import EncryptionSettings
-from kvd.encryption.key_file import (
-    KeyFileError,
-    KeyNeededError,
-    WrongKeyError,
-    new_master_key,
-    read_master_key,
-    write_master_key,
-)
+from kvd.encryption.keyring import KeyNeededError, WrongKeyError
 from kvd.errors import LimitReachedError
 from kvd.tiers.faults import NoFaults
 from kvd.tiers.manifest import Manifest
+from shared.encryption.key_file import (
+    KeyFileError,
+    new_key,
+    read_key,
+    write_key,
+)
 
 DEADLINE_S = 30.0
 MANY = 100
@@ -43,7 +42,7 @@ def key_file(tmp_path):
 
 
 def key_in(path):
-    write_master_key(path, new_master_key())
+    write_key(path, new_key())
     return str(path)
 
 
@@ -166,8 +165,8 @@ def rotate(directory, before, after):
     return rotate_master_key(
         directory / "manifest.db",
         directory / VOLUMES,
-        read_master_key(before),
-        read_master_key(after),
+        read_key(before),
+        read_key(after),
         NoFaults(),
     )
 

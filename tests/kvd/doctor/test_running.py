@@ -7,8 +7,8 @@ from kvd.config import EncryptionSettings, Settings
 from kvd.doctor.finding import Finding, Level, worst
 from kvd.doctor.guards import check_certificates, check_encryption
 from kvd.doctor.running import check_answer, check_tiers
-from kvd.encryption.key_file import new_master_key, write_master_key
 from shared.access.settings import TlsSettings
+from shared.encryption.key_file import new_key, write_key
 from shared.pb.kvd.v1 import kvd_pb2
 from shared.version import __version__
 
@@ -75,7 +75,7 @@ def test_a_key_that_cannot_be_used(tmp_path):
     ((level, line),) = _lines(check_encryption(settings))
     assert level is Level.PROBLEM
     assert f"kvd key new {path}" in line
-    write_master_key(path, new_master_key())
+    write_key(path, new_key())
     path.chmod(0o644)
     ((_, line),) = _lines(check_encryption(settings))
     assert f"chmod 600 {path}" in line

@@ -4,10 +4,10 @@ import secrets
 
 import pytest
 
-from kvd.encryption.sealing import KEY_BYTES
 from kvd.session_files.chunks import Chunker, ChunkOpener, ChunkSealer, step_tokens
 from kvd.session_files.file_format import FileHeader, SessionFileError, header_bytes
 from kvd.session_files.frame_writer import end_bytes, frame_bytes
+from shared.encryption.sealing import KEY_BYTES
 from shared.types.lineage import WHOLE
 from tests.synthetic_engine import encode, key_of, small_layout
 

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from kvd.core.records.actions import IoOutcome
 from kvd.core.records.extent_shape import ExtentShape
-from kvd.encryption.key_file import new_master_key
 from kvd.encryption.keyring import Keyring
-from kvd.encryption.sealing import TAG_BYTES, key_id
 from kvd.tiers.direct_io import STAGED_IO_BYTES, Staging
 from kvd.tiers.extent_format import ExtentFormat
 from kvd.tiers.sealed_extents import SEALED_MAGIC, SealedFormat
+from shared.encryption.key_file import new_key
+from shared.encryption.sealing import TAG_BYTES, key_id
 from shared.types.kv_layout import Component, KVLayout, Layer
 from tests.kvd.tiers.disk import LAYOUT, TENANT, Block, Disk, new_slot
 from tests.sampled import examples
@@ -27,7 +27,7 @@ OTHER = "other"
 
 
 def new_keys(*, is_sealing=True) -> Keyring:
-    keys = Keyring(new_master_key(), is_sealing=is_sealing)
+    keys = Keyring(new_key(), is_sealing=is_sealing)
     for tenant in (TENANT, OTHER):
         keys.make(tenant)
     return keys

@@ -1,7 +1,7 @@
-"""The master key: 32 random bytes in a file of one line, 64 hex digits.
+"""A key: 32 random bytes in a file of one line, 64 hex digits, which is needed at every start.
 
-It wraps the tenants' keys (keyring.py) and is needed at every start. A name without "/" is that of
-a systemd credential, which lies in $CREDENTIALS_DIRECTORY and nowhere on disk in plain.
+A name without "/" is that of a systemd credential, which lies in $CREDENTIALS_DIRECTORY and nowhere
+on disk in plain.
 """
 
 import os
@@ -9,7 +9,7 @@ import secrets
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvd.encryption.sealing import KEY_BYTES, key_id
+from shared.encryption.sealing import KEY_BYTES, key_id
 from shared.types.errors import ConfigError
 
 CREDENTIALS_ENV = "CREDENTIALS_DIRECTORY"
@@ -19,26 +19,14 @@ _TOO_OPEN = 0o037  # the group may read it at most, others may nothing
 
 
 class KeyFileError(ConfigError):
-    """The file of the master key cannot be read, written or used."""
+    """The file of a key cannot be read, written or used."""
 
     reason = "key_file"
 
 
-class WrongKeyError(ConfigError):
-    """The master key is not the one that the state directory was encrypted with."""
-
-    reason = "wrong_key"
-
-
-class KeyNeededError(ConfigError):
-    """The state directory has encrypted blocks, and no key file is set."""
-
-    reason = "key_needed"
-
-
 @dataclass(frozen=True)
-class MasterKey:
-    """The key above the tenants' keys."""
+class SecretKey:
+    """A key that files have: kvd's above the tenants' keys, and that of shared transcripts."""
 
     key: bytes = field(repr=False)
 
@@ -48,12 +36,12 @@ class MasterKey:
         return key_id(self.key).hex()
 
 
-def new_master_key() -> MasterKey:
-    """Draw a new master key."""
-    return MasterKey(secrets.token_bytes(KEY_BYTES))
+def new_key() -> SecretKey:
+    """Draw a new key."""
+    return SecretKey(secrets.token_bytes(KEY_BYTES))
 
 
-def read_master_key(key_file: str) -> MasterKey:
+def read_key(key_file: str) -> SecretKey:
     """Read a key.
 
     Args:
@@ -70,7 +58,7 @@ def read_master_key(key_file: str) -> MasterKey:
     except OSError as error:
         raise KeyFileError(
             f"cannot read the key file {path} ({error.strerror})",
-            f"make one with: kvd key new {path}; or let kvd's user read it",
+            f"make one with: kvd key new {path}; or let the user of this process read it",
         ) from error
     if "/" in key_file and mode & _TOO_OPEN:
         raise KeyFileError(
@@ -85,10 +73,10 @@ def read_master_key(key_file: str) -> MasterKey:
             f"the key file {path} does not have {2 * KEY_BYTES} hex digits",
             "name a file that kvd key new has made",
         )
-    return MasterKey(key)
+    return SecretKey(key)
 
 
-def write_master_key(path: Path, key: MasterKey) -> None:
+def write_key(path: Path, key: SecretKey) -> None:
     """Write a key to a new file that only its owner may read; it is on disk when this returns.
 
     Raises:
@@ -117,6 +105,6 @@ def _path_of(key_file: str) -> Path:
     if not directory:
         raise KeyFileError(
             f"there is no credential {key_file!r} (${CREDENTIALS_ENV} is not set)",
-            f"name a path, or start kvd by systemd with LoadCredential={key_file}:PATH",
+            f"name a path, or start the process by systemd with LoadCredential={key_file}:PATH",
         )
     return Path(directory) / key_file

@@ -1,0 +1,72 @@
+"""Sealer: seals whole values by the newest of some keys; the others only open what they sealed.
+
+    value = "KVDSEAL1", id of the key, salt, sealed bytes and their tag (sealing.wrap)
+
+A value that does not begin so was stored before there was a key: it is what it is.
+"""
+
+from collections.abc import Sequence
+
+from shared.encryption.key_file import SecretKey, read_key
+from shared.encryption.sealing import KEY_ID_BYTES, key_id, unwrap, wrap
+
+MARK = b"KVDSEAL1"
+_HEAD_BYTES = len(MARK) + KEY_ID_BYTES
+
+
+class KeyMissingError(Exception):
+    """A value was sealed by a key that is not there; its message is the key's fingerprint."""
+
+
+class SealBrokenError(Exception):
+    """A value is not what was sealed, or not where it was."""
+
+
+class Sealer:
+    """See the module docstring. Any thread.
+
+    Args:
+        keys: the newest first; none: values are stored as they are.
+    """
+
+    def __init__(self, keys: Sequence[SecretKey] = ()) -> None:
+        self._newest = keys[0].key if keys else None
+        self._keys = {key_id(key.key): key.key for key in keys}
+
+    @classmethod
+    def of_files(cls, key_file: str, old_key_files: Sequence[str] = ()) -> "Sealer":
+        """Read the keys of a setting; "": there is none, and nothing is sealed.
+
+        Raises:
+            KeyFileError: a key cannot be read.
+        """
+        return cls([read_key(name) for name in (key_file, *old_key_files) if name])
+
+    def seal(self, data: bytes, bound: str) -> bytes:
+        """Return a value that has `data`, unlike every other value.
+
+        Args:
+            data: to be stored.
+            bound: where it is stored: it opens nowhere else.
+        """
+        if self._newest is None:
+            return data
+        return MARK + key_id(self._newest) + wrap(self._newest, data, bound.encode())
+
+    def open(self, value: bytes, bound: str) -> bytes:
+        """Return what was sealed.
+
+        Raises:
+            KeyMissingError: by a key that is not there.
+            SealBrokenError: it was changed, or is somewhere else.
+        """
+        if not value.startswith(MARK):
+            return value
+        name = value[len(MARK) : _HEAD_BYTES]
+        key = self._keys.get(name)
+        if key is None:
+            raise KeyMissingError(name.hex())
+        data = unwrap(key, value[_HEAD_BYTES:], bound.encode())
+        if data is None:
+            raise SealBrokenError
+        return data

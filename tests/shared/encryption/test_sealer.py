@@ -1,0 +1,66 @@
+"""Values are sealed by the newest key, open by any, and nowhere else than where they were put."""
+
+import pytest
+
+from shared.encryption.key_file import KeyFileError, new_key, write_key
+from shared.encryption.sealer import MARK, KeyMissingError, SealBrokenError, Sealer
+
+DATA = b"what was said" * 50
+
+
+def test_without_a_key_values_are_what_they_are():
+    assert Sealer().seal(DATA, "here") == DATA
+    assert Sealer().open(DATA, "here") == DATA
+    assert Sealer([new_key()]).open(DATA, "here") == DATA, "from before there was a key"
+
+
+def test_a_sealed_value_shows_nothing_and_opens_where_it_is():
+    sealer = Sealer([new_key()])
+    value = sealer.seal(DATA, "here")
+    assert DATA[:13] not in value
+    assert sealer.seal(DATA, "here") != value
+    assert sealer.open(value, "here") == DATA
+    with pytest.raises(SealBrokenError):
+        sealer.open(value, "there")
+
+
+@pytest.mark.parametrize("at", range(len(MARK), len(MARK) + 16 + 32 + 16, 7))
+def test_a_changed_value_does_not_open(at):
+    sealer = Sealer([new_key()])
+    value = bytearray(sealer.seal(b"", "here"))
+    value[at] ^= 1
+    with pytest.raises((SealBrokenError, KeyMissingError)):
+        sealer.open(bytes(value), "here")
+
+
+def test_a_value_that_was_cut_does_not_open():
+    sealer = Sealer([new_key()])
+    value = sealer.seal(DATA, "here")
+    for length in range(len(MARK), len(value), 61):
+        with pytest.raises((SealBrokenError, KeyMissingError)):
+            sealer.open(value[:length], "here")
+
+
+def test_old_keys_open_and_seal_nothing():
+    old, new = new_key(), new_key()
+    value = Sealer([old]).seal(DATA, "here")
+    both = Sealer([new, old])
+    assert both.open(value, "here") == DATA
+    with pytest.raises(KeyMissingError, match=old.fingerprint):
+        Sealer([new]).open(value, "here")
+    with pytest.raises(KeyMissingError, match=new.fingerprint):
+        Sealer([old]).open(both.seal(DATA, "here"), "here")
+    with pytest.raises(KeyMissingError, match=old.fingerprint):
+        Sealer().open(value, "here")
+
+
+def test_keys_are_read_from_their_files(tmp_path):
+    old, new = new_key(), new_key()
+    write_key(tmp_path / "old", old)
+    write_key(tmp_path / "new", new)
+    files = str(tmp_path / "new"), [str(tmp_path / "old")]
+    assert Sealer.of_files(*files).open(Sealer([old]).seal(DATA, "x"), "x") == DATA
+    assert Sealer([new]).open(Sealer.of_files(*files).seal(DATA, "x"), "x") == DATA
+    assert Sealer.of_files("").seal(DATA, "x") == DATA
+    with pytest.raises(KeyFileError):
+        Sealer.of_files(str(tmp_path / "nowhere"))
