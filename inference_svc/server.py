@@ -29,6 +29,7 @@ from shared.access.clients import ClientBook, Clients
 from shared.blobs.opening import open_store
 from shared.config.reload import LiveSettings
 from shared.config.settings import LoadedSettings
+from shared.encryption.sealer import Sealer
 from shared.process import memory, systemd
 from shared.process.backoff import Backoff
 from shared.process.dumps import forbid_dumps
@@ -96,7 +97,11 @@ def run(
 
 
 def _transcripts(state_dir: Path, settings: RemoteSettings) -> TranscriptStore:
-    """Make the store of transcripts; what services share is reached at the first call."""
+    """Make the store of transcripts; what services share is reached at the first call.
+
+    Raises:
+        KeyFileError: a key for what they share cannot be read.
+    """
     directory = state_dir / "sessions"
     if not settings.url:
         return TranscriptStore(directory)
@@ -104,7 +109,10 @@ def _transcripts(state_dir: Path, settings: RemoteSettings) -> TranscriptStore:
     store = open_store(settings.url, settings.deadline_s)
     calls = StoreCalls(store, settings.deadline_s, backoff)
     histories = SharedHistories(calls) if settings.unnamed else None
-    return TranscriptStore(directory, SharedTranscripts(calls), histories)
+    sealer = Sealer.of_files(
+        settings.key_file, settings.old_key_files, takes_plain=settings.plain == "read"
+    )
+    return TranscriptStore(directory, SharedTranscripts(calls, sealer), histories)
 
 
 def _refusal_in(failed: BaseExceptionGroup[BaseException]) -> ConfigError | None:

@@ -40,6 +40,12 @@ class TranscriptDamagedError(StateError):
     reason = "transcript_damaged"
 
 
+class TranscriptSealedError(TranscriptDamagedError):
+    """A transcript is sealed by a key that this service does not have."""
+
+    reason = "transcript_sealed"
+
+
 class UnknownRecordError(StateError):
     """A transcript has a record of another release, without which its session is another one."""
 

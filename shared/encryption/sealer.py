@@ -27,20 +27,25 @@ class Sealer:
 
     Args:
         keys: the newest first; none: values are stored as they are.
+        takes_plain: whether values open that were never sealed; without a key they do.
     """
 
-    def __init__(self, keys: Sequence[SecretKey] = ()) -> None:
+    def __init__(self, keys: Sequence[SecretKey] = (), *, takes_plain: bool = True) -> None:
+        self._takes_plain = takes_plain or not keys
         self._newest = keys[0].key if keys else None
         self._keys = {key_id(key.key): key.key for key in keys}
 
     @classmethod
-    def of_files(cls, key_file: str, old_key_files: Sequence[str] = ()) -> "Sealer":
+    def of_files(
+        cls, key_file: str, old_key_files: Sequence[str] = (), *, takes_plain: bool = True
+    ) -> "Sealer":
         """Read the keys of a setting; "": there is none, and nothing is sealed.
 
         Raises:
             KeyFileError: a key cannot be read.
         """
-        return cls([read_key(name) for name in (key_file, *old_key_files) if name])
+        keys = [read_key(name) for name in (key_file, *old_key_files) if name]
+        return cls(keys, takes_plain=takes_plain)
 
     def seal(self, data: bytes, bound: str) -> bytes:
         """Return a value that has `data`, unlike every other value.
@@ -58,9 +63,11 @@ class Sealer:
 
         Raises:
             KeyMissingError: by a key that is not there.
-            SealBrokenError: it was changed, or is somewhere else.
+            SealBrokenError: it was changed, or is somewhere else; or is plain, and may not be.
         """
         if not value.startswith(MARK):
+            if not self._takes_plain:
+                raise SealBrokenError
             return value
         name = value[len(MARK) : _HEAD_BYTES]
         key = self._keys.get(name)
@@ -70,3 +77,6 @@ class Sealer:
         if data is None:
             raise SealBrokenError
         return data
+
+
+PLAIN = Sealer()  # there is no key

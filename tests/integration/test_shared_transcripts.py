@@ -6,6 +6,7 @@ import signal
 import pytest
 
 from inference_svc.client import turn_request
+from shared.encryption.key_file import new_key, write_key
 from shared.pb.inference.v1 import inference_pb2 as pb
 from shared.types.errors import (
     ConflictError,
@@ -24,10 +25,13 @@ def services(tiny_model, tmp_path):
     """How to make a service of a number, and the directory that all share."""
     store = tmp_path / "store"
 
-    def make(number, url=""):
+    def make(number, url="", **remote):
         directory = tmp_path / str(number)
         directory.mkdir(exist_ok=True)
         environ = {"INFERENCE_REMOTE__URL": url or f"file://{store}"}
+        environ |= {
+            f"INFERENCE_REMOTE__{name.upper()}": str(value) for name, value in remote.items()
+        }
         return InferenceProcess(tiny_model, directory, environ=environ)
 
     return make, store
@@ -119,6 +123,38 @@ async def test_a_store_that_is_not_there(services):
             assert (await read(second)).turns == 2
             await say(second, 2)
             await say(second, 1, "new")
+
+
+async def test_sealed_transcripts(services, tmp_path, oracle):
+    """They go on where the key is, and nowhere else; a server without it says what it lacks."""
+    make, _ = services
+    key_file, other = tmp_path / "key", tmp_path / "other"
+    write_key(key_file, new_key())
+    write_key(other, new_key())
+    async with make(1, key_file=key_file) as first:
+        await say(first, 0)
+        await say(first, 1)
+    for remote in ({}, {"key_file": other}):
+        async with make(2, **remote) as second:
+            with pytest.raises(StateError, match=r"remote\.old_key_files") as refused:
+                await say(second, 2)
+            assert refused.value.reason == "transcript_sealed"
+    async with make(2, key_file=other, old_key_files=key_file) as second:
+        await say(second, 2)
+        turns = [(turn.input_ids, turn.output_ids) for turn in (await read(second)).turn_records]
+        assert oracle.judge(turns).is_identical
+    async with make(3, key_file=other) as third:
+        assert (await read(third)).turns == 3, "sealed with the newest key by its last turn"
+
+
+async def test_a_key_that_cannot_be_read_is_refused_at_the_start(services, tmp_path):
+    make, _ = services
+    service = make(1, key_file=tmp_path / "nowhere")
+    with pytest.raises(Exception, match="ended with exit code 78"):
+        await service.start()
+    log = service.log_path.read_text()
+    assert "kvd key new" in log
+    assert "Traceback" not in log
 
 
 @pytest.mark.parametrize("url", ["ftp://nowhere", "s3://", "file:///"])

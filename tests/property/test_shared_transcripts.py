@@ -32,12 +32,15 @@ from inference_svc.runtime.turns.transcript import TranscriptStore
 from inference_svc.runtime.turns.transcript_files import TranscriptFiles
 from shared.blobs.errors import OvertakenError
 from shared.blobs.register import NOTHING
+from shared.encryption.key_file import new_key
+from shared.encryption.sealer import Sealer
 from shared.process.backoff import Backoff
 from shared.types.session_key import SessionKey
 from tests.faulty_store import CrashError, FaultyStore, Odds, View
 
 KEYS = tuple(SessionKey("default", "model", name) for name in ("a", "b"))
 ODDS = Odds(crash=0.02, fails=0.05, lies=0.04, late=0.04)
+SEALER = Sealer([new_key()])
 NO_PAUSE = {"first_s": 0.0, "longest_s": 0.0}
 
 
@@ -94,7 +97,7 @@ class World:
     def _shared(self, view: View) -> SharedTranscripts:
         calls = StoreCalls(view, 60.0, Backoff(self.random, **NO_PAUSE))
         calls._threads = Inline()
-        return SharedTranscripts(calls)
+        return SharedTranscripts(calls, SEALER)
 
     def _meanwhile(self) -> None:
         """Add a turn, as a service without faults would."""
@@ -103,13 +106,14 @@ class World:
         key = self.random.choice(KEYS)
         register = register_of(View(self.store, is_calm=True), key)
         version = register.read()
-        transcript = decode_value(version.data, key)[1] if version else None
+        transcript = decode_value(version.data, key, SEALER)[1] if version else None
         before = transcript or Transcript(Header(*key))
         new = turn(len(before.turns), f"m{next(self.names)}")
         after = before.with_turn(new, is_final=False)
         with suppress(OvertakenError):  # a late writer was there
             register.replace(
-                version.seen if version else NOTHING, encode_value(encode_transcript(after))
+                version.seen if version else NOTHING,
+                encode_value(encode_transcript(after), key, SEALER),
             )
             self.seen["meanwhile"] += 1
             self.added.append((key, new.request_id))
@@ -117,7 +121,7 @@ class World:
     def _there(self, key: SessionKey) -> tuple[bytes | None, list[str]]:
         """The store's file of a session, and the names of its turns."""
         version = register_of(View(self.store, is_calm=True), key).read()
-        data, transcript = decode_value(version.data, key) if version else (None, None)
+        data, transcript = decode_value(version.data, key, SEALER) if version else (None, None)
         return data, [one.request_id for one in transcript.turns] if transcript else []
 
     async def step(self) -> None:

@@ -2,7 +2,8 @@
 
     v1/transcripts/TENANT/DIGEST/NUMBER    versions of a session's (shared/blobs/register.py)
 
-    value = eight random bytes, then the file, compressed; nothing behind them: it was deleted
+    value = eight random bytes, then the file, compressed and, if there is a key, sealed
+            (shared/encryption/sealer.py); nothing behind them: the session was deleted
 
 Who adds a turn replaces what it has seen, or is told that somebody else has.
 """
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from inference_svc.core.transcript_format import (
     Transcript,
     TranscriptDamagedError,
+    TranscriptSealedError,
     decode_transcript,
 )
 from inference_svc.runtime.turns.store_calls import StoreCalls
@@ -23,6 +25,7 @@ from inference_svc.runtime.turns.transcript_files import digest_of
 from shared.blobs.blob_store import BlobStore
 from shared.blobs.register import Register, Seen, is_version
 from shared.blobs.release import DELETED_BYTES, TRANSCRIPTS, stored_name
+from shared.encryption.sealer import PLAIN, KeyMissingError, SealBrokenError, Sealer
 from shared.types.session_key import SessionKey
 
 MAX_FILE_BYTES = 1 << 30  # of a transcript: more is no transcript
@@ -48,13 +51,15 @@ class SharedTranscripts:
 
     Args:
         calls: to the store.
+        sealer: of what is put there.
 
     Attributes:
         calls: likewise.
     """
 
-    def __init__(self, calls: StoreCalls) -> None:
+    def __init__(self, calls: StoreCalls, sealer: Sealer = PLAIN) -> None:
         self.calls = calls
+        self._sealer = sealer
 
     async def look(self, key: SessionKey) -> Seen:
         """Return which versions of a session's transcript there are.
@@ -70,11 +75,12 @@ class SharedTranscripts:
         Raises:
             StoreSilentError: nobody knows.
             TranscriptDamagedError: it is not what was put there.
+            TranscriptSealedError: it was sealed by a key that this service does not have.
         """
         version = await self.calls.call("read", lambda store: register_of(store, key).read())
         if version is None:
             return None
-        data, transcript = await asyncio.to_thread(decode_value, version.data, key)
+        data, transcript = await asyncio.to_thread(decode_value, version.data, key, self._sealer)
         return SharedTranscript(version.seen, data, transcript)
 
     async def replace(self, key: SessionKey, before: Seen, data: bytes | None) -> Seen:
@@ -89,7 +95,7 @@ class SharedTranscripts:
             OvertakenError: another service has replaced it.
             StoreSilentError: nobody knows whether it was replaced.
         """
-        value = await asyncio.to_thread(encode_value, data)
+        value = await asyncio.to_thread(encode_value, data, key, self._sealer)
         return await self.calls.call(
             "replaced", lambda store: register_of(store, key).replace(before, value)
         )
@@ -113,23 +119,34 @@ def place_of(key: SessionKey) -> str:
     return f"{TRANSCRIPTS}/{stored_name(key.tenant)}/{digest_of(key)}"
 
 
-def encode_value(data: bytes | None) -> bytes:
-    """Encode a file, unlike every other value; None: the session is deleted."""
-    return secrets.token_bytes(DELETED_BYTES) + (b"" if data is None else zlib.compress(data))
+def encode_value(data: bytes | None, key: SessionKey, sealer: Sealer) -> bytes:
+    """Encode a session's file, unlike every other value; None: the session is deleted."""
+    file = b"" if data is None else sealer.seal(zlib.compress(data), place_of(key))
+    return secrets.token_bytes(DELETED_BYTES) + file
 
 
-def decode_value(value: bytes, key: SessionKey) -> tuple[bytes | None, Transcript | None]:
+def decode_value(
+    value: bytes, key: SessionKey, sealer: Sealer
+) -> tuple[bytes | None, Transcript | None]:
     """Decode a session's file and its transcript; None: it was deleted.
 
     Raises:
         TranscriptDamagedError: it is none, or another session's.
+        TranscriptSealedError: the key that has sealed it is not there.
     """
     if len(value) == DELETED_BYTES:
         return None, None
     decompressor = zlib.decompressobj()
     try:
-        data = decompressor.decompress(value[DELETED_BYTES:], MAX_FILE_BYTES)
-    except zlib.error as error:
+        file = sealer.open(value[DELETED_BYTES:], place_of(key))
+        data = decompressor.decompress(file, MAX_FILE_BYTES)
+    except KeyMissingError as error:
+        raise TranscriptSealedError(
+            f"the session's transcript in the object store is sealed by key {str(error)[:8]}, which"
+            " this service does not have",
+            "name the file of that key in remote.key_file or remote.old_key_files",
+        ) from error
+    except (SealBrokenError, zlib.error) as error:
         raise _damaged() from error
     transcript, good_bytes = decode_transcript(data)
     is_whole = decompressor.eof and good_bytes == len(data)

@@ -54,6 +54,16 @@ def test_old_keys_open_and_seal_nothing():
         Sealer().open(value, "here")
 
 
+def test_a_plain_value_can_be_refused():
+    """Once all are sealed: else who can write decides what a value is."""
+    key = new_key()
+    sealer = Sealer([key], takes_plain=False)
+    with pytest.raises(SealBrokenError):
+        sealer.open(DATA, "here")
+    assert sealer.open(Sealer([key]).seal(DATA, "here"), "here") == DATA
+    assert Sealer(takes_plain=False).open(DATA, "here") == DATA, "there is no key"
+
+
 def test_keys_are_read_from_their_files(tmp_path):
     old, new = new_key(), new_key()
     write_key(tmp_path / "old", old)

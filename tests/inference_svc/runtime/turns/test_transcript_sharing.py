@@ -1,6 +1,7 @@
 """Transcripts that services share through an object store."""
 
 import threading
+from collections import defaultdict
 from dataclasses import replace
 from itertools import count
 from random import Random
@@ -13,7 +14,7 @@ from inference_svc.core.errors import (
     TranscriptUnavailableError,
     UnknownSessionError,
 )
-from inference_svc.core.transcript_format import TranscriptDamagedError
+from inference_svc.core.transcript_format import TranscriptDamagedError, TranscriptSealedError
 from inference_svc.runtime.turns.shared_histories import SharedHistories
 from inference_svc.runtime.turns.shared_transcripts import (
     SharedTranscript,
@@ -25,6 +26,9 @@ from inference_svc.runtime.turns.transcript import TranscriptStore
 from inference_svc.runtime.turns.transcript_files import TranscriptFiles
 from inference_svc.runtime.turns.transcript_sharing import Verdict, verdict_on
 from shared.blobs.register import NOTHING, Seen
+from shared.blobs.release import DELETED_BYTES
+from shared.encryption.key_file import new_key
+from shared.encryption.sealer import MARK, Sealer
 from shared.process.backoff import Backoff
 from shared.types.session_key import SessionKey
 from tests.faulty_store import FaultyStore, Odds, View
@@ -40,10 +44,12 @@ class Servers:
 
     Attributes:
         blobs: the store.
+        sealers: of services, by their numbers; each takes its own when it is begun.
     """
 
     def __init__(self, directory):
         self.directory = directory
+        self.sealers = defaultdict(Sealer)
         self.blobs = FaultyStore(Random(7))  # noqa: S311
         self._running = {}
         self._names = count()
@@ -52,7 +58,8 @@ class Servers:
         if number not in self._running:
             backoff = Backoff(Random(1), first_s=0.0, longest_s=0.0)  # noqa: S311
             calls = StoreCalls(View(self.blobs), 60.0, backoff)
-            shared, histories = SharedTranscripts(calls), SharedHistories(calls)
+            shared = SharedTranscripts(calls, self.sealers[number])
+            histories = SharedHistories(calls)
             store = TranscriptStore(self.directory / str(number), shared, histories)
             store.open()
             store.count_sessions()
@@ -453,3 +460,72 @@ def test_what_becomes_of_a_file(here, shared, verdict, behind):
     """Files only grow: the longer one has what the shorter one has, or they are two."""
     assert verdict_on(here, shared, is_behind=False) is verdict
     assert verdict_on(here, shared, is_behind=True) is behind
+
+
+# ------------------------------------------------------------------------------------------ sealed
+
+
+def stored(servers):
+    """What there is in the store of the session's transcript."""
+    (name,) = register_of(View(servers.blobs), KEY).look().names
+    return View(servers.blobs).get(name)
+
+
+async def test_what_was_said_before_there_was_a_key_is_sealed_with_the_next_turn(servers):
+    """Once with a key all of it is: a version is the whole transcript."""
+    servers.sealers[1] = servers.sealers[2] = Sealer([new_key()])
+    assert [await servers.turn(0), await servers.turn(1)] == [1, 2]
+    assert MARK in stored(servers)
+    assert [await servers.turn(2), await servers.turn(1)] == [3, 4]
+    with pytest.raises(TranscriptSealedError, match=r"remote\.old_key_files"):
+        await servers.turn(0)
+
+
+async def test_a_key_is_changed_while_services_run(servers):
+    """Each is given the new key to open with before the first seals with it."""
+    old, new = new_key(), new_key()
+    servers.sealers[0] = servers.sealers[1] = Sealer([old, new])
+    assert [await servers.turn(0), await servers.turn(1)] == [1, 2]
+    servers.restart(1)
+    servers.sealers[1] = Sealer([new, old])
+    assert [await servers.turn(1), await servers.turn(0), await servers.turn(1)] == [3, 4, 5]
+    servers.sealers[2] = Sealer([new])
+    assert await servers.turn(2) == 6
+
+
+async def test_a_deleted_session_is_so_for_those_without_the_key(servers):
+    """Its mark says nothing; kvd's sweep knows it by its size."""
+    servers.sealers[1] = Sealer([new_key()])
+    await servers.turn(0)
+    await servers.turn(1)
+    await servers[1].delete(KEY)
+    assert len(stored(servers)) == DELETED_BYTES
+    assert await servers.turns(0) is None
+
+
+async def test_a_sealed_transcript_is_its_sessions_alone(servers):
+    """One that was put in another's place is damage, and nobody is shown it."""
+    servers.sealers[0] = servers.sealers[1] = Sealer([new_key()])
+    await servers.turn(0)
+    View(servers.blobs).put(register_of(View(servers.blobs), OTHER).name_of(1), stored(servers))
+    with pytest.raises(TranscriptDamagedError):
+        await servers.turn(1, OTHER)
+
+
+async def test_a_service_without_the_key_puts_nothing_over_what_is_sealed(servers):
+    """What it has added while the store was silent waits until it can be compared."""
+    key = new_key()
+    servers.sealers[1] = Sealer([key])
+    await servers.turn(1)
+    there = stored(servers)
+    servers.fail()
+    assert await servers.turn(0) == 1
+    servers.mend()
+    await servers[0].catch_up()
+    assert servers[0].sharing.behind == [KEY]
+    assert stored(servers) == there
+    servers.restart(0)
+    servers.sealers[0] = Sealer([key])
+    await servers[0].catch_up()
+    assert not servers[0].sharing.behind
+    assert stored(servers) == there, "the first that came there counts"
