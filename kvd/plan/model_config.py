@@ -1,9 +1,9 @@
 """How large a token's KV and a state are, by the fields of a model's config.json. Pure.
 
-A token's KV is keys and values of the layers that attend: of all tokens, or of the last ones only,
-where there are layers of both kinds (`KVLayout.window`). A state is what the others keep of all
-tokens so far: of each layer the newest inputs of its convolution, in the model's type, and a
-recurrent state, which Transformers keeps in float32. They are packed as the engine does it.
+A token's KV is keys and values of the layers that attend: of all tokens, or of the last ones only
+in layers with a window (`KVLayout.window`). A state is what the others keep of all tokens so far:
+of each layer the newest inputs of its convolution, in the model's type, and a recurrent state,
+which Transformers keeps in float32. They are packed as the engine does it.
 
 What the others keep is computed for architectures that are listed here only: two of them give one
 name to different things. Where there is no list of layers, a few fields say which of them attend.
@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from shared.types.errors import InvalidInputError
-from shared.types.units import align_up
+from shared.types.kv_layout import WHOLE_EVERY
+from shared.types.units import align_up, ceil_div
 
 _BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
 DEFAULT_BYTES = 2  # of a number, if the configuration does not say
@@ -113,7 +114,7 @@ def token_bytes(config: ModelConfig) -> TokenBytes:
 
 
 def _num_windowed(config: ModelConfig, num_layers: int) -> int:
-    """Return how many layers attend to the last tokens only, if others attend to all."""
+    """Return of how many layers KV is kept of the last tokens only; see `WHOLE_EVERY`."""
     window = config.fields.get("sliding_window")
     if not isinstance(window, int) or not 0 < window < config.window_tokens:
         return 0
@@ -123,8 +124,8 @@ def _num_windowed(config: ModelConfig, num_layers: int) -> int:
     elif isinstance(pattern, int) and pattern > 1:  # the last layer of each so many attends to all
         found = num_layers - num_layers // pattern
     else:
-        found = 0
-    return found if found < num_layers else 0
+        found = num_layers if config.model_type in _ALL_WINDOWED else 0
+    return found if found < num_layers else num_layers - ceil_div(num_layers, WHOLE_EVERY)
 
 
 def state_bytes(config: ModelConfig) -> int:
@@ -187,6 +188,8 @@ _WITH_STATE = frozenset(
 _ATTENDING = frozenset(
     ("full_attention", "sliding_attention", "attention", "hybrid", "hybrid_sliding")
 )
+# All of whose layers have the window that their config names.
+_ALL_WINDOWED = ("ministral3", "mistral", "mixtral", "phi3", "phimoe", "starcoder2")
 _OF_PATTERN = {"M": "mamba", "*": "attention"}
 _OF_ONE_KIND = {
     "falcon_h1": "hybrid",

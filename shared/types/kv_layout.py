@@ -37,6 +37,7 @@ MAX_BLOCK_BYTES = 1 << 30  # a bound for what a peer may ask us to allocate
 MAX_LAYERS = 4096
 MAX_STATE_BYTES = 4 << 30
 MAX_WINDOW = 1 << 31
+WHOLE_EVERY = 8  # where all layers have a window, KV of one in so many is kept of all tokens
 RECURRENT_BLOCK_BYTES = MIB  # of a model without any KV of tokens, if its state has as much
 RECURRENT_BLOCK_TOKENS = 256  # of such a model: its blocks of tokens have no bytes
 

@@ -77,11 +77,10 @@ from inference_svc.runtime.positions.recipes import (
     Mode,
     Positions,
 )
-from shared.types.kv_layout import Component, KVLayout, Layer, choose_block_tokens
+from shared.types.kv_layout import WHOLE_EVERY, Component, KVLayout, Layer, choose_block_tokens
 
 PositionsChoice = Literal["auto", "decoupled", "coupled", "naive"]
 COMPONENT_NAMES = ("k", "v", "index")  # in the layout
-WHOLE_EVERY = 8  # where all layers have a window, KV of one in so many is kept of all tokens
 MIN_CONTEXT_WINDOW = 32  # tokens; below it there is nothing to probe with
 
 

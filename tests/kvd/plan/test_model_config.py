@@ -195,11 +195,12 @@ OF_LAYER = 2 * 4 * 256 * 2
     [
         ({}, 29),
         ({"layer_types": ["sliding_attention", "full_attention"] * 17}, 17),
-        ({"layer_types": ["sliding_attention"] * 34}, 0),  # all of them: all tokens are kept
+        ({"layer_types": ["sliding_attention"] * 34}, 34 - 5),  # all of them: one in eight is not
         ({"layer_types": ["full_attention"] * 34}, 0),
         ({"sliding_window": None}, 0),
         ({"sliding_window": 131_072}, 0),
         ({"sliding_window_pattern": None}, 0),
+        ({"sliding_window_pattern": None, "model_type": "mistral"}, 34 - 5),
     ],
 )
 def test_layers_that_attend_to_the_last_tokens_are_counted(changed, num_windowed):
