@@ -1,6 +1,5 @@
 """Wires the service together around an engine, and applies changed settings; nothing runs yet."""
 
-import asyncio
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -77,10 +76,6 @@ class ServiceParts:
         engine_parts.engine.scheduler.queue.weights = settings.scheduler.tenant_weights
         engine_parts.loads.policy = LoadPolicy(settings.cache.load_policy)
         self.edits.policy = edit_policy(settings.reuse.edits)
-
-    async def read_vocabulary(self) -> None:
-        """Read the model's vocabulary for the grammars of calls, on a thread; it takes a while."""
-        await asyncio.to_thread(self.gateway.can_bind_calls)
 
     def close(self) -> None:
         """End the threads, each after the call it runs."""

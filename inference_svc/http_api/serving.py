@@ -73,6 +73,7 @@ from shared.process.log import get_logger
 from shared.serving.http_connections import ConnectionMetrics
 from shared.serving.http_server import HttpServer, accepted_at, identity_of
 from shared.types.errors import ReportedError
+from shared.types.session_key import SessionKey
 
 ROLE = "client"
 SERVER = "inference-svc"  # not aiohttp's and Python's versions
@@ -131,8 +132,7 @@ async def serving_openai(
             bounds=settings.openai.bounds,
             metrics=connections,
         )
-        gateway.on_deletion(api.completion.forget_texts)
-        gateway.on_deletion(api.completion.forget_conversation)
+        gateway.on_deletion.append(partial(_forget, store))
         tidying = asyncio.create_task(api.completion.run())
         try:
             await server.start()
@@ -148,6 +148,12 @@ async def serving_openai(
             await asyncio.wait({tidying})
     finally:
         store.close()
+
+
+async def _forget(store: ApiStore, key: SessionKey) -> None:
+    """Delete what is stored of a session that a client has deleted: it went with its session."""
+    await store.forget_texts(key.tenant, key.session_id)
+    await store.conversations.forget_session(key.tenant, key.session_id)
 
 
 def _api(

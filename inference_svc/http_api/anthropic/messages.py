@@ -31,4 +31,4 @@ async def count_tokens(api: Api, request: web.Request) -> web.Response:
     body = (await api.read(request, PromptBody)).body
     tools, arguments = body.tool_use.tools, body.template_arguments
     given = chat_input(body.conversation, tools, arguments, body.beginning)
-    return reply({"input_tokens": len(await api.gateway.encode(given))})
+    return reply({"input_tokens": len(await api.gateway.prompts.encode(given))})

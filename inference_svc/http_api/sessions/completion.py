@@ -186,7 +186,7 @@ class Completion:
         histories = self._sessions.histories
         try:
             found, _ = await self._sessions.get(key, is_fresh=histories is not None)
-            is_unknown = histories is not None and histories.is_silent
+            is_unknown = histories is not None and histories.calls.is_silent
             if is_unknown or len(found.turns) != turns:
                 return
             await self._sessions.end(key)
@@ -219,7 +219,7 @@ class Completion:
         except ReportedError as error:  # it is in use again, or gone
             log.debug("openai_session_not_removed", session=session_id, reason=error.reason)
             return False
-        await self.forget_texts(key)
+        await self._store.forget_texts(key.tenant, key.session_id)
         return True
 
     async def remove(self, caller: Caller, session_id: str, turns: int | None = None) -> bool:
@@ -230,7 +230,7 @@ class Completion:
             found, _ = await self._sessions.get(key)
             if turns is None or len(found.turns) <= turns:
                 await self._sessions.delete(key)
-                await self.forget_texts(key)
+                await self._store.forget_texts(key.tenant, key.session_id)
                 is_removed = True
         except ReportedError as error:  # most likely it never came into being
             log.debug("openai_session_not_removed", session=session_id, reason=error.reason)
@@ -248,14 +248,6 @@ class Completion:
             found = await self._store.conversations.find(caller.tenant, name)
             turns = turns if found and found.session_id == route.session_id else None
         await self.remove(caller, route.session_id, turns)
-
-    async def forget_texts(self, key: SessionKey) -> None:
-        """Delete what the responses and chats of a session say: it was deleted, by whomever."""
-        await self._store.forget_texts(key.tenant, key.session_id)
-
-    async def forget_conversation(self, key: SessionKey) -> None:
-        """Delete the conversation of a session that a client has deleted."""
-        await self._store.conversations.forget_session(key.tenant, key.session_id)
 
     def _key(self, caller: Caller, session_id: str) -> SessionKey:
         return caller.identity.key(caller.tenant, self._model, session_id)

@@ -136,7 +136,7 @@ class EditKeeper:
         resembled, key = submission.resembles, submission.key
         if not self.policy.keeps or resembled is None or prompt.ranges:
             return None
-        if not self._engine.offers_grafts:
+        if not self._engine.store.offers_grafts:
             return None
         other = await find_resembled(self._transcripts, key, resembled)
         if other is None or resembled.session_id == key.session_id:

@@ -25,7 +25,7 @@ async def count_input_tokens(api: Api, request: web.Request) -> web.Response:
     body, caller = await api.decoded(request, InputTokensBody), caller_of(request)
     messages, behind = await _read(api, caller, body)
     given = chat_input(messages, body.tool_use.tools, body.template_arguments)
-    num_tokens = len(await api.gateway.encode(given, behind))
+    num_tokens = len(await api.gateway.prompts.encode(given, behind))
     num_tokens += 0 if behind is None else len(behind.context.token_ids)
     return reply({"object": "response.input_tokens", "input_tokens": num_tokens})
 

@@ -206,7 +206,7 @@ async def recorded_turn(
     gateway = api.gateway
     use = stored.info.tool_use
     reading = Reading(
-        *(gateway.tool_format, use, call_id, gateway.thoughts),
+        *(gateway.text.tool_format, use, call_id, gateway.text.thoughts),
         heads=gateway.heads_of_calls(use),
         is_bound=stored.info.is_free and gateway.binds_calls(use),
     )
