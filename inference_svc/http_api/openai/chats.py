@@ -23,6 +23,7 @@ from inference_svc.core.tools.parts import (
     summed,
 )
 from inference_svc.core.turn_record import Finished
+from inference_svc.http_api.answer_members import TokenText
 from inference_svc.http_api.answer_parts import Reading
 from inference_svc.http_api.api import Api
 from inference_svc.http_api.bodies.body import Count, Refused, WrongMemberError
@@ -44,7 +45,6 @@ from inference_svc.http_api.openai.turn_body import OpenAITurnBody
 from inference_svc.http_api.replies import send_reply
 from inference_svc.http_api.sessions.store import StoreUnavailableError
 from inference_svc.http_api.sessions.stored_chats import StoredChat
-from inference_svc.http_api.token_text import TokenText
 
 _TEXT_ONLY = "the service writes plain text only: leave it out"
 _OLD_CALLS = "functions are called as tools: send tools and tool_choice"

@@ -1,8 +1,9 @@
-"""Responses that are there: shown, followed, cancelled and deleted by their ids.
+"""Responses that are there: shown with their input, followed, cancelled and deleted by their ids.
 
-*Source:* OpenAI API reference, "Responses".
+*Source:* OpenAI API reference, "Responses" and "List input items".
 """
 
+import json
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
@@ -15,18 +16,20 @@ from inference_svc.core.turn_record import Finished, TurnRecord
 from inference_svc.http_api.answer_parts import Reading
 from inference_svc.http_api.api import Api
 from inference_svc.http_api.errors import (
+    InputNotKeptError,
     RequestError,
     UnknownResponseError,
     unfinished_response,
     unknown_response,
 )
-from inference_svc.http_api.openai.pages import check_query
+from inference_svc.http_api.openai.pages import check_query, read_page
 from inference_svc.http_api.openai.responses.background import (
     Following,
     events_of_past,
     events_of_unanswered,
     shown_unanswered,
 )
+from inference_svc.http_api.openai.responses.input_items import with_ids
 from inference_svc.http_api.openai.responses.response_objects import ResponseObjects
 from inference_svc.http_api.replies import reply, send_events
 from inference_svc.http_api.requests import caller_of
@@ -73,6 +76,26 @@ async def show_response(api: Api, request: web.Request) -> web.StreamResponse:
     return await _send(
         api, request, objects, (event for event in past if event["sequence_number"] > after)
     )
+
+
+async def list_input_items(api: Api, request: web.Request) -> web.Response:
+    """Show the input of a response that was stored, or a page of it."""
+    caller, response_id = caller_of(request), request.match_info["id"]
+    page = read_page(request)
+    stored = await find_stored(api, caller, response_id)
+    await recorded_turn(api, caller, response_id, stored)
+    items = await api.store.find_input(caller.tenant, response_id)
+    if items is None:
+        raise _not_kept(stored.info.input_bytes, most_kept(api.settings))
+    return reply(page.of(with_ids(response_id, json.loads(items))))
+
+
+def _not_kept(num_bytes: int, most: int) -> InputNotKeptError:
+    if num_bytes > most:
+        message = f"the input of the response has {num_bytes} bytes, and up to {most} are kept"
+    else:
+        message = "the input is older than what openai.kept_input_bytes has room for"
+    return InputNotKeptError(message, "keep what you send")
 
 
 async def _send(
