@@ -11,16 +11,13 @@ from typing import Any
 from aiohttp import web
 
 from inference_svc.core.answers import AnswerToken
-from inference_svc.core.transcript_format import Transcript
-from inference_svc.core.turn_record import Finished, TurnRecord
+from inference_svc.core.turn_record import Finished
 from inference_svc.http_api.answer_parts import Reading
 from inference_svc.http_api.api import Api
 from inference_svc.http_api.errors import (
     InputNotKeptError,
     RequestError,
     UnknownResponseError,
-    unfinished_response,
-    unknown_response,
 )
 from inference_svc.http_api.openai.pages import check_query, read_page
 from inference_svc.http_api.openai.responses.background import (
@@ -31,15 +28,17 @@ from inference_svc.http_api.openai.responses.background import (
 )
 from inference_svc.http_api.openai.responses.input_items import with_ids
 from inference_svc.http_api.openai.responses.response_objects import ResponseObjects
+from inference_svc.http_api.openai.responses.response_turns import (
+    find_stored,
+    most_kept,
+    recorded_turn,
+)
 from inference_svc.http_api.replies import reply, send_events
 from inference_svc.http_api.requests import caller_of
 from inference_svc.http_api.sessions.http_turn import Caller
 from inference_svc.http_api.sessions.lookup import StoredResponse
-from inference_svc.http_api.sessions.routing import holds
-from inference_svc.openai_settings import OpenAISettings
 from shared.types.errors import NotFoundError
 
-MAX_INPUT_BYTES = 256 * 1024  # of one input: what is longer is not kept
 MAX_NUMBER = 12  # digits of an event's number
 
 
@@ -193,63 +192,3 @@ async def delete_response(api: Api, request: web.Request) -> web.Response:
 
 def _deleted(response_id: str) -> web.Response:
     return reply({"id": response_id, "object": "response", "deleted": True})
-
-
-def most_kept(settings: OpenAISettings) -> int:
-    """Return the bytes of the longest input that is kept."""
-    return min(MAX_INPUT_BYTES, settings.kept_input_bytes)
-
-
-async def find_stored(api: Api, caller: Caller, response_id: str) -> StoredResponse:
-    """Look the caller's response up.
-
-    Raises:
-        UnknownResponseError: it has none of that id.
-        UnfinishedResponseError: it is not complete.
-    """
-    if api.background.find(caller.tenant, response_id) is not None:
-        raise unfinished_response(response_id)
-    is_ours = response_id.isascii() and response_id.startswith("resp_")
-    stored = await api.store.find_response(caller.tenant, response_id) if is_ours else None
-    if stored is None:
-        raise unknown_response(response_id)
-    return stored
-
-
-async def recorded_turn(
-    api: Api, caller: Caller, response_id: str, stored: StoredResponse
-) -> tuple[TurnRecord, Reading]:
-    """Return the turn of a stored response, and how its answer is read.
-
-    Raises:
-        UnknownResponseError: its session is gone.
-    """
-    record = (await session_up_to(api, caller, response_id, stored)).turns[-1]
-    call_id = api.completion.chain(caller).call_ids(stored.at.request_id)
-    gateway = api.gateway
-    use = stored.info.tool_use
-    reading = Reading(
-        *(gateway.text.tool_format, use, call_id, gateway.text.thoughts),
-        heads=gateway.heads_of_calls(use),
-        is_bound=stored.info.is_free and gateway.binds_calls(use),
-    )
-    return record, reading
-
-
-async def session_up_to(
-    api: Api, caller: Caller, response_id: str, stored: StoredResponse
-) -> Transcript:
-    """Return the session of a stored response, up to its turn.
-
-    Raises:
-        UnknownResponseError: it is gone.
-    """
-    at = stored.at
-    try:
-        key = api.gateway.key(caller.identity, caller.tenant, at.session_id)
-        session, _ = await api.gateway.turns.sessions.get(key)
-    except NotFoundError as error:
-        raise unknown_response(response_id) from error
-    if not holds(session, at):
-        raise unknown_response(response_id)
-    return session.forked(at.session_id, at.turns)
