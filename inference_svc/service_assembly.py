@@ -121,7 +121,8 @@ def assemble_service(
     misses = MissExplainer(transcripts, text, text_thread)
     loads, chooser = engine_parts.loads, LoadChooser(engine_parts.rates)
     edits = EditKeeper(
-        engine=engine,
+        graft=engine.graft,
+        store=engine_parts.store,
         transcripts=transcripts,
         text_thread=text_thread,
         numbers=numbers,

@@ -57,7 +57,6 @@ class EngineLoop:
         saves_first: whether a step waits until all KV computed before it is stored (for measuring).
 
     Attributes:
-        store: says whether it offers grafts now; its other calls are the loop's.
         idle: set while nothing is computed, loaded, saved or dropped.
     """
 
@@ -82,7 +81,7 @@ class EngineLoop:
         self._stepper = stepper
         self._saves = saves
         self._pool = pool
-        self.store = store
+        self._store = store
         self._counters = counters
         self._drafter = drafter
         self._num_layers = num_layers
@@ -216,19 +215,19 @@ class EngineLoop:
         await self._saves.settled(request.key)
         await self._saves.settled(source.key)
         lineage = WHOLE if request.lineage is None else request.lineage
-        return await self.store.graft(request.key, request.token_bytes(seam), lineage, source)
+        return await self._store.graft(request.key, request.token_bytes(seam), lineage, source)
 
     async def forget(self, key: SessionKey, token_ids: Sequence[int]) -> None:
         """Drop the KV of a session that is deleted, in memory and in the store."""
         self.memory.release_resident(key)
         await self._saves.settled(key)
-        await self.store.forget(key, as_token_bytes(token_ids))
+        await self._store.forget(key, as_token_bytes(token_ids))
 
     async def end_session(self, key: SessionKey) -> None:
         """Report a session's end to the store, after the save of its last turn."""
         self.memory.release_resident(key)
         await self._saves.settled(key)
-        await self.store.end_session(key)
+        await self._store.end_session(key)
 
     async def expect(self, key: SessionKey, tools: Sequence[str], *, superseded: bool) -> None:
         """Report what is likely to become of a session to the store, after its turn's save.
@@ -243,7 +242,7 @@ class EngineLoop:
         is_newest = not self._requests.has(key) and await self._saves.ended(key)
         is_back = self._requests.has(key) or self.scheduler.queue.is_arriving(key)
         if is_newest and not is_back:
-            await self.store.expect(key, tools, superseded=superseded)
+            await self._store.expect(key, tools, superseded=superseded)
 
     def drop(self, request: EngineRequest) -> None:
         """Cancel the request wherever it is; do nothing if it is kept or released."""
