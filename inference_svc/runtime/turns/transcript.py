@@ -30,11 +30,10 @@ from inference_svc.core.transcript_format import (
     encode_turn,
 )
 from inference_svc.core.turn_record import TurnRecord
-from inference_svc.runtime.turns.local_transcripts import LocalTranscripts
+from inference_svc.runtime.turns.local_transcripts import MAX_CACHED_TOKENS, LocalTranscripts
 from inference_svc.runtime.turns.shared_histories import SharedHistories
 from inference_svc.runtime.turns.shared_transcripts import SharedTranscripts
 from inference_svc.runtime.turns.store_calls import StoreSilentError
-from inference_svc.runtime.turns.transcript_cache import MAX_CACHED_TOKENS
 from inference_svc.runtime.turns.transcript_files import TranscriptFiles
 from inference_svc.runtime.turns.transcript_sharing import Sharing, Verdict, moved, verdict_on
 from shared.blobs.register import NOTHING, Seen
