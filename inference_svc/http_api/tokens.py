@@ -11,8 +11,7 @@ from pydantic import Field, model_validator
 from inference_svc.core.submission import TextInput, TurnInput
 from inference_svc.http_api.api import Api
 from inference_svc.http_api.bodies.body import ModelBody, TokenId, WrongMemberError
-from inference_svc.http_api.bodies.conversation import with_names
-from inference_svc.http_api.bodies.template import TemplateArguments
+from inference_svc.http_api.bodies.conversation import TemplateArguments, with_names
 from inference_svc.http_api.openai.messages import Messages, check_end
 from inference_svc.http_api.openai.tools import ChatTools
 from inference_svc.http_api.replies import reply

@@ -27,9 +27,8 @@ from inference_svc.http_api.answer_members import TokenText
 from inference_svc.http_api.answer_parts import Reading
 from inference_svc.http_api.api import Api
 from inference_svc.http_api.bodies.body import Count, Refused, WrongMemberError
-from inference_svc.http_api.bodies.conversation import with_names
+from inference_svc.http_api.bodies.conversation import Effort, with_names
 from inference_svc.http_api.bodies.formats import ChatFormat
-from inference_svc.http_api.bodies.template import Effort
 from inference_svc.http_api.errors import UnsupportedValueError
 from inference_svc.http_api.openai.choices import (
     Choices,
