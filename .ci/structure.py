@@ -16,7 +16,11 @@ How it is counted:
    but for `__init__.py`. A file's length is in physical lines.
 5. A method only forwards if it does nothing, but for its docstring and a leading `advance(...)` of
    the time, but call a part of its object or a function with such a part first, or return a part's
-   attribute. Those with the same arguments, which add nothing at all, are counted once more.
+   attribute. One that gives the part something besides its own arguments and what is read off them
+   (a constant, a value of the object, something made of them) knows what its caller need not: that
+   is its work. A table that the object has made itself (`self._x = {}`) is no part of it, but what
+   it is: its methods are the only ones that may have hold of it. Methods with the same arguments,
+   which do not even choose among them, are counted once more.
 6. Modules fit into their only importer, of the same folder, if all of them have at most 320 lines.
 7. tests/PATH/test_NAME.py mirrors PATH/NAME.py. A module without one is listed with test files
    that import it.
@@ -57,6 +61,10 @@ BOUNDS = {
 }
 CHECKED = ("knots", f"files over {MAX_LINES} lines")
 ALWAYS_LISTED = (*CHECKED, "methods that only forward")
+TABLES = {  # types of containers, as they are made
+    *("dict", "list", "set", "deque", "defaultdict", "OrderedDict", "Counter"),
+    *("SortedList", "SortedKeyList", "SortedDict", "SortedSet"),
+}
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -143,7 +151,7 @@ def forwarding(sources: Sequence[Source]) -> tuple[dict[str, tuple[int, int]], i
     for source in sources:
         for owner in (n for n in ast.walk(source.tree) if isinstance(n, ast.ClassDef)):
             methods = [node for node in owner.body if isinstance(node, Function)]
-            forwarding = [method for method in methods if _forwards(method)]
+            forwarding = [m for m in methods if _forwards(m, _own_tables(owner))]
             if forwarding:
                 by_class[f"{source.module}.{owner.name}"] = (len(forwarding), len(methods))
             num_all += len(forwarding)
@@ -151,15 +159,71 @@ def forwarding(sources: Sequence[Source]) -> tuple[dict[str, tuple[int, int]], i
     return by_class, num_all, num_same
 
 
-def _forwards(method: Function) -> bool:
+def _own_tables(owner: ast.ClassDef) -> set[str]:
+    """Name the attributes that an object makes empty or full containers of itself."""
+    made = set()
+    for node in ast.walk(owner):
+        match node:
+            case ast.Assign(
+                targets=[ast.Attribute(value=ast.Name("self"), attr=name)], value=value
+            ):
+                pass
+            case ast.AnnAssign(
+                target=ast.Attribute(value=ast.Name("self"), attr=name), value=value
+            ):
+                pass
+            case ast.AnnAssign(target=ast.Name(name), value=ast.Call(keywords=keywords)):
+                value = next((k for k in keywords if k.arg == "default_factory"), None)
+            case _:
+                continue
+        if _is_table(value):
+            made.add(name)
+    return made
+
+
+def _is_table(value: ast.AST | None) -> bool:
+    """Whether a container is made: `{}`, `deque(...)`, `dict[int, str]()`, a field's factory."""
+    match value:
+        case ast.keyword(value=ast.Name(name)) | ast.Call(func=ast.Name(name)):
+            return name in TABLES
+        case ast.Call(func=ast.Subscript(value=ast.Name(name))):
+            return name in TABLES
+    displays = ast.Dict | ast.List | ast.Set | ast.DictComp | ast.ListComp | ast.SetComp
+    return isinstance(value, displays)
+
+
+def _forwards(method: Function, tables: set[str]) -> bool:
     match _only_value(method):
-        case ast.Call(func=ast.Attribute(value=ast.Name(id=name)), args=[first, *_]) if (
+        case ast.Call(func=ast.Attribute(value=ast.Name(id=name)), args=[first, *_]) as call if (
             name != "self" and _depth(first)
         ):
-            return True  # a function of a module, with a part
-        case ast.Call(func=reached) | (ast.Attribute() as reached):
+            return _adds_nothing(method, call, 1)  # a function of a module, with a part
+        case ast.Call(func=ast.Attribute(value=ast.Attribute(ast.Name("self"), name))) if (
+            name in tables
+        ):
+            return False
+        case ast.Call(func=reached) as call:
+            return _depth(reached) >= 2 and _adds_nothing(method, call)
+        case ast.Attribute() as reached:
             return _depth(reached) >= 2
     return False
+
+
+def _adds_nothing(method: Function, call: ast.Call, num_first: int = 0) -> bool:
+    """Whether a call's arguments, but for the first, are the method's own, or read off them."""
+    own = _argument_names(method)
+    given = _given(call)[num_first:]
+    while given:
+        match given.pop():
+            case ast.Attribute(value=value) | ast.Starred(value=value):
+                given.append(value)
+            case ast.Tuple(elts=values) | ast.List(elts=values):
+                given += values
+            case ast.Name(name) if name in own:
+                pass
+            case _:
+                return False
+    return True
 
 
 def _only_value(method: Function) -> ast.expr | None:
@@ -183,14 +247,22 @@ def _depth(node: ast.expr) -> int:
 
 
 def _has_same_arguments(method: Function) -> bool:
-    value, takes = _only_value(method), method.args
+    value = _only_value(method)
     if not isinstance(value, ast.Call) or _depth(value.func) < 2:
         return False
-    own = [*takes.posonlyargs, *takes.args, *takes.kwonlyargs, takes.vararg, takes.kwarg]
-    names = sorted(argument.arg for argument in own if argument and argument.arg != "self")
-    given = [arg.value if isinstance(arg, ast.Starred) else arg for arg in value.args]
-    given += [keyword.value for keyword in value.keywords]
+    given = [arg.value if isinstance(arg, ast.Starred) else arg for arg in _given(value)]
+    names = sorted(_argument_names(method))
     return names == sorted(arg.id if isinstance(arg, ast.Name) else "" for arg in given)
+
+
+def _argument_names(method: Function) -> set[str]:
+    takes = method.args
+    own = [*takes.posonlyargs, *takes.args, *takes.kwonlyargs, takes.vararg, takes.kwarg]
+    return {argument.arg for argument in own if argument and argument.arg != "self"}
+
+
+def _given(call: ast.Call) -> list[ast.expr]:
+    return [*call.args, *(keyword.value for keyword in call.keywords)]
 
 
 # ---------------------------------------------------------------------------------------- figures

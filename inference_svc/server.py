@@ -198,13 +198,16 @@ async def _serve(
         servers.bind()
         try:
             async with asyncio.TaskGroup() as tasks:
-                running = [tasks.create_task(work) for work in _background(parts, signals, live)]
+                running: list[asyncio.Task[object]] = [
+                    tasks.create_task(work) for work in _background(parts, signals, live)
+                ]
                 async with _serving_http(settings, parts, model, book, calls):
                     await servers.start()  # last: who finds gRPC serving finds the rest, too
                     log.info("ready", listen=servers.bound, model=model.loaded.name)
                     systemd.notify(systemd.READY)
-                    # Not before: it takes the interpreter for half a second.
-                    running.append(tasks.create_task(parts.read_vocabulary()))
+                    # It reads the vocabulary. Not before: that takes Python for half a second.
+                    reading = asyncio.to_thread(parts.gateway.can_bind_calls)
+                    running.append(tasks.create_task(reading))
                     await signals.stop.wait()
                     await _drain(live.loaded.settings.server.drain_s, parts, servers, signals)
                 for task in running:

@@ -1,8 +1,7 @@
 """Wires the service together around an engine, and applies changed settings; nothing runs yet."""
 
-import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
@@ -78,15 +77,27 @@ class ServiceParts:
         engine_parts.loads.policy = LoadPolicy(settings.cache.load_policy)
         self.edits.policy = edit_policy(settings.reuse.edits)
 
-    async def read_vocabulary(self) -> None:
-        """Read the model's vocabulary for the grammars of calls, on a thread; it takes a while."""
-        await asyncio.to_thread(self.gateway.can_bind_calls)
-
     def close(self) -> None:
         """End the threads, each after the call it runs."""
         self.engine_parts.close()
         self.text_thread.close()
         self.grammars.close()
+
+
+@dataclass(frozen=True)
+class _TextParts:
+    """What makes tokens of text, and bounds them.
+
+    Attributes:
+        thread: the thread that encodes.
+        limits: of every turn.
+    """
+
+    text: TurnText
+    thread: WorkerThread
+    limits: TurnLimits
+    prompts: PromptMaker
+    grammars: Grammars
 
 
 def assemble_service(
@@ -97,93 +108,40 @@ def assemble_service(
     Raises:
         UnsupportedModelError: the settings do not go with the model.
     """
-    loaded, calibration = model.loaded, model.calibration
-    traits = ModelTraits(
-        attention_mode=calibration.mode,
-        sink_tokens=model.sink_tokens,
-        keeps_truncated=calibration.positions == "decoupled",
-    )
-    defaults = turn_defaults(settings, traits)
+    defaults = turn_defaults(settings, _traits(model))  # before the engine takes its memory
     engine_parts = assemble_engine(settings, model)
-    engine, counters = engine_parts.engine, engine_parts.counters
-    usual = settings.model.chat_template_kwargs
-    text = turn_text(loaded.tokenizer, loaded.eos_ids, usual)
-    text_thread = WorkerThread("text")
-    turn_limits = TurnLimits(
-        window_tokens=engine_parts.window_tokens,
-        vocab_size=loaded.vocab_size,
-        eos_ids=loaded.eos_ids,
-        reserve_tokens=settings.overflow.reserve_tokens,
-        compress_tokens=settings.compression.min_tokens,
-        mark_tokens=settings.cache.mark_tokens,
-        has_states=bool(calibration.layout.state_bytes),
-    )
+    texts = _text_parts(settings, model, engine_parts.window_tokens)
+    text, grammars = texts.text, texts.grammars
     report = TurnReport(engine_parts.histograms)
-    has_tokenizer = loaded.tokenizer is not None
-    prompts = PromptMaker(text, text_thread, turn_limits, has_tokenizer=has_tokenizer)
-    grammars = Grammars(loaded.tokenizer, loaded.vocab_size, loaded.eos_ids)
+    misses = MissExplainer(transcripts, text, texts.thread)
     numbers = count(1)
-    misses = MissExplainer(transcripts, text, text_thread)
-    loads, chooser = engine_parts.loads, LoadChooser(engine_parts.rates)
-    edits = EditKeeper(
-        engine=engine,
-        transcripts=transcripts,
-        text_thread=text_thread,
-        numbers=numbers,
-        pays=lambda start, end: chooser.wants(loads.policy, DRAM, start, end, IDLE),
-        policy=edit_policy(settings.reuse.edits),
-        least_tokens=calibration.layout.block_tokens,
-    )
+    edits = _edit_keeper(settings, model, engine_parts, transcripts, texts, numbers)
     runner = TurnRunner(
-        engine=engine,
+        engine=engine_parts.engine,
         transcripts=transcripts,
-        prompts=prompts,
+        prompts=texts.prompts,
         grammars=grammars,
-        tokenizer=loaded.tokenizer,
-        limits=turn_limits,
-        counters=counters,
+        tokenizer=model.loaded.tokenizer,
+        limits=texts.limits,
+        counters=engine_parts.counters,
         report=report,
         numbers=numbers,
         misses=misses,
         edits=edits,
     )
-    limits = TenantLimits(
-        *settings.tenant_bounds(), turn_s=engine.scheduler.estimates.retry_after_s
-    )
-    turns = Turns(
-        runner=runner,
-        transcripts=transcripts,
-        engine=engine,
-        session_turns=SessionTurns(
-            max_turns=settings.scheduler.max_turns,
-            max_turns_per_session=settings.scheduler.max_turns_per_session,
-            retry_after_s=engine.scheduler.estimates.retry_after_s,
-        ),
-        limits=limits,
-        counters=counters,
-        report=report,
-    )
-    embedder = Embedder(
-        engine=engine,
-        prompts=prompts,
-        check_limits=turns.check_limits,
-        limits=limits,
-        counters=counters,
-        numbers=numbers,
-        window_tokens=engine_parts.window_tokens,
-        size=int(loaded.model.config.get_text_config().hidden_size),
-        pooling=model.pooling,
-        problem=model.pooling_problem,
-    )
+    retry_after_s = engine_parts.engine.scheduler.estimates.retry_after_s
+    limits = TenantLimits(*settings.tenant_bounds(), turn_s=retry_after_s)
+    turns = _turns(settings, engine_parts, transcripts, runner, limits, report)
+    embedder = _embedder(model, engine_parts, texts.prompts, turns, limits, numbers)
     gateway = Gateway(
         turns=turns,
-        model=loaded.fingerprint,
+        model=model.loaded.fingerprint,
         describe=_describing(settings, model, engine_parts, text),
         defaults=defaults,
         streams=StreamCounts(settings.limits.max_streams_per_client),
-        counters=counters,
+        counters=engine_parts.counters,
         report=report,
-        prompts=prompts,
+        prompts=texts.prompts,
         text=text,
         embedder=embedder,
         misses=misses,
@@ -196,9 +154,111 @@ def assemble_service(
         turns=turns,
         gateway=gateway,
         embedder=embedder,
-        text_thread=text_thread,
+        text_thread=texts.thread,
         grammars=grammars,
         edits=edits,
+    )
+
+
+def _traits(model: Model) -> ModelTraits:
+    """Return what the defaults of turns have to go with."""
+    return ModelTraits(
+        attention_mode=model.calibration.mode,
+        sink_tokens=model.sink_tokens,
+        keeps_truncated=model.calibration.positions == "decoupled",
+    )
+
+
+def _text_parts(settings: InferenceSettings, model: Model, window_tokens: int) -> _TextParts:
+    """Make what encodes turns.
+
+    Raises:
+        UnsupportedModelError: see `turn_text`.
+    """
+    loaded, overflow = model.loaded, settings.overflow
+    text = turn_text(loaded.tokenizer, loaded.eos_ids, settings.model.chat_template_kwargs)
+    thread = WorkerThread("text")
+    limits = TurnLimits(
+        window_tokens=window_tokens,
+        vocab_size=loaded.vocab_size,
+        eos_ids=loaded.eos_ids,
+        reserve_tokens=overflow.reserve_tokens,
+        compress_tokens=settings.compression.min_tokens,
+        mark_tokens=settings.cache.mark_tokens,
+        has_states=bool(model.calibration.layout.state_bytes),
+    )
+    has_tokenizer = loaded.tokenizer is not None
+    prompts = PromptMaker(text, thread, limits, has_tokenizer=has_tokenizer)
+    grammars = Grammars(loaded.tokenizer, loaded.vocab_size, loaded.eos_ids)
+    return _TextParts(text, thread, limits, prompts, grammars)
+
+
+def _edit_keeper(
+    settings: InferenceSettings,
+    model: Model,
+    engine_parts: EngineParts,
+    transcripts: TranscriptStore,
+    texts: _TextParts,
+    numbers: Iterator[int],
+) -> EditKeeper:
+    """Make what keeps KV behind edits, where that is sooner than computing it."""
+    loads, chooser = engine_parts.loads, LoadChooser(engine_parts.rates)
+    return EditKeeper(
+        graft=engine_parts.engine.graft,
+        store=engine_parts.store,
+        transcripts=transcripts,
+        text_thread=texts.thread,
+        numbers=numbers,
+        pays=lambda start, end: chooser.wants(loads.policy, DRAM, start, end, IDLE),
+        policy=edit_policy(settings.reuse.edits),
+        least_tokens=model.calibration.layout.block_tokens,
+    )
+
+
+def _turns(
+    settings: InferenceSettings,
+    engine_parts: EngineParts,
+    transcripts: TranscriptStore,
+    runner: TurnRunner,
+    limits: TenantLimits,
+    report: TurnReport,
+) -> Turns:
+    """Make the registry of turns."""
+    return Turns(
+        runner=runner,
+        transcripts=transcripts,
+        engine=engine_parts.engine,
+        session_turns=SessionTurns(
+            max_turns=settings.scheduler.max_turns,
+            max_turns_per_session=settings.scheduler.max_turns_per_session,
+            retry_after_s=engine_parts.engine.scheduler.estimates.retry_after_s,
+        ),
+        limits=limits,
+        counters=engine_parts.counters,
+        report=report,
+    )
+
+
+def _embedder(
+    model: Model,
+    engine_parts: EngineParts,
+    prompts: PromptMaker,
+    turns: Turns,
+    limits: TenantLimits,
+    numbers: Iterator[int],
+) -> Embedder:
+    """Make what makes embeddings, or says why the model makes none."""
+    return Embedder(
+        engine=engine_parts.engine,
+        prompts=prompts,
+        check_limits=turns.check_limits,
+        limits=limits,
+        counters=engine_parts.counters,
+        numbers=numbers,
+        window_tokens=engine_parts.window_tokens,
+        size=int(model.loaded.model.config.get_text_config().hidden_size),
+        pooling=model.pooling,
+        problem=model.pooling_problem,
     )
 
 

@@ -15,12 +15,39 @@ FORWARDING = '''"""Classes."""
 class Forwarder:
     """Forwards."""
 
+    rows: list = field(default_factory=list)
+
+    def __init__(self, part, state):
+        self._part = part
+        self._state = state
+        self._table = {}
+        self._order: SortedList = SortedList()
+
     def same(self, key, *, depth):
         """Same arguments."""
         return self._part.same(key, depth=depth)
 
     async def other(self, key):
-        return await self._part.inner.changed(key, 1)
+        return await self._part.inner.changed((key.tenant, *key.names))
+
+    # what it is not told, or is its own: no forwarding
+    def with_constant(self, key):
+        return self._part.inner.changed(key, 1)
+
+    def with_own(self, key):
+        return self._part.changed(key, self._state)
+
+    def with_made(self, key):
+        return functions.act(self._part, key=str(key))
+
+    def of_table(self, key):
+        return self._table.pop(key)
+
+    def of_order(self, key):
+        return self._order.index(key)
+
+    def of_rows(self, row):
+        self.rows.append(row)
 
     def timed(self, key, now_ns):
         """Advance the time, then call a function with a part."""

@@ -52,7 +52,8 @@ class Service:
         prompts = PromptMaker(text, self.thread, limits, has_tokenizer=True)
         numbers = count(1)
         self.edits = EditKeeper(
-            *(engine.loop, self.store, self.thread, numbers, lambda _start, _end: True),
+            *(engine.loop.graft, engine.store, self.store, self.thread, numbers),
+            pays=lambda _start, _end: True,
             policy=EXACT,
             least_tokens=1,
         )

@@ -1,5 +1,6 @@
 """`inference-svc serve`, and `config`: the settings that it serves with."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -79,6 +80,11 @@ def serve(
         "log.level": log_level,
         "log.format": log_format,
     }
+    _run(config, flags)
+
+
+def _run(config: Path | None, flags: Mapping[str, object]) -> None:
+    """Serve with the settings of a file, and with flags over them, also after each reload."""
     from inference_svc.config import load_inference_settings
     from inference_svc.installation import require_engine
     from shared.config.settings import warn_of_overridden

@@ -5,6 +5,7 @@ from typing import TypeVar
 
 from aiohttp import web
 
+from inference_svc.http_api.answer_members import TokenText
 from inference_svc.http_api.bodies.body import FOREIGN, Body, ModelBody, TurnBody, decode
 from inference_svc.http_api.dialect import ServedModel
 from inference_svc.http_api.request_slots import JsonBody, RequestSlots
@@ -14,7 +15,6 @@ from inference_svc.http_api.sessions.background import BackgroundResponses
 from inference_svc.http_api.sessions.completion import Completion
 from inference_svc.http_api.sessions.conversations import Holds
 from inference_svc.http_api.sessions.store import ApiStore
-from inference_svc.http_api.token_text import TokenText
 from inference_svc.openai_settings import OpenAISettings
 from inference_svc.service.gateway import Gateway
 from shared.access.clients import ClientBook

@@ -140,13 +140,13 @@ class TurnRequest(Generic[B]):
         gateway, body = self.gateway, self.body
         use, heads = body.tool_use, gateway.heads_of_calls(body.tool_use)
         return Reading(
-            *(gateway.tool_format, use, call_id, gateway.thoughts, body.beginning, heads),
+            *(gateway.text.tool_format, use, call_id, gateway.text.thoughts, body.beginning, heads),
             is_bound=body.grammar is None and gateway.binds_calls(use),
         )
 
     def _named(self, messages: tuple[Message, ...]) -> tuple[Message, ...]:
         """Return messages without names that nobody would read: they make no other history."""
-        read = self.gateway.named_roles | {TOOL}
+        read = self.gateway.text.named_roles | {TOOL}
         return tuple(
             replace(one, name="") if one.name and one.role not in read else one for one in messages
         )
@@ -169,7 +169,7 @@ class TurnRequest(Generic[B]):
                 "leave the format out, or the choice of a tool",
                 "tool_choice",
             )
-        return sampling | {"grammar": self.gateway.grammar_of_call(use.callable_tools)}
+        return sampling | {"grammar": self.gateway.text.grammar_of_call(use.callable_tools)}
 
     @property
     def hints(self) -> AgentHints:

@@ -18,6 +18,7 @@ from aiohttp.typedefs import Middleware
 
 from inference_svc.config import InferenceSettings
 from inference_svc.core.errors import draining
+from inference_svc.http_api.answer_members import TokenText
 from inference_svc.http_api.anthropic.dialect import ANTHROPIC, VERSION
 from inference_svc.http_api.anthropic.messages import count_tokens, create_message
 from inference_svc.http_api.api import Api
@@ -39,12 +40,11 @@ from inference_svc.http_api.openai.conversations import (
 from inference_svc.http_api.openai.dialect import OPENAI
 from inference_svc.http_api.openai.embeddings import create_embeddings
 from inference_svc.http_api.openai.responses.compaction import compact_response
-from inference_svc.http_api.openai.responses.input_tokens import count_input_tokens
-from inference_svc.http_api.openai.responses.responses import create_response
-from inference_svc.http_api.openai.responses.stored_input import list_input_items
+from inference_svc.http_api.openai.responses.responses import count_input_tokens, create_response
 from inference_svc.http_api.openai.responses.stored_response import (
     cancel_response,
     delete_response,
+    list_input_items,
     show_response,
 )
 from inference_svc.http_api.openai.stored_chats import (
@@ -61,7 +61,6 @@ from inference_svc.http_api.sessions.background import BackgroundResponses
 from inference_svc.http_api.sessions.completion import Completion
 from inference_svc.http_api.sessions.conversations import Holds
 from inference_svc.http_api.sessions.store import ApiStore
-from inference_svc.http_api.token_text import TokenText
 from inference_svc.http_api.tokens import detokenize, tokenize
 from inference_svc.service.gateway import Gateway
 from shared.access.addresses import is_unix
@@ -73,6 +72,7 @@ from shared.process.log import get_logger
 from shared.serving.http_connections import ConnectionMetrics
 from shared.serving.http_server import HttpServer, accepted_at, identity_of
 from shared.types.errors import ReportedError
+from shared.types.session_key import SessionKey
 
 ROLE = "client"
 SERVER = "inference-svc"  # not aiohttp's and Python's versions
@@ -131,8 +131,7 @@ async def serving_openai(
             bounds=settings.openai.bounds,
             metrics=connections,
         )
-        gateway.on_deletion(api.completion.forget_texts)
-        gateway.on_deletion(api.completion.forget_conversation)
+        gateway.on_deletion.append(partial(_forget, store))
         tidying = asyncio.create_task(api.completion.run())
         try:
             await server.start()
@@ -148,6 +147,12 @@ async def serving_openai(
             await asyncio.wait({tidying})
     finally:
         store.close()
+
+
+async def _forget(store: ApiStore, key: SessionKey) -> None:
+    """Delete what is stored of a session that a client has deleted: it went with its session."""
+    await store.forget_texts(key.tenant, key.session_id)
+    await store.conversations.forget_session(key.tenant, key.session_id)
 
 
 def _api(

@@ -11,8 +11,7 @@ from pydantic import Field, model_validator
 from inference_svc.core.submission import TextInput, TurnInput
 from inference_svc.http_api.api import Api
 from inference_svc.http_api.bodies.body import ModelBody, TokenId, WrongMemberError
-from inference_svc.http_api.bodies.conversation import with_names
-from inference_svc.http_api.bodies.template import TemplateArguments
+from inference_svc.http_api.bodies.conversation import TemplateArguments, with_names
 from inference_svc.http_api.openai.messages import Messages, check_end
 from inference_svc.http_api.openai.tools import ChatTools
 from inference_svc.http_api.replies import reply
@@ -78,18 +77,20 @@ class DetokenizeBody(ModelBody):
 async def tokenize(api: Api, request: web.Request) -> web.Response:
     """Encode a text or messages as they are read where nothing is known of them."""
     body = await api.decoded(request, TokenizeBody)
-    token_ids = await api.gateway.encode(body.input)
+    token_ids = await api.gateway.prompts.encode(body.input)
     shown: dict[str, Any] = {
         "count": len(token_ids),
         "max_model_len": api.model.context_window,
         "tokens": token_ids,
     }
     if body.return_token_strs:
-        shown["token_strs"] = [await api.gateway.decode([token_id]) for token_id in token_ids]
+        shown["token_strs"] = [
+            await api.gateway.prompts.decode([token_id]) for token_id in token_ids
+        ]
     return reply(shown)
 
 
 async def detokenize(api: Api, request: web.Request) -> web.Response:
     """Decode token ids, with those that are special."""
     body = await api.decoded(request, DetokenizeBody)
-    return reply({"prompt": await api.gateway.decode(body.tokens)})
+    return reply({"prompt": await api.gateway.prompts.decode(body.tokens)})

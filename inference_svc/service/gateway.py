@@ -9,21 +9,15 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
-from inference_svc.core.chat import Tool, ToolUse
+from inference_svc.core.chat import ToolUse
 from inference_svc.core.counters import Counters
-from inference_svc.core.grammar import Grammar
 from inference_svc.core.submission import (
     Submission,
     TextInput,
     TokenInput,
     TurnDefaults,
-    TurnInput,
     TurnNames,
 )
-from inference_svc.core.template_arguments import Arguments
-from inference_svc.core.tools.registry import ToolFormat
-from inference_svc.core.tools.thoughts import ThoughtMarks
-from inference_svc.core.transcript_format import Transcript
 from inference_svc.runtime.turns.chat_text import TurnText
 from inference_svc.runtime.turns.embeddings import Embedder, Embedding
 from inference_svc.runtime.turns.misses import ExplainedMiss, MissExplainer
@@ -91,6 +85,9 @@ class Gateway:
         turns: the service's turn registry. Its methods take keys made by `key`.
         defaults: values of turns that do not name their own; a reload sets them.
         streams: counts the turns that each client follows; a reload sets the bound.
+        prompts: encodes what is only to be looked at, and decodes it.
+        text: knows how the model frames chats, thinks, and calls tools.
+        on_deletion: called with each session that a client has deleted, before the client is told.
         can_bind_calls: see above.
     """
 
@@ -120,9 +117,9 @@ class Gateway:
         self._describe = describe
         self._counters = counters
         self._report = report
-        self._prompts = prompts
-        self._text = text
-        self._deletions: list[Callable[[SessionKey], Awaitable[None]]] = []
+        self.prompts = prompts
+        self.text = text
+        self.on_deletion: list[Callable[[SessionKey], Awaitable[None]]] = []
 
     def describe(self) -> pb.Model:
         """Describe the model, the defaults and the engine's state."""
@@ -141,22 +138,6 @@ class Gateway:
             TenantDeniedError: the tenant is not one of the identity's.
         """
         return identity.key(tenant, self.model, session_id)
-
-    async def encode(self, given: TurnInput, behind: Transcript | None = None) -> list[int]:
-        """Return the tokens of an input that follows a session's turns; None: that begins one.
-
-        Raises:
-            ReportedError: it cannot be encoded.
-        """
-        return await self._prompts.encode(given, behind)
-
-    async def decode(self, token_ids: Sequence[int]) -> str:
-        """Return tokens as text, special ones by their names.
-
-        Raises:
-            ReportedError: an id is off, or the model has no tokenizer.
-        """
-        return await self._prompts.decode(token_ids)
 
     async def embed(
         self,
@@ -177,10 +158,6 @@ class Gateway:
         finally:
             self.streams.release(identity)
 
-    def on_deletion(self, forget: Callable[[SessionKey], Awaitable[None]]) -> None:
-        """Have something called for each session that a client has deleted, before it is told."""
-        self._deletions.append(forget)
-
     async def delete_session(self, key: SessionKey) -> None:
         """Remove a session that has no turn under way, its KV, and what else is kept of it.
 
@@ -188,7 +165,7 @@ class Gateway:
             ReportedError: it is not there, or in use.
         """
         await self.turns.sessions.delete(key)
-        for forget in self._deletions:
+        for forget in self.on_deletion:
             await forget(key)
 
     async def explain_miss(self, key: SessionKey, turn: int | None) -> ExplainedMiss:
@@ -200,37 +177,6 @@ class Gateway:
         transcript, _ = await self.turns.sessions.get(key, is_fresh=True)
         return await self._misses.explain(transcript, turn)
 
-    @property
-    def tool_format(self) -> ToolFormat:
-        """How the model writes calls of tools."""
-        return self._text.tool_format
-
-    @property
-    def thoughts(self) -> ThoughtMarks | None:
-        """The marks around what the model thinks; None: it has none."""
-        return self._text.thoughts
-
-    @property
-    def named_roles(self) -> frozenset[str]:
-        """Roles of messages of which the model is told who says them; of no tool's."""
-        return self._text.named_roles
-
-    async def framing(self, own: Arguments) -> str:
-        """Return a digest of what a client's template arguments make of conversations.
-
-        Returns:
-            "" if it is what none make of them.
-        """
-        return await self._prompts.framing(own)
-
-    def grammar_of_call(self, tools: Sequence[Tool]) -> Grammar:
-        """Make the grammar of an answer that is one call of one of these tools.
-
-        Raises:
-            NoChatTemplateError: the model has no usable template.
-        """
-        return self._text.grammar_of_call(tools)
-
     def heads_of_calls(self, use: ToolUse) -> dict[str, str]:
         """Return what an answer that has to be a call has before the arguments, by the tool's name.
 
@@ -238,7 +184,7 @@ class Gateway:
             Nothing, if it need not be one.
         """
         names = [tool.name for tool in use.callable_tools]
-        return self._text.heads_of_calls(names) if use.is_forced else {}
+        return self.text.heads_of_calls(names) if use.is_forced else {}
 
     def binds_calls(self, use: ToolUse) -> bool:
         """Whether a grammar keeps an answer to a call, once it has begun one.

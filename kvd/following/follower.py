@@ -9,6 +9,7 @@ outlives connections, so that after each only what has changed is looked at.
 """
 
 import asyncio
+import json
 import threading
 import time
 from collections.abc import Callable
@@ -16,24 +17,25 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
 from random import Random
 
+from pydantic import ValidationError
+
 from kvd.client.operator_client import OperatorClient
 from kvd.config import RemoteSettings
 from kvd.errors import NotRunningError
 from kvd.following.agenda import Agenda
 from kvd.following.figures import Figures, Waiting
 from kvd.following.hearing import EVENTS, hear, hear_deletion
-from kvd.following.settings import remote_settings
 from kvd.following.wanted import Wanted
 from kvd.following.work import Work, in_thread
 from kvd.remote.manifest import Owner
-from kvd.session_files.unfinished import is_unfinished
+from kvd.session_files.target import is_unfinished
 from kvd.wire.events import EVENTS_LOST, MAX_RECENT
 from shared.blobs.blob_store import BlobStore
 from shared.blobs.opening import open_store
 from shared.pb.kvd.v1 import kvd_pb2 as pb
 from shared.process.backoff import Backoff
 from shared.process.log import get_logger
-from shared.types.errors import ReportedError
+from shared.types.errors import ReportedError, StateError
 
 FETCHES = 32  # sessions that are looked for, or pulled, at once
 THREADS = 40  # for these, and the rest: one that waits for the store holds up nothing else
@@ -41,9 +43,16 @@ SETTINGS_EVERY_S = 2.0
 LIST_EVERY_S = 3600.0  # TTLs and pins change without an event
 KVD_PAUSE_S = 5.0  # at most, between two tries to connect
 DRAIN_POLL_S = 0.05  # upper bound between two looks at whether all is done
+SECTION = "remote."
 
 log = get_logger(__name__)
 Heard = pb.Event | ReportedError | None  # None: no event is missed from now on, and comes first
+
+
+class OtherReleaseError(StateError):
+    """kvd is of a release whose settings these are not."""
+
+    reason = "other_release"
 
 
 class Follower:
@@ -261,3 +270,25 @@ class Follower:
                 break
             await asyncio.sleep(DRAIN_POLL_S)
         log.info("remote_drained", num_left=agenda.num_unpushed)
+
+
+def remote_settings(client: OperatorClient) -> RemoteSettings:
+    """Ask kvd for its settings of the section [remote]: the follower's, as they are in force there.
+
+    Raises:
+        OtherReleaseError: kvd has others.
+        ReportedError: it does not answer.
+    """
+    found = {
+        setting.key.removeprefix(SECTION): json.loads(setting.json)
+        for setting in client.settings().settings
+        if setting.key.startswith(SECTION)
+    }
+    try:
+        return RemoteSettings.model_validate(found)
+    except ValidationError as error:
+        names = ", ".join(str(problem["loc"][0]) for problem in error.errors())
+        raise OtherReleaseError(
+            f"kvd has other settings of [remote] than are known here ({names})",
+            "run the kvd remote follow of kvd's own release",
+        ) from error

@@ -5,7 +5,7 @@ from kvd.core.operations.sessions import FLUSH
 from kvd.core.records import actions
 from kvd.following.agenda import Agenda
 from kvd.following.wanted import Wanted
-from kvd.session_files.unfinished import is_unfinished
+from kvd.session_files.target import is_unfinished
 from kvd.wire.messages import key_of
 from shared.pb.kvd.v1 import kvd_pb2 as pb
 

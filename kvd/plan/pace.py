@@ -11,6 +11,7 @@ class Pace:
 
     Attributes:
         interval_ns: between two starts of turns; 0: two have not started yet.
+        starts: the last turns that started.
         turn_s: for which a turn has its slot; 0: none has ended yet.
     """
 
@@ -18,18 +19,14 @@ class Pace:
         self.interval_ns = 0.0
         self.turn_s = 0.0
         self._started_ns: int | None = None  # the last turn
-        self._starts = RecentStarts()
-
-    def starts_per_s(self, now_ns: int) -> float:
-        """Return how often turns start."""
-        return self._starts.per_s(now_ns)
+        self.starts = RecentStarts()
 
     def started(self, now_ns: int) -> None:
         """Note that a turn got its slot."""
         if self._started_ns is not None:
             self.interval_ns = _mean(self.interval_ns, now_ns - self._started_ns)
         self._started_ns = now_ns
-        self._starts.note(now_ns)
+        self.starts.note(now_ns)
 
     def ended(self, started_ns: int, now_ns: int) -> None:
         """Note that a turn gave its slot back."""

@@ -128,7 +128,7 @@ class Server:
             num_places=self._hardware.engine.slots,
             turn_s=self._pace.turn_s,
             compute_s=self._hardware.engine.prefill_s_per_token,
-            starts_per_s=self._pace.starts_per_s(self._now_ns),
+            starts_per_s=self._pace.starts.per_s(self._now_ns),
             fetch_s=self._mover.fetch_s if self._mover else None,
             stored_after_s=self._mover.stored_after_s if self._mover else 0.0,
         )
@@ -339,7 +339,7 @@ class Server:
             num_waiting=len(self._waiting),
             num_loading=len(self._running) - 1 - self._gpu.num_turns,
             num_places=self._hardware.engine.slots,
-            starts_per_s=self._pace.starts_per_s(self._now_ns),
+            starts_per_s=self._pace.starts.per_s(self._now_ns),
             backlog_s=self._gpu.backlog_ns(self._now_ns) / NS_PER_S,
         )
 

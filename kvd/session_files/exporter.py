@@ -48,23 +48,21 @@ class Exporter:
         caches: where it is.
         asked: which; an empty model if its id is enough.
 
+    Attributes:
+        key: the session, with its model.
+
     Raises:
         UnknownSessionError: there is none.
     """
 
     def __init__(self, caches: Caches, asked: SessionKey) -> None:
         self._caches = caches
-        self._cache, key = caches.find(asked)
-        self._export = self._cache.act(lambda core: core.session_files.begin_export(key))
+        self._cache, self.key = caches.find(asked)
+        self._export = self._cache.act(lambda core: core.session_files.begin_export(self.key))
         self._runs = SlotRuns.of_tokens(self._cache.layout)
         self._window_runs = SlotRuns.of_windows(self._cache.layout)
         self._max_spans = max(1, BATCH_BYTES // self._cache.layout.block_bytes)
         self._frames = FrameWriter()
-
-    @property
-    def key(self) -> SessionKey:
-        """The session, with its model."""
-        return self._export.key
 
     @cached_property
     def header(self) -> bytes:

@@ -34,8 +34,7 @@ from kvd.session_files.file_format import (
 from kvd.session_files.file_reader import FileReader
 from kvd.session_files.in_thread import finished_in_thread
 from kvd.session_files.slot_runs import RowBuffer, SlotRuns
-from kvd.session_files.target import Target
-from kvd.session_files.unfinished import unfinished_name
+from kvd.session_files.target import Target, unfinished_name
 from shared.access.identity import TenantDeniedError
 from shared.process.log import get_logger
 from shared.types.block_key import TOKEN_BYTES

@@ -1,5 +1,7 @@
-"""Where an imported session is to go, and which session it may take the place of. Pure."""
+"""Where an imported session is to go, and the name that it has until all of it is there. Pure."""
 
+import re
+import secrets
 from dataclasses import dataclass
 
 from kvd.core.records.records import SessionInfo
@@ -35,3 +37,16 @@ class Target:
             f"session {there.key} is stored, with {there.num_tokens} tokens",
             "say --replace, or give it another name with --session",
         )
+
+
+_NAME = re.compile(r"import-[0-9a-f]{32}")
+
+
+def unfinished_name() -> str:
+    """Return a name that no other session has."""
+    return f"import-{secrets.token_hex(16)}"
+
+
+def is_unfinished(session_id: str) -> bool:
+    """Whether a name is such a one."""
+    return _NAME.fullmatch(session_id) is not None

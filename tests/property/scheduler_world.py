@@ -118,7 +118,7 @@ class SchedulerWorld:
         self.limits = limits
         self.rates = Rates()
         self.scheduler = Scheduler(limits, self.rates, NUM_LAYERS, {"b": 2.0})
-        most_tokens = self.scheduler.slots.tokens_in(limits.kv_slots)
+        most_tokens = self.scheduler.held_slots.tokens_in(limits.kv_slots)
         self.window_tokens = max(1, int(most_tokens * window_share))
         self.now_ns = 1
         self.turns: dict[int, Turn] = {}  # every one ever submitted
@@ -147,14 +147,14 @@ class SchedulerWorld:
         self.scheduler.check()
         kvs = [turn.kv.capacity for turn in self.turns.values() if turn.kv is not None]
         kvs += [kv.capacity for kv in self.residents.values()]
-        in_use = sum(map(self.scheduler.slots.needed_for, kvs))
+        in_use = sum(map(self.scheduler.held_slots.needed_for, kvs))
         taken = [slot for turn in self.turns.values() for slots in turn.writes for slot in slots]
         assert len(taken) == len(set(taken)), "a slot of the ring is in two buffers"
         assert len(taken) + self.scheduler.write_slots.num_free == self.limits.write_slots
         assert in_use <= self.scheduler.slots.reserved_slots + self.scheduler.residents.num_slots
         assert len(self.scheduler.residents) == len(self.residents)
         resident_token_slots = sum(
-            self.scheduler.slots.needed_for(kv.capacity) for kv in self.residents.values()
+            self.scheduler.held_slots.needed_for(kv.capacity) for kv in self.residents.values()
         )
         assert self.scheduler.residents.num_slots == resident_token_slots
         for kv in [*self.residents.values(), *(turn.kv for turn in self.turns.values() if turn.kv)]:
@@ -204,7 +204,7 @@ class SchedulerWorld:
         """A resident may have other pages; it may be one no more by the same plan."""
         kv, resident = self.residents[key], self.scheduler.residents.get(key)
         if resident is not None:
-            kv.capacity = self.scheduler.slots.tokens_in(resident.num_slots)
+            kv.capacity = self.scheduler.held_slots.tokens_in(resident.holding.num_slots)
             kv.pages = list(resident.holding.pages)
 
     def _own(self, key: SessionKey, ranges: tuple[Range, ...]) -> bool:
@@ -382,7 +382,7 @@ class SchedulerWorld:
     def _lie_on(self, kv: SequenceKv, pages: Sequence[int]) -> None:
         if pages:
             kv.pages = list(pages)
-            kv.capacity = self.scheduler.slots.tokens_in(len(pages) * self.limits.page_tokens)
+            kv.capacity = self.scheduler.held_slots.tokens_in(len(pages) * self.limits.page_tokens)
 
     def _check_plan(self, plan: StepPlan) -> None:
         deadlines = [turn.request.deadline_ns for turn in self.alive()]
@@ -497,7 +497,7 @@ class SchedulerWorld:
             layers = NUM_LAYERS
             assert turn.kv.capacity >= request.capacity_tokens
         else:
-            slots = self.scheduler.slots
+            slots = self.scheduler.held_slots
             turn.kv = SequenceKv(slots.tokens_in(slots.needed_for(request.capacity_tokens)))
             self._lie_on(turn.kv, admission.pages)
             if admission.is_copy:
@@ -709,7 +709,7 @@ class SchedulerWorld:
         for key in list(self.residents):
             self.drop_resident(key)
         assert self.scheduler.residents.num_slots == 0
-        assert self.scheduler.slots.free_slots == self.limits.kv_slots
+        assert self.scheduler.held_slots.free_slots == self.limits.kv_slots
         self.check()
 
     def let_everything_happen(self) -> None:

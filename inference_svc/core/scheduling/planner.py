@@ -160,12 +160,12 @@ class Planner:
         slots = self._slots
         if not slots.is_paged:
             return False
-        wanted = slots.needed_for(request.capacity_tokens + 1) - slots.kv_slots(request)
+        wanted = slots.account.needed_for(request.capacity_tokens + 1) - slots.kv_slots(request)
         if wanted > slots.room():
             return False
         self._make_room(wanted, request, sketch)
         slots.reserve(request, wanted)
-        room = slots.tokens_in(slots.kv_slots(request))
+        room = slots.account.tokens_in(slots.kv_slots(request))
         request.capacity_tokens = min(room, request.full_capacity_tokens)
         return True
 
@@ -247,14 +247,14 @@ class Planner:
         """List the ways to admit a request, the best first; the last needs the fewest slots."""
         slots = self._slots
         capacity = request.capacity_to_admit(self._limits.answer_tokens)
-        fresh = Terms(capacity, slots.needed_for(capacity))
+        fresh = Terms(capacity, slots.account.needed_for(capacity))
         resident = self._residents.get(request.key)
         num_tokens = self._own_tokens(request)
         if resident is not None and num_tokens:
             if slots.is_paged:
                 kv_slots = slots.growth_in_place(resident, num_tokens, capacity)
                 return [Terms(capacity, kv_slots, num_tokens, resident, in_place=True)]
-            room = slots.tokens_in(resident.num_slots)
+            room = slots.account.tokens_in(resident.holding.num_slots)
             if room >= capacity:
                 usable = min(room, request.full_capacity_tokens)
                 return [Terms(usable, 0, num_tokens, resident, in_place=True)]
@@ -292,9 +292,9 @@ class Planner:
         request.window_from = 0
         if source is not None:
             request.window_from = self._first_held(source.window_from, terms)
-        free_slots = self._slots.free_slots
+        free_slots = self._slots.account.free_slots
         self._claim(request, terms)
-        claimed = free_slots - self._slots.free_slots
+        claimed = free_slots - self._slots.account.free_slots
         self._make_room(terms.kv_slots - claimed, request, sketch)
         self._reserve(request, terms)
         request.move(RequestEvent.ADMIT)
@@ -338,11 +338,12 @@ class Planner:
             return
         if terms.in_place:
             slots.write_from(request, terms.num_tokens, terms.capacity_tokens)
-        slots.reserve(request, slots.needed_for(terms.capacity_tokens) - slots.kv_slots(request))
+        needed = slots.account.needed_for(terms.capacity_tokens)
+        slots.reserve(request, needed - slots.kv_slots(request))
 
     def _make_room(self, num_slots: int, request: Request, sketch: _Sketch) -> None:
         """Evict residents of others until so many slots are free, as far as there are any."""
-        missing = num_slots - self._slots.free_slots
+        missing = num_slots - self._slots.account.free_slots
         for key in self._residents.victims(missing, self._queue.rank, request.key):
             self._evict(key, sketch)
 

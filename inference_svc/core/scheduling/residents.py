@@ -59,11 +59,6 @@ class Resident:
     window_from: int = 0
 
     @property
-    def num_slots(self) -> int:
-        """Number of its slots."""
-        return self.holding.num_slots
-
-    @property
     def scope(self) -> tuple[str, str, Lineage | None]:
         """What has to be equal for equal tokens to have equal KV."""
         return self.key.tenant, self.key.model, self.lineage
@@ -131,7 +126,7 @@ class Residents:
         assert resident.key not in self._residents, f"{resident.key} has a resident"
         self._residents[resident.key] = resident
         self._index.put(resident.key, resident.scope, resident.token_ids)
-        self.num_slots += resident.num_slots
+        self.num_slots += resident.holding.num_slots
         self._slots.spare(resident.holding)
         for _ in range(self._num_copies(resident.key)):  # that were begun while its turn ran
             self._slots.need(resident.holding)
@@ -331,9 +326,9 @@ class Residents:
         self._residents[key] = compacted
         self._index.take(key)
         self._index.put(key, compacted.scope, token_ids)
-        self.num_slots -= resident.num_slots
+        self.num_slots -= resident.holding.num_slots
         self._slots.trim(resident.holding, len(token_ids))
-        self.num_slots += resident.num_slots
+        self.num_slots += resident.holding.num_slots
         self._slots.spare(resident.holding)
         return True
 
@@ -344,10 +339,12 @@ class Residents:
     def check(self) -> None:
         """Raise AssertionError if an invariant is broken."""
         assert all(key == resident.key for key, resident in self._residents.items())
-        assert self.num_slots == sum(r.num_slots for r in self._residents.values())
+        assert self.num_slots == sum(r.holding.num_slots for r in self._residents.values())
         assert self._compactions.keys() <= self._residents.keys()
         assert not self._compactions.keys() & set(self._copies.values())
-        rooms = {key: self._slots.tokens_in(r.num_slots) for key, r in self._residents.items()}
+        rooms = {
+            key: self._slots.tokens_in(r.holding.num_slots) for key, r in self._residents.items()
+        }
         assert all(len(r.token_ids) <= rooms[key] for key, r in self._residents.items())
         assert len(self._index) == len(self._residents)
         self._index.check()
@@ -365,5 +362,5 @@ class Residents:
     def _remove(self, key: SessionKey) -> Resident:
         resident = self._residents.pop(key)
         self._index.take(key)
-        self.num_slots -= resident.num_slots
+        self.num_slots -= resident.holding.num_slots
         return resident

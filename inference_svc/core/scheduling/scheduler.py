@@ -65,6 +65,7 @@ class Scheduler:
         tenant_weights: shares of tenants that wait at the same time; 1 for one not named.
 
     Attributes:
+        limits: the bounds of a step, of the queue, and of memory.
         feed: requests that wait, and those that run: from admission until they wait again, or,
             after their end, until `release_kv`.
         queue: requests that wait, in the order in which they will be admitted.
@@ -97,7 +98,7 @@ class Scheduler:
         self.write_slots = WriteSlots(limits.write_slots)
         self.gate = StartGate(num_layers, rates)
         self.estimates = StartEstimates(rates)
-        self._limits = limits
+        self.limits = limits
         self._active = ActiveRequests()
         self._planner = Planner(
             limits=limits,
@@ -118,11 +119,6 @@ class Scheduler:
         return len(self._active.in_state(RequestState.RUNNING))
 
     @property
-    def num_places(self) -> int:
-        """Most requests that are computed at once."""
-        return self._limits.max_running
-
-    @property
     def stalled_s(self) -> float:
         """How long running requests have waited for room in the write ring so far."""
         return self.write_slots.stalled_ns / NS_PER_S
@@ -136,9 +132,9 @@ class Scheduler:
             QueueFullError: the waiting queue is at its bound.
         """
         assert len(request.token_ids) <= request.window_tokens, "the caller cuts the context"
-        most_slots = self.slots.needed_for(request.full_capacity_tokens)
-        assert most_slots <= self._limits.kv_slots, "the caller checks the window"
-        if len(self.queue) >= self._limits.max_waiting:
+        most_slots = self.held_slots.needed_for(request.full_capacity_tokens)
+        assert most_slots <= self.limits.kv_slots, "the caller checks the window"
+        if len(self.queue) >= self.limits.max_waiting:
             raise QueueFullError(
                 f"the queue is full ({len(self.queue)} turns wait)",
                 "submit again later or raise scheduler.max_turns",
@@ -242,7 +238,7 @@ class Scheduler:
         assert request.is_over, "the sequence's KV of a request under way is its own"
         assert len(token_ids) <= request.computed_tokens, "only what was computed is kept"
         key = request.key
-        if not (self._limits.keeps_residents and token_ids and self.slots.kv_slots(request)):
+        if not (self.limits.keeps_residents and token_ids and self.slots.kv_slots(request)):
             return False
         if key in self.residents or self._active.has_session(key):
             return False
@@ -294,7 +290,7 @@ class Scheduler:
         return Traffic(
             num_waiting=len(self.queue),
             num_loading=sum(other is not request for other in loading),
-            num_places=self._limits.max_loading,
+            num_places=self.limits.max_loading,
             starts_per_s=self._starts.per_s(now_ns),
             backlog_s=sum(map(self._prompt_s, self._active.in_state(RequestState.RUNNING))),
         )
@@ -312,7 +308,7 @@ class Scheduler:
 
     def check(self) -> None:
         """Raise AssertionError if an invariant is broken."""
-        limits, num_active = self._limits, len(self._active)
+        limits, num_active = self.limits, len(self._active)
         self.slots.check()
         self.write_slots.check()
         self.queue.check()
@@ -322,7 +318,7 @@ class Scheduler:
         assert len(self.queue) + num_active <= limits.max_waiting + most_admitted
         assert all(request.state is RequestState.WAITING for request in self.queue)
         self._active.check()
-        rooms = {r.number: self.slots.tokens_in(self.slots.kv_slots(r)) for r in self._active}
+        rooms = {r.number: self.held_slots.tokens_in(self.slots.kv_slots(r)) for r in self._active}
         assert all(r.capacity_tokens <= rooms[r.number] for r in self._active)
 
 

@@ -118,7 +118,7 @@ class SharedPrefixes:
 
     def _aligned(self, leader: Request, num_tokens: int) -> int:
         """Return the end of whole pages and whole blocks at or before a token."""
-        page_tokens, block_tokens = self._slots.page_tokens, self._limits.block_tokens
+        page_tokens, block_tokens = self._slots.account.page_tokens, self._limits.block_tokens
         last = self._slots.whole_pages(num_tokens)
         ends = range(last, max(0, last - page_tokens * block_tokens), -page_tokens)
         return next((end for end in ends if (end - leader.boundary) % block_tokens == 0), 0)

@@ -41,10 +41,13 @@ class SlotBudget:
     Args:
         slots: the account of token slots.
         residents: the residents, which hold the others.
+
+    Attributes:
+        account: the account of token slots, by holding.
     """
 
     def __init__(self, slots: HeldSlots, residents: Residents) -> None:
-        self._slots = slots
+        self.account = slots
         self._pages = slots if isinstance(slots, PagedSlots) else None
         self._residents = residents
         self._kvs: dict[int, Holding] = {}  # by request number
@@ -56,11 +59,6 @@ class SlotBudget:
         return self._pages is not None
 
     @property
-    def page_tokens(self) -> int:
-        """Slots of a page; 1 where there are none."""
-        return self._slots.page_tokens
-
-    @property
     def reserved_slots(self) -> int:
         """Number of slots of requests; those that several share count for each."""
         return sum(holding.num_slots for holding in self._kvs.values())
@@ -69,17 +67,7 @@ class SlotBudget:
     def shared_slots(self) -> int:
         """Number of slots that there would be more, if nobody shared any."""
         held = self.reserved_slots + self._residents.num_slots
-        return held + self._slots.free_slots - self._slots.num_slots if self.is_paged else 0
-
-    @property
-    def free_slots(self) -> int:
-        """Number of slots that nobody holds."""
-        return self._slots.free_slots
-
-    @property
-    def evictable_slots(self) -> int:
-        """Number of slots that would be free too, if every resident were evicted that may be."""
-        return self._slots.evictable_slots
+        return held + self.account.free_slots - self.account.num_slots if self.is_paged else 0
 
     def room(self, preempted: Sequence[Request] = (), kept: Resident | None = None) -> int:
         """Return how many slots could be had by evicting every resident that may be.
@@ -90,11 +78,11 @@ class SlotBudget:
         """
         spared = [self._kvs[request.number] for request in preempted]
         stays = None if kept is None else kept.holding
-        return self.free_slots + self._slots.evictable_after(spared, stays)
+        return self.account.free_slots + self.account.evictable_after(spared, stays)
 
     def per_token(self, num_slots: int) -> int:
         """Return how many tokens, in all layers, so many slots are."""
-        return num_slots // self._slots.num_groups
+        return num_slots // self.account.num_groups
 
     def kv_slots(self, request: Request) -> int:
         """Return the slots of a request's KV; 0 if it has none."""
@@ -106,17 +94,13 @@ class SlotBudget:
         holding = self._kvs.get(request.number)
         return () if holding is None else tuple(holding.pages)
 
-    def needed_for(self, num_tokens: int) -> int:
-        """Return the slots of KV with room for so many tokens."""
-        return self._slots.needed_for(num_tokens)
-
     def tokens_in(self, num_slots: int) -> int:
         """Return how many tokens KV of so many slots has room for."""
-        return self._slots.tokens_in(num_slots)
+        return self.account.tokens_in(num_slots)
 
     def whole_pages(self, num_tokens: int) -> int:
         """Return how many of so many tokens fill their page."""
-        return num_tokens // self._slots.page_tokens * self._slots.page_tokens
+        return num_tokens // self.account.page_tokens * self.account.page_tokens
 
     def tokens_in_place(self, resident: Resident, num_tokens: int) -> int:
         """Return how many of a resident's first tokens can stay where what follows is written.
@@ -126,8 +110,8 @@ class SlotBudget:
         whole = self.whole_pages(num_tokens)
         if whole == num_tokens:
             return num_tokens
-        behind = self._slots.num_shared(resident.holding, whole + self._slots.page_tokens)
-        is_shared = self._slots.num_shared(resident.holding, num_tokens) > behind
+        behind = self.account.num_shared(resident.holding, whole + self.account.page_tokens)
+        is_shared = self.account.num_shared(resident.holding, num_tokens) > behind
         return whole if is_shared else num_tokens
 
     def growth_in_place(self, resident: Resident, num_tokens: int, capacity_tokens: int) -> int:
@@ -138,14 +122,15 @@ class SlotBudget:
             num_tokens: number of its first tokens that stay; what is behind is written to.
             capacity_tokens: number of tokens that there is to be room for.
         """
-        shared = self._slots.num_shared(resident.holding, num_tokens)
-        return max(0, self._slots.needed_for(capacity_tokens) - resident.num_slots + shared)
+        shared = self.account.num_shared(resident.holding, num_tokens)
+        needed = self.account.needed_for(capacity_tokens)
+        return max(0, needed - resident.holding.num_slots + shared)
 
     def reserve(self, request: Request, kv_slots: int) -> None:
         """Give a request so many slots: KV of its own if it has none, else (pages) more of it."""
         holding = self._kvs.get(request.number)
         if holding is None:
-            self._kvs[request.number] = self._slots.take(kv_slots)
+            self._kvs[request.number] = self.account.take(kv_slots)
         else:
             assert self._pages is not None, f"request {request.number} has a sequence's KV"
             self._pages.extend(holding, kv_slots)
@@ -163,8 +148,8 @@ class SlotBudget:
         There is room for them; what is behind the token is written anew.
         """
         holding = self._kvs[request.number]
-        self._slots.trim(holding, capacity_tokens)
-        self._slots.own(holding, first_token, request.window_from)
+        self.account.trim(holding, capacity_tokens)
+        self.account.own(holding, first_token, request.window_from)
 
     def write_window(self, request: Request, end_token: int) -> bool:
         """Give a request pages of its own for its next tokens in layers with a window.
@@ -190,7 +175,7 @@ class SlotBudget:
     def become_resident(self, request: Request, token_ids: Sequence[int], now_ns: int) -> None:
         """Make the slots of a request's KV its session's resident."""
         holding = self._kvs.pop(request.number)
-        self._slots.trim(holding, len(token_ids))
+        self.account.trim(holding, len(token_ids))
         self._residents.put(
             Resident(
                 request.key,
@@ -206,7 +191,7 @@ class SlotBudget:
         """Free a request's KV, if it has one."""
         holding = self._kvs.pop(request.number, None)
         if holding is not None:
-            self._slots.release(holding)
+            self.account.release(holding)
         self._residents.cancel_copy(request)
 
     @contextmanager
@@ -234,4 +219,4 @@ class SlotBudget:
         """Raise AssertionError if an invariant is broken."""
         self._residents.check()
         assert all(holding.num_needing == 1 for holding in self._kvs.values())
-        self._slots.check([*self._kvs.values(), *self._loads, *self._residents.holdings()])
+        self.account.check([*self._kvs.values(), *self._loads, *self._residents.holdings()])

@@ -32,9 +32,13 @@ from inference_svc.http_api.bodies.body import (
     TurnBody,
     WrongMemberError,
 )
-from inference_svc.http_api.bodies.conversation import bounded, with_names
+from inference_svc.http_api.bodies.conversation import (
+    TemplateArguments,
+    bounded,
+    check_begun,
+    with_names,
+)
 from inference_svc.http_api.bodies.formats import FlatFormat
-from inference_svc.http_api.bodies.template import TemplateArguments, check_begun
 from inference_svc.http_api.bodies.tools import check_tools
 
 BILLING = "x-anthropic-billing-header"

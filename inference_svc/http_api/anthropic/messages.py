@@ -1,12 +1,44 @@
-"""POST /v1/messages, and POST /v1/messages/count_tokens."""
+"""POST /v1/messages, whole and streamed, and POST /v1/messages/count_tokens.
+
+The events come in this order:
+
+    message_start, (content_block_start, content_block_delta…, content_block_stop)…,
+    message_delta, message_stop | error
+
+There is a block for each text, each call of a tool, and each thought, in the order in which they
+were said. An answer without any has no block.
+
+*Source:* Anthropic API reference, "Messages" and "Streaming messages"; beside what a message has
+stands `session_id`.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import Any
 
 from aiohttp import web
 
+from inference_svc.core.answers import AnswerToken, FinishReason
+from inference_svc.core.chat import ToolCall
+from inference_svc.core.tools.parts import (
+    CallArguments,
+    CallBegun,
+    CallEnded,
+    Content,
+    Part,
+    Reasoning,
+    with_whole_calls,
+)
+from inference_svc.core.turn_record import Finished, Started
+from inference_svc.http_api.answer_members import shown_reuse
+from inference_svc.http_api.answer_parts import Reading
+from inference_svc.http_api.anthropic.blocks import CALL, TEXT, THINKING
 from inference_svc.http_api.anthropic.bodies import MessagesBody, PromptBody
-from inference_svc.http_api.anthropic.message_objects import MessageObjects
+from inference_svc.http_api.anthropic.dialect import error_body
 from inference_svc.http_api.api import Api
 from inference_svc.http_api.replies import OneAnswer, reply, send_reply
 from inference_svc.service.submissions import chat_input
+from shared.types.errors import ReportedError
 
 
 async def create_message(api: Api, request: web.Request) -> web.StreamResponse:
@@ -31,4 +63,167 @@ async def count_tokens(api: Api, request: web.Request) -> web.Response:
     body = (await api.read(request, PromptBody)).body
     tools, arguments = body.tool_use.tools, body.template_arguments
     given = chat_input(body.conversation, tools, arguments, body.beginning)
-    return reply({"input_tokens": len(await api.gateway.encode(given))})
+    return reply({"input_tokens": len(await api.gateway.prompts.encode(given))})
+
+
+# What a block has before its first delta.
+_EMPTY: Mapping[str, Mapping[str, Any]] = {
+    TEXT: {TEXT: ""},
+    THINKING: {THINKING: ""},
+    CALL: {"input": {}},
+}
+
+
+class MessageObjects:
+    """Makes the objects of one answer, either whole or as events.
+
+    Args:
+        message_id: its id.
+        session_id: the session that it is a turn of.
+        model: the model's name as the client wrote it.
+        max_tokens: the client's bound of the answer; fewer tokens have filled the window.
+        cache_ttl: how long the client wants the prompt to be kept; "" if it does not say.
+        reading: how its answer is read.
+    """
+
+    def __init__(
+        self,
+        message_id: str,
+        session_id: str,
+        model: str,
+        max_tokens: int,
+        cache_ttl: str,
+        reading: Reading,
+    ) -> None:
+        self._id = message_id
+        self._session_id = session_id
+        self._model = model
+        self._max_tokens = max_tokens
+        self._cache_ttl = cache_ttl
+        self._reader = reading.reader()
+        self._index = 0  # of the next block, or of the one that has no end yet
+        self._open = ""  # type of that one; "" if there is none
+
+    def whole(self, _tokens: Sequence[AnswerToken], finished: Finished) -> dict[str, Any]:
+        """Make the answer of a request that is not streamed."""
+        parts = [*self._reader.push_text(finished.text), *self._reader.end()]
+        content: list[dict[str, Any]] = []
+        shown = _blocks(with_whole_calls(parts))
+        for kind, blocks in groupby(shown, key=lambda block: block["type"]):
+            found = list(blocks)
+            if kind != CALL:
+                found = [{**found[0], kind: "".join(block[kind] for block in found)}]
+            content += found
+        return self._message(content, self._usage_of(finished)) | self._why(finished)
+
+    def opening(self, started: Started) -> Iterator[dict[str, Any]]:
+        """Make the first event: an empty message, and what its prompt cost."""
+        usage = self._usage(started.history_tokens + started.new_tokens, started.reused_tokens, 0)
+        message = self._message([], usage) | {"stop_reason": None, "stop_sequence": None}
+        yield {"type": "message_start", "message": message}
+
+    def piece(self, tokens: Sequence[AnswerToken]) -> Iterator[dict[str, Any]]:
+        """Make the events of the next tokens; none if they show nothing."""
+        yield from self._events(self._reader.push(tokens))
+
+    def closing(self, finished: Finished) -> Iterator[dict[str, Any]]:
+        """Make the events of its end: what was held back, and why it ended."""
+        yield from self._events(self._reader.end())
+        yield from self._stop()
+        delta, usage = self._why(finished), self._usage_of(finished)
+        yield {"type": "message_delta", "delta": delta, "usage": usage}
+        yield {"type": "message_stop"}
+
+    def failure(self, error: ReportedError) -> dict[str, Any]:
+        """Make the event of an answer that has failed."""
+        return error_body(error)
+
+    def _events(self, parts: Iterable[Part]) -> Iterator[dict[str, Any]]:
+        """Make the events of parts: texts of one type that follow one another are one block."""
+        for part in parts:
+            if isinstance(part, CallBegun):
+                yield from self._stop()
+                yield self._start({"type": CALL, "id": part.call_id, "name": part.name})
+            elif isinstance(part, CallArguments):
+                delta = {"type": "input_json_delta", "partial_json": part.text}
+                yield self._event("content_block_delta", delta=delta)
+            elif isinstance(part, CallEnded):
+                yield from self._stop()
+            else:
+                yield from self._say(part)
+
+    def _say(self, part: Part) -> Iterator[dict[str, Any]]:
+        """Make the events of a text."""
+        for block in _blocks([part]):
+            kind = block["type"]
+            if kind != self._open:
+                yield from self._stop()
+                yield self._start(block)
+            delta = {"type": f"{kind}_delta", kind: block[kind]}
+            yield self._event("content_block_delta", delta=delta)
+
+    def _start(self, block: dict[str, Any]) -> dict[str, Any]:
+        """Make the event of the beginning of a block."""
+        self._open = block["type"]
+        return self._event("content_block_start", content_block={**block, **_EMPTY[self._open]})
+
+    def _stop(self) -> Iterator[dict[str, Any]]:
+        """Make the event of the end of the block that has none yet."""
+        if self._open:
+            yield self._event("content_block_stop")
+            self._open = ""
+            self._index += 1
+
+    def _event(self, kind: str, **members: Any) -> dict[str, Any]:
+        return {"type": kind, "index": self._index, **members}
+
+    def _message(self, content: list[dict[str, Any]], usage: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "id": self._id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._model,
+            "content": content,
+            "usage": usage,
+            "session_id": self._session_id,
+        }
+
+    def _why(self, finished: Finished) -> dict[str, Any]:
+        """Say why an answer ended."""
+        reason = "tool_use" if self._reader.num_calls else "end_turn"
+        if finished.stop_string:
+            reason = "stop_sequence"
+        if finished.finish_reason == FinishReason.LENGTH:
+            is_bounded = finished.usage.output_tokens >= self._max_tokens
+            reason = "max_tokens" if is_bounded else "model_context_window_exceeded"
+        return {"stop_reason": reason, "stop_sequence": finished.stop_string or None}
+
+    def _usage_of(self, finished: Finished) -> dict[str, Any]:
+        usage = finished.usage
+        prompt_tokens = usage.history_tokens + usage.new_tokens
+        counted = self._usage(prompt_tokens, usage.reused_tokens, usage.output_tokens)
+        return {**counted, **shown_reuse(usage)}
+
+    def _usage(self, prompt_tokens: int, reused_tokens: int, output_tokens: int) -> dict[str, Any]:
+        """Make the usage: all that is computed is kept, and counts so if the client wanted it."""
+        computed_tokens = prompt_tokens - reused_tokens
+        kept = {ttl: computed_tokens if ttl == self._cache_ttl else 0 for ttl in ("5m", "1h")}
+        return {
+            "input_tokens": 0 if self._cache_ttl else computed_tokens,
+            "cache_creation_input_tokens": sum(kept.values()),
+            "cache_read_input_tokens": reused_tokens,
+            "cache_creation": {f"ephemeral_{ttl}_input_tokens": n for ttl, n in kept.items()},
+            "output_tokens": output_tokens,
+            "service_tier": "standard",
+        }
+
+
+def _blocks(parts: Iterable[Part]) -> Iterator[dict[str, Any]]:
+    """Make a block of each part that says anything."""
+    for part in parts:
+        if isinstance(part, ToolCall):
+            yield {"type": CALL, "id": part.call_id, "name": part.name, "input": part.values}
+        elif isinstance(part, Reasoning) and part.text:
+            yield {"type": THINKING, THINKING: part.text, "signature": ""}
+        elif isinstance(part, Content) and part.text:
+            yield {"type": TEXT, TEXT: part.text, "citations": None}

@@ -23,12 +23,12 @@ from inference_svc.core.tools.parts import (
     summed,
 )
 from inference_svc.core.turn_record import Finished
+from inference_svc.http_api.answer_members import TokenText
 from inference_svc.http_api.answer_parts import Reading
 from inference_svc.http_api.api import Api
 from inference_svc.http_api.bodies.body import Count, Refused, WrongMemberError
-from inference_svc.http_api.bodies.conversation import with_names
+from inference_svc.http_api.bodies.conversation import Effort, with_names
 from inference_svc.http_api.bodies.formats import ChatFormat
-from inference_svc.http_api.bodies.template import Effort
 from inference_svc.http_api.errors import UnsupportedValueError
 from inference_svc.http_api.openai.choices import (
     Choices,
@@ -44,7 +44,6 @@ from inference_svc.http_api.openai.turn_body import OpenAITurnBody
 from inference_svc.http_api.replies import send_reply
 from inference_svc.http_api.sessions.store import StoreUnavailableError
 from inference_svc.http_api.sessions.stored_chats import StoredChat
-from inference_svc.http_api.token_text import TokenText
 
 _TEXT_ONLY = "the service writes plain text only: leave it out"
 _OLD_CALLS = "functions are called as tools: send tools and tool_choice"

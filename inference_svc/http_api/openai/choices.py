@@ -22,8 +22,8 @@ from typing import Any, ClassVar, Protocol, TypeVar
 
 from inference_svc.core.answers import AnswerToken
 from inference_svc.core.turn_record import Finished, Tokens, Usage
+from inference_svc.http_api.answer_members import shown_reuse
 from inference_svc.http_api.bodies.body import Body, WrongMemberError
-from inference_svc.http_api.cache_misses import shown_reuse
 from inference_svc.http_api.openai.dialect import error_body
 from inference_svc.http_api.sessions.answers import Answers, LiveAnswer
 from inference_svc.http_api.sessions.http_turn import Caller, HttpTurn

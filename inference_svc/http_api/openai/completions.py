@@ -17,6 +17,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from inference_svc.core.answers import AnswerToken
 from inference_svc.core.submission import TextInput, TokenInput
 from inference_svc.core.turn_record import Finished
+from inference_svc.http_api.answer_members import TokenText
 from inference_svc.http_api.api import Api
 from inference_svc.http_api.bodies.body import MOST_TOKENS, Count, Refused, WrongMemberError
 from inference_svc.http_api.openai.choices import (
@@ -28,7 +29,6 @@ from inference_svc.http_api.openai.choices import (
 )
 from inference_svc.http_api.openai.sampled_body import SampledBody
 from inference_svc.http_api.replies import send_reply
-from inference_svc.http_api.token_text import TokenText
 
 USUAL_TOKENS = 16  # of an answer, if the client names no bound; OpenAI's
 MOST_LOGPROBS = 5

@@ -7,8 +7,7 @@ from pydantic import AfterValidator, BeforeValidator, FailFast, Field, model_val
 
 from inference_svc.core.chat import ASSISTANT, SYSTEM, TOOL, USER, Message, ToolCall
 from inference_svc.http_api.bodies.body import Body, Refused, WrongMemberError
-from inference_svc.http_api.bodies.conversation import bounded
-from inference_svc.http_api.bodies.template import SayerName, check_begun
+from inference_svc.http_api.bodies.conversation import SayerName, bounded, check_begun
 from inference_svc.http_api.bodies.tools import CalledFunctionBody, CallId, decode_call
 from inference_svc.http_api.errors import UnsupportedValueError
 from inference_svc.http_api.openai.tools import FunctionKind

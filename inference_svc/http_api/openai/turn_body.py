@@ -10,7 +10,7 @@ from inference_svc.core.answers import MAX_TOP_LOGPROBS
 from inference_svc.core.submission import MAX_RETENTION_S, Retention
 from inference_svc.core.template_arguments import effort_arguments
 from inference_svc.http_api.bodies.body import Body, Refused, WrongMemberError
-from inference_svc.http_api.bodies.template import Effort, TemplateArguments
+from inference_svc.http_api.bodies.conversation import Effort, TemplateArguments
 from inference_svc.http_api.openai.tools import ToolsBody
 from shared.types.units import parse_duration_s
 

@@ -189,7 +189,7 @@ class Answers:
         self._gateway = gateway
         self._store = store
         self._completion = completion
-        self._router = Router(gateway.turns.sessions, gateway.model, store, gateway.framing)
+        self._router = Router(gateway.turns.sessions, gateway.model, store, gateway.prompts.framing)
         self._repeats: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()
 
     async def open(

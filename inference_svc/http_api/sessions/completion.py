@@ -16,6 +16,8 @@ from collections.abc import Coroutine
 from typing import Any
 
 from inference_svc.core.chat import Message
+from inference_svc.core.misses import Resembled
+from inference_svc.core.transcript_format import Transcript
 from inference_svc.core.turn_record import Finished
 from inference_svc.http_api.sessions.history_chain import HistoryChain
 from inference_svc.http_api.sessions.http_turn import Caller, HttpTurn
@@ -28,7 +30,6 @@ from inference_svc.http_api.sessions.lookup import (
 )
 from inference_svc.http_api.sessions.store import ApiStore
 from inference_svc.http_api.sessions.subagents import IdleSubagents
-from inference_svc.http_api.sessions.superseding import supersedes
 from inference_svc.runtime.turns.sessions import Sessions
 from shared.access.identity import ANY, Identity
 from shared.process.log import get_logger
@@ -186,7 +187,7 @@ class Completion:
         histories = self._sessions.histories
         try:
             found, _ = await self._sessions.get(key, is_fresh=histories is not None)
-            is_unknown = histories is not None and histories.is_silent
+            is_unknown = histories is not None and histories.calls.is_silent
             if is_unknown or len(found.turns) != turns:
                 return
             await self._sessions.end(key)
@@ -219,7 +220,7 @@ class Completion:
         except ReportedError as error:  # it is in use again, or gone
             log.debug("openai_session_not_removed", session=session_id, reason=error.reason)
             return False
-        await self.forget_texts(key)
+        await self._store.forget_texts(key.tenant, key.session_id)
         return True
 
     async def remove(self, caller: Caller, session_id: str, turns: int | None = None) -> bool:
@@ -230,7 +231,7 @@ class Completion:
             found, _ = await self._sessions.get(key)
             if turns is None or len(found.turns) <= turns:
                 await self._sessions.delete(key)
-                await self.forget_texts(key)
+                await self._store.forget_texts(key.tenant, key.session_id)
                 is_removed = True
         except ReportedError as error:  # most likely it never came into being
             log.debug("openai_session_not_removed", session=session_id, reason=error.reason)
@@ -249,14 +250,6 @@ class Completion:
             turns = turns if found and found.session_id == route.session_id else None
         await self.remove(caller, route.session_id, turns)
 
-    async def forget_texts(self, key: SessionKey) -> None:
-        """Delete what the responses and chats of a session say: it was deleted, by whomever."""
-        await self._store.forget_texts(key.tenant, key.session_id)
-
-    async def forget_conversation(self, key: SessionKey) -> None:
-        """Delete the conversation of a session that a client has deleted."""
-        await self._store.conversations.forget_session(key.tenant, key.session_id)
-
     def _key(self, caller: Caller, session_id: str) -> SessionKey:
         return caller.identity.key(caller.tenant, self._model, session_id)
 
@@ -268,6 +261,37 @@ class Completion:
         except RuntimeError:  # the service stops: the next start does it
             task.close()
             work.close()
+
+
+def supersedes(turn: HttpTurn, route: Route, resembled: Resembled, found: Transcript) -> bool:
+    """Whether a turn's session takes the place of the one that the conversation resembles. Pure.
+
+    A client that edits its conversation (messages, results of tools, what the model had thought)
+    goes on in another session, and nobody comes back to the one before: what is stored of it need
+    not be kept. *Superseded* is the session that gave the conversation's newest known answer, if
+
+        1. the conversation was answered in another session than that;
+        2. that answer is the session's newest, and no turn of it is under way: it was left where
+           the other one begins. One that has gone on since is a branch of its own, as where
+           somebody goes back to an earlier answer and tries again;
+        3. no client named it: who names a session means to come back;
+        4. no sub-agent asks: it is given what its agent knows, which goes on beside it.
+
+    A conversation that only begins as a session does, with nothing of it edited, resembles none:
+    forks of a common beginning, several answers to one question, and clients that take turns with
+    it are branches, and live. The guess may be wrong, as where two clients have copied one
+    conversation: then the other's next turn ends it (it is used), and until then its KV has had a
+    worse place in the order of eviction, and nothing else.
+
+    Args:
+        turn: that was answered.
+        route: the session where.
+        resembled: the other one, as it was when the turn came.
+        found: what it has by now; no turn of it is under way.
+    """
+    is_left = len(found.turns) == resembled.turns and not found.has_ended
+    is_other = route.session_id != resembled.session_id
+    return is_left and is_other and not (resembled.is_named or turn.is_subagent)
 
 
 async def _logged(work: Coroutine[Any, Any, object]) -> None:

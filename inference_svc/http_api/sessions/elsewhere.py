@@ -55,7 +55,7 @@ class Elsewhere:
         histories, asked = self._sessions.histories, ends[:MOST_ASKED]
         if histories is None or not asked:
             return None
-        if histories.is_silent:
+        if histories.calls.is_silent:
             histories.asked.add("silent")
             return None
         result, found = await self._found(caller, histories, asked)

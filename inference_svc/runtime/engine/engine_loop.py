@@ -141,7 +141,7 @@ class EngineLoop:
             "write_stall_s": self.scheduler.stalled_s,
             "saves_under_way": self.memory.num_saving,
             "compute_busy_s": self._stepper.busy_s,
-            "turn_places": self.scheduler.num_places,
+            "turn_places": self.scheduler.limits.max_running,
         }
 
     # ------------------------------------------------------------------------- for the turns
@@ -194,11 +194,6 @@ class EngineLoop:
         if merged:
             self.idle.clear()
             await self._discards.discard(key, replace(cut, ranges=merged))
-
-    @property
-    def offers_grafts(self) -> bool:
-        """Whether `graft` may do anything now."""
-        return self._store.offers_grafts
 
     async def graft(self, request: EngineRequest, source: GraftSource) -> int:
         """Compute a request's tokens, store them, and have another session's KV follow them there.

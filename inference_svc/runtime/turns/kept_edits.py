@@ -12,15 +12,15 @@ Invariant: the lineage of the turn's request is that of what the store was heard
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 
 from inference_svc.core.answers import SamplingParams
 from inference_svc.core.context import Context
 from inference_svc.core.edits import EditPolicy, KeptRun, runs_to_keep
 from inference_svc.core.grafts import Graft
 from inference_svc.runtime.compute.sampling import Sampled, Sampler
-from inference_svc.runtime.engine.engine_loop import EngineLoop
 from inference_svc.runtime.engine.engine_request import EngineRequest, as_token_bytes
+from inference_svc.runtime.store.session_store import SessionStore
 from inference_svc.runtime.turns.misses import find_resembled
 from inference_svc.runtime.turns.transcript import TranscriptStore
 from inference_svc.runtime.turns.turn import Turn
@@ -57,7 +57,8 @@ class EditKeeper:
     """See the module docstring.
 
     Args:
-        engine: computes, and stores.
+        graft: has a request's tokens computed and another session's KV follow: `EngineLoop.graft`.
+        store: says whether it offers grafts now.
         transcripts: of all sessions.
         text_thread: where contexts are compared.
         numbers: of requests.
@@ -70,7 +71,8 @@ class EditKeeper:
 
     def __init__(
         self,
-        engine: EngineLoop,
+        graft: Callable[[EngineRequest, GraftSource], Awaitable[int]],
+        store: SessionStore,
         transcripts: TranscriptStore,
         text_thread: WorkerThread,
         numbers: Iterator[int],
@@ -80,7 +82,8 @@ class EditKeeper:
         least_tokens: int,
     ) -> None:
         self.policy = policy
-        self._engine = engine
+        self._graft_tokens = graft
+        self._store = store
         self._transcripts = transcripts
         self._thread = text_thread
         self._numbers = numbers
@@ -136,7 +139,7 @@ class EditKeeper:
         resembled, key = submission.resembles, submission.key
         if not self.policy.keeps or resembled is None or prompt.ranges:
             return None
-        if not self._engine.offers_grafts:
+        if not self._store.offers_grafts:
             return None
         other = await find_resembled(self._transcripts, key, resembled)
         if other is None or resembled.session_id == key.session_id:
@@ -166,7 +169,7 @@ class EditKeeper:
             run.source_end,
         )
         leading = self._leading(turn, request, seam)
-        num_tokens = await self._engine.graft(leading, given)
+        num_tokens = await self._graft_tokens(leading, given)
         request.ahead_tokens += seam - leading.outcome.tokens
         if not num_tokens:
             return

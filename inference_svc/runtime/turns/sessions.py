@@ -226,7 +226,7 @@ class Sessions:
         Raises:
             ReportedError: the tenant has as many sessions as it may have.
         """
-        tenant, num_sessions = key.tenant, self._transcripts.num_sessions(key.tenant)
+        tenant, num_sessions = key.tenant, self._transcripts.local.num_sessions(key.tenant)
         now_ns = time.monotonic_ns()
         refusal = self._limits.refuse_session(tenant, key.session_id, num_sessions, now_ns)
         if refusal is not None:

@@ -28,18 +28,14 @@ class SharedHistories:
         calls: to the store.
 
     Attributes:
+        calls: likewise; while they are silent nobody asks, lest each conversation waits for it.
         asked: how often conversations were asked for, by what became of it: found, absent, gone
             (what the entry leads to has another history, or none), silent.
     """
 
     def __init__(self, calls: StoreCalls) -> None:
-        self._calls = calls
+        self.calls = calls
         self.asked = Tally()
-
-    @property
-    def is_silent(self) -> bool:
-        """Whether the store is: then nobody asks, lest each conversation waits for it."""
-        return self._calls.is_silent
 
     async def find(self, tenant: str, digests: Sequence[str]) -> dict[str, str]:
         """Return the sessions of some histories, asked for all at once.
@@ -62,7 +58,7 @@ class SharedHistories:
         name = _name(key.tenant, digest)
         value = encode_entry(HistoryEntry(key.session_id, place_of(key)))
         with suppress(StoreSilentError):
-            await self._calls.call("told", lambda store: store.put(name, value))
+            await self.calls.call("told", lambda store: store.put(name, value))
 
     async def forget(self, key: SessionKey, digests: Sequence[str]) -> None:
         """Remove what was noted of a session that is deleted; not what others have noted since."""
@@ -73,10 +69,10 @@ class SharedHistories:
                 await asyncio.gather(*(self._forget(name, key.session_id) for name in some))
 
     async def _read(self, name: str) -> HistoryEntry | None:
-        return await self._calls.call("asked", lambda store: _read(store, name))
+        return await self.calls.call("asked", lambda store: _read(store, name))
 
     async def _forget(self, name: str, session_id: str) -> None:
-        await self._calls.call("told", lambda store: _forget(store, name, session_id))
+        await self.calls.call("told", lambda store: _forget(store, name, session_id))
 
 
 def _name(tenant: str, digest: str) -> str:

@@ -30,11 +30,10 @@ from inference_svc.core.transcript_format import (
     encode_turn,
 )
 from inference_svc.core.turn_record import TurnRecord
-from inference_svc.runtime.turns.local_transcripts import LocalTranscripts
+from inference_svc.runtime.turns.local_transcripts import MAX_CACHED_TOKENS, LocalTranscripts
 from inference_svc.runtime.turns.shared_histories import SharedHistories
 from inference_svc.runtime.turns.shared_transcripts import SharedTranscripts
 from inference_svc.runtime.turns.store_calls import StoreSilentError
-from inference_svc.runtime.turns.transcript_cache import MAX_CACHED_TOKENS
 from inference_svc.runtime.turns.transcript_files import TranscriptFiles
 from inference_svc.runtime.turns.transcript_sharing import Sharing, Verdict, moved, verdict_on
 from shared.blobs.register import NOTHING, Seen
@@ -57,6 +56,7 @@ class TranscriptStore:
         max_cached_tokens: bound of the transcripts in memory.
 
     Attributes:
+        local: this service's own files, and how many sessions each tenant has of them.
         trouble: failures of the disk.
         sharing: what the object store has, if services share one.
     """
@@ -69,8 +69,8 @@ class TranscriptStore:
         max_cached_tokens: int = MAX_CACHED_TOKENS,
     ) -> None:
         files = TranscriptFiles(directory)
-        self._local = LocalTranscripts(files, max_cached_tokens)
-        self.trouble = self._local.trouble
+        self.local = LocalTranscripts(files, max_cached_tokens)
+        self.trouble = self.local.trouble
         self.sharing = None if shared is None else Sharing(shared, files, histories)
         self._locks = [asyncio.Lock() for _ in range(NUM_LOCKS)]
 
@@ -80,34 +80,30 @@ class TranscriptStore:
         Raises:
             TranscriptError: it cannot be used.
         """
-        self._local.files.open()
+        self.local.files.open()
 
     def count_sessions(self) -> None:
         """Count each tenant's sessions; blocks for as long as reading every file's first line."""
-        self._local.count_sessions()
+        self.local.count_sessions()
         if self.sharing is not None:
-            self.sharing.fell_behind(header.key for header in self._local.files.behind())
-
-    def num_sessions(self, tenant: str) -> int:
-        """Return how many sessions a tenant has."""
-        return self._local.num_sessions(tenant)
+            self.sharing.fell_behind(header.key for header in self.local.files.behind())
 
     def close(self) -> None:
         """Unlock the directory, and let go of the object store."""
         if self.sharing is not None:
             self.sharing.store.calls.close()
-        self._local.files.close()
+        self.local.files.close()
 
     async def find(self, key: SessionKey) -> Transcript | None:
         """Find the session's transcript, None if there is no such session.
 
         Does not yield to the event loop after it has the answer, so the caller may act on it.
         """
-        cached = self._local.cache.get(key)
+        cached = self.local.cache.get(key)
         if cached is not None:
             return cached
         async with self._lock(key):
-            return await self._local.current(key)
+            return await self.local.current(key)
 
     async def get(self, key: SessionKey) -> Transcript:
         """Return the session's transcript.
@@ -139,7 +135,7 @@ class TranscriptStore:
             TranscriptUnavailableError: nothing was recorded.
         """
         async with self._lock(key):
-            before = await self._local.current(key)
+            before = await self.local.current(key)
             if self.sharing is not None:
                 self.sharing.keep_local(key, is_local=is_local)
             before = before or Transcript(Header(*key))
@@ -183,7 +179,7 @@ class TranscriptStore:
         """
         before = await self.get(key)
         async with self._lock(key):
-            if await self._local.current(key) != before:
+            if await self.local.current(key) != before:
                 raise moved(key)
             after = before.with_discard(discard)
             await self._write(key, after, encode_discard(discard))
@@ -199,7 +195,7 @@ class TranscriptStore:
         """
         await self.get(key)
         async with self._lock(key):
-            before = await self._local.current(key)
+            before = await self.local.current(key)
             if before is None or before.has_ended:
                 return
             after = before.ended()
@@ -216,7 +212,7 @@ class TranscriptStore:
         forked = (await self.get(key)).forked(session_id, at_turn)
         await asyncio.to_thread(getattr, forked, "context")  # replaying discards may take long
         async with self._lock(new_key):
-            if await self._local.current(new_key):
+            if await self.local.current(new_key):
                 return None
             if self.sharing is not None and (is_local or self._sharing_of(key) is None):
                 self.sharing.keep_local(new_key)
@@ -252,7 +248,7 @@ class TranscriptStore:
         """
         before = await self.get(key)
         async with self._lock(key):
-            whole, sharing = await self._local.whole(key), self._sharing_of(key)
+            whole, sharing = await self.local.whole(key), self._sharing_of(key)
             is_gone = sharing is None or whole is None or await sharing.withdraw(key, whole)
             await self._remove(key, before if is_gone else None)
         return is_gone
@@ -295,9 +291,9 @@ class TranscriptStore:
             try:
                 async with self._lock(key):
                     await self._adopt(sharing, key)
-                    whole = await self._local.whole(key) if sharing.is_behind(key) else None
+                    whole = await self.local.whole(key) if sharing.is_behind(key) else None
                     seen = await sharing.put(key, whole) if whole else None
-                    found = await self._local.current(key)
+                    found = await self.local.current(key)
                     if seen is not None and found is not None:
                         await self._agreed(sharing, key, seen, found.history)
             except StoreSilentError:
@@ -311,21 +307,21 @@ class TranscriptStore:
             return
         with suppress(StoreSilentError):
             for digest in await self.sharing.store.deleted():
-                header = await asyncio.to_thread(self._local.files.header_of, digest)
+                header = await asyncio.to_thread(self.local.files.header_of, digest)
                 if header is not None:
                     await self.refresh(header.key)
 
     async def _adopt(self, sharing: Sharing, key: SessionKey) -> None:
         """Take what the object store has of a session, if that is more; the caller has its lock."""
         there = await sharing.store.read(key)
-        here = await self._local.whole(key) if await self._local.current(key) is not None else None
+        here = await self.local.whole(key) if await self.local.current(key) is not None else None
         verdict = verdict_on(here, there, is_behind=sharing.is_behind(key))
         if verdict is Verdict.REMOVE:
             await self._remove(key)
         elif there is not None and verdict is not Verdict.KEEP:
             assert there.data is not None and there.transcript is not None  # noqa: S101, PT018
             sets_aside = verdict is Verdict.DIVERGED
-            await self._local.take(key, there.data, there.transcript, sets_aside=sets_aside)
+            await self.local.take(key, there.data, there.transcript, sets_aside=sets_aside)
         if there is not None and (verdict is not Verdict.KEEP or here == there.data):
             await self._agreed(sharing, key, there.seen)
         else:
@@ -338,7 +334,7 @@ class TranscriptStore:
         try:
             await sharing.caught_up(key)
         except OSError as error:
-            raise self._local.failed(key, error, "write") from error
+            raise self.local.failed(key, error, "write") from error
         sharing.agreed(key, seen)
         await sharing.tell(key, history)
 
@@ -357,21 +353,21 @@ class TranscriptStore:
             TranscriptDiskFullError: there is no room for them.
             TranscriptUnavailableError: they cannot be written for another reason.
         """
-        self._local.cache.drop(key)
+        self.local.cache.drop(key)
         sharing, begin = self._sharing_of(key), partial(encode_transcript, transcript)
         seen: Seen | None = None
         if sharing is not None:
-            before = await self._local.whole(key)
+            before = await self.local.whole(key)
             seen = await sharing.put(key, before + lines if before else begin())
         try:
             if sharing is not None and seen is None:
                 await sharing.fall_behind(key)
-            await self._local.append(key, lines, begin)
+            await self.local.append(key, lines, begin)
         except OSError as error:
-            raise self._local.failed(key, error, "write") from error
+            raise self.local.failed(key, error, "write") from error
         if sharing is not None and seen is not None:
             await self._agreed(sharing, key, seen, history)
-        self._local.cache.keep(key, transcript)
+        self.local.cache.keep(key, transcript)
 
     async def _remove(self, key: SessionKey, gone: Transcript | None = None) -> None:
         """Remove a file, and what is known of it; the caller has its lock.
@@ -382,12 +378,12 @@ class TranscriptStore:
         """
         sharing = self._sharing_of(key)
         try:
-            await self._local.remove(key)
+            await self.local.remove(key)
             if self.sharing is not None:
                 await self.sharing.caught_up(key)
                 self.sharing.forget(key)
         except OSError as error:
-            raise self._local.failed(key, error, "write") from error
+            raise self.local.failed(key, error, "write") from error
         if sharing is not None and gone is not None:
             await sharing.forget_histories(gone)
 

@@ -1,6 +1,6 @@
 """A turn's prompt: its input as token ids, and the discards of the context that make room."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -115,20 +115,18 @@ class PromptMaker:
         text_thread: the thread that it encodes on.
         limits: the limits of every turn.
         has_tokenizer: whether answers have text.
+
+    Attributes:
+        text: encodes the input; off the thread it is asked only for what is known at once.
     """
 
     def __init__(
         self, text: TurnText, text_thread: WorkerThread, limits: TurnLimits, *, has_tokenizer: bool
     ) -> None:
-        self._text = text
+        self.text = text
         self._thread = text_thread
         self._limits = limits
         self._has_tokenizer = has_tokenizer
-
-    @property
-    def marks(self) -> Mapping[int, str]:
-        """The special tokens that calls and thoughts are written with: texts by ids."""
-        return self._text.marks
 
     async def make(
         self, submission: Submission, context: Context, began_with: str | None = None
@@ -168,7 +166,7 @@ class PromptMaker:
         return Prompt(
             *(context, ranges, input_ids, system_tokens, is_text, window, thought, recorded),
             predicted_ids,
-            self._text.frame_tokens.last_start(input_ids) if isinstance(given, ChatInput) else 0,
+            self.text.frame_tokens.last_start(input_ids) if isinstance(given, ChatInput) else 0,
         )
 
     async def encode(self, given: TurnInput, behind: Transcript | None = None) -> list[int]:
@@ -187,9 +185,9 @@ class PromptMaker:
         Returns:
             "" if it is what none make of them.
         """
-        if not (own or self._text.usual):
+        if not (own or self.text.usual):
             return ""
-        return await self._thread.run(self._text.framing, own)
+        return await self._thread.run(self.text.framing, own)
 
     async def encode_embedded(self, given: TextInput | TokenInput) -> list[int]:
         """Return the tokens of an input that is embedded; a text's as the tokenizer frames it.
@@ -200,7 +198,7 @@ class PromptMaker:
         if isinstance(given, TokenInput):
             token_ids = list(given.token_ids)
         else:
-            token_ids = await self._thread.run(self._text.encode_framed, given.text)
+            token_ids = await self._thread.run(self.text.encode_framed, given.text)
         self._check_ids(token_ids)
         return token_ids
 
@@ -212,7 +210,7 @@ class PromptMaker:
             NoChatTemplateError: the model has no tokenizer.
         """
         self._check_ids(token_ids)
-        return await self._thread.run(self._text.decode, token_ids)
+        return await self._thread.run(self.text.decode, token_ids)
 
     def _check_vocabulary(self, sampling: SamplingParams) -> None:
         vocab_size = self._limits.vocab_size
@@ -232,30 +230,30 @@ class PromptMaker:
             reserve_tokens=self._limits.reserve_tokens,
             max_tokens=submission.sampling.max_tokens,
             has_max_tokens=submission.has_max_tokens,
-            frame_tokens=self._text.frame_tokens,
+            frame_tokens=self.text.frame_tokens,
         )
 
     async def _settled(self, given: TurnInput, began_with: str | None) -> tuple[TurnInput, str]:
         """Return an input with all its template arguments, and what is recorded of these."""
         if not isinstance(given, ChatInput):
             return given, ""
-        if not (given.arguments or began_with or self._text.usual):
+        if not (given.arguments or began_with or self.text.usual):
             return given, ""  # as nearly all are
-        settled = await self._thread.run(self._text.settle, given.arguments, began_with)
+        settled = await self._thread.run(self.text.settle, given.arguments, began_with)
         return replace(given, arguments=settled.arguments), settled.recorded
 
     async def _encode(self, given: TurnInput, context: Context) -> list[int]:
         """Return the token ids to append to the context."""
         if isinstance(given, TextInput):
             token_ids = await self._thread.run(
-                self._text.encode_text,
+                self.text.encode_text,
                 given.text,
                 opens_session=not context.token_ids,
                 has_special=given.has_special,
             )
         elif isinstance(given, ChatInput):
             token_ids = await self._thread.run(
-                self._text.encode_chat,
+                self.text.encode_chat,
                 given.as_messages(),
                 context.token_ids,
                 given.as_tools(),
@@ -283,21 +281,21 @@ class PromptMaker:
         """Return what an answer that is shown with its marks begins with."""
         if submission.sampling.grammar is not None or not submission.shown_marks:
             return ""
-        found = await self._thread.run(self._text.thought_begun, input_ids)
+        found = await self._thread.run(self.text.thought_begun, input_ids)
         return found if found in submission.shown_marks else ""
 
     async def _predicted(self, prediction: str) -> Sequence[int]:
         """Return the tokens of what an answer is likely to be, as many as an answer can have."""
         if not prediction or not self._has_tokenizer:
             return ()
-        predicted_ids = await self._thread.run(self._text.control.encode_plain, prediction)
+        predicted_ids = await self._thread.run(self.text.control.encode_plain, prediction)
         return predicted_ids[: self._limits.window_tokens]
 
     async def _system_tokens(self, given: TurnInput, input_ids: Sequence[int]) -> int:
         if not isinstance(given, ChatInput):
             return 0
         return await self._thread.run(
-            self._text.system_tokens,
+            self.text.system_tokens,
             given.as_messages(),
             input_ids,
             given.as_tools(),

@@ -114,7 +114,9 @@ class TurnRunner:
     def _shown_marks(self, submission: Submission) -> dict[int, str]:
         """Return the special tokens that the answer's text has, by their ids."""
         return {
-            i: mark for i, mark in self._prompts.marks.items() if mark in submission.shown_marks
+            i: mark
+            for i, mark in self._prompts.text.marks.items()
+            if mark in submission.shown_marks
         }
 
     def _make_request(

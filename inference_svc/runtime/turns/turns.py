@@ -187,7 +187,7 @@ class Turns:
 
     def _check_limits(self, submission: Submission, opens: str, now_ns: int) -> None:
         tenant = submission.key.tenant
-        num_sessions = self._transcripts.num_sessions(tenant)
+        num_sessions = self._transcripts.local.num_sessions(tenant)
         refusal = self._limits.refuse(tenant, submission.most_tokens, opens, num_sessions, now_ns)
         if refusal is not None:
             raise refusal

@@ -1,5 +1,7 @@
 """What every request has in common: its turn's names."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from inference_svc.core.tools.registry import FORMATS
@@ -25,9 +27,9 @@ class Headers:
 class Templateless:
     """What a request asks of the gateway, of a model whose template writes no tools."""
 
-    tool_format = FORMATS["json"]
-    thoughts = None
-    named_roles = frozenset({"user"})
+    text = SimpleNamespace(
+        tool_format=FORMATS["json"], thoughts=None, named_roles=frozenset({"user"})
+    )
 
     def heads_of_calls(self, use):
         return {tool.name: f'{{"name": "{tool.name}", "arguments": ' for tool in use.tools}

@@ -11,12 +11,12 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.responses import Response, ResponseStreamEvent
 
 from inference_svc.core.json_stream import closed
-from inference_svc.http_api.anthropic.message_objects import MessageObjects
+from inference_svc.http_api.answer_members import TokenText
+from inference_svc.http_api.anthropic.messages import MessageObjects
 from inference_svc.http_api.openai.chats import ChatChoice
 from inference_svc.http_api.openai.choices import Choices, Envelope
 from inference_svc.http_api.openai.responses.response_objects import ResponseObjects
 from inference_svc.http_api.sessions.lookup import ResponseInfo
-from inference_svc.http_api.token_text import TokenText
 from tests.inference_svc.http_api.as_clients_read import STARTED, ScriptedAnswer, strict
 from tests.inference_svc.http_api.scripted_calls import FORCED, FORCED_TEXT, HEADS, forced
 

@@ -53,7 +53,7 @@ async def test_what_else_is_kept_of_a_session_goes_with_it(model, tmp_path):
         forgotten.append(key)
 
     async with gateway_of(model, tmp_path) as gateway:
-        gateway.on_deletion(forget)
+        gateway.on_deletion.append(forget)
         stream = await gateway.submit(ANN, NEW._replace(session_id="s"), made)
         key = gateway.key(ANN, "acme", "s")
         with pytest.raises(SessionBusyError):

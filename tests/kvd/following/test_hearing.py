@@ -6,7 +6,7 @@ from kvd.core.records import actions
 from kvd.following.agenda import Agenda, Drop, Push
 from kvd.following.hearing import EVENTS, hear, hear_deletion
 from kvd.following.wanted import Wanted
-from kvd.session_files.unfinished import unfinished_name
+from kvd.session_files.target import unfinished_name
 from shared.pb.kvd.v1 import kvd_pb2 as pb
 from tests.kvd.following.sessions import A
 from tests.synthetic_engine import key_of

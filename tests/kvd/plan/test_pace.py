@@ -15,7 +15,7 @@ def test_the_first_value_is_the_mean_and_others_move_it():
     assert pace.interval_ns == 4 * NS_PER_S
     pace.started(10 * NS_PER_S)
     assert pace.interval_ns == pytest.approx((4 - 3 / 16) * NS_PER_S)
-    assert pace.starts_per_s(10 * NS_PER_S) == pytest.approx(2 / 5)
+    assert pace.starts.per_s(10 * NS_PER_S) == pytest.approx(2 / 5)
     pace.ended(5 * NS_PER_S, 13 * NS_PER_S)
     assert pace.turn_s == 8.0
     pace.ended(9 * NS_PER_S, 25 * NS_PER_S)

@@ -23,7 +23,7 @@ from inference_svc.http_api.bodies.body import Refused
 from inference_svc.http_api.openai.responses.input_items import COMPACTION, PREFIXES, packed
 from inference_svc.http_api.openai.responses.response_body import ResponseBody
 from inference_svc.http_api.openai.responses.response_objects import response_usage
-from inference_svc.http_api.openai.responses.responses import response_turn
+from inference_svc.http_api.openai.responses.response_turns import response_turn
 from inference_svc.http_api.replies import reply
 from inference_svc.http_api.requests import REQUEST_IDS
 

@@ -12,8 +12,8 @@ from inference_svc.core.chat import SYSTEM, Message, Tool
 from inference_svc.core.grammar import Grammar
 from inference_svc.core.truncation import OLDEST, REJECT
 from inference_svc.http_api.bodies.body import Body, Count, Refused, WrongMemberError
+from inference_svc.http_api.bodies.conversation import Effort
 from inference_svc.http_api.bodies.formats import FlatFormat
-from inference_svc.http_api.bodies.template import Effort
 from inference_svc.http_api.errors import UnsupportedValueError
 from inference_svc.http_api.openai.pages import LOGPROBS, check_included
 from inference_svc.http_api.openai.responses.input_items import InputItems, messages_of

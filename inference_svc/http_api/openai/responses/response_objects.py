@@ -30,8 +30,8 @@ from inference_svc.core.tools.parts import (
     Reasoning,
 )
 from inference_svc.core.turn_record import Finished, Started, Usage
+from inference_svc.http_api.answer_members import TokenText, shown_reuse
 from inference_svc.http_api.answer_parts import Reading
-from inference_svc.http_api.cache_misses import shown_reuse
 from inference_svc.http_api.openai.dialect import error_object
 from inference_svc.http_api.sessions.lookup import (
     CANCELLED,
@@ -40,7 +40,6 @@ from inference_svc.http_api.sessions.lookup import (
     QUEUED,
     ResponseInfo,
 )
-from inference_svc.http_api.token_text import TokenText
 from shared.types.errors import ReportedError
 
 COMPLETED = "completed"

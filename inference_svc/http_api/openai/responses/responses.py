@@ -1,41 +1,39 @@
-"""POST /v1/responses: a turn by its own id, which the next one may follow."""
+"""POST /v1/responses: a turn by its own id, which the next one may follow.
 
-import json
-import time
+POST /v1/responses/input_tokens: how many tokens it would read.
+"""
+
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import structlog
 from aiohttp import web
 
 from inference_svc.core.answers import AnswerToken
-from inference_svc.core.chat import TOOL, Message, ToolCall, canonical
-from inference_svc.core.truncation import REJECT
+from inference_svc.core.chat import Message
+from inference_svc.core.transcript_format import Transcript
 from inference_svc.core.turn_record import Finished
 from inference_svc.http_api.api import Api
-from inference_svc.http_api.bodies.conversation import with_names
 from inference_svc.http_api.errors import RequestError
 from inference_svc.http_api.openai.responses.background import Following
-from inference_svc.http_api.openai.responses.conversation_turns import going_on
+from inference_svc.http_api.openai.responses.conversation_turns import going_on, session_of
 from inference_svc.http_api.openai.responses.input_items import objects_of, with_ids
 from inference_svc.http_api.openai.responses.response_body import ResponseBody
 from inference_svc.http_api.openai.responses.response_objects import ResponseObjects
-from inference_svc.http_api.openai.responses.stored_response import (
+from inference_svc.http_api.openai.responses.response_turns import (
+    asked_turn,
     find_stored,
-    most_kept,
-    recorded_turn,
+    response_turn,
+    session_up_to,
 )
 from inference_svc.http_api.replies import OneAnswer, reply, send_events, send_reply
-from inference_svc.http_api.requests import REQUEST_IDS, TurnRequest
+from inference_svc.http_api.requests import REQUEST_IDS, TurnRequest, caller_of
 from inference_svc.http_api.sessions.background import Running
-from inference_svc.http_api.sessions.http_turn import HttpTurn
-from inference_svc.http_api.sessions.lookup import ConversationTurn, ResponseInfo, StoredResponse
-
-MAX_KEPT = 16384  # characters of instructions, or tools, that GET shows again
-
-B = TypeVar("B", bound=ResponseBody)
+from inference_svc.http_api.sessions.http_turn import Caller, HttpTurn
+from inference_svc.http_api.sessions.lookup import ConversationTurn, ResponseInfo
+from inference_svc.service.submissions import chat_input
 
 
 async def create_response(api: Api, request: web.Request) -> web.StreamResponse:
@@ -52,19 +50,6 @@ async def create_response(api: Api, request: web.Request) -> web.StreamResponse:
         if body.background:
             return await _begin(api, turn_request, turn, info, held.pop_all().close)
         return await _answer(api, turn_request, turn, info)
-
-
-async def response_turn(api: Api, turn_request: TurnRequest[B]) -> tuple[HttpTurn, ResponseInfo]:
-    """Make the turn of a request that is of no conversation.
-
-    Raises:
-        UnknownResponseError: the response that it follows is not there.
-        RequestError: the instructions are others than that has.
-    """
-    body = turn_request.body
-    if body.previous_response_id:
-        return await _following(api, turn_request)
-    return _turn(api, turn_request, body.conversation, body.instructions)
 
 
 async def _answer(
@@ -111,45 +96,6 @@ async def _begin(
     return await send_events(turn_request.request, api.settings, followed, headers)
 
 
-async def _following(api: Api, turn_request: TurnRequest[B]) -> tuple[HttpTurn, ResponseInfo]:
-    """Make the turn of a request that follows a response.
-
-    Raises:
-        UnknownResponseError: that is not there.
-        RequestError: the instructions are others than it has.
-    """
-    body, caller = turn_request.body, turn_request.caller
-    previous = await find_stored(api, caller, body.previous_response_id)
-    _check_instructions(turn_request, previous)
-    calls: tuple[ToolCall, ...] = ()
-    if any(message.role == TOOL for message in body.new_messages):
-        record, reading = await recorded_turn(api, caller, body.previous_response_id, previous)
-        calls = reading.whole(record.text).calls
-    turn, info = _turn(api, turn_request, with_names(body.new_messages, calls), "")
-    info = replace(
-        info,
-        instructions=previous.info.instructions,
-        instructions_digest=previous.info.instructions_digest,
-    )
-    return replace(turn, previous=previous, info=info if body.store else None), info
-
-
-def _check_instructions(turn_request: TurnRequest[B], previous: StoredResponse) -> None:
-    """Check that a session keeps the instructions that it began with.
-
-    Raises:
-        RequestError: others are given.
-    """
-    instructions = turn_request.body.instructions
-    digest = turn_request.chain.id_of("instructions", instructions)
-    if instructions and digest != previous.info.instructions_digest:
-        raise RequestError(
-            "these instructions are not those of the conversation",
-            "leave them out to go on with it, or send the conversation as input",
-            "instructions",
-        )
-
-
 async def _going_on(
     api: Api, turn_request: TurnRequest[ResponseBody], release: Callable[[], None]
 ) -> tuple[HttpTurn, ResponseInfo]:
@@ -169,7 +115,7 @@ async def _going_on(
     going = await going_on(
         api, caller, body.conversation_id, body.input, body.instructions, body.offered
     )
-    turn, info = _turn(api, turn_request, going.messages, going.instructions)
+    turn, info = asked_turn(api, turn_request, going.messages, going.instructions)
     if not turn.is_kept:
         raise RequestError(
             "a conversation is named that is not to be stored", "leave one out", "store"
@@ -197,50 +143,40 @@ async def _going_on(
     return turn, info
 
 
-def _turn(
-    api: Api,
-    turn_request: TurnRequest[B],
-    messages: tuple[Message, ...],
-    instructions: str,
-) -> tuple[HttpTurn, ResponseInfo]:
-    """Make the turn of a request, and the information about its response.
+class InputTokensBody(ResponseBody):
+    """The body of a request for a response, whose model need not be named."""
 
-    Args:
-        api: the API's parts.
-        turn_request: the request.
-        messages: what is new.
-        instructions: that lead the conversation.
+    model: str = ""
+
+
+async def count_input_tokens(api: Api, request: web.Request) -> web.Response:
+    """Count the tokens of an input, and of what it follows."""
+    body, caller = await api.decoded(request, InputTokensBody), caller_of(request)
+    messages, behind = await _input_of(api, caller, body)
+    given = chat_input(messages, body.tool_use.tools, body.template_arguments)
+    num_tokens = len(await api.gateway.prompts.encode(given, behind))
+    num_tokens += 0 if behind is None else len(behind.context.token_ids)
+    return reply({"object": "response.input_tokens", "input_tokens": num_tokens})
+
+
+async def _input_of(
+    api: Api, caller: Caller, body: InputTokensBody
+) -> tuple[tuple[Message, ...], Transcript | None]:
+    """Return what a response reads anew, and the turns that it follows; None: it follows none.
+
+    Raises:
+        NotFoundError: what it follows is not there.
     """
-    body, chain = turn_request.body, turn_request.chain
-    overflow = api.gateway.defaults.overflow.name
-    turn = turn_request.turn(messages, body.overflow(overflow))
-    is_long = len(canonical(body.offered)) > MAX_KEPT
-    brought = json.dumps(objects_of(body.input), ensure_ascii=False) if body.store else ""
-    input_bytes = len(brought.encode())
-    info = ResponseInfo(
-        created_s=int(time.time()),
-        model=body.model,
-        instructions=instructions[:MAX_KEPT],
-        instructions_digest=chain.id_of("instructions", instructions),
-        previous_id=body.previous_response_id,
-        max_output_tokens=body.max_output_tokens,
-        temperature=turn.sampling["temperature"],
-        top_p=1.0 if body.top_p is None else body.top_p,
-        truncation="disabled" if (turn.overflow or overflow) == REJECT else "auto",
-        is_kept=body.store,
-        top_logprobs=body.shown_logprobs or 0,
-        metadata=body.metadata,
-        text_format={"type": "text"} if body.text.format is None else body.text.format.shown,
-        tools=[each.shown(is_long=is_long) for each in body.tools],
-        tool_choice=body.shown_choice,
-        parallel_tool_calls=body.parallel_tool_calls,
-        input_bytes=input_bytes,
-        effort=body.effort,
-        conversation_id=body.conversation_id,
-        is_background=body.background,
+    if body.previous_response_id:
+        stored = await find_stored(api, caller, body.previous_response_id)
+        behind = await session_up_to(api, caller, body.previous_response_id, stored)
+        return body.new_messages, behind
+    if not body.conversation_id:
+        return body.conversation, None
+    going = await going_on(
+        api, caller, body.conversation_id, body.input, body.instructions, body.offered
     )
-    response_id = "resp_" + chain.id_of("response", turn.request_id)
-    if input_bytes > most_kept(turn_request.settings):
-        brought = ""
-    stored = info if body.store else None
-    return replace(turn, response_id=response_id, info=stored, brought=brought), info
+    session = await session_of(api, caller, going.before) if going.place.at else None
+    if session is None or going.place.at is None:
+        return going.messages, None
+    return going.messages, session.forked(going.place.session_id, going.place.at.turns)

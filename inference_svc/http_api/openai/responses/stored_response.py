@@ -1,8 +1,9 @@
-"""Responses that are there: shown, followed, cancelled and deleted by their ids.
+"""Responses that are there: shown with their input, followed, cancelled and deleted by their ids.
 
-*Source:* OpenAI API reference, "Responses".
+*Source:* OpenAI API reference, "Responses" and "List input items".
 """
 
+import json
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
@@ -10,33 +11,34 @@ from typing import Any
 from aiohttp import web
 
 from inference_svc.core.answers import AnswerToken
-from inference_svc.core.transcript_format import Transcript
-from inference_svc.core.turn_record import Finished, TurnRecord
+from inference_svc.core.turn_record import Finished
 from inference_svc.http_api.answer_parts import Reading
 from inference_svc.http_api.api import Api
 from inference_svc.http_api.errors import (
+    InputNotKeptError,
     RequestError,
     UnknownResponseError,
-    unfinished_response,
-    unknown_response,
 )
-from inference_svc.http_api.openai.pages import check_query
+from inference_svc.http_api.openai.pages import check_query, read_page
 from inference_svc.http_api.openai.responses.background import (
     Following,
     events_of_past,
     events_of_unanswered,
     shown_unanswered,
 )
+from inference_svc.http_api.openai.responses.input_items import with_ids
 from inference_svc.http_api.openai.responses.response_objects import ResponseObjects
+from inference_svc.http_api.openai.responses.response_turns import (
+    find_stored,
+    most_kept,
+    recorded_turn,
+)
 from inference_svc.http_api.replies import reply, send_events
 from inference_svc.http_api.requests import caller_of
 from inference_svc.http_api.sessions.http_turn import Caller
 from inference_svc.http_api.sessions.lookup import StoredResponse
-from inference_svc.http_api.sessions.routing import holds
-from inference_svc.openai_settings import OpenAISettings
 from shared.types.errors import NotFoundError
 
-MAX_INPUT_BYTES = 256 * 1024  # of one input: what is longer is not kept
 MAX_NUMBER = 12  # digits of an event's number
 
 
@@ -73,6 +75,26 @@ async def show_response(api: Api, request: web.Request) -> web.StreamResponse:
     return await _send(
         api, request, objects, (event for event in past if event["sequence_number"] > after)
     )
+
+
+async def list_input_items(api: Api, request: web.Request) -> web.Response:
+    """Show the input of a response that was stored, or a page of it."""
+    caller, response_id = caller_of(request), request.match_info["id"]
+    page = read_page(request)
+    stored = await find_stored(api, caller, response_id)
+    await recorded_turn(api, caller, response_id, stored)
+    items = await api.store.find_input(caller.tenant, response_id)
+    if items is None:
+        raise _not_kept(stored.info.input_bytes, most_kept(api.settings))
+    return reply(page.of(with_ids(response_id, json.loads(items))))
+
+
+def _not_kept(num_bytes: int, most: int) -> InputNotKeptError:
+    if num_bytes > most:
+        message = f"the input of the response has {num_bytes} bytes, and up to {most} are kept"
+    else:
+        message = "the input is older than what openai.kept_input_bytes has room for"
+    return InputNotKeptError(message, "keep what you send")
 
 
 async def _send(
@@ -170,63 +192,3 @@ async def delete_response(api: Api, request: web.Request) -> web.Response:
 
 def _deleted(response_id: str) -> web.Response:
     return reply({"id": response_id, "object": "response", "deleted": True})
-
-
-def most_kept(settings: OpenAISettings) -> int:
-    """Return the bytes of the longest input that is kept."""
-    return min(MAX_INPUT_BYTES, settings.kept_input_bytes)
-
-
-async def find_stored(api: Api, caller: Caller, response_id: str) -> StoredResponse:
-    """Look the caller's response up.
-
-    Raises:
-        UnknownResponseError: it has none of that id.
-        UnfinishedResponseError: it is not complete.
-    """
-    if api.background.find(caller.tenant, response_id) is not None:
-        raise unfinished_response(response_id)
-    is_ours = response_id.isascii() and response_id.startswith("resp_")
-    stored = await api.store.find_response(caller.tenant, response_id) if is_ours else None
-    if stored is None:
-        raise unknown_response(response_id)
-    return stored
-
-
-async def recorded_turn(
-    api: Api, caller: Caller, response_id: str, stored: StoredResponse
-) -> tuple[TurnRecord, Reading]:
-    """Return the turn of a stored response, and how its answer is read.
-
-    Raises:
-        UnknownResponseError: its session is gone.
-    """
-    record = (await session_up_to(api, caller, response_id, stored)).turns[-1]
-    call_id = api.completion.chain(caller).call_ids(stored.at.request_id)
-    gateway = api.gateway
-    use = stored.info.tool_use
-    reading = Reading(
-        *(gateway.tool_format, use, call_id, gateway.thoughts),
-        heads=gateway.heads_of_calls(use),
-        is_bound=stored.info.is_free and gateway.binds_calls(use),
-    )
-    return record, reading
-
-
-async def session_up_to(
-    api: Api, caller: Caller, response_id: str, stored: StoredResponse
-) -> Transcript:
-    """Return the session of a stored response, up to its turn.
-
-    Raises:
-        UnknownResponseError: it is gone.
-    """
-    at = stored.at
-    try:
-        key = api.gateway.key(caller.identity, caller.tenant, at.session_id)
-        session, _ = await api.gateway.turns.sessions.get(key)
-    except NotFoundError as error:
-        raise unknown_response(response_id) from error
-    if not holds(session, at):
-        raise unknown_response(response_id)
-    return session.forked(at.session_id, at.turns)

@@ -351,10 +351,10 @@ def test_another_session_s_prefix_is_copied():
         (before.key, 13, False),
         (before.key, 14, False),
     ]
-    assert scheduler.slots.evictable_slots == 0
+    assert scheduler.held_slots.evictable_slots == 0
     for turn in turns:
         assert not scheduler.residents.end_copy(turn)
-    assert scheduler.slots.evictable_slots == scheduler.residents.num_slots == 23
+    assert scheduler.held_slots.evictable_slots == scheduler.residents.num_slots == 23
     scheduler.check()
 
 

@@ -95,7 +95,7 @@ def test_its_pages_stay_when_it_has_ended():
         scheduler.end(request, RequestEvent.CANCEL, 4)
         scheduler.release_kv(request)
         scheduler.check()
-    assert scheduler.slots.free_slots == 200
+    assert scheduler.held_slots.free_slots == 200
 
 
 @pytest.mark.parametrize(
@@ -300,10 +300,10 @@ def test_without_pages_it_is_copied_and_becomes_a_resident_that_is_busy():
     assert scheduler.keep_resident(one, [*PROMPT, 1], 4)
     scheduler.check()
     assert scheduler.residents.is_busy(one.key)
-    assert scheduler.slots.evictable_slots == 0
+    assert scheduler.held_slots.evictable_slots == 0
     assert not scheduler.residents.begin_compaction(one.key)
     assert not scheduler.residents.end_copy(two)
-    assert scheduler.slots.evictable_slots == 48
+    assert scheduler.held_slots.evictable_slots == 48
     scheduler.check()
 
 

@@ -25,11 +25,11 @@ def test_rows_go_from_requests_to_residents_and_back():
     residents = Residents(slots)
     rows, one = SlotBudget(slots, residents), request(1)
     rows.reserve(one, 30)
-    assert rows.free_slots == 70
+    assert rows.account.free_slots == 70
     rows.become_resident(one, [1, 2], 5)
-    assert (rows.free_slots, rows.reserved_slots, residents.num_slots) == (70, 0, 30)
+    assert (rows.account.free_slots, rows.reserved_slots, residents.num_slots) == (70, 0, 30)
     assert rows.take_resident(one).token_ids == (1, 2)
-    assert (rows.free_slots, rows.reserved_slots, residents.num_slots) == (70, 30, 0)
+    assert (rows.account.free_slots, rows.reserved_slots, residents.num_slots) == (70, 30, 0)
     rows.check()
 
 
@@ -46,7 +46,7 @@ def test_tokens_stay_in_place_unless_somebody_else_fills_their_page():
     assert [rows.tokens_in_place(resident, n) for n in (14, 9, 8, 6, 4)] == [14, 9, 8, 4, 4]
     assert [rows.growth_in_place(resident, n, 16) for n in (14, 8, 4, 0)] == [0, 0, 4, 8]
     assert rows.growth_in_place(resident, 8, 21) == 8
-    assert (rows.shared_slots, rows.free_slots, rows.pages(other)) == (8, 64, (0, 1))
+    assert (rows.shared_slots, rows.account.free_slots, rows.pages(other)) == (8, 64, (0, 1))
     rows.release_kv(other)
     rows.check()
 
@@ -58,16 +58,16 @@ def test_a_load_keeps_the_pages_of_a_request_that_is_over():
     rows.reserve(one, 16)
     with rows.held(one):
         rows.release_kv(one)
-        assert rows.free_slots == 64
+        assert rows.account.free_slots == 64
         rows.check()
-    assert rows.free_slots == 80
+    assert rows.account.free_slots == 80
 
 
 def test_releasing_what_is_not_held_frees_nothing():
     """Whoever gives a request up need not know how far it came."""
     rows, one = budget(), request(1)
     rows.release_kv(one)
-    assert rows.free_slots == 100
+    assert rows.account.free_slots == 100
 
 
 def test_the_budget_cannot_be_overdrawn():

@@ -10,13 +10,13 @@ from inference_svc.core.answers import AnswerToken
 from inference_svc.core.chat import Message
 from inference_svc.core.errors import SessionBusyError
 from inference_svc.core.submission import Retention
+from inference_svc.http_api.answer_members import TokenText
 from inference_svc.http_api.answer_parts import Reading
 from inference_svc.http_api.bodies.body import decode
 from inference_svc.http_api.bodies.conversation import MAX_MESSAGES
 from inference_svc.http_api.errors import RequestError, UnknownParameterError, UnsupportedValueError
 from inference_svc.http_api.openai.chats import ChatBody, ChatChoice
 from inference_svc.http_api.openai.choices import Choices, Envelope, shown_usage
-from inference_svc.http_api.token_text import TokenText
 from tests.inference_svc.http_api.as_clients_read import (
     TOKENS,
     USAGE,

@@ -21,8 +21,8 @@ def used_slots(engine):
     """How many slots are not free, of sequences."""
     scheduler = engine.scheduler
     held = scheduler.slots.reserved_slots + scheduler.residents.num_slots
-    assert held - scheduler.slots.shared_slots == 4000 - scheduler.slots.free_slots
-    return 4000 - scheduler.slots.free_slots
+    assert held - scheduler.slots.shared_slots == 4000 - scheduler.held_slots.free_slots
+    return 4000 - scheduler.held_slots.free_slots
 
 
 async def test_many_sessions_hold_one_prompt_once(model):

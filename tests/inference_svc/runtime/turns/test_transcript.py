@@ -166,7 +166,7 @@ async def test_a_session_that_cannot_be_removed_stays_one(tmp_path):
     TranscriptFiles(tmp_path).path(KEY).mkdir()
     with pytest.raises(TranscriptUnavailableError):
         await store.delete(KEY)
-    assert store.num_sessions(KEY.tenant) == 1
+    assert store.local.num_sessions(KEY.tenant) == 1
     assert store.trouble.errors.counts == {("write",): 1}
     with pytest.raises(TranscriptUnavailableError):
         await store.get(KEY)
@@ -190,7 +190,7 @@ async def test_the_cache_is_bounded(tmp_path, most_tokens, num_sessions):
     keys = [KEY._replace(session_id=f"s{number}") for number in range(5)]
     for key in keys:
         await append(store, key, 0)
-    assert store._local.cache.keys() == keys[-num_sessions:]
+    assert store.local.cache.keys() == keys[-num_sessions:]
     assert [len((await store.get(key)).turns) for key in keys] == [1] * 5
 
 
@@ -202,7 +202,7 @@ async def test_the_session_that_was_used_last_stays_in_memory(tmp_path):
     await append(store, second, 0)
     await store.get(first)
     await append(store, third, 0)
-    assert store._local.cache.keys() == [first, third]
+    assert store.local.cache.keys() == [first, third]
 
 
 async def test_reads_and_appends_of_one_session_are_serialised(tmp_path):
@@ -256,7 +256,7 @@ async def test_without_room_nothing_is_left_behind(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == [
         TranscriptFiles(tmp_path).path(OPENED).name
     ]
-    assert store.num_sessions("default") == 1
+    assert store.local.num_sessions("default") == 1
     assert store.trouble.errors.counts == {("full",): 3}
     warned = [line for line in lines if line["event"] == "transcript_disk_full"]
     assert len(warned) == 1
@@ -272,8 +272,8 @@ LONG = record(0, LONG_TOKENS)
 async def opened(store):
     """A session whose only turn is nearly as long as the limit: a second one is too much."""
     await store.append(OPENED, record(0, 30_000), is_final=False)
-    longer = store._local.cache.get(OPENED).with_turn(record(1, LONG_TOKENS), is_final=False)
-    store._local.cache.keep(OPENED, longer)
+    longer = store.local.cache.get(OPENED).with_turn(record(1, LONG_TOKENS), is_final=False)
+    store.local.cache.keep(OPENED, longer)
     return OPENED
 
 
@@ -351,7 +351,7 @@ async def test_files_that_a_crash_left_empty_go_at_the_start(tmp_path):
     store = TranscriptStore(tmp_path)
     store.count_sessions()
     assert [path.name for path in tmp_path.iterdir()] == [TranscriptFiles(tmp_path).path(KEY).name]
-    assert store.num_sessions("default") == 1
+    assert store.local.num_sessions("default") == 1
 
 
 async def test_one_directory_has_one_owner(tmp_path):

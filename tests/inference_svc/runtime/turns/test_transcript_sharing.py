@@ -107,7 +107,7 @@ async def test_a_session_goes_on_anywhere(servers):
     """Whoever has the next turn has all that were before, and counts the session as its own."""
     assert [await servers.turn(number) for number in (0, 1, 1, 0, 2)] == [1, 2, 3, 4, 5]
     files = [servers.directory / str(number) / "" for number in range(3)]
-    assert [servers[number].num_sessions("default") for number in range(3)] == [1, 1, 1]
+    assert [servers[number].local.num_sessions("default") for number in range(3)] == [1, 1, 1]
     assert await servers.turns(0) == 5
     contents = {next(path.glob("*.jsonl")).read_bytes() for path in (files[0], files[2])}
     assert len(contents) == 1
@@ -229,7 +229,7 @@ async def test_what_is_deleted_is_deleted_everywhere(servers):
     assert await servers.turns(1) is None
     await servers[1].forget_deleted()
     assert not list((servers.directory / "1").glob("*.jsonl"))
-    assert servers[1].num_sessions("default") == 0
+    assert servers[1].local.num_sessions("default") == 0
     assert await servers.turn(1) == 1, "a name may be used again"
     assert await servers.turns(0) == 1
 
@@ -343,7 +343,7 @@ async def test_what_is_let_go_stays_where_another_goes_on_with_it(servers, resta
         servers.restart(0)
     assert await servers[0].let_go(KEY) is not is_overtaken
     assert await servers[0].find(KEY) is None
-    assert servers[0].num_sessions("default") == 0
+    assert servers[0].local.num_sessions("default") == 0
     assert await servers.turns(1) == (2 if is_overtaken else None)
     assert await servers.found(2, *"ab") == ({"a": "s1", "b": "s1"} if is_overtaken else {})
 
@@ -403,11 +403,11 @@ async def test_a_disk_that_is_full_loses_nothing_of_what_is_shared(servers):
     """The turn is in the store: it is read from there."""
     await servers.turn(0)
     store = servers[0]
-    files = store._local.files
-    store._local.files = TranscriptFiles(servers.directory / "gone")
+    files = store.local.files
+    store.local.files = TranscriptFiles(servers.directory / "gone")
     with pytest.raises(TranscriptUnavailableError):
         await store.append(KEY, record(1), is_final=False)
-    store._local.files = files
+    store.local.files = files
     assert await servers.turns(0) == 2
 
 

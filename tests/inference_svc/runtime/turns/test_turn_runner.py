@@ -199,11 +199,11 @@ async def test_a_turn_that_is_being_recorded_is_not_cancelled(model, tmp_path):
 async def test_a_turn_that_cannot_be_recorded_fails_and_gives_its_memory_back(model, tmp_path):
     """It is as if it had not been: the next one begins where it did."""
     async with serving(model, tmp_path) as service:
-        service.store._local.files.directory = tmp_path / "gone"
+        service.store.local.files.directory = tmp_path / "gone"
         turn = await service.turns.submit(asked(range(20, 40)))
         assert (await failure_of(turn)).reason == "transcript_unavailable"
         await service.engine.all_released()
-        service.store._local.files.directory = tmp_path
+        service.store.local.files.directory = tmp_path
         assert (await service.run(range(20, 40)))[-1].turns == 1
 
 

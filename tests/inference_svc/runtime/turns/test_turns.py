@@ -137,7 +137,7 @@ async def test_so_are_the_end_of_a_session_and_a_fork(tmp_path):
         await left_in_the_middle(store, turns.sessions.fork(KEY, None, "other"))
         store.may_write.set()
         other = KEY._replace(session_id="other")
-        await until(lambda: store._local.cache.get(other) and not turns.sessions._is_busy(other))
+        await until(lambda: store.local.cache.get(other) and not turns.sessions._is_busy(other))
         await left_in_the_middle(store, turns.sessions.end(KEY))
         store.may_write.set()
         await until(lambda: engine.calls and not turns.sessions._is_busy(KEY))

@@ -6,10 +6,10 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 
 from inference_svc.core.errors import SessionBusyError
+from inference_svc.http_api.answer_members import TokenText
 from inference_svc.http_api.answer_parts import Reading
 from inference_svc.http_api.openai.responses.response_objects import ResponseObjects
 from inference_svc.http_api.sessions.lookup import ResponseInfo
-from inference_svc.http_api.token_text import TokenText
 from tests.inference_svc.http_api.as_clients_read import STARTED, TOKENS, Letters, finished, strict
 from tests.inference_svc.http_api.scripted_calls import READING, calling
 from tests.inference_svc.http_api.scripted_calls import TOKENS as CALL_TOKENS

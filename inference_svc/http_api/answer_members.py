@@ -1,9 +1,10 @@
-"""Tokens as text, with log-probabilities, as both APIs show them."""
+"""What answers have in all APIs alike: tokens with log-probabilities, and what the cache missed."""
 
 from collections.abc import Iterable
 from typing import Any
 
 from inference_svc.core.answers import AnswerToken
+from inference_svc.core.turn_record import Usage
 
 LOWEST_LOGPROB = -9999.0  # OpenAI's word for "never": JSON has no minus infinity
 _HALF = "\ufffd"  # what a tokenizer writes for a piece of a character
@@ -40,3 +41,25 @@ class TokenText:
             return str(token_id)
         text: str = self._tokenizer.decode([token_id], skip_special_tokens=False)
         return text
+
+
+def shown_reuse(usage: Usage) -> dict[str, Any]:
+    """Return the members beside those that the vendors know: what was missed, what was kept.
+
+    Texts are not among them: the session that the conversation resembles may be another client's
+    of the tenant. `inference-svc why` shows them.
+    """
+    miss = usage.miss
+    reason = miss.cause if miss else usage.recompute_reason
+    shown: dict[str, Any] = {"cache_miss_reason": reason} if reason else {}
+    if usage.kept_tokens:
+        shown |= {"kept_tokens": usage.kept_tokens, "healed_tokens": usage.healed_tokens}
+    if miss is not None:
+        shown["cache_miss"] = {
+            "session_id": miss.session_id or None,
+            "token_index": miss.token_index if miss.session_id else None,
+            "message_index": miss.message_index,
+            "lost_tokens": miss.lost_tokens,
+            "lost_s": round(miss.lost_s, 6),
+        }
+    return shown

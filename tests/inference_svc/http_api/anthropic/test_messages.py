@@ -11,7 +11,7 @@ from inference_svc.core.chat import Tool, ToolUse
 from inference_svc.core.errors import SessionBusyError
 from inference_svc.core.tools.registry import FORMATS
 from inference_svc.http_api.answer_parts import Reading
-from inference_svc.http_api.anthropic.message_objects import MessageObjects
+from inference_svc.http_api.anthropic.messages import MessageObjects
 from tests.inference_svc.http_api.as_clients_read import STARTED, TOKENS, finished, strict
 
 USE = ToolUse((Tool("look_up"), Tool("go")))

@@ -1,6 +1,6 @@
 """Names of sessions that are being imported are told from all others."""
 
-from kvd.session_files.unfinished import is_unfinished, unfinished_name
+from kvd.session_files.target import is_unfinished, unfinished_name
 
 
 def test_a_name_of_its_own():

@@ -3,7 +3,7 @@
 import pytest
 
 from kvd.config import load
-from kvd.following.settings import OtherReleaseError, remote_settings
+from kvd.following.follower import OtherReleaseError, remote_settings
 from kvd.rpc.operator_messages import settings_message
 from shared.pb.kvd.v1 import kvd_pb2 as pb
 

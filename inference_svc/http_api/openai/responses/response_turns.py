@@ -1,0 +1,193 @@
+"""Turns of responses: the one that a request asks for, and those that were answered and stored."""
+
+import json
+import time
+from dataclasses import replace
+from typing import TypeVar
+
+from inference_svc.core.chat import TOOL, Message, ToolCall, canonical
+from inference_svc.core.transcript_format import Transcript
+from inference_svc.core.truncation import REJECT
+from inference_svc.core.turn_record import TurnRecord
+from inference_svc.http_api.answer_parts import Reading
+from inference_svc.http_api.api import Api
+from inference_svc.http_api.bodies.conversation import with_names
+from inference_svc.http_api.errors import (
+    RequestError,
+    unfinished_response,
+    unknown_response,
+)
+from inference_svc.http_api.openai.responses.input_items import objects_of
+from inference_svc.http_api.openai.responses.response_body import ResponseBody
+from inference_svc.http_api.requests import TurnRequest
+from inference_svc.http_api.sessions.http_turn import Caller, HttpTurn
+from inference_svc.http_api.sessions.lookup import ResponseInfo, StoredResponse
+from inference_svc.http_api.sessions.routing import holds
+from inference_svc.openai_settings import OpenAISettings
+from shared.types.errors import NotFoundError
+
+MAX_KEPT = 16384  # characters of instructions, or tools, that GET shows again
+MAX_INPUT_BYTES = 256 * 1024  # of one input: what is longer is not kept
+
+B = TypeVar("B", bound=ResponseBody)
+
+
+async def response_turn(api: Api, turn_request: TurnRequest[B]) -> tuple[HttpTurn, ResponseInfo]:
+    """Make the turn of a request that is of no conversation.
+
+    Raises:
+        UnknownResponseError: the response that it follows is not there.
+        RequestError: the instructions are others than that has.
+    """
+    body = turn_request.body
+    if body.previous_response_id:
+        return await _following(api, turn_request)
+    return asked_turn(api, turn_request, body.conversation, body.instructions)
+
+
+async def _following(api: Api, turn_request: TurnRequest[B]) -> tuple[HttpTurn, ResponseInfo]:
+    """Make the turn of a request that follows a response.
+
+    Raises:
+        UnknownResponseError: that is not there.
+        RequestError: the instructions are others than it has.
+    """
+    body, caller = turn_request.body, turn_request.caller
+    previous = await find_stored(api, caller, body.previous_response_id)
+    _check_instructions(turn_request, previous)
+    calls: tuple[ToolCall, ...] = ()
+    if any(message.role == TOOL for message in body.new_messages):
+        record, reading = await recorded_turn(api, caller, body.previous_response_id, previous)
+        calls = reading.whole(record.text).calls
+    turn, info = asked_turn(api, turn_request, with_names(body.new_messages, calls), "")
+    info = replace(
+        info,
+        instructions=previous.info.instructions,
+        instructions_digest=previous.info.instructions_digest,
+    )
+    return replace(turn, previous=previous, info=info if body.store else None), info
+
+
+def _check_instructions(turn_request: TurnRequest[B], previous: StoredResponse) -> None:
+    """Check that a session keeps the instructions that it began with.
+
+    Raises:
+        RequestError: others are given.
+    """
+    instructions = turn_request.body.instructions
+    digest = turn_request.chain.id_of("instructions", instructions)
+    if instructions and digest != previous.info.instructions_digest:
+        raise RequestError(
+            "these instructions are not those of the conversation",
+            "leave them out to go on with it, or send the conversation as input",
+            "instructions",
+        )
+
+
+def asked_turn(
+    api: Api,
+    turn_request: TurnRequest[B],
+    messages: tuple[Message, ...],
+    instructions: str,
+) -> tuple[HttpTurn, ResponseInfo]:
+    """Make the turn of a request, and the information about its response.
+
+    Args:
+        api: the API's parts.
+        turn_request: the request.
+        messages: what is new.
+        instructions: that lead the conversation.
+    """
+    body, chain = turn_request.body, turn_request.chain
+    overflow = api.gateway.defaults.overflow.name
+    turn = turn_request.turn(messages, body.overflow(overflow))
+    is_long = len(canonical(body.offered)) > MAX_KEPT
+    brought = json.dumps(objects_of(body.input), ensure_ascii=False) if body.store else ""
+    input_bytes = len(brought.encode())
+    info = ResponseInfo(
+        created_s=int(time.time()),
+        model=body.model,
+        instructions=instructions[:MAX_KEPT],
+        instructions_digest=chain.id_of("instructions", instructions),
+        previous_id=body.previous_response_id,
+        max_output_tokens=body.max_output_tokens,
+        temperature=turn.sampling["temperature"],
+        top_p=1.0 if body.top_p is None else body.top_p,
+        truncation="disabled" if (turn.overflow or overflow) == REJECT else "auto",
+        is_kept=body.store,
+        top_logprobs=body.shown_logprobs or 0,
+        metadata=body.metadata,
+        text_format={"type": "text"} if body.text.format is None else body.text.format.shown,
+        tools=[each.shown(is_long=is_long) for each in body.tools],
+        tool_choice=body.shown_choice,
+        parallel_tool_calls=body.parallel_tool_calls,
+        input_bytes=input_bytes,
+        effort=body.effort,
+        conversation_id=body.conversation_id,
+        is_background=body.background,
+    )
+    response_id = "resp_" + chain.id_of("response", turn.request_id)
+    if input_bytes > most_kept(turn_request.settings):
+        brought = ""
+    stored = info if body.store else None
+    return replace(turn, response_id=response_id, info=stored, brought=brought), info
+
+
+def most_kept(settings: OpenAISettings) -> int:
+    """Return the bytes of the longest input that is kept."""
+    return min(MAX_INPUT_BYTES, settings.kept_input_bytes)
+
+
+async def find_stored(api: Api, caller: Caller, response_id: str) -> StoredResponse:
+    """Look the caller's response up.
+
+    Raises:
+        UnknownResponseError: it has none of that id.
+        UnfinishedResponseError: it is not complete.
+    """
+    if api.background.find(caller.tenant, response_id) is not None:
+        raise unfinished_response(response_id)
+    is_ours = response_id.isascii() and response_id.startswith("resp_")
+    stored = await api.store.find_response(caller.tenant, response_id) if is_ours else None
+    if stored is None:
+        raise unknown_response(response_id)
+    return stored
+
+
+async def recorded_turn(
+    api: Api, caller: Caller, response_id: str, stored: StoredResponse
+) -> tuple[TurnRecord, Reading]:
+    """Return the turn of a stored response, and how its answer is read.
+
+    Raises:
+        UnknownResponseError: its session is gone.
+    """
+    record = (await session_up_to(api, caller, response_id, stored)).turns[-1]
+    call_id = api.completion.chain(caller).call_ids(stored.at.request_id)
+    gateway = api.gateway
+    use = stored.info.tool_use
+    reading = Reading(
+        *(gateway.text.tool_format, use, call_id, gateway.text.thoughts),
+        heads=gateway.heads_of_calls(use),
+        is_bound=stored.info.is_free and gateway.binds_calls(use),
+    )
+    return record, reading
+
+
+async def session_up_to(
+    api: Api, caller: Caller, response_id: str, stored: StoredResponse
+) -> Transcript:
+    """Return the session of a stored response, up to its turn.
+
+    Raises:
+        UnknownResponseError: it is gone.
+    """
+    at = stored.at
+    try:
+        key = api.gateway.key(caller.identity, caller.tenant, at.session_id)
+        session, _ = await api.gateway.turns.sessions.get(key)
+    except NotFoundError as error:
+        raise unknown_response(response_id) from error
+    if not holds(session, at):
+        raise unknown_response(response_id)
+    return session.forked(at.session_id, at.turns)
