@@ -5,8 +5,9 @@ AWS_ENDPOINT_URL, GOOGLE_SERVICE_ACCOUNT, AZURE_STORAGE_ACCOUNT_NAME and so on);
 of a message: what obstore says is cut before the first line that could hold a request.
 """
 
+import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
 PAGE = 1000  # objects in a page of a listing: what S3 gives
-LOOKS = 3  # at a directory in which nothing is found
+LOOKS = 1000  # at a directory that changes all the time, in which nothing is found
+STILL_NS = 20_000_000  # since a directory has changed: file systems' clocks tick some ms apart
 MAX_WHY = 160  # of the store's own words
 _PRIVATE = 0o700
 
@@ -69,7 +71,7 @@ def open_directory(parts: SplitResult, _patience_s: float | None) -> BlobStore:
         raise StoreUrlError(
             f"cannot make {directory} ({error.strerror})", "name a directory of your own"
         ) from error
-    return DirectoryBlobStore(LocalStore(directory))
+    return DirectoryBlobStore(LocalStore(directory), directory)
 
 
 def _check_installed() -> None:
@@ -149,21 +151,45 @@ class ObjectBlobStore:
 
 
 class DirectoryBlobStore(ObjectBlobStore):
-    """Objects in a local directory, which is listed name by name while others change it."""
+    """Objects in a local directory, which is listed name by name while others change it.
+
+    Args:
+        store: obstore's.
+        directory: where it is.
+    """
+
+    def __init__(self, store: "ObjectStore", directory: Path) -> None:
+        super().__init__(store)
+        self._directory = directory
 
     def list(self, prefix: str) -> Iterator[Sequence[Blob]]:
         """Yield objects, a page at a time.
 
         Of an object that takes another's place a listing may find neither: the new one was not
-        there yet, and the old one is there no more. So nothing is nothing only at the last look.
+        there yet, and the old one is there no more. So nothing is nothing only in a directory that
+        has not changed meanwhile.
         """
+        last_ns, seen_ns = -1, 0
         for _ in range(LOOKS):
-            is_nothing = True
+            changed_ns, is_nothing = self._changed_ns(prefix), True
+            if changed_ns != last_ns:
+                last_ns, seen_ns = changed_ns, time.monotonic_ns()
+            # Either by the clock, which is another machine's where the directory is.
+            is_still = changed_ns < time.time_ns() - STILL_NS
+            is_still = is_still or time.monotonic_ns() - seen_ns > STILL_NS
             for page in super().list(prefix):
                 is_nothing = is_nothing and not page
                 yield page
-            if not is_nothing:
+            if not is_nothing or (is_still and self._changed_ns(prefix) == changed_ns):
                 return
+            time.sleep(STILL_NS / 1e10)
+        raise StoreFailedError(f"{prefix} changes all the time", "see who writes there")
+
+    def _changed_ns(self, prefix: str) -> int:
+        """Return when a directory has changed, in Unix time; 0: it is not there."""
+        with suppress(OSError):
+            return (self._directory / prefix).stat().st_mtime_ns
+        return 0
 
 
 @contextmanager

@@ -1,6 +1,8 @@
 """Every store is the same to kvd: a directory, memory, S3, Mooncake, one that tests make fail."""
 
+import os
 import threading
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -167,6 +169,19 @@ def test_a_directory_is_for_its_owner_alone(tmp_path: Path) -> None:
     """One that is made has mode 0700."""
     open_store(f"file://{tmp_path}/a%20b")
     assert (tmp_path / "a b").stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("ahead_s", [-3600, 0, 3600])
+def test_nothing_is_found_in_a_directory_that_is_empty(tmp_path: Path, ahead_s: float) -> None:
+    """Whatever clock its file system goes by."""
+    store = open_store(f"file://{tmp_path}/made")
+    assert _names(store, "v1/x/") == []
+    store.put("v1/x/0", b"0")
+    store.delete(["v1/x/0"])
+    (tmp_path / "made/v1/x").mkdir(exist_ok=True)
+    changed_s = time.time() + ahead_s
+    os.utime(tmp_path / "made/v1/x", (changed_s, changed_s))
+    assert _names(store, "v1/x/") == []
 
 
 def test_an_object_that_takes_anothers_place_is_not_missed(tmp_path: Path) -> None:
