@@ -45,6 +45,7 @@ from inference_svc.runtime.engine.loads import Loads, PreloadPolicy
 from inference_svc.runtime.engine.stepping import Stepper
 from inference_svc.runtime.kv.kv_pool import KVPool
 from inference_svc.runtime.kv.layer_groups import LayerGroups
+from inference_svc.runtime.kv.layer_tensors import token_items_of
 from inference_svc.runtime.kv.paged_kv import make_pool
 from inference_svc.runtime.kv.windowed_kv import HeldWindows
 from inference_svc.runtime.kv.write_ring import WriteRing
@@ -140,9 +141,9 @@ def assemble_engine(settings: InferenceSettings, model: Model) -> EngineParts:
     layout, num_layers = calibration.layout, len(calibration.layers)
     copy_threads = CopyThreads(load_thread, read_threads, store_thread)
     client, store = _make_store(settings, model, copy_threads, counters, rates)
-    windows = _held_windows(settings, bounds, calibration, loaded.device)
+    windows, groups = _held_layers(settings, bounds, calibration, loaded.device)
     limits = _scheduler_limits(
-        settings.scheduler, bounds, cache, model, saves=store.saves, windows=windows
+        settings.scheduler, bounds, cache, model, saves=store.saves, windows=windows, groups=groups
     )
     scheduler = Scheduler(limits, rates, num_layers, settings.scheduler.tenant_weights)
     pool = make_pool(
@@ -153,6 +154,7 @@ def assemble_engine(settings: InferenceSettings, model: Model) -> EngineParts:
         dtype=loaded.dtype,
         states=calibration.state_shapes,
         windows=windows,
+        groups=groups,
     )
     ring = WriteRing(
         [layer.shape for layer in calibration.layers],
@@ -178,7 +180,7 @@ def assemble_engine(settings: InferenceSettings, model: Model) -> EngineParts:
         loaded.context_window,
         settings.scheduler.kv_tokens,
     )
-    attention = choose_attention(settings.model.attention, loaded, calibration, limits.page_tokens)
+    attention = choose_attention(settings.model.attention, loaded, calibration, groups)
     graphs = choose_graphs(
         settings.model.graphs,
         capture_on(loaded.device),
@@ -290,6 +292,7 @@ def _scheduler_limits(
     *,
     saves: bool,
     windows: HeldWindows | None,
+    groups: LayerGroups | None,
 ) -> SchedulerLimits:
     """Choose the scheduler's bounds; without a setting, KV takes a share of the free memory.
 
@@ -327,14 +330,11 @@ def _scheduler_limits(
         most *= 2  # as much again for sessions whose turns are over
     if most and not settings.kv_tokens:
         kv_slots = min(kv_slots, most)
-    page_tokens, page_groups = _page_tokens(settings, model.loaded.device), PLAIN
-    if page_tokens is not None:
-        shapes = [layer.shape for layer in model.calibration.layers]
-        groups = None if windows is None else LayerGroups.of(windows, shapes, page_tokens)
-        if groups is not None:
-            page_groups = groups.pages
-            kv_slots = kv_slots * len(shapes) // groups.size  # of a part of a token each
-        kv_slots = whole_pages(kv_slots, page_tokens, page_groups.num_groups)
+    if groups is not None:
+        if windows is not None:  # slots are of a part of a token each
+            shapes = [layer.shape for layer in model.calibration.layers]
+            kv_slots = kv_slots * token_items_of(shapes) // token_items_of(groups.places)
+        kv_slots = whole_pages(kv_slots, groups.page_tokens, groups.pages.num_groups)
     return SchedulerLimits(
         max_running=bounds.max_running,
         max_loading=bounds.max_loading,
@@ -346,12 +346,12 @@ def _scheduler_limits(
         answer_tokens=settings.answer_tokens,
         keeps_residents=keeps_residents,
         block_tokens=layout.block_tokens,
-        page_tokens=page_tokens,
+        page_tokens=None if groups is None else groups.page_tokens,
         has_states=bool(layout.state_bytes),
         most_residents=most_residents,
         attention_window=layout.window,
         held_rows=None if windows is None else windows.rows,
-        page_groups=page_groups,
+        page_groups=PLAIN if groups is None else groups.pages,
     )
 
 
@@ -365,19 +365,17 @@ def _page_tokens(settings: SchedulerSettings, device: torch.device) -> int | Non
     return settings.page_tokens if working_kv == "pages" else None
 
 
-def _held_windows(
+def _held_layers(
     settings: InferenceSettings,
     bounds: BatchBounds,
     calibration: Calibration,
     device: torch.device,
-) -> HeldWindows | None:
-    """Return what sequences hold in layers with a window; None: all.
+) -> tuple[HeldWindows | None, LayerGroups | None]:
+    """Return what sequences hold in layers with a window, and how layers share pages.
 
-    So it is in attention by chunks, which counts them from position 0; where kernels read what lies
-    side by side; and on pages unless layers can be divided into groups.
+    They hold all, None, where kernels read what lies side by side; and on pages unless layers can
+    be divided into groups. The groups are None without pages.
     """
-    if any(call.chunk is not None for call in calibration.attention_calls):
-        return None
     shapes, layout = [layer.shape for layer in calibration.layers], calibration.layout
     page_tokens, step_tokens = _page_tokens(settings.scheduler, device), bounds.step_tokens
     if page_tokens is not None:  # those of a GPU's step would fill more pages than windows do
@@ -385,10 +383,12 @@ def _held_windows(
     step_tokens = max(step_tokens, 1 + settings.scheduler.draft_tokens)
     windows = HeldWindows.of(layout, shapes, step_tokens)
     if page_tokens is None:
-        return windows if device.type == "cpu" and settings.model.rotation != "triton" else None
-    if windows is None or calibration.state_shapes or calibration.mode != "ragged":
-        return None
-    return windows if LayerGroups.of(windows, shapes, page_tokens) is not None else None
+        is_held = device.type == "cpu" and settings.model.rotation != "triton"
+        return windows if is_held else None, None
+    groups = None if windows is None else LayerGroups.of(windows, shapes, page_tokens)
+    if groups is None:
+        return None, LayerGroups.plain(shapes, page_tokens)
+    return windows, groups
 
 
 def _memory_of(device: torch.device) -> tuple[int, int]:

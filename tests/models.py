@@ -11,8 +11,12 @@ from transformers import (
     AutoTokenizer,
     DeepseekV4Config,
     DeepseekV4ForCausalLM,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
     GPT2Config,
     GPT2LMHeadModel,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     OpenAIGPTConfig,
@@ -232,6 +236,68 @@ def build_windowed_model(directory: Path, layer_types: Sequence[str] = SOME_WIND
         pad_token_id=None,
     )
     Qwen2ForCausalLM(config).float().save_pretrained(directory)
+    return directory
+
+
+def build_shapes_model(directory: Path) -> Path:
+    """Write a model whose one layer that attends to all has rows twice as long as the others.
+
+    Those are four, with a window: a third of its KV is of all tokens.
+    """
+    tokenizer = _train_tokenizer()
+    tokenizer.save_pretrained(directory)
+    torch.manual_seed(SEED)
+    config = Gemma4TextConfig(
+        vocab_size=len(tokenizer),
+        vocab_size_per_layer_input=len(tokenizer),
+        hidden_size=64,
+        hidden_size_per_layer_input=16,
+        intermediate_size=128,
+        num_hidden_layers=5,
+        layer_types=[*["sliding_attention"] * 4, "full_attention"],
+        sliding_window=ATTENTION_WINDOW,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,  # 512 bytes of KV per token and layer: 128 tokens per block
+        global_head_dim=64,
+        max_position_embeddings=WINDOW_TOKENS,
+        initializer_range=INITIALIZER_RANGE,
+        final_logit_softcapping=None,  # large logits would all be the same
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=tokenizer.convert_tokens_to_ids(EOS),
+        pad_token_id=None,
+    )
+    Gemma4ForCausalLM(config).float().save_pretrained(directory)
+    return directory
+
+
+def build_chunked_model(directory: Path) -> Path:
+    """Write a model of whose six layers four attend to chunks of ATTENTION_WINDOW tokens."""
+    tokenizer = _train_tokenizer()
+    tokenizer.save_pretrained(directory)
+    torch.manual_seed(SEED)
+    config = Llama4TextConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=64,
+        intermediate_size_mlp=128,
+        num_hidden_layers=6,
+        no_rope_layers=[1, 1, 0] * 2,  # the third has no positions, and attends to all
+        attention_chunk_size=ATTENTION_WINDOW,
+        attn_temperature_tuning=False,  # else it counts positions by its own cache
+        num_local_experts=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,  # 512 bytes of KV per token and layer: 128 tokens per block
+        max_position_embeddings=WINDOW_TOKENS,
+        initializer_range=INITIALIZER_RANGE,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=tokenizer.convert_tokens_to_ids(EOS),
+        pad_token_id=None,
+    )
+    Llama4ForCausalLM(config).float().save_pretrained(directory)
     return directory
 
 

@@ -5,7 +5,8 @@
 The real pair serves a random model of Gemma 3's layers (five in six have a window), first with
 `cache.windows` off, then on. A session grows by turns; what kvd has of it at the end, what its last
 turns load, and their time to the first token are printed, and the ratios. So is what the engine's
-memory holds of a session, and how many such sessions stay there; `--pages`: that alone, on pages.
+memory holds of a session, and how many such sessions stay there; `--pages`: that alone, on pages,
+and of a model of Gemma 4's layers, too: those that attend to all have rows twice as long.
 """
 
 import asyncio
@@ -15,7 +16,13 @@ from pathlib import Path
 from statistics import median
 
 import torch
-from transformers import AutoTokenizer, Gemma3ForCausalLM, Gemma3TextConfig
+from transformers import (
+    AutoTokenizer,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
+)
 
 from shared.types.units import format_bytes
 from tests.models import build_model
@@ -27,29 +34,41 @@ TURN_TOKENS, TURNS = 1000, 16
 LAST = 5  # short turns that are timed
 KV_TOKENS, SESSIONS = 40_000, 12  # more than stay
 ON_PAGES = "--pages"
+GEMMA_3, GEMMA_4 = "Gemma 3's layers", "Gemma 4's layers"
+TOKEN_BYTES = {GEMMA_3: LAYERS * LAYER_BYTES, GEMMA_4: (LAYERS + 1) * LAYER_BYTES}
 
 
-def build(directory: Path) -> Path:
-    """Write the model."""
+def build(directory: Path, name: str = GEMMA_3) -> Path:
+    """Write a model."""
     build_model(directory)
     tokenizer = AutoTokenizer.from_pretrained(directory)
     torch.manual_seed(7)
-    config = Gemma3TextConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=LAYERS,
-        layer_types=["sliding_attention"] * (LAYERS - 1) + ["full_attention"],
-        sliding_window=WINDOW,
-        num_attention_heads=KV_HEADS,
-        num_key_value_heads=KV_HEADS,
-        head_dim=HEAD_DIM,
-        max_position_embeddings=20_480,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=None,
-    )
-    Gemma3ForCausalLM(config).float().save_pretrained(directory)
+    sizes = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": LAYERS,
+        "layer_types": ["sliding_attention"] * (LAYERS - 1) + ["full_attention"],
+        "sliding_window": WINDOW,
+        "num_attention_heads": KV_HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": HEAD_DIM,
+        "max_position_embeddings": 20_480,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": None,
+    }
+    if name == GEMMA_3:
+        model = Gemma3ForCausalLM(Gemma3TextConfig(**sizes))
+    else:
+        config = Gemma4TextConfig(
+            **sizes,
+            global_head_dim=2 * HEAD_DIM,
+            vocab_size_per_layer_input=len(tokenizer),
+            hidden_size_per_layer_input=16,
+        )
+        model = Gemma4ForCausalLM(config)
+    model.float().save_pretrained(directory)
     return directory
 
 
@@ -90,7 +109,9 @@ async def measure(model: Path, directory: Path, *, windows: bool) -> dict[str, f
     }
 
 
-async def measure_memory(model: Path, directory: Path, *, windows: bool) -> dict[str, float]:
+async def measure_memory(
+    model: Path, directory: Path, *, windows: bool, token_bytes: int
+) -> dict[str, float]:
     """Keep sessions of as many tokens in memory, and return what they take."""
     pair = _pair(model, directory, "--residents", windows=windows)
     async with pair.service, pair.with_kvd("--dram", "1GB", "--ssd", "4GB"):
@@ -100,7 +121,7 @@ async def measure_memory(model: Path, directory: Path, *, windows: bool) -> dict
             await pair.say(str(number), TURN_TOKENS * TURNS)
         sessions = (await _gauges(pair))["resident_sessions"]
     return {
-        "held": slots * LAYER_BYTES * LAYERS,
+        "held": slots * token_bytes,
         "sessions": sessions,
     }
 
@@ -110,21 +131,33 @@ async def _gauges(pair: Pair) -> dict[str, float]:
         return dict((await client.get_model()).gauges)
 
 
-async def main() -> None:
-    """Measure both, and print them."""
+async def compare(name: str) -> None:
+    """Measure a model with windows off and on, and print both."""
+    found = []
     with tempfile.TemporaryDirectory() as made:
-        model = build(Path(made) / "model")
-        off = await measure_memory(model, Path(made) / "off-memory", windows=False)
-        on = await measure_memory(model, Path(made) / "on-memory", windows=True)
-        if ON_PAGES not in sys.argv:
-            off |= await measure(model, Path(made) / "off", windows=False)
-            on |= await measure(model, Path(made) / "on", windows=True)
-    print(f"{'':18}{'all':>12}{'windows':>12}{'ratio':>8}")
+        model = build(Path(made) / "model", name)
+        for windows in (False, True):
+            directory = Path(made) / ("on" if windows else "off")
+            directory.mkdir()
+            figures = await measure_memory(
+                model, directory / "memory", windows=windows, token_bytes=TOKEN_BYTES[name]
+            )
+            if ON_PAGES not in sys.argv:
+                figures |= await measure(model, directory / "store", windows=windows)
+            found.append(figures)
+    off, on = found
+    print(f"{name:18}{'all':>12}{'windows':>12}{'ratio':>8}")
     for what in filter(off.__contains__, ("stored", "loaded", "held")):
         sizes = f"{format_bytes(off[what]):>12}{format_bytes(on[what]):>12}"
         print(f"bytes {what:12}{sizes}{on[what] / off[what]:>8.3f}")
     for what in filter(off.__contains__, ("ttft_ms", "load_ms", "tokens", "sessions")):
         print(f"{what:18}{off[what]:>12.1f}{on[what]:>12.1f}{on[what] / off[what]:>8.3f}")
+
+
+async def main() -> None:
+    """Measure all that is asked for."""
+    for name in (GEMMA_3, GEMMA_4) if ON_PAGES in sys.argv else (GEMMA_3,):
+        await compare(name)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import torch
 from inference_svc.runtime.attention.paged_attention import PageCall, PagedAttention
 from inference_svc.runtime.calibration.attention_choice import choose_attention
 from inference_svc.runtime.calibration.calibration import calibrate
+from inference_svc.runtime.kv.layer_groups import LayerGroups
 from inference_svc.runtime.model.model_loader import describe_model
 from tests.pages import PARTS, Pages
 from tests.zoo.architectures import architectures
@@ -44,5 +45,7 @@ def test_models_are_proven_with_it(device, dtypes, name):
     for dtype in dtypes[:1] + dtypes[2:]:
         model = build_model(architectures()[name]).to(device, dtype)
         loaded = describe_model(model, tokenizer=None, name=name, fingerprint="0" * 32)
-        chosen = choose_attention("triton", loaded, calibrate(loaded), 16)
+        calibration = calibrate(loaded)
+        groups = LayerGroups.plain([layer.shape for layer in calibration.layers], 16)
+        chosen = choose_attention("triton", loaded, calibration, groups)
         assert isinstance(chosen, PagedAttention)

@@ -32,7 +32,7 @@ from inference_svc.runtime.kv.kv_pool import KVPool
 from inference_svc.runtime.kv.states import SequenceStates
 from inference_svc.runtime.model.model_loader import describe_model, load_model
 from tests.embed_in_one_call import embed_in_one_call
-from tests.models import build_windowed_model
+from tests.models import build_chunked_model, build_shapes_model, build_windowed_model
 from tests.recorded_graph import RecordedGraphs
 from tests.simulated_device import RaceError, SimulatedDevice
 from tests.split_attention import attend_pages
@@ -222,15 +222,26 @@ def alone(model, ids, answers):
         yield tuple(made)
 
 
-@pytest.mark.parametrize("is_replayed", [False, pytest.param(True, marks=pytest.mark.long)])
-async def test_windows_on_pages_do_not_race_either(simulated, tmp_path, monkeypatch, is_replayed):
+@pytest.mark.parametrize(
+    ("build", "is_replayed"),
+    [
+        (build_windowed_model, False),
+        (build_shapes_model, False),
+        pytest.param(build_chunked_model, False, marks=pytest.mark.long),
+        pytest.param(build_windowed_model, True, marks=pytest.mark.long),
+        pytest.param(build_shapes_model, True, marks=pytest.mark.long),
+    ],
+)
+async def test_windows_on_pages_do_not_race_either(
+    simulated, tmp_path, monkeypatch, build, is_replayed
+):
     """Their pages are written over while others load, share and save; no answer is another."""
     torch.set_num_threads(1)
     monkeypatch.setattr(assembly, "choose_rotation", lambda *_: embed_in_one_call)
     if is_replayed:
         monkeypatch.setattr(assembly, "capture_on", lambda _device: RecordedGraphs())
         monkeypatch.setattr(assembly, "choose_attention", lambda *_: PagedAttention(attend_pages))
-    loaded = load_model(build_windowed_model(tmp_path / "model"), "float32", "cpu")
+    loaded = load_model(build(tmp_path / "model"), "float32", "cpu")
     model = Model(loaded, calibrate(loaded))
     chance = np.random.default_rng(7)
     with workspace(tmp_path, model) as space:

@@ -12,8 +12,9 @@ from inference_svc.config import InferenceSettings, SchedulerSettings
 from inference_svc.core.scheduling.batch_bounds import ON_CPU, ON_GPU, BatchBounds
 from inference_svc.runtime.attention.paged_attention import PagedAttention
 from inference_svc.runtime.compute.decode_step import StepShape
+from inference_svc.runtime.kv.layer_tensors import token_items_of
 from tests.memory_engine import loaded_model
-from tests.models import build_windowed_model
+from tests.models import build_chunked_model, build_shapes_model, build_windowed_model
 from tests.recorded_graph import RecordedGraphs
 from tests.split_attention import attend_pages
 
@@ -48,10 +49,19 @@ def test_decode_is_captured_as_far_as_turns_reach(model, monkeypatch, graphs, wo
         parts.close()
 
 
-@pytest.mark.parametrize(("windows", "groups"), [(True, (1, 2)), (False, (1, 0))])
-def test_pages_are_of_groups_of_layers(tmp_path, windows, groups):
-    """Two of six layers have no window; a window is longer, and the memory is no more."""
-    model = Model(*loaded_model(build_windowed_model(tmp_path)))
+@pytest.mark.parametrize(
+    ("build", "windows", "groups"),
+    [
+        (build_windowed_model, True, (1, 2)),
+        (build_shapes_model, True, (2, 4)),
+        (build_chunked_model, True, (1, 2)),
+        (build_windowed_model, False, (1, 0)),
+        (build_shapes_model, False, (1, 0)),
+    ],
+)
+def test_pages_are_of_groups_of_layers(tmp_path, build, windows, groups):
+    """A third is of layers without a window; a window is longer, and the memory is no more."""
+    model = Model(*loaded_model(build(tmp_path)))
     num_tokens, page_tokens = 900, 16
     scheduler = {"kv_tokens": num_tokens, "working_kv": "pages", "mixed_step_tokens": 16}
     settings = {
@@ -66,9 +76,9 @@ def test_pages_are_of_groups_of_layers(tmp_path, windows, groups):
         assert slots.groups.window_pages == (num_rows - 1 + page_tokens - 1) // page_tokens + 1
     assert (slots.groups.num_full, slots.groups.num_windowed) == groups
     assert pool.groups.pages == slots.groups
-    num_layers = len(model.calibration.layers)
-    in_layers = slots.num_slots * pool.groups.size
-    assert (num_tokens - page_tokens) * num_layers < in_layers <= num_tokens * num_layers
+    token_items = token_items_of([layer.shape for layer in model.calibration.layers])
+    items = slots.num_slots * token_items_of(pool.groups.places)
+    assert (num_tokens - page_tokens) * token_items < items <= num_tokens * token_items
     assert (parts.window_tokens > num_tokens) == windows
     gauges = parts.engine.gauges()
     assert gauges["pool_token_slots"] == gauges["pool_free_token_slots"]

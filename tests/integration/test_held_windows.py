@@ -6,6 +6,8 @@ Steps are short, so that sessions of some hundred tokens have left their windows
 import asyncio
 import random
 from contextlib import suppress
+from functools import partial
+from itertools import product
 
 import pytest
 import pytest_asyncio
@@ -18,7 +20,8 @@ from tests.integration.overflowing import WINDOW_TOKENS, identical, reused_all
 from tests.models import (
     ALL_WINDOWED,
     ATTENTION_WINDOW,
-    SOME_WINDOWED,
+    build_chunked_model,
+    build_shapes_model,
     build_windowed_model,
     narrow_model,
 )
@@ -35,11 +38,29 @@ SHORT_STEPS = (f"step_tokens = {STEP_TOKENS}", "mixed_step_tokens = 16")
 NUM_ROWS = ATTENTION_WINDOW + BLOCK_TOKENS + STEP_TOKENS
 
 
-@pytest.fixture(scope="module", params=["some", pytest.param("all", marks=pytest.mark.long)])
-def model(request, tmp_path_factory):
-    """A model some of whose layers have a window, or all."""
-    layer_types = {"some": SOME_WINDOWED, "all": ALL_WINDOWED}[request.param]
-    return build_windowed_model(tmp_path_factory.mktemp("model") / "model", layer_types)
+# Some layers have a window, or all; those without have longer rows; or chunks.
+BUILDERS = {
+    "some": build_windowed_model,
+    "all": partial(build_windowed_model, layer_types=ALL_WINDOWED),
+    "shapes": build_shapes_model,
+    "chunks": build_chunked_model,
+}
+SHORT = [("some", "contiguous"), ("some", "pages"), ("shapes", "pages"), ("chunks", "pages")]
+CASES = [
+    pytest.param(case, id="-".join(case), marks=() if case in SHORT else pytest.mark.long)
+    for case in product(BUILDERS, ("contiguous", "pages"))
+]
+
+
+@pytest.fixture(scope="module", params=CASES)
+def case(request):
+    """Which model, and how its working KV lies."""
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def model(case, tmp_path_factory):
+    return BUILDERS[case[0]](tmp_path_factory.mktemp("model") / "model")
 
 
 @pytest.fixture(scope="module")
@@ -47,10 +68,10 @@ def oracle(model):
     return Oracle(model)
 
 
-@pytest.fixture(scope="module", params=["contiguous", "pages"])
-def scheduler(request):
+@pytest.fixture(scope="module")
+def scheduler(case):
     """Lines of the settings."""
-    return (*SHORT_STEPS, f'working_kv = "{request.param}"')
+    return (*SHORT_STEPS, f'working_kv = "{case[1]}"')
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -157,9 +178,16 @@ async def test_an_answer_is_said_again(resident, oracle):
     assert long.reused_tokens > BLOCK_TOKENS
 
 
-async def test_a_full_window_is_cut_in_memory(narrow, model):
+@pytest.fixture(scope="module")
+def judge(case, model):
+    """What judges truncated sessions, of models all of whose layers are Llama's."""
+    if case[0] in ("shapes", "chunks"):
+        pytest.skip("the judge feeds layers of one shape, and no chunks")
+    return TruncationOracle(model)
+
+
+async def test_a_full_window_is_cut_in_memory(narrow, judge):
     """Between turns and in the middle of one: keys move, nothing is computed again."""
-    judge = TruncationOracle(model)
     async with narrow.with_kvd(*DRAM):
         turns = [await narrow.say("cut", 120, max_tokens=60) for _ in range(8)]
         long = await narrow.say("cut", 20, max_tokens=700)
@@ -235,9 +263,8 @@ class Talker:
 @pytest.mark.parametrize(
     "seed", [1, *[pytest.param(n, marks=pytest.mark.long) for n in range(2, 8)]]
 )
-async def test_everything_at_once(narrow, model, seed):
+async def test_everything_at_once(narrow, judge, seed):
     """Turns that overflow, are preempted, cancelled or compressed; discards and forks."""
-    judge = TruncationOracle(model)
     before = await narrow.counters()
     async with narrow.with_kvd(*DRAM):
         talkers = [Talker(narrow, 10 * seed + number) for number in range(5)]

@@ -65,7 +65,10 @@ values are; what is bounded is a state, coupled as above. Anything else is refus
 **Windows**: in many models some layers attend to the last tokens only, others to all (Gemma,
 gpt-oss, Cohere). Of the former kvd has, and a turn loads, KV of the tokens before the places where
 turns begin, and no other; the engine's memory holds the last tokens only, so that more sessions
-fit: on pages, which are a GPU's, if all layers have keys and values of one shape.
+fit: on pages, which are a GPU's, if the longest keys and values are one, two, four … times the
+others (Gemma 4, MiMo). A chunk of attention counts as a window of its tokens: Llama 4's, where it
+runs *ragged*. With `attn_temperature_tuning` and a context beyond `floor_scale`, as published, it
+counts positions by its own cache, and runs *single*.
 `inference_svc/README.md` has what follows from that. So it is in mode *ragged*; where all layers
 have a window (Mistral's first ones, StarCoder 2), one in eight counts as if it had none: blocks of
 tokens are to hold something.

@@ -86,20 +86,20 @@ class PageStep:
             device: where their KV is.
         """
         by_group = [([pages], size, length) for pages, size, length in parts]
-        return cls.placed_by_group(by_group, page_tokens, device)[0]
+        return cls.placed_by_group(by_group, [page_tokens], device)[0]
 
     @classmethod
     def placed_by_group(
         cls,
         parts: Sequence[tuple[Sequence[Tensor], int, int]],
-        page_tokens: int,
+        page_tokens: Sequence[int],
         device: torch.device,
     ) -> "list[PageStep]":
         """Do the same for several groups of layers; they differ in their pages alone.
 
         Args:
             parts: pages by group, number of new tokens and length of each.
-            page_tokens: number of tokens on a page.
+            page_tokens: number of tokens on a page, by group.
             device: where their KV is.
         """
         sizes = [(size, length) for _, size, length in parts]
@@ -108,25 +108,28 @@ class PageStep:
             *(length for _, length in sizes),
         ]
         groups = zip(*[pages for pages, _, _ in parts], strict=True)
-        tables = torch.stack([pad_sequence(list(pages), batch_first=True) for pages in groups])
-        placed = placed_on(device, torch.cat((_int32(numbers), tables.flatten())))
-        starts, lengths, placed_tables = placed.split_with_sizes(
-            [len(parts) + 1, len(parts), tables.numel()]
+        tables = [pad_sequence(list(pages), batch_first=True) for pages in groups]
+        flat = torch.cat((_int32(numbers), *[table.flatten() for table in tables]))
+        starts, lengths, *placed = placed_on(device, flat).split_with_sizes(
+            [len(parts) + 1, len(parts), *[table.numel() for table in tables]]
         )
         step = cls(
             sizes,
-            placed_tables.view(tables.shape)[0],
+            placed[0].view(tables[0].shape),
             starts,
             lengths,
             most_length=max(length for _, _, length in parts),
-            page_tokens=page_tokens,
+            page_tokens=page_tokens[0],
         )
-        return [step.on(table) for table in placed_tables.view(tables.shape)]
+        return [
+            step.on(found.view(table.shape), num_tokens)
+            for found, table, num_tokens in zip(placed, tables, page_tokens, strict=True)
+        ]
 
-    def on(self, tables: Tensor) -> "PageStep":
+    def on(self, tables: Tensor, page_tokens: int) -> "PageStep":
         """Return the same step on other pages; what is placed for one is there for both."""
         other = copy(self)
-        other.tables = tables
+        other.tables, other.page_tokens = tables, page_tokens
         return other
 
     @classmethod
@@ -224,7 +227,7 @@ class PagedAttention:
                 ([table.numbers for table in paged.tables.by_group], part.num_tokens, part.length)
                 for paged, part in zip(pages, parts, strict=True)
             ],
-            kv.table.page_tokens,
+            kv.tables.groups.tokens_on_page,
             kv.device,
         )
         return self.over(kv, steps)

@@ -33,16 +33,22 @@ _flash_kernel = torch._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF00
 
 
 def attend(
-    query: Tensor, keys: Tensor, values: Tensor, options: AttentionOptions, masks: Masks
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    options: AttentionOptions,
+    masks: Masks,
+    first: int = 0,
 ) -> Tensor:
     """Attend new tokens to those up to themselves.
 
     Args:
         query: [1, heads, tokens, head_dim].
-        keys: [1, kv_heads, length, head_dim], length >= tokens; the first is at position 0.
+        keys: [1, kv_heads, length, head_dim], length >= tokens.
         values: [1, kv_heads, length, value_dim].
         options: scale, softcap, sinks and window of the call.
         masks: masks made so far for tensors of this dtype and device; new ones are added.
+        first: position of the first key; no token sees one before it.
 
     Returns:
         [1, heads, tokens, value_dim]
@@ -53,7 +59,7 @@ def attend(
     if is_by_scores:
         tile_tokens = max(1, min(TILE_TOKENS, MAX_SCORES // (num_heads * keys.shape[2])))
     attended: list[Tensor] = []
-    for new, seen in tiles(num_tokens, keys.shape[2], tile_tokens, options):
+    for new, seen in tiles(num_tokens, keys.shape[2], tile_tokens, options, first):
         tile = (query[:, :, new], keys[:, :, seen], values[:, :, seen])
         if is_by_scores:
             attended.append(_by_scores(*tile, options))
@@ -67,7 +73,7 @@ def attend(
 
 
 def tiles(
-    num_tokens: int, length: int, tile_tokens: int, options: AttentionOptions
+    num_tokens: int, length: int, tile_tokens: int, options: AttentionOptions, first: int = 0
 ) -> Iterator[tuple[slice, slice]]:
     """Divide a sequence's last tokens into tiles that are attended to together.
 
@@ -76,6 +82,7 @@ def tiles(
         length: number of all its tokens, the new ones included.
         tile_tokens: most tokens of a tile; it also ends where a chunk of attention does.
         options: window and chunk of the call.
+        first: position of the first key that there is; those before it are not counted.
 
     Yields:
         (slice of the new tokens that a tile is of, slice of the keys that these see together).
@@ -85,8 +92,10 @@ def tiles(
     while end < num_tokens:
         begin, end = end, min(end + tile_tokens, num_tokens)
         if options.chunk is not None:
-            end = min(end, begin + options.chunk - (past + begin) % options.chunk)
-        yield slice(begin, end), slice(options.first_visible(past + begin), past + end)
+            end = min(end, begin + options.chunk - (first + past + begin) % options.chunk)
+        seen_from = options.first_visible(first + past + begin) - first
+        assert seen_from >= 0, "a token sees others that are not there"  # noqa: S101
+        yield slice(begin, end), slice(seen_from, past + end)
 
 
 def attend_one(query: Tensor, keys: Tensor, values: Tensor, options: AttentionOptions) -> Tensor:

@@ -45,11 +45,19 @@ class TorchStepAttention:
             if attends_one(query, visible[0][1][layer_index], options):
                 return self._attend_decode(query, layer_index, options, visible)
         attended = [
-            attend(piece, keys[layer_index], values[layer_index], options, self._masks).transpose(
-                1, 2
-            )
-            for piece, (keys, values) in zip(
-                query.split_with_sizes(self._sizes, 2), self._visible_kv(_ALL), strict=True
+            attend(
+                piece,
+                keys[layer_index],
+                values[layer_index],
+                options,
+                self._masks,
+                part.kv.keys.first_token(layer_index),
+            ).transpose(1, 2)
+            for part, piece, (keys, values) in zip(
+                self._parts,
+                query.split_with_sizes(self._sizes, 2),
+                self._visible_kv(_ALL),
+                strict=True,
             )
         ]
         return torch.cat(attended, dim=1)  # contiguous, as some models count on

@@ -26,6 +26,7 @@ from inference_svc.runtime.calibration.proof import new_pool
 from inference_svc.runtime.calibration.stock import is_same, logits_distance
 from inference_svc.runtime.compute.chunk import Chunk
 from inference_svc.runtime.compute.model_runner import ModelRunner
+from inference_svc.runtime.kv.layer_groups import LayerGroups
 from inference_svc.runtime.kv.paged_kv import PagePool
 from inference_svc.runtime.kv.sequence_kv import SequenceKv
 from inference_svc.runtime.model.model_loader import LoadedModel
@@ -42,7 +43,10 @@ log = structlog.get_logger()
 
 
 def choose_attention(
-    name: AttentionName, loaded: LoadedModel, calibration: Calibration, page_tokens: int | None
+    name: AttentionName,
+    loaded: LoadedModel,
+    calibration: Calibration,
+    groups: LayerGroups | None,
 ) -> AttentionBackend:
     """Return the back-end of that name, proven for the model.
 
@@ -50,17 +54,17 @@ def choose_attention(
         name: "auto": the fastest that is proven; a name: this one or none.
         loaded: the model, set to the attention of the calibration's mode.
         calibration: what is known of it.
-        page_tokens: tokens of a page of working KV; None: it is on none.
+        groups: of layers, as pages of working KV are of them; None: it is on none.
 
     Raises:
         ConfigError: if the one that is named cannot serve here, or answers otherwise.
     """
     if name == "torch" or (name == "auto" and not is_gpu(loaded.device)):
         return TorchAttention()
-    reason = _missing(loaded.device, calibration, page_tokens)
-    if not reason and page_tokens is not None:
+    reason = _missing(loaded.device, calibration, groups)
+    if not reason and groups is not None:
         paged = _paged()
-        reason = _refuted(loaded, calibration, paged, page_tokens)
+        reason = _refuted(loaded, calibration, paged, groups)
         if not reason:
             log.info("attention_chosen", attention="triton")
             return paged
@@ -75,11 +79,11 @@ def is_gpu(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def _missing(device: torch.device, calibration: Calibration, page_tokens: int | None) -> str:
+def _missing(device: torch.device, calibration: Calibration, groups: LayerGroups | None) -> str:
     """Return what Triton's kernel lacks here; empty: nothing."""
     if calibration.mode != "ragged":
         return f"the model runs in mode {calibration.mode}, which it does not take"
-    if page_tokens is None:
+    if groups is None:
         return "scheduler.working_kv is contiguous, and not pages"
     return no_kernels_on(device)
 
@@ -101,12 +105,12 @@ def _paged() -> PagedAttention:
 
 
 def _refuted(
-    loaded: LoadedModel, calibration: Calibration, paged: PagedAttention, page_tokens: int
+    loaded: LoadedModel, calibration: Calibration, paged: PagedAttention, groups: LayerGroups
 ) -> str:
     """Return why a back-end must not serve the model; empty: its logits are those of torch."""
     try:
         expected = _logits(loaded, calibration, TorchAttention(), None)
-        logits = _logits(loaded, calibration, paged, page_tokens)
+        logits = _logits(loaded, calibration, paged, groups)
     except Exception as error:  # noqa: BLE001 - what compilers and drivers raise is too much to foresee
         return reason_of(error)
     if is_same(logits, expected, loaded.dtype, calibration.rounding):
@@ -124,14 +128,14 @@ def _logits(
     loaded: LoadedModel,
     calibration: Calibration,
     attention: AttentionBackend,
-    page_tokens: int | None,
+    groups: LayerGroups | None,
 ) -> Tensor:
     """Compute two sequences beside each other: chunks, then token by token; [n, vocab]."""
     runner = ModelRunner(loaded, calibration, attention)
     long = min(PROOF_TOKENS, loaded.context_window)
     lengths = (long, min(SHORT_TOKENS, long // 2))
     token_ids = [(37 * number + 11) % loaded.vocab_size for number in range(long)]
-    sequences = _sequences(loaded, calibration, lengths, page_tokens)
+    sequences = _sequences(loaded, calibration, lengths, groups)
     ends = [(length // 2, length - LAST_TOKENS) for length in lengths]
     ends = [(*found, *range(found[1] + 1, found[1] + LAST_TOKENS + 1)) for found in ends]
     logits = []
@@ -148,16 +152,24 @@ def _sequences(
     loaded: LoadedModel,
     calibration: Calibration,
     lengths: Sequence[int],
-    page_tokens: int | None,
+    groups: LayerGroups | None,
 ) -> list[SequenceKv]:
     """Return empty KV for sequences of these lengths; pages are dealt out last page first."""
-    if page_tokens is None:
+    if groups is None:
         pool = new_pool(loaded, calibration, sum(lengths))
         return [pool.new_kv(length) for length in lengths]
-    counts = [ceil_div(length, page_tokens) for length in lengths]
-    slots = PagedSlots(sum(counts), page_tokens)
-    shapes, states = [layer.shape for layer in calibration.layers], calibration.state_shapes
-    paged = PagePool(shapes, slots, 1, device=loaded.device, dtype=loaded.dtype, states=states)
+    groups = groups.holding_all()  # what is written is not to be written over
+    page_tokens, pages_of = groups.page_tokens, groups.pages
+    counts = [pages_of.num_pages(ceil_div(length, page_tokens)) for length in lengths]
+    paged = PagePool(
+        [layer.shape for layer in calibration.layers],
+        PagedSlots(sum(counts), page_tokens, pages_of),
+        1,
+        device=loaded.device,
+        dtype=loaded.dtype,
+        states=calibration.state_shapes,
+        groups=groups,
+    )
     pages = list(range(sum(counts)))
     return [
         paged.new_kv(length, [pages.pop() for _ in range(count)])

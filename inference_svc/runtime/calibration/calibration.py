@@ -366,13 +366,14 @@ def _calibration(
 def _windows(loaded: LoadedModel, calls: Sequence[AttentionCall], num_layers: int) -> list[int]:
     """Return how many of the last tokens each layer's KV is attended for; 0: all of them.
 
-    As nothing else reads it, KV of tokens before need not be there (`Layer.window`). Blocks of
-    tokens have to hold something, though: where all layers have a window, some count as without.
+    As nothing else reads it, KV of tokens before need not be there (`Layer.window`). A chunk's last
+    token sees all of it: so many. Blocks of tokens have to hold something, though: where all layers
+    have a window, some count as without.
     """
     most = loaded.context_window
     seen: dict[int, list[int]] = {}  # by layer: several calls may be over the KV of one
     for call in calls:
-        seen.setdefault(call.layer_index, []).append(call.window or most)
+        seen.setdefault(call.layer_index, []).append(call.window or call.chunk or most)
     widest = [max(seen.get(layer_index, [most])) for layer_index in range(num_layers)]
     windows = [window if window < most else 0 for window in widest]
     if 0 in windows:

@@ -26,8 +26,8 @@ from inference_svc.runtime.compute.decode_step import DecodeStep, StepShape
 from inference_svc.runtime.compute.model_runner import ModelRunner
 from inference_svc.runtime.kv.kv_pool import KVPool
 from inference_svc.runtime.kv.layer_tensors import SlotTensors
-from inference_svc.runtime.kv.paged_kv import PagePool
-from inference_svc.runtime.kv.sequence_kv import WriteBuffer
+from inference_svc.runtime.kv.paged_kv import PagedKv, PagePool
+from inference_svc.runtime.kv.sequence_kv import SequenceKv, WriteBuffer
 from inference_svc.runtime.kv.write_ring import WriteRing
 from inference_svc.runtime.model.model_loader import LoadedModel
 from inference_svc.runtime.positions.recipes import Calibration
@@ -142,7 +142,7 @@ class _Proof:
         self._runner, self._pool, self._ring = runner, pool, memory.ring
         self._vocab_size = vocab_size
         self._most_rows = memory.most_rows
-        self._page_tokens = size = pool.spare_kv().table.page_tokens
+        self._page_tokens = size = pool.groups.page_tokens
         self._chance = torch.Generator().manual_seed(7)
         pages = torch.randperm(pool.num_pages, generator=self._chance).tolist()
         self._groups = groups = pool.groups.pages
@@ -203,11 +203,8 @@ class _Proof:
         chunks = [self._chunk(row) for row in rows]
         logits = run(chunks)
         kv, buffer = self._pool.spare_kv(), self._ring.spare_buffer()
-        size = self._page_tokens
-        slots = [
-            [row.pages[group] * size + (row.length - 1) % size for row in rows]
-            for group in range(self._groups.num_groups)
-        ]
+        ends = [_slots(chunk.kv, row.length - 1) for chunk, row in zip(chunks, rows, strict=True)]
+        slots = list(zip(*ends, strict=True))
         by_layer = [slots[group] for group in self._pool.groups.group_of]
         found = [
             logits,
@@ -235,6 +232,12 @@ class _Proof:
             for layer in (*buffer.keys.layers, *buffer.values.layers):
                 layer[row.write_slot].zero_()
         return Chunk(kv, [row.token_id], want_logits=True, write_buffer=buffer)
+
+
+def _slots(kv: SequenceKv, token: int) -> list[int]:
+    """Return where one token of a sequence is, by group of layers."""
+    assert isinstance(kv, PagedKv)  # noqa: S101 - the pool is of pages
+    return [table.slot_of(token) for table in kv.tables.by_group]
 
 
 def _tokens(tensors: SlotTensors, slots: Sequence[Sequence[int]]) -> Tensor:

@@ -88,7 +88,7 @@ class ScoreKeeper:
                 return
         query = query[:, max(0, query.shape[1] - keys.shape[1]) :]
         if query.shape[1]:
-            add_weights(self._new_sums[length - keys.shape[1] :], query, keys, options)
+            add_weights(self._new_sums, query, keys, options)
 
     @torch.inference_mode()
     def commit(self) -> None:
@@ -149,15 +149,16 @@ def add_weights(sums: Tensor, query: Tensor, keys: Tensor, options: AttentionOpt
     """Add the attention weights of a sequence's last tokens, summed over them and all heads.
 
     Args:
-        sums: [length] float32, changed in place.
+        sums: [tokens of the sequence] float32, changed in place.
         query: [heads, tokens, dim], of the last tokens.
-        keys: [kv_heads, length, dim].
+        keys: [kv_heads, length, dim], of as many last tokens; see `ScoreKeeper.note`.
         options: scale, softcap, sinks and window of the call; a sink takes its part of the weight.
     """
     num_heads, num_tokens = query.shape[:2]
-    length = keys.shape[1]
+    length, first = keys.shape[1], len(sums) - keys.shape[1]
+    sums = sums[first:]
     tile_tokens = max(1, min(TILE_TOKENS, MAX_WEIGHTS // (num_heads * length)))
-    for new, seen in tiles(num_tokens, length, tile_tokens, options):
+    for new, seen in tiles(num_tokens, length, tile_tokens, options, first):
         sums[seen] += _tile_weights(query[:, new], keys[:, seen], options)
 
 

@@ -4,7 +4,8 @@ Whatever differs from step to step is on one sheet of numbers, with a row for ea
 
     tokens | lengths | write slots | slots | pages of row 0 | pages of row 1 | ...
 
-Slots and pages are there for each group of layers (`layer_groups.py`), usually one.
+Slots and pages are there for each group of layers (`layer_groups.py`), usually one; the pages of
+all rows on one group, then those on the next.
 
 `fill` copies it to the device at once; `run` computes what is on it, and reads nothing else that
 changes: so what it has enqueued once can be enqueued again as it is (`decode_graphs.py`). Rows
@@ -59,14 +60,14 @@ class _Sheet(NamedTuple):
         lengths: [rows] of the sequences, with them.
         write_slots: [rows] where they go in the write ring.
         slots: [groups, rows] where they go in working KV.
-        tables: [groups, rows, pages] each sequence's pages, as many as there are.
+        tables: by group [rows, pages] each sequence's pages, as many as there are.
     """
 
     tokens: Tensor
     lengths: Tensor
     write_slots: Tensor
     slots: Tensor
-    tables: Tensor
+    tables: list[Tensor]
 
 
 PLAIN_COLUMNS = 3  # before the slots of each group
@@ -79,13 +80,13 @@ class _Staged(NamedTuple):
 
     Attributes:
         columns: [columns, rows] int32, all of a sheet but the tables.
-        tables: [groups, rows, pages] int32.
+        tables: by group [rows, pages] int32.
         source: [items] int32, the same memory.
         target: [items] int32 on the device.
     """
 
     columns: npt.NDArray[np.int32]
-    tables: npt.NDArray[np.int32]
+    tables: list[npt.NDArray[np.int32]]
     source: Tensor
     target: Tensor
 
@@ -108,16 +109,15 @@ class DecodeStep:
         pool, ring = memory
         self._spare_kv, self._spare_buffer = pool.spare_kv(), ring.spare_buffer()
         self._has_buffers = ring.num_slots > 0
-        self._page_tokens = self._spare_kv.table.page_tokens
-        self._num_groups = len(self._spare_kv.tables.by_group)
-        self._num_columns = PLAIN_COLUMNS + self._num_groups
+        self._page_tokens = pool.groups.tokens_on_page
+        self._num_columns = PLAIN_COLUMNS + len(self._page_tokens)
         self._device = loaded.device
-        num_items = max(map(self._num_items, shapes))
+        num_items = max(sum(self._sizes(shape)) for shape in shapes)
         self._numbers = torch.zeros(num_items, dtype=torch.int32, device=loaded.device)
         staged = torch.zeros(num_items, dtype=torch.int32, pin_memory=loaded.device.type == "cuda")
         self._staged = {shape: self._staged_sheet(staged, shape) for shape in shapes}
-        spare = self._spare_kv.table
-        idle = [0, 1, self._spare_buffer.slots[0], *[spare.slot_of(0)] * self._num_groups]
+        spare_slots = [table.slot_of(0) for table in self._spare_kv.tables.by_group]
+        idle = [0, 1, self._spare_buffer.slots[0], *spare_slots]
         self._idle_column = np.array(idle, np.int32)[:, None]
         self._most_rows = max(shape.rows for shape in shapes)
         self._logits: Tensor | None = None
@@ -149,14 +149,15 @@ class DecodeStep:
         for row, chunk in enumerate(chunks):
             assert isinstance(chunk.kv, PagedKv)  # noqa: S101 - it was taken
             end_token = chunk.end_token
-            count = ceil_div(end_token, self._page_tokens)
-            for group, table in enumerate(chunk.kv.tables.by_group):
-                staged.tables[group, row, :count] = table.host_numbers[:count]
+            for rows, table in zip(staged.tables, chunk.kv.tables.by_group, strict=True):
+                count = ceil_div(end_token, table.page_tokens)
+                rows[row, :count] = table.host_numbers[:count]
             filled.append((chunk.token_ids[0], end_token, *self._slots_of(chunk)))
         numbers = np.array(filled, np.int32).reshape(num_rows, self._num_columns)
         staged.columns[:, :num_rows] = numbers.T
         staged.columns[:, num_rows:] = self._idle_column
-        staged.tables[:, num_rows:, 0] = self._spare_kv.table.pages[0]
+        for rows in staged.tables:
+            rows[num_rows:, 0] = self._spare_kv.table.pages[0]
         staged.target.copy_(staged.source, non_blocking=True)
 
     @torch.inference_mode()
@@ -190,29 +191,32 @@ class DecodeStep:
         assert self._logits is not None, "logits of no step"  # noqa: S101
         return copied_to_host(self._logits[:num_rows])
 
-    def _num_items(self, shape: StepShape) -> int:
-        num_pages = ceil_div(shape.reach, self._page_tokens)
-        return shape.rows * (self._num_columns + self._num_groups * num_pages)
+    def _sizes(self, shape: StepShape) -> list[int]:
+        """Return how many numbers the columns are, and the tables of each group."""
+        pages = [ceil_div(shape.reach, num_tokens) for num_tokens in self._page_tokens]
+        return [shape.rows * count for count in (self._num_columns, *pages)]
+
+    def _divided(self, numbers: Tensor, shape: StepShape) -> tuple[Tensor, list[Tensor]]:
+        """View the columns, [columns, rows], and the tables of a shape."""
+        sizes = self._sizes(shape)
+        columns, *tables = numbers[: sum(sizes)].split_with_sizes(sizes)
+        return columns.view(-1, shape.rows), [table.view(shape.rows, -1) for table in tables]
 
     def _sheet(self, numbers: Tensor, shape: StepShape) -> _Sheet:
         """View the sheet of a shape in the memory that all of them share."""
-        num_numbers = shape.rows * self._num_columns
-        columns = numbers[:num_numbers].view(self._num_columns, shape.rows)
-        tables = numbers[num_numbers : self._num_items(shape)]
-        by_group = tables.view(self._num_groups, shape.rows, -1)
+        columns, tables = self._divided(numbers, shape)
         tokens, lengths, write_slots = columns[:PLAIN_COLUMNS].unbind(0)
-        return _Sheet(tokens, lengths, write_slots, columns[PLAIN_COLUMNS:], by_group)
+        return _Sheet(tokens, lengths, write_slots, columns[PLAIN_COLUMNS:], tables)
 
     def _staged_sheet(self, staged: Tensor, shape: StepShape) -> _Staged:
         """View the sheet of a shape in the host's memory that all of them share."""
-        num_items = self._num_items(shape)
-        source, target = staged[:num_items], self._numbers[:num_items]
-        columns, tables = np.split(source.numpy(), [shape.rows * self._num_columns])
+        num_items = sum(self._sizes(shape))
+        columns, tables = self._divided(staged, shape)
         return _Staged(
-            columns.reshape(self._num_columns, shape.rows),
-            tables.reshape(self._num_groups, shape.rows, -1),
-            source,
-            target,
+            columns.numpy(),
+            [table.numpy() for table in tables],
+            staged[:num_items],
+            self._numbers[:num_items],
         )
 
     def _page_steps(self, shape: StepShape) -> list[PageStep]:
@@ -221,9 +225,9 @@ class DecodeStep:
             sheet.tables[0],
             sheet.lengths,
             most_length=shape.reach,
-            page_tokens=self._page_tokens,
+            page_tokens=self._page_tokens[0],
         )
-        return [step.on(tables) for tables in sheet.tables]
+        return list(map(step.on, sheet.tables, self._page_tokens))
 
     def _takes_buffer(self, buffer: WriteBuffer | None) -> bool:
         return buffer is None or (self._has_buffers and buffer.keys is self._spare_buffer.keys)

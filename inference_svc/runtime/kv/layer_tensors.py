@@ -147,11 +147,25 @@ class SlotTensors(LayerTensors):
         """Return the sizes of one layer's tensor."""
         return num_slots, kv_heads, dim
 
-    def spread_over(self, places: Sequence[int]) -> "SlotTensors":
-        """Return the same slots, of layers each of which has one of these tensors."""
+    def spread_over(self, places: Sequence[int], parts: Sequence[tuple[int, int]]) -> "SlotTensors":
+        """Return the same slots, of layers each of which has one of these tensors.
+
+        Args:
+            places: by layer, which of them.
+            parts: by layer, a token's shape; one that takes several slots has as many in a row.
+        """
         spread = SlotTensors(self._stacks)
-        spread.layers = [self.layers[place] for place in places]
+        spread.layers = [
+            layer if layer.shape[1:] == part else layer.view(-1, *part)
+            for layer, part in zip(map(self.layers.__getitem__, places), parts, strict=True)
+        ]
         return spread
+
+    def copy_runs(self, size: int, sources: Tensor, targets: Tensor) -> None:
+        """Copy runs of `size` slots to others, of all tensors; both [n] int64: their numbers."""
+        for stack, _ in self._stacks:
+            runs = stack.view(len(stack), -1, size, *stack.shape[2:])
+            runs.index_copy_(1, targets, runs.index_select(1, sources))
 
     def seen_by_heads(self) -> ContiguousTokens:
         """View the same slots as attention takes them."""

@@ -96,18 +96,16 @@ class PageTables:
         window_from: first token that layers with a window hold.
     """
 
-    def __init__(
-        self, pages: Sequence[int], page_tokens: int, device: torch.device, groups: LayerGroups
-    ) -> None:
+    def __init__(self, pages: Sequence[int], device: torch.device, groups: LayerGroups) -> None:
         self.groups = groups
         self.window_from = 0
-        self.by_group = [PageTable((), page_tokens, device) for _ in groups.layers]
+        self.by_group = [PageTable((), num_tokens, device) for num_tokens in groups.tokens_on_page]
         self.set(pages)
 
     def set(self, pages: Sequence[int]) -> None:
         """Take other pages; the contents are the caller's concern."""
         self.pages = list(pages)
-        for table, found in zip(self.by_group, self.groups.pages.tables(pages), strict=True):
+        for table, found in zip(self.by_group, self.groups.tables(pages), strict=True):
             table.set(found)
 
     @property

@@ -6,7 +6,7 @@
                                      number i // page_tokens
     … by group = one table each      if layers with a window hold the last tokens only
                                      (`layer_groups.py`): a page has a group's tokens then, and
-                                     layers of different groups have theirs in the same tensors
+                                     layers of different groups have theirs in the same memory
 
 Which pages are whose is the scheduler's account (`core/scheduling/held_slots.py`); here is their
 memory. Attention on the CPU reads tokens of one sequence side by side: where its pages are, it
@@ -28,6 +28,7 @@ from inference_svc.core.scheduling.held_slots import HeldSlots, PageCopy
 from inference_svc.runtime.kv.kv_pool import KVPool
 from inference_svc.runtime.kv.layer_groups import LayerGroups
 from inference_svc.runtime.kv.layer_tensors import (
+    NO_PART,
     ContiguousTokens,
     LayerShape,
     SlotTensors,
@@ -114,10 +115,7 @@ class PagedTokens:
             placed_on(self.device, torch.tensor(pages))
             for pages in zip(*[(copy.source, copy.target) for copy in copies], strict=True)
         )
-        page_tokens = self._tables.by_group[0].page_tokens
-        for layer in {id(layer): layer for layer in self.slots.layers}.values():
-            by_page = layer.view(-1, page_tokens, *layer.shape[1:])
-            by_page.index_copy_(0, targets, by_page.index_select(0, sources))
+        self.slots.copy_runs(self._tables.groups.page_tokens, sources, targets)
 
 
 class _GatheredLayers(Sequence[Tensor]):
@@ -225,17 +223,18 @@ class PagePool(KVPool):
     ) -> None:
         """Reserve address space; memory comes with `prefault` or first use."""
         super().__init__(shapes, num_buffer_slots, device=device, dtype=dtype, states=states)
-        self.groups = groups or LayerGroups.plain(len(shapes))
+        self.groups = groups or LayerGroups.plain(shapes, slots.page_tokens)
         num_slots = slots.num_slots
         self.num_token_slots += num_slots // slots.num_groups
         self._slots = slots
         self._page_tokens = slots.page_tokens
-        num_all = num_slots + self._page_tokens
-        of_group = shapes[: self.groups.size]  # all are of one shape, if there are others
-        self._page_region = allocate_region(num_all * token_items_of(of_group), device, dtype)
+        num_all, places = num_slots + self._page_tokens, self.groups.places
+        self._page_region = allocate_region(num_all * token_items_of(places), device, dtype)
+        components = divided(self._page_region, places, num_all, SlotTensors)
+        by_layer = [(shape.key, shape.value, shape.index or NO_PART) for shape in shapes]
         self._components = [
-            (component.spread_over(self.groups.place_of), component.seen_by_heads())
-            for component in divided(self._page_region, of_group, num_all, SlotTensors)
+            (component.spread_over(self.groups.place_of, of_layers), component.seen_by_heads())
+            for component, of_layers in zip(components, zip(*by_layer, strict=True), strict=True)
             if component is not None
         ]
 
@@ -255,7 +254,7 @@ class PagePool(KVPool):
 
     def new_kv(self, capacity_tokens: int, pages: Sequence[int] = ()) -> PagedKv:
         """Return empty KV on these pages, with room for as many tokens at least."""
-        tables = PageTables(pages, self._page_tokens, self._page_region.device, self.groups)
+        tables = PageTables(pages, self._page_region.device, self.groups)
         if capacity_tokens > tables.num_tokens:
             raise AssertionError(f"{len(pages)} pages for {capacity_tokens} tokens")
         keys, values, *others = (PagedTokens(*seen, tables) for seen in self._components)
@@ -282,6 +281,7 @@ def make_pool(
     dtype: torch.dtype,
     states: Sequence[StateShape] = (),
     windows: HeldWindows | None = None,
+    groups: LayerGroups | None = None,
 ) -> KVPool:
     """Make the pool of an engine: of pages, if the scheduler counts pages.
 
@@ -293,9 +293,9 @@ def make_pool(
         dtype: the tensors' element type.
         states: see `KVPool`.
         windows: see `KVPool`.
+        groups: see `PagePool`.
     """
     if slots.is_paged:
-        groups = None if windows is None else LayerGroups.of(windows, shapes, slots.page_tokens)
         return PagePool(
             shapes,
             slots,

@@ -8,7 +8,7 @@ last tokens are copied to the first ones (`keep_from`), and those before are the
 
 Attention with a window reads no key before it, and what it reads lies side by side as ever: so the
 numbers are the same. That takes attention which reads KV where it lies (`Calibration.mode`
-"ragged"), and counts chunks from no position; loads by kernels know one place for all layers.
+"ragged"); loads by kernels know one place for all layers.
 """
 
 from collections.abc import Iterator, Sequence

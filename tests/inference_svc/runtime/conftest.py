@@ -68,6 +68,14 @@ LATENT = {
     "v_head_dim": 8,
     "first_k_dense_replace": 1,
 }
+GEMMA4 = {
+    "num_hidden_layers": 6,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    "sliding_window": 7,
+    "global_head_dim": 16,
+    "vocab_size_per_layer_input": VOCAB,
+    "hidden_size_per_layer_input": 8,
+}
 # name -> (config class, arguments on top of SIZES; ... : without this one)
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
@@ -84,6 +92,27 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "sliding_window": 7,
             "query_pre_attn_scalar": 8,
             "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
+    "gemma4": ("Gemma4TextConfig", {**GEMMA4, "num_kv_shared_layers": 2}),
+    "gemma4-wide": (  # the rows of layers with a window are the longer ones
+        "Gemma4TextConfig",
+        {
+            **GEMMA4,
+            "attention_k_eq_v": True,
+            "num_key_value_heads": 4,
+            "num_global_key_value_heads": 1,
+        },
+    ),
+    "mimo": (  # keys and values of unequal widths
+        "MiMoV2FlashConfig",
+        {
+            "sliding_window": 7,
+            "num_key_value_heads": 1,
+            "v_head_dim": 4,
+            "moe_intermediate_size": 16,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
         },
     ),
     "gpt-neox": ("GPTNeoXConfig", {"rotary_pct": 0.5}),
@@ -185,6 +214,16 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "attention_chunk_size": 16,
             "floor_scale": 64,
             "attn_scale": 0.5,
+            "no_rope_layers": [1, 0],
+            "num_local_experts": 2,
+            "intermediate_size_mlp": 48,
+        },
+    ),
+    "llama4-ragged": (  # queries are not scaled by position, else it counts by its own cache
+        "Llama4TextConfig",
+        {
+            "attention_chunk_size": 16,
+            "attn_temperature_tuning": False,
             "no_rope_layers": [1, 0],
             "num_local_experts": 2,
             "intermediate_size_mlp": 48,

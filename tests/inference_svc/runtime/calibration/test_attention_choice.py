@@ -10,13 +10,13 @@ from inference_svc.runtime.attention.torch_attention import TorchAttention
 from inference_svc.runtime.calibration import attention_choice
 from inference_svc.runtime.calibration.attention_choice import choose_attention
 from inference_svc.runtime.calibration.calibration import calibrate
+from inference_svc.runtime.kv.layer_groups import LayerGroups
 from inference_svc.runtime.model.model_loader import describe_model
 from shared.types.errors import ConfigError
+from tests.held_windows import OnPages
 from tests.split_attention import attend_pages
 from tests.zoo.architectures import architectures
 from tests.zoo.models import build_model
-
-PAGE_TOKENS = 16
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +32,11 @@ def built(name):
     return describe_model(model, tokenizer=None, name=name, fingerprint="0" * 32)
 
 
+def groups_of(calibration):
+    """Pages of 16 tokens of all layers."""
+    return LayerGroups.plain([layer.shape for layer in calibration.layers], 16)
+
+
 def wrong(*args):
     """Attend, and be a hundredth off."""
     return attend_pages(*args) * 1.01
@@ -44,15 +49,16 @@ def failing(*_):
 
 def test_the_portable_one_needs_no_proof(llama):
     """By name; and on a CPU, whether or not Triton's interpreter is there."""
-    for name, page_tokens in (("torch", PAGE_TOKENS), ("auto", None), ("auto", PAGE_TOKENS)):
-        assert isinstance(choose_attention(name, *llama, page_tokens), TorchAttention)
+    groups = groups_of(llama[1])
+    for name, on_pages in (("torch", groups), ("auto", None), ("auto", groups)):
+        assert isinstance(choose_attention(name, *llama, on_pages), TorchAttention)
 
 
 def test_a_cpu_has_no_kernels(llama, monkeypatch):
     """But by Triton's interpreter, which nobody wants by accident."""
     monkeypatch.delenv("TRITON_INTERPRET")
     with pytest.raises(ConfigError, match="cpu is no GPU"):
-        choose_attention("triton", *llama, PAGE_TOKENS)
+        choose_attention("triton", *llama, groups_of(llama[1]))
 
 
 # tests/gpu has gpt_oss, and none with states.
@@ -66,7 +72,8 @@ FAMILIES += ["hunyuan_v1_dense"]
 def test_what_answers_as_torch_does_is_taken(name):
     """Windows, softcaps, sinks, layers of several shapes, states."""
     loaded = built(name)
-    chosen = choose_attention("triton", loaded, calibrate(loaded), PAGE_TOKENS)
+    calibration = calibrate(loaded)
+    chosen = choose_attention("triton", loaded, calibration, groups_of(calibration))
     assert isinstance(chosen, PagedAttention)
 
 
@@ -78,10 +85,28 @@ def test_what_is_not_proven_does_not_serve(llama, monkeypatch, kernel, reason):
     """Named, it is an error in one line; else the portable one serves."""
     monkeypatch.setattr(attention_choice, "_paged", lambda: PagedAttention(kernel))
     with pytest.raises(ConfigError, match=reason) as caught:
-        choose_attention("triton", *llama, PAGE_TOKENS)
+        choose_attention("triton", *llama, groups_of(llama[1]))
     assert "\n" not in caught.value.message
     monkeypatch.setattr(attention_choice, "is_gpu", lambda _device: True)
-    assert isinstance(choose_attention("auto", *llama, PAGE_TOKENS), TorchAttention)
+    assert isinstance(choose_attention("auto", *llama, groups_of(llama[1])), TorchAttention)
+
+
+@pytest.mark.parametrize("page_tokens", [2, 4, 16])
+def test_it_is_proven_on_pages_as_they_will_be(tiny, monkeypatch, page_tokens):
+    """Of groups of layers, some of which have fewer tokens on a page; none has 16 of them."""
+    model = tiny("gemma4-wide", has_windows=True)
+
+    def wrong_on_some(query, keys, values, step, call):
+        attended = attend_pages(query, keys, values, step, call)  # a norm takes its scale
+        return attended.roll(1, 1) if step.page_tokens == page_tokens else attended
+
+    monkeypatch.setattr(attention_choice, "_paged", lambda: PagedAttention(wrong_on_some))
+    given = model.loaded, model.calibration, OnPages(model).groups
+    if page_tokens == 16:
+        assert isinstance(choose_attention("triton", *given), PagedAttention)
+        return
+    with pytest.raises(ConfigError, match="off those of torch"):
+        choose_attention("triton", *given)
 
 
 def test_what_cannot_be_is_refused_with_the_reason(llama, monkeypatch):
@@ -91,10 +116,10 @@ def test_what_cannot_be_is_refused_with_the_reason(llama, monkeypatch):
         choose_attention("triton", loaded, calibration, None)
     gathered = replace(calibration, mode="gather")
     with pytest.raises(ConfigError, match="mode gather"):
-        choose_attention("triton", loaded, gathered, PAGE_TOKENS)
+        choose_attention("triton", loaded, gathered, groups_of(gathered))
     monkeypatch.setattr(attention_choice.importlib.util, "find_spec", lambda _name: None)
     with pytest.raises(ConfigError, match="not installed"):
-        choose_attention("triton", loaded, calibration, PAGE_TOKENS)
+        choose_attention("triton", loaded, calibration, groups_of(calibration))
 
 
 def test_logits_that_are_no_numbers_prove_nothing(llama, monkeypatch):
@@ -105,4 +130,4 @@ def test_logits_that_are_no_numbers_prove_nothing(llama, monkeypatch):
 
     monkeypatch.setattr(attention_choice, "_paged", lambda: PagedAttention(nothing))
     with pytest.raises(ConfigError, match="off those of torch"):
-        choose_attention("triton", *llama, PAGE_TOKENS)
+        choose_attention("triton", *llama, groups_of(llama[1]))

@@ -200,6 +200,12 @@ def test_calibrating_twice_is_harmless(build):
     assert calibrate(loaded).layout == calibrate(loaded).layout
 
 
+def test_a_chunk_is_a_window_of_as_many_tokens(tiny):
+    """Its last token sees all of it, and none sees more."""
+    layout = tiny("llama4-ragged", has_windows=True).calibration.layout
+    assert [layer.window for layer in layout.layers] == [16, 0]
+
+
 def test_where_all_layers_have_a_window_some_count_as_without(build):
     """Blocks of tokens have to hold something."""
     loaded = describe_model(

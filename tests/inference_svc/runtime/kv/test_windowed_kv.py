@@ -1,63 +1,28 @@
-"""KV that holds the last tokens only in layers with a window: the same numbers in less memory."""
+"""KV that holds the last tokens only in layers with a window: the same numbers in less memory.
 
-import random
+Side by side and on pages alike; what pages have of their own is in `test_paged_windows.py`.
+"""
 
 import pytest
 import torch
 
-from inference_svc.core.attention_window import HeldRows
 from inference_svc.core.discards import kept_runs
 from inference_svc.runtime.compute.attention_scores import ScoreKeeper
-from inference_svc.runtime.compute.chunk import Chunk
-from inference_svc.runtime.kv.kv_pool import KVPool
 from inference_svc.runtime.kv.layer_tensors import token_items_of
 from inference_svc.runtime.kv.windowed_kv import HeldWindows, WindowedKv
 from inference_svc.runtime.transfer.compaction import compact_in_place
 from inference_svc.runtime.transfer.layer_load import copy_layer
-
-# Softcap; two rotations; pairs; sinks; a window in all layers.
-NAMES = ("gemma2", "gemma3", "cohere2", "gpt-oss", "mistral")
-CAPACITY, STEP = 120, 16
-
-
-def held_windows(model, spare_tokens=4, step_tokens=STEP):
-    """What sequences of a model hold: no block is as short as these tests' sequences."""
-    shapes = [layer.shape for layer in model.calibration.layers]
-    held = HeldWindows.of(model.calibration.layout, shapes, step_tokens)
-    rows = held.rows
-    rows = HeldRows(rows.window, spare_tokens, step_tokens, rows.token_items, rows.full_items)
-    return held._replace(rows=rows)
-
-
-def pool_of(model, windows, num_slots=1000):
-    """A pool whose memory is no numbers yet."""
-    shapes = [layer.shape for layer in model.calibration.layers]
-    dtype = model.loaded.dtype
-    pool = KVPool(shapes, num_slots, device=model.loaded.device, dtype=dtype, windows=windows)
-    pool._region.fill_(float("nan"))
-    return pool
-
-
-def token_ids(seed, length):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(3, 97, (length,), generator=generator).tolist()
-
-
-def feed(model, kv, rows, tokens, scores=None):
-    """Compute tokens at once, as an engine does; returns the last one's logits."""
-    if rows is not None:
-        first = rows.first_held(kv.window_from, kv.num_tokens, len(tokens))
-        kv.keep_from(first)
-    chunk = Chunk(kv, tokens, want_logits=True, scores=scores)
-    return model.runner.step([chunk])[0]
-
-
-def random_sizes(seed, num_tokens):
-    """Of chunks, and of answers between them."""
-    die, sizes = random.Random(seed), []  # noqa: S311  # test data
-    while (left := num_tokens - sum(sizes)) > 0:
-        sizes.append(min(left, die.choice([1, 1, 1, 1, 5, STEP])))
-    return sizes
+from tests.held_windows import (
+    CAPACITY,
+    KINDS,
+    NAMES,
+    STEP,
+    HoldsAll,
+    OnPages,
+    SideBySide,
+    check_answers,
+    token_ids,
+)
 
 
 def components_of(kv, layer_index, first):
@@ -70,29 +35,24 @@ def model(tiny, request):
     return tiny(request.param, has_windows=True)
 
 
+@pytest.fixture(params=[SideBySide, OnPages])
+def holding(model, request):
+    return request.param(model)
+
+
 @pytest.mark.parametrize("seed", [1, 2])
-def test_answers_are_those_of_kv_that_holds_all(model, seed):
+def test_answers_are_those_of_kv_that_holds_all(holding, seed):
     """Chunk by chunk and token by token, wherever the rows are full."""
-    windows = held_windows(model)
-    kv, whole = pool_of(model, windows).new_kv(CAPACITY), model.new_kv(CAPACITY)
-    assert isinstance(kv, WindowedKv)
-    tokens, sizes = token_ids(seed, CAPACITY), random_sizes(seed, CAPACITY)
-    for size in sizes:
-        new = tokens[kv.num_tokens : kv.num_tokens + size]
-        logits = feed(model, kv, windows.rows, new)
-        torch.testing.assert_close(logits, feed(model, whole, None, new), rtol=1e-5, atol=1e-5)
-    assert CAPACITY - kv.window_from <= windows.rows.num_rows < CAPACITY
-    expected = model.stock_logits(tokens)[-1]
-    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+    check_answers(holding, seed, 1e-5)
 
 
 def test_a_sequence_takes_the_memory_that_is_counted(model):
     """As many as the account has room for lie side by side, and none writes to another."""
-    windows = held_windows(model)
-    num_slots = windows.rows.slots_for(CAPACITY)
+    num_slots = SideBySide(model).rows.slots_for(CAPACITY)
     assert num_slots < 0.7 * CAPACITY
-    pool = pool_of(model, windows, 5 * num_slots)
+    pool = SideBySide(model, num_slots=5 * num_slots).pool
     kvs = [pool.new_kv(CAPACITY) for _ in range(5)]
+    assert all(isinstance(kv, WindowedKv) for kv in kvs)
     assert (pool.num_outside, pool.num_free) == (0, 0)
     tensors = [layer for kv in kvs for tokens in kv.components for layer in tokens.layers]
     for number, tensor in enumerate(tensors):
@@ -107,12 +67,11 @@ def test_a_sequence_takes_the_memory_that_is_counted(model):
 
 def test_short_sequences_hold_all(model):
     """Nothing is saved where there are no more tokens than rows."""
-    windows = held_windows(model)
-    pool = pool_of(model, windows)
-    kv = pool.new_kv(windows.rows.num_rows)
+    holding = SideBySide(model)
+    kv = holding.new_kv(holding.rows.num_rows)
     assert not isinstance(kv, WindowedKv)
-    assert pool.num_free == 1000 - windows.rows.num_rows
-    assert isinstance(pool.new_kv(windows.rows.num_rows + 1), WindowedKv)
+    assert holding.pool.num_free == 1000 - holding.rows.num_rows
+    assert isinstance(holding.new_kv(holding.rows.num_rows + 1), WindowedKv)
 
 
 RANGES = {
@@ -125,15 +84,13 @@ RANGES = {
 
 
 @pytest.mark.parametrize("what", list(RANGES))
-def test_what_a_discard_leaves_is_moved_as_in_kv_that_holds_all(model, what):
-    """Re-embedded in place, and gone on from."""
-    windows, ranges = held_windows(model), RANGES[what]
-    kv, whole = pool_of(model, windows).new_kv(CAPACITY), model.new_kv(CAPACITY)
+def test_what_a_discard_leaves_is_moved_as_in_kv_that_holds_all(model, holding, what):
+    """Re-embedded, whatever row or page of a window's it goes to, and gone on from."""
+    ranges, holds_all = RANGES[what], HoldsAll(model)
+    kv, whole = holding.new_kv(), model.new_kv(CAPACITY)
     tokens = token_ids(3, 110)
-    for first in range(0, 110, STEP):
-        new = tokens[first : first + STEP]
-        feed(model, kv, windows.rows, new)
-        feed(model, whole, None, new)
+    holding.feed_all(kv, tokens)
+    holds_all.feed_all(whole, tokens)
     before = kv.window_from
     assert before > 60
     for each in (kv, whole):
@@ -142,67 +99,70 @@ def test_what_a_discard_leaves_is_moved_as_in_kv_that_holds_all(model, what):
     assert (kv.num_tokens, kv.window_from) == (whole.num_tokens, before - gone)
     for layer_index in range(len(model.calibration.layers)):
         first = kv.keys.first_token(layer_index)
-        assert first == (kv.window_from if layer_index in windows.layers else 0)
+        assert first == (kv.window_from if layer_index in holding.windows.layers else 0)
         ours, theirs = (components_of(each, layer_index, first) for each in (kv, whole))
         for held, all_of_it in zip(ours, theirs, strict=True):
             torch.testing.assert_close(held, all_of_it, rtol=1e-5, atol=3e-6)
-    if kv.window_from <= kv.num_tokens - windows.rows.window:
+    if kv.window_from <= kv.num_tokens - holding.rows.window:
         new = token_ids(4, 9)
-        logits, expected = feed(model, kv, windows.rows, new), feed(model, whole, None, new)
+        logits, expected = holding.feed(kv, new), holds_all.feed(whole, new)
         torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("source_holds", [True, False])
-@pytest.mark.parametrize("target_holds", [True, False])
-def test_a_copy_has_what_both_hold(model, source_holds, target_holds):
+@pytest.mark.parametrize("source_kind", list(KINDS))
+@pytest.mark.parametrize("target_kind", list(KINDS))
+def test_a_copy_has_what_both_hold(model, source_kind, target_kind):
     """A prefix that another session goes on from."""
-    windows = held_windows(model)
-    pools = [pool_of(model, windows if holds else None) for holds in (source_holds, target_holds)]
-    source, target = (pool.new_kv(CAPACITY) for pool in pools)
-    whole, tokens = model.new_kv(CAPACITY), token_ids(5, 80)
-    for first in range(0, 80, STEP):
-        new = tokens[first : first + STEP]
-        feed(model, source, windows.rows, new)
-        feed(model, whole, None, new)
-    num_common = source.window_from + windows.rows.window + 1 if source_holds else 70
-    first = windows.rows.first_held(source.window_from, num_common, STEP)
+    given, taken, rows = (
+        KINDS[source_kind](model),
+        KINDS[target_kind](model),
+        SideBySide(model).rows,
+    )
+    source, target, whole = given.new_kv(), taken.new_kv(), model.new_kv(CAPACITY)
+    tokens = token_ids(5, 80)
+    given.feed_all(source, tokens)
+    HoldsAll(model).feed_all(whole, tokens)
+    num_common = source.window_from + rows.window + 1 if source.window_from else 70
     target.num_tokens = num_common
-    target.begin_at(first)
+    target.begin_at(rows.first_held(source.window_from, num_common, STEP))
     for layer_index in range(len(model.calibration.layers)):
         copy_layer(source, target, layer_index, num_common)
     whole.num_tokens = num_common
     for new in (token_ids(6, STEP), token_ids(7, 1)):
-        expected = feed(model, whole, None, new)
-        assert torch.equal(feed(model, target, windows.rows, new), expected)
+        logits, expected = taken.feed(target, new), HoldsAll(model).feed(whole, new)
+        torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("needs", ["window", "accumulated"])
-def test_scores_are_those_of_kv_that_holds_all(model, needs):
+@pytest.mark.parametrize("kind", [SideBySide, OnPages])
+def test_scores_are_those_of_kv_that_holds_all(model, kind, needs):
     """Queries that have waited for the prompt's last ones see as many keys as they did."""
-    windows = held_windows(model, spare_tokens=11)
     tokens, scores = token_ids(8, 90), []
-    held = pool_of(model, windows).new_kv(CAPACITY)
-    for kv, rows in ((held, windows.rows), (model.new_kv(CAPACITY), None)):
-        keeper = ScoreKeeper(needs, 11, 90)
+    for held in (kind(model, spare_tokens=11), HoldsAll(model)):
+        kv, keeper = held.new_kv(), ScoreKeeper(needs, 11, 90)
         for size in [*[STEP] * 5, 7, 2, 1]:
-            new = tokens[kv.num_tokens : kv.num_tokens + size]
-            feed(model, kv, rows, new, scores=keeper)
+            held.feed(kv, tokens[kv.num_tokens : kv.num_tokens + size], scores=keeper)
             keeper.commit()
         scores.append(torch.tensor(keeper.scores()))
     torch.testing.assert_close(*scores, rtol=1e-4, atol=1e-4)
 
 
-def test_what_is_given_back_is_not_read(model):
-    """A bug ends here, not in an answer; nor are there places that are the same in all layers."""
-    windows = held_windows(model)
-    kv = pool_of(model, windows).new_kv(CAPACITY)
+def test_what_is_given_back_is_not_read(model, holding):
+    """A bug ends here, not in an answer."""
+    kv = holding.new_kv()
     kv.begin_at(30)
     kv.num_tokens = 40
-    (windowed, *_), full = sorted(windows.layers), set(range(len(model.calibration.layers)))
-    kv.keys.read(min(full - windows.layers), 0, 40)
+    windowed = min(holding.windows.layers)
+    kv.keys.read(min(set(range(len(model.calibration.layers))) - holding.windows.layers), 0, 40)
     kv.keys.read(windowed, 30, 10)
     with pytest.raises(AssertionError, match="token 29"):
         kv.keys.read(windowed, 29, 10)
+
+
+def test_rows_are_no_place_for_kernels(model):
+    """They know one place for all layers."""
+    holding = SideBySide(model)
+    kv, windowed = holding.new_kv(), min(holding.windows.layers)
     with pytest.raises(AssertionError, match="kernel"):
         kv.values.region(windowed)
     with pytest.raises(AssertionError, match="kernel"):

@@ -16,15 +16,10 @@ from inference_svc.runtime.transfer.layer_load import LayerLoader
 from inference_svc.runtime.transfer.layer_store import store_blocks
 from inference_svc.runtime.transfer.spans import check_spans, check_windows, windows_beside
 from shared.types.granted_slots import GrantedWindow
+from tests.held_windows import NAMES, token_ids
 
 HISTORY = 40
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
-NAMES = ("gemma2", "gemma3", "cohere2", "gpt-oss", "mistral")
-
-
-def token_ids(seed, length):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(3, 97, (length,), generator=generator).tolist()
 
 
 def prefilled(model, history):
