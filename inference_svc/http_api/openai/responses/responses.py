@@ -30,6 +30,7 @@ from inference_svc.http_api.openai.responses.stored_response import (
 from inference_svc.http_api.replies import OneAnswer, reply, send_events, send_reply
 from inference_svc.http_api.requests import REQUEST_IDS, TurnRequest
 from inference_svc.http_api.sessions.background import Running
+from inference_svc.http_api.sessions.history_chain import HistoryChain, open_chain
 from inference_svc.http_api.sessions.http_turn import HttpTurn
 from inference_svc.http_api.sessions.lookup import ConversationTurn, ResponseInfo, StoredResponse
 
@@ -119,8 +120,8 @@ async def _following(api: Api, turn_request: TurnRequest[B]) -> tuple[HttpTurn, 
         RequestError: the instructions are others than it has.
     """
     body, caller = turn_request.body, turn_request.caller
-    previous = await find_stored(api, caller, body.previous_response_id)
-    _check_instructions(turn_request, previous)
+    previous = await find_stored(api, caller, body.previous_response_id, is_followed=True)
+    _check_instructions(api, turn_request, previous)
     calls: tuple[ToolCall, ...] = ()
     if any(message.role == TOOL for message in body.new_messages):
         record, reading = await recorded_turn(api, caller, body.previous_response_id, previous)
@@ -134,20 +135,26 @@ async def _following(api: Api, turn_request: TurnRequest[B]) -> tuple[HttpTurn, 
     return replace(turn, previous=previous, info=info if body.store else None), info
 
 
-def _check_instructions(turn_request: TurnRequest[B], previous: StoredResponse) -> None:
+def _check_instructions(api: Api, turn_request: TurnRequest[B], previous: StoredResponse) -> None:
     """Check that a session keeps the instructions that it began with.
 
     Raises:
         RequestError: others are given.
     """
     instructions = turn_request.body.instructions
-    digest = turn_request.chain.id_of("instructions", instructions)
-    if instructions and digest != previous.info.instructions_digest:
+    chains = (_open_chain(api, turn_request), turn_request.chain)  # an earlier release's digest
+    digests = {chain.id_of("instructions", instructions) for chain in chains}
+    if instructions and previous.info.instructions_digest not in digests:
         raise RequestError(
             "these instructions are not those of the conversation",
             "leave them out to go on with it, or send the conversation as input",
             "instructions",
         )
+
+
+def _open_chain(api: Api, turn_request: TurnRequest[B]) -> HistoryChain:
+    """Return what makes digests that another server compares: as of words that it has, too."""
+    return open_chain(turn_request.caller.tenant, api.gateway.model)
 
 
 async def _going_on(
@@ -221,7 +228,7 @@ def _turn(
         created_s=int(time.time()),
         model=body.model,
         instructions=instructions[:MAX_KEPT],
-        instructions_digest=chain.id_of("instructions", instructions),
+        instructions_digest=_open_chain(api, turn_request).id_of("instructions", instructions),
         previous_id=body.previous_response_id,
         max_output_tokens=body.max_output_tokens,
         temperature=turn.sampling["temperature"],

@@ -158,13 +158,13 @@ async def delete_response(api: Api, request: web.Request) -> web.Response:
         if unanswered is None:
             raise
         return _deleted(response_id)
-    session_id = stored.at.session_id
-    others = await api.store.count_responses(caller.tenant, session_id) - 1
-    if not others and not stored.at.is_named:  # first what may be refused: a turn may be under way
+    at, responses = stored.at, api.completion.responses
+    # First what may be refused: a turn may be under way.
+    if not at.is_named and await responses.is_last(caller, response_id, at):
         with suppress(NotFoundError):
-            key = api.gateway.key(caller.identity, caller.tenant, session_id)
+            key = api.gateway.key(caller.identity, caller.tenant, at.session_id)
             await api.gateway.delete_session(key)
-    await api.store.forget_response(caller.tenant, response_id)
+    await responses.delete(caller, response_id, at)
     return _deleted(response_id)
 
 
@@ -177,17 +177,28 @@ def most_kept(settings: OpenAISettings) -> int:
     return min(MAX_INPUT_BYTES, settings.kept_input_bytes)
 
 
-async def find_stored(api: Api, caller: Caller, response_id: str) -> StoredResponse:
-    """Look the caller's response up.
+async def find_stored(
+    api: Api, caller: Caller, response_id: str, *, is_followed: bool = False
+) -> StoredResponse:
+    """Look the caller's response up; one that another server has made is here then.
+
+    Args:
+        api: the API's parts.
+        caller: who asks.
+        response_id: of the response.
+        is_followed: whether a turn is to follow it: nobody waits for what others have done to one
+            that is here.
 
     Raises:
         UnknownResponseError: it has none of that id.
         UnfinishedResponseError: it is not complete.
+        TranscriptUnavailableError: nobody knows whether it has.
     """
     if api.background.find(caller.tenant, response_id) is not None:
         raise unfinished_response(response_id)
     is_ours = response_id.isascii() and response_id.startswith("resp_")
-    stored = await api.store.find_response(caller.tenant, response_id) if is_ours else None
+    responses = api.completion.responses
+    stored = await responses.find(caller, response_id, is_followed=is_followed) if is_ours else None
     if stored is None:
         raise unknown_response(response_id)
     return stored
@@ -202,9 +213,9 @@ async def recorded_turn(
         UnknownResponseError: its session is gone.
     """
     record = (await session_up_to(api, caller, response_id, stored)).turns[-1]
-    call_id = api.completion.chain(caller).call_ids(stored.at.request_id)
     gateway = api.gateway
     use = stored.info.tool_use
+    call_id = stored.info.call_id_by(api.completion.chain(caller).call_ids(stored.at.request_id))
     reading = Reading(
         *(gateway.tool_format, use, call_id, gateway.thoughts),
         heads=gateway.heads_of_calls(use),
