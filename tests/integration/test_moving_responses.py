@@ -94,19 +94,23 @@ async def test_a_response_is_gone_on_with_when_its_server_is_lost(tiny_model, sh
 
 
 async def test_back_and_forth_it_is_one_conversation(tiny_model, short_dir, oracle):
-    """Each server has what the other one has answered; a branch of it moves, too."""
+    """So it is in branches: of an earlier answer, or of one that a server takes for the last."""
     async with running(tiny_model, short_dir, 100, 100) as (first, second, _):
-        last = begun = await ask(first, SAID)
+        made = [await ask(first, SAID)]
         for server in (second, first, first, second):
-            last = await ask(server, f"Go on at {server.name}.", previous_response_id=last.id)
-        name = begun.model_extra["session_id"]
-        assert last.model_extra["session_id"] == name
+            said = f"Go on at {server.name}."
+            made.append(await ask(server, said, previous_response_id=made[-1].id))
+        names = {one.model_extra["session_id"] for one in made}
+        (name,) = names
         assert await second.num_turns(name) == 5
-        other = await ask(first, "Or else?", previous_response_id=begun.id)
-        other = await ask(second, "And then?", previous_response_id=other.id)
-        branch = other.model_extra["session_id"]
-        assert await second.num_turns(branch) == 3
-        await check_identical({second.name: second}, oracle, [name, branch])
+        for before, num_turns in ((made[0], 3), (made[3], 6)):
+            other = await ask(first, "Or else?", previous_response_id=before.id)
+            other = await ask(second, "And then?", previous_response_id=other.id)
+            branch = other.model_extra["session_id"]
+            names.add(branch)
+            assert await second.num_turns(branch) == num_turns
+        assert len(names) == 3
+        await check_identical({second.name: second}, oracle, names)
 
 
 async def test_calls_of_tools_are_answered_elsewhere(tiny_model, short_dir):
