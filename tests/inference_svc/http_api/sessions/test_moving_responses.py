@@ -9,6 +9,7 @@ from inference_svc.http_api.sessions.http_turn import Caller
 from inference_svc.http_api.sessions.lookup import ResponseInfo, Route, UnansweredResponse
 from inference_svc.runtime.turns.shared_responses import Standing
 from shared.access.identity import Identity
+from shared.blobs.release import RESPONSES
 from shared.types.session_key import SessionKey
 from tests.faulty_store import Odds
 from tests.inference_svc.http_api.sessions import test_elsewhere
@@ -159,6 +160,18 @@ async def test_a_session_goes_with_its_last_response(here, there, order):
         assert await server.service.store.find(talk.key) is None
 
 
+async def test_a_response_that_the_store_lacks_counts_where_it_is(here, there):
+    """It was never told, or is swept: its session stays for it."""
+    talk = Talk()
+    first, second = await talk.ask(here), await talk.ask(here)
+    await find(there, first)
+    blobs = here.calls._store._store.blobs
+    for name in [name for name in blobs if name.startswith(f"{RESPONSES}/")]:
+        del blobs[name]
+    await delete(here, first)
+    assert await find(here, second)
+
+
 async def test_a_session_that_is_named_stays(here, there):
     """Its responses move as it does."""
     talk = Talk("mine", is_named=True)
@@ -201,7 +214,7 @@ async def test_what_the_store_says_is_not_believed_alone(here, there):
 
 
 async def test_of_what_a_silent_store_may_have_nobody_knows(here, there):
-    """One that is here is found; so it is again when its session went for others meanwhile."""
+    """One that is here is found, and stays if it is to be deleted."""
     talk = Talk()
     first = await talk.ask(here)
     second = await talk.ask(here)
@@ -219,8 +232,7 @@ async def test_of_what_a_silent_store_may_have_nobody_knows(here, there):
             await asked
     assert await there.store.find_response("acme", first)
     silence(there, is_silent=False)
-    await find(there, second)
-    assert await there.service.store.find(talk.key)
+    assert await find(there, second)
 
 
 async def test_one_of_a_session_that_went_here_is_brought_again(here, there):
@@ -231,6 +243,10 @@ async def test_one_of_a_session_that_went_here_is_brought_again(here, there):
     await talk.ask(there)
     await here.sessions.let_go(talk.key)
     assert await here.service.store.find(talk.key) is None
+    silence(here)
+    with pytest.raises(TranscriptUnavailableError):
+        await find(here, first, is_followed=True)
+    silence(here, is_silent=False)
     assert await find(here, first, is_followed=True)
     assert len((await here.service.store.get(talk.key)).turns) == 2
 
