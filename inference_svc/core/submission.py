@@ -175,6 +175,7 @@ class Submission:
             that one meanwhile; "": then it is refused, for its client has named the session.
         said: makes, of the answer's text and the id of the session that has it, what its record
             says of the whole conversation; None: that is not known.
+        response_id: id of the response that it is to be stored as; "": it is none.
     """
 
     key: SessionKey
@@ -200,6 +201,7 @@ class Submission:
     is_local: bool = False
     fork_id: str = ""
     said: Callable[[str, str], Said] | None = None
+    response_id: str = ""
 
     def said_in(self, session_id: str, text: str) -> Said:
         """Return what the record of an answer says, in the session that has it."""

@@ -150,7 +150,7 @@ class Transcript:
         """
         header = replace(self.header, session_id=session_id, forked_from=self.header.session_id)
         discards = tuple(found for found in self.discards if found[0] <= at_turn)
-        turns = tuple(replace(turn, history="") for turn in self.turns[:at_turn])
+        turns = tuple(replace(turn, history="", response="") for turn in self.turns[:at_turn])
         return Transcript(header, turns, discards=discards)
 
     def find(self, request_id: str) -> TurnRecord | None:

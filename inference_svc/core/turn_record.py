@@ -133,6 +133,7 @@ class TurnRecord:
             same on every server, and of this session; "": not known, or the session is not shared.
         history: likewise, but the same in every session; "" also if a client has named this one, or
             the turn was another session's, of which this one is a fork.
+        response: id of the response that it is stored as; "": it is none, or another session's.
     """
 
     turn: int
@@ -156,6 +157,7 @@ class TurnRecord:
     template_arguments: str = ""
     said: str = ""
     history: str = ""
+    response: str = ""
 
     @property
     def num_tokens(self) -> int:

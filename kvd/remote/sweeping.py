@@ -5,7 +5,8 @@ one, which is forgotten GRACE_S later; chunks are condemned first (chunk_store.p
 safe beside pushes, pulls and other sweeps; the lease only spares the work. Where a manifest cannot
 be read, nothing of its tenant is removed: nobody knows what it names. Of the services' transcripts
 those are forgotten that they have deleted, and those of sessions that no client has named, once
-nobody has gone on with them for long: a server that is gone would never delete them.
+nobody has gone on with them for long: a server that is gone would never delete them. So are
+histories and responses, whoever has named their sessions.
 """
 
 import json
@@ -22,9 +23,10 @@ from kvd.remote.manifest import Owner, has_expired
 from kvd.remote.names import SWEEPER, all_chunks, all_condemned, place_of
 from shared.blobs.blob_store import Blob, BlobStore
 from shared.blobs.errors import BlobMissingError, OvertakenError, UnfitStoreError
-from shared.blobs.history_entry import HistoryEntry, decode_entry
+from shared.blobs.history_entry import decode_entry
 from shared.blobs.register import NOTHING, Register, Seen, Version, is_version, number_of
-from shared.blobs.release import DELETED_BYTES, HISTORIES, TRANSCRIPTS
+from shared.blobs.release import DELETED_BYTES, HISTORIES, RESPONSES, TRANSCRIPTS
+from shared.blobs.response_entry import decode_response
 
 KNOWN_S = 30 * 86400.0  # by then a service that was away has found out what was deleted
 UNNAMED_S = 30 * 86400.0  # by then nobody is likely to go on with what no client has named
@@ -92,7 +94,7 @@ class Sweeper:
             named, unknown = self._sweep_sessions(now_s, result)
             self._sweep_chunks(now_s, named, unknown, result)
             self._sweep_transcripts(now_s, result)
-            self._sweep_histories(now_s, result)
+            self._sweep_answers(now_s, result)
         finally:
             self._end()
         return result
@@ -212,17 +214,15 @@ class Sweeper:
                 register.remove(seen)
                 result.num_forgotten += 1
 
-    def _sweep_histories(self, now_s: float, result: SweepResult) -> None:
-        """Remove histories that are old, and what they lead to, if that is, too.
+    def _sweep_answers(self, now_s: float, result: SweepResult) -> None:
+        """Remove histories and responses that are old, and what they lead to, if that is, too.
 
-        Each turn leaves one: a session that is used has others.
+        Each turn of a session that others could find leaves one: if it is used, it has others.
         """
         old_s = now_s - self._unnamed_s
-        old = [
-            blob.name for blob in list_blobs(self._store, HISTORIES) if blob.stored_unix_s <= old_s
-        ]
-        places = {entry.transcript for entry in map(self._entry_in, old) if entry}
-        for place in places:
+        answers = [*list_blobs(self._store, HISTORIES), *list_blobs(self._store, RESPONSES)]
+        old = [blob.name for blob in answers if blob.stored_unix_s <= old_s]
+        for place in {place for place in map(self._unnamed_at, old) if place}:
             versions = [blob for blob in list_blobs(self._store, place) if is_version(blob.name)]
             newest = max(versions, key=number_of, default=None)
             if newest is None or newest.stored_unix_s > old_s:
@@ -233,11 +233,17 @@ class Sweeper:
                 result.num_unnamed += 1
         self._store.delete(old)
 
-    def _entry_in(self, name: str) -> HistoryEntry | None:
+    def _unnamed_at(self, name: str) -> str:
+        """Return where the transcript is that an answer leads to; "": nowhere, or it is named."""
         try:
-            return decode_entry(self._store.get(name))
+            data = self._store.get(name)
         except BlobMissingError:
-            return None
+            return ""
+        if name.startswith(f"{HISTORIES}/"):
+            entry = decode_entry(data)
+            return entry.transcript if entry else ""
+        response = decode_response(data)
+        return response.transcript if response and not response.named else ""
 
     def _names_in(self, blob: Blob) -> list[str]:
         try:

@@ -9,9 +9,7 @@ looks whether the transcript says the same.
 import json
 from dataclasses import asdict, dataclass
 
-from shared.blobs.release import TRANSCRIPTS
-
-_PARTS = 4  # of the name of a transcript's place
+from shared.blobs.release import is_transcript_place
 
 
 @dataclass(frozen=True)
@@ -39,6 +37,4 @@ def decode_entry(data: bytes) -> HistoryEntry | None:
         entry = HistoryEntry(str(found["session"]), str(found["transcript"]))
     except (ValueError, KeyError, TypeError):
         return None
-    parts = entry.transcript.split("/")
-    is_place = entry.transcript.startswith(f"{TRANSCRIPTS}/") and len(parts) == _PARTS
-    return entry if is_place and all(parts) else None
+    return entry if is_transcript_place(entry.transcript) else None

@@ -3,6 +3,7 @@
 v1/format         says which version this is
 v1/transcripts/   the services' transcripts
 v1/histories/     which of these a history leads to (history_entry.py)
+v1/responses/     which of these a response is a turn of (response_entry.py)
 v1/…              kvd's sessions (kvd/remote/names.py)
 
 Names of tenants, sessions and models are there as digests, which fit anywhere.
@@ -16,13 +17,21 @@ from shared.blobs.errors import BlobExistsError, UnfitStoreError
 FORMAT = "v1/format"
 TRANSCRIPTS = "v1/transcripts"
 HISTORIES = "v1/histories"
+RESPONSES = "v1/responses"
 DELETED_BYTES = 8  # a transcript of so many says that its session was deleted
 THIS_FORMAT = b"KVDREMOT 1\n"
+_PLACE_PARTS = 4  # of the name of a transcript's place
 
 
 def stored_name(name: str) -> str:
     """Return what stands for a tenant's, a session's or a model's name: BLAKE2b-128, in hex."""
     return hashlib.blake2b(name.encode(), digest_size=16).hexdigest()
+
+
+def is_transcript_place(name: str) -> bool:
+    """Whether a name could be the place of a transcript's versions: a sweep may remove these."""
+    parts = name.split("/")
+    return name.startswith(f"{TRANSCRIPTS}/") and len(parts) == _PLACE_PARTS and all(parts)
 
 
 def claim(store: BlobStore) -> None:

@@ -28,10 +28,15 @@ class Sealer:
     Args:
         keys: the newest first; none: values are stored as they are.
         takes_plain: whether values open that were never sealed; without a key they do.
+
+    Attributes:
+        seals: whether there is a key.
+        takes_plain: see above.
     """
 
     def __init__(self, keys: Sequence[SecretKey] = (), *, takes_plain: bool = True) -> None:
-        self._takes_plain = takes_plain or not keys
+        self.seals = bool(keys)
+        self.takes_plain = takes_plain or not keys
         self._newest = keys[0].key if keys else None
         self._keys = {key_id(key.key): key.key for key in keys}
 
@@ -66,7 +71,7 @@ class Sealer:
             SealBrokenError: it was changed, or is somewhere else; or is plain, and may not be.
         """
         if not value.startswith(MARK):
-            if not self._takes_plain:
+            if not self.takes_plain:
                 raise SealBrokenError
             return value
         name = value[len(MARK) : _HEAD_BYTES]

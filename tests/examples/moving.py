@@ -1,8 +1,9 @@
 """A scene before any balancer: one server is drained and comes back, another one is lost.
 
-Half of the conversations are sent whole over HTTP, and half of these without a name: they come to
-any server. The others are sent turn by turn over gRPC. Where servers share nothing all are sent
-whole, by their names, for the others would have lost their words.
+Half of the conversations come over HTTP, and half of these without a name, to any server: sent
+whole, or turn by turn, each behind the last response. All others over HTTP are sent whole, and
+those over gRPC turn by turn. Where servers share nothing all are sent whole, by their names, for
+the others would have lost their words.
 """
 
 import asyncio
@@ -46,8 +47,10 @@ class Tale:
 
     Attributes:
         name: what its client calls it.
-        is_whole: whether its client sends all of it each time.
+        is_http: whether its client comes over HTTP.
         is_named: whether its client tells its name.
+        is_followed: whether it sends what is new, behind the last response; else it sends all of it
+            each time, if it comes over HTTP.
         session: id of the session that has had its last turn.
         num_turns: that its client has had.
         num_tokens: of context that could have KV after them.
@@ -56,19 +59,23 @@ class Tale:
     """
 
     name: str
-    is_whole: bool
+    is_http: bool
     is_named: bool = True
+    is_followed: bool = False
     session: str = ""
     num_turns: int = 0
     num_tokens: int = 0
     recomputed: int = 0
     total_recomputed: int = 0
     _messages: list[dict[str, str]] = field(default_factory=list)
+    _last_response: str | None = None
 
     async def go_on(self, http: openai.AsyncOpenAI, grpc_client: InferenceClient) -> None:
         """Have the next turn answered; its client tries again what may be tried again."""
         said = f"{self.name}, {self.num_turns}: {SAID}"
-        if self.is_whole:
+        if self.is_followed:
+            reused, num_tokens = await self._follow(http, said)
+        elif self.is_http:
             reused, num_tokens = await self._ask(http, said)
         else:
             reused, num_tokens = await self._submit(grpc_client, said)
@@ -91,6 +98,19 @@ class Tale:
         self._messages.append({"role": "assistant", "content": answer.choices[0].message.content})
         usage = answer.usage
         return usage.prompt_tokens_details.cached_tokens, usage.prompt_tokens + LENGTH - 1
+
+    async def _follow(self, http: openai.AsyncOpenAI, said: str) -> tuple[int, int]:
+        response = await http.responses.create(
+            model=MODEL,
+            input=said,
+            previous_response_id=self._last_response,
+            max_output_tokens=LENGTH,
+            extra_body={"ignore_eos": True},
+        )
+        self.session = response.model_extra["session_id"]
+        self._last_response = response.id
+        usage = response.usage
+        return usage.input_tokens_details.cached_tokens, usage.input_tokens + LENGTH - 1
 
     async def _submit(self, client: InferenceClient, said: str) -> tuple[int, int]:
         sampling = pb.Sampling(max_tokens=LENGTH, ignore_eos=True)
@@ -177,7 +197,12 @@ async def play(front: Front, num_tales: int, store: Path | None) -> Scene:
         store: directory that the pairs share; None: they share nothing.
     """
     tales = [
-        Tale(f"tale-{number}", not store or number % 2 == 0, not store or number % 4 != 0)
+        Tale(
+            f"tale-{number}",
+            is_http=not store or number % 2 == 0,
+            is_named=not store or number % 4 != 0,
+            is_followed=bool(store) and number % 8 == 0,
+        )
         for number in range(num_tales)
     ]
     out, lost, _ = front.pairs.values()
@@ -203,7 +228,7 @@ async def play(front: Front, num_tales: int, store: Path | None) -> Scene:
         moved = sum(tale.recomputed for tale, _ in on_out)
 
         on_lost = await held_by(front, lost, tales)
-        running = asyncio.create_task(go_on(tale for tale in tales if not tale.is_whole))
+        running = asyncio.create_task(go_on(tale for tale in tales if not tale.is_http))
         if store is not None:
             await lost.until_computing()
         before = {tale.name: tale.num_tokens for tale, _ in on_lost}
@@ -214,7 +239,7 @@ async def play(front: Front, num_tales: int, store: Path | None) -> Scene:
             pushed = await pushed_tokens(store, key) if store else 0
             unpushed += max(0, before[tale.name] - pushed)
         await running
-        await go_on(tale for tale in tales if tale.is_whole)
+        await go_on(tale for tale in tales if tale.is_http)
         recomputed = sum(tale.recomputed for tale, _ in on_lost)
 
         if store is not None:

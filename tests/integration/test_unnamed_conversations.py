@@ -21,14 +21,14 @@ max_sessions = {max_sessions}
 
 
 class Server(Pair):
-    """A pair that shares a store with others; `directory` is short."""
+    """A pair that shares a store with others; `directory` is short, and `more` are settings."""
 
-    def __init__(self, number, model, directory, store, max_sessions=100):
+    def __init__(self, number, model, directory, store, max_sessions=100, more=""):
         directory.mkdir()
         self.socket = directory / "openai.sock"
         self._sessions = directory / "state" / "sessions"
         settings = directory / "inference-svc.toml"
-        settings.write_text(SETTINGS.format(socket=self.socket, max_sessions=max_sessions))
+        settings.write_text(SETTINGS.format(socket=self.socket, max_sessions=max_sessions) + more)
         super().__init__(f"server-{number}", model, directory, ["--config", str(settings)], store)
 
     async def num_turns(self, session_id):
@@ -88,13 +88,13 @@ class Talk:
 
 
 @asynccontextmanager
-async def running(model, directory, *max_sessions):
-    """Servers with such bounds, and the directory of their store."""
+async def running(model, directory, *max_sessions, more=""):
+    """Servers with such bounds and more settings, and the directory of their store."""
     store = directory / "store"
     async with AsyncExitStack() as stack:
         servers = []
         for number, most in enumerate(max_sessions):
-            server = Server(number, model, directory / str(number), store, most)
+            server = Server(number, model, directory / str(number), store, most, more)
             stack.push_async_callback(server.stop)
             await server.start()
             await server.following.until_said("kvd_followed")

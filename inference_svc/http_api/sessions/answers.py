@@ -289,10 +289,13 @@ class Answers:
         try:
             await self._completion.keep_request(caller, turn, route)
             before = await self._router.before_answer(caller, turn, route)
+            is_local = self._router.is_local(turn, route, before)
             stream = await self._gateway.submit(
                 caller.identity,
                 TurnNames(caller.tenant, route.session_id, turn.request_id),
-                lambda key, defaults: turn.as_submission(route, key, defaults, before),
+                lambda key, defaults: turn.as_submission(
+                    route, key, defaults, before, is_local=is_local
+                ),
             )
         except BaseException:
             if is_passing:

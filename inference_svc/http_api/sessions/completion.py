@@ -28,6 +28,7 @@ from inference_svc.http_api.sessions.lookup import (
     StoredRequest,
     StoredResponse,
 )
+from inference_svc.http_api.sessions.moving_responses import MovingResponses
 from inference_svc.http_api.sessions.store import ApiStore
 from inference_svc.http_api.sessions.subagents import IdleSubagents
 from inference_svc.runtime.turns.sessions import Sessions
@@ -54,6 +55,9 @@ class Completion:
         store: where answers are remembered.
         max_sessions: bound of the sessions that nobody named.
         subagent_idle_s: seconds after which an idle session of a sub-agent is ended.
+
+    Attributes:
+        responses: that are stored, also those that other servers have made.
     """
 
     def __init__(
@@ -67,6 +71,7 @@ class Completion:
         self._sessions = sessions
         self._model = model
         self._store = store
+        self.responses = MovingResponses(sessions, model, store)
         self._max_sessions = max_sessions
         self._subagents = IdleSubagents(subagent_idle_s, max_sessions)
         self._tasks = asyncio.TaskGroup()
@@ -115,13 +120,16 @@ class Completion:
         if not turn.is_final:
             self.spawn(self._expect(caller, turn, route, at, answer))
         history = await self._keep_history(caller, turn, route, at, answer)
-        if turn.info is not None:
-            known = StoredResponse(at, history, turn.info)
+        known = None if turn.info is None else StoredResponse(at, history, turn.info)
+        if known is not None:
             await self._store.keep_response(caller.tenant, turn.response_id, known, turn.brought)
         if is_passing:
             await self._store.end_passing(caller.tenant, route.session_id)
         if turn.conversation is not None:
             turn.conversation.release()
+        if known is not None:  # last: for a store that is slow nothing else waits
+            call_ids = [call.call_id for call in answer.tool_calls]
+            await self.responses.share(caller, turn.response_id, known, turn.brought, call_ids)
 
     async def keep_request(self, caller: Caller, turn: HttpTurn, route: Route) -> None:
         """Store where a request goes, if it may be repeated."""

@@ -92,7 +92,13 @@ class HttpTurn:
     conversation: ConversationTurn | None = None
 
     def as_submission(
-        self, route: Route, key: SessionKey, defaults: TurnDefaults, before: bytes | None = None
+        self,
+        route: Route,
+        key: SessionKey,
+        defaults: TurnDefaults,
+        before: bytes | None = None,
+        *,
+        is_local: bool = False,
     ) -> Submission:
         """Make the submission to the route's session.
 
@@ -100,8 +106,8 @@ class HttpTurn:
             route: where the turn goes.
             key: of the session there.
             defaults: what the client does not say.
-            before: digest of all that was said before the answer; see `Router.before_answer`. A
-                session that nobody named, and of which it is not known, is this server's alone.
+            before: digest of all that was said before the answer; see `Router.before_answer`.
+            is_local: whether the session is this server's alone; see `Router.is_local`.
 
         Raises:
             EmptyTurnError: no new message has any content.
@@ -127,9 +133,10 @@ class HttpTurn:
             calls=reading.calls if self.raw is None else None,
             prediction=self.prediction,
             resembles=route.resembles,
-            is_local=not route.is_named and before is None,
+            is_local=is_local,
             fork_id="" if route.is_named else new_session_id(),
             said=self._said(key, before, is_named=route.is_named),
+            response_id="" if self.info is None else self.response_id,
         )
 
     def _said(

@@ -46,6 +46,7 @@ class ResponseInfo:
         effort: how much the model was to think; None: the client did not say.
         conversation_id: the conversation that it is a turn of; "": it is of none.
         is_background: whether it was computed while nobody waited.
+        call_ids: ids of the calls in its answer, if another server has made these.
     """
 
     created_s: float
@@ -68,6 +69,7 @@ class ResponseInfo:
     effort: str | None = None
     conversation_id: str = ""
     is_background: bool = False
+    call_ids: Sequence[str] = field(default_factory=list)
 
     @property
     def is_free(self) -> bool:
@@ -84,6 +86,11 @@ class ResponseInfo:
         if isinstance(self.tool_choice, str):
             return ToolUse(tools, ChoiceKind(self.tool_choice), "", most_calls)
         return ToolUse(tools, ChoiceKind.REQUIRED, self.tool_choice["name"], most_calls)
+
+    def call_id_by(self, made_here: Callable[[int], str]) -> Callable[[int], str]:
+        """Return what has the id of a call by its index, given what makes those of this server."""
+        ids = dict(enumerate(self.call_ids))
+        return lambda index: ids.get(index) or made_here(index)
 
     def split_name(self, name: str) -> tuple[str, str]:
         """Return the namespace that a tool is of, "" if it is of none, and its name there."""

@@ -92,6 +92,18 @@ class Router:
             return None
         return (await self._open_digests(caller, turn))[-1]
 
+    def is_local(self, turn: HttpTurn, route: Route, before: bytes | None) -> bool:
+        """Whether a turn's session is of no use to other servers: nobody could find it there.
+
+        Args:
+            turn: the turn.
+            route: where it goes.
+            before: what `before_answer` has said of it.
+        """
+        is_response = turn.info is not None and turn.is_kept and not turn.is_final
+        is_found = before is not None or (is_response and self._elsewhere.is_shared)
+        return not (route.is_named or is_found)
+
     async def _digests(self, chain: HistoryChain, turn: HttpTurn) -> list[bytes]:
         """Return the digests of a turn's messages: of none of them, the first, … all of them."""
         framing = await self._framing(turn.arguments) if turn.messages else ""

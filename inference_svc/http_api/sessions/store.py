@@ -9,7 +9,7 @@ Calls run on one thread of the store's own, in the order in which they were made
 
 import json
 import sqlite3
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -157,15 +157,15 @@ class ApiStore:
 
         return await self._run(find)
 
-    async def count_responses(self, tenant: str, session_id: str) -> int:
-        """Count a session's stored responses.
+    async def responses_of(self, tenant: str, session_id: str) -> set[str]:
+        """Return the ids of a session's stored responses.
 
         Raises:
             StoreUnavailableError: the store cannot be read.
         """
-        sql = "SELECT count(*) FROM responses WHERE tenant = ? AND session = ?"
-        row = await self._run(lambda: self._row(sql, tenant, session_id))
-        return int(row[0]) if row else 0
+        sql = "SELECT id FROM responses WHERE tenant = ? AND session = ?"
+        rows = await self._run(lambda: self._db.execute(sql, (tenant, session_id)).fetchall())
+        return {str(row[0]) for row in rows}
 
     async def find_input(self, tenant: str, response_id: str) -> str | None:
         """Return the input of a tenant's response; None if it is not kept.
@@ -310,10 +310,13 @@ class ApiStore:
             return otherwise
 
 
-def _info(text: str) -> ResponseInfo:
-    """Decode; what only a newer release knows of a response is left out."""
-    found = json.loads(text)
+def info_of(found: Mapping[str, Any]) -> ResponseInfo:
+    """Make what was encoded; what only a newer release knows of a response is left out."""
     return ResponseInfo(**{f.name: found[f.name] for f in fields(ResponseInfo) if f.name in found})
+
+
+def _info(text: str) -> ResponseInfo:
+    return info_of(json.loads(text))
 
 
 def _point(session_id: str, turns: int, request_id: str, named: int) -> Point:

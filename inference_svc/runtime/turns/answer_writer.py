@@ -212,6 +212,7 @@ class AnswerWriter:
             template_arguments=prompt.template_arguments,
             said=told.said,
             history=told.history,
+            response=submission.response_id,
         )
 
     def usage(self, request: EngineRequest, discards: Sequence[Discard] = ()) -> Usage:

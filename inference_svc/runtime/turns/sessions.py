@@ -25,6 +25,7 @@ from inference_svc.core.transcript_format import ExpectedSession, Transcript
 from inference_svc.runtime.engine.engine_loop import EngineLoop
 from inference_svc.runtime.engine.engine_request import ContextCut
 from inference_svc.runtime.turns.shared_histories import SharedHistories
+from inference_svc.runtime.turns.shared_responses import SharedResponses
 from inference_svc.runtime.turns.transcript import TranscriptStore
 from inference_svc.runtime.turns.turn import Turn
 from shared.process.log import get_logger
@@ -68,6 +69,17 @@ class Sessions:
         sharing = self._transcripts.sharing
         return sharing.histories if sharing is not None else None
 
+    @property
+    def responses(self) -> SharedResponses | None:
+        """That are stored, where services share an object store; else None."""
+        sharing = self._transcripts.sharing
+        return sharing.responses if sharing is not None else None
+
+    def is_shared(self, key: SessionKey) -> bool:
+        """Whether a session goes to an object store that services share."""
+        sharing = self._transcripts.sharing
+        return sharing is not None and sharing.is_shared(key)
+
     def check_not_held(self, key: SessionKey) -> None:
         """Check that a turn of a session may begin.
 
@@ -77,15 +89,22 @@ class Sessions:
         if key in self._held:
             raise _busy(key)
 
-    async def get(self, key: SessionKey, *, is_fresh: bool = False) -> tuple[Transcript, bool]:
+    async def get(
+        self, key: SessionKey, *, is_fresh: bool = False, must_know: bool = False
+    ) -> tuple[Transcript, bool]:
         """Return a session's complete turns, and whether another is under way.
 
         Args:
             key: the session's key.
             is_fresh: with what other services have added to it, where they share an object store.
+            must_know: as `TranscriptStore.refresh` has it.
+
+        Raises:
+            UnknownSessionError: there is no such session.
+            TranscriptUnavailableError: nobody knows whether there is.
         """
         if is_fresh:
-            await self._transcripts.refresh(key)
+            await self._transcripts.refresh(key, must_know=must_know)
         return await self._transcripts.get(key), self._is_busy(key)
 
     async def fork(

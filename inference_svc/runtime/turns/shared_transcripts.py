@@ -55,11 +55,12 @@ class SharedTranscripts:
 
     Attributes:
         calls: likewise.
+        sealer: likewise.
     """
 
     def __init__(self, calls: StoreCalls, sealer: Sealer = PLAIN) -> None:
         self.calls = calls
-        self._sealer = sealer
+        self.sealer = sealer
 
     async def look(self, key: SessionKey) -> Seen:
         """Return which versions of a session's transcript there are.
@@ -80,7 +81,7 @@ class SharedTranscripts:
         version = await self.calls.call("read", lambda store: register_of(store, key).read())
         if version is None:
             return None
-        data, transcript = await asyncio.to_thread(decode_value, version.data, key, self._sealer)
+        data, transcript = await asyncio.to_thread(decode_value, version.data, key, self.sealer)
         return SharedTranscript(version.seen, data, transcript)
 
     async def replace(self, key: SessionKey, before: Seen, data: bytes | None) -> Seen:
@@ -95,7 +96,7 @@ class SharedTranscripts:
             OvertakenError: another service has replaced it.
             StoreSilentError: nobody knows whether it was replaced.
         """
-        value = await asyncio.to_thread(encode_value, data, key, self._sealer)
+        value = await asyncio.to_thread(encode_value, data, key, self.sealer)
         return await self.calls.call(
             "replaced", lambda store: register_of(store, key).replace(before, value)
         )
@@ -138,14 +139,8 @@ def decode_value(
         return None, None
     decompressor = zlib.decompressobj()
     try:
-        file = sealer.open(value[DELETED_BYTES:], place_of(key))
+        file = open_value(sealer, value[DELETED_BYTES:], place_of(key))
         data = decompressor.decompress(file, MAX_FILE_BYTES)
-    except KeyMissingError as error:
-        raise TranscriptSealedError(
-            f"the session's transcript in the object store is sealed by key {str(error)[:8]}, which"
-            " this service does not have",
-            "name the file of that key in remote.key_file or remote.old_key_files",
-        ) from error
     except (SealBrokenError, zlib.error) as error:
         raise _damaged() from error
     transcript, good_bytes = decode_transcript(data)
@@ -153,6 +148,23 @@ def decode_value(
     if transcript is None or transcript.header.key != key or not is_whole:
         raise _damaged()
     return data, transcript
+
+
+def open_value(sealer: Sealer, value: bytes, place: str) -> bytes:
+    """Open what was sealed at a place in the store.
+
+    Raises:
+        TranscriptSealedError: the key that has sealed it is not there.
+        SealBrokenError: it is not what was sealed there.
+    """
+    try:
+        return sealer.open(value, place)
+    except KeyMissingError as error:
+        raise TranscriptSealedError(
+            f"the session's transcript in the object store is sealed by key {str(error)[:8]}, which"
+            " this service does not have",
+            "name the file of that key in remote.key_file or remote.old_key_files",
+        ) from error
 
 
 def _damaged() -> TranscriptDamagedError:

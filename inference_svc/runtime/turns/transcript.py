@@ -260,8 +260,7 @@ class TranscriptStore:
 
         Args:
             key: the session's.
-            must_know: do not go on without an answer if there is no such session here: what it
-                was is not to be forgotten because a store is silent.
+            must_know: one that is not here is not forgotten because the store is silent.
 
         Raises:
             TranscriptUnavailableError: nobody knows what it is; or it cannot be written here.
@@ -284,8 +283,7 @@ class TranscriptStore:
 
     async def catch_up(self) -> None:
         """Bring to the object store what it does not have, until all is there or it is silent."""
-        sharing = self.sharing
-        if sharing is None:
+        if (sharing := self.sharing) is None:
             return
         for key in sharing.behind:
             try:
@@ -300,6 +298,8 @@ class TranscriptStore:
                 return
             except ReportedError as error:
                 log.warning("transcript_not_shared", session=str(key), error=str(error))
+        with suppress(StoreSilentError):
+            await sharing.responses.catch_up()
 
     async def forget_deleted(self) -> None:
         """Remove the files of sessions that another service has deleted, as far as it is known."""
@@ -374,7 +374,7 @@ class TranscriptStore:
 
         Args:
             key: the session's.
-            gone: its transcript, if it is gone for good: then the store forgets its histories.
+            gone: its transcript, if it is gone for good: then the store forgets its answers.
         """
         sharing = self._sharing_of(key)
         try:
@@ -385,7 +385,7 @@ class TranscriptStore:
         except OSError as error:
             raise self.local.failed(key, error, "write") from error
         if sharing is not None and gone is not None:
-            await sharing.forget_histories(gone)
+            await sharing.forget_answers(gone)
 
     def _sharing_of(self, key: SessionKey) -> Sharing | None:
         """Return what shares a session; None: it is of this service alone."""

@@ -16,6 +16,7 @@ from enum import Enum
 from inference_svc.core.errors import SessionMovedError
 from inference_svc.core.transcript_format import Transcript, TranscriptDamagedError
 from inference_svc.runtime.turns.shared_histories import SharedHistories
+from inference_svc.runtime.turns.shared_responses import SharedResponses
 from inference_svc.runtime.turns.shared_transcripts import SharedTranscript, SharedTranscripts
 from inference_svc.runtime.turns.store_calls import StoreSilentError
 from inference_svc.runtime.turns.transcript_files import TranscriptFiles
@@ -63,6 +64,7 @@ class Sharing:
     Attributes:
         store: likewise.
         histories: likewise.
+        responses: in the same store, of all sessions that are there.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class Sharing:
     ) -> None:
         self.store = store
         self.histories = histories
+        self.responses = SharedResponses(store.calls, store.sealer)
         self._files = files
         self._seen: OrderedDict[SessionKey, Seen] = OrderedDict()
         self._local: set[SessionKey] = set()
@@ -181,11 +184,13 @@ class Sharing:
         if self.histories is not None and history:
             await self.histories.keep(key, history)
 
-    async def forget_histories(self, transcript: Transcript) -> None:
-        """Have the store forget the histories of a session that is deleted."""
+    async def forget_answers(self, transcript: Transcript) -> None:
+        """Have the store forget the histories and responses of a session that is deleted."""
         digests = [turn.history for turn in transcript.turns if turn.history]
         if self.histories is not None and digests:
             await self.histories.forget(transcript.header.key, digests)
+        responses = [turn.response for turn in transcript.turns if turn.response]
+        await self.responses.delete_all(transcript.header.tenant, responses)
 
     async def caught_up(self, key: SessionKey) -> None:
         """Take that the store has all of a session.

@@ -15,7 +15,8 @@ from kvd.remote.pushing import Pusher
 from kvd.remote.sweeping import KNOWN_S, LEASE_S, UNNAMED_S, Sweeper, SweepResult
 from shared.blobs.history_entry import HistoryEntry, encode_entry
 from shared.blobs.register import Register
-from shared.blobs.release import DELETED_BYTES, HISTORIES, TRANSCRIPTS
+from shared.blobs.release import DELETED_BYTES, HISTORIES, RESPONSES, TRANSCRIPTS
+from shared.blobs.response_entry import DELETED, ResponseEntry, encode_response
 from tests.faulty_store import FaultyStore, View
 from tests.remote_server import STEP, Server
 
@@ -226,6 +227,15 @@ class Unnamed:
         entry = encode_entry(HistoryEntry(session, place))
         self.world.view.put(f"{HISTORIES}/tenant/{session}-{seen.number}", entry)
 
+    def respond(self, session: str, *, named: bool = False) -> None:
+        """A turn of a session that is known by its response alone."""
+        place = f"{TRANSCRIPTS}/tenant/{session}"
+        register = Register(self.world.view, place)
+        register.replace(register.look(), b"words of the session")
+        entry = encode_response(ResponseEntry(place, session, 1, "r", named, {}))
+        assert entry is not None
+        self.world.view.put(f"{RESPONSES}/tenant/{session}", entry)
+
     def left(self) -> tuple[set[str], set[str]]:
         """The sessions whose transcripts are there, and the histories that are."""
         transcripts, histories = self.world.names("transcripts"), self.world.names("histories")
@@ -246,6 +256,22 @@ def test_a_conversation_without_a_name_goes_when_nobody_goes_on_with_it() -> Non
     assert len(talks.left()[1]) == 5
     assert talks.world.sweep(after_s=1).num_unnamed == 1
     assert talks.left() == ({"used"}, {"used-1"})
+
+
+def test_a_conversation_of_responses_goes_likewise() -> None:
+    """But one whose session has a name: then its responses go alone. So do marks, and damage."""
+    talks = Unnamed()
+    talks.respond("left")
+    talks.respond("named", named=True)
+    talks.world.view.put(f"{RESPONSES}/tenant/deleted", DELETED)
+    talks.world.view.put(f"{RESPONSES}/tenant/damaged", b"{}")
+    talks.world.store.now_s += UNNAMED_S / 2
+    talks.respond("used")
+    assert talks.world.sweep(after_s=UNNAMED_S / 2 - 1).num_unnamed == 0
+    assert len(talks.world.names("responses")) == 5
+    assert talks.world.sweep(after_s=1).num_unnamed == 1
+    assert talks.left()[0] == {"used", "named"}
+    assert talks.world.names("responses") == [f"{RESPONSES}/tenant/used"]
 
 
 def test_what_leads_to_no_transcript_goes_alone() -> None:

@@ -20,6 +20,7 @@ from inference_svc.http_api.errors import (
 from inference_svc.http_api.openai.responses.input_items import objects_of
 from inference_svc.http_api.openai.responses.response_body import ResponseBody
 from inference_svc.http_api.requests import TurnRequest
+from inference_svc.http_api.sessions.history_chain import HistoryChain, open_chain
 from inference_svc.http_api.sessions.http_turn import Caller, HttpTurn
 from inference_svc.http_api.sessions.lookup import ResponseInfo, StoredResponse
 from inference_svc.http_api.sessions.routing import holds
@@ -53,8 +54,8 @@ async def _following(api: Api, turn_request: TurnRequest[B]) -> tuple[HttpTurn, 
         RequestError: the instructions are others than it has.
     """
     body, caller = turn_request.body, turn_request.caller
-    previous = await find_stored(api, caller, body.previous_response_id)
-    _check_instructions(turn_request, previous)
+    previous = await find_stored(api, caller, body.previous_response_id, is_followed=True)
+    _check_instructions(api, turn_request, previous)
     calls: tuple[ToolCall, ...] = ()
     if any(message.role == TOOL for message in body.new_messages):
         record, reading = await recorded_turn(api, caller, body.previous_response_id, previous)
@@ -68,20 +69,26 @@ async def _following(api: Api, turn_request: TurnRequest[B]) -> tuple[HttpTurn, 
     return replace(turn, previous=previous, info=info if body.store else None), info
 
 
-def _check_instructions(turn_request: TurnRequest[B], previous: StoredResponse) -> None:
+def _check_instructions(api: Api, turn_request: TurnRequest[B], previous: StoredResponse) -> None:
     """Check that a session keeps the instructions that it began with.
 
     Raises:
         RequestError: others are given.
     """
     instructions = turn_request.body.instructions
-    digest = turn_request.chain.id_of("instructions", instructions)
-    if instructions and digest != previous.info.instructions_digest:
+    chains = (_open_chain(api, turn_request), turn_request.chain)  # an earlier release's digest
+    digests = {chain.id_of("instructions", instructions) for chain in chains}
+    if instructions and previous.info.instructions_digest not in digests:
         raise RequestError(
             "these instructions are not those of the conversation",
             "leave them out to go on with it, or send the conversation as input",
             "instructions",
         )
+
+
+def _open_chain(api: Api, turn_request: TurnRequest[B]) -> HistoryChain:
+    """Return what makes digests that another server compares: as of words that it has, too."""
+    return open_chain(turn_request.caller.tenant, api.gateway.model)
 
 
 def asked_turn(
@@ -108,7 +115,7 @@ def asked_turn(
         created_s=int(time.time()),
         model=body.model,
         instructions=instructions[:MAX_KEPT],
-        instructions_digest=chain.id_of("instructions", instructions),
+        instructions_digest=_open_chain(api, turn_request).id_of("instructions", instructions),
         previous_id=body.previous_response_id,
         max_output_tokens=body.max_output_tokens,
         temperature=turn.sampling["temperature"],
@@ -138,17 +145,28 @@ def most_kept(settings: OpenAISettings) -> int:
     return min(MAX_INPUT_BYTES, settings.kept_input_bytes)
 
 
-async def find_stored(api: Api, caller: Caller, response_id: str) -> StoredResponse:
-    """Look the caller's response up.
+async def find_stored(
+    api: Api, caller: Caller, response_id: str, *, is_followed: bool = False
+) -> StoredResponse:
+    """Look the caller's response up; one that another server has made is here then.
+
+    Args:
+        api: the API's parts.
+        caller: who asks.
+        response_id: of the response.
+        is_followed: whether a turn is to follow it: nobody waits for what others have done to one
+            that is here.
 
     Raises:
         UnknownResponseError: it has none of that id.
         UnfinishedResponseError: it is not complete.
+        TranscriptUnavailableError: nobody knows whether it has.
     """
     if api.background.find(caller.tenant, response_id) is not None:
         raise unfinished_response(response_id)
     is_ours = response_id.isascii() and response_id.startswith("resp_")
-    stored = await api.store.find_response(caller.tenant, response_id) if is_ours else None
+    responses = api.completion.responses
+    stored = await responses.find(caller, response_id, is_followed=is_followed) if is_ours else None
     if stored is None:
         raise unknown_response(response_id)
     return stored
@@ -163,9 +181,9 @@ async def recorded_turn(
         UnknownResponseError: its session is gone.
     """
     record = (await session_up_to(api, caller, response_id, stored)).turns[-1]
-    call_id = api.completion.chain(caller).call_ids(stored.at.request_id)
     gateway = api.gateway
     use = stored.info.tool_use
+    call_id = stored.info.call_id_by(api.completion.chain(caller).call_ids(stored.at.request_id))
     reading = Reading(
         *(gateway.text.tool_format, use, call_id, gateway.text.thoughts),
         heads=gateway.heads_of_calls(use),

@@ -168,7 +168,7 @@ async def _input_of(
         NotFoundError: what it follows is not there.
     """
     if body.previous_response_id:
-        stored = await find_stored(api, caller, body.previous_response_id)
+        stored = await find_stored(api, caller, body.previous_response_id, is_followed=True)
         behind = await session_up_to(api, caller, body.previous_response_id, stored)
         return body.new_messages, behind
     if not body.conversation_id:

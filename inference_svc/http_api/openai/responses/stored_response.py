@@ -180,13 +180,13 @@ async def delete_response(api: Api, request: web.Request) -> web.Response:
         if unanswered is None:
             raise
         return _deleted(response_id)
-    session_id = stored.at.session_id
-    others = await api.store.count_responses(caller.tenant, session_id) - 1
-    if not others and not stored.at.is_named:  # first what may be refused: a turn may be under way
+    at, responses = stored.at, api.completion.responses
+    # First what may be refused: a turn may be under way.
+    if not at.is_named and await responses.is_last(caller, response_id, at):
         with suppress(NotFoundError):
-            key = api.gateway.key(caller.identity, caller.tenant, session_id)
+            key = api.gateway.key(caller.identity, caller.tenant, at.session_id)
             await api.gateway.delete_session(key)
-    await api.store.forget_response(caller.tenant, response_id)
+    await responses.delete(caller, response_id, at)
     return _deleted(response_id)
 
 

@@ -10,7 +10,7 @@ import pytest
 from inference_svc.core.chat import Message
 from inference_svc.core.submission import TextInput
 from inference_svc.http_api.sessions.history_chain import open_chain
-from inference_svc.http_api.sessions.lookup import Route
+from inference_svc.http_api.sessions.lookup import ResponseInfo, Route
 from inference_svc.runtime.turns.store_calls import StoreCalls
 from shared.process.backoff import Backoff
 from shared.types.session_key import SessionKey
@@ -201,6 +201,10 @@ async def test_what_others_could_not_find_stays_here(here):
         made = await submitted(here, asked, at)
         assert made.is_local
         assert made.fork_id
+    info = ResponseInfo(1.0, "m")
+    stored = await submitted(here, turn(info=info, response_id="resp_1"), replace(route, turns=1))
+    assert (stored.is_local, stored.response_id) == (False, "resp_1"), "it is found by its id"
+    assert (await submitted(here, turn(response_id="resp_1"), route)).response_id == ""
     named = await submitted(here, turn(), replace(route, is_named=True))
     assert (named.is_local, named.fork_id) == (False, "")
     assert named.said_in("s", "Yes.").history == ""
@@ -208,4 +212,6 @@ async def test_what_others_could_not_find_stays_here(here):
 
 async def submitted(server, asked, route):
     before = await server.router.before_answer(ANN, asked, route)
-    return asked.as_submission(route, SessionKey("acme", "model", "s"), DEFAULTS, before)
+    is_local = server.router.is_local(asked, route, before)
+    key = SessionKey("acme", "model", "s")
+    return asked.as_submission(route, key, DEFAULTS, before, is_local=is_local)

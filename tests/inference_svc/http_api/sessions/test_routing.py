@@ -105,7 +105,7 @@ class Server:
         directory.mkdir()
         self.service = service
         self._transcripts = service.store
-        self.store = ApiStore(directory, 1000)
+        self.store = ApiStore(directory, 1000, 2**20)
         sessions = service.turns.sessions
         self.completion = Completion(sessions, "model", self.store, 10, 900.0)
         self.router = Router(sessions, "model", self.store, framing)
@@ -125,9 +125,10 @@ class Server:
     async def record(self, asked, route, text):
         key = SessionKey("acme", "model", route.session_id)
         before = await self.router.before_answer(ANN, asked, route)
-        submission = asked.as_submission(route, key, DEFAULTS, before)
+        is_local = self.router.is_local(asked, route, before)
+        submission = asked.as_submission(route, key, DEFAULTS, before, is_local=is_local)
         record = answered(route.turns, text, submission.said_in(route.session_id, text))
-        is_local = submission.is_local
+        record = replace(record, request_id=asked.request_id, response=submission.response_id)
         await self._transcripts.append(key, record, is_final=False, is_local=is_local)
         finished = Finished("stop", text, Usage(), route.turns + 1)
         await self.completion.record(ANN, asked, route, finished, is_passing=False)

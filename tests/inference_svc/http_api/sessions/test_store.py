@@ -73,7 +73,8 @@ async def test_a_response_is_its_tenants(store):
     assert await store.find_response("acme", "resp_1") == RESPONSE
     assert await store.find_response("other", "resp_1") is None
     await store.forget_response("other", "resp_1")
-    assert await store.count_responses("acme", "s-1") == 1
+    assert await store.responses_of("acme", "s-1") == {"resp_1"}
+    assert await store.responses_of("other", "s-1") == set()
     await store.forget_response("acme", "resp_1")
     assert await store.find_response("acme", "resp_1") is None
 

@@ -1,0 +1,197 @@
+"""Responses in the object store that services share."""
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from inference_svc.core.transcript_format import TranscriptSealedError
+from inference_svc.runtime.turns import shared_responses
+from inference_svc.runtime.turns.shared_responses import SharedResponses, Standing
+from inference_svc.runtime.turns.store_calls import StoreCalls, StoreSilentError
+from shared.blobs.release import RESPONSES, TRANSCRIPTS
+from shared.blobs.response_entry import (
+    DELETED,
+    MAX_ENTRY_BYTES,
+    ResponseEntry,
+    decode_response,
+    encode_response,
+)
+from shared.encryption.key_file import new_key
+from shared.encryption.sealer import PLAIN, Sealer
+from shared.process.backoff import Backoff
+from tests.faulty_store import FaultyStore, Odds, View
+
+ENTRY = ResponseEntry(f"{TRANSCRIPTS}/tenant/digest", "s-1", 1, "r-1", False, {"model": "m"})
+SILENT = Odds(fails=1.0)
+
+
+class World:
+    """A store, and services that share it."""
+
+    def __init__(self):
+        self.blobs = FaultyStore(Random(5))  # noqa: S311
+        self.calls = []
+
+    def service(self, sealer=PLAIN):
+        backoff = Backoff(Random(1), first_s=0.0, longest_s=0.0)  # noqa: S311
+        self.calls.append(StoreCalls(View(self.blobs), 60.0, backoff))
+        return SharedResponses(self.calls[-1], sealer)
+
+    def silence(self, *, is_silent=True):
+        self.blobs.odds = SILENT if is_silent else Odds()
+
+    @property
+    def values(self):
+        """What the store has of responses."""
+        there = self.blobs.blobs.items()
+        return [data for name, (data, _) in there if name.startswith(f"{RESPONSES}/")]
+
+
+@pytest.fixture
+def world():
+    world = World()
+    yield world
+    for calls in world.calls:
+        calls.close()
+
+
+async def test_a_response_is_found_by_its_id_and_tenant(world):
+    """At any server; names in the store say nothing."""
+    here, there = world.service(), world.service()
+    await here.keep("acme", "resp_1", ENTRY)
+    assert await there.find("acme", "resp_1") == ENTRY
+    assert await there.find("other", "resp_1") is None
+    assert await there.find("acme", "resp_2") is None
+    assert world.calls[0].ended.counts == {("told",): 1}
+    assert world.calls[1].ended.counts == {("asked",): 3}
+    names = [name for name in world.blobs.blobs if name.startswith(RESPONSES)]
+    assert not [name for name in names if "acme" in name or "resp_1" in name]
+
+
+async def test_one_that_was_deleted_never_comes_back(world):
+    """Not when it is kept again by whoever repeats its request; what is deleted need not exist."""
+    here, there = world.service(), world.service()
+    await here.keep("acme", "resp_1", ENTRY)
+    await there.delete("acme", "resp_1")
+    await here.keep("acme", "resp_1", ENTRY)
+    assert await here.find("acme", "resp_1") is None
+    await there.delete("acme", "resp_2")
+    await here.keep("acme", "resp_3", ENTRY)
+    asked = ["resp_1", "resp_2", "resp_3", "resp_4"]
+    found = await here.standing("acme", asked)
+    deleted, there_is, absent = Standing.DELETED, Standing.THERE, Standing.ABSENT
+    assert found == dict(zip(asked, (deleted, deleted, there_is, absent), strict=True))
+
+
+async def test_one_kept_again_is_what_it_was(world):
+    """The first counts: it is the response that its client has had."""
+    here = world.service()
+    await here.keep("acme", "resp_1", ENTRY)
+    await here.keep("acme", "resp_1", replace(ENTRY, turns=7))
+    assert await here.find("acme", "resp_1") == ENTRY
+
+
+async def test_bad_bytes_are_absent(world):
+    """To whoever asks for the response."""
+    here = world.service()
+    await here.keep("acme", "resp_1", ENTRY)
+    ((name, (data, stored_s)),) = [
+        found for found in world.blobs.blobs.items() if found[0].startswith(RESPONSES)
+    ]
+    world.blobs.blobs[name] = (data[:-1], stored_s)
+    assert await here.find("acme", "resp_1") is None
+
+
+async def test_all_of_a_session_are_deleted(world):
+    """As many as there are."""
+    here = world.service()
+    ids = [f"resp_{number}" for number in range(40)]
+    for one in ids:
+        await here.keep("acme", one, ENTRY)
+    await here.delete_all("acme", ids)
+    assert world.values == [DELETED] * len(ids)
+
+
+async def test_a_silent_store_gets_later_what_it_lacks(world):
+    """Keeping fails nothing; asking and deleting say that nobody knows."""
+    here = world.service()
+    world.silence()
+    for number in range(3):
+        await here.keep("acme", f"resp_{number}", ENTRY)
+    await here.delete_all("acme", ["resp_7"])
+    for asked in (
+        here.find("acme", "resp_0"),
+        here.standing("acme", ["resp_0"]),
+        here.delete("acme", "resp_0"),
+        here.catch_up(),
+    ):
+        with pytest.raises(StoreSilentError):
+            await asked
+    world.silence(is_silent=False)
+    await here.delete("acme", "resp_1")
+    await here.catch_up()
+    assert await here.find("acme", "resp_0") == ENTRY
+    assert await here.find("acme", "resp_1") is None
+    assert await here.find("acme", "resp_2") == ENTRY
+    num_told = world.calls[0].ended.counts[("told",)]
+    await here.catch_up()
+    assert world.calls[0].ended.counts[("told",)] == num_told, "nothing is left to be told"
+
+
+async def test_what_waits_for_a_silent_store_is_bounded(world, monkeypatch):
+    """In bytes: the oldest are not told."""
+    here, size = world.service(), len(encode_response(ENTRY))
+    monkeypatch.setattr(shared_responses, "MAX_BEHIND_BYTES", 2 * size)
+    world.silence()
+    for number in (0, 1, 1, 2):
+        await here.keep("acme", f"resp_{number}", ENTRY)
+    world.silence(is_silent=False)
+    await here.catch_up()
+    found = await here.standing("acme", ["resp_0", "resp_1", "resp_2"])
+    assert list(found.values()) == [Standing.ABSENT, Standing.THERE, Standing.THERE]
+
+
+async def test_one_that_is_too_long_stays_where_it_is(world):
+    """It is no failure of anybody's."""
+    here = world.service()
+    long = replace(ENTRY, info={"text_format": "x" * MAX_ENTRY_BYTES})
+    await here.keep("acme", "resp_1", long)
+    assert world.values == []
+
+
+async def test_a_sealed_response_shows_where_its_transcript_is_and_opens_with_its_key(world):
+    """What sweeps the store has to know that much; what was said it has not."""
+    sealer = Sealer([new_key()])
+    said = replace(ENTRY, session="holidays", items='["to the coast"]')
+    await world.service(sealer).keep("acme", "resp_1", said)
+    (value,) = world.values
+    assert decode_response(value).transcript == said.transcript
+    assert not [word for word in (b"holidays", b"coast", b"model", b"r-1") if word in value]
+    assert await world.service(sealer).find("acme", "resp_1") == said
+    for other in (PLAIN, Sealer([new_key()])):
+        with pytest.raises(TranscriptSealedError, match="old_key_files"):
+            await world.service(other).find("acme", "resp_1")
+
+
+async def test_a_sealed_response_in_anothers_place_is_none(world):
+    sealer = Sealer([new_key()])
+    await world.service(sealer).keep("acme", "resp_1", ENTRY)
+    await world.service(sealer).keep("acme", "resp_2", replace(ENTRY, request="r-2"))
+    one, two = (name for name in world.blobs.blobs if name.startswith(RESPONSES))
+    world.blobs.blobs[one], world.blobs.blobs[two] = world.blobs.blobs[two], world.blobs.blobs[one]
+    assert await world.service(sealer).find("acme", "resp_1") is None
+    assert await world.service(sealer).find("acme", "resp_2") is None
+
+
+async def test_a_plain_response_is_taken_until_that_is_refused(world):
+    await world.service().keep("acme", "resp_1", ENTRY)
+    key = new_key()
+    assert await world.service(Sealer([key])).find("acme", "resp_1") == ENTRY
+    assert await world.service(Sealer([key], takes_plain=False)).find("acme", "resp_1") is None
+
+
+async def test_a_sealed_response_is_kept_without_an_input_that_is_too_long(world):
+    sealer = Sealer([new_key()])
+    await world.service(sealer).keep("acme", "resp_1", replace(ENTRY, items="x" * MAX_ENTRY_BYTES))
+    assert await world.service(sealer).find("acme", "resp_1") == ENTRY
