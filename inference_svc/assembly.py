@@ -11,6 +11,7 @@ import psutil
 import torch
 
 from inference_svc.config import CacheSettings, InferenceSettings, SchedulerSettings
+from inference_svc.core.compression.policies import SnapKV
 from inference_svc.core.counters import Counters
 from inference_svc.core.kv_room import (
     asked_slots,
@@ -44,10 +45,9 @@ from inference_svc.runtime.engine.engine_loop import EngineLoop
 from inference_svc.runtime.engine.loads import Loads, PreloadPolicy
 from inference_svc.runtime.engine.stepping import Stepper
 from inference_svc.runtime.kv.kv_pool import KVPool
-from inference_svc.runtime.kv.layer_groups import LayerGroups
+from inference_svc.runtime.kv.layer_groups import HeldWindows, LayerGroups
 from inference_svc.runtime.kv.layer_tensors import token_items_of
 from inference_svc.runtime.kv.paged_kv import make_pool
-from inference_svc.runtime.kv.windowed_kv import HeldWindows
 from inference_svc.runtime.kv.write_ring import WriteRing
 from inference_svc.runtime.memory import keep_freed_memory
 from inference_svc.runtime.model.model_loader import LoadedModel
@@ -381,7 +381,9 @@ def _held_layers(
     if page_tokens is not None:  # those of a GPU's step would fill more pages than windows do
         step_tokens = min(step_tokens, max(bounds.mixed_step_tokens, layout.window))
     step_tokens = max(step_tokens, 1 + settings.scheduler.draft_tokens)
-    windows = HeldWindows.of(layout, shapes, step_tokens)
+    windows = HeldWindows.of(
+        layout, shapes, step_tokens=step_tokens, scored_tokens=SnapKV.window_tokens
+    )
     if page_tokens is None:
         is_held = device.type == "cpu" and settings.model.rotation != "triton"
         return windows if is_held else None, None

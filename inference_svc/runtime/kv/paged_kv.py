@@ -26,7 +26,7 @@ from torch import Tensor
 
 from inference_svc.core.scheduling.held_slots import HeldSlots, PageCopy
 from inference_svc.runtime.kv.kv_pool import KVPool
-from inference_svc.runtime.kv.layer_groups import LayerGroups
+from inference_svc.runtime.kv.layer_groups import HeldWindows, LayerGroups
 from inference_svc.runtime.kv.layer_tensors import (
     NO_PART,
     ContiguousTokens,
@@ -38,7 +38,6 @@ from inference_svc.runtime.kv.layer_tensors import (
 from inference_svc.runtime.kv.page_tables import PageTable, PageTables
 from inference_svc.runtime.kv.sequence_kv import SequenceKv
 from inference_svc.runtime.kv.states import StateShape
-from inference_svc.runtime.kv.windowed_kv import HeldWindows
 from inference_svc.runtime.memory import allocate_region, placed_on, populate
 
 
