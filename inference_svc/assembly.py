@@ -47,7 +47,7 @@ from inference_svc.runtime.engine.stepping import Stepper
 from inference_svc.runtime.kv.kv_pool import KVPool
 from inference_svc.runtime.kv.layer_groups import HeldWindows, LayerGroups
 from inference_svc.runtime.kv.layer_tensors import token_items_of
-from inference_svc.runtime.kv.paged_kv import make_pool
+from inference_svc.runtime.kv.page_pool import make_pool
 from inference_svc.runtime.kv.write_ring import WriteRing
 from inference_svc.runtime.memory import keep_freed_memory
 from inference_svc.runtime.model.model_loader import LoadedModel

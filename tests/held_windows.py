@@ -12,7 +12,7 @@ from inference_svc.core.scheduling.paged_slots import PagedSlots
 from inference_svc.runtime.compute.chunk import Chunk
 from inference_svc.runtime.kv.kv_pool import KVPool
 from inference_svc.runtime.kv.layer_groups import HeldWindows, LayerGroups
-from inference_svc.runtime.kv.paged_kv import PagePool
+from inference_svc.runtime.kv.page_pool import PagePool
 
 # Softcap; two rotations; pairs; sinks; a window in all layers; …
 NAMES = ("gemma2", "gemma3", "cohere2", "gpt-oss", "mistral")

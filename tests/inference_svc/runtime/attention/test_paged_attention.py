@@ -10,7 +10,7 @@ from inference_svc.runtime.attention.torch_attention import TorchAttention, Torc
 from inference_svc.runtime.cuda.page_attention import attend_pages
 from inference_svc.runtime.kv.kv_pool import KVPool
 from inference_svc.runtime.kv.layer_tensors import LayerShape
-from inference_svc.runtime.kv.paged_kv import PagePool
+from inference_svc.runtime.kv.page_pool import PagePool
 
 HEADS, KV_HEADS, DIM, PAGE_TOKENS = 4, 2, 8, 4
 SHAPES = [LayerShape((KV_HEADS, DIM), (KV_HEADS, DIM)), LayerShape((1, 16), (1, 24))]

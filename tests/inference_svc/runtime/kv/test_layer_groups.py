@@ -11,7 +11,7 @@ from inference_svc.core.attention_window import HeldRows
 from inference_svc.core.scheduling.paged_slots import PagedSlots
 from inference_svc.runtime.kv.layer_groups import MOST_PADDING, HeldWindows, LayerGroups, group_size
 from inference_svc.runtime.kv.layer_tensors import LayerShape, token_items_of
-from inference_svc.runtime.kv.paged_kv import PagePool
+from inference_svc.runtime.kv.page_pool import PagePool
 
 PAGE_TOKENS, NUM_PAGES = 8, 60
 NARROW = LayerShape((2, 4), (2, 3))

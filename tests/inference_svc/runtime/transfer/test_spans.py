@@ -10,7 +10,8 @@ from inference_svc.runtime.compute.chunk import Chunk
 from inference_svc.runtime.cuda.key_rotation import embed_on_device
 from inference_svc.runtime.kv.kv_pool import KVPool
 from inference_svc.runtime.kv.layer_groups import HeldWindows, LayerGroups
-from inference_svc.runtime.kv.paged_kv import PagedKv, PagePool
+from inference_svc.runtime.kv.page_pool import PagePool
+from inference_svc.runtime.kv.paged_kv import PagedKv
 from inference_svc.runtime.kv.windowed_kv import WindowedKv
 from inference_svc.runtime.transfer.layer_load import LayerLoader
 from inference_svc.runtime.transfer.layer_store import store_blocks
