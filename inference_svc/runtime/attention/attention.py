@@ -14,30 +14,8 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
+from inference_svc.runtime.attention.softmax_attention import AttentionOptions
 from inference_svc.runtime.kv.sequence_kv import SequenceKv
-
-
-class AttentionOptions(NamedTuple):
-    """The options of an attention call, besides its tensors.
-
-    Attributes:
-        scale: factor of query-key products; None: 1 / sqrt(dim).
-        softcap: bound of the scores by tanh; None: none.
-        sinks: [heads] one extra score per head that takes weight but has no value; None: none.
-        window: number of latest keys a query sees, itself included; None: all.
-        chunk: a query sees keys from the last multiple of this position on; None: all.
-    """
-
-    scale: float | None = None
-    softcap: float | None = None
-    sinks: Tensor | None = None
-    window: int | None = None
-    chunk: int | None = None
-
-    def first_visible(self, position: int) -> int:
-        """Return the first position that a query at `position` sees."""
-        first = 0 if self.window is None else max(0, position - self.window + 1)
-        return first if self.chunk is None else max(first, position - position % self.chunk)
 
 
 class Part(NamedTuple):

@@ -13,8 +13,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from inference_svc.runtime.attention.attention import AttentionOptions, Part
-from inference_svc.runtime.attention.softmax_attention import Masks, attend, attend_one, attends_one
+from inference_svc.runtime.attention.attention import Part
+from inference_svc.runtime.attention.softmax_attention import (
+    AttentionOptions,
+    Masks,
+    attend,
+    attend_one,
+    attends_one,
+)
 
 _ALL = AttentionOptions()  # every token is seen
 VisibleKv = list[tuple[Sequence[Tensor], Sequence[Tensor]]]  # keys, values of each part, by layer
