@@ -19,9 +19,8 @@ import torch
 from torch import Tensor
 
 from inference_svc.core.scheduling.paged_slots import PagedSlots
-from inference_svc.runtime.attention.attention import AttentionBackend
+from inference_svc.runtime.attention.attention import AttentionBackend, TorchAttention
 from inference_svc.runtime.attention.paged_attention import PagedAttention
-from inference_svc.runtime.attention.torch_attention import TorchAttention
 from inference_svc.runtime.calibration.proof import new_pool
 from inference_svc.runtime.calibration.stock import is_same, logits_distance
 from inference_svc.runtime.compute.chunk import Chunk

@@ -4,10 +4,9 @@ import pytest
 import torch
 
 from inference_svc.core.scheduling.paged_slots import PagedSlots
-from inference_svc.runtime.attention.attention import Part
+from inference_svc.runtime.attention.attention import Part, TorchAttention, TorchStepAttention
 from inference_svc.runtime.attention.paged_attention import PageCall, PagedAttention, PageStep
 from inference_svc.runtime.attention.softmax_attention import AttentionOptions
-from inference_svc.runtime.attention.torch_attention import TorchAttention, TorchStepAttention
 from inference_svc.runtime.cuda.page_attention import attend_pages
 from inference_svc.runtime.kv.kv_pool import KVPool
 from inference_svc.runtime.kv.layer_tensors import LayerShape
