@@ -23,10 +23,9 @@ from inference_svc.core.kv_room import (
     states_of_requests,
     whole_pages,
 )
-from inference_svc.core.scheduling.batch_bounds import BatchBounds, usual_bounds
 from inference_svc.core.scheduling.page_groups import PLAIN
 from inference_svc.core.scheduling.residents import MOST_RESIDENTS
-from inference_svc.core.scheduling.step_plan import SchedulerLimits
+from inference_svc.core.scheduling.step_plan import BatchBounds, SchedulerLimits, usual_bounds
 from inference_svc.core.scheduling.write_slots import write_slots_for
 from inference_svc.runtime.kv.layer_groups import HeldWindows, LayerGroups
 from inference_svc.runtime.kv.layer_tensors import token_items_of

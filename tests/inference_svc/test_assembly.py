@@ -9,7 +9,7 @@ from torch import Tensor
 from inference_svc import assembly
 from inference_svc.assembly import Model, assemble_engine
 from inference_svc.config import InferenceSettings
-from inference_svc.core.scheduling.batch_bounds import ON_CPU
+from inference_svc.core.scheduling.step_plan import ON_CPU
 from inference_svc.runtime.attention.paged_attention import PagedAttention
 from inference_svc.runtime.compute.decode_step import StepShape
 from inference_svc.runtime.kv.layer_tensors import token_items_of

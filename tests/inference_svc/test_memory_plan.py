@@ -9,7 +9,7 @@ from inference_svc.config import InferenceSettings, SchedulerSettings
 from inference_svc.core.compression.policies import SnapKV
 from inference_svc.core.errors import KvRoomError
 from inference_svc.core.kv_room import KV_SHARE
-from inference_svc.core.scheduling.batch_bounds import ON_CPU, ON_GPU, BatchBounds
+from inference_svc.core.scheduling.step_plan import ON_CPU, ON_GPU, BatchBounds
 from inference_svc.memory_plan import DeviceMemory, batch_bounds, plan_memory
 from tests.memory_engine import loaded_model
 from tests.models import build_windowed_model
