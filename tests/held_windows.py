@@ -11,9 +11,8 @@ import torch
 from inference_svc.core.scheduling.paged_slots import PagedSlots
 from inference_svc.runtime.compute.chunk import Chunk
 from inference_svc.runtime.kv.kv_pool import KVPool
-from inference_svc.runtime.kv.layer_groups import LayerGroups
-from inference_svc.runtime.kv.paged_kv import PagePool
-from inference_svc.runtime.kv.windowed_kv import HeldWindows
+from inference_svc.runtime.kv.layer_groups import HeldWindows, LayerGroups
+from inference_svc.runtime.kv.page_pool import PagePool
 
 # Softcap; two rotations; pairs; sinks; a window in all layers; …
 NAMES = ("gemma2", "gemma3", "cohere2", "gpt-oss", "mistral")
@@ -54,7 +53,9 @@ class SideBySide(HoldsAll):
     def __init__(self, model, spare_tokens=4, num_slots=1000):
         super().__init__(model)
         self.shapes = [layer.shape for layer in model.calibration.layers]
-        held = HeldWindows.of(model.calibration.layout, self.shapes, STEP)
+        held = HeldWindows.of(
+            model.calibration.layout, self.shapes, step_tokens=STEP, scored_tokens=STEP
+        )
         self.rows = replace(held.rows, spare_tokens=spare_tokens, step_tokens=STEP)
         self.windows = held._replace(rows=self.rows)
         self.pool = self._new_pool(num_slots)

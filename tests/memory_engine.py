@@ -25,7 +25,7 @@ from inference_svc.runtime.engine.engine_request import EngineRequest
 from inference_svc.runtime.engine.loads import Loads, PreloadPolicy
 from inference_svc.runtime.engine.stepping import Stepper
 from inference_svc.runtime.kv.layer_gate import StepNotDoneError
-from inference_svc.runtime.kv.paged_kv import make_pool
+from inference_svc.runtime.kv.page_pool import make_pool
 from inference_svc.runtime.kv.write_ring import WriteRing
 from inference_svc.runtime.model.model_loader import load_model
 from inference_svc.runtime.store.saves import Saves

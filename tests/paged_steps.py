@@ -10,7 +10,7 @@ from inference_svc.runtime.compute.chunk import Chunk
 from inference_svc.runtime.compute.decode_graphs import DecodeGraphs
 from inference_svc.runtime.compute.decode_step import DecodeStep
 from inference_svc.runtime.compute.model_runner import ModelRunner
-from inference_svc.runtime.kv.paged_kv import PagePool
+from inference_svc.runtime.kv.page_pool import PagePool
 from inference_svc.runtime.kv.write_ring import WriteRing
 from tests.split_attention import attend_pages
 

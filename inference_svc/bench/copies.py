@@ -27,7 +27,7 @@ from inference_svc.core.scheduling.paged_slots import PagedSlots
 from inference_svc.runtime.calibration.rotation_choice import choose_rotation
 from inference_svc.runtime.kv.arena_kv import ArenaKv, SlotTokens
 from inference_svc.runtime.kv.copy_stream import CopyStream
-from inference_svc.runtime.kv.paged_kv import PagePool
+from inference_svc.runtime.kv.page_pool import PagePool
 from inference_svc.runtime.positions.rotation import EmbedKernel
 from inference_svc.runtime.transfer.layer_load import LayerLoader
 from inference_svc.runtime.transfer.layer_store import store_blocks

@@ -14,8 +14,7 @@ import typer
 
 from inference_svc.cli.connection import MOVABLE
 from shared.config.command_line import arranged
-from shared.config.lazy_commands import LazyCommand, lazy_group
-from shared.config.program_help import adding_examples, exit_codes_help
+from shared.config.lazy_commands import LazyCommand, adding_examples, exit_codes_help, lazy_group
 from shared.types.errors import ReportedError
 from shared.version import __version__
 

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from inference_svc.core.chat import ASSISTANT, SYSTEM
-from inference_svc.core.turn_window import common_prefix
 
 
 class MissCause(StrEnum):
@@ -176,7 +175,8 @@ def differ_in_time(common: str, old: str, new: str) -> bool:
         if run is None or not _TIME.search(run.group()):
             return False
         rests.append(text[run.end() :])
-    return common_prefix(*rests) >= min(_LEAST_ALIKE, *map(len, rests))
+    least = min(_LEAST_ALIKE, *map(len, rests))
+    return rests[0][:least] == rests[1][:least]
 
 
 def message_index(starts: Sequence[int], token_index: int, num_messages: int) -> int | None:

@@ -15,8 +15,7 @@ import typer
 from kvd.client.connection import MOVABLE, connection_options
 from kvd.errors import BrokenError
 from shared.config.command_line import arranged
-from shared.config.lazy_commands import LazyCommand, lazy_group
-from shared.config.program_help import adding_examples, exit_codes_help
+from shared.config.lazy_commands import LazyCommand, adding_examples, exit_codes_help, lazy_group
 from shared.types.errors import ReportedError
 from shared.version import __version__
 
@@ -234,7 +233,7 @@ COMMANDS: Mapping[str, LazyCommand] = {
         heading=SETUP,
     ),
     "token": LazyCommand(
-        "kvd.cli.token:token",
+        "kvd.cli.keys:token",
         "Make a token for a client, and say what the settings need of it",
         heading=SETUP,
     ),

@@ -2,15 +2,19 @@
 
 import os
 import time
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Annotated
 
 import typer
+from rich.table import Table
+from rich.text import Text
 
 from kvd.cli.filters import DEFAULT_TENANT, check_chosen, parsed
 from kvd.cli.moving import opened
 from kvd.cli.options import AsJson, RuntimeDir, Yes, confirm, print_json
 from kvd.client.connection import open_client
+from kvd.following.status import FollowerStatus, read_status
 from kvd.remote.catalog import Catalog
 from kvd.remote.manifest import Owner
 from kvd.remote.sweeping import Sweeper
@@ -19,9 +23,11 @@ from shared.blobs.blob_store import BlobStore
 from shared.config.lazy_commands import WholeHelp
 from shared.process.runtime_dir import default_runtime_dir
 from shared.terminal import printing
-from shared.types.units import format_bytes, parse_duration_s
+from shared.terminal.printing import counted
+from shared.types.units import format_bytes, format_duration, parse_duration_s
 
 EXIT_PROBLEM = 1
+_STORE = {None: "was not asked yet", True: "answers", False: "FAILS"}
 
 remote_app = typer.Typer(
     cls=WholeHelp,
@@ -153,9 +159,6 @@ def remote_status(runtime_dir: RuntimeDir = None, as_json: AsJson = False) -> No
     It says so itself, every few seconds. Exit 1 while its store fails, or kvd does not answer it;
     69 if none runs.
     """
-    from kvd.following.status import read_status
-    from kvd.following.status_view import status_table
-
     now_s = time.time()
     status = read_status(runtime_dir or default_runtime_dir(), now_s)
     if as_json:
@@ -164,6 +167,44 @@ def remote_status(runtime_dir: RuntimeDir = None, as_json: AsJson = False) -> No
         printing.console().print(status_table(status, now_s))
     if not status.is_well:
         raise typer.Exit(EXIT_PROBLEM)
+
+
+def status_table(status: FollowerStatus, now_unix_s: float) -> Table:
+    """Return what a follower says of itself: lines of a word, and what there is to say of it."""
+    table = Table.grid(padding=(0, 2))
+    for word, said in _lines(status, now_unix_s):
+        table.add_row(word, Text(said))
+    return table
+
+
+def _lines(status: FollowerStatus, now_unix_s: float) -> Iterator[tuple[str, str]]:
+    def ago(unix_s: float) -> str:
+        return format_duration(max(0.0, now_unix_s - unix_s))
+
+    age, said = ago(status.started_unix_s), ago(status.unix_s)
+    yield "follower", f"pid {status.pid}, runs for {age}; it said this {said} ago"
+    yield "kvd", "is followed" if status.kvd_up else "DOES NOT ANSWER"
+    is_off = "none: remote.url is not set"
+    yield "store", f"{status.url} {_STORE[status.store_up]}" if status.url else is_off
+    oldest = f", the oldest for {format_duration(status.oldest_s)}" if status.oldest_s else ""
+    yield (
+        "to push",
+        f'{counted(status.num_unpushed, "session")}{oldest} (write: "{status.write}")',
+    )
+    yield "to drop", counted(status.num_drops, "session")
+    fetched = f"{counted(status.num_wanted, 'session')}, {status.num_pulling} under way"
+    yield "to fetch", f"{fetched} (pull: {'on' if status.pull else 'off'})"
+    yield "pushes", _counts(status.pushes)
+    yield "pulls", _counts(status.pulls)
+    yield "drops", _counts(status.drops)
+    yield "bytes", ", ".join(f"{format_bytes(n)} {way}" for way, n in status.num_bytes.items())
+    yield "requests", _counts(status.requests)
+    for failure in reversed(status.failures):
+        yield "failure", f"{ago(failure.unix_s)} ago, {failure.event}: {failure.why}"
+
+
+def _counts(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{count:,} {word}" for word, count in counts.items()) or "none"
 
 
 def _opened(url: str, runtime_dir: RuntimeDir) -> tuple[str, BlobStore]:

@@ -29,8 +29,8 @@ from kvd.host.process_identity import (
 )
 from kvd.runtime.cache import Cache
 from kvd.tiers.journal import JournaledWrite
+from shared.kvd_client.messages import shown_id
 from shared.process.log import get_logger
-from shared.types.engine_id import shown_id
 from shared.types.errors import InvalidInputError
 from shared.types.transitions import Transitions
 

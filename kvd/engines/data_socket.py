@@ -24,9 +24,8 @@ from kvd.host.listening import accepted
 from kvd.host.process_identity import ProcessWatch, watch_peer
 from kvd.tiers.progress import Wakeup
 from shared.access.identity import ANY, Identity
-from shared.access.refusals import RefusalLog
 from shared.kvd_client import data_socket_protocol as packets
-from shared.process.log import get_logger
+from shared.process.log import RefusalLog, get_logger
 from shared.process.packets import MalformedPacketError, close_fds, receive
 from shared.types.histogram import Tally
 

@@ -17,10 +17,10 @@ from kvd.plan.fleet import ONE_SERVER, FleetOptions, Outage, draw_outages
 from kvd.plan.hardware import Costs, Hardware, ReplayOptions, recompute_load
 from kvd.plan.moving import Mover, RemoteStore
 from kvd.plan.outcome import Outcome, Tally, Totals, TurnRecord
-from kvd.plan.request import Request, Returns, plan_key
 from kvd.plan.routing import ROUTINGS
 from kvd.plan.server import Server
 from kvd.plan.trace import Session, Turn
+from kvd.plan.turns import Request, Returns, plan_key
 from shared.types.units import NS_PER_S
 
 __all__ = ["Replay", "ReplayOptions", "replay"]

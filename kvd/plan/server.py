@@ -29,11 +29,10 @@ from kvd.plan.hardware import Costs, Hardware, ReplayOptions
 from kvd.plan.kept import NOTHING, Kept
 from kvd.plan.moving import Mover, Stored
 from kvd.plan.outcome import Totals
-from kvd.plan.pace import Pace
 from kvd.plan.reading import Reading
-from kvd.plan.request import Request, Returns, plan_key
 from kvd.plan.tiers import Tiers
 from kvd.plan.trace import Turn
+from kvd.plan.turns import Pace, Request, Returns, plan_key
 from shared.routing.session_router import ServerReport
 from shared.types.load_choice import Traffic, loading_pays
 from shared.types.queue_delta import QueueChange, QueuedRequest, RunningRequest

@@ -28,11 +28,10 @@ from kvd.engines.attached import Engine, EngineInfo
 from kvd.tiers.arena import ArenaInfo
 from kvd.tiers.segment_files import VolumeInfo
 from shared.config.settings import LoadedSettings
-from shared.kvd_client.messages import key_message
+from shared.kvd_client.messages import key_message, shown_id
 from shared.pb.kvd.v1 import kvd_pb2 as pb
 from shared.process.dumps import may_be_dumped
 from shared.serving.message_fields import MessageFields
-from shared.types.engine_id import shown_id
 from shared.types.kv_layout import KVLayout
 from shared.types.units import NS_PER_S
 

@@ -22,9 +22,8 @@ from typing import Any, TypeVar
 
 import grpc
 
-from shared.access.refusals import RefusalLog
 from shared.access.settings import TlsSettings
-from shared.process.log import get_logger
+from shared.process.log import RefusalLog, get_logger
 from shared.types.errors import ConfigError
 
 CALL_S = 15.0  # gRPC ends a handshake after 10 s: shared/serving/grpc_handlers.py

@@ -2,10 +2,11 @@
 
 A group knows of each command its name, what it does, and where its function (or its Typer app, for
 a group in it) is. The command itself is made when somebody asks for it. Its --help lists commands
-under headings, each with its whole first sentence.
+under headings, each with its whole first sentence; examples and exit codes may stand beneath.
 """
 
 import importlib
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from enum import Enum
@@ -18,6 +19,7 @@ import typer
 from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 
 NO_HEADING = "Commands"
+_HELP_WIDTH = 74
 
 
 class WholeHelp(TyperGroup):
@@ -232,3 +234,31 @@ class _Command(TyperCommand):
     def get_params(self, ctx: Any) -> list[Any]:
         """Its arguments and options, with --help."""
         return _keeping_defaults(super().get_params(ctx))
+
+
+def adding_examples(examples: Mapping[str, tuple[str, ...]]) -> Prepare:
+    """Return what puts the examples under the help of an app's commands.
+
+    Args:
+        examples: the words of a command behind the program's name → lines.
+    """
+
+    def add(app: typer.Typer, prefix: str = "") -> None:
+        for command in app.registered_commands:
+            lines = examples.get(f"{prefix}{command.name}", ())
+            block = "\n".join(("\b", "Examples:", *(f"  {line}" for line in lines)))
+            command.epilog = block if lines else None
+        for group in app.registered_groups:
+            if group.typer_instance is not None:
+                add(group.typer_instance, f"{prefix}{group.name} ")
+
+    return add
+
+
+def exit_codes_help(codes: Mapping[int, str]) -> str:
+    """The table for --help; its first character has the command line library leave it as it is."""
+    lines = []
+    for code, meaning in codes.items():
+        first, *others = textwrap.wrap(meaning, _HELP_WIDTH - 5)
+        lines += [f"{code:>5}  {first}", *(f"       {line}" for line in others)]
+    return "\n".join(("\b", "Exit codes:", *lines))

@@ -18,12 +18,11 @@ from typing import Protocol, TypeVar
 import grpc
 
 from shared.kvd_client.attachment import Attachment, KvdUnavailableError, MappedArena, attach
-from shared.kvd_client.messages import layout_message
+from shared.kvd_client.messages import layout_message, shown_id
 from shared.pb.kvd.v1 import kvd_pb2 as pb
 from shared.process.log import get_logger
 from shared.serving.grpc_status import error_from_rpc
 from shared.serving.tracing import Metadata, outgoing
-from shared.types.engine_id import shown_id
 from shared.types.errors import ReportedError, UnavailableError
 from shared.types.kv_layout import KVLayout
 from shared.types.transitions import Transitions

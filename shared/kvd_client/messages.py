@@ -1,7 +1,9 @@
-"""What both sides of kvd's RPCs name, as messages: session, lineage, layout. Pure.
+"""What both sides of kvd's RPCs name, as messages: session, lineage, layout; engines. Pure.
 
 The layout is what the handshake of an attachment compares (D12).
 """
+
+import hashlib
 
 from shared.pb.kvd.v1 import kvd_pb2 as pb
 from shared.serving.message_fields import MessageFields
@@ -11,6 +13,8 @@ from shared.types.session_key import SessionKey
 
 _COMPONENT = MessageFields(Component, pb.Component)
 _LAYOUT = MessageFields(KVLayout, pb.KVLayout, given=("layers", "fingerprint"))
+_ID_PERSON = b"kvd shown id"
+_ID_BYTES = 8
 
 
 def key_message(key: SessionKey) -> pb.SessionKey:
@@ -56,3 +60,15 @@ def layout_of(message: pb.KVLayout) -> KVLayout:
             "run the same release on both sides",
         )
     return layout
+
+
+def shown_id(engine_id: int) -> int:
+    """Return the number of an engine, from which its id cannot be computed.
+
+    The id itself is as good as a key: an Engine call names it, and is taken for that engine's. So
+    only the engine and kvd know it; logs, monitors and operators get another number, the same on
+    both sides.
+    """
+    known = engine_id.to_bytes(_ID_BYTES, "little")
+    digest = hashlib.blake2b(known, digest_size=_ID_BYTES, person=_ID_PERSON).digest()
+    return int.from_bytes(digest, "little") >> 1

@@ -25,8 +25,7 @@ from typing import Any, NamedTuple, cast
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from shared.access.refusals import RefusalLog
-from shared.process.log import get_logger
+from shared.process.log import RefusalLog, get_logger
 from shared.serving.http_connections import (
     Bounds,
     ConnectionMetrics,

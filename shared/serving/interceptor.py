@@ -16,8 +16,7 @@ import grpc
 from shared.access.channels import AUTHORIZATION
 from shared.access.clients import ClientBook, StreamCounts, authenticate
 from shared.access.identity import Identity, act_as
-from shared.access.refusals import RefusalLog
-from shared.process.log import get_logger
+from shared.process.log import RefusalLog, get_logger
 from shared.serving.grpc_handlers import CallInterceptor, Handler, behaviour_of, made_handler
 from shared.serving.rpc_observer import RpcMetrics
 from shared.types.errors import (

@@ -13,8 +13,8 @@ from inference_svc.demo.report import closing_words, summarise, turn_table
 from inference_svc.eval.report import tables as eval_tables
 from kvd.bench.report import tables as kvd_bench_tables
 from kvd.cli.doctor import print_findings
+from kvd.cli.remote import status_table
 from kvd.doctor.finding import ok, problem, warning
-from kvd.following.status_view import status_table
 from kvd.plan.report import tables as plan_tables
 from kvd.top.screen import Screen
 from kvd.top.views import Seen, points, top_view

@@ -27,7 +27,7 @@ from inference_svc.runtime.compute.chunk import Chunk
 from inference_svc.runtime.compute.model_runner import ModelRunner
 from inference_svc.runtime.cuda import device_arena
 from inference_svc.runtime.cuda.device_arena import DeviceArena
-from inference_svc.runtime.kv import kv_pool, paged_kv, write_ring
+from inference_svc.runtime.kv import kv_pool, page_pool, write_ring
 from inference_svc.runtime.kv.kv_pool import KVPool
 from inference_svc.runtime.kv.states import SequenceStates
 from inference_svc.runtime.model.model_loader import describe_model, load_model
@@ -81,7 +81,7 @@ def simulated(monkeypatch):
     device = SimulatedDevice()
     monkeypatch.setattr(device_arena, "STAGING_BYTES", 1 << 20)  # each byte has its shadow
     monkeypatch.setattr(torch, "get_device_module", lambda _device: device)
-    for module in (kv_pool, paged_kv, write_ring):
+    for module in (kv_pool, page_pool, write_ring):
         allocate = module.allocate_region
         monkeypatch.setattr(
             module,

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from inference_svc import assembly
-from inference_svc.assembly import Model, assemble_engine, batch_bounds
-from inference_svc.config import InferenceSettings, SchedulerSettings
-from inference_svc.core.scheduling.batch_bounds import ON_CPU, ON_GPU, BatchBounds
+from inference_svc.assembly import Model, assemble_engine
+from inference_svc.config import InferenceSettings
+from inference_svc.core.scheduling.step_plan import ON_CPU
 from inference_svc.runtime.attention.paged_attention import PagedAttention
 from inference_svc.runtime.compute.decode_step import StepShape
 from inference_svc.runtime.kv.layer_tensors import token_items_of
@@ -111,36 +111,6 @@ def test_numbers_that_are_hardly_there_cost_nothing(model):
         assert halved().all()  # the others' numbers are as they were
     finally:
         parts.close()
-
-
-def on_device(model, name):
-    """The same model, as if it were there."""
-    return replace(model, loaded=replace(model.loaded, device=torch.device(name)))
-
-
-@pytest.mark.parametrize(("device", "usual"), [("cpu", ON_CPU), ("cuda:1", ON_GPU)])
-def test_a_batch_is_bounded_by_the_device_where_no_setting_says(model, device, usual):
-    """Each bound by itself; prompts beside answers get no more than prompts alone."""
-    placed = on_device(model, device)
-    assert batch_bounds(SchedulerSettings(), placed) == usual
-    given = SchedulerSettings(max_running=2, step_tokens=96)
-    bounds = BatchBounds(2, usual.max_loading, 96, mixed_step_tokens=96)
-    assert batch_bounds(given, placed) == bounds
-    given = SchedulerSettings(max_loading=1, mixed_step_tokens=16)
-    bounds = BatchBounds(usual.max_running, 1, usual.step_tokens, mixed_step_tokens=16)
-    assert batch_bounds(given, placed) == bounds
-
-
-@pytest.mark.parametrize(("free", "running"), [(1440, 64), (1439, 32), (7, 8)])
-def test_where_states_have_no_room_fewer_turns_run(model, monkeypatch, free, running):
-    """Unless a setting says how many; a request has five states, and residents have as many."""
-    layout = replace(model.calibration.layout, state_bytes=1000)
-    placed = replace(
-        on_device(model, "cuda"), calibration=replace(model.calibration, layout=layout)
-    )
-    monkeypatch.setattr(assembly, "_memory_of", lambda _device: (free * 2000, free * 4000))
-    assert batch_bounds(SchedulerSettings(), placed).max_running == running
-    assert batch_bounds(SchedulerSettings(max_running=50), placed).max_running == 50
 
 
 def test_the_engine_has_the_devices_bounds(model, monkeypatch):

@@ -94,10 +94,6 @@ class SlotBudget:
         holding = self._kvs.get(request.number)
         return () if holding is None else tuple(holding.pages)
 
-    def tokens_in(self, num_slots: int) -> int:
-        """Return how many tokens KV of so many slots has room for."""
-        return self.account.tokens_in(num_slots)
-
     def whole_pages(self, num_tokens: int) -> int:
         """Return how many of so many tokens fill their page."""
         return num_tokens // self.account.page_tokens * self.account.page_tokens

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from inference_svc.core.speculation.acceptance import Acceptance
+from inference_svc.core.speculation.draft_lengths import Acceptance
 
 GRAM_TOKENS = 3
 MOST_MATCHED = 16  # tokens that places are compared by

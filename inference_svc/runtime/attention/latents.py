@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from inference_svc.runtime.attention.attention import AttentionOptions
-from inference_svc.runtime.attention.softmax_attention import Masks, attend
+from inference_svc.runtime.attention.softmax_attention import AttentionOptions, Masks, attend
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from inference_svc.runtime.attention.attention import AttentionOptions, Part, StepAttention
-from inference_svc.runtime.attention.torch_attention import TorchAttention
+from inference_svc.runtime.attention.attention import Part, StepAttention, TorchAttention
+from inference_svc.runtime.attention.softmax_attention import AttentionOptions
 from inference_svc.runtime.kv.paged_kv import PagedKv
 from inference_svc.runtime.memory import placed_on
 

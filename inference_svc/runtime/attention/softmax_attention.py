@@ -17,12 +17,11 @@ Measured on one core of an EPYC (Zen 5), 64-wide heads; why each path is as it i
 """
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
-
-from inference_svc.runtime.attention.attention import AttentionOptions
 
 TILE_TOKENS = 256  # query rows computed together
 MAX_SCORES = 2**24  # elements of a tile's scores where they are held at once: 64 MiB
@@ -30,6 +29,29 @@ MAX_SCORES = 2**24  # elements of a tile's scores where they are held at once: 6
 # By what makes a mask, apart from dtype and device: (query rows, key rows, window).
 Masks = dict[tuple[int, int, int | None], Tensor]
 _flash_kernel = torch._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001
+
+
+class AttentionOptions(NamedTuple):
+    """The options of an attention call, besides its tensors.
+
+    Attributes:
+        scale: factor of query-key products; None: 1 / sqrt(dim).
+        softcap: bound of the scores by tanh; None: none.
+        sinks: [heads] one extra score per head that takes weight but has no value; None: none.
+        window: number of latest keys a query sees, itself included; None: all.
+        chunk: a query sees keys from the last multiple of this position on; None: all.
+    """
+
+    scale: float | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+    window: int | None = None
+    chunk: int | None = None
+
+    def first_visible(self, position: int) -> int:
+        """Return the first position that a query at `position` sees."""
+        first = 0 if self.window is None else max(0, position - self.window + 1)
+        return first if self.chunk is None else max(first, position - position % self.chunk)
 
 
 def attend(

@@ -19,15 +19,14 @@ import torch
 from torch import Tensor
 
 from inference_svc.core.scheduling.paged_slots import PagedSlots
-from inference_svc.runtime.attention.attention import AttentionBackend
+from inference_svc.runtime.attention.attention import AttentionBackend, TorchAttention
 from inference_svc.runtime.attention.paged_attention import PagedAttention
-from inference_svc.runtime.attention.torch_attention import TorchAttention
 from inference_svc.runtime.calibration.proof import new_pool
 from inference_svc.runtime.calibration.stock import is_same, logits_distance
 from inference_svc.runtime.compute.chunk import Chunk
 from inference_svc.runtime.compute.model_runner import ModelRunner
 from inference_svc.runtime.kv.layer_groups import LayerGroups
-from inference_svc.runtime.kv.paged_kv import PagePool
+from inference_svc.runtime.kv.page_pool import PagePool
 from inference_svc.runtime.kv.sequence_kv import SequenceKv
 from inference_svc.runtime.model.model_loader import LoadedModel
 from inference_svc.runtime.positions.recipes import Calibration

@@ -3,26 +3,27 @@
 Before it serves, two sequences are computed both ways: in chunks, token by token, beside each other
 and alone, which also compiles whatever such steps need. If logits differ, or the compiler cannot
 see through a layer, the service does not start: nobody asked for a part of it.
+
+A layer's forward falls into pieces at our hooks, which run in Python as ever: at its rotary
+embedding, its cache and its attention. What is between them is compiled once for all layers of a
+kind, for any number of tokens. torch's compiler is imported only where it is used: that alone takes
+seconds.
 """
 
 import shutil
-from typing import Literal
+from typing import Any, Literal
 
 import structlog
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from inference_svc.runtime.calibration.attention_choice import is_gpu, reason_of
 from inference_svc.runtime.calibration.proof import new_pool
 from inference_svc.runtime.calibration.stock import is_same, logits_distance
 from inference_svc.runtime.compute.chunk import Chunk
 from inference_svc.runtime.compute.model_runner import ModelRunner
-from inference_svc.runtime.model.compiled_layers import (
-    compile_layers,
-    compute_as_before,
-    layers_of,
-    other_breaks,
-)
+from inference_svc.runtime.model.capture import leave_out_of_compiling
 from inference_svc.runtime.model.model_loader import LoadedModel
 from inference_svc.runtime.model.packed_linear import packed_bytes
 from inference_svc.runtime.positions.recipes import Calibration
@@ -31,6 +32,7 @@ from shared.types.errors import ConfigError
 CompileName = Literal["off", "layers"]
 # How many tokens each of two sequences gets in a step; 0: the step is without it.
 STEPS = ((9, 0), (5, 7), (1, 1), (1, 0), (0, 1), (3, 1), (0, 4))
+OUR_BREAK = "torch.compiler.disable"  # in why a graph has ended: there is a hook of ours
 
 log = structlog.get_logger()
 
@@ -116,3 +118,39 @@ def _logits(loaded: LoadedModel, calibration: Calibration) -> Tensor:
         ]
         logits.append(runner.step(chunks))
     return torch.cat(logits)
+
+
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    """Return what Transformers knows as a model's layers."""
+    return [part for part in model.modules() if isinstance(part, GradientCheckpointingLayer)]
+
+
+def compile_layers(model: nn.Module, backend: str = "inductor") -> None:
+    """Have a model's layers compiled when they are run next.
+
+    Args:
+        model: with our hooks; no other thread runs it.
+        backend: torch's name of what makes kernels.
+    """
+    import torch._dynamo as compiler
+
+    leave_out_of_compiling(torch.compiler.disable)
+    # Layers differ in their number: it is to be an argument of what they have in common.
+    compiler.config.allow_unspec_int_on_nn_module = True
+    compiler.utils.counters.clear()
+    for layer in layers_of(model):
+        layer.compile(dynamic=True, backend=backend)
+
+
+def compute_as_before(model: nn.Module) -> None:
+    """Undo `compile_layers`."""
+    for layer in layers_of(model):
+        layer._compiled_call_impl = None  # noqa: SLF001 - there is no other way back
+
+
+def other_breaks() -> list[str]:
+    """Return why graphs have ended since `compile_layers`, but at our hooks."""
+    import torch._dynamo as compiler
+
+    counted: dict[str, Any] = compiler.utils.counters["graph_break"]
+    return [reason.splitlines()[0] for reason in counted if OUR_BREAK not in reason]

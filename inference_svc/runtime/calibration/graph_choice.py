@@ -26,7 +26,8 @@ from inference_svc.runtime.compute.decode_step import DecodeStep, StepShape
 from inference_svc.runtime.compute.model_runner import ModelRunner
 from inference_svc.runtime.kv.kv_pool import KVPool
 from inference_svc.runtime.kv.layer_tensors import SlotTensors
-from inference_svc.runtime.kv.paged_kv import PagedKv, PagePool
+from inference_svc.runtime.kv.page_pool import PagePool
+from inference_svc.runtime.kv.paged_kv import PagedKv
 from inference_svc.runtime.kv.sequence_kv import SequenceKv, WriteBuffer
 from inference_svc.runtime.kv.write_ring import WriteRing
 from inference_svc.runtime.model.model_loader import LoadedModel

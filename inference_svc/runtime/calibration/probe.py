@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from inference_svc.runtime.attention.attention import AttentionOptions
-from inference_svc.runtime.attention.softmax_attention import attend
+from inference_svc.runtime.attention.softmax_attention import AttentionOptions, attend
 from inference_svc.runtime.calibration.rope_calls import ApplyCall, NormCall, RotaryCall, as_tuple
 from inference_svc.runtime.kv.own_layers import OwnLayer
 from inference_svc.runtime.kv.states import StatePlace

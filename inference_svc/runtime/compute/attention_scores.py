@@ -25,8 +25,7 @@ from torch import Tensor
 
 from inference_svc.core.compression.policy import CompressionPolicy
 from inference_svc.core.discards import Range, kept_runs
-from inference_svc.runtime.attention.attention import AttentionOptions
-from inference_svc.runtime.attention.softmax_attention import tiles, visible_mask
+from inference_svc.runtime.attention.softmax_attention import AttentionOptions, tiles, visible_mask
 
 TILE_TOKENS = 64  # query rows whose weights are held together, in a cache if there is room
 MAX_WEIGHTS = 2**22  # elements of them: 16 MiB

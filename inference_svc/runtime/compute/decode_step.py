@@ -26,10 +26,10 @@ from torch import Tensor
 from inference_svc.runtime.attention.paged_attention import PagedAttention, PageStep
 from inference_svc.runtime.compute.chunk import Chunk
 from inference_svc.runtime.compute.step_forward import DecodeForward
-from inference_svc.runtime.compute.step_places import BufferedTokens, StepPlaces
+from inference_svc.runtime.compute.step_places import BufferedTokens, NewOnPages, StepPlaces
 from inference_svc.runtime.kv.layer_tensors import Places
-from inference_svc.runtime.kv.new_tokens import NewOnPages
-from inference_svc.runtime.kv.paged_kv import PagedKv, PagePool
+from inference_svc.runtime.kv.page_pool import PagePool
+from inference_svc.runtime.kv.paged_kv import PagedKv
 from inference_svc.runtime.kv.sequence_kv import WriteBuffer
 from inference_svc.runtime.kv.write_ring import WriteRing
 from inference_svc.runtime.memory import copied_to_host

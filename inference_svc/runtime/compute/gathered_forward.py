@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from inference_svc.runtime.attention.attention import AttentionOptions
-from inference_svc.runtime.attention.softmax_attention import Masks, attend
+from inference_svc.runtime.attention.softmax_attention import AttentionOptions, Masks, attend
 from inference_svc.runtime.compute.chunk import Chunk
 from inference_svc.runtime.compute.step_forward import StepForward
 from inference_svc.runtime.compute.step_places import StepPlaces

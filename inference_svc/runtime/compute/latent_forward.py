@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from inference_svc.runtime.attention.attention import AttentionOptions
 from inference_svc.runtime.attention.latents import Expansion, attend_absorbed, attend_chosen
+from inference_svc.runtime.attention.softmax_attention import AttentionOptions
 from inference_svc.runtime.compute.chunk import Chunk
 from inference_svc.runtime.compute.gathered_forward import GatheredForward, attend_uneven
 from inference_svc.runtime.kv.copy_stream import StepClock

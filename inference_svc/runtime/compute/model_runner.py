@@ -32,8 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from inference_svc.runtime.attention.attention import AttentionBackend
-from inference_svc.runtime.attention.torch_attention import TorchAttention
+from inference_svc.runtime.attention.attention import AttentionBackend, TorchAttention
 from inference_svc.runtime.compute.chunk import Chunk, check_chunks, commit_chunks
 from inference_svc.runtime.compute.decode_graphs import DecodeGraphs
 from inference_svc.runtime.compute.gathered_forward import GatheredForward, block_causal_mask

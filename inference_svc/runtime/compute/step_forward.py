@@ -20,12 +20,8 @@ from typing import Any
 
 from torch import Tensor
 
-from inference_svc.runtime.attention.attention import (
-    AttentionBackend,
-    AttentionOptions,
-    Part,
-    StepAttention,
-)
+from inference_svc.runtime.attention.attention import AttentionBackend, Part, StepAttention
+from inference_svc.runtime.attention.softmax_attention import AttentionOptions
 from inference_svc.runtime.compute.chunk import Chunk
 from inference_svc.runtime.compute.step_places import StepPlaces
 from inference_svc.runtime.compute.step_states import StepStates

@@ -11,8 +11,7 @@ from collections.abc import Iterable
 from inference_svc.core.rates.rates import DecodeTimes
 from inference_svc.core.scheduling.request import RequestState
 from inference_svc.core.scheduling.step_plan import NO_DRAFTS, Drafts
-from inference_svc.core.speculation.acceptance import Acceptance
-from inference_svc.core.speculation.draft_lengths import StepCost, draft_lengths
+from inference_svc.core.speculation.draft_lengths import Acceptance, StepCost, draft_lengths
 from inference_svc.core.speculation.prompt_lookup import PromptLookup
 from inference_svc.runtime.engine.engine_request import EngineRequest
 

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from inference_svc.core.scheduling.slot_space import SlotSpace
+from inference_svc.runtime.kv.layer_groups import HeldWindows
 from inference_svc.runtime.kv.layer_tensors import (
     ContiguousTokens,
     LayerShape,
@@ -33,7 +34,7 @@ from inference_svc.runtime.kv.layer_tensors import (
 )
 from inference_svc.runtime.kv.sequence_kv import MemoryHold, SequenceKv, WriteBuffer
 from inference_svc.runtime.kv.states import SequenceStates, StateShape
-from inference_svc.runtime.kv.windowed_kv import HeldWindows, WindowedKv, WindowedTokens
+from inference_svc.runtime.kv.windowed_kv import WindowedKv, WindowedTokens
 from inference_svc.runtime.memory import allocate_region, populate
 from shared.types.units import align_up
 

@@ -1,4 +1,7 @@
-"""LayerGroups: which layers have pages in common, so that others need not have as many. Pure.
+"""What layers hold of a sequence, and which of them have pages in common. Pure.
+
+Layers with a window hold the last tokens only (`HeldWindows`). On pages that takes groups of layers
+(`LayerGroups`), so that some need not have as many as others:
 
     place        a tensor of [all pages * page_tokens] rows, each a token's key or value; they are
                  of one shape, unless all layers are one group: then each layer has a place
@@ -20,13 +23,66 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, chain
 from math import prod
+from typing import NamedTuple
 
+from inference_svc.core.attention_window import HeldRows
 from inference_svc.core.scheduling.page_groups import PLAIN, PageGroups, page_groups
 from inference_svc.runtime.kv.layer_tensors import LayerShape, token_items_of
-from inference_svc.runtime.kv.windowed_kv import HeldWindows
+from shared.types.kv_layout import KVLayout
 from shared.types.units import ceil_div
 
 MOST_PADDING = 8  # groups that are not full may lack one part in so many
+
+
+class HeldWindows(NamedTuple):
+    """What sequences hold in layers with a window.
+
+    Attributes:
+        rows: how many tokens that is.
+        layers: indexes of these layers.
+    """
+
+    rows: HeldRows
+    layers: frozenset[int]
+
+    @classmethod
+    def of(
+        cls,
+        layout: KVLayout,
+        shapes: Sequence[LayerShape],
+        *,
+        step_tokens: int,
+        scored_tokens: int,
+    ) -> "HeldWindows | None":
+        """Return them for a model; None: no layer has a window, or all have.
+
+        Args:
+            layout: of what is stored of the model.
+            shapes: of all layers.
+            step_tokens: most tokens of a sequence that are computed at once.
+            scored_tokens: most queries at a prompt's end that keys are scored by.
+        """
+        layers = frozenset(index for index in range(len(shapes)) if layout.part_of(index))
+        if not layers:
+            return None
+        # What is loaded begins with a block, and what is shared ends with one; keys are scored by
+        # queries that have waited for the prompt's last ones.
+        full = [shape for index, shape in enumerate(shapes) if index not in layers]
+        rows = HeldRows(
+            layout.window,
+            max(layout.block_tokens, scored_tokens),
+            step_tokens,
+            token_items=token_items_of(shapes),
+            full_items=token_items_of(full),
+        )
+        return cls(rows, layers)
+
+    def rows_by_layer(self, num_layers: int, capacity_tokens: int) -> list[int]:
+        """Return how many rows each layer has of a sequence with room for so many tokens."""
+        num_rows = self.rows.num_rows
+        return [
+            num_rows if index in self.layers else capacity_tokens for index in range(num_layers)
+        ]
 
 
 @dataclass(frozen=True)

@@ -1,16 +1,14 @@
-"""PagePool: sequences' KV on pages of one region, which several sequences may have in common.
+"""PagedKv: one sequence's KV on pages, which several sequences may have in common.
 
-    region     = page | page | ...   per layer keys [num_pages * page_tokens, kv_heads, head_dim]
-                                     and values [..., value_dim]
     sequence   = page, page, ...     its page table: token i is in slot i % page_tokens of page
                                      number i // page_tokens
     … by group = one table each      if layers with a window hold the last tokens only
                                      (`layer_groups.py`): a page has a group's tokens then, and
                                      layers of different groups have theirs in the same memory
 
-Which pages are whose is the scheduler's account (`core/scheduling/held_slots.py`); here is their
-memory. Attention on the CPU reads tokens of one sequence side by side: where its pages are, it
-reads them where they are; where they are not, they are gathered. The numbers are the same.
+The memory is that of all (`page_pool.py`). Attention on the CPU reads tokens of one sequence side
+by side: where its pages are, it reads them where they are; where they are not, they are gathered.
+The numbers are the same.
 
 Invariant: a page is written to only while one sequence has it.
 
@@ -21,25 +19,129 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from inference_svc.core.scheduling.held_slots import HeldSlots, PageCopy
-from inference_svc.runtime.kv.kv_pool import KVPool
+from inference_svc.core.scheduling.held_slots import PageCopy
 from inference_svc.runtime.kv.layer_groups import LayerGroups
-from inference_svc.runtime.kv.layer_tensors import (
-    NO_PART,
-    ContiguousTokens,
-    LayerShape,
-    SlotTensors,
-    divided,
-    token_items_of,
-)
-from inference_svc.runtime.kv.page_tables import PageTable, PageTables
+from inference_svc.runtime.kv.layer_tensors import ContiguousTokens, SlotTensors
 from inference_svc.runtime.kv.sequence_kv import SequenceKv
-from inference_svc.runtime.kv.states import StateShape
-from inference_svc.runtime.kv.windowed_kv import HeldWindows
-from inference_svc.runtime.memory import allocate_region, placed_on, populate
+from inference_svc.runtime.memory import placed_on
+from shared.types.units import ceil_div
+
+
+class PageTable:
+    """The pages of one sequence, in the order of its tokens.
+
+    Attributes:
+        page_tokens: number of tokens on a page.
+        pages: indices of the pages.
+        numbers: [pages] int32, the same on the host.
+        host_numbers: numpy's view of `numbers`.
+    """
+
+    numbers: Tensor
+    host_numbers: npt.NDArray[np.int32]
+
+    def __init__(self, pages: Sequence[int], page_tokens: int, device: torch.device) -> None:
+        self.page_tokens = page_tokens
+        self.pages: list[int] = []
+        self._device = device
+        self.set(pages)
+
+    def set(self, pages: Sequence[int]) -> None:
+        """Take other pages; the contents are the caller's concern."""
+        self.pages = list(pages)
+        self.numbers = torch.tensor(self.pages, dtype=torch.int32)
+        self.host_numbers = self.numbers.numpy()
+        # Made when they are asked for: kernels read tables, and need neither.
+        self._placed: Tensor | None = None
+        self._run_ends: list[int] | None = None
+
+    def slot_of(self, token: int) -> int:
+        """Return a token's slot."""
+        page, offset = divmod(token, self.page_tokens)
+        return self.pages[page] * self.page_tokens + offset
+
+    def slots_of(self, first: int, num_tokens: int) -> list[int]:
+        """Return the slots of tokens from `first` on."""
+        return [self.slot_of(token) for token in range(first, first + num_tokens)]
+
+    def slot_index(self, first: int, num_tokens: int) -> Tensor:
+        """Return what `slots_of` does, [num_tokens] on the device: computed there."""
+        begin, end = first // self.page_tokens, ceil_div(first + num_tokens, self.page_tokens)
+        firsts = self._index()[begin:end].long() * self.page_tokens
+        slots = firsts[:, None] + torch.arange(self.page_tokens, device=self._device)
+        return slots.flatten().narrow(0, first - begin * self.page_tokens, num_tokens)
+
+    def is_run(self, first: int, num_tokens: int) -> bool:
+        """Whether tokens from `first` on lie side by side; at least one."""
+        end = ceil_div(first + num_tokens, self.page_tokens)
+        if self._run_ends is None:
+            self._run_ends = _run_ends(self.pages)
+        return self._run_ends[first // self.page_tokens] >= end
+
+    def gather(self, layer: Tensor, first: int, num_tokens: int) -> Tensor:
+        """Copy tokens of [slots, kv_heads, dim] side by side; [num_tokens, kv_heads, dim]."""
+        begin, end = first // self.page_tokens, ceil_div(first + num_tokens, self.page_tokens)
+        by_page = layer.view(-1, self.page_tokens, *layer.shape[1:])
+        found = by_page.index_select(0, self._index()[begin:end])
+        return found.flatten(0, 1).narrow(0, first - begin * self.page_tokens, num_tokens)
+
+    def _index(self) -> Tensor:
+        """Return the pages' indices on the device."""
+        if self._placed is None:
+            self._placed = placed_on(self._device, self.numbers)
+        return self._placed
+
+
+def _run_ends(pages: Sequence[int]) -> list[int]:
+    """Return for each page the number behind the last that lies side by side with it."""
+    ends = [number + 1 for number in range(len(pages))]
+    for number in reversed(range(len(pages) - 1)):
+        if pages[number] + 1 == pages[number + 1]:
+            ends[number] = ends[number + 1]
+    return ends
+
+
+class PageTables:
+    """The pages of one sequence, and its tables: one for each group of layers.
+
+    Attributes:
+        pages: all of them, as the scheduler has them (`PageGroups`).
+        by_group: the tables.
+        groups: of the model's layers.
+        window_from: first token that layers with a window hold.
+    """
+
+    def __init__(self, pages: Sequence[int], device: torch.device, groups: LayerGroups) -> None:
+        self.groups = groups
+        self.window_from = 0
+        self.by_group = [PageTable((), num_tokens, device) for num_tokens in groups.tokens_on_page]
+        self.set(pages)
+
+    def set(self, pages: Sequence[int]) -> None:
+        """Take other pages; the contents are the caller's concern."""
+        self.pages = list(pages)
+        for table, found in zip(self.by_group, self.groups.tables(pages), strict=True):
+            table.set(found)
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens that there is room for."""
+        table = self.by_group[0]
+        return len(table.pages) * table.page_tokens
+
+    def of(self, layer_index: int) -> PageTable:
+        """Return the table of a layer's group."""
+        return self.by_group[self.groups.group_of[layer_index]]
+
+    def first_token(self, layer_index: int) -> int:
+        """Return the first token that a layer holds."""
+        has_window = self.groups.has_window(self.groups.group_of[layer_index])
+        return self.window_from if has_window else 0
 
 
 class PagedTokens:
@@ -192,118 +294,3 @@ class PagedKv(SequenceKv):
         for copy in copies:
             pages[copy.position] = copy.target
         self.tables.set(pages)
-
-
-class PagePool(KVPool):
-    """A pool that lends sequences' KV page by page, and write buffers as ever.
-
-    Behind the pages that are counted there is one that is nobody's (`spare_kv`): a step of a fixed
-    number of tokens writes those to it that are none.
-
-    Args:
-        shapes: the shapes of all layers.
-        slots: the scheduler's account of pages.
-        num_buffer_slots: token slots for write buffers, beside the pages.
-        device: where the tensors are.
-        dtype: the tensors' element type.
-        states: see `KVPool`.
-        groups: of layers, as the account has them; None: all are one.
-    """
-
-    def __init__(
-        self,
-        shapes: Sequence[LayerShape],
-        slots: HeldSlots,
-        num_buffer_slots: int,
-        *,
-        device: torch.device,
-        dtype: torch.dtype,
-        states: Sequence[StateShape] = (),
-        groups: LayerGroups | None = None,
-    ) -> None:
-        """Reserve address space; memory comes with `prefault` or first use."""
-        super().__init__(shapes, num_buffer_slots, device=device, dtype=dtype, states=states)
-        self.groups = groups or LayerGroups.plain(shapes, slots.page_tokens)
-        num_slots = slots.num_slots
-        self.num_token_slots += num_slots // slots.num_groups
-        self._slots = slots
-        self._page_tokens = slots.page_tokens
-        num_all, places = num_slots + self._page_tokens, self.groups.places
-        self._page_region = allocate_region(num_all * token_items_of(places), device, dtype)
-        components = divided(self._page_region, places, num_all, SlotTensors)
-        by_layer = [(shape.key, shape.value, shape.index or NO_PART) for shape in shapes]
-        self._components = [
-            (component.spread_over(self.groups.place_of, of_layers), component.seen_by_heads())
-            for component, of_layers in zip(components, zip(*by_layer, strict=True), strict=True)
-            if component is not None
-        ]
-
-    @property
-    def num_free(self) -> int:
-        """Number of token slots that nobody has, on pages and for write buffers."""
-        return super().num_free + self._slots.free_slots // self._slots.num_groups
-
-    @property
-    def num_pages(self) -> int:
-        """Number of pages that are counted; the one behind them is nobody's."""
-        return self._slots.num_slots // self._page_tokens
-
-    def spare_kv(self) -> PagedKv:
-        """Return KV on the page that is nobody's: what is written to it is never read."""
-        return self.new_kv(self._page_tokens, [self.num_pages] * self._slots.num_groups)
-
-    def new_kv(self, capacity_tokens: int, pages: Sequence[int] = ()) -> PagedKv:
-        """Return empty KV on these pages, with room for as many tokens at least."""
-        tables = PageTables(pages, self._page_region.device, self.groups)
-        if capacity_tokens > tables.num_tokens:
-            raise AssertionError(f"{len(pages)} pages for {capacity_tokens} tokens")
-        keys, values, *others = (PagedTokens(*seen, tables) for seen in self._components)
-        return PagedKv(
-            keys,
-            values,
-            tables.num_tokens,
-            indexes=others[0] if others else None,
-            tables=tables,
-            states=self._new_states(),
-        )
-
-    def prefault(self) -> int:
-        """Fault in both regions; block until done or `close`. Return the bytes faulted in."""
-        return super().prefault() + populate(self._page_region, lambda: self._is_closed)
-
-
-def make_pool(
-    shapes: Sequence[LayerShape],
-    slots: HeldSlots,
-    *,
-    num_buffer_slots: int,
-    device: torch.device,
-    dtype: torch.dtype,
-    states: Sequence[StateShape] = (),
-    windows: HeldWindows | None = None,
-    groups: LayerGroups | None = None,
-) -> KVPool:
-    """Make the pool of an engine: of pages, if the scheduler counts pages.
-
-    Args:
-        shapes: the shapes of all layers.
-        slots: the scheduler's account.
-        num_buffer_slots: token slots for write buffers, beside the scheduler's.
-        device: where the tensors are.
-        dtype: the tensors' element type.
-        states: see `KVPool`.
-        windows: see `KVPool`.
-        groups: see `PagePool`.
-    """
-    if slots.is_paged:
-        return PagePool(
-            shapes,
-            slots,
-            num_buffer_slots,
-            device=device,
-            dtype=dtype,
-            states=states,
-            groups=groups,
-        )
-    num_slots = slots.num_slots + num_buffer_slots
-    return KVPool(shapes, num_slots, device=device, dtype=dtype, states=states, windows=windows)

@@ -14,61 +14,12 @@ numbers are the same. That takes attention which reads KV where it lies (`Calibr
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from inference_svc.core.attention_window import HeldRows
-from inference_svc.core.compression.policies import SnapKV
-from inference_svc.runtime.kv.layer_tensors import ContiguousTokens, LayerShape, token_items_of
+from inference_svc.runtime.kv.layer_tensors import ContiguousTokens
 from inference_svc.runtime.kv.sequence_kv import SequenceKv
-from shared.types.kv_layout import KVLayout
-
-
-class HeldWindows(NamedTuple):
-    """What sequences hold in layers with a window.
-
-    Attributes:
-        rows: how many tokens that is.
-        layers: indexes of these layers.
-    """
-
-    rows: HeldRows
-    layers: frozenset[int]
-
-    @classmethod
-    def of(
-        cls, layout: KVLayout, shapes: Sequence[LayerShape], step_tokens: int
-    ) -> "HeldWindows | None":
-        """Return them for a model; None: no layer has a window, or all have.
-
-        Args:
-            layout: of what is stored of the model.
-            shapes: of all layers.
-            step_tokens: most tokens of a sequence that are computed at once.
-        """
-        layers = frozenset(index for index in range(len(shapes)) if layout.part_of(index))
-        if not layers:
-            return None
-        # What is loaded begins with a block, and what is shared ends with one; keys are scored by
-        # queries that have waited for the prompt's last ones.
-        full = [shape for index, shape in enumerate(shapes) if index not in layers]
-        rows = HeldRows(
-            layout.window,
-            max(layout.block_tokens, SnapKV.window_tokens),
-            step_tokens,
-            token_items=token_items_of(shapes),
-            full_items=token_items_of(full),
-        )
-        return cls(rows, layers)
-
-    def rows_by_layer(self, num_layers: int, capacity_tokens: int) -> list[int]:
-        """Return how many rows each layer has of a sequence with room for so many tokens."""
-        num_rows = self.rows.num_rows
-        return [
-            num_rows if index in self.layers else capacity_tokens for index in range(num_layers)
-        ]
 
 
 class WindowedTokens(ContiguousTokens):

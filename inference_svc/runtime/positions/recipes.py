@@ -11,8 +11,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from inference_svc.runtime.attention.attention import AttentionOptions
 from inference_svc.runtime.attention.latents import Expansion
+from inference_svc.runtime.attention.softmax_attention import AttentionOptions
 from inference_svc.runtime.kv.layer_tensors import NOTHING, LayerShape
 from inference_svc.runtime.kv.own_layers import OwnLayer
 from inference_svc.runtime.kv.states import StateShape

@@ -10,7 +10,7 @@ import kvd
 import shared
 from inference_svc.cli.main import EXIT_CODES as SERVICE_EXIT_CODES
 from kvd.cli.main import EXIT_CODES as KVD_EXIT_CODES
-from shared.config.program_help import exit_codes_help
+from shared.config.lazy_commands import exit_codes_help
 from shared.types.errors import ReportedError
 
 TABLES = {"kvd": KVD_EXIT_CODES, "inference_svc": SERVICE_EXIT_CODES}

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from inference_svc.core.speculation import prompt_lookup
-from inference_svc.core.speculation.acceptance import Acceptance
+from inference_svc.core.speculation.draft_lengths import Acceptance
 from inference_svc.core.speculation.prompt_lookup import (
     GRAM_TOKENS,
     MOST_MATCHED,

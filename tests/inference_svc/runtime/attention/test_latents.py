@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from inference_svc.runtime.attention import latents
-from inference_svc.runtime.attention.attention import AttentionOptions
 from inference_svc.runtime.attention.latents import Expansion, attend_absorbed, attend_chosen
-from inference_svc.runtime.attention.softmax_attention import attend
+from inference_svc.runtime.attention.softmax_attention import AttentionOptions, attend
 
 HEADS, FREE, ROTATED, LATENT, VALUE, LENGTH = 4, 6, 5, 9, 7, 20
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}

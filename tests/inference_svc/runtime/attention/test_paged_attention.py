@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from inference_svc.core.scheduling.paged_slots import PagedSlots
-from inference_svc.runtime.attention.attention import AttentionOptions, Part
+from inference_svc.runtime.attention.attention import Part, TorchAttention, TorchStepAttention
 from inference_svc.runtime.attention.paged_attention import PageCall, PagedAttention, PageStep
-from inference_svc.runtime.attention.torch_attention import TorchAttention, TorchStepAttention
+from inference_svc.runtime.attention.softmax_attention import AttentionOptions
 from inference_svc.runtime.cuda.page_attention import attend_pages
 from inference_svc.runtime.kv.kv_pool import KVPool
 from inference_svc.runtime.kv.layer_tensors import LayerShape
-from inference_svc.runtime.kv.paged_kv import PagePool
+from inference_svc.runtime.kv.page_pool import PagePool
 
 HEADS, KV_HEADS, DIM, PAGE_TOKENS = 4, 2, 8, 4
 SHAPES = [LayerShape((KV_HEADS, DIM), (KV_HEADS, DIM)), LayerShape((1, 16), (1, 24))]

@@ -4,8 +4,12 @@ import pytest
 import torch
 
 from inference_svc.runtime.attention import softmax_attention
-from inference_svc.runtime.attention.attention import AttentionOptions
-from inference_svc.runtime.attention.softmax_attention import TILE_TOKENS, attend, attend_one
+from inference_svc.runtime.attention.softmax_attention import (
+    TILE_TOKENS,
+    AttentionOptions,
+    attend,
+    attend_one,
+)
 from tests.sampled import sampled_cases
 
 HEADS, DIM, LENGTH = 6, 8, TILE_TOKENS + 40

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from inference_svc.runtime.attention.attention import TorchAttention
 from inference_svc.runtime.attention.paged_attention import PagedAttention
-from inference_svc.runtime.attention.torch_attention import TorchAttention
 from inference_svc.runtime.calibration import attention_choice
 from inference_svc.runtime.calibration.attention_choice import choose_attention
 from inference_svc.runtime.calibration.calibration import calibrate

@@ -11,8 +11,12 @@ import torch
 
 from inference_svc.runtime.calibration import compile_choice
 from inference_svc.runtime.calibration.calibration import calibrate
-from inference_svc.runtime.calibration.compile_choice import choose_compiling
-from inference_svc.runtime.model.compiled_layers import compute_as_before, layers_of, other_breaks
+from inference_svc.runtime.calibration.compile_choice import (
+    choose_compiling,
+    compute_as_before,
+    layers_of,
+    other_breaks,
+)
 from inference_svc.runtime.model.model_loader import describe_model
 from inference_svc.runtime.model.packed_linear import PackedLinear
 from shared.types.errors import ConfigError

@@ -5,7 +5,7 @@ import torch
 from structlog.testing import capture_logs
 from torch.utils._python_dispatch import _disable_current_modes
 
-from inference_svc.runtime.attention.torch_attention import TorchAttention
+from inference_svc.runtime.attention.attention import TorchAttention
 from inference_svc.runtime.calibration.graph_choice import choose_graphs
 from inference_svc.runtime.compute.decode_step import StepShape
 from tests.paged_steps import PagedSteps

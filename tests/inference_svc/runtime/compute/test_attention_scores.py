@@ -5,7 +5,7 @@ import torch
 
 from inference_svc.core.compression.policies import make_compression
 from inference_svc.core.discards import without
-from inference_svc.runtime.attention.attention import AttentionOptions
+from inference_svc.runtime.attention.softmax_attention import AttentionOptions
 from inference_svc.runtime.compute import attention_scores
 from inference_svc.runtime.compute.attention_scores import ScoreKeeper, add_weights, keeper_for
 from inference_svc.runtime.compute.chunk import Chunk

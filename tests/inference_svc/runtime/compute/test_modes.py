@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from inference_svc.runtime.attention.attention import AttentionOptions
+from inference_svc.runtime.attention.softmax_attention import AttentionOptions
 from inference_svc.runtime.compute.attention_scores import ScoreKeeper
 from inference_svc.runtime.compute.chunk import Chunk
 from inference_svc.runtime.compute.gathered_forward import (

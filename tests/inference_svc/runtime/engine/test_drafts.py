@@ -10,7 +10,7 @@ import torch
 from inference_svc.core.answers import SamplingParams
 from inference_svc.core.rates.rates import DecodeTimes
 from inference_svc.core.scheduling.request import RequestState
-from inference_svc.core.speculation.acceptance import Acceptance
+from inference_svc.core.speculation.draft_lengths import Acceptance
 from inference_svc.runtime.compute.sampling import Sampler
 from inference_svc.runtime.engine.drafts import TRY_EVERY, Drafter
 from tests.memory_engine import BLOCK_TOKENS, alone, loaded_model, running_engine

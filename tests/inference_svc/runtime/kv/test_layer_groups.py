@@ -9,10 +9,9 @@ from hypothesis import strategies as st
 
 from inference_svc.core.attention_window import HeldRows
 from inference_svc.core.scheduling.paged_slots import PagedSlots
-from inference_svc.runtime.kv.layer_groups import MOST_PADDING, LayerGroups, group_size
+from inference_svc.runtime.kv.layer_groups import MOST_PADDING, HeldWindows, LayerGroups, group_size
 from inference_svc.runtime.kv.layer_tensors import LayerShape, token_items_of
-from inference_svc.runtime.kv.paged_kv import PagePool
-from inference_svc.runtime.kv.windowed_kv import HeldWindows
+from inference_svc.runtime.kv.page_pool import PagePool
 
 PAGE_TOKENS, NUM_PAGES = 8, 60
 NARROW = LayerShape((2, 4), (2, 3))
@@ -30,6 +29,16 @@ LAYERS = st.lists(st.tuples(st.booleans(), st.sampled_from(ALL)), min_size=2, ma
 def windows_of(layers):
     """Every other of some layers has a window, of 20 tokens."""
     return HeldWindows(HeldRows(9, 5, 6, 1, 1), frozenset(layers))
+
+
+def test_what_is_scored_and_what_a_block_has_stay_behind_the_window(tiny):
+    """As many tokens as the longer of the two has, beside the window and a step's."""
+    model = tiny("gemma3", has_windows=True)
+    shapes, layout = [layer.shape for layer in model.calibration.layers], model.calibration.layout
+    for scored_tokens in (layout.block_tokens - 1, layout.block_tokens + 1):
+        held = HeldWindows.of(layout, shapes, step_tokens=7, scored_tokens=scored_tokens)
+        assert held.rows.spare_tokens == max(scored_tokens, layout.block_tokens)
+        assert held.rows.num_rows == layout.window + held.rows.spare_tokens + 7
 
 
 def grouped(layers):

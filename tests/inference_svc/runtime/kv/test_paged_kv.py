@@ -8,8 +8,8 @@ from inference_svc.core.scheduling.paged_slots import PagedSlots
 from inference_svc.runtime.compute.chunk import Chunk
 from inference_svc.runtime.kv.kv_pool import KVPool
 from inference_svc.runtime.kv.layer_tensors import LayerShape, token_items_of
-from inference_svc.runtime.kv.page_tables import PageTable
-from inference_svc.runtime.kv.paged_kv import PagePool
+from inference_svc.runtime.kv.page_pool import PagePool
+from inference_svc.runtime.kv.paged_kv import PageTable
 from inference_svc.runtime.memory import HUGE_PAGE_BYTES
 from inference_svc.runtime.transfer.compaction import compact_in_place
 from inference_svc.runtime.transfer.layer_load import copy_layer

@@ -8,8 +8,9 @@ import torch
 
 from inference_svc.core.discards import kept_runs
 from inference_svc.runtime.compute.attention_scores import ScoreKeeper
+from inference_svc.runtime.kv.layer_groups import HeldWindows
 from inference_svc.runtime.kv.layer_tensors import token_items_of
-from inference_svc.runtime.kv.windowed_kv import HeldWindows, WindowedKv
+from inference_svc.runtime.kv.windowed_kv import WindowedKv
 from inference_svc.runtime.transfer.compaction import compact_in_place
 from inference_svc.runtime.transfer.layer_load import copy_layer
 from tests.held_windows import (
@@ -174,4 +175,5 @@ def test_models_without_windows_hold_all(tiny):
     for name, has_windows in (("llama", True), ("gemma3", False), ("mistral", False)):
         calibration = tiny(name, has_windows=has_windows).calibration
         shapes = [layer.shape for layer in calibration.layers]
-        assert HeldWindows.of(calibration.layout, shapes, STEP) is None
+        layout, steps = calibration.layout, {"step_tokens": STEP, "scored_tokens": STEP}
+        assert HeldWindows.of(layout, shapes, **steps) is None

@@ -5,7 +5,7 @@ import torch
 
 from inference_svc.core.scheduling.paged_slots import PagedSlots
 from inference_svc.runtime.cuda.key_rotation import embed_on_device
-from inference_svc.runtime.kv.paged_kv import PagePool
+from inference_svc.runtime.kv.page_pool import PagePool
 from inference_svc.runtime.transfer import layer_load
 from inference_svc.runtime.transfer.layer_load import LayerLoader
 from inference_svc.runtime.transfer.layer_store import store_blocks

@@ -9,9 +9,10 @@ from inference_svc.core.scheduling.paged_slots import PagedSlots
 from inference_svc.runtime.compute.chunk import Chunk
 from inference_svc.runtime.cuda.key_rotation import embed_on_device
 from inference_svc.runtime.kv.kv_pool import KVPool
-from inference_svc.runtime.kv.layer_groups import LayerGroups
-from inference_svc.runtime.kv.paged_kv import PagedKv, PagePool
-from inference_svc.runtime.kv.windowed_kv import HeldWindows, WindowedKv
+from inference_svc.runtime.kv.layer_groups import HeldWindows, LayerGroups
+from inference_svc.runtime.kv.page_pool import PagePool
+from inference_svc.runtime.kv.paged_kv import PagedKv
+from inference_svc.runtime.kv.windowed_kv import WindowedKv
 from inference_svc.runtime.transfer.layer_load import LayerLoader
 from inference_svc.runtime.transfer.layer_store import store_blocks
 from inference_svc.runtime.transfer.spans import check_spans, check_windows, windows_beside
@@ -57,7 +58,7 @@ def holding_pool(model, page_tokens=None):
     """A pool whose sequences hold the last tokens only, among them those that are loaded."""
     layers, layout = model.calibration.layers, model.calibration.layout
     shapes = [layer.shape for layer in layers]
-    held = HeldWindows.of(layout, shapes, step_tokens=20)
+    held = HeldWindows.of(layout, shapes, step_tokens=20, scored_tokens=32)
     options = {"device": model.loaded.device, "dtype": model.loaded.dtype}
     if page_tokens is not None:
         windows = held._replace(rows=replace(held.rows, spare_tokens=layout.block_tokens))

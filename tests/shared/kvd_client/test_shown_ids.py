@@ -2,7 +2,7 @@
 
 from itertools import pairwise
 
-from shared.types.engine_id import shown_id
+from shared.kvd_client.messages import shown_id
 
 
 def test_both_sides_show_the_same_number():

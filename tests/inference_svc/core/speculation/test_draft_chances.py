@@ -2,7 +2,7 @@
 
 import pytest
 
-from inference_svc.core.speculation.acceptance import MOST_SEEN, USUAL_CHANCE, Acceptance
+from inference_svc.core.speculation.draft_lengths import MOST_SEEN, USUAL_CHANCE, Acceptance
 
 
 def test_nothing_is_known_at_first():

@@ -1,13 +1,40 @@
-"""How fast a server takes turns and how long they stay, as engines measure it. Pure."""
+"""Turns at a server: each that waits or runs, and how fast they come and go. Pure."""
 
+from dataclasses import dataclass
+
+from kvd.plan.outcome import TurnRecord
+from kvd.plan.trace import Turn
 from shared.types.load_choice import RecentStarts
+from shared.types.session_key import SessionKey
 from shared.types.units import NS_PER_S
 
+Returns = dict[SessionKey, int]  # when what is kept of a session is wanted next, in ns
 NEWEST_SHARE = 1 / 16  # of the newest value in a running mean
 
 
+def plan_key(session: int) -> SessionKey:
+    """Return the key of a session, which is a number in plans."""
+    return SessionKey("plan", "plan", str(session))
+
+
+@dataclass(slots=True)
+class Request:
+    """A turn that waits or runs.
+
+    Attributes:
+        number: turns are counted in the order in which they arrive.
+    """
+
+    session: int
+    key: SessionKey
+    number: int
+    turn: Turn
+    record: TurnRecord
+    hbm_bytes: int
+
+
 class Pace:
-    """Running means of a server's turns.
+    """Running means of a server's turns, as engines measure them.
 
     Attributes:
         interval_ns: between two starts of turns; 0: two have not started yet.

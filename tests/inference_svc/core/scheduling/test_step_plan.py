@@ -2,7 +2,7 @@
 
 import pytest
 
-from inference_svc.core.scheduling.batch_bounds import ON_CPU, ON_GPU, usual_bounds
+from inference_svc.core.scheduling.step_plan import ON_CPU, ON_GPU, usual_bounds
 
 
 def test_a_gpu_takes_more_at_once():

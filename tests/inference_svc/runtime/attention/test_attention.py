@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from inference_svc.runtime.attention.attention import AttentionOptions, Part
-from inference_svc.runtime.attention.softmax_attention import attend
-from inference_svc.runtime.attention.torch_attention import TorchAttention
+from inference_svc.runtime.attention.attention import Part, TorchAttention
+from inference_svc.runtime.attention.softmax_attention import AttentionOptions, attend
 from inference_svc.runtime.kv.kv_pool import KVPool
 from inference_svc.runtime.kv.layer_tensors import LayerShape
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvd.plan.pace import Pace
+from kvd.plan.turns import Pace
 from shared.types.units import NS_PER_S
 
 
