@@ -45,7 +45,7 @@ kv_tokens = 20000
 max_streams_per_client = {MAX_STREAMS}
 [tenants.small]
 max_turns = 1
-max_sessions = 3
+max_sessions = 2
 """
 SHORT = pb.Sampling(max_tokens=4, ignore_eos=True)
 ENDLESS = pb.Sampling(max_tokens=1_000_000, ignore_eos=True)
@@ -178,6 +178,7 @@ async def test_a_tenant_at_its_limit_disturbs_nobody(client):
     # The one before is being stopped: its place is free in a moment.
     result = await client.submit_patiently(short("two", tenant="small"))
     assert len(result.token_ids) == 4
+    await client.delete_session("two", tenant="small")
 
 
 async def test_a_client_that_does_not_read_holds_no_place(client):
@@ -205,6 +206,8 @@ async def test_a_tenant_keeps_as_many_sessions_as_it_may(client):
     await client.submit(short("c"))
     await client.delete_session("b", tenant="small")
     await client.submit(short("c", tenant="small"))
+    for name in ("a", "c"):
+        await client.delete_session(name, tenant="small")
 
 
 async def test_a_client_follows_as_many_turns_as_it_may(client):

@@ -107,11 +107,12 @@ def run_with_fds(fds, names, pid="self"):
     """Start a process as systemd does: descriptors from 3 on, announced in its environment."""
 
     def announce():
-        for number, fd in enumerate(sorted(fds), start=50):
+        free = max(fds) + 1  # onwards: a worker that has run many tests may have any number open
+        for number, fd in enumerate(sorted(fds), start=free):
             os.dup2(fd, number)
         for number in range(len(fds)):
-            os.dup2(50 + number, 3 + number)
-            os.close(50 + number)
+            os.dup2(free + number, 3 + number)
+            os.close(free + number)
         listen_pid = str(os.getpid()) if pid == "self" else pid
         environ = {**os.environ, "LISTEN_PID": listen_pid, "LISTEN_FDS": str(len(fds))}
         environ["LISTEN_FDNAMES"] = ":".join(names)
