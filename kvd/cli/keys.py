@@ -1,4 +1,4 @@
-"""Secrets: `kvd key`, the master key of SSD, changed while no kvd runs; `kvd token`, a client's."""
+"""`kvd key`: make a master key, put another one in its place. kvd does not run meanwhile."""
 
 import os
 from collections.abc import Iterator
@@ -81,24 +81,3 @@ def _stopped(state_dir: Path) -> Iterator[None]:
         yield
     finally:
         os.close(lock_fd)
-
-
-def token(
-    name: Annotated[str, typer.Argument(help="What the settings call the client.")] = "NAME",
-    file: Annotated[
-        Path | None, typer.Option(help="Write it to this new file, which only you can read.")
-    ] = None,
-    as_json: AsJson = False,
-) -> None:
-    """Make a token for a client, and say what the settings need of it.
-
-    Nothing is kept but the file: the settings need only the digest. Put two digests into the list
-    while one token is being replaced by another.
-    """
-    from shared.access.tokens import make_token, token_text
-
-    made = make_token(file)
-    if as_json:
-        print_json(dict(made))
-    else:
-        typer.echo(token_text(name, made))

@@ -233,7 +233,7 @@ COMMANDS: Mapping[str, LazyCommand] = {
         heading=SETUP,
     ),
     "token": LazyCommand(
-        "kvd.cli.keys:token",
+        "kvd.cli.token:token",
         "Make a token for a client, and say what the settings need of it",
         heading=SETUP,
     ),
