@@ -16,8 +16,10 @@ class RemoteSettings(Section):
         unnamed: whether those of sessions that no client has named are there, too.
         key_file: file of the key that seals transcripts there, of `kvd key new`, or the name of a
             systemd credential; the same on all servers. "": they lie there as they are.
-        old_key_files: of keys by which such are opened that lie there.
-        plain: whether transcripts are read there that are not sealed, although there is a key.
+        old_key_files: files of keys that only open what lies there: the last one, after a change,
+            or the next one, before it.
+        plain: what becomes of transcripts there that are not sealed although there is a key:
+            "read", or "refuse", which takes them for damaged.
         deadline_s: most seconds that a turn waits for an answer of it, each time.
     """
 

@@ -2,8 +2,9 @@
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -52,26 +53,18 @@ CORPUS = [
 
 def build_model(directory: Path, seed: int = SEED) -> Path:
     """Write the model to a directory; another seed is another model."""
-    tokenizer = _train_tokenizer()
-    tokenizer.save_pretrained(directory)
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
+    return _write(
+        directory,
+        LlamaForCausalLM,
+        LlamaConfig,
+        seed,
         hidden_size=64,
         intermediate_size=128,
         num_hidden_layers=3,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=32,  # 512 bytes of KV per token and layer: 128 tokens per block
-        max_position_embeddings=WINDOW_TOKENS,
-        initializer_range=INITIALIZER_RANGE,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=tokenizer.convert_tokens_to_ids(EOS),
-        pad_token_id=None,
     )
-    LlamaForCausalLM(config).float().save_pretrained(directory)
-    return directory
 
 
 def build_sink_model(directory: Path) -> Path:
@@ -141,11 +134,10 @@ def build_uncached_model(directory: Path) -> Path:
 
 def build_hybrid_model(directory: Path) -> Path:
     """Write a model with keys and values in two layers, and a recurrent state in two others."""
-    tokenizer = _train_tokenizer()
-    tokenizer.save_pretrained(directory)
-    torch.manual_seed(SEED)
-    config = Qwen3NextConfig(
-        vocab_size=len(tokenizer),
+    return _write(
+        directory,
+        Qwen3NextForCausalLM,
+        Qwen3NextConfig,
         hidden_size=64,
         intermediate_size=128,
         num_hidden_layers=4,
@@ -161,27 +153,18 @@ def build_hybrid_model(directory: Path) -> Path:
         num_experts_per_tok=2,
         moe_intermediate_size=32,
         shared_expert_intermediate_size=32,
-        max_position_embeddings=WINDOW_TOKENS,
-        initializer_range=INITIALIZER_RANGE,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=tokenizer.convert_tokens_to_ids(EOS),
-        pad_token_id=None,
     )
-    Qwen3NextForCausalLM(config).float().save_pretrained(directory)
-    return directory
 
 
 def build_compressing_model(directory: Path) -> Path:
     """Write a model that keeps an entry for some tokens each, and windows beside these."""
-    tokenizer = _train_tokenizer()
-    tokenizer.save_pretrained(directory)
-    torch.manual_seed(SEED)
     sliding, sparse, heavy = (
         f"{kind}_attention" for kind in ("sliding", "compressed_sparse", "heavily_compressed")
     )
-    config = DeepseekV4Config(
-        vocab_size=len(tokenizer),
+    return _write(
+        directory,
+        DeepseekV4ForCausalLM,
+        DeepseekV4Config,
         hidden_size=64,
         num_hidden_layers=4,
         layer_types=[sliding, sparse, heavy, sparse],
@@ -198,14 +181,7 @@ def build_compressing_model(directory: Path) -> Path:
         n_routed_experts=4,
         num_experts_per_tok=2,
         moe_intermediate_size=32,
-        max_position_embeddings=WINDOW_TOKENS,
-        initializer_range=INITIALIZER_RANGE,
-        bos_token_id=None,
-        eos_token_id=tokenizer.convert_tokens_to_ids(EOS),
-        pad_token_id=None,
     )
-    DeepseekV4ForCausalLM(config).float().save_pretrained(directory)
-    return directory
 
 
 SOME_WINDOWED = ("sliding_attention", "sliding_attention", "full_attention") * 2
@@ -214,11 +190,10 @@ ALL_WINDOWED = ("sliding_attention",) * 6
 
 def build_windowed_model(directory: Path, layer_types: Sequence[str] = SOME_WINDOWED) -> Path:
     """Write a model of whose six layers some attend to the last ATTENTION_WINDOW tokens only."""
-    tokenizer = _train_tokenizer()
-    tokenizer.save_pretrained(directory)
-    torch.manual_seed(SEED)
-    config = Qwen2Config(
-        vocab_size=len(tokenizer),
+    return _write(
+        directory,
+        Qwen2ForCausalLM,
+        Qwen2Config,
         hidden_size=64,
         intermediate_size=128,
         num_hidden_layers=6,
@@ -228,15 +203,7 @@ def build_windowed_model(directory: Path, layer_types: Sequence[str] = SOME_WIND
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=32,  # 512 bytes of KV per token and layer: 128 tokens per block
-        max_position_embeddings=WINDOW_TOKENS,
-        initializer_range=INITIALIZER_RANGE,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=tokenizer.convert_tokens_to_ids(EOS),
-        pad_token_id=None,
     )
-    Qwen2ForCausalLM(config).float().save_pretrained(directory)
-    return directory
 
 
 def build_shapes_model(directory: Path) -> Path:
@@ -244,12 +211,10 @@ def build_shapes_model(directory: Path) -> Path:
 
     Those are four, with a window: a third of its KV is of all tokens.
     """
-    tokenizer = _train_tokenizer()
-    tokenizer.save_pretrained(directory)
-    torch.manual_seed(SEED)
-    config = Gemma4TextConfig(
-        vocab_size=len(tokenizer),
-        vocab_size_per_layer_input=len(tokenizer),
+    return _write(
+        directory,
+        Gemma4ForCausalLM,
+        lambda **sizes: Gemma4TextConfig(vocab_size_per_layer_input=sizes["vocab_size"], **sizes),
         hidden_size=64,
         hidden_size_per_layer_input=16,
         intermediate_size=128,
@@ -260,25 +225,16 @@ def build_shapes_model(directory: Path) -> Path:
         num_key_value_heads=2,
         head_dim=32,  # 512 bytes of KV per token and layer: 128 tokens per block
         global_head_dim=64,
-        max_position_embeddings=WINDOW_TOKENS,
-        initializer_range=INITIALIZER_RANGE,
         final_logit_softcapping=None,  # large logits would all be the same
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=tokenizer.convert_tokens_to_ids(EOS),
-        pad_token_id=None,
     )
-    Gemma4ForCausalLM(config).float().save_pretrained(directory)
-    return directory
 
 
 def build_chunked_model(directory: Path) -> Path:
     """Write a model of whose six layers four attend to chunks of ATTENTION_WINDOW tokens."""
-    tokenizer = _train_tokenizer()
-    tokenizer.save_pretrained(directory)
-    torch.manual_seed(SEED)
-    config = Llama4TextConfig(
-        vocab_size=len(tokenizer),
+    return _write(
+        directory,
+        Llama4ForCausalLM,
+        Llama4TextConfig,
         hidden_size=64,
         intermediate_size=64,
         intermediate_size_mlp=128,
@@ -290,14 +246,30 @@ def build_chunked_model(directory: Path) -> Path:
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=32,  # 512 bytes of KV per token and layer: 128 tokens per block
-        max_position_embeddings=WINDOW_TOKENS,
-        initializer_range=INITIALIZER_RANGE,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=tokenizer.convert_tokens_to_ids(EOS),
-        pad_token_id=None,
     )
-    Llama4ForCausalLM(config).float().save_pretrained(directory)
+
+
+def _write(
+    directory: Path,
+    model: type[Any],
+    config: Callable[..., Any],
+    seed: int = SEED,
+    **sizes: Any,
+) -> Path:
+    """Write a model of these sizes, and the tokenizer that all have."""
+    tokenizer = _train_tokenizer()
+    tokenizer.save_pretrained(directory)
+    torch.manual_seed(seed)
+    common = {
+        "vocab_size": len(tokenizer),
+        "max_position_embeddings": WINDOW_TOKENS,
+        "initializer_range": INITIALIZER_RANGE,
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.convert_tokens_to_ids(EOS),
+        "pad_token_id": None,
+    }
+    model(config(**common, **sizes)).float().save_pretrained(directory)
     return directory
 
 

@@ -34,11 +34,7 @@ from kvd.errors import LimitReachedError, NotDurableError
 from kvd.tiers.faults import Faults, WritePoint
 from kvd.tiers.index_database import open_database
 from kvd.tiers.manifest import Manifest
-from shared.encryption.key_file import (
-    KeyFileError,
-    SecretKey,
-    read_key,
-)
+from shared.encryption.key_file import KeyFileError, SecretKey, read_key
 from shared.process.log import get_logger
 from shared.types.block_key import SALT_BYTES
 

@@ -26,7 +26,7 @@ StateDir = Annotated[Path | None, typer.Option(help="Directory of index and volu
 
 @key_app.command("new")
 def key_new(file: KeyFile, as_json: AsJson = False) -> None:
-    """Write a new random master key to a file that only its owner may read."""
+    """Write a new random key to a file that only its owner may read."""
     from shared.encryption.key_file import new_key, write_key
 
     key = new_key()

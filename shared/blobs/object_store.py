@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
 PAGE = 1000  # objects in a page of a listing: what S3 gives
 LOOKS = 1000  # at a directory that changes all the time, in which nothing is found
-STILL_NS = 20_000_000  # since a directory has changed: file systems' clocks tick some ms apart
+STILL_NS = 20_000_000  # that a directory has not changed: file systems' clocks tick some ms apart
+LOOK_S = 0.002  # between two looks
 MAX_WHY = 160  # of the store's own words
 _PRIVATE = 0o700
 
@@ -182,7 +183,7 @@ class DirectoryBlobStore(ObjectBlobStore):
                 yield page
             if not is_nothing or (is_still and self._changed_ns(prefix) == changed_ns):
                 return
-            time.sleep(STILL_NS / 1e10)
+            time.sleep(LOOK_S)
         raise StoreFailedError(f"{prefix} changes all the time", "see who writes there")
 
     def _changed_ns(self, prefix: str) -> int:

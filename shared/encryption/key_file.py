@@ -26,7 +26,7 @@ class KeyFileError(ConfigError):
 
 @dataclass(frozen=True)
 class SecretKey:
-    """A key that files have: kvd's above the tenants' keys, and that of shared transcripts."""
+    """A key from a file: kvd's master key, or that of the transcripts which services share."""
 
     key: bytes = field(repr=False)
 

@@ -53,7 +53,7 @@ class Sealer:
         return cls(keys, takes_plain=takes_plain)
 
     def seal(self, data: bytes, bound: str) -> bytes:
-        """Return a value that has `data`, unlike every other value.
+        """Return what to store: with a key sealed, and unlike every other value; else `data`.
 
         Args:
             data: to be stored.
@@ -70,7 +70,7 @@ class Sealer:
             KeyMissingError: by a key that is not there.
             SealBrokenError: it was changed, or is somewhere else; or is plain, and may not be.
         """
-        if not value.startswith(MARK):
+        if not is_sealed(value):
             if not self.takes_plain:
                 raise SealBrokenError
             return value
@@ -82,6 +82,11 @@ class Sealer:
         if data is None:
             raise SealBrokenError
         return data
+
+
+def is_sealed(value: bytes) -> bool:
+    """Whether a value is one that was sealed, by whatever key."""
+    return value.startswith(MARK)
 
 
 PLAIN = Sealer()  # there is no key

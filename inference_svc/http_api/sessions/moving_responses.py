@@ -20,11 +20,8 @@ from inference_svc.runtime.turns.shared_responses import SharedResponses, Standi
 from inference_svc.runtime.turns.shared_transcripts import place_of
 from inference_svc.runtime.turns.store_calls import StoreSilentError
 from shared.blobs.response_entry import ResponseEntry
-from shared.process.log import get_logger
 from shared.types.errors import NotFoundError
 from shared.types.session_key import SessionKey
-
-log = get_logger(__name__)
 
 
 class MovingResponses:

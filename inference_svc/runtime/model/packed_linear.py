@@ -26,7 +26,7 @@ from torch.nn.functional import linear as multiply
 
 MIN_WEIGHTS = 2**16  # of a layer; below, eight rows take as long either way, and one row longer
 MIN_WEIGHTS_FLOAT32 = 2**19  # the same, where torch's own product reads as fast as memory allows
-FEW_ROWS = 3  # of float32: for so many it does so, and four take twice as long
+FEW_ROWS = 3  # so many rows of float32 torch multiplies as fast as one; four take twice as long
 MOST_KEPT_BYTES = 2**31  # of a model's packed weights that are also kept as they were stored
 
 

@@ -30,10 +30,11 @@ from shared.blobs.response_entry import (
     decode_response,
     encode_response,
 )
-from shared.encryption.sealer import PLAIN, SealBrokenError, Sealer
+from shared.encryption.sealer import PLAIN, SealBrokenError, Sealer, is_sealed
 from shared.process.log import get_logger
 
 SEALED = "sealed"  # in the place of what is
+HIDDEN = ("session", "request", "info", "items")  # members that are sealed
 MAX_BEHIND_BYTES = 16 << 20  # of entries that wait for a store that is silent; the oldest go first
 
 log = get_logger(__name__)
@@ -167,8 +168,9 @@ def _encoded(entry: ResponseEntry, name: str, sealer: Sealer) -> bytes | None:
 
 
 def _sealed(entry: ResponseEntry, name: str, sealer: Sealer) -> ResponseEntry:
-    words = json.dumps([entry.session, entry.request, entry.info, entry.items])
-    sealed = b64encode(sealer.seal(words.encode(), name)).decode()
+    """Return an entry that shows no more than who sweeps the store has to know."""
+    words = json.dumps({member: getattr(entry, member) for member in HIDDEN}).encode()
+    sealed = b64encode(sealer.seal(words, _bound(entry, name))).decode()
     return replace(entry, session=SEALED, request="", info={SEALED: sealed}, items="")
 
 
@@ -178,11 +180,18 @@ def _opened(entry: ResponseEntry, name: str, sealer: Sealer) -> ResponseEntry | 
     if sealed is None:
         return entry if sealer.takes_plain else None
     try:
-        words = json.loads(open_value(sealer, b64decode(sealed), name))
-    except (SealBrokenError, ValueError, TypeError):
+        value = b64decode(sealed)
+        if not is_sealed(value):
+            return None
+        words = json.loads(open_value(sealer, value, _bound(entry, name)))
+        return replace(entry, **{member: words[member] for member in HIDDEN})
+    except (SealBrokenError, ValueError, KeyError, TypeError):
         return None
-    session, request, info, items = words
-    return replace(entry, session=session, request=request, info=info, items=items)
+
+
+def _bound(entry: ResponseEntry, name: str) -> str:
+    """Return what a sealed entry shows, and where: with another it does not open."""
+    return f"{name} {entry.transcript} {entry.turns} {entry.named}"
 
 
 def _read(store: BlobStore, name: str) -> ResponseEntry | None:

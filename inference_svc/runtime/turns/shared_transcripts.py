@@ -161,7 +161,7 @@ def open_value(sealer: Sealer, value: bytes, place: str) -> bytes:
         return sealer.open(value, place)
     except KeyMissingError as error:
         raise TranscriptSealedError(
-            f"the session's transcript in the object store is sealed by key {str(error)[:8]}, which"
+            f"what the object store has of the session is sealed by key {str(error)[:8]}, which"
             " this service does not have",
             "name the file of that key in remote.key_file or remote.old_key_files",
         ) from error

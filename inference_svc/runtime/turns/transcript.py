@@ -260,7 +260,7 @@ class TranscriptStore:
 
         Args:
             key: the session's.
-            must_know: one that is not here is not forgotten because the store is silent.
+            must_know: refuse, not take one that is not here for new, while the store is silent.
 
         Raises:
             TranscriptUnavailableError: nobody knows what it is; or it cannot be written here.

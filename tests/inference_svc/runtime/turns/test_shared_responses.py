@@ -184,6 +184,26 @@ async def test_a_sealed_response_in_anothers_place_is_none(world):
     assert await world.service(sealer).find("acme", "resp_2") is None
 
 
+@pytest.mark.parametrize(
+    "change", [{"turns": 2}, {"named": True}, {"transcript": f"{TRANSCRIPTS}/tenant/other"}]
+)
+async def test_what_a_sealed_response_shows_cannot_be_changed(world, change):
+    sealer = Sealer([new_key()])
+    await world.service(sealer).keep("acme", "resp_1", ENTRY)
+    (name,) = (name for name in world.blobs.blobs if name.startswith(RESPONSES))
+    forged = encode_response(replace(decode_response(world.values[0]), **change))
+    View(world.blobs).put(name, forged)
+    assert await world.service(sealer).find("acme", "resp_1") is None
+
+
+@pytest.mark.parametrize("words", ["", "W10=", "bnVsbA==", "not base64", 7])
+async def test_what_only_calls_itself_sealed_is_none(world, words):
+    """Also where plain responses are taken: nobody has written it so."""
+    forged = replace(ENTRY, info={"sealed": words})
+    await world.service().keep("acme", "resp_1", forged)
+    assert await world.service(Sealer([new_key()])).find("acme", "resp_1") is None
+
+
 async def test_a_plain_response_is_taken_until_that_is_refused(world):
     await world.service().keep("acme", "resp_1", ENTRY)
     key = new_key()
