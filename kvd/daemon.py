@@ -217,7 +217,7 @@ class Daemon:
             self._settings.runtime_dir / FILES_SOCKET,
             self._settings.access.operator_group,
         )
-        with listen_at(path, socket.SOCK_STREAM, group) as listener:
+        with listen_at(path, socket.SOCK_SEQPACKET, group) as listener:
             async with self._serving(path, streams.serve(listener)):
                 yield streams
 

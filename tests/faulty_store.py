@@ -108,6 +108,9 @@ class View:
         data = self._store.blobs[name][0]
         return data[start : None if num_bytes is None else start + num_bytes]
 
+    def view(self, name: str) -> memoryview:
+        return memoryview(self.get(name))
+
     def find(self, name: str) -> Blob | None:
         self._before(name)
         return self._store.blob(name) if name in self._store.blobs else None

@@ -1,11 +1,13 @@
 """The caller's end of a byte stream (kvd/session_files/byte_streams.py): data beside an RPC."""
 
+import os
 import secrets
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from kvd.host.memory_pipe import MemoryPipe, make_memory, map_memory
 from shared.access.addresses import UNIX, is_unix
 from shared.process.runtime_dir import FILES_SOCKET, STREAM_TOKEN_BYTES
 
@@ -26,17 +28,21 @@ class ByteStream:
             OSError: it cannot be.
         """
         self.token = secrets.token_bytes(STREAM_TOKEN_BYTES)
-        self._sock = sock
         sock.settimeout(SILENCE_S)
-        sock.sendall(self.token)
+        memory = make_memory()
+        try:
+            socket.send_fds(sock, [self.token], [memory])
+            self._pipe = MemoryPipe(sock, map_memory(memory))
+        finally:
+            os.close(memory)
 
-    def send(self, data: bytes | bytearray) -> None:
+    def send(self, data: bytes | bytearray | memoryview) -> None:
         """Send bytes.
 
         Raises:
             OSError: kvd takes no more.
         """
-        self._sock.sendall(data)
+        self._pipe.write(data)
 
     def receive(self, num_bytes: int) -> bytearray:
         """Receive so many bytes.
@@ -45,12 +51,7 @@ class ByteStream:
             OSError: they do not come.
         """
         data = bytearray(num_bytes)
-        rest = memoryview(data)
-        while rest:
-            num_received = self._sock.recv_into(rest)
-            if not num_received:
-                raise ConnectionResetError("kvd has closed it")
-            rest = rest[num_received:]
+        self._pipe.read_into(memoryview(data))
         return data
 
 
@@ -58,7 +59,7 @@ class ByteStream:
 def open_stream(address: str) -> Iterator[ByteStream | None]:
     """Open a stream to a kvd; None if it is elsewhere, of an older release, or lets us not."""
     stream = None
-    with socket.socket(socket.AF_UNIX) as sock:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
         if is_unix(address):
             try:
                 sock.connect(str(Path(address.removeprefix(UNIX)).with_name(FILES_SOCKET)))

@@ -219,7 +219,7 @@ class OperatorClient:
                 yield data, part
 
     def import_session(
-        self, target: kvd_pb2.ImportTarget, pieces: Iterator[bytes | bytearray]
+        self, target: kvd_pb2.ImportTarget, pieces: Iterator[bytes | memoryview]
     ) -> kvd_pb2.ImportSessionResponse:
         """Send the file of a session; return what came of it. Takes its time."""
         with self._reported(), open_stream(self._address) as stream:
@@ -289,7 +289,7 @@ class OperatorClient:
         )
 
 
-def _messages(pieces: Iterator[bytes | bytearray]) -> Iterator[kvd_pb2.ImportSessionRequest]:
+def _messages(pieces: Iterator[bytes | memoryview]) -> Iterator[kvd_pb2.ImportSessionRequest]:
     """Yield a file in messages."""
     for piece in pieces:
         for start in range(0, len(piece), MESSAGE_BYTES):
@@ -297,7 +297,7 @@ def _messages(pieces: Iterator[bytes | bytearray]) -> Iterator[kvd_pb2.ImportSes
 
 
 def _streamed(
-    pieces: Iterator[bytes | bytearray], stream: ByteStream
+    pieces: Iterator[bytes | memoryview], stream: ByteStream
 ) -> Iterator[kvd_pb2.ImportSessionRequest]:
     """Send a file over a stream, each piece once it is announced."""
     for piece in pieces:

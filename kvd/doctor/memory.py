@@ -1,6 +1,5 @@
 """Memory, kernel and GPU: room of the kind that the settings ask for, and what engines need."""
 
-import fcntl
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -16,13 +15,13 @@ from kvd.doctor.machine import (
     may_write,
     text_of,
 )
+from kvd.host.sealed_memory import sealed_memfd
 from kvd.tiers.arena import dram_bytes
 from kvd.tiers.arena_store import resolve_keep
 from kvd.tiers.page_advice import bind_to_node
-from shared.types.units import ceil_div, format_bytes
+from shared.types.units import SECTOR_BYTES, ceil_div, format_bytes
 
 DEV = Path("/dev")
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 def check_kernel() -> Iterator[Finding]:
@@ -34,12 +33,7 @@ def check_kernel() -> Iterator[Finding]:
     except (OSError, AttributeError) as error:
         yield problem("kernel", f"pidfd_open does not work on Linux {release} ({error})", newer)
     try:
-        fd = os.memfd_create("kvd-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        try:
-            os.ftruncate(fd, 4096)
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
-        finally:
-            os.close(fd)
+        os.close(sealed_memfd("kvd-doctor", SECTOR_BYTES))
     except (OSError, AttributeError) as error:
         yield problem("kernel", f"memfds cannot be sealed on Linux {release} ({error})", newer)
     else:

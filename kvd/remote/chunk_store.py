@@ -49,6 +49,8 @@ class ChunkStore:
         end_token: int,
         known: Mapping[bytes, pb.RemoteChunk],
         before_sending: Callable[[int], None] = lambda _: None,
+        *,
+        looks: bool = True,
     ) -> tuple[pb.RemoteChunk, int]:
         """Have a chunk in the store; returns how a manifest names it, and the bytes that were sent.
 
@@ -58,6 +60,7 @@ class ChunkStore:
             known: chunks that are there, by a manifest that counts, unless the store loses some; by
                 their digests.
             before_sending: called with how many bytes will be sent, if any are.
+            looks: whether it may be there though it is not known; that costs a request.
         """
         digest = blake3(data).digest()
         chunk = pb.RemoteChunk(
@@ -73,20 +76,22 @@ class ChunkStore:
                 return chunk, 0
         elif chunk.name in self._condemned:
             chunk.name += f"-{secrets.token_hex(4)}"
-        if _is_there(self._store, self._path(chunk), chunk.num_bytes):
+        if (looks or there is not None) and _is_there(
+            self._store, self._path(chunk), chunk.num_bytes
+        ):
             return chunk, 0
         before_sending(len(data))
         self._store.put(self._path(chunk), data)
         return chunk, len(data)
 
-    def get(self, chunk: pb.RemoteChunk) -> bytes:
-        """Return the bytes of a chunk.
+    def view(self, chunk: pb.RemoteChunk) -> memoryview:
+        """Return the bytes of a chunk, where they lie.
 
         Raises:
             DamagedRemoteError: they are not there, or not what was put there.
         """
         try:
-            data = self._store.get(self._path(chunk))
+            data = self._store.view(self._path(chunk))
         except BlobMissingError as error:
             raise _lost(chunk, "is not there") from error
         except BlobDamagedError as error:
@@ -118,7 +123,7 @@ def has_lost(store: BlobStore, tenant: str, chunks: Iterable[pb.RemoteChunk]) ->
     return not all(_is_there(store, f"{place}/{one.name}", one.num_bytes) for one in chunks)
 
 
-def _is_sound(data: bytes, chunk: pb.RemoteChunk) -> bool:
+def _is_sound(data: memoryview, chunk: pb.RemoteChunk) -> bool:
     """Whether these are the bytes of a chunk."""
     if len(data) != chunk.num_bytes:
         return False

@@ -27,7 +27,7 @@ class Sink(Protocol):
     """The kvd that is to have the sessions."""
 
     def import_session(
-        self, target: pb.ImportTarget, pieces: Iterator[bytes]
+        self, target: pb.ImportTarget, pieces: Iterator[bytes | memoryview]
     ) -> pb.ImportSessionResponse:
         """Store a session."""
 
@@ -139,7 +139,7 @@ class Puller:
         """Have kvd store a session; what stops its chunks from coming is what is raised."""
         stopped: list[ReportedError] = []
 
-        def pieces() -> Iterator[bytes]:
+        def pieces() -> Iterator[bytes | memoryview]:
             try:
                 yield from self._pieces(manifest)
             except ReportedError as error:  # gRPC has no way for it: kvd gets a file cut short
@@ -152,19 +152,19 @@ class Puller:
                 raise stopped[0] from error
             raise
 
-    def _pieces(self, manifest: pb.SessionManifest) -> Iterator[bytes]:
+    def _pieces(self, manifest: pb.SessionManifest) -> Iterator[bytes | memoryview]:
         """Yield the session's file: its header, its chunks as they come, its end."""
         chunks = ChunkStore(self._store, key_of(manifest).tenant)
 
-        def get(chunk: pb.RemoteChunk) -> bytes:
+        def get(chunk: pb.RemoteChunk) -> memoryview:
             self._pace.take(chunk.num_bytes)
-            data = chunks.get(chunk)
+            data = chunks.view(chunk)
             self._on_bytes(len(data))
             return data
 
         yield manifest.header
         wanted = iter(manifest.chunks)
-        coming: deque[Future[bytes]] = deque()
+        coming: deque[Future[memoryview]] = deque()
         with ThreadPoolExecutor(self._threads) as threads:
             for chunk in wanted:
                 coming.append(threads.submit(get, chunk))

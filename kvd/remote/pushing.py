@@ -170,8 +170,8 @@ class Pusher:
         done: list[pb.RemoteChunk] = []
         header, seal, sent_bytes = b"", None, 0
 
-        def put(data: Data, end_token: int) -> tuple[pb.RemoteChunk, int]:
-            chunk, num_bytes = chunks.put(data, end_token, known, self._pace.take)
+        def put(data: Data, end_token: int, *, looks: bool) -> tuple[pb.RemoteChunk, int]:
+            chunk, num_bytes = chunks.put(data, end_token, known, self._pace.take, looks=looks)
             self._on_bytes(chunk.num_bytes)
             return chunk, num_bytes
 
@@ -189,7 +189,10 @@ class Pusher:
                     continue
                 if len(under_way) == self._threads:
                     sent_bytes += finish_one()
-                under_way.append(threads.submit(put, data, end_token))
+                # Whoever had the tokens so far has put all chunks of them: behind one that was not
+                # there nobody looks for others, but for those that a broken-off push has just sent.
+                looks = not sent_bytes
+                under_way.append(threads.submit(put, data, end_token, looks=looks))
             while under_way:
                 sent_bytes += finish_one()
         return _Content(header, done, seal, sent_bytes)

@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -39,30 +40,37 @@ def rates(
     seconds: dict[str, list[float]] = {"push": [], "bare put": [], "pull": [], "bare get": []}
     num_bytes = 0
     with open_client(runtime_dir) as client:
-        for _ in range(rounds):
+        for number in range(rounds):
             store = open_store(f"{url.rstrip('/')}/rates-{secrets.token_hex(4)}")
+            put, get = _bare(store)
             info = client.describe(pb.SessionKey(session_id=session)).info
             pusher = Pusher(store, client, OWNER, SharedPace())
-            num_bytes = pusher.push(info).num_bytes
+            puller = Puller(store, client, OWNER, SharedPace())
+            num_bytes = pusher.push(info).num_bytes  # the disk is warmed up
             names = [blob.name for page in store.list("v1/") for blob in page]
             objects = {name: store.get(name) for name in names}
-            store.delete(names)  # written anew: the disk has been warmed up
-            seconds["push"].append(_timed(lambda: pusher.push(info)))  # noqa: B023  # called now
             found = Catalog(store).find(info.session.tenant, session)
-            puller = Puller(store, client, OWNER, SharedPace())
-            seconds["pull"].append(
-                _timed(lambda: puller.pull(found, time.time(), copies=True, replaces=True))  # noqa: B023
-            )
-            put, get = _bare(store)
-            seconds["bare get"].append(_timed(lambda: _each(get, names)))  # noqa: B023
-            store.delete([blob.name for page in store.list("v1/") for blob in page])
-            seconds["bare put"].append(_timed(lambda: _each(lambda n: put(n, objects[n]), names)))  # noqa: B023
+            push = partial(pusher.push, info)
+            steps: list[tuple[str, Callable[[], object]]] = [
+                ("push", push),
+                ("bare put", partial(_each, lambda name: put(name, objects[name]), names)),  # noqa: B023
+                ("pull", partial(puller.pull, found, time.time(), copies=True, replaces=True)),
+                ("bare get", partial(_each, get, names)),
+            ]
+            for what, do in reversed(steps) if number % 2 else steps:
+                store.delete(names)
+                if what in ("pull", "bare get"):
+                    push()
+                seconds[what].append(_timed(do))
             store.delete(names)
-    medians = {what: statistics.median(found) for what, found in seconds.items()}
     typer.echo(f"{num_bytes / 1e6:.0f} MB, {rounds} rounds, medians:")
     for what, bare in (("push", "bare put"), ("pull", "bare get")):
-        rate, floor = num_bytes / medians[what] / 1e6, num_bytes / medians[bare] / 1e6
-        typer.echo(f"{what} {rate:.0f} MB/s, {bare} {floor:.0f} MB/s, ratio {rate / floor:.2f}")
+        ours_s, alone_s = (statistics.median(seconds[one]) for one in (what, bare))
+        ratios = [alone / ours for ours, alone in zip(seconds[what], seconds[bare], strict=True)]
+        typer.echo(
+            f"{what} {num_bytes / ours_s / 1e6:.0f} MB/s, {bare} {num_bytes / alone_s / 1e6:.0f}"
+            f" MB/s, ratio {statistics.median(ratios):.2f}"
+        )
 
 
 def _timed(do: Callable[[], object]) -> float:
@@ -74,14 +82,19 @@ def _timed(do: Callable[[], object]) -> float:
 def _bare(store: BlobStore) -> tuple[Callable[[str, bytes], object], Callable[[str], object]]:
     """Return the calls of the store's own package: ours over obstore are these already."""
     if not isinstance(store, MooncakeBlobStore):
-        return store.put, store.get
+        return store.put, store.view
     client, prefix = store.client, store.prefix
-    return (lambda name, data: client.put(prefix + name, data)), (lambda n: client.get(prefix + n))
+    return (lambda name, data: client.put(prefix + name, data)), (
+        lambda n: client.get_buffer(prefix + n)
+    )
 
 
 def _each(do: Callable[[str], object], names: Sequence[str]) -> None:
+    def drop(name: str) -> None:
+        do(name)  # what comes of it is memory, of which a store may have little
+
     with ThreadPoolExecutor(THREADS) as threads:
-        list(threads.map(do, names))
+        list(threads.map(drop, names))
 
 
 if __name__ == "__main__":

@@ -1,12 +1,14 @@
 """Byte streams: how session files reach processes of this machine, beside their RPCs.
 
 gRPC copies every byte several times, much of it on the event loop that serves engines. So a caller
-on this machine connects to files.sock, sends a token that it has drawn, and names the token in its
-RPC: all data then comes over the connection, and the RPC's messages say how many bytes come next.
-Nothing else travels here: the RPC is what is allowed or refused, fails, and ends.
+on this machine connects to files.sock, sends a token that it has drawn and the memory of a pipe
+(kvd/host/memory_pipe.py), and names the token in its RPC: all data then comes through the pipe, and
+the RPC's messages say how many bytes come next. Nothing else travels here: the RPC is what is
+allowed or refused, fails, and ends.
 """
 
 import asyncio
+import mmap
 import socket
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +18,9 @@ from dataclasses import dataclass, field
 from kvd.core.records.errors import InvalidRequestError
 from kvd.errors import BrokenTransferError, StalledTransferError
 from kvd.host.listening import accepted
+from kvd.host.memory_pipe import MemoryPipe, map_memory
 from kvd.session_files.in_thread import finished
+from shared.process.packets import close_fds, receive
 from shared.process.runtime_dir import STREAM_TOKEN_BYTES
 
 CLAIM_S = 10.0  # between a connection and its RPC, whichever comes first
@@ -25,15 +29,17 @@ SILENCE_S = 60.0  # for which the other side may neither read nor write
 
 
 class ByteStream:
-    """One connection, which the other side has opened. One call at a time.
+    """One connection, which the other side has opened. One call at a time, in one direction.
 
     Args:
         sock: the connection.
+        memory: of its pipe.
         threads: where its calls wait.
     """
 
-    def __init__(self, sock: socket.socket, threads: ThreadPoolExecutor) -> None:
+    def __init__(self, sock: socket.socket, memory: mmap.mmap, threads: ThreadPoolExecutor) -> None:
         self._sock = sock
+        self._pipe = MemoryPipe(sock, memory)
         self._threads = threads
         sock.settimeout(SILENCE_S)
 
@@ -44,7 +50,11 @@ class ByteStream:
             StalledTransferError: the other side does not read.
             BrokenTransferError: it has gone.
         """
-        await self._call(lambda: self._sock.sendall(data))
+        await self._call(lambda: self._pipe.write(data))
+
+    async def finish(self) -> None:
+        """Wait until the other side has everything; raises as `send` does."""
+        await self._call(self._pipe.finish)
 
     async def receive_into(self, memory: memoryview) -> None:
         """Receive as many bytes as there is memory for.
@@ -53,7 +63,7 @@ class ByteStream:
             StalledTransferError: the other side does not write.
             BrokenTransferError: it has gone.
         """
-        await self._call(lambda: _receive_into(self._sock, memory))
+        await self._call(lambda: self._pipe.read_into(memory))
 
     async def _call(self, do: Callable[[], None]) -> None:
         work = asyncio.get_running_loop().run_in_executor(self._threads, do)
@@ -75,19 +85,12 @@ class ByteStream:
             self._sock.shutdown(socket.SHUT_RDWR)
 
 
-def _receive_into(sock: socket.socket, memory: memoryview) -> None:
-    while memory:
-        num_bytes = sock.recv_into(memory)
-        if not num_bytes:
-            raise ConnectionResetError("the other side has closed it")
-        memory = memory[num_bytes:]
-
-
 @dataclass(eq=False)
 class _Offer:
     """A connection that nobody uses yet."""
 
     sock: socket.socket
+    memory: mmap.mmap
     claimed: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -131,14 +134,15 @@ class ByteStreams:
             ) from error
         offer.claimed.set()
         with offer.sock:
-            yield ByteStream(offer.sock, self._threads)
+            yield ByteStream(offer.sock, offer.memory, self._threads)
 
     async def _keep(self, sock: socket.socket) -> None:
         """Keep a connection until its RPC claims it, for a while."""
-        token, offer = b"", _Offer(sock)
+        token, offer = b"", None
         try:
             async with asyncio.timeout(CLAIM_S):
-                token = await _token_of(sock)
+                token, memory = await _announced(sock)
+                offer = _Offer(sock, memory)
                 async with self._changed:
                     self._offers[token] = offer
                     self._changed.notify_all()
@@ -147,18 +151,22 @@ class ByteStreams:
             pass  # it has gone, or nobody wants it
         finally:
             self._num_unclaimed -= 1
-            if not offer.claimed.is_set():
+            if offer is None or not offer.claimed.is_set():
                 sock.close()
-                if self._offers.get(token) is offer:
+                if offer is not None and self._offers.get(token) is offer:
                     del self._offers[token]
 
 
-async def _token_of(sock: socket.socket) -> bytes:
-    """Receive the token that a connection begins with."""
-    loop, token = asyncio.get_running_loop(), b""
-    while len(token) < STREAM_TOKEN_BYTES:
-        some = await loop.sock_recv(sock, STREAM_TOKEN_BYTES - len(token))
-        if not some:
-            raise ConnectionResetError("it ends before its token")
-        token += some
-    return token
+async def _announced(sock: socket.socket) -> tuple[bytes, mmap.mmap]:
+    """Receive the token and the memory that a connection begins with.
+
+    Raises:
+        OSError: it begins otherwise.
+    """
+    token, fds = await receive(sock)
+    try:
+        if len(token) != STREAM_TOKEN_BYTES or len(fds) != 1:
+            raise ConnectionResetError("it begins with no token")
+        return token, map_memory(fds[0])
+    finally:
+        close_fds(fds)

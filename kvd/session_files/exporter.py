@@ -142,7 +142,7 @@ class Exporter:
     async def _next_parts(self) -> FrameBatch:
         """Copy the next parts of the state, or of windows, out: frames of no new tokens."""
         cache, export, owner = self._cache, self._export, secrets.randbits(63)
-        with _ending(cache, owner):
+        with _released_on_failure(cache, owner):
             answer = await self._granted(
                 lambda core: core.session_files.prepare_export_parts(export, self._max_spans, owner)
             )
@@ -179,7 +179,7 @@ class Exporter:
     async def _next(self) -> FrameBatch:
         """Copy the next rows out."""
         cache, export, owner = self._cache, self._export, secrets.randbits(63)
-        with _ending(cache, owner):
+        with _released_on_failure(cache, owner):
             answer = await self._granted(
                 lambda core: core.session_files.prepare_export(export, self._max_spans, owner)
             )
@@ -233,12 +233,13 @@ async def _sealed(
 
 
 @contextmanager
-def _ending(cache: Cache, owner: int) -> Iterator[None]:
-    """Release whatever is still leased in the end."""
+def _released_on_failure(cache: Cache, owner: int) -> Iterator[None]:
+    """Release what is leased if it is not completed."""
     try:
         yield
-    finally:
+    except BaseException:
         cache.act(lambda core: core.engines.gone(owner))
+        raise
 
 
 async def _settled(cache: Cache, lease_id: int, until: float) -> LoadAnswer:

@@ -65,6 +65,8 @@ class Transfers:
                         yield part
                     if stream is not None:
                         await stream.send(piece.data)
+                if stream is not None:
+                    await stream.finish()
             if sealer is not None:
                 yield kvd_pb2.SessionFilePart(seal=self._seal_of(exporter, sealer))
 

@@ -10,7 +10,6 @@ and sizes are read from the descriptor.
 
 import contextlib
 import errno
-import fcntl
 import hashlib
 import os
 import stat
@@ -20,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from kvd.host.sealed_memory import sealed_memfd
 from kvd.tiers.faults import Faults, WritePoint
 from kvd.tiers.journal import UnfitArenaError
 from shared.kvd_client.arena_map import ArenaMap
@@ -28,7 +28,6 @@ from shared.process.log import get_logger
 from shared.types.units import SECTOR_BYTES, align_up
 
 PARTS = ("slots", "journal")
-SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 HUGE_PAGE_BYTES = 2 << 20
 _MFD_HUGE_2MB = 21 << 26  # log2 of the page size, as in memfd_create(2)
 _OPEN_FLAGS = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -189,18 +188,6 @@ class SlotsFile:
     pages: str
 
 
-def sealed_memfd(name: str, num_bytes: int, flags: int = 0) -> int:
-    """Make a memfd that nobody can resize. It takes memory only as its pages are used."""
-    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | flags)
-    try:
-        os.ftruncate(fd, num_bytes)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
-
-
 def huge_memfd(name: str, slot_bytes: int, num_slots: int) -> SlotsFile:
     """Make a memfd of reserved huge pages.
 
@@ -220,15 +207,6 @@ def map_slots(fd: int, slot_bytes: int, num_slots: int, pages: str = "") -> Slot
     except BaseException:
         os.close(fd)
         raise
-
-
-def is_sealed(fd: int) -> bool:
-    """Whether nobody can resize this memory."""
-    wanted = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
-    try:
-        return fcntl.fcntl(fd, fcntl.F_GET_SEALS) & wanted == wanted
-    except OSError:  # not a memfd
-        return False
 
 
 def private_directory(path: Path) -> int:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from kvd.core.records.entries import AdoptedSlot
 from kvd.host.clock import read_boot_id
+from kvd.host.sealed_memory import is_sealed
 from kvd.tiers import arena_backing, page_advice
 from kvd.tiers.arena import Arena
 from kvd.tiers.arena_backing import (
@@ -342,7 +343,7 @@ class ArenaStore:
             (slots.st_size >= header.slot_bytes * header.num_slots, f"{slots.st_size} bytes only"),
             (slots.st_ino == header.slots_inode, "slots and journal are not of one arena"),
             (
-                not must_be_sealed or arena_backing.is_sealed(kept.slots_fd),
+                not must_be_sealed or is_sealed(kept.slots_fd),
                 "its memory is not sealed",
             ),
         ):

@@ -51,6 +51,9 @@ class BlobStore(Protocol):
             BlobDamagedError: it is not what was put there; not every store knows.
         """
 
+    def view(self, name: str) -> memoryview:
+        """Return a large object where it lies, in place of a copy; raises as `get` does."""
+
     def find(self, name: str) -> Blob | None:
         """Return what a listing would say of an object; None if there is none."""
 

@@ -38,7 +38,7 @@ _PASSING = (
 )
 _PREFIX = re.compile(r"[\w./-]*", re.ASCII)
 
-Answer = tuple[int, bytes]  # a code, and what was asked for
+Answer = tuple[int, bytes | memoryview]  # a code, and what was asked for
 
 
 def open_mooncake(parts: SplitResult, patience_s: float | None) -> BlobStore:
@@ -106,6 +106,11 @@ class MooncakeBlobStore:
         """Return an object, or a part of it: all of it is read, to know that it is whole."""
         if num_bytes == 0:
             return b""
+        data = self.view(name)[start:]
+        return bytes(data if num_bytes is None else data[:num_bytes])
+
+    def view(self, name: str) -> memoryview:
+        """Return an object where it lies, in memory of which a connection has a bounded part."""
         code, data = self._in_the_end(lambda: self._read(name))
         if code == mooncake.NOT_FOUND:
             raise BlobMissingError(f"the store has no {name}", "see: kvd remote ls")
@@ -115,9 +120,7 @@ class MooncakeBlobStore:
             )
         if code != mooncake.OK:
             raise mooncake.failed(name, code)
-        if not start and num_bytes is None:
-            return data
-        return data[start : None if num_bytes is None else start + num_bytes]
+        return memoryview(data)
 
     def find(self, name: str) -> Blob | None:
         """Return what a listing would say of it."""
@@ -156,8 +159,8 @@ class MooncakeBlobStore:
         if found is None:
             size = client.get_size(key)
             return (size if size < 0 else mooncake.SHORT), b""
-        view = memoryview(found)
-        stamp, data = read_stamp(key, bytes(view[:STAMP_BYTES])), bytes(view[STAMP_BYTES:])
+        view = memoryview(found).cast("B")
+        stamp, data = read_stamp(key, bytes(view[:STAMP_BYTES])), view[STAMP_BYTES:]
         return (mooncake.OK, data) if stamp is not None and stamp.is_of(data) else (_TORN, b"")
 
     def _stamp_of(self, name: str) -> bytes:
@@ -165,7 +168,7 @@ class MooncakeBlobStore:
         code, stamp = self._in_the_end(lambda: self._heads([name])[0])
         if code != mooncake.OK:
             raise mooncake.failed(name, code)
-        return stamp
+        return bytes(stamp)
 
     def _blobs(self, names: Sequence[str]) -> Sequence[Blob]:
         """Return those objects that are there; of one without its stamp nothing but its name."""
@@ -182,7 +185,7 @@ class MooncakeBlobStore:
                 blobs.append(Blob(name, stamp.num_bytes, stamp.unix_ns / 1e9))
         return blobs
 
-    def _heads(self, names: Sequence[str]) -> Sequence[Answer]:
+    def _heads(self, names: Sequence[str]) -> Sequence[tuple[int, bytes]]:
         """Return the first bytes of objects."""
         there, num = self._connection.connected(), len(names)
         with there.pool.buffer(num * STAMP_BYTES) as lent:

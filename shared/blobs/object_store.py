@@ -114,14 +114,19 @@ class ObjectBlobStore:
         """Return an object, or a part of it."""
         if num_bytes == 0:
             return b""
+        if not start and num_bytes is None:
+            return bytes(self.view(name))
         with _translated(name):
-            if not start and num_bytes is None:
-                return self._api.get(self._store, name).bytes().to_bytes()
             found = self._api.head(self._store, name)["size"]
             end = found if num_bytes is None else min(found, start + num_bytes)
             if start >= end:
                 return b""
             return self._api.get_range(self._store, name, start=start, end=end).to_bytes()
+
+    def view(self, name: str) -> memoryview:
+        """Return an object where it lies."""
+        with _translated(name):
+            return memoryview(self._api.get(self._store, name).bytes())
 
     def find(self, name: str) -> Blob | None:
         """Return what a listing would say of it."""

@@ -39,6 +39,11 @@ class PacedStore:
         self._before("get")
         return self._store.get(name, start, num_bytes)
 
+    def view(self, name: str) -> memoryview:
+        """Return an object where it lies."""
+        self._before("get")
+        return self._store.view(name)
+
     def find(self, name: str) -> Blob | None:
         """Return what a listing would say of it."""
         self._before("find")

@@ -38,7 +38,7 @@ class Stamp:
     num_bytes: int
     checksum: int
 
-    def is_of(self, data: bytes) -> bool:
+    def is_of(self, data: bytes | memoryview) -> bool:
         """Whether these are the bytes."""
         return len(data) == self.num_bytes and xxhash.xxh3_64_intdigest(data) == self.checksum
 

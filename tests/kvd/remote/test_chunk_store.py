@@ -35,9 +35,9 @@ def test_what_is_there_is_not_sent_again() -> None:
         len(DATA),
     )
     assert ChunkStore(store, "acme").put(DATA, 16, {}) == (chunk, 0)
-    assert ChunkStore(store, "acme").get(chunk) == DATA
+    assert ChunkStore(store, "acme").view(chunk) == DATA
     with pytest.raises(DamagedRemoteError, match="is not there"):
-        ChunkStore(store, "other").get(chunk)
+        ChunkStore(store, "other").view(chunk)
 
 
 @pytest.mark.parametrize("changed", [b"", DATA[:-1], DATA[:-1] + b"N", DATA + b"n"])
@@ -49,7 +49,7 @@ def test_other_bytes_are_damage(changed: bytes, is_old: bool) -> None:
     chunk = OF_VERSION_1 if is_old else chunks.put(DATA, 16, {})[0]
     name = f"{chunks_place('acme')}/{chunk.name}"
     store.put(name, DATA)
-    assert chunks.get(chunk) == DATA
+    assert chunks.view(chunk) == DATA
     store.put(name, changed)
     with pytest.raises(DamagedRemoteError, match="is damaged"):
-        chunks.get(chunk)
+        chunks.view(chunk)

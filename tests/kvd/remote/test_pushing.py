@@ -5,7 +5,8 @@ from random import Random
 import pytest
 
 from kvd.host.pacing import SharedPace
-from kvd.remote.pushing import Outcome, Pusher, in_order
+from kvd.remote.pushing import THREADS, Outcome, Pusher, in_order
+from shared.blobs.blob_store import Blob
 from shared.blobs.errors import StoreFailedError
 from shared.pb.kvd.v1 import kvd_pb2 as pb
 from shared.types.errors import ConflictError, StateError
@@ -71,6 +72,22 @@ def test_a_push_that_was_broken_off_goes_on() -> None:
     assert (found.outcome, len(place.taken)) == (Outcome.PUSHED, 2)
     assert found.sent_bytes == sum(place.taken) < found.num_bytes
     assert place.push().sent_bytes == 0
+
+
+def test_nobody_looks_behind_what_was_not_there() -> None:
+    """Who had its tokens has put all chunks: of a new session only the first ones are asked for."""
+    place = Place()
+    place.server.sessions["a"] = tuple(range(40 * STEP))
+    looks: list[str] = []
+
+    class Watched(View):
+        def find(self, name: str) -> Blob | None:
+            looks.append(name)
+            return super().find(name)
+
+    place.push(Watched(place.store, is_calm=True))
+    assert 0 < sum("/chunks/" in name for name in looks) <= 2 * THREADS
+    assert len(place.taken) == 40
 
 
 def test_what_a_store_has_lost_is_sent_again() -> None:

@@ -1,6 +1,5 @@
 """One arena: its size, its seals, its pages."""
 
-import fcntl
 import mmap
 import os
 import resource
@@ -11,7 +10,7 @@ import pytest
 
 from kvd.tiers import page_advice
 from kvd.tiers.arena import AUTO_FRACTION, ArenaTooSmallError, dram_bytes, num_slots_for
-from kvd.tiers.arena_backing import DirectoryBacking, is_sealed, private_directory, sealed_memfd
+from kvd.tiers.arena_backing import DirectoryBacking, private_directory
 from kvd.tiers.arena_store import ArenaOptions, ArenaStore, HugepagesUnavailableError, resolve_keep
 from kvd.tiers.faults import NoFaults
 from shared.measuring import workspace
@@ -39,14 +38,6 @@ def test_the_arena_cannot_be_resized(arena):
     for size in (0, 1 << 30):
         with pytest.raises(PermissionError):
             os.ftruncate(arena.fd, size)
-
-
-def test_memory_that_cannot_be_had_leaves_no_descriptor():
-    """The reason is raised, and nothing is left of it."""
-    before = psutil.Process().num_fds()
-    with pytest.raises(OSError, match="Invalid argument"):
-        sealed_memfd("arena", -1)
-    assert psutil.Process().num_fds() == before
 
 
 @pytest.mark.parametrize("hugepages", ["auto", "off"])
@@ -246,30 +237,6 @@ def test_a_directory_that_is_a_link_or_a_file_is_refused(tmp_path):
     for name in ("link", "file"):
         with pytest.raises(NotADirectoryError):
             private_directory(tmp_path / name)
-
-
-@pytest.mark.parametrize(
-    ("seals", "expected"),
-    [
-        (0, False),
-        (fcntl.F_SEAL_SHRINK, False),
-        (fcntl.F_SEAL_GROW, False),
-        (fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW, True),
-        (fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL, True),
-    ],
-)
-def test_memory_is_sealed_if_it_can_neither_shrink_nor_grow(seals, expected):
-    """Whatever else is forbidden."""
-    fd = os.memfd_create("arena", os.MFD_ALLOW_SEALING)
-    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
-    assert is_sealed(fd) is expected
-    os.close(fd)
-
-
-def test_a_file_is_not_sealed(tmp_path):
-    """Only memory can be."""
-    with (tmp_path / "file").open("wb") as file:
-        assert not is_sealed(file.fileno())
 
 
 def test_what_the_kernel_refuses_is_raised():

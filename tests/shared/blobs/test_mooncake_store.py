@@ -61,6 +61,8 @@ def test_damage_is_found_out(
     assert (blob.name, blob.num_bytes, blob.stored_unix_s) == ("v1/chunk", 0, 0.0)
     store.put("v1/chunk", b"9876543210")
     assert store.get("v1/chunk") == b"9876543210"
+    view = store.view("v1/chunk")
+    assert (view, view.format) == (b"9876543210", "B")
 
 
 def test_what_another_one_is_storing(

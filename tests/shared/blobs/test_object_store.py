@@ -60,6 +60,7 @@ def test_objects_come_and_go(store: BlobStore) -> None:
     store.put("v1/x/one", b"9876543210")
     store.put("v1/xy/two", b"")
     assert store.get("v1/x/one") == b"9876543210"
+    assert store.view("v1/x/one") == b"9876543210"
     assert store.get("v1/x/one", 2, 3) == b"765"
     assert (store.get("v1/x/one", 8, 9), store.get("v1/x/one", 20, 2)) == (b"10", b"")
     assert (store.get("v1/x/one", 7), store.get("v1/x/one", 3, 0)) == (b"210", b"")
@@ -71,6 +72,8 @@ def test_objects_come_and_go(store: BlobStore) -> None:
     assert (store.find("v1/x/one"), _names(store, "v1/x/")) == (None, [])
     with pytest.raises(BlobMissingError):
         store.get("v1/x/one")
+    with pytest.raises(BlobMissingError):
+        store.view("v1/x/one")
     store.delete(["v1/xy/two"])
 
 
