@@ -232,6 +232,7 @@ def _turns(
             max_turns=settings.scheduler.max_turns,
             max_turns_per_session=settings.scheduler.max_turns_per_session,
             retry_after_s=engine_parts.engine.scheduler.estimates.retry_after_s,
+            is_leaving=lambda turn: turn.is_cancelled,
         ),
         limits=limits,
         counters=engine_parts.counters,

@@ -1,5 +1,8 @@
 """Which turn of each session runs and which wait behind it: one at a time, in order.
 
+A turn that was cancelled ends at once, and leaves its session as it was: whoever has cancelled it
+may submit the next one without waiting for that.
+
 Pure. Invariants: 1. the first turn of a session's queue runs, the others wait; 2. a session without
 turns has no entry; 3. the bounds hold.
 
@@ -29,14 +32,20 @@ class SessionTurns(Generic[T]):
         max_turns: most turns of all sessions together, running and waiting.
         max_turns_per_session: most turns of one session, running and waiting.
         retry_after_s: returns how many seconds it takes until the next place is likely free.
+        is_leaving: returns whether a turn was cancelled, and ends at once: it is in nobody's way.
     """
 
     def __init__(
-        self, max_turns: int, max_turns_per_session: int, retry_after_s: Callable[[], float]
+        self,
+        max_turns: int,
+        max_turns_per_session: int,
+        retry_after_s: Callable[[], float],
+        is_leaving: Callable[[T], bool] = lambda _: False,
     ) -> None:
         self._max_turns = max_turns
         self._max_turns_per_session = max_turns_per_session
         self._retry_after_s = retry_after_s
+        self._is_leaving = is_leaving
         self._returns: dict[str, ReturnTimes] = {}  # by tenant
         self._queues: dict[SessionKey, deque[T]] = {}
         self._num_turns = 0
@@ -51,6 +60,10 @@ class SessionTurns(Generic[T]):
         """List the turns of a session: the running one, then those that wait."""
         return tuple(self._queues.get(key, ()))
 
+    def is_busy(self, key: SessionKey) -> bool:
+        """Whether a session has a turn that does not end at once."""
+        return not all(map(self._is_leaving, self.of(key)))
+
     def enter(self, key: SessionKey, turn: T, now_ns: int, *, wait: bool) -> bool:
         """Add a turn; return whether it runs now.
 
@@ -59,7 +72,7 @@ class SessionTurns(Generic[T]):
             QueueFullError: a bound is reached.
         """
         queue = self._queues.get(key, ())
-        if queue and not wait:
+        if not wait and self.is_busy(key):
             raise SessionBusyError(
                 f"session {key.session_id} has a turn under way",
                 "submit again when it has finished, or with wait = true",

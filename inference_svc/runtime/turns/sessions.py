@@ -92,7 +92,7 @@ class Sessions:
     async def get(
         self, key: SessionKey, *, is_fresh: bool = False, must_know: bool = False
     ) -> tuple[Transcript, bool]:
-        """Return a session's complete turns, and whether another is under way.
+        """Return a session's complete turns, and whether the next one would have to wait.
 
         Args:
             key: the session's key.
@@ -105,7 +105,8 @@ class Sessions:
         """
         if is_fresh:
             await self._transcripts.refresh(key, must_know=must_know)
-        return await self._transcripts.get(key), self._is_busy(key)
+        is_busy = key in self._held or self._session_turns.is_busy(key)
+        return await self._transcripts.get(key), is_busy
 
     async def fork(
         self, key: SessionKey, at_turn: int | None, new_session_id: str, *, is_local: bool = False

@@ -34,6 +34,19 @@ def test_a_busy_session_refuses_unless_the_turn_waits():
     assert turns.leave(KEYS[0], "first") == "third"
 
 
+def test_a_turn_that_leaves_is_in_nobodys_way():
+    """Whoever has cancelled it need not wait for its end; the next one runs only then."""
+    leaving = {"first"}
+    turns = SessionTurns(9, 9, lambda: 0.5, leaving.__contains__)
+    assert turns.enter(KEYS[0], "first", 0, wait=False)
+    assert not turns.is_busy(KEYS[0])
+    assert not turns.enter(KEYS[0], "second", 0, wait=False)
+    assert turns.is_busy(KEYS[0])
+    with pytest.raises(SessionBusyError):
+        turns.enter(KEYS[0], "third", 0, wait=False)
+    assert turns.leave(KEYS[0], "first") == "second"
+
+
 def test_a_waiting_turn_that_gives_up_starts_nobody():
     """Only the end of the running turn lets another run."""
     turns = session_turns()
