@@ -5,9 +5,9 @@ Events come in this order: accepted, started, tokens…, finished.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import NamedTuple, TypeAlias
 
-from inference_svc.core.answers import AnswerToken
 from inference_svc.core.discards import Discard
 from inference_svc.core.grafts import Graft
 
@@ -168,6 +168,30 @@ class TurnRecord:
     def text(self) -> str:
         """The whole answer's text."""
         return "".join(self.pieces)
+
+
+class FinishReason(StrEnum):
+    """Why an answer ended."""
+
+    STOP = "stop"  # an end-of-turn token, a stop token, or a stop string
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+
+
+@dataclass(frozen=True)
+class AnswerToken:
+    """One token of an answer.
+
+    Attributes:
+        text: the text that it adds to the answer; "" while a character is incomplete.
+        logprob: natural log of its probability; None unless requested.
+        top: the most likely tokens as (token id, log-probability), most likely first.
+    """
+
+    token_id: int
+    text: str
+    logprob: float | None = None
+    top: TOP = ()
 
 
 @dataclass(frozen=True)

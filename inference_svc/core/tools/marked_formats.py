@@ -21,7 +21,7 @@ from inference_svc.core.tools.json_value import (
     read_value,
     skip_blanks,
 )
-from inference_svc.core.tools.open_call import BLANKS, END_OF_OBJECT, Opening
+from inference_svc.core.tools.parts import BLANKS, END_OF_OBJECT, Opening
 from inference_svc.core.tools.reader import MAX_HEAD, CallFormat, Found
 
 _OBJECT_STARTS = tuple(

@@ -7,8 +7,8 @@ from typing import Protocol
 
 from inference_svc.core.tools.harmony import CLOSING, MARKS, HarmonyReader
 from inference_svc.core.tools.marked_formats import DEEPSEEK, HERMES, JSON, LLAMA, MISTRAL
-from inference_svc.core.tools.open_call import Closing
-from inference_svc.core.tools.reader import AnswerReader, CallFormat, MarkedReader, PlainReader
+from inference_svc.core.tools.parts import AnswerReader, Closing
+from inference_svc.core.tools.reader import CallFormat, MarkedReader, PlainReader
 
 
 class MakeReader(Protocol):
@@ -22,7 +22,7 @@ class MakeReader(Protocol):
         Args:
             names: of the tools that may be called.
             most_calls: so many are shown; None: all.
-            is_bound: whether its calls are bound; see `open_call.py`.
+            is_bound: whether its calls are bound; see `OpenCall`.
         """
 
 

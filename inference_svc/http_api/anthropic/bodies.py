@@ -19,7 +19,7 @@ from pydantic import BeforeValidator, FailFast, Field, model_validator
 
 from inference_svc.core.chat import ASSISTANT, SYSTEM, TOOL, ChoiceKind, Message, ToolUse
 from inference_svc.core.grammar import Grammar
-from inference_svc.core.submission import Retention
+from inference_svc.core.retention import Retention
 from inference_svc.core.template_arguments import UNTHINKING
 from inference_svc.http_api.anthropic.blocks import PARAGRAPH, CacheControl, MessageBody, Texts
 from inference_svc.http_api.anthropic.dialect import THREAD

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, Field
 
 from inference_svc.core.answers import MAX_TOP_LOGPROBS
-from inference_svc.core.submission import MAX_RETENTION_S, Retention
+from inference_svc.core.retention import MAX_RETENTION_S, Retention
 from inference_svc.core.template_arguments import effort_arguments
 from inference_svc.http_api.bodies.body import Body, Refused, WrongMemberError
 from inference_svc.http_api.bodies.conversation import Effort, TemplateArguments

@@ -6,14 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from inference_svc.core.chat import Message
-from inference_svc.core.submission import (
-    NO_RETENTION,
-    Retention,
-    Submission,
-    TextInput,
-    TokenInput,
-    TurnDefaults,
-)
+from inference_svc.core.retention import NO_RETENTION, Retention
+from inference_svc.core.submission import Submission, TextInput, TokenInput, TurnDefaults
 from inference_svc.core.template_arguments import Arguments
 from inference_svc.core.turn_record import Said
 from inference_svc.http_api.answer_parts import Reading

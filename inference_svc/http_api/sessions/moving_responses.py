@@ -13,7 +13,6 @@ from typing import NoReturn
 from inference_svc.core.errors import TranscriptUnavailableError
 from inference_svc.http_api.sessions.http_turn import Caller
 from inference_svc.http_api.sessions.lookup import Point, StoredResponse
-from inference_svc.http_api.sessions.routing import holds
 from inference_svc.http_api.sessions.store import ApiStore, info_of
 from inference_svc.runtime.turns.sessions import Sessions
 from inference_svc.runtime.turns.shared_responses import SharedResponses, Standing
@@ -168,7 +167,7 @@ class MovingResponses:
         except NotFoundError:
             pass
         else:
-            if holds(found, at):
+            if at.is_in(found):
                 return True
         try:
             found, _ = await self._sessions.get(key, is_fresh=True, must_know=True)
@@ -176,7 +175,7 @@ class MovingResponses:
             return False
         if not at.is_named:
             await self._store.use_session(caller.tenant, at.session_id)  # its file is here
-        return holds(found, at)
+        return at.is_in(found)
 
     def _shared(self, caller: Caller, at: Point) -> SharedResponses | None:
         """Return where a session's responses are for all servers; None: they are here alone."""

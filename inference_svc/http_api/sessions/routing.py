@@ -116,7 +116,7 @@ class Router:
     async def after(self, caller: Caller, at: Point, history: bytes | None) -> Route | None:
         """Find the route of messages that follow a point; None if its session is gone."""
         transcript, is_busy = await self._session(caller, at.session_id)
-        if transcript is None or not holds(transcript, at):
+        if transcript is None or not at.is_in(transcript):
             return None
         is_last = len(transcript.turns) == at.turns
         may_append = is_last and not (is_busy or transcript.has_ended)
@@ -199,7 +199,7 @@ class Router:
         points = await self._store.find_histories(digests)
         for at in (points[digest] for digest in digests if digest in points):
             transcript, _ = await self._session(caller, at.session_id)
-            if transcript is not None and holds(transcript, at):
+            if transcript is not None and at.is_in(transcript):
                 where = at.session_id, at.turns
                 return Resembled(*where, was_known=True, first_message=first, is_named=at.is_named)
         return Resembled(was_known=bool(points), first_message=first)
@@ -224,7 +224,7 @@ class Router:
         points = await self._store.find_histories(list(own.values())) if own else {}
         for length, digest in own.items():
             at = points.get(digest)
-            if at is not None and at.turns == turns and holds(transcript, at):
+            if at is not None and at.turns == turns and at.is_in(transcript):
                 return Route(session_id, turns, length, digests[length], is_named=True)
         length = await self._length_said(turn, transcript) if own else 0
         if length:  # another server has answered, or this one has forgotten
@@ -263,9 +263,3 @@ class Router:
 
     def _key(self, caller: Caller, session_id: str) -> SessionKey:
         return caller.identity.key(caller.tenant, self._model, session_id)
-
-
-def holds(transcript: Transcript, at: Point) -> bool:
-    """Whether a session still has the turn: one of the same name may have been made since."""
-    turns = transcript.turns
-    return 0 < at.turns <= len(turns) and turns[at.turns - 1].request_id == at.request_id

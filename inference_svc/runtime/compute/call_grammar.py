@@ -10,7 +10,7 @@ import codecs
 from collections.abc import Callable, Mapping
 
 from inference_svc.core.tools.bound_calls import ANY_TOOL, BoundCalls
-from inference_svc.core.tools.open_call import Closing, OpenCall, is_open
+from inference_svc.core.tools.parts import Closing, OpenCall, is_open
 from inference_svc.runtime.compute.answer_grammar import AnswerGrammar, Logits
 
 _BRACE = "{"

@@ -12,7 +12,7 @@ from contextlib import suppress
 from inference_svc.core.counters import Counters
 from inference_svc.core.discards import Range
 from inference_svc.core.rates.rates import Rates
-from inference_svc.core.submission import Retention
+from inference_svc.core.retention import Retention
 from inference_svc.runtime.kv.arena_kv import ArenaKv, OpenArena
 from inference_svc.runtime.kv.copy_stream import CopyStream, StepClock
 from inference_svc.runtime.kv.layer_gate import StepNotDoneError

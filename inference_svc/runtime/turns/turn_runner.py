@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from inference_svc.core.answers import FinishReason, GrowingAnswer
+from inference_svc.core.answers import GrowingAnswer
 from inference_svc.core.compression.policy import CompressionPolicy, special_tokens
 from inference_svc.core.context import Context, clip
 from inference_svc.core.counters import COUNTERS, Counters
@@ -19,7 +19,7 @@ from inference_svc.core.discards import COMPRESSION, OVERFLOW, Discard, Range, n
 from inference_svc.core.errors import InvalidTurnError, SessionMovedError
 from inference_svc.core.submission import Submission
 from inference_svc.core.transcript_format import ExpectedSession, Header, Transcript
-from inference_svc.core.turn_record import Accepted, Finished, TurnRecord, Usage
+from inference_svc.core.turn_record import Accepted, Finished, FinishReason, TurnRecord, Usage
 from inference_svc.runtime.compute.answer_grammar import AnswerGrammar
 from inference_svc.runtime.compute.attention_scores import keeper_for
 from inference_svc.runtime.compute.call_grammar import CallGrammar
