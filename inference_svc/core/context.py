@@ -9,7 +9,16 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from inference_svc.core.discards import COMPRESSION, Discard, Range, merge_ranges, num_in, without
+from inference_svc.core.discards import (
+    COMPRESSION,
+    Discard,
+    Range,
+    clip,
+    merge_ranges,
+    num_in,
+    position_after,
+    without,
+)
 from inference_svc.core.turn_record import TurnRecord
 from shared.types.lineage import WHOLE, Lineage
 
@@ -54,7 +63,7 @@ class Context:
         return Context(
             tuple(without(self.token_ids, ranges)),
             self.computed_tokens - num_in(computed),
-            self.system_tokens - num_in(clip(ranges, self.system_tokens)),
+            position_after(self.system_tokens, ranges),
             lineage,
             bytes(without(self.framed, ranges)),
             self.answer_tokens - (num_in(ranges) - num_in(before_answer)),
@@ -94,11 +103,6 @@ class Context:
             InvalidDiscardError: it does not fit.
         """
         return self.without(merge_ranges(discard.ranges, len(self.token_ids)))
-
-
-def clip(ranges: Sequence[Range], num_tokens: int) -> tuple[Range, ...]:
-    """Return the part of merged ranges that is among the first tokens."""
-    return tuple((start, min(end, num_tokens)) for start, end in ranges if start < num_tokens)
 
 
 def replay(turns: Sequence[TurnRecord], discards: Sequence[tuple[int, Discard]] = ()) -> Context:

@@ -17,6 +17,7 @@ writes what must not be left out writes a record of another kind: a session that
 and its file stays as it is.
 """
 
+import hashlib
 import json
 import zlib
 from collections.abc import Mapping
@@ -50,6 +51,11 @@ class UnknownRecordError(StateError):
     """A transcript has a record of another release, without which its session is another one."""
 
     reason = "transcript_of_another_release"
+
+
+def digest_of(key: SessionKey) -> str:
+    """Return what a session's file is called: 32 hex digits."""
+    return hashlib.blake2b("\0".join(key).encode(), digest_size=16).hexdigest()
 
 
 @dataclass(frozen=True)

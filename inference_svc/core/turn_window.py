@@ -59,16 +59,6 @@ class FrameTokens:
         return starts[-1] if starts else 0
 
 
-def common_prefix(first: Sequence[object], *others: Sequence[object]) -> int:
-    """Return how many leading tokens, or characters, all of them share."""
-    length = 0
-    for tokens in zip(first, *others, strict=False):
-        if len(set(tokens)) > 1:
-            break
-        length += 1
-    return length
-
-
 RESERVE_SHARE = 4  # the reserve is at most one part in four of the window
 LEAST_CUT_SHARE = 8  # where there is no way to make that room: one part in eight, mid-turn
 SINKS_SHARE = 2  # sinks are at most half of the window

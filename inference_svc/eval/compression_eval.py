@@ -140,7 +140,7 @@ def _compress(model: EvalModel, token_ids: list[int], found: list[_Found]) -> It
         group = [each for each in found if each.policy.needs == needs]
         if not group:
             continue
-        keeper = keeper_for(group[0].policy, num_tokens - 1)
+        keeper = keeper_for(needs, group[0].policy.window_tokens, num_tokens - 1)
         with Context(model, "ca") as whole:
             started = time.process_time()
             whole.feed(token_ids[:-1], want="none", scores=keeper)

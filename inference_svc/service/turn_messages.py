@@ -7,7 +7,7 @@ import uuid
 from dataclasses import asdict
 from typing import Any
 
-from inference_svc.core.chat import Message, check_sayer
+from inference_svc.core.chat import Message
 from inference_svc.core.discards import Discard, Range
 from inference_svc.core.errors import InvalidDiscardError, InvalidTurnError
 from inference_svc.core.grafts import Graft
@@ -23,6 +23,7 @@ from inference_svc.core.submission import (
     TokenInput,
     TurnDefaults,
     TurnInput,
+    check_sayer,
 )
 from inference_svc.core.template_arguments import check_arguments, read_arguments
 from inference_svc.core.transcript_format import ExpectedSession, Transcript

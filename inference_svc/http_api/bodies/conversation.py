@@ -9,8 +9,9 @@ from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 from pydantic import AfterValidator
 
-from inference_svc.core.chat import ASSISTANT, TOOL, Message, ToolCall, check_sayer
+from inference_svc.core.chat import ASSISTANT, TOOL, Message, ToolCall
 from inference_svc.core.errors import InvalidTurnError
+from inference_svc.core.submission import check_sayer
 from inference_svc.core.template_arguments import check_arguments
 from inference_svc.http_api.bodies.body import WrongMemberError
 from inference_svc.http_api.errors import UnsupportedValueError

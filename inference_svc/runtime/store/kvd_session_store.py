@@ -14,8 +14,8 @@ from inference_svc.core.discards import Range
 from inference_svc.core.rates.rates import Rates
 from inference_svc.core.retention import Retention
 from inference_svc.runtime.kv.arena_kv import ArenaKv, OpenArena
-from inference_svc.runtime.kv.copy_stream import CopyStream, StepClock
-from inference_svc.runtime.kv.layer_gate import StepNotDoneError
+from inference_svc.runtime.kv.copy_stream import CopyStream
+from inference_svc.runtime.kv.layer_gate import StepClock, StepNotDoneError
 from inference_svc.runtime.kv.sequence_kv import WriteBuffer
 from inference_svc.runtime.kv.states import SequenceStates
 from inference_svc.runtime.positions.recipes import Calibration

@@ -22,8 +22,7 @@ from inference_svc.core.errors import InvalidTurnError
 from inference_svc.core.grammar import Grammar, GrammarKind, json_rule
 from inference_svc.core.tools.reader import read_whole
 from inference_svc.core.tools.registry import FORMATS, ToolFormat
-from inference_svc.core.turn_window import common_prefix
-from inference_svc.runtime.turns.chat_template import written_in
+from inference_svc.runtime.turns.chat_template import common_prefix, written_in
 
 Written = Mapping[str, Any]  # a message, or a tool, as templates take it
 Render = Callable[..., str]  # ChatTemplate.render

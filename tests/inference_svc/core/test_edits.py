@@ -19,7 +19,8 @@ from inference_svc.core.edits import (
     runs_to_keep,
 )
 from inference_svc.core.grafts import Graft, kept_among
-from inference_svc.core.turn_window import FrameTokens, common_prefix
+from inference_svc.core.scheduling.prefix_index import common_prefix
+from inference_svc.core.turn_window import FrameTokens
 from shared.types.lineage import WHOLE, Lineage
 
 OPENING = 9
