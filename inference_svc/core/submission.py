@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from inference_svc.core.answers import SamplingParams
 from inference_svc.core.chat import Message, Tool, canonical
-from inference_svc.core.compression.policy import CompressionPolicy
+from inference_svc.core.compression import CompressionPolicy
 from inference_svc.core.errors import InvalidTurnError
 from inference_svc.core.misses import Resembled
 from inference_svc.core.retention import NO_RETENTION, Retention

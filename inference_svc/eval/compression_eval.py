@@ -22,8 +22,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from inference_svc.core.compression.policies import check_compression, make_compression
-from inference_svc.core.compression.policy import CompressionPolicy, special_tokens
+from inference_svc.core.compression import (
+    CompressionPolicy,
+    check_compression,
+    make_compression,
+    special_tokens,
+)
 from inference_svc.core.discards import num_in
 from inference_svc.eval.eval_model import EvalModel, EvalText, UnusableTextError, load_text
 from inference_svc.eval.figures import CompressedQuality, CompressionReport

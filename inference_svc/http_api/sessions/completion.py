@@ -19,6 +19,7 @@ from inference_svc.core.chat import Message
 from inference_svc.core.misses import Resembled
 from inference_svc.core.transcript_format import Transcript
 from inference_svc.core.turn_record import Finished
+from inference_svc.http_api.agents import IdleSubagents
 from inference_svc.http_api.sessions.history_chain import HistoryChain
 from inference_svc.http_api.sessions.http_turn import Caller, HttpTurn
 from inference_svc.http_api.sessions.lookup import (
@@ -30,7 +31,6 @@ from inference_svc.http_api.sessions.lookup import (
 )
 from inference_svc.http_api.sessions.moving_responses import MovingResponses
 from inference_svc.http_api.sessions.store import ApiStore
-from inference_svc.http_api.sessions.subagents import IdleSubagents
 from inference_svc.runtime.turns.sessions import Sessions
 from shared.access.identity import ANY, Identity
 from shared.process.log import get_logger

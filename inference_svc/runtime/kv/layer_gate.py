@@ -10,6 +10,7 @@ Invariants:
 3. nobody passes a gate that failed, whatever was open before: KV read through it may be garbage.
 """
 
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -22,6 +23,15 @@ from shared.types.errors import LoadFailedError
 
 LAYER_TIMEOUT_S = 60.0  # far beyond any layer's copy; kvd has given up a slow read long before
 _NONE_OPEN = -1  # layers open in a gate that failed: less than any layer's index + 1
+
+
+# Waits for a layer; returns how many are there, this one among them.
+WaitLayer = Callable[[int], int]
+
+
+def no_wait(_layer_index: int) -> int:
+    """Every layer is there."""
+    return sys.maxsize
 
 
 class StepNotDoneError(Exception):

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from inference_svc.core.answers import GrowingAnswer
-from inference_svc.core.compression.policy import CompressionPolicy, special_tokens
+from inference_svc.core.compression import CompressionPolicy, special_tokens
 from inference_svc.core.context import Context
 from inference_svc.core.counters import COUNTERS, Counters
 from inference_svc.core.discards import COMPRESSION, OVERFLOW, Discard, Range, clip, num_in
