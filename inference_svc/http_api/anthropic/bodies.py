@@ -174,7 +174,7 @@ class PromptBody(TurnBody):
     def _end_rightly(self) -> Self:
         begun = self._begun
         if begun is not None:
-            check_begun(begun, "messages")
+            check_begun(begun)
         return self
 
     @model_validator(mode="after")

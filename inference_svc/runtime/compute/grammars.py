@@ -15,8 +15,7 @@ from typing import Any
 from inference_svc.core.errors import InvalidGrammarError
 from inference_svc.core.grammar import Grammar, GrammarKind
 from inference_svc.core.tools.bound_calls import BoundCalls
-from inference_svc.runtime.compute.answer_grammar import AnswerGrammar, short
-from inference_svc.runtime.compute.call_grammar import CallGrammar
+from inference_svc.runtime.compute.answer_grammar import AnswerGrammar, CallGrammar, short
 from inference_svc.runtime.worker_thread import WorkerThread
 
 MAX_KEPT = 256  # compiled grammars of calls: agents offer the same tools with every turn

@@ -11,7 +11,7 @@ from inference_svc.core.errors import EmptyTurnError, InvalidSamplingError, Inva
 from inference_svc.core.submission import ChatInput, Submission, TextInput, TokenInput, TurnInput
 from inference_svc.core.template_arguments import Arguments
 from inference_svc.core.transcript_format import Transcript
-from inference_svc.core.turn_window import TurnWindow
+from inference_svc.core.truncation import TurnWindow
 from inference_svc.runtime.turns.chat_text import TurnText
 from inference_svc.runtime.worker_thread import WorkerThread
 

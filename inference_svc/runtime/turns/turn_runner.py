@@ -20,9 +20,8 @@ from inference_svc.core.errors import InvalidTurnError, SessionMovedError
 from inference_svc.core.submission import Submission
 from inference_svc.core.transcript_format import ExpectedSession, Header, Transcript
 from inference_svc.core.turn_record import Accepted, Finished, FinishReason, TurnRecord, Usage
-from inference_svc.runtime.compute.answer_grammar import AnswerGrammar
+from inference_svc.runtime.compute.answer_grammar import AnswerGrammar, CallGrammar
 from inference_svc.runtime.compute.attention_scores import keeper_for
-from inference_svc.runtime.compute.call_grammar import CallGrammar
 from inference_svc.runtime.compute.grammars import Grammars
 from inference_svc.runtime.compute.sampling import Sampler
 from inference_svc.runtime.engine.engine_loop import EngineLoop

@@ -20,7 +20,7 @@ from inference_svc.core.edits import (
 )
 from inference_svc.core.grafts import Graft, kept_among
 from inference_svc.core.scheduling.prefix_index import common_prefix
-from inference_svc.core.turn_window import FrameTokens
+from inference_svc.core.truncation import FrameTokens
 from shared.types.lineage import WHOLE, Lineage
 
 OPENING = 9

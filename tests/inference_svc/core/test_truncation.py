@@ -9,8 +9,13 @@ from hypothesis import strategies as st
 from inference_svc.core.context import Context
 from inference_svc.core.discards import num_in
 from inference_svc.core.errors import InputTooLongError, InvalidTurnError
-from inference_svc.core.truncation import MAX_SINK_TOKENS, OverflowPolicy, plan_truncation
-from inference_svc.core.turn_window import FrameTokens, TurnWindow
+from inference_svc.core.truncation import (
+    MAX_SINK_TOKENS,
+    FrameTokens,
+    OverflowPolicy,
+    TurnWindow,
+    plan_truncation,
+)
 
 NO_SINKS = OverflowPolicy(sink_tokens=0)
 OPEN, CLOSE = 1, 2  # special tokens; others are text
