@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import psutil
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from shared.access.channels import aio_channel_of
+from shared.access.channels import ClientCredentials, aio_channel_of
 from shared.types.errors import UnavailableError
 
 READY_DEADLINE_S = 120.0  # a loaded machine imports slowly
@@ -93,6 +93,7 @@ class ChildProcess:
 
     Args:
         environ: variables of its environment beside ours.
+        credentials: token or certificate for its address.
 
     Attributes:
         name: its name, for people.
@@ -107,6 +108,7 @@ class ChildProcess:
         address: str,
         log_path: Path,
         environ: Mapping[str, str] = MappingProxyType({}),
+        credentials: ClientCredentials | None = None,
     ) -> None:
         self.name = name
         self.address = address
@@ -114,6 +116,7 @@ class ChildProcess:
         self._arguments = arguments
         self._log_path = log_path
         self._environ = environ
+        self._credentials = credentials
         self._process: Spawned | None = None
 
     async def start(self) -> None:
@@ -146,7 +149,7 @@ class ChildProcess:
         for _ in range(READY_ROUNDS):
             used_s = self.cpu_s()
             try:
-                await wait_serving(self.address)
+                await wait_serving(self.address, self._credentials)
             except TimeoutError:
                 if self.cpu_s() - used_s < BUSY_CPU_S:
                     raise
@@ -245,7 +248,7 @@ class ChildProcess:
         )
 
 
-async def wait_serving(address: str) -> None:
+async def wait_serving(address: str, credentials: ClientCredentials | None = None) -> None:
     """Return when the server at `address` exists and its health is SERVING.
 
     Raises:
@@ -253,7 +256,7 @@ async def wait_serving(address: str) -> None:
     """
     async with (
         asyncio.timeout(READY_DEADLINE_S),
-        aio_channel_of(address, None, CHANNEL_OPTIONS) as channel,
+        aio_channel_of(address, credentials, CHANNEL_OPTIONS) as channel,
     ):
         # Watch, not Check: the answer comes when the state changes, and nobody has to ask twice.
         changes = health_pb2_grpc.HealthStub(channel).Watch(

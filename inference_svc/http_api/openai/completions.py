@@ -26,7 +26,7 @@ from inference_svc.http_api.openai.choices import (
     check_choices,
     opened,
 )
-from inference_svc.http_api.openai.sampled_body import SampledBody
+from inference_svc.http_api.openai.turn_body import SampledBody
 from inference_svc.http_api.replies import send_reply
 
 USUAL_TOKENS = 16  # of an answer, if the client names no bound; OpenAI's
