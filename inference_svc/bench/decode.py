@@ -30,7 +30,7 @@ from inference_svc.bench.workspace import Workspace
 from inference_svc.core.chat import Tool
 from inference_svc.core.grammar import of_schema
 from inference_svc.core.tools.bound_calls import BoundCalls
-from inference_svc.core.tools.registry import FORMATS
+from inference_svc.core.tools.formats import FORMATS
 from inference_svc.runtime.compute.answer_grammar import AnswerGrammar, CallGrammar
 from inference_svc.runtime.compute.grammars import Grammars
 from inference_svc.runtime.model.packed_linear import packed_bytes

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from inference_svc.core.chat import ASSISTANT, Message, ToolCall, ToolUse
 from inference_svc.core.tools.bound_calls import BoundCalls
 from inference_svc.core.tools.forced import ForcedReader
+from inference_svc.core.tools.formats import PLAIN, ToolFormat
 from inference_svc.core.tools.parts import (
     AnswerReader,
     CallArguments,
@@ -16,7 +17,6 @@ from inference_svc.core.tools.parts import (
     joined,
     summed,
 )
-from inference_svc.core.tools.registry import PLAIN, ToolFormat
 from inference_svc.core.tools.thoughts import ThoughtMarks, ThoughtReader
 from inference_svc.core.turn_record import AnswerToken
 

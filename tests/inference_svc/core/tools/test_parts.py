@@ -10,8 +10,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from inference_svc.core.chat import ToolCall
+from inference_svc.core.tools.formats import DEEPSEEK_MARKS, FORMATS
 from inference_svc.core.tools.harmony import HarmonyReader
-from inference_svc.core.tools.marked_formats import DEEPSEEK_MARKS
 from inference_svc.core.tools.parts import (
     END_OF_OBJECT,
     MAX_CLOSING,
@@ -27,7 +27,6 @@ from inference_svc.core.tools.parts import (
     with_whole_calls,
 )
 from inference_svc.core.tools.reader import read_whole
-from inference_svc.core.tools.registry import FORMATS
 from tests.inference_svc.core.tools.written_calls import (
     FAMILIES,
     NAMES,
