@@ -36,6 +36,10 @@ class Caller:
     identity: Identity
     tenant: str
 
+    def key(self, model: str, session_id: str) -> SessionKey:
+        """Return the key of a session of the tenant's, under a model of this fingerprint."""
+        return self.identity.key(self.tenant, model, session_id)
+
 
 @dataclass(frozen=True)
 class HttpTurn:

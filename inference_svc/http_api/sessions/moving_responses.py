@@ -20,7 +20,6 @@ from inference_svc.runtime.turns.shared_transcripts import place_of
 from inference_svc.runtime.turns.store_calls import StoreSilentError
 from shared.blobs.response_entry import ResponseEntry
 from shared.types.errors import NotFoundError
-from shared.types.session_key import SessionKey
 
 
 class MovingResponses:
@@ -59,7 +58,7 @@ class MovingResponses:
         if shared is None:
             return
         entry = ResponseEntry(
-            transcript=place_of(self._key(caller, at.session_id)),
+            transcript=place_of(caller.key(self._model, at.session_id)),
             session=at.session_id,
             turns=at.turns,
             request=at.request_id,
@@ -108,7 +107,7 @@ class MovingResponses:
         if shared is None:
             return not here
         try:
-            key = self._key(caller, at.session_id)
+            key = caller.key(self._model, at.session_id)
             transcript, _ = await self._sessions.get(key, is_fresh=True)
         except NotFoundError:
             return True
@@ -161,7 +160,7 @@ class MovingResponses:
 
     async def _has(self, caller: Caller, at: Point) -> bool:
         """Whether a session has a turn; it is brought here if it is not."""
-        key = self._key(caller, at.session_id)
+        key = caller.key(self._model, at.session_id)
         try:
             found, _ = await self._sessions.get(key)
         except NotFoundError:
@@ -179,11 +178,8 @@ class MovingResponses:
 
     def _shared(self, caller: Caller, at: Point) -> SharedResponses | None:
         """Return where a session's responses are for all servers; None: they are here alone."""
-        is_shared = self._sessions.is_shared(self._key(caller, at.session_id))
+        is_shared = self._sessions.is_shared(caller.key(self._model, at.session_id))
         return self._sessions.responses if is_shared else None
-
-    def _key(self, caller: Caller, session_id: str) -> SessionKey:
-        return caller.identity.key(caller.tenant, self._model, session_id)
 
 
 async def _is_deleted(shared: SharedResponses, tenant: str, response_id: str) -> bool:

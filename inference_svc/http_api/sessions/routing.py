@@ -26,7 +26,6 @@ from inference_svc.http_api.sessions.lookup import ConversationTurn, Point, Rout
 from inference_svc.http_api.sessions.store import ApiStore
 from inference_svc.runtime.turns.sessions import Sessions
 from shared.types.errors import NotFoundError
-from shared.types.session_key import SessionKey
 
 
 class Router:
@@ -257,9 +256,6 @@ class Router:
     ) -> tuple[Transcript | None, bool]:
         """Return a session's transcript, if it is there, and whether a turn is under way."""
         try:
-            return await self._sessions.get(self._key(caller, session_id), is_fresh=is_fresh)
+            return await self._sessions.get(caller.key(self._model, session_id), is_fresh=is_fresh)
         except NotFoundError:
             return None, False
-
-    def _key(self, caller: Caller, session_id: str) -> SessionKey:
-        return caller.identity.key(caller.tenant, self._model, session_id)
