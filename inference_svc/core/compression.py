@@ -135,8 +135,8 @@ class SnapKV:
     window itself always stays, and so does what came after it: the answer, judged by the next
     turn's window.
 
-    Two things differ from the paper: one vote over all heads and layers (see `policy.py`), and the
-    budget is a part of the context rather than a number of tokens.
+    Two things differ from the paper: one vote over all heads and layers (see the module docstring),
+    and the budget is a part of the context rather than a number of tokens.
 
     *Source:* "SnapKV: LLM Knows What You are Looking for Before Generation" (Li et al., NeurIPS
     2024); window of 32 and pooling by maximum over 7 as in its LongBench experiments.
