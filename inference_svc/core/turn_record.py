@@ -3,13 +3,13 @@
 Events come in this order: accepted, started, tokens…, finished.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple, TypeAlias
 
 from inference_svc.core.discards import Discard
-from inference_svc.core.grafts import Graft
+from shared.types.lineage import Lineage
 
 TOP = tuple[tuple[int, float], ...]
 
@@ -101,6 +101,35 @@ class Usage:
     def computed_tokens(self) -> int:
         """Number of tokens that the model was fed, and of the answer's."""
         return self.recomputed_tokens + self.new_tokens + self.output_tokens
+
+
+@dataclass(frozen=True)
+class Graft:
+    """Where a context goes on with KV of another session's: one graft, as it is recorded.
+
+    A conversation that was edited has tokens behind the edit whose KV another session has computed
+    (`edits.py`). The store gives it to this one. What follows is of another lineage.
+
+    Attributes:
+        seam: number of tokens of the context before it.
+        num_tokens: whose KV was there.
+        session_id: the session that has computed it.
+        source_start: position of its first token in that session's context.
+        healed_tokens: tokens before the seam that were computed anew though they are the same.
+        lineage: of the context from the seam on.
+    """
+
+    seam: int
+    num_tokens: int
+    session_id: str
+    source_start: int
+    healed_tokens: int
+    lineage: Lineage
+
+
+def kept_among(grafts: Sequence[Graft], num_tokens: int) -> int:
+    """Count the grafted tokens among the first tokens of a context."""
+    return sum(max(0, min(graft.num_tokens, num_tokens - graft.seam)) for graft in grafts)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ from typing import Any
 from inference_svc.core.chat import Message
 from inference_svc.core.discards import Discard, Range
 from inference_svc.core.errors import InvalidDiscardError, InvalidTurnError
-from inference_svc.core.grafts import Graft
 from inference_svc.core.grammar import Grammar, GrammarKind
 from inference_svc.core.retention import MAX_RETENTION_S, Retention
 from inference_svc.core.submission import (
@@ -30,6 +29,7 @@ from inference_svc.core.transcript_format import ExpectedSession, Transcript
 from inference_svc.core.turn_record import (
     Accepted,
     AnswerToken,
+    Graft,
     Started,
     Tokens,
     TurnEvent,

@@ -10,7 +10,6 @@ from typing import Any
 
 from inference_svc.core.answers import GrowingAnswer
 from inference_svc.core.discards import Discard, num_in
-from inference_svc.core.grafts import kept_among
 from inference_svc.core.scheduling.request import Request
 from inference_svc.core.turn_record import (
     AnswerToken,
@@ -19,6 +18,7 @@ from inference_svc.core.turn_record import (
     Tokens,
     TurnRecord,
     Usage,
+    kept_among,
 )
 from inference_svc.runtime.compute.sampling import Sampled
 from inference_svc.runtime.engine.engine_request import EngineRequest

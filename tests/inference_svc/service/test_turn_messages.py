@@ -11,7 +11,6 @@ from inference_svc.core.errors import (
     InvalidSamplingError,
     InvalidTurnError,
 )
-from inference_svc.core.grafts import Graft
 from inference_svc.core.retention import MAX_RETENTION_S, NO_RETENTION, Retention
 from inference_svc.core.submission import (
     ChatInput,
@@ -26,6 +25,7 @@ from inference_svc.core.turn_record import (
     Accepted,
     AnswerToken,
     Finished,
+    Graft,
     Started,
     Tokens,
     TurnRecord,
