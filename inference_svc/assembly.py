@@ -14,7 +14,6 @@ import torch
 from inference_svc.config import CacheSettings, InferenceSettings
 from inference_svc.core.counters import Counters
 from inference_svc.core.kv_room import window_of
-from inference_svc.core.pooling import Pooling
 from inference_svc.core.rates.rates import LoadPolicy, Rates
 from inference_svc.core.scheduling.scheduler import Scheduler
 from inference_svc.core.truncation import USUAL_SINKS
@@ -37,6 +36,7 @@ from inference_svc.runtime.kv.page_pool import make_pool
 from inference_svc.runtime.kv.write_ring import WriteRing
 from inference_svc.runtime.memory import keep_freed_memory
 from inference_svc.runtime.model.model_loader import LoadedModel
+from inference_svc.runtime.model.pooling import Pooling
 from inference_svc.runtime.positions.recipes import Calibration
 from inference_svc.runtime.store.kvd_loads import CopyThreads
 from inference_svc.runtime.store.kvd_session_store import KvdSessionStore

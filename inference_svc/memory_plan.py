@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from inference_svc.config import InferenceSettings, SchedulerSettings
-from inference_svc.core.compression.policies import SnapKV
+from inference_svc.core.compression import SnapKV
 from inference_svc.core.kv_room import (
     asked_slots,
     requests_with_states,

@@ -41,9 +41,9 @@ from shared.version import __version__
 
 if TYPE_CHECKING:
     from inference_svc.assembly import Model
-    from inference_svc.core.pooling import Pooling
     from inference_svc.metrics.values import Calls
     from inference_svc.runtime.model.model_loader import LoadedModel
+    from inference_svc.runtime.model.pooling import Pooling
     from inference_svc.runtime.positions.recipes import Calibration
     from inference_svc.service.lifecycle import Signals
     from inference_svc.service_assembly import ServiceParts
@@ -163,7 +163,7 @@ def _pooling(
 ) -> tuple["Pooling | None", str]:
     """Return how the model's embeddings are made; or None, and why they are not."""
     from inference_svc.runtime.calibration.pooling_proof import prove_pooling
-    from inference_svc.runtime.model.pooling_files import UnknownPoolingError, find_pooling
+    from inference_svc.runtime.model.pooling import UnknownPoolingError, find_pooling
 
     try:
         pooling = find_pooling(path, settings.pooling)

@@ -35,6 +35,12 @@ def plain(query, keys, values, call):
     return torch.einsum("hnl,lhd->nhd", weights, values)
 
 
+def placed_step(parts, page_tokens, device):
+    """A step where all layers are one group: pages, new tokens and length of each part."""
+    by_group = [([pages], size, length) for pages, size, length in parts]
+    return PageStep.placed(by_group, [page_tokens], device)[0]
+
+
 class Pages:
     """Random KV of some parts on pages that lie anywhere, and a query."""
 
@@ -73,7 +79,7 @@ class Pages:
         parts = range(len(self.parts)) if parts is None else parts
         tables = [torch.tensor(self.tables[part], dtype=torch.int32) for part in parts]
         of_parts = [(table, *self.parts[part]) for table, part in zip(tables, parts, strict=True)]
-        step = PageStep.placed(of_parts, self.page_tokens, self.device)
+        step = placed_step(of_parts, self.page_tokens, self.device)
         query, keys, values = (
             tensor.to(self.device)
             for tensor in (

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerBase
 
-from inference_svc.core.tools.marked_formats import DEEPSEEK_MARKS
+from inference_svc.core.tools.formats import DEEPSEEK_MARKS
 from inference_svc.runtime.turns.chat_text import TurnText
 from tests.tokenizers import make_tokenizer
 

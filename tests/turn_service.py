@@ -9,7 +9,7 @@ from itertools import count
 import pytest
 
 from inference_svc.core.answers import SamplingParams
-from inference_svc.core.edits import EXACT
+from inference_svc.core.edits import EditPolicy
 from inference_svc.core.session_turns import SessionTurns
 from inference_svc.core.submission import Submission, TokenInput
 from inference_svc.core.tenant_limits import TenantBounds, TenantLimits
@@ -54,7 +54,7 @@ class Service:
         self.edits = EditKeeper(
             *(engine.loop.graft, engine.store, self.store, self.thread, numbers),
             pays=lambda _start, _end: True,
-            policy=EXACT,
+            policy=EditPolicy(),
             least_tokens=1,
         )
         runner = TurnRunner(

@@ -30,9 +30,8 @@ from inference_svc.bench.workspace import Workspace
 from inference_svc.core.chat import Tool
 from inference_svc.core.grammar import of_schema
 from inference_svc.core.tools.bound_calls import BoundCalls
-from inference_svc.core.tools.registry import FORMATS
-from inference_svc.runtime.compute.answer_grammar import AnswerGrammar
-from inference_svc.runtime.compute.call_grammar import CallGrammar
+from inference_svc.core.tools.formats import FORMATS
+from inference_svc.runtime.compute.answer_grammar import AnswerGrammar, CallGrammar
 from inference_svc.runtime.compute.grammars import Grammars
 from inference_svc.runtime.model.packed_linear import packed_bytes
 
@@ -46,12 +45,12 @@ class MemoryReader:
     """Reads a buffer over and over, in the way that turns out the fastest; float32.
 
     Args:
-        num_bytes: size of the buffer; 0: far more than any cache.
+        device: whose memory is read.
     """
 
-    def __init__(self, device: torch.device, num_bytes: int = 0) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._device = device
-        num_bytes = num_bytes or (CUDA_BUFFER_BYTES if device.type == "cuda" else BUFFER_BYTES)
+        num_bytes = CUDA_BUFFER_BYTES if device.type == "cuda" else BUFFER_BYTES
         self._buffer = torch.ones(num_bytes // 4 // ROW_ITEMS, ROW_ITEMS, device=device)
         self._vector = torch.ones(ROW_ITEMS, device=device)
         ways: list[Callable[[], torch.Tensor]] = [

@@ -19,8 +19,7 @@ from inference_svc.config import InferenceSettings
 from inference_svc.core.answers import SamplingParams
 from inference_svc.core.errors import EngineFailedError
 from inference_svc.core.rates.rates import LoadPolicy
-from inference_svc.runtime.compute.answer_grammar import AnswerGrammar
-from inference_svc.runtime.compute.call_grammar import CallGrammar
+from inference_svc.runtime.compute.answer_grammar import AnswerGrammar, CallGrammar
 from inference_svc.runtime.compute.sampling import Sampled, Sampler
 from inference_svc.runtime.engine.engine_request import EngineRequest
 from shared.children.child_kvd import ChildKvd

@@ -5,8 +5,13 @@ from typing import Any
 
 import typer
 
-from shared.config.completion import ShellName, TypedWords, print_candidates
-from shared.config.completion_scripts import Shell, completion_script
+from shared.config.completion import (
+    Shell,
+    ShellName,
+    TypedWords,
+    completion_script,
+    print_candidates,
+)
 
 # What an option or argument of this name may be, in all commands.
 CHOICES: Mapping[str, tuple[str, ...]] = {

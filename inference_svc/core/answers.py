@@ -5,11 +5,11 @@ Pure: values, no choosing; tokens come with the text they add (`runtime/turns/an
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import StrEnum
 from math import inf, isfinite, isnan
 
 from inference_svc.core.errors import InvalidSamplingError
 from inference_svc.core.grammar import Grammar
+from inference_svc.core.turn_record import AnswerToken, FinishReason
 
 MAX_TOP_LOGPROBS = 20  # what one token event may carry
 MAX_STOP_STRINGS = 16
@@ -163,30 +163,6 @@ class SamplingParams:
 def _magnitude(value: float) -> float:
     """Return the distance from 0; of what is no number, more than any."""
     return inf if isnan(value) else abs(value)
-
-
-class FinishReason(StrEnum):
-    """Why an answer ended."""
-
-    STOP = "stop"  # an end-of-turn token, a stop token, or a stop string
-    LENGTH = "length"
-    CANCELLED = "cancelled"
-
-
-@dataclass(frozen=True)
-class AnswerToken:
-    """One token of an answer.
-
-    Attributes:
-        text: the text that it adds to the answer; "" while a character is incomplete.
-        logprob: natural log of its probability; None unless requested.
-        top: the most likely tokens as (token id, log-probability), most likely first.
-    """
-
-    token_id: int
-    text: str
-    logprob: float | None = None
-    top: tuple[tuple[int, float], ...] = ()
 
 
 class GrowingAnswer:

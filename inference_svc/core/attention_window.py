@@ -5,10 +5,8 @@ Of such layers the store keeps, and gives, KV of the last tokens only, as many a
 wherever these layers have KV of the last `window` tokens.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from inference_svc.core.discards import Range, num_in
 from shared.types.units import ceil_div
 
 
@@ -21,17 +19,6 @@ def is_whole(num_tokens: int, window_from: int, window: int) -> bool:
         window: most tokens that such a layer attends to; 0: there are none.
     """
     return not window or not window_from or window_from <= num_tokens - window
-
-
-def after_discard(window_from: int, ranges: Sequence[Range]) -> int:
-    """Return `window_from` of what is left of a sequence once tokens are dropped.
-
-    Args:
-        window_from: before that.
-        ranges: of tokens that are dropped, merged.
-    """
-    before = [(start, min(end, window_from)) for start, end in ranges if start < window_from]
-    return window_from - num_in(before)
 
 
 @dataclass(frozen=True)

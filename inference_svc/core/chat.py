@@ -6,14 +6,12 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from inference_svc.core.errors import InvalidTurnError
 from inference_svc.core.json_stream import closed
 
 ASSISTANT = "assistant"
 SYSTEM = "system"
 USER = "user"
 TOOL = "tool"
-MAX_NAME = 128  # characters of who says a message
 
 
 @dataclass(frozen=True)
@@ -106,19 +104,6 @@ class Message:
     def says_anything(self) -> bool:
         """Whether there is anything to answer to: what a tool returns may be empty."""
         return bool(self.content or self.tool_calls) or self.role == TOOL
-
-
-def check_sayer(name: str) -> None:
-    """Check the name of who says a message; "" is none.
-
-    Raises:
-        InvalidTurnError: it is too long, or not of one line.
-    """
-    if len(name) > MAX_NAME or not name.isprintable():
-        raise InvalidTurnError(
-            f"{name[:40]!r} is no name of who says a message",
-            f"send up to {MAX_NAME} characters, in one line",
-        )
 
 
 def canonical(tools: Sequence[Tool]) -> str:

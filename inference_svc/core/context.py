@@ -6,10 +6,19 @@ of the lineage that the last one says.
 """
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from inference_svc.core.discards import COMPRESSION, Discard, Range, merge_ranges, num_in, without
+from inference_svc.core.discards import (
+    COMPRESSION,
+    Discard,
+    Range,
+    clip,
+    merge_ranges,
+    num_in,
+    position_after,
+    without,
+)
 from inference_svc.core.turn_record import TurnRecord
 from shared.types.lineage import WHOLE, Lineage
 
@@ -54,7 +63,7 @@ class Context:
         return Context(
             tuple(without(self.token_ids, ranges)),
             self.computed_tokens - num_in(computed),
-            self.system_tokens - num_in(clip(ranges, self.system_tokens)),
+            position_after(self.system_tokens, ranges),
             lineage,
             bytes(without(self.framed, ranges)),
             self.answer_tokens - (num_in(ranges) - num_in(before_answer)),
@@ -94,11 +103,6 @@ class Context:
             InvalidDiscardError: it does not fit.
         """
         return self.without(merge_ranges(discard.ranges, len(self.token_ids)))
-
-
-def clip(ranges: Sequence[Range], num_tokens: int) -> tuple[Range, ...]:
-    """Return the part of merged ranges that is among the first tokens."""
-    return tuple((start, min(end, num_tokens)) for start, end in ranges if start < num_tokens)
 
 
 def replay(turns: Sequence[TurnRecord], discards: Sequence[tuple[int, Discard]] = ()) -> Context:
@@ -182,6 +186,26 @@ class _Growing:
         if not turn.output_ids and end == turn.num_tokens:
             self._answer_tokens = 1
         return end
+
+
+def prompt_marks(num_tokens: int, turning_points: Iterable[int], every: int) -> tuple[int, ...]:
+    """Return the positions inside a prompt where other turns may go on: where conversations turn.
+
+    What is stored of some layers is of use at few positions only: a state stands for all tokens
+    before a position, and cannot be cut; a window is of the last tokens before one. So it is stored
+    where the next request leaves the context. That is behind what conversations begin with, which
+    others share; before the prompt for the answer, since templates write an answer that is over in
+    other tokens than those it was made of; at a turn's end, which is no mark of the prompt; and now
+    and then in a long prompt, for whoever leaves it there.
+
+    Args:
+        num_tokens: of the context, history and input.
+        turning_points: positions where others may leave it; 0 is none.
+        every: tokens between marks of a long prompt; multiples of it, so that prompts which begin
+            alike have marks at the same places. 0: none but the turning points.
+    """
+    regular = range(every, num_tokens, every) if every else ()
+    return tuple(sorted({mark for mark in (*turning_points, *regular) if 0 < mark < num_tokens}))
 
 
 def _as_bytes(token_ids: Sequence[int]) -> bytes:

@@ -59,6 +59,16 @@ def num_in(ranges: Iterable[Range]) -> int:
     return sum(end - start for start, end in ranges)
 
 
+def clip(ranges: Iterable[Range], num_tokens: int) -> tuple[Range, ...]:
+    """Return the part of the ranges that is among the first tokens."""
+    return tuple((start, min(end, num_tokens)) for start, end in ranges if start < num_tokens)
+
+
+def position_after(position: int, ranges: Iterable[Range]) -> int:
+    """Return what a position is once the ranges are dropped: of what is left there, if it is."""
+    return position - num_in(clip(ranges, position))
+
+
 def kept_runs(ranges: Iterable[Range], num_tokens: int) -> list[Range]:
     """Return the runs that are left of the first `num_tokens` positions: in order, none empty."""
     kept = []

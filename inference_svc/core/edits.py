@@ -25,7 +25,8 @@ from enum import StrEnum
 from itertools import pairwise
 
 from inference_svc.core.context import Context
-from inference_svc.core.turn_window import FrameTokens, common_prefix
+from inference_svc.core.scheduling.prefix_index import common_prefix
+from inference_svc.core.truncation import FrameTokens
 
 MOST_RUNS = 4  # of one turn: each is computed up to its seam, saved and loaded again
 MOST_HEALED = 4096  # tokens behind each seam
@@ -54,7 +55,6 @@ class EditPolicy:
         return self.mode is not EditMode.EXACT
 
 
-EXACT = EditPolicy()
 _NAMED = re.compile(r"exact|keep|heal:([1-9]\d{0,3})")
 
 

@@ -7,8 +7,10 @@ from typing import Any, NamedTuple, TypeAlias
 
 from inference_svc.core.answers import SamplingParams
 from inference_svc.core.chat import Message, Tool, canonical
-from inference_svc.core.compression.policy import CompressionPolicy
+from inference_svc.core.compression import CompressionPolicy
+from inference_svc.core.errors import InvalidTurnError
 from inference_svc.core.misses import Resembled
+from inference_svc.core.retention import NO_RETENTION, Retention
 from inference_svc.core.template_arguments import Arguments, canonical_arguments
 from inference_svc.core.tools.bound_calls import BoundCalls
 from inference_svc.core.truncation import USUAL_SINKS, OverflowPolicy
@@ -77,24 +79,10 @@ class TokenInput:
     token_ids: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class Retention:
-    """For how long a client wants KV to be kept at least, in seconds after each use; 0: no wish.
-
-    Attributes:
-        session_s: all of the turn's session.
-        prefix_s: the tools and the system message that it begins with, for other sessions, too.
-    """
-
-    session_s: float = 0.0
-    prefix_s: float = 0.0
-
-
-NO_RETENTION = Retention()
+MAX_NAME = 128  # characters of who says a message
 MIN_PRIORITY, MAX_PRIORITY = -100, 100
 CHARACTERS_PER_TOKEN = 4  # of most languages and tokenizers, about
 MAX_DEADLINE_S = 365 * 86400.0  # later ones than in a year are none
-MAX_RETENTION_S = 365 * 86400.0
 
 TurnInput: TypeAlias = TextInput | ChatInput | TokenInput
 
@@ -222,3 +210,16 @@ class Submission:
         else:
             num_input = self.input.num_characters // CHARACTERS_PER_TOKEN
         return num_input + self.sampling.max_tokens
+
+
+def check_sayer(name: str) -> None:
+    """Check the name of who says a message; "" is none.
+
+    Raises:
+        InvalidTurnError: it is too long, or not of one line.
+    """
+    if len(name) > MAX_NAME or not name.isprintable():
+        raise InvalidTurnError(
+            f"{name[:40]!r} is no name of who says a message",
+            f"send up to {MAX_NAME} characters, in one line",
+        )

@@ -17,6 +17,7 @@ writes what must not be left out writes a record of another kind: a session that
 and its file stays as it is.
 """
 
+import hashlib
 import json
 import zlib
 from collections.abc import Mapping
@@ -27,8 +28,7 @@ from typing import Any
 from inference_svc.core.context import Context, replay
 from inference_svc.core.discards import Discard
 from inference_svc.core.errors import InvalidDiscardError, SessionEndedError, TurnMismatchError
-from inference_svc.core.grafts import Graft
-from inference_svc.core.turn_record import CacheMiss, TurnRecord, Usage
+from inference_svc.core.turn_record import CacheMiss, Graft, TurnRecord, Usage
 from shared.types.errors import StateError
 from shared.types.lineage import Lineage
 from shared.types.session_key import SessionKey
@@ -50,6 +50,11 @@ class UnknownRecordError(StateError):
     """A transcript has a record of another release, without which its session is another one."""
 
     reason = "transcript_of_another_release"
+
+
+def digest_of(key: SessionKey) -> str:
+    """Return what a session's file is called: 32 hex digits."""
+    return hashlib.blake2b("\0".join(key).encode(), digest_size=16).hexdigest()
 
 
 @dataclass(frozen=True)

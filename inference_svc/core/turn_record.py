@@ -3,13 +3,13 @@
 Events come in this order: accepted, started, tokens…, finished.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import NamedTuple, TypeAlias
 
-from inference_svc.core.answers import AnswerToken
 from inference_svc.core.discards import Discard
-from inference_svc.core.grafts import Graft
+from shared.types.lineage import Lineage
 
 TOP = tuple[tuple[int, float], ...]
 
@@ -104,6 +104,35 @@ class Usage:
 
 
 @dataclass(frozen=True)
+class Graft:
+    """Where a context goes on with KV of another session's: one graft, as it is recorded.
+
+    A conversation that was edited has tokens behind the edit whose KV another session has computed
+    (`edits.py`). The store gives it to this one. What follows is of another lineage.
+
+    Attributes:
+        seam: number of tokens of the context before it.
+        num_tokens: whose KV was there.
+        session_id: the session that has computed it.
+        source_start: position of its first token in that session's context.
+        healed_tokens: tokens before the seam that were computed anew though they are the same.
+        lineage: of the context from the seam on.
+    """
+
+    seam: int
+    num_tokens: int
+    session_id: str
+    source_start: int
+    healed_tokens: int
+    lineage: Lineage
+
+
+def kept_among(grafts: Sequence[Graft], num_tokens: int) -> int:
+    """Count the grafted tokens among the first tokens of a context."""
+    return sum(max(0, min(graft.num_tokens, num_tokens - graft.seam)) for graft in grafts)
+
+
+@dataclass(frozen=True)
 class TurnRecord:
     """One complete turn.
 
@@ -168,6 +197,30 @@ class TurnRecord:
     def text(self) -> str:
         """The whole answer's text."""
         return "".join(self.pieces)
+
+
+class FinishReason(StrEnum):
+    """Why an answer ended."""
+
+    STOP = "stop"  # an end-of-turn token, a stop token, or a stop string
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+
+
+@dataclass(frozen=True)
+class AnswerToken:
+    """One token of an answer.
+
+    Attributes:
+        text: the text that it adds to the answer; "" while a character is incomplete.
+        logprob: natural log of its probability; None unless requested.
+        top: the most likely tokens as (token id, log-probability), most likely first.
+    """
+
+    token_id: int
+    text: str
+    logprob: float | None = None
+    top: TOP = ()
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from inference_svc.core.compression.policies import check_compression, make_compression
-from inference_svc.core.compression.policy import CompressionPolicy, special_tokens
+from inference_svc.core.compression import (
+    CompressionPolicy,
+    check_compression,
+    make_compression,
+    special_tokens,
+)
 from inference_svc.core.discards import num_in
 from inference_svc.eval.eval_model import EvalModel, EvalText, UnusableTextError, load_text
 from inference_svc.eval.figures import CompressedQuality, CompressionReport
@@ -140,7 +144,7 @@ def _compress(model: EvalModel, token_ids: list[int], found: list[_Found]) -> It
         group = [each for each in found if each.policy.needs == needs]
         if not group:
             continue
-        keeper = keeper_for(group[0].policy, num_tokens - 1)
+        keeper = keeper_for(needs, group[0].policy.window_tokens, num_tokens - 1)
         with Context(model, "ca") as whole:
             started = time.process_time()
             whole.feed(token_ids[:-1], want="none", scores=keeper)

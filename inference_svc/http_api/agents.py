@@ -5,13 +5,16 @@ These are hints, unless the settings trust a client to name sessions by them
 conversation, with the titles it asks for and with the tools of either, so nobody goes on with a
 session because of a name: what is said decides (`sessions/routing.py`). Names are told in the log,
 who says that a conversation is over has its session deleted, and a sub-agent's is ended when it is
-idle (`sessions/subagents.py`).
+idle (`IdleSubagents`).
 
 *Source:* what Claude Code 2.1, Codex 0.169 and OpenCode 1.18 send; Dynamo's and vLLM's docs.
 """
 
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
+
+from shared.types.session_key import SessionKey
 
 CONVERSATIONS = (
     "X-Claude-Code-Session-Id",
@@ -85,3 +88,42 @@ def _first(headers: Mapping[str, str], names: tuple[str, ...]) -> str:
 
 def _printable(name: str) -> str:
     return name if name.isascii() and name.isprintable() else ""
+
+
+class IdleSubagents:
+    """Which sessions of sub-agents nobody has used for long.
+
+    A sub-agent is asked for one thing, and does not say when it has done it. Its session is ended
+    when it has been idle: its KV is then the first to go. Whoever comes back all the same goes on
+    in a fork. Calls are O(1) for each session that they return or take.
+
+    Args:
+        idle_s: seconds after which a session is idle.
+        most: so many sessions are watched; the one that was used longest ago is forgotten.
+    """
+
+    def __init__(self, idle_s: float, most: int) -> None:
+        self.idle_s = idle_s
+        self._most = most
+        self._used: OrderedDict[SessionKey, tuple[float, int]] = OrderedDict()  # the idlest first
+
+    def __len__(self) -> int:
+        return len(self._used)
+
+    def used(self, key: SessionKey, turns: int, now_s: float) -> None:
+        """Record that a sub-agent has used a session, which now has so many turns."""
+        self._used[key] = now_s, turns
+        self._used.move_to_end(key)
+        if len(self._used) > self._most:
+            self._used.popitem(last=False)
+
+    def take_idle(self, now_s: float) -> list[tuple[SessionKey, int]]:
+        """Take the sessions out that are idle, with the turns that they had."""
+        found = []
+        while self._used:
+            key, (used_s, turns) = next(iter(self._used.items()))
+            if now_s - used_s < self.idle_s:
+                break
+            del self._used[key]
+            found.append((key, turns))
+        return found

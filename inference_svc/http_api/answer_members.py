@@ -3,8 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
-from inference_svc.core.answers import AnswerToken
-from inference_svc.core.turn_record import Usage
+from inference_svc.core.turn_record import AnswerToken, Usage
 
 LOWEST_LOGPROB = -9999.0  # OpenAI's word for "never": JSON has no minus infinity
 _HALF = "\ufffd"  # what a tokenizer writes for a piece of a character

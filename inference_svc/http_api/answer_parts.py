@@ -3,11 +3,12 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from inference_svc.core.answers import AnswerToken
 from inference_svc.core.chat import ASSISTANT, Message, ToolCall, ToolUse
 from inference_svc.core.tools.bound_calls import BoundCalls
 from inference_svc.core.tools.forced import ForcedReader
+from inference_svc.core.tools.formats import PLAIN, ToolFormat
 from inference_svc.core.tools.parts import (
+    AnswerReader,
     CallArguments,
     CallBegun,
     CallEnded,
@@ -16,9 +17,8 @@ from inference_svc.core.tools.parts import (
     joined,
     summed,
 )
-from inference_svc.core.tools.reader import AnswerReader
-from inference_svc.core.tools.registry import PLAIN, ToolFormat
 from inference_svc.core.tools.thoughts import ThoughtMarks, ThoughtReader
+from inference_svc.core.turn_record import AnswerToken
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,7 @@ from typing import Any, ClassVar, Protocol
 import structlog
 from aiohttp import web
 
-from inference_svc.core.answers import AnswerToken
-from inference_svc.core.turn_record import Finished, Started
+from inference_svc.core.turn_record import AnswerToken, Finished, Started
 from inference_svc.http_api.errors import error_headers, status_of
 from inference_svc.http_api.requests import REQUEST_IDS, SESSION, B, TurnRequest
 from inference_svc.http_api.sessions.answers import LiveAnswer

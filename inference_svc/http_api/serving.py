@@ -22,7 +22,12 @@ from inference_svc.http_api.answer_members import TokenText
 from inference_svc.http_api.anthropic.dialect import ANTHROPIC, VERSION
 from inference_svc.http_api.anthropic.messages import count_tokens, create_message
 from inference_svc.http_api.api import Api
-from inference_svc.http_api.cross_origin import answering_preflights, is_allowed, naming_origins
+from inference_svc.http_api.cross_origin import (
+    answering_preflights,
+    check_local,
+    is_allowed,
+    naming_origins,
+)
 from inference_svc.http_api.dialect import Dialect, ServedModel
 from inference_svc.http_api.errors import MethodNotAllowedError, unknown_url
 from inference_svc.http_api.openai.chats import create_chat
@@ -67,7 +72,6 @@ from shared.access.addresses import is_unix
 from shared.access.clients import ClientBook
 from shared.access.credentials import ssl_context
 from shared.access.identity import Identity, act_as, socket_identity
-from shared.access.local_callers import check_local
 from shared.process.log import get_logger
 from shared.serving.http_connections import ConnectionMetrics
 from shared.serving.http_server import HttpServer, accepted_at, identity_of

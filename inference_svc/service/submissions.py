@@ -14,8 +14,7 @@ from typing import Any
 from inference_svc.config import InferenceSettings
 from inference_svc.core.answers import SamplingParams
 from inference_svc.core.chat import Message, Tool
-from inference_svc.core.compression.policies import check_compression, make_compression
-from inference_svc.core.compression.policy import CompressionPolicy
+from inference_svc.core.compression import CompressionPolicy, check_compression, make_compression
 from inference_svc.core.errors import EmptyTurnError, InvalidCompressionError, UnsupportedModelError
 from inference_svc.core.submission import ChatInput, ModelTraits, TurnDefaults
 from inference_svc.core.template_arguments import Arguments

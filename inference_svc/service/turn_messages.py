@@ -7,28 +7,35 @@ import uuid
 from dataclasses import asdict
 from typing import Any
 
-from inference_svc.core.answers import AnswerToken
-from inference_svc.core.chat import Message, check_sayer
+from inference_svc.core.chat import Message
 from inference_svc.core.discards import Discard, Range
 from inference_svc.core.errors import InvalidDiscardError, InvalidTurnError
-from inference_svc.core.grafts import Graft
 from inference_svc.core.grammar import Grammar, GrammarKind
+from inference_svc.core.retention import MAX_RETENTION_S, Retention
 from inference_svc.core.submission import (
     MAX_DEADLINE_S,
     MAX_PRIORITY,
-    MAX_RETENTION_S,
     MIN_PRIORITY,
     ChatInput,
-    Retention,
     Submission,
     TextInput,
     TokenInput,
     TurnDefaults,
     TurnInput,
+    check_sayer,
 )
 from inference_svc.core.template_arguments import check_arguments, read_arguments
 from inference_svc.core.transcript_format import ExpectedSession, Transcript
-from inference_svc.core.turn_record import Accepted, Started, Tokens, TurnEvent, TurnRecord, Usage
+from inference_svc.core.turn_record import (
+    Accepted,
+    AnswerToken,
+    Graft,
+    Started,
+    Tokens,
+    TurnEvent,
+    TurnRecord,
+    Usage,
+)
 from inference_svc.runtime.turns.misses import ExplainedMiss
 from inference_svc.service.submissions import (
     chat_input,

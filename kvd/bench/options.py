@@ -15,13 +15,14 @@ PARTS: tuple[Part, ...] = ("arena", "ssd", "encryption", "control", "queue", "re
 MODEL = "be" * 16  # the fingerprint of no model
 BLOCKS_PER_SESSION = 8  # of the sessions that fill an index
 MIN_PASS_BYTES = 64 * MIB  # below it a pass is all latency
+BLOCK_TOKENS = 16
 
 
-def layout_with(slice_bytes: int, num_layers: int, block_tokens: int = 16) -> KVLayout:
+def layout_with(slice_bytes: int, num_layers: int) -> KVLayout:
     """Make a layout of K and V in equal halves, `slice_bytes` for one layer of one block."""
-    width = slice_bytes // (2 * block_tokens * 4)
+    width = slice_bytes // (2 * BLOCK_TOKENS * 4)
     components = (Component("k", (1, width), "float32"), Component("v", (1, width), "float32"))
-    return KVLayout(MODEL, (Layer(components),) * num_layers, block_tokens)
+    return KVLayout(MODEL, (Layer(components),) * num_layers, BLOCK_TOKENS)
 
 
 # The smallest slice that a real layout has (D6), and one of a large model.

@@ -12,13 +12,14 @@ from kvd.client.connection import open_client
 from kvd.client.operator_client import OperatorClient
 from kvd.core.records import actions
 from shared.config.completion import (
+    Shell,
     ShellName,
     TypedWords,
     Values,
+    completion_script,
     print_candidates,
     value_of,
 )
-from shared.config.completion_scripts import Shell, completion_script
 from shared.pb.kvd.v1 import kvd_pb2
 from shared.types.errors import ReportedError
 

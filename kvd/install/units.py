@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 import kvd
 from kvd.errors import InstallError
-from shared.config.completion_scripts import Shell, completion_script
+from shared.config.completion import Shell, completion_script
 
 if TYPE_CHECKING:
     from importlib.resources.abc import Traversable

@@ -23,8 +23,6 @@ from kvd.plan.trace import Session, Turn
 from kvd.plan.turns import Request, Returns, plan_key
 from shared.types.units import NS_PER_S
 
-__all__ = ["Replay", "ReplayOptions", "replay"]
-
 PROGRESS_TURNS = 256  # between two reports
 SAMPLES = 64  # of what is in the tiers, at least if there are as many turns
 ENDS, LEAVES, RETURNS, ARRIVES, EXPIRES = range(5)  # what happens at one moment, in this order

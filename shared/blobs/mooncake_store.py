@@ -64,7 +64,6 @@ class MooncakeBlobStore:
     Args:
         connection: to the master.
         prefix: of all keys; "" or with "/" at its end.
-        clock: nanoseconds since 1970: Mooncake has no times of its own.
         patience_s: with what passes by itself.
 
     Attributes:
@@ -77,12 +76,10 @@ class MooncakeBlobStore:
         self,
         connection: Connection,
         prefix: str,
-        clock: Callable[[], int] = time.time_ns,
         patience_s: float = PATIENCE_S,
     ) -> None:
         self._connection = connection
         self.prefix = prefix
-        self._clock = clock
         self._patience_s = patience_s
 
     @property
@@ -93,7 +90,7 @@ class MooncakeBlobStore:
     def put(self, name: str, data: Data, *, if_absent: bool = False) -> None:
         """Store an object."""
         key, there = self.prefix + name, self._connection.connected()
-        stamp = stamp_bytes(key, data, self._clock(), secrets.token_bytes(NONCE_BYTES))
+        stamp = stamp_bytes(key, data, time.time_ns(), secrets.token_bytes(NONCE_BYTES))
         store = there.client.put_parts if if_absent else there.client.upsert_parts
         config = there.pinned if if_absent else there.usual
         code, _ = self._in_the_end(lambda: (store(key, stamp, data, config=config), b""))

@@ -3,16 +3,29 @@
 It is found by walking the tree of commands as the command line library has it, by its attributes
 only: `commands` of a group, or `summaries` of a lazy one; `params`, with `name`, `opts`, `help`,
 `is_flag`. What an option or argument may be, each program says for itself.
+
+Scripts that ask for it are of our own (`completion_script`), because the command line library's
+split words at colons and have zsh `eval` what comes back: the ids of sessions are chosen by
+clients.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Annotated, Any
 
 import typer
 
-from shared.config.completion_scripts import Shell
 from shared.config.lazy_commands import first_sentence, summary
+
+
+class Shell(StrEnum):
+    """Shells that are known."""
+
+    BASH = "bash"
+    ZSH = "zsh"
+    FISH = "fish"
+
 
 ShellName = Annotated[Shell, typer.Argument(help="Whose script.")]
 TypedWords = Annotated[
@@ -115,3 +128,51 @@ def _options(command: Any) -> Iterator[Candidate]:
             longest = max(param.opts, key=len)
             yield Candidate(longest, first_sentence(param.help or ""))
     yield Candidate("--help", "Show what there is to know")
+
+
+_BASH = """\
+FUNCTION() {
+    local cur words cword IFS=$'\\n'
+    if declare -F _get_comp_words_by_ref >/dev/null; then
+        _get_comp_words_by_ref -n =:@ -c cur -w words -i cword
+    else
+        words=("${COMP_WORDS[@]}") cword=$COMP_CWORD cur=${COMP_WORDS[COMP_CWORD]}
+    fi
+    COMPREPLY=($("${words[0]}" complete -- "${words[@]:1:cword}" 2>/dev/null | cut -f1))
+    declare -F __ltrim_colon_completions >/dev/null && __ltrim_colon_completions "$cur"
+}
+complete -o default -F FUNCTION PROGRAM
+"""
+_ZSH = """\
+#compdef PROGRAM
+FUNCTION() {
+    local -a found
+    local line word about tab=$'\\t'
+    for line in "${(@f)$(PROGRAM complete -- "${(@)words[2,CURRENT]}" 2>/dev/null)}"; do
+        word=${${line%%$tab*}//:/\\\\:} about=${line#*$tab}
+        [[ -n $word ]] && found+=("$word${about:+:$about}")
+    done
+    if (( $#found )); then _describe -V PROGRAM found; else _files; fi
+}
+if [[ $funcstack[1] == FUNCTION ]]; then FUNCTION "$@"; else compdef FUNCTION PROGRAM; fi
+"""
+_FISH = """\
+function _FUNCTION_complete
+    set -l found (PROGRAM complete -- (commandline -opc)[2..-1] (commandline -ct) 2>/dev/null)
+    if test (count $found) -gt 0
+        printf '%s\\n' $found
+    else
+        __fish_complete_path (commandline -ct)
+    end
+end
+complete -c PROGRAM -f -a '(_FUNCTION_complete)'
+"""
+_SCRIPTS: Mapping[Shell, str] = {Shell.BASH: _BASH, Shell.ZSH: _ZSH, Shell.FISH: _FISH}
+
+
+def completion_script(program: str, shell: Shell) -> str:
+    """Return the script of one of our programs."""
+    function = f"_{program.replace('-', '_')}"
+    if shell is Shell.ZSH:
+        function = f"_{program}"  # a file of this name has it
+    return _SCRIPTS[shell].replace("FUNCTION", function).replace("PROGRAM", program)

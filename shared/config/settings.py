@@ -34,7 +34,6 @@ from shared.process.log import get_logger
 from shared.types.errors import ConfigError
 from shared.types.setting_types import HIDDEN, Section
 
-SOURCES = ("default", "file", "env", "flag")  # weakest first
 ANY_NAME = "*"  # stands for the name of a table in known keys
 HIDDEN_TEXT = "(hidden)"
 NEAR = 0.8  # likeness from which a name is a slip of the pen, and no stranger's: KVD_STATE_DRI
@@ -86,8 +85,8 @@ class LoadedSettings(Generic[S]):
 
     Attributes:
         settings: the frozen, checked model.
-        provenance: dotted key → one of SOURCES, for every key of the model; of tables by name, for
-            those keys that were given.
+        provenance: dotted key → "default", "file", "env" or "flag", the strongest that names it,
+            for every key of the model; of tables by name, for those keys that were given.
         file: that "file" means; None if there is none.
         overridden: keys of the file in whose place the command line says something else.
     """

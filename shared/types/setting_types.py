@@ -155,7 +155,6 @@ DurationOrNever = Annotated[  # seconds; None: "never"
 ]
 TextList = Annotated[tuple[str, ...], BeforeValidator(to_list)]  # in the environment: "a,b"
 PathOrNone = Annotated[Path | None, BeforeValidator(_to_path_or_none)]  # None: ""
-IntList = Annotated[tuple[int, ...], BeforeValidator(to_list)]  # in the environment: "1000,1001"
 TenantName = Annotated[str, AfterValidator(_tenant_name)]  # a key of a table of tables
 Weight = Annotated[float, Field(gt=0, le=1000)]
 TenantWeights = Annotated[  # in the environment: "acme=2,other=0.5"

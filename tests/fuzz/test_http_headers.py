@@ -6,10 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inference_svc.http_api.cross_origin import MAX_ASKED, asked_names
+from inference_svc.http_api.cross_origin import MAX_ASKED, asked_names, check_local
 from inference_svc.http_api.errors import RequestError
 from inference_svc.openai_settings import OpenAISettings
-from shared.access.local_callers import check_local
 from shared.types.errors import DeniedError
 
 TOKEN = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")

@@ -18,11 +18,12 @@ from itertools import pairwise
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from inference_svc.runtime.attention.paged_attention import PageCall, PageStep
+from inference_svc.runtime.attention.paged_attention import PageCall
 from inference_svc.runtime.cuda.page_attention import attend_pages
 from inference_svc.runtime.cuda.slot_copies import TokensInSlots, TokensOnDevice, copy_slots
 from shared.cuda.driver_calls import DriverCalls
 from shared.cuda.registered_memory import address_of
+from tests.pages import placed_step
 
 DEVICE = torch.device("cuda")
 HEADS, KV_HEADS, DIM, PAGE_TOKENS = 32, 8, 128, 16
@@ -89,7 +90,7 @@ def attended(parts):
     keys, values = torch.randn(2, sum(counts) * PAGE_TOKENS, KV_HEADS, DIM, **made).unbind(0)
     query = torch.randn(sum(new for new, _ in parts), HEADS, DIM, **made)
     of_parts = [(table, *sizes) for table, sizes in zip(pages, parts, strict=True)]
-    step, call = PageStep.placed(of_parts, PAGE_TOKENS, DEVICE), PageCall(DIM**-0.5)
+    step, call = placed_step(of_parts, PAGE_TOKENS, DEVICE), PageCall(DIM**-0.5)
     seconds = device_s(lambda: attend_pages(query, keys, values, step, call))
     num_pairs = sum(new * length - new * (new - 1) // 2 for new, length in parts)
     operations = 4 * num_pairs * HEADS * DIM

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from inference_svc.core.tools.marked_formats import DEEPSEEK_MARKS
+from inference_svc.core.tools.formats import DEEPSEEK_MARKS
 from tests.http_api.test_listening import local_client
 from tests.http_api.test_tools import CHAT_TOOLS, TOOLS, answered
 from tests.inference_processes import InferenceProcess

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from inference_svc.config import InferenceSettings, SchedulerSettings
-from inference_svc.core.compression.policies import SnapKV
+from inference_svc.core.compression import SnapKV
 from inference_svc.core.errors import KvRoomError
 from inference_svc.core.kv_room import KV_SHARE
 from inference_svc.core.scheduling.step_plan import ON_CPU, ON_GPU, BatchBounds

@@ -8,8 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from inference_svc.client import turn_request
-from inference_svc.core.compression.policies import make_compression
-from inference_svc.core.compression.policy import special_tokens
+from inference_svc.core.compression import make_compression, special_tokens
 from inference_svc.core.discards import num_in, without
 from shared.pb.inference.v1 import inference_pb2 as pb
 from tests.inference_processes import InferenceProcess

@@ -17,7 +17,6 @@ from tests.synthetic_engine import SyntheticEngine, attached_engine, key_of
 from tests.terminal import on_terminal
 
 TOKENS = list(range(100, 150))
-LAYOUT_BLOCK = 8192  # bytes
 COMMAND_S = 60.0
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -159,7 +159,7 @@ class PrefixIndex(Generic[K]):
             node.children = child.children
 
 
-def common_prefix(ours: Sequence[int], theirs: Sequence[int]) -> int:
+def common_prefix(ours: Sequence[object], theirs: Sequence[object]) -> int:
     """Return the length of the longest common prefix."""
     shorter = min(len(ours), len(theirs))
     if tuple(ours[:shorter]) == tuple(theirs[:shorter]):  # the common case, at memcmp's speed

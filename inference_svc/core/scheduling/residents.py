@@ -21,8 +21,8 @@ holds residents' tokens; 5. residents that are not busy may be evicted, the othe
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from inference_svc.core.attention_window import after_discard, is_whole
-from inference_svc.core.discards import Range
+from inference_svc.core.attention_window import is_whole
+from inference_svc.core.discards import Range, position_after
 from inference_svc.core.scheduling.held_slots import HeldSlots, Holding, PageCopy
 from inference_svc.core.scheduling.prefix_index import PrefixIndex, common_prefix
 from inference_svc.core.scheduling.request import Request
@@ -311,7 +311,7 @@ class Residents:
         """
         is_wanted = self._compactions.pop(key)
         resident = self._residents[key]
-        window_from = after_discard(resident.window_from, ranges)
+        window_from = position_after(resident.window_from, ranges)
         is_usable = is_whole(len(token_ids), window_from, self._attention_window)
         if not (is_wanted and token_ids and is_usable):
             self._slots.release(self._remove(key).holding)

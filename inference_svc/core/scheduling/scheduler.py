@@ -53,8 +53,6 @@ from shared.types.load_choice import RecentStarts, Traffic
 from shared.types.queue_feed import QueueFeed
 from shared.types.units import NS_PER_S
 
-__all__ = ["Scheduler", "SchedulerLimits"]
-
 
 class Scheduler:
     """See the module docstring.

@@ -1,6 +1,6 @@
 """What a grammar keeps the calls of an answer to, once the model has begun them. Pure.
 
-A model says what it likes until it has begun a call of a tool that was offered (`open_call.py`).
+A model says what it likes until it has begun a call of a tool that was offered (`parts.py`).
 From the brace of the arguments up to what closes the call it is held to that: the arguments are an
 object of JSON, of a strict tool one by its schema. Then it is free again.
 """
@@ -12,8 +12,7 @@ from dataclasses import dataclass
 
 from inference_svc.core.chat import Tool
 from inference_svc.core.grammar import Grammar, GrammarKind, json_rule
-from inference_svc.core.tools.open_call import BLANKS, Closing
-from inference_svc.core.tools.reader import AnswerReader
+from inference_svc.core.tools.parts import BLANKS, AnswerReader, Closing
 
 ANY_TOOL = ""  # stands for those that are not strict
 

@@ -6,9 +6,7 @@ Its arguments are what `json.dumps` writes of them, up to where the answer was c
 from collections.abc import Mapping
 from enum import Enum, auto
 
-from inference_svc.core.tools.open_call import OpenCall
-from inference_svc.core.tools.parts import CallBegun, Part
-from inference_svc.core.tools.reader import AnswerReader
+from inference_svc.core.tools.parts import AnswerReader, CallBegun, OpenCall, Part
 
 
 class _State(Enum):

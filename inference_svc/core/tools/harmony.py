@@ -19,8 +19,15 @@ from collections.abc import Collection
 from enum import Enum, auto
 
 from inference_svc.core.tools.json_value import Asked, NoCallError, make_call
-from inference_svc.core.tools.open_call import Closing, OpenCall, is_open
-from inference_svc.core.tools.parts import CallBegun, Content, Part, Reasoning
+from inference_svc.core.tools.parts import (
+    CallBegun,
+    Closing,
+    Content,
+    OpenCall,
+    Part,
+    Reasoning,
+    is_open,
+)
 from inference_svc.core.tools.reader import num_open
 
 START, CHANNEL, BODY = "<|start|>", "<|channel|>", "<|message|>"

@@ -6,39 +6,31 @@ never gets half of what is no call, wherever the answer was cut.
 
 One that is certain to be a call is shown as it comes: in an answer that has to be one
 (`forced.py`), and where calls are *bound*: a grammar keeps what begins as a call to being one
-(`open_call.py`).
+(`OpenCall`).
 """
 
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, Protocol
+from typing import ClassVar, NamedTuple
 
 from inference_svc.core.chat import ToolCall
 from inference_svc.core.tools.json_value import Asked, Nesting, NoCallError, make_call
-from inference_svc.core.tools.open_call import OpenCall, Opening, is_open
-from inference_svc.core.tools.parts import CallBegun, Content, Part, ReadAnswer, joined, summed
+from inference_svc.core.tools.parts import (
+    AnswerReader,
+    CallBegun,
+    Content,
+    OpenCall,
+    Opening,
+    Part,
+    ReadAnswer,
+    is_open,
+    joined,
+    summed,
+)
 
 MAX_HEAD = 256  # characters before the arguments of a call
-
-
-class AnswerReader(Protocol):
-    """Reads one answer."""
-
-    @property
-    def is_thinking(self) -> bool:
-        """Whether the text up to here ends inside of what the model thinks."""
-
-    @property
-    def last_call(self) -> OpenCall | None:
-        """The last call that is bound, be it open or over; None: there was none."""
-
-    def push(self, text: str) -> list[Part]:
-        """Return the parts that the next text completes."""
-
-    def end(self) -> list[Part]:
-        """Return the last parts."""
 
 
 class Found(NamedTuple):

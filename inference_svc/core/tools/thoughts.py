@@ -3,9 +3,8 @@
 from enum import Enum, auto
 from typing import NamedTuple
 
-from inference_svc.core.tools.open_call import OpenCall
-from inference_svc.core.tools.parts import Part, Reasoning
-from inference_svc.core.tools.reader import AnswerReader, num_open
+from inference_svc.core.tools.parts import AnswerReader, OpenCall, Part, Reasoning
+from inference_svc.core.tools.reader import num_open
 
 
 class ThoughtMarks(NamedTuple):

@@ -1,4 +1,4 @@
-"""Bodies of POST /v1/messages and /v1/messages/count_tokens, and what their messages say.
+"""Bodies of POST /v1/messages and /v1/messages/count_tokens, their tools and what messages say.
 
 The blocks of a message are paragraphs: they are joined by blank lines, as are messages of the same
 role that follow one another, which are one to Anthropic, and which chat templates do not take. The
@@ -8,22 +8,21 @@ tool returned is a message of its own.
 Claude Code puts a block in front of the system's which is different in each request
 (`x-anthropic-billing-header`) and says nothing to a model: with it nothing could ever be reused.
 
-*Source:* Anthropic API reference, "Messages"; `sglang` #29169 for the block.
+*Source:* Anthropic API reference, "Messages", "Tool use"; `sglang` #29169 for the block.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby, takewhile
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BeforeValidator, FailFast, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, FailFast, Field, model_validator
 
-from inference_svc.core.chat import ASSISTANT, SYSTEM, TOOL, ChoiceKind, Message, ToolUse
+from inference_svc.core.chat import ASSISTANT, SYSTEM, TOOL, ChoiceKind, Message, Tool, ToolUse
 from inference_svc.core.grammar import Grammar
-from inference_svc.core.submission import Retention
+from inference_svc.core.retention import Retention
 from inference_svc.core.template_arguments import UNTHINKING
 from inference_svc.http_api.anthropic.blocks import PARAGRAPH, CacheControl, MessageBody, Texts
 from inference_svc.http_api.anthropic.dialect import THREAD
-from inference_svc.http_api.anthropic.tools import CUSTOM, ChoiceBody, Tools
 from inference_svc.http_api.bodies.body import (
     Body,
     Count,
@@ -39,11 +38,81 @@ from inference_svc.http_api.bodies.conversation import (
     with_names,
 )
 from inference_svc.http_api.bodies.formats import FlatFormat
-from inference_svc.http_api.bodies.tools import check_tools
+from inference_svc.http_api.bodies.tools import JsonObject, ToolName, check_tools
+from inference_svc.http_api.errors import UnsupportedValueError
 
 BILLING = "x-anthropic-billing-header"
 DISABLED = "disabled"
+CUSTOM = "custom"
+NAMED = "tool"
+_CHOICES: Mapping[str, ChoiceKind] = {
+    "auto": ChoiceKind.AUTO,
+    "any": ChoiceKind.REQUIRED,
+    NAMED: ChoiceKind.REQUIRED,
+    "none": ChoiceKind.NONE,
+}
 _NO_SERVERS = "the service runs no tools: leave it out"
+
+
+def _kind(kind: str) -> str:
+    if kind != CUSTOM:
+        raise WrongMemberError(
+            f"a tool of type {kind[:40]!r} is not supported",
+            "send tools of your own, which you run yourself: with name and input_schema",
+            kind=UnsupportedValueError,
+        )
+    return kind
+
+
+class ToolBody(Body):
+    """A tool that the client would run."""
+
+    content_words: ClassVar[str] = "name, description and input_schema"
+    refused: ClassVar[Mapping[str, Refused]] = {
+        "allowed_callers": Refused((["direct"],), "only the model calls tools: leave it out"),
+        "input_examples": Refused(([],), "write them into the description"),
+    }
+    ignored: ClassVar[frozenset[str]] = frozenset({"defer_loading", "eager_input_streaming"})
+
+    kind: Annotated[str, AfterValidator(_kind)] = Field(default=CUSTOM, alias="type")
+    name: ToolName = Field(default="", validate_default=True)
+    description: str = ""
+    input_schema: JsonObject = Field(default=None, validate_default=True)
+    cache_control: CacheControl | None = None
+    strict: bool = False
+
+    @property
+    def tool(self) -> Tool:
+        """The tool."""
+        return Tool(self.name, self.description, self.input_schema, self.strict)
+
+
+Tools = Annotated[list[ToolBody], FailFast()]
+
+
+class ChoiceBody(Body):
+    """`tool_choice`: whether the answer calls tools, and which."""
+
+    content_words: ClassVar[str] = "type and name"
+
+    kind: Literal["auto", "any", "tool", "none"] = Field(
+        default=None, alias="type", validate_default=True
+    )
+    name: str = ""
+    disable_parallel_tool_use: bool = False
+
+    @model_validator(mode="after")
+    def _name_one(self) -> Self:
+        if bool(self.name) != (self.kind == NAMED):
+            raise WrongMemberError(
+                f"{{path}} and type {NAMED!r} go together", "send both, or neither", "name"
+            )
+        return self
+
+    @property
+    def choice(self) -> ChoiceKind:
+        """Whether the answer calls any."""
+        return _CHOICES[self.kind]
 
 
 class OutputConfig(Body):
@@ -105,7 +174,7 @@ class PromptBody(TurnBody):
     def _end_rightly(self) -> Self:
         begun = self._begun
         if begun is not None:
-            check_begun(begun, "messages")
+            check_begun(begun)
         return self
 
     @model_validator(mode="after")

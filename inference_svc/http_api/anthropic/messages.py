@@ -18,7 +18,6 @@ from typing import Any
 
 from aiohttp import web
 
-from inference_svc.core.answers import AnswerToken, FinishReason
 from inference_svc.core.chat import ToolCall
 from inference_svc.core.tools.parts import (
     CallArguments,
@@ -29,7 +28,7 @@ from inference_svc.core.tools.parts import (
     Reasoning,
     with_whole_calls,
 )
-from inference_svc.core.turn_record import Finished, Started
+from inference_svc.core.turn_record import AnswerToken, Finished, FinishReason, Started
 from inference_svc.http_api.answer_members import shown_reuse
 from inference_svc.http_api.answer_parts import Reading
 from inference_svc.http_api.anthropic.blocks import CALL, TEXT, THINKING

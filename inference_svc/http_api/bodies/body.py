@@ -31,7 +31,7 @@ from pydantic import (
 from inference_svc.core.answers import MAX_STOP_STRINGS
 from inference_svc.core.chat import ToolUse
 from inference_svc.core.grammar import Grammar
-from inference_svc.core.submission import NO_RETENTION, Retention
+from inference_svc.core.retention import NO_RETENTION, Retention
 from inference_svc.http_api.errors import RequestError, UnknownParameterError, UnsupportedValueError
 
 MAX_SHOWN = 60  # characters of a bad value that a message repeats

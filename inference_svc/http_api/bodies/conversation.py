@@ -9,8 +9,9 @@ from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 from pydantic import AfterValidator
 
-from inference_svc.core.chat import ASSISTANT, TOOL, Message, ToolCall, check_sayer
+from inference_svc.core.chat import ASSISTANT, TOOL, Message, ToolCall
 from inference_svc.core.errors import InvalidTurnError
+from inference_svc.core.submission import check_sayer
 from inference_svc.core.template_arguments import check_arguments
 from inference_svc.http_api.bodies.body import WrongMemberError
 from inference_svc.http_api.errors import UnsupportedValueError
@@ -84,12 +85,8 @@ SayerName = Annotated[str, _checked(check_sayer)]
 Effort: TypeAlias = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
-def check_begun(message: Message, path: str) -> None:
-    """Check that a message can be gone on with as the answer; for a validator of its body.
-
-    Args:
-        message: the last one.
-        path: where it is said.
+def check_begun(message: Message) -> None:
+    """Check that the last message can be gone on with as the answer; for a validator of a body.
 
     Raises:
         WrongMemberError: it is no answer, or one that calls.
@@ -98,12 +95,12 @@ def check_begun(message: Message, path: str) -> None:
         raise WrongMemberError(
             f"the last message is the {message.role}'s, which is no answer to go on with",
             f"end with a message of the {ASSISTANT}'s",
-            path,
+            "messages",
         )
     if message.tool_calls:
         raise WrongMemberError(
             "an answer that calls tools cannot be gone on with",
             "end with what they returned, or leave the calls out",
-            path,
+            "messages",
             UnsupportedValueError,
         )

@@ -11,7 +11,6 @@ from typing import Any, ClassVar, Self
 from aiohttp import web
 from pydantic import Field, model_validator
 
-from inference_svc.core.answers import AnswerToken, FinishReason
 from inference_svc.core.chat import Message, Tool, ToolCall
 from inference_svc.core.grammar import Grammar
 from inference_svc.core.tools.parts import (
@@ -22,7 +21,7 @@ from inference_svc.core.tools.parts import (
     Reasoning,
     summed,
 )
-from inference_svc.core.turn_record import Finished
+from inference_svc.core.turn_record import AnswerToken, Finished, FinishReason
 from inference_svc.http_api.answer_members import TokenText
 from inference_svc.http_api.answer_parts import Reading
 from inference_svc.http_api.api import Api

@@ -20,8 +20,7 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, TypeVar
 
-from inference_svc.core.answers import AnswerToken
-from inference_svc.core.turn_record import Finished, Tokens, Usage
+from inference_svc.core.turn_record import AnswerToken, Finished, Tokens, Usage
 from inference_svc.http_api.answer_members import shown_reuse
 from inference_svc.http_api.bodies.body import Body, WrongMemberError
 from inference_svc.http_api.openai.dialect import error_body

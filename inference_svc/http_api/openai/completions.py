@@ -14,9 +14,8 @@ from typing import Annotated, Any, ClassVar, Self
 from aiohttp import web
 from pydantic import BeforeValidator, Field, model_validator
 
-from inference_svc.core.answers import AnswerToken
 from inference_svc.core.submission import TextInput, TokenInput
-from inference_svc.core.turn_record import Finished
+from inference_svc.core.turn_record import AnswerToken, Finished
 from inference_svc.http_api.answer_members import TokenText
 from inference_svc.http_api.api import Api
 from inference_svc.http_api.bodies.body import MOST_TOKENS, Count, Refused, WrongMemberError
@@ -27,7 +26,7 @@ from inference_svc.http_api.openai.choices import (
     check_choices,
     opened,
 )
-from inference_svc.http_api.openai.sampled_body import SampledBody
+from inference_svc.http_api.openai.turn_body import SampledBody
 from inference_svc.http_api.replies import send_reply
 
 USUAL_TOKENS = 16  # of an answer, if the client names no bound; OpenAI's

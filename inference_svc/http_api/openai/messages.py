@@ -166,4 +166,4 @@ def check_end(messages: Sequence[MessageBody], is_prompt: bool | None, *, contin
             "send add_generation_prompt: false, or leave it out",
             "continue_final_message",
         )
-    check_begun(messages[-1].message, "messages")
+    check_begun(messages[-1].message)

@@ -5,10 +5,9 @@ A chat has a function in a member of its own, a response has its members beside 
 *Source:* OpenAI API reference, "Function calling".
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     AfterValidator,
@@ -17,14 +16,12 @@ from pydantic import (
     FailFast,
     Field,
     Tag,
-    model_validator,
 )
 
-from inference_svc.core.chat import ChoiceKind, Tool, ToolUse
+from inference_svc.core.chat import ChoiceKind, Tool
 from inference_svc.http_api.bodies.body import Body, WrongMemberError
-from inference_svc.http_api.bodies.tools import FunctionBody, ToolName, check_tools
+from inference_svc.http_api.bodies.tools import FunctionBody, ToolName
 from inference_svc.http_api.errors import UnsupportedValueError
-from inference_svc.http_api.openai.sampled_body import SampledBody
 
 FUNCTION = "function"
 NAMESPACE = "namespace"
@@ -153,51 +150,3 @@ def _choice(given: Any) -> Any:
 ChatTools = Annotated[list[ChatToolBody], FailFast()]
 ResponseTools = Annotated[list[ResponseToolBody], FailFast()]
 ToolChoice = Annotated[ChoiceBody, BeforeValidator(_choice)]
-
-
-class ToolsBody(SampledBody, ABC):
-    """A request whose answer may call tools.
-
-    Attributes:
-        parallel_tool_calls: whether it may call more than one.
-    """
-
-    tool_kinds: ClassVar[frozenset[str]] = frozenset({FUNCTION})
-
-    tool_choice: ToolChoice | None = None
-    parallel_tool_calls: bool = True
-
-    @model_validator(mode="after")
-    def _choose_what_is_there(self) -> Self:
-        tools = self.offered
-        choice = self.tool_choice
-        chosen = "" if choice is None else choice.chosen
-        check_tools([tool.name for tool in tools], chosen, "tool_choice")
-        if choice is not None and choice.kind not in {"none", "auto"} and not tools:
-            raise WrongMemberError("{path} goes with tools", "send tools, too", "tool_choice")
-        return self
-
-    @property
-    def shown_choice(self) -> str | dict[str, str]:
-        """`tool_choice` as a response shows it."""
-        if self.tool_choice is None:
-            return "auto"
-        is_named = self.tool_choice.kind == FUNCTION
-        named = {"type": FUNCTION, "name": self.tool_choice.chosen}
-        return named if is_named else str(self.tool_choice.kind)
-
-    @property
-    @abstractmethod
-    def offered(self) -> tuple[Tool, ...]:
-        """The tools that the client offers."""
-
-    @property
-    def tool_use(self) -> ToolUse:
-        """What the answer may do with tools."""
-        choice = self.tool_choice
-        most_calls = None if self.parallel_tool_calls else 1
-        if choice is None:
-            return ToolUse(self.offered, most_calls=most_calls)
-        is_named = choice.kind == FUNCTION
-        kind = ChoiceKind.REQUIRED if is_named else ChoiceKind(choice.kind)
-        return ToolUse(self.offered, kind, choice.chosen, most_calls)

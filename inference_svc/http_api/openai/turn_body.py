@@ -1,20 +1,131 @@
-"""What OpenAI's chats and responses have in common."""
+"""Turns in OpenAI's words, as far as their bodies are alike: sampling, tools, retention."""
 
-from abc import ABC
+import re
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, BeforeValidator, FailFast, Field, model_validator
 
-from inference_svc.core.answers import MAX_TOP_LOGPROBS
-from inference_svc.core.submission import MAX_RETENTION_S, Retention
+from inference_svc.core.answers import MAX_BIAS, MAX_BIASED_TOKENS, MAX_PENALTY, MAX_TOP_LOGPROBS
+from inference_svc.core.chat import ChoiceKind, Tool, ToolUse
+from inference_svc.core.grammar import Grammar
+from inference_svc.core.retention import MAX_RETENTION_S, Retention
 from inference_svc.core.template_arguments import effort_arguments
-from inference_svc.http_api.bodies.body import Body, Refused, WrongMemberError
+from inference_svc.http_api.bodies.body import (
+    MOST_TOKENS,
+    Body,
+    Refused,
+    TokenId,
+    TurnBody,
+    WrongMemberError,
+)
 from inference_svc.http_api.bodies.conversation import Effort, TemplateArguments
-from inference_svc.http_api.openai.tools import ToolsBody
+from inference_svc.http_api.bodies.formats import StructuredOutputs
+from inference_svc.http_api.bodies.tools import check_tools
+from inference_svc.http_api.openai.tools import FUNCTION, ToolChoice
 from shared.types.units import parse_duration_s
 
 LONG, LONG_S = "24h", 86_400.0
+_TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")
+
+
+def _by_token(given: Any) -> Any:
+    """Read the names of a bias as token ids: in JSON they are texts."""
+    if not isinstance(given, dict):
+        return given
+    if len(given) > MAX_BIASED_TOKENS or not all(map(_TOKEN_ID.fullmatch, given)):
+        raise WrongMemberError(
+            "{path} cannot be so",
+            f'send ids of at most {MAX_BIASED_TOKENS} tokens, as in {{"50256": -100}}',
+        )
+    return {int(name): bias for name, bias in given.items()}
+
+
+Bias = Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]
+Penalty = Annotated[float, Field(ge=-MAX_PENALTY, le=MAX_PENALTY)]
+
+
+class SampledBody(TurnBody, ABC):
+    """How answers are sampled, beyond what every API has.
+
+    OpenAI's responses have no penalties and no bias; here they do.
+
+    Attributes:
+        min_tokens, stop_token_ids, structured_outputs: not OpenAI's, but vLLM's, which its clients
+            send, too.
+    """
+
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    logit_bias: Annotated[dict[int, Bias], BeforeValidator(_by_token)] = Field(default_factory=dict)
+    min_tokens: int | None = Field(default=None, ge=0, le=MOST_TOKENS)
+    stop_token_ids: Annotated[list[TokenId], FailFast()] = Field(default_factory=list)
+    structured_outputs: StructuredOutputs | None = None
+
+    @property
+    def grammar(self) -> Grammar | None:
+        """What the answer has to be; None: whatever the model says."""
+        return None if self.structured_outputs is None else self.structured_outputs.grammar
+
+    @property
+    def own_sampling(self) -> dict[str, Any]:
+        """Sampling values that only OpenAI's requests have; see `TurnBody`."""
+        return {
+            "frequency_penalty": self.frequency_penalty,
+            "presence_penalty": self.presence_penalty,
+            "logit_bias": self.logit_bias or None,
+            "min_tokens": self.min_tokens,
+            "stop_token_ids": tuple(self.stop_token_ids) or None,
+        }
+
+
+class ToolsBody(SampledBody, ABC):
+    """A request whose answer may call tools.
+
+    Attributes:
+        parallel_tool_calls: whether it may call more than one.
+    """
+
+    tool_kinds: ClassVar[frozenset[str]] = frozenset({FUNCTION})
+
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool = True
+
+    @model_validator(mode="after")
+    def _choose_what_is_there(self) -> Self:
+        tools = self.offered
+        choice = self.tool_choice
+        chosen = "" if choice is None else choice.chosen
+        check_tools([tool.name for tool in tools], chosen, "tool_choice")
+        if choice is not None and choice.kind not in {"none", "auto"} and not tools:
+            raise WrongMemberError("{path} goes with tools", "send tools, too", "tool_choice")
+        return self
+
+    @property
+    def shown_choice(self) -> str | dict[str, str]:
+        """`tool_choice` as a response shows it."""
+        if self.tool_choice is None:
+            return "auto"
+        is_named = self.tool_choice.kind == FUNCTION
+        named = {"type": FUNCTION, "name": self.tool_choice.chosen}
+        return named if is_named else str(self.tool_choice.kind)
+
+    @property
+    @abstractmethod
+    def offered(self) -> tuple[Tool, ...]:
+        """The tools that the client offers."""
+
+    @property
+    def tool_use(self) -> ToolUse:
+        """What the answer may do with tools."""
+        choice = self.tool_choice
+        most_calls = None if self.parallel_tool_calls else 1
+        if choice is None:
+            return ToolUse(self.offered, most_calls=most_calls)
+        is_named = choice.kind == FUNCTION
+        kind = ChoiceKind.REQUIRED if is_named else ChoiceKind(choice.kind)
+        return ToolUse(self.offered, kind, choice.chosen, most_calls)
 
 
 def _ttl(value: str) -> str:

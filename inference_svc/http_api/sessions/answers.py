@@ -15,7 +15,6 @@ from types import TracebackType
 from typing import Self
 from weakref import WeakValueDictionary
 
-from inference_svc.core.answers import AnswerToken, FinishReason
 from inference_svc.core.errors import (
     RequestIdReusedError,
     SessionBusyError,
@@ -25,7 +24,14 @@ from inference_svc.core.errors import (
     TurnMismatchError,
 )
 from inference_svc.core.submission import TurnNames
-from inference_svc.core.turn_record import Finished, Started, Tokens, TurnEvent
+from inference_svc.core.turn_record import (
+    AnswerToken,
+    Finished,
+    FinishReason,
+    Started,
+    Tokens,
+    TurnEvent,
+)
 from inference_svc.http_api.errors import unknown_response
 from inference_svc.http_api.sessions.completion import Completion
 from inference_svc.http_api.sessions.http_turn import Caller, HttpTurn

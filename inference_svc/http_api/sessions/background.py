@@ -23,8 +23,7 @@ from collections.abc import (
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from inference_svc.core.answers import AnswerToken
-from inference_svc.core.turn_record import Finished
+from inference_svc.core.turn_record import AnswerToken, Finished
 from inference_svc.http_api.errors import TooManyRequestsError
 from inference_svc.http_api.sessions.answers import Answers
 from inference_svc.http_api.sessions.http_turn import Caller, HttpTurn

@@ -19,6 +19,7 @@ from inference_svc.core.chat import Message
 from inference_svc.core.misses import Resembled
 from inference_svc.core.transcript_format import Transcript
 from inference_svc.core.turn_record import Finished
+from inference_svc.http_api.agents import IdleSubagents
 from inference_svc.http_api.sessions.history_chain import HistoryChain
 from inference_svc.http_api.sessions.http_turn import Caller, HttpTurn
 from inference_svc.http_api.sessions.lookup import (
@@ -30,7 +31,6 @@ from inference_svc.http_api.sessions.lookup import (
 )
 from inference_svc.http_api.sessions.moving_responses import MovingResponses
 from inference_svc.http_api.sessions.store import ApiStore
-from inference_svc.http_api.sessions.subagents import IdleSubagents
 from inference_svc.runtime.turns.sessions import Sessions
 from shared.access.identity import ANY, Identity
 from shared.process.log import get_logger
@@ -112,7 +112,7 @@ class Completion:
         else:
             await self._store.use_session(caller.tenant, route.session_id)
             if turn.is_subagent:
-                key = self._key(caller, route.session_id)
+                key = caller.key(self._model, route.session_id)
                 self._subagents.used(key, finished.turns, time.monotonic())
             for tenant, oldest in await self._store.take_oldest(self._max_sessions):
                 self.spawn(self._let_go(Caller(CLEANER, tenant), oldest))
@@ -179,12 +179,12 @@ class Completion:
         That is the one that the conversation resembles, if it goes on in its place now.
         """
         tools = possible_tools(call.name for call in answer.tool_calls)
-        key, resembled = self._key(caller, route.session_id), route.resembles
+        key, resembled = caller.key(self._model, route.session_id), route.resembles
         try:
             if tools and len((await self._sessions.get(key))[0].turns) == at.turns:
                 await self._sessions.expect(key, tools)  # else a turn of long ago is repeated
             if resembled is not None and resembled.session_id:
-                key = self._key(caller, resembled.session_id)
+                key = caller.key(self._model, resembled.session_id)
                 if supersedes(turn, route, resembled, (await self._sessions.get(key))[0]):
                     await self._sessions.expect(key, superseded=True)
         except ReportedError as error:  # it is in use again, or gone
@@ -222,7 +222,7 @@ class Completion:
 
     async def _let_go(self, caller: Caller, session_id: str) -> bool:
         """Remove a session that nobody named, as an old one; return whether it was removed."""
-        key = self._key(caller, session_id)
+        key = caller.key(self._model, session_id)
         try:
             await self._sessions.let_go(key)
         except ReportedError as error:  # it is in use again, or gone
@@ -235,7 +235,7 @@ class Completion:
         """Remove a session, if it has no more than `turns`; return whether it was removed."""
         is_removed = False
         try:
-            key = self._key(caller, session_id)
+            key = caller.key(self._model, session_id)
             found, _ = await self._sessions.get(key)
             if turns is None or len(found.turns) <= turns:
                 await self._sessions.delete(key)
@@ -257,9 +257,6 @@ class Completion:
             found = await self._store.conversations.find(caller.tenant, name)
             turns = turns if found and found.session_id == route.session_id else None
         await self.remove(caller, route.session_id, turns)
-
-    def _key(self, caller: Caller, session_id: str) -> SessionKey:
-        return caller.identity.key(caller.tenant, self._model, session_id)
 
     def spawn(self, work: Coroutine[Any, Any, object]) -> None:
         """Tidy up beside everything else."""

@@ -80,7 +80,7 @@ class Elsewhere:
     async def _bring(self, caller: Caller, session_id: str, history: str) -> Point | None:
         """Have a session's newest transcript here; return where a history ends in it."""
         try:
-            key = caller.identity.key(caller.tenant, self._model, session_id)
+            key = caller.key(self._model, session_id)
             transcript, _ = await self._sessions.get(key, is_fresh=True)
         except ReportedError as error:  # deleted, damaged, or the disk is full: it is computed
             log.debug("history_not_brought", session=session_id, reason=error.reason)

@@ -6,14 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from inference_svc.core.chat import Message
-from inference_svc.core.submission import (
-    NO_RETENTION,
-    Retention,
-    Submission,
-    TextInput,
-    TokenInput,
-    TurnDefaults,
-)
+from inference_svc.core.retention import NO_RETENTION, Retention
+from inference_svc.core.submission import Submission, TextInput, TokenInput, TurnDefaults
 from inference_svc.core.template_arguments import Arguments
 from inference_svc.core.turn_record import Said
 from inference_svc.http_api.answer_parts import Reading
@@ -41,6 +35,10 @@ class Caller:
 
     identity: Identity
     tenant: str
+
+    def key(self, model: str, session_id: str) -> SessionKey:
+        """Return the key of a session of the tenant's, under a model of this fingerprint."""
+        return self.identity.key(self.tenant, model, session_id)
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from typing import Any
 
 from inference_svc.core.chat import ChoiceKind, Tool, ToolUse
 from inference_svc.core.misses import Resembled
+from inference_svc.core.transcript_format import Transcript
 from inference_svc.core.turn_record import Finished
 
 # How a response stands that has no answer.
@@ -27,6 +28,11 @@ class Point:
     turns: int
     request_id: str
     is_named: bool
+
+    def is_in(self, transcript: Transcript) -> bool:
+        """Whether a session still has the turn: one of the same name may have been made since."""
+        turns = transcript.turns
+        return 0 < self.turns <= len(turns) and turns[self.turns - 1].request_id == self.request_id
 
 
 @dataclass(frozen=True)

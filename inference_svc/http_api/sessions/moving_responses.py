@@ -13,7 +13,6 @@ from typing import NoReturn
 from inference_svc.core.errors import TranscriptUnavailableError
 from inference_svc.http_api.sessions.http_turn import Caller
 from inference_svc.http_api.sessions.lookup import Point, StoredResponse
-from inference_svc.http_api.sessions.routing import holds
 from inference_svc.http_api.sessions.store import ApiStore, info_of
 from inference_svc.runtime.turns.sessions import Sessions
 from inference_svc.runtime.turns.shared_responses import SharedResponses, Standing
@@ -21,7 +20,6 @@ from inference_svc.runtime.turns.shared_transcripts import place_of
 from inference_svc.runtime.turns.store_calls import StoreSilentError
 from shared.blobs.response_entry import ResponseEntry
 from shared.types.errors import NotFoundError
-from shared.types.session_key import SessionKey
 
 
 class MovingResponses:
@@ -60,7 +58,7 @@ class MovingResponses:
         if shared is None:
             return
         entry = ResponseEntry(
-            transcript=place_of(self._key(caller, at.session_id)),
+            transcript=place_of(caller.key(self._model, at.session_id)),
             session=at.session_id,
             turns=at.turns,
             request=at.request_id,
@@ -109,7 +107,7 @@ class MovingResponses:
         if shared is None:
             return not here
         try:
-            key = self._key(caller, at.session_id)
+            key = caller.key(self._model, at.session_id)
             transcript, _ = await self._sessions.get(key, is_fresh=True)
         except NotFoundError:
             return True
@@ -162,13 +160,13 @@ class MovingResponses:
 
     async def _has(self, caller: Caller, at: Point) -> bool:
         """Whether a session has a turn; it is brought here if it is not."""
-        key = self._key(caller, at.session_id)
+        key = caller.key(self._model, at.session_id)
         try:
             found, _ = await self._sessions.get(key)
         except NotFoundError:
             pass
         else:
-            if holds(found, at):
+            if at.is_in(found):
                 return True
         try:
             found, _ = await self._sessions.get(key, is_fresh=True, must_know=True)
@@ -176,15 +174,12 @@ class MovingResponses:
             return False
         if not at.is_named:
             await self._store.use_session(caller.tenant, at.session_id)  # its file is here
-        return holds(found, at)
+        return at.is_in(found)
 
     def _shared(self, caller: Caller, at: Point) -> SharedResponses | None:
         """Return where a session's responses are for all servers; None: they are here alone."""
-        is_shared = self._sessions.is_shared(self._key(caller, at.session_id))
+        is_shared = self._sessions.is_shared(caller.key(self._model, at.session_id))
         return self._sessions.responses if is_shared else None
-
-    def _key(self, caller: Caller, session_id: str) -> SessionKey:
-        return caller.identity.key(caller.tenant, self._model, session_id)
 
 
 async def _is_deleted(shared: SharedResponses, tenant: str, response_id: str) -> bool:

@@ -26,7 +26,6 @@ from inference_svc.http_api.sessions.lookup import ConversationTurn, Point, Rout
 from inference_svc.http_api.sessions.store import ApiStore
 from inference_svc.runtime.turns.sessions import Sessions
 from shared.types.errors import NotFoundError
-from shared.types.session_key import SessionKey
 
 
 class Router:
@@ -116,7 +115,7 @@ class Router:
     async def after(self, caller: Caller, at: Point, history: bytes | None) -> Route | None:
         """Find the route of messages that follow a point; None if its session is gone."""
         transcript, is_busy = await self._session(caller, at.session_id)
-        if transcript is None or not holds(transcript, at):
+        if transcript is None or not at.is_in(transcript):
             return None
         is_last = len(transcript.turns) == at.turns
         may_append = is_last and not (is_busy or transcript.has_ended)
@@ -199,7 +198,7 @@ class Router:
         points = await self._store.find_histories(digests)
         for at in (points[digest] for digest in digests if digest in points):
             transcript, _ = await self._session(caller, at.session_id)
-            if transcript is not None and holds(transcript, at):
+            if transcript is not None and at.is_in(transcript):
                 where = at.session_id, at.turns
                 return Resembled(*where, was_known=True, first_message=first, is_named=at.is_named)
         return Resembled(was_known=bool(points), first_message=first)
@@ -224,7 +223,7 @@ class Router:
         points = await self._store.find_histories(list(own.values())) if own else {}
         for length, digest in own.items():
             at = points.get(digest)
-            if at is not None and at.turns == turns and holds(transcript, at):
+            if at is not None and at.turns == turns and at.is_in(transcript):
                 return Route(session_id, turns, length, digests[length], is_named=True)
         length = await self._length_said(turn, transcript) if own else 0
         if length:  # another server has answered, or this one has forgotten
@@ -257,15 +256,6 @@ class Router:
     ) -> tuple[Transcript | None, bool]:
         """Return a session's transcript, if it is there, and whether a turn is under way."""
         try:
-            return await self._sessions.get(self._key(caller, session_id), is_fresh=is_fresh)
+            return await self._sessions.get(caller.key(self._model, session_id), is_fresh=is_fresh)
         except NotFoundError:
             return None, False
-
-    def _key(self, caller: Caller, session_id: str) -> SessionKey:
-        return caller.identity.key(caller.tenant, self._model, session_id)
-
-
-def holds(transcript: Transcript, at: Point) -> bool:
-    """Whether a session still has the turn: one of the same name may have been made since."""
-    turns = transcript.turns
-    return 0 < at.turns <= len(turns) and turns[at.turns - 1].request_id == at.request_id

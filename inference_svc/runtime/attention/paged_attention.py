@@ -76,29 +76,18 @@ class PageStep:
 
     @classmethod
     def placed(
-        cls, parts: Sequence[tuple[Tensor, int, int]], page_tokens: int, device: torch.device
-    ) -> "PageStep":
-        """Put the parts' numbers on the device, all in one copy.
-
-        Args:
-            parts: pages ([pages] int32, on the host), number of new tokens and length of each.
-            page_tokens: number of tokens on a page.
-            device: where their KV is.
-        """
-        by_group = [([pages], size, length) for pages, size, length in parts]
-        return cls.placed_by_group(by_group, [page_tokens], device)[0]
-
-    @classmethod
-    def placed_by_group(
         cls,
         parts: Sequence[tuple[Sequence[Tensor], int, int]],
         page_tokens: Sequence[int],
         device: torch.device,
     ) -> "list[PageStep]":
-        """Do the same for several groups of layers; they differ in their pages alone.
+        """Put the parts' numbers on the device, all in one copy: a step for each group of layers.
+
+        They differ in their pages alone.
 
         Args:
-            parts: pages by group, number of new tokens and length of each.
+            parts: pages by group ([pages] int32, on the host), number of new tokens, and length, of
+                each.
             page_tokens: number of tokens on a page, by group.
             device: where their KV is.
         """
@@ -222,7 +211,7 @@ class PagedAttention:
         if len(pages) < len(parts):
             return self._portable.prepare(parts)
         kv = pages[0]
-        steps = PageStep.placed_by_group(
+        steps = PageStep.placed(
             [
                 ([table.numbers for table in paged.tables.by_group], part.num_tokens, part.length)
                 for paged, part in zip(pages, parts, strict=True)

@@ -72,9 +72,6 @@ class _Made:
     values: Tensor
 
 
-NUM_OTHERS = 3
-
-
 class _UnitForward:
     """Gives unit vectors to each layer, and records what it makes of them."""
 

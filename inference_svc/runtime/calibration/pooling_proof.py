@@ -3,7 +3,6 @@
 import torch
 from torch import Tensor
 
-from inference_svc.core.pooling import Pooling
 from inference_svc.runtime.calibration.proof import new_pool
 from inference_svc.runtime.calibration.stock import is_same, proof_tokens, stock_attention
 from inference_svc.runtime.compute.chunk import Chunk
@@ -11,7 +10,7 @@ from inference_svc.runtime.compute.model_runner import ModelRunner
 from inference_svc.runtime.compute.pooler import Pooler
 from inference_svc.runtime.model.capture import tap_head
 from inference_svc.runtime.model.model_loader import LoadedModel
-from inference_svc.runtime.model.pooling_files import UnknownPoolingError
+from inference_svc.runtime.model.pooling import Pooling, UnknownPoolingError
 from inference_svc.runtime.positions.recipes import Calibration
 
 FIRST_CHUNK = 10  # tokens; the rest is another step

@@ -23,8 +23,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from inference_svc.core.compression.policy import CompressionPolicy
-from inference_svc.core.discards import Range, kept_runs
+from inference_svc.core.discards import Range, kept_runs, position_after
 from inference_svc.runtime.attention.softmax_attention import AttentionOptions, tiles, visible_mask
 
 TILE_TOKENS = 64  # query rows whose weights are held together, in a cache if there is room
@@ -115,8 +114,8 @@ class ScoreKeeper:
         runs = kept_runs(ranges, self._sums.shape[0])
         pieces = [self._sums[start:end] for start, end in runs]
         self._sums = torch.cat(pieces) if pieces else self._sums[:0]
-        self._end -= _num_before(ranges, self._end)
-        self._prompt_tokens -= _num_before(ranges, self._prompt_tokens)
+        self._end = position_after(self._end, ranges)
+        self._prompt_tokens = position_after(self._prompt_tokens, ranges)
         self._held, self._last_call = {}, None
 
     def _begin(self, length: int, device: torch.device) -> None:
@@ -137,11 +136,17 @@ class ScoreKeeper:
         return query[:, query.shape[1] - min(max(0, num_wanted), query.shape[1]) :]
 
 
-def keeper_for(policy: CompressionPolicy, prompt_tokens: int) -> ScoreKeeper | None:
-    """Make the score keeper that a policy needs for a turn; None if it needs no scores."""
-    if policy.needs == "nothing":
-        return None
-    return ScoreKeeper(policy.needs, policy.window_tokens, prompt_tokens)
+def keeper_for(
+    needs: Literal["nothing", "window", "accumulated"], window_tokens: int, prompt_tokens: int
+) -> ScoreKeeper | None:
+    """Make the score keeper for a turn whose compression needs these scores; None: it needs none.
+
+    Args:
+        needs: what its policy needs.
+        window_tokens: see ScoreKeeper.
+        prompt_tokens: likewise.
+    """
+    return None if needs == "nothing" else ScoreKeeper(needs, window_tokens, prompt_tokens)
 
 
 def add_weights(sums: Tensor, query: Tensor, keys: Tensor, options: AttentionOptions) -> None:
@@ -182,8 +187,3 @@ def _tile_weights(query: Tensor, keys: Tensor, options: AttentionOptions) -> Ten
     weights = torch.softmax(scores, dim=-1, dtype=torch.float32)
     weights = weights.view(num_heads * num_tokens, -1)[:, :length]
     return weights.new_ones(len(weights)) @ weights  # a product: 0.8 of the time of a sum
-
-
-def _num_before(ranges: Sequence[Range], end: int) -> int:
-    """Count the tokens before `end` that are in the ranges."""
-    return sum(max(0, min(stop, end) - start) for start, stop in ranges)

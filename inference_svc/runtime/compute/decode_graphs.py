@@ -18,7 +18,7 @@ from torch import Tensor
 
 from inference_svc.runtime.compute.chunk import Chunk
 from inference_svc.runtime.compute.decode_step import DecodeStep, StepShape
-from inference_svc.runtime.kv.copy_stream import StepClock
+from inference_svc.runtime.kv.layer_gate import StepClock
 
 LEAST_REACH, REACH_FACTOR = 1024, 4  # the next reach is so many times as far
 # Most rows times reach. What attention finds in its splits takes 64 MiB then, in a model of 32

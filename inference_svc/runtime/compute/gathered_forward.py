@@ -19,7 +19,7 @@ from inference_svc.runtime.attention.softmax_attention import AttentionOptions, 
 from inference_svc.runtime.compute.chunk import Chunk
 from inference_svc.runtime.compute.step_forward import StepForward
 from inference_svc.runtime.compute.step_places import StepPlaces
-from inference_svc.runtime.kv.copy_stream import StepClock
+from inference_svc.runtime.kv.layer_gate import StepClock
 from inference_svc.runtime.memory import placed_on
 from inference_svc.runtime.positions.recipes import Calibration
 

@@ -1,6 +1,6 @@
 """Compiles grammars against a model's vocabulary, which takes from a millisecond to a second.
 
-Between the members of a JSON document there may be MAX_BLANKS blanks at most: small models would
+Between the members of a JSON document there may be few blanks (`BLANKS`): small models would
 write blanks for ever.
 
 *Source:* llguidance.
@@ -15,16 +15,14 @@ from typing import Any
 from inference_svc.core.errors import InvalidGrammarError
 from inference_svc.core.grammar import Grammar, GrammarKind
 from inference_svc.core.tools.bound_calls import BoundCalls
-from inference_svc.runtime.compute.answer_grammar import AnswerGrammar, short
-from inference_svc.runtime.compute.call_grammar import CallGrammar
+from inference_svc.core.tools.parts import BLANKS
+from inference_svc.runtime.compute.answer_grammar import AnswerGrammar, CallGrammar, short
 from inference_svc.runtime.worker_thread import WorkerThread
 
 MAX_KEPT = 256  # compiled grammars of calls: agents offer the same tools with every turn
-MAX_BLANKS = 40
 # Masks of fewer tokens are found when they are wanted: of 4096, another thread took 5 % more CPU
 # time a token, and no answer came sooner. Of these it takes less (bench/README.md, "decode").
 OVERLAP_TOKENS = 32_768
-_BLANKS = rf"[ \n\r\t]{{0,{MAX_BLANKS}}}"
 
 
 class Grammars:
@@ -186,7 +184,7 @@ class Grammars:
 
 _SOURCES = {
     GrammarKind.JSON_SCHEMA: lambda matcher, source: matcher.grammar_from_json_schema(
-        source, overrides={"whitespace_pattern": _BLANKS}
+        source, overrides={"whitespace_pattern": BLANKS}
     ),
     GrammarKind.REGEX: lambda matcher, source: matcher.grammar_from_regex(source),
     GrammarKind.LARK: lambda matcher, source: matcher.grammar_from_lark(source),

@@ -19,7 +19,7 @@ from inference_svc.runtime.attention.latents import Expansion, attend_absorbed, 
 from inference_svc.runtime.attention.softmax_attention import AttentionOptions
 from inference_svc.runtime.compute.chunk import Chunk
 from inference_svc.runtime.compute.gathered_forward import GatheredForward, attend_uneven
-from inference_svc.runtime.kv.copy_stream import StepClock
+from inference_svc.runtime.kv.layer_gate import StepClock
 from inference_svc.runtime.kv.layer_tensors import side_by_side
 from inference_svc.runtime.model.capture import CHOSEN
 from inference_svc.runtime.positions.recipes import Calibration

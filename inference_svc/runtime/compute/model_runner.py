@@ -39,7 +39,7 @@ from inference_svc.runtime.compute.gathered_forward import GatheredForward, bloc
 from inference_svc.runtime.compute.latent_forward import LatentForward
 from inference_svc.runtime.compute.own_forward import OwnForward
 from inference_svc.runtime.compute.step_forward import RaggedForward, StepForward
-from inference_svc.runtime.kv.copy_stream import StepClock
+from inference_svc.runtime.kv.layer_gate import StepClock
 from inference_svc.runtime.memory import copied_to_host, placed_on
 from inference_svc.runtime.model.capture import ForwardCall, taking_states
 from inference_svc.runtime.model.forward import under

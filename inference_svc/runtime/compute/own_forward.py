@@ -11,7 +11,7 @@ from transformers import DynamicCache
 from inference_svc.runtime.compute.chunk import Chunk
 from inference_svc.runtime.compute.step_forward import StepForward
 from inference_svc.runtime.compute.step_places import StepPlaces
-from inference_svc.runtime.kv.copy_stream import StepClock
+from inference_svc.runtime.kv.layer_gate import StepClock
 from inference_svc.runtime.kv.own_layers import OwnLayer
 from inference_svc.runtime.kv.states import StatePlace
 from inference_svc.runtime.positions.recipes import Calibration

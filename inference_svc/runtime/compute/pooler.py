@@ -7,7 +7,7 @@ not counted again; 2. tokens come in order.
 import torch
 from torch import Tensor
 
-from inference_svc.core.pooling import Pooling, PoolingMode
+from inference_svc.runtime.model.pooling import Pooling, PoolingMode
 
 
 class Pooler:

@@ -21,8 +21,7 @@ from torch import Tensor
 
 from inference_svc.core.answers import SamplingParams
 from inference_svc.core.errors import EngineFailedError
-from inference_svc.runtime.compute.answer_grammar import AnswerGrammar, Logits
-from inference_svc.runtime.compute.call_grammar import CallGrammar
+from inference_svc.runtime.compute.answer_grammar import AnswerGrammar, CallGrammar, Logits
 
 Row = npt.NDArray[np.float64]
 

@@ -25,7 +25,7 @@ from inference_svc.runtime.attention.softmax_attention import AttentionOptions
 from inference_svc.runtime.compute.chunk import Chunk
 from inference_svc.runtime.compute.step_places import StepPlaces
 from inference_svc.runtime.compute.step_states import StepStates
-from inference_svc.runtime.kv.copy_stream import StepClock
+from inference_svc.runtime.kv.layer_gate import StepClock
 from inference_svc.runtime.kv.states import StatePlace
 from inference_svc.runtime.model.forward import TokenGroup
 from inference_svc.runtime.positions.recipes import AttentionCall, Calibration

@@ -32,9 +32,9 @@ from inference_svc.core.scheduling.start_gate import HBM
 from inference_svc.core.scheduling.step_plan import Admission
 from inference_svc.runtime.engine.engine_request import EngineRequest, Load
 from inference_svc.runtime.engine.requests import RequestMemory, Requests
-from inference_svc.runtime.kv.copy_stream import CopyStream, DoneInOrder, LoadGate
+from inference_svc.runtime.kv.copy_stream import CopyStream, DoneInOrder
 from inference_svc.runtime.kv.kv_pool import KVPool
-from inference_svc.runtime.kv.layer_gate import LayerGate
+from inference_svc.runtime.kv.layer_gate import LayerGate, LoadGate
 from inference_svc.runtime.kv.sequence_kv import SequenceKv
 from inference_svc.runtime.kv.write_ring import WriteRing
 from inference_svc.runtime.store.saves import Saves

@@ -21,9 +21,9 @@ from contextvars import Context
 
 from inference_svc.core.counters import Counters
 from inference_svc.core.errors import DeadlineExceededError
+from inference_svc.core.retention import NO_RETENTION
 from inference_svc.core.scheduling.request import Request, RequestEvent, RequestState
 from inference_svc.core.scheduling.scheduler import Scheduler
-from inference_svc.core.submission import NO_RETENTION
 from inference_svc.runtime.engine.engine_request import ContextCut, EngineRequest
 from inference_svc.runtime.kv.kv_pool import KVPool
 from inference_svc.runtime.kv.sequence_kv import SequenceKv, WriteBuffer

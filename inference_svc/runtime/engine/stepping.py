@@ -23,8 +23,7 @@ from inference_svc.runtime.compute.chunk import Chunk, retract
 from inference_svc.runtime.compute.model_runner import ModelRunner
 from inference_svc.runtime.compute.sampling import Sampled
 from inference_svc.runtime.engine.engine_request import EngineRequest
-from inference_svc.runtime.kv.copy_stream import StepClock
-from inference_svc.runtime.kv.layer_gate import StepNotDoneError
+from inference_svc.runtime.kv.layer_gate import StepClock, StepNotDoneError
 from inference_svc.runtime.worker_thread import WorkerThread
 from shared.process.log import get_logger
 from shared.types.errors import LoadFailedError, ReportedError

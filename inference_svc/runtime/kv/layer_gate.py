@@ -1,7 +1,8 @@
 """LayerGate: what one thread opens layer by layer, and others wait for.
 
-A load opens the gate as its copies arrive, a forward passes it; a forward opens the gate as it
-computes, a save passes it. Owns a counter, an outcome and a condition; knows nothing of tensors.
+A load opens the gate as its copies arrive, a forward passes it (`LoadGate`); a forward opens the
+gate as it computes, a save passes it (`StepClock`): each knows where what it opens for ends in a
+stream's work. Owns a counter, an outcome and a condition; knows nothing of tensors.
 
 Invariants:
 1. layers open in order and stay open until the gate fails;
@@ -9,15 +10,28 @@ Invariants:
 3. nobody passes a gate that failed, whatever was open before: KV read through it may be garbage.
 """
 
+import sys
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
+from inference_svc.runtime.kv.copy_stream import Mark, mark_enqueued
 from shared.types.errors import LoadFailedError
 
 LAYER_TIMEOUT_S = 60.0  # far beyond any layer's copy; kvd has given up a slow read long before
 _NONE_OPEN = -1  # layers open in a gate that failed: less than any layer's index + 1
+
+
+# Waits for a layer; returns how many are there, this one among them.
+WaitLayer = Callable[[int], int]
+
+
+def no_wait(_layer_index: int) -> int:
+    """Every layer is there."""
+    return sys.maxsize
 
 
 class StepNotDoneError(Exception):
@@ -72,7 +86,7 @@ class LayerGate:
                 self._changed.notify_all()
         self._notify()
 
-    def copies_enqueued(self, num_layers: int, mark: Any) -> None:
+    def copies_enqueued(self, num_layers: int, mark: Mark) -> None:
         """Note where on a device the copies of layers [0, num_layers) end; nobody passes sooner."""
 
     def fail(self, error: BaseException) -> None:
@@ -135,3 +149,71 @@ class LayerGate:
             raise LoadFailedError(
                 f"{awaited} of a load did not arrive within {timeout_s:g} s", "ask again"
             )
+
+
+class LoadGate(LayerGate):
+    """The gate of a load: a layer may be passed as soon as its copies are enqueued.
+
+    What follows on the stream of who passes waits for them there: neither thread waits for the
+    other, nor for the device.
+    """
+
+    def __init__(self, num_layers: int, device: torch.device) -> None:
+        super().__init__(num_layers)
+        self._device = device
+        self._module = torch.get_device_module(device)
+        self._marks: list[Mark] = []  # of layers whose copies are enqueued
+        self._passed: list[tuple[Any, Any]] = []  # before and behind each wait of a stream
+
+    def copies_enqueued(self, num_layers: int, mark: Mark) -> None:
+        """Let layers [0, num_layers) be passed by what waits for the mark."""
+        with self._changed:
+            self._marks += [mark] * (num_layers - len(self._marks))
+            self._changed.notify_all()
+
+    def wait(self, layer_index: int, timeout_s: float = LAYER_TIMEOUT_S) -> None:
+        """Return once what is enqueued from now on may read the layer; see LayerGate."""
+        super().wait(layer_index, timeout_s)
+        if layer_index < self.num_open or self._module is torch.cpu:
+            return  # a CPU has copied when it has enqueued
+        stream = self._module.current_stream(self._device)
+        before, behind = (self._module.Event(enable_timing=True) for _ in range(2))
+        before.record(stream)
+        self._marks[layer_index].wait(stream)
+        behind.record(stream)
+        self._passed.append((before, behind))
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds that threads and streams have waited, summed; blocks until streams have."""
+        on_streams_s = 0.0
+        for before, behind in self._passed:
+            behind.synchronize()
+            on_streams_s += before.elapsed_time(behind) / 1e3
+        return super().waited_s + on_streams_s
+
+    def _lets_pass(self, num_layers: int) -> bool:
+        is_enqueued = self.error is None and len(self._marks) >= num_layers
+        return is_enqueued or super()._lets_pass(num_layers)
+
+
+class StepClock(LayerGate):
+    """The gate of a forward: a layer is open once its KV is written, or will have been.
+
+    Whoever copies them has its copies wait for `computed`.
+    """
+
+    def __init__(self, num_layers: int, device: torch.device) -> None:
+        super().__init__(num_layers)
+        self._device = device
+        self._marks: list[Mark] = []
+
+    def enqueued(self, num_layers: int) -> None:
+        """The KV of layers [0, num_layers) is written by what was enqueued so far."""
+        mark = mark_enqueued(self._device)
+        self._marks += [mark] * (num_layers - len(self._marks))
+        self.open(num_layers)
+
+    def computed(self, layer_index: int) -> Mark:
+        """When the KV of an open layer is written."""
+        return self._marks[layer_index]

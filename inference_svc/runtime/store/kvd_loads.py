@@ -16,13 +16,12 @@ from inference_svc.core.counters import Counters
 from inference_svc.core.rates.rates import DRAM, SSD, LoadChooser, LoadPolicy, Rates
 from inference_svc.runtime.kv.arena_kv import ArenaKv, OpenArena
 from inference_svc.runtime.kv.copy_stream import CopyStream, DoneInOrder
-from inference_svc.runtime.kv.layer_gate import LayerGate
+from inference_svc.runtime.kv.layer_gate import LayerGate, no_wait
 from inference_svc.runtime.kv.sequence_kv import SequenceKv, WriteBuffer
 from inference_svc.runtime.positions.recipes import Calibration
 from inference_svc.runtime.positions.rotation import EmbedKernel
 from inference_svc.runtime.store.session_store import BegunLoad, LoadRequest
 from inference_svc.runtime.transfer.layer_load import LayerLoader
-from inference_svc.runtime.transfer.layer_store import no_wait
 from inference_svc.runtime.transfer.spans import check_spans, check_windows
 from inference_svc.runtime.worker_thread import WorkerThread
 from shared.kvd_client.arena_map import ArenaMap, LoadProgress

@@ -12,17 +12,17 @@ from contextlib import suppress
 from inference_svc.core.counters import Counters
 from inference_svc.core.discards import Range
 from inference_svc.core.rates.rates import Rates
-from inference_svc.core.submission import Retention
+from inference_svc.core.retention import Retention
 from inference_svc.runtime.kv.arena_kv import ArenaKv, OpenArena
-from inference_svc.runtime.kv.copy_stream import CopyStream, StepClock
-from inference_svc.runtime.kv.layer_gate import StepNotDoneError
+from inference_svc.runtime.kv.copy_stream import CopyStream
+from inference_svc.runtime.kv.layer_gate import StepClock, StepNotDoneError, WaitLayer, no_wait
 from inference_svc.runtime.kv.sequence_kv import WriteBuffer
 from inference_svc.runtime.kv.states import SequenceStates
 from inference_svc.runtime.positions.recipes import Calibration
 from inference_svc.runtime.positions.rotation import EmbedKernel
 from inference_svc.runtime.store.kvd_loads import CopyThreads, KvdLoads, KvdTalk
 from inference_svc.runtime.store.session_store import SessionLoads, StoreState
-from inference_svc.runtime.transfer.layer_store import WaitLayer, no_wait, store_blocks
+from inference_svc.runtime.transfer.layer_store import store_blocks
 from shared.kvd_client.client import KvdClient
 from shared.kvd_client.grants import StoreGrant
 from shared.types.block_key import TOKEN_BYTES

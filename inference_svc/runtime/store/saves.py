@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from inference_svc.core.counters import Counters
 from inference_svc.core.discards import Range
-from inference_svc.runtime.kv.copy_stream import StepClock
+from inference_svc.runtime.kv.layer_gate import StepClock
 from inference_svc.runtime.kv.sequence_kv import WriteBuffer
 from inference_svc.runtime.store.session_store import SessionStore
 from shared.serving.tracing import child_span

@@ -12,9 +12,8 @@ from typing import Literal, Protocol
 
 from inference_svc.core.discards import Range
 from inference_svc.core.rates.rates import LoadPolicy
-from inference_svc.core.submission import Retention
-from inference_svc.runtime.kv.copy_stream import StepClock
-from inference_svc.runtime.kv.layer_gate import LayerGate
+from inference_svc.core.retention import Retention
+from inference_svc.runtime.kv.layer_gate import LayerGate, StepClock
 from inference_svc.runtime.kv.sequence_kv import SequenceKv, WriteBuffer
 from shared.kvd_client.grants import LoadGrant
 from shared.types.block_key import TOKEN_BYTES

@@ -7,25 +7,18 @@ Pure copying: it may follow a forward layer by layer, or run long after the sequ
 gone.
 """
 
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 import torch
 
 from inference_svc.runtime.kv.arena_kv import ArenaKv, Block, part_of
+from inference_svc.runtime.kv.layer_gate import WaitLayer, no_wait
 from inference_svc.runtime.kv.layer_tensors import Places
 from inference_svc.runtime.kv.sequence_kv import WriteBuffer
 from inference_svc.runtime.kv.slot_runs import SlotRun
 from inference_svc.runtime.positions.recipes import Calibration
 from shared.types.granted_slots import GrantedWindow
-
-WaitLayer = Callable[[int], int]  # returns how many layers are there, this one among them
-
-
-def no_wait(_layer_index: int) -> int:
-    """Every layer is there."""
-    return sys.maxsize
 
 
 @torch.inference_mode()

@@ -8,11 +8,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from inference_svc.core.answers import AnswerToken, FinishReason, GrowingAnswer
+from inference_svc.core.answers import GrowingAnswer
 from inference_svc.core.discards import Discard, num_in
-from inference_svc.core.grafts import kept_among
 from inference_svc.core.scheduling.request import Request
-from inference_svc.core.turn_record import Started, Tokens, TurnRecord, Usage
+from inference_svc.core.turn_record import (
+    AnswerToken,
+    FinishReason,
+    Started,
+    Tokens,
+    TurnRecord,
+    Usage,
+    kept_among,
+)
 from inference_svc.runtime.compute.sampling import Sampled
 from inference_svc.runtime.engine.engine_request import EngineRequest
 from inference_svc.runtime.turns.turn import Turn

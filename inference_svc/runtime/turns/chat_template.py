@@ -12,7 +12,6 @@ from typing import Any
 
 from inference_svc.core.errors import InvalidTurnError
 from inference_svc.core.template_arguments import Arguments
-from inference_svc.core.turn_window import common_prefix
 
 DUMMY_QUESTION = "ping 7f3a"
 DUMMY_ANSWER = "pong 9c1e"
@@ -236,6 +235,16 @@ class ChatTemplate:
                     before, found, after = text.partition(said) if said else ("", "", "")
                     if found:
                         yield before, after
+
+
+def common_prefix(first: Sequence[object], *others: Sequence[object]) -> int:
+    """Return how many leading tokens, or characters, all of them share."""
+    length = 0
+    for tokens in zip(first, *others, strict=False):
+        if len(set(tokens)) > 1:
+            break
+        length += 1
+    return length
 
 
 def written_in(text: str, alone: str) -> str:

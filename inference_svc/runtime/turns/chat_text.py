@@ -16,9 +16,9 @@ from inference_svc.core.chat import Tool
 from inference_svc.core.errors import InvalidTurnError, NoChatTemplateError
 from inference_svc.core.grammar import Grammar
 from inference_svc.core.template_arguments import Arguments
-from inference_svc.core.tools.registry import PLAIN, ToolFormat
+from inference_svc.core.tools.formats import PLAIN, ToolFormat
 from inference_svc.core.tools.thoughts import ThoughtMarks, marks_in
-from inference_svc.core.turn_window import FrameTokens, common_prefix
+from inference_svc.core.truncation import FrameTokens
 from inference_svc.runtime.turns.chat_template import (
     DUMMY_ANSWER,
     DUMMY_QUESTION,
@@ -27,6 +27,7 @@ from inference_svc.runtime.turns.chat_template import (
     ChatTemplate,
     Frames,
     Message,
+    common_prefix,
     dummy_turn,
     message,
 )

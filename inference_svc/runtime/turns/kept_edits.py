@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from inference_svc.core.answers import SamplingParams
 from inference_svc.core.context import Context
 from inference_svc.core.edits import EditPolicy, KeptRun, runs_to_keep
-from inference_svc.core.grafts import Graft
+from inference_svc.core.turn_record import Graft
 from inference_svc.runtime.compute.sampling import Sampled, Sampler
 from inference_svc.runtime.engine.engine_request import EngineRequest, as_token_bytes
 from inference_svc.runtime.store.session_store import SessionStore

@@ -16,10 +16,10 @@ from inference_svc.core.misses import (
     message_index,
     told,
 )
+from inference_svc.core.scheduling.prefix_index import common_prefix
 from inference_svc.core.submission import ChatInput, Submission
 from inference_svc.core.transcript_format import Transcript
 from inference_svc.core.turn_record import CacheMiss, TurnRecord, Usage
-from inference_svc.core.turn_window import common_prefix
 from inference_svc.runtime.turns.chat_text import TurnText
 from inference_svc.runtime.turns.transcript import TranscriptStore
 from inference_svc.runtime.turns.turn_prompt import Prompt

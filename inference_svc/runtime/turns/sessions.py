@@ -10,9 +10,8 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TypeVar
 
-from inference_svc.core.context import clip
 from inference_svc.core.counters import Counters
-from inference_svc.core.discards import CLIENT, Discard, Range, merge_ranges, num_in
+from inference_svc.core.discards import CLIENT, Discard, Range, clip, merge_ranges, num_in
 from inference_svc.core.errors import (
     InvalidDiscardError,
     SessionBusyError,

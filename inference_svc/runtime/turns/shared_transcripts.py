@@ -19,9 +19,9 @@ from inference_svc.core.transcript_format import (
     TranscriptDamagedError,
     TranscriptSealedError,
     decode_transcript,
+    digest_of,
 )
 from inference_svc.runtime.turns.store_calls import StoreCalls
-from inference_svc.runtime.turns.transcript_files import digest_of
 from shared.blobs.blob_store import BlobStore
 from shared.blobs.register import Register, Seen, is_version
 from shared.blobs.release import DELETED_BYTES, TRANSCRIPTS, stored_name

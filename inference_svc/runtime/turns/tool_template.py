@@ -20,10 +20,9 @@ from typing import Any
 from inference_svc.core.chat import ASSISTANT, SYSTEM, TOOL, USER, Message, Tool, ToolCall
 from inference_svc.core.errors import InvalidTurnError
 from inference_svc.core.grammar import Grammar, GrammarKind, json_rule
+from inference_svc.core.tools.formats import FORMATS, ToolFormat
 from inference_svc.core.tools.reader import read_whole
-from inference_svc.core.tools.registry import FORMATS, ToolFormat
-from inference_svc.core.turn_window import common_prefix
-from inference_svc.runtime.turns.chat_template import written_in
+from inference_svc.runtime.turns.chat_template import common_prefix, written_in
 
 Written = Mapping[str, Any]  # a message, or a tool, as templates take it
 Render = Callable[..., str]  # ChatTemplate.render

@@ -11,7 +11,6 @@ counts. Who calls keeps the calls for one session apart.
 
 import asyncio
 import fcntl
-import hashlib
 import os
 import stat
 from collections.abc import Callable, Iterator
@@ -21,7 +20,7 @@ from pathlib import Path
 import aiofiles
 
 from inference_svc.core.errors import TranscriptError
-from inference_svc.core.transcript_format import Header, decode_header
+from inference_svc.core.transcript_format import Header, decode_header, digest_of
 from shared.process.log import get_logger
 from shared.types.session_key import SessionKey
 
@@ -30,11 +29,6 @@ MAX_HEADER_BYTES = 4096  # of a file's first line: names are 128 at most
 _BEHIND = ".behind"
 
 log = get_logger(__name__)
-
-
-def digest_of(key: SessionKey) -> str:
-    """Return what a session's file is called: 32 hex digits."""
-    return hashlib.blake2b("\0".join(key).encode(), digest_size=16).hexdigest()
 
 
 class TranscriptFiles:

@@ -12,11 +12,11 @@ from collections.abc import AsyncIterator
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from inference_svc.core.answers import AnswerToken
 from inference_svc.core.errors import RequestIdReusedError
 from inference_svc.core.submission import Submission
 from inference_svc.core.turn_record import (
     Accepted,
+    AnswerToken,
     Finished,
     Started,
     Tokens,

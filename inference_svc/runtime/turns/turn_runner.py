@@ -11,18 +11,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from inference_svc.core.answers import FinishReason, GrowingAnswer
-from inference_svc.core.compression.policy import CompressionPolicy, special_tokens
-from inference_svc.core.context import Context, clip
+from inference_svc.core.answers import GrowingAnswer
+from inference_svc.core.compression import CompressionPolicy, special_tokens
+from inference_svc.core.context import Context
 from inference_svc.core.counters import COUNTERS, Counters
-from inference_svc.core.discards import COMPRESSION, OVERFLOW, Discard, Range, num_in
+from inference_svc.core.discards import COMPRESSION, OVERFLOW, Discard, Range, clip, num_in
 from inference_svc.core.errors import InvalidTurnError, SessionMovedError
 from inference_svc.core.submission import Submission
 from inference_svc.core.transcript_format import ExpectedSession, Header, Transcript
-from inference_svc.core.turn_record import Accepted, Finished, TurnRecord, Usage
-from inference_svc.runtime.compute.answer_grammar import AnswerGrammar
+from inference_svc.core.turn_record import Accepted, Finished, FinishReason, TurnRecord, Usage
+from inference_svc.runtime.compute.answer_grammar import AnswerGrammar, CallGrammar
 from inference_svc.runtime.compute.attention_scores import keeper_for
-from inference_svc.runtime.compute.call_grammar import CallGrammar
 from inference_svc.runtime.compute.grammars import Grammars
 from inference_svc.runtime.compute.sampling import Sampler
 from inference_svc.runtime.engine.engine_loop import EngineLoop
@@ -142,6 +141,7 @@ class TurnRunner:
         )
         # Scores are not kept where there are states: what is dropped is computed anew anyway.
         scored = submission.compression if not self._limits.has_states else None
+        num_tokens = len(context.token_ids)
         marks = prompt.marks(self._limits.mark_tokens)
         request = turn.request = EngineRequest(
             number=number,
@@ -157,14 +157,14 @@ class TurnRunner:
             is_final=submission.is_final,
             retention=submission.retention,
             prefix_tokens=context.system_tokens,
-            load_ends=marks if prompt.answer_from else (*marks, len(context.token_ids)),
+            load_ends=marks if prompt.answer_from else (*marks, num_tokens),
             marks=marks if self._limits.has_states else (),
             sampler=Sampler(sampling, self._limits.eos_ids, grammar),
             sink=writer,
             input_tokens=len(prompt.input_ids),
             predicted_ids=prompt.predicted_ids,
             truncate=None if prompt.window.is_rigid else MidTurnCut(prompt, answer),
-            scores=keeper_for(scored, len(context.token_ids)) if scored else None,
+            scores=keeper_for(scored.needs, scored.window_tokens, num_tokens) if scored else None,
         )
         return request, writer
 

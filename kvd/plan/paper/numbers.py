@@ -64,7 +64,6 @@ ByModel = Mapping[str, Mapping[str, Stated]]  # by document and model
 
 NUM_SESSIONS = 9_000
 WARMUP_TURNS = 10_000
-MEAN_TURNS = {PAPER: 5.75, PREPRINT: 3.51}
 # What is billed: only with 10 TB as 10,240 GB is storage the 16.4 % that §4.2 states.
 BILLED_DRAM_BYTES, BILLED_SSD_BYTES = 128 * 10**9, 10_240 * 10**9
 NUM_GPUS = {LLAMA_13B: 2, LLAMA_65B: 4, LLAMA_70B: 4, FALCON_40B: 4}

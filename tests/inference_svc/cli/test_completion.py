@@ -12,7 +12,7 @@ import pytest
 from inference_svc.cli.completion import CHOICES
 from inference_svc.cli.main import main, root_command
 from inference_svc.config import CacheSettings, LogSettings, ModelSettings
-from shared.config.completion_scripts import Shell
+from shared.config.completion import Shell
 
 BASH = shutil.which("bash")
 

@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inference_svc.core.answers import AnswerToken, FinishReason, GrowingAnswer, SamplingParams
+from inference_svc.core.answers import GrowingAnswer, SamplingParams
 from inference_svc.core.errors import InvalidGrammarError, InvalidSamplingError
 from inference_svc.core.grammar import MAX_GRAMMAR_CHARACTERS, Grammar, GrammarKind, of_schema
+from inference_svc.core.turn_record import AnswerToken, FinishReason
 
 EOS = 99
 

@@ -6,8 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inference_svc.core.context import clip
-from inference_svc.core.discards import kept_runs, merge_ranges, num_in, without
+from inference_svc.core.discards import (
+    clip,
+    kept_runs,
+    merge_ranges,
+    num_in,
+    position_after,
+    without,
+)
 from inference_svc.core.errors import InvalidDiscardError
 
 MOST = 60
@@ -88,3 +94,12 @@ def test_nothing_dropped_leaves_all():
 def test_ranges_are_clipped_to_the_first_tokens(num_tokens, left):
     """None of them is empty: a range that begins where the tokens end is not among them."""
     assert clip(((1, 3), (4, 6)), num_tokens) == left
+
+
+@given(st.integers(0, 30), st.sets(st.integers(0, 29)))
+def test_a_discard_moves_what_is_left(position, dropped):
+    """What is there stays there, whatever goes before it or of it."""
+    ranges = merge_ranges([(token, token + 1) for token in dropped], 30)
+    left = without(range(30), ranges)
+    first = position_after(position, ranges)
+    assert [token >= position for token in left] == [at >= first for at in range(len(left))]

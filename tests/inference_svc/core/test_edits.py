@@ -18,8 +18,9 @@ from inference_svc.core.edits import (
     exact_tokens,
     runs_to_keep,
 )
-from inference_svc.core.grafts import Graft, kept_among
-from inference_svc.core.turn_window import FrameTokens, common_prefix
+from inference_svc.core.scheduling.prefix_index import common_prefix
+from inference_svc.core.truncation import FrameTokens
+from inference_svc.core.turn_record import Graft, kept_among
 from shared.types.lineage import WHOLE, Lineage
 
 OPENING = 9

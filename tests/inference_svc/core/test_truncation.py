@@ -9,8 +9,13 @@ from hypothesis import strategies as st
 from inference_svc.core.context import Context
 from inference_svc.core.discards import num_in
 from inference_svc.core.errors import InputTooLongError, InvalidTurnError
-from inference_svc.core.truncation import MAX_SINK_TOKENS, OverflowPolicy, plan_truncation
-from inference_svc.core.turn_window import FrameTokens, TurnWindow, common_prefix
+from inference_svc.core.truncation import (
+    MAX_SINK_TOKENS,
+    FrameTokens,
+    OverflowPolicy,
+    TurnWindow,
+    plan_truncation,
+)
 
 NO_SINKS = OverflowPolicy(sink_tokens=0)
 OPEN, CLOSE = 1, 2  # special tokens; others are text
@@ -113,7 +118,6 @@ def test_frames_begin_at_special_tokens():
     answered = b"\1\1\1\0\0"  # what a model writes begins no message
     assert FrameTokens(frozenset({OPEN})).starts(tokens, answered) == [0]
     assert FrameTokens(frozenset(), frozenset({CLOSE})).starts(tokens, bytes(5)) == []
-    assert common_prefix([1, 2, 3], [1, 2, 4, 5], [1, 2]) == 2
 
 
 # -------------------------------------------------------------------------------------- one turn

@@ -5,8 +5,7 @@ import functools
 
 from pydantic import TypeAdapter
 
-from inference_svc.core.answers import AnswerToken
-from inference_svc.core.turn_record import Finished, Started, Tokens, Usage
+from inference_svc.core.turn_record import AnswerToken, Finished, Started, Tokens, Usage
 from inference_svc.http_api.replies import json_bytes
 
 USAGE = Usage(history_tokens=30, reused_tokens=28, recomputed_tokens=2, new_tokens=5)

@@ -1,9 +1,8 @@
 """An answer that thinks, speaks and calls two tools, as a model of gpt-oss's family writes it."""
 
-from inference_svc.core.answers import AnswerToken
 from inference_svc.core.chat import ChoiceKind, Tool, ToolUse
-from inference_svc.core.tools.registry import FORMATS
-from inference_svc.core.turn_record import Finished, Usage
+from inference_svc.core.tools.formats import FORMATS
+from inference_svc.core.turn_record import AnswerToken, Finished, Usage
 from inference_svc.http_api.answer_parts import Reading
 
 TEXT = (

@@ -2,11 +2,11 @@
 
 import pytest
 
-from inference_svc.core.answers import AnswerToken
 from inference_svc.core.chat import ChoiceKind, Message, Tool, ToolCall, ToolUse
+from inference_svc.core.tools.formats import FORMATS
 from inference_svc.core.tools.parts import Reasoning, summed
-from inference_svc.core.tools.registry import FORMATS
 from inference_svc.core.tools.thoughts import ThoughtMarks
+from inference_svc.core.turn_record import AnswerToken
 from inference_svc.http_api.answer_parts import Reading
 from tests.inference_svc.http_api.scripted_calls import READING, TEXT, TOKENS, USE
 

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from inference_svc.core.tools.registry import FORMATS
+from inference_svc.core.tools.formats import FORMATS
 from inference_svc.http_api.bodies.body import decode
 from inference_svc.http_api.errors import RequestError
 from inference_svc.http_api.openai.chats import ChatBody

@@ -2,7 +2,6 @@
 
 import pytest
 
-from inference_svc.core.answers import AnswerToken
 from inference_svc.core.chat import Message
 from inference_svc.core.discards import CLIENT, Discard
 from inference_svc.core.errors import (
@@ -12,20 +11,26 @@ from inference_svc.core.errors import (
     InvalidSamplingError,
     InvalidTurnError,
 )
-from inference_svc.core.grafts import Graft
+from inference_svc.core.retention import MAX_RETENTION_S, NO_RETENTION, Retention
 from inference_svc.core.submission import (
-    MAX_RETENTION_S,
-    NO_RETENTION,
     ChatInput,
     ModelTraits,
-    Retention,
     TextInput,
     TokenInput,
     TurnDefaults,
 )
 from inference_svc.core.transcript_format import Header, Transcript
 from inference_svc.core.truncation import OverflowPolicy
-from inference_svc.core.turn_record import Accepted, Finished, Started, Tokens, TurnRecord, Usage
+from inference_svc.core.turn_record import (
+    Accepted,
+    AnswerToken,
+    Finished,
+    Graft,
+    Started,
+    Tokens,
+    TurnRecord,
+    Usage,
+)
 from inference_svc.service.submissions import fill_sampling
 from inference_svc.service.turn_messages import (
     MAX_DISCARD_ITEMS,

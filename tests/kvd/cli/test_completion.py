@@ -8,8 +8,7 @@ from kvd.cli.completion import CHOICES, EVENT_NAMES, values_with
 from kvd.cli.filters import SortName, TierName
 from kvd.cli.main import root_command
 from kvd.core.records.actions import SESSION_CUT
-from shared.config.completion import candidates
-from shared.config.completion_scripts import Shell
+from shared.config.completion import Shell, candidates
 
 STORED = {"session": ["a:1", "b"], "tenant": ["acme"], "model": ["5e"]}
 

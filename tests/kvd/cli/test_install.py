@@ -23,7 +23,7 @@ from kvd.install.units import (
     user_files,
     with_values,
 )
-from shared.config.completion_scripts import Shell, completion_script
+from shared.config.completion import Shell, completion_script
 from shared.types.units import parse_duration_s
 
 PROGRAMS = Path(sys.executable).parent

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Annotated
 
 import pytest
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from shared.config.reload import LiveSettings, ReloadRefusedError, changes, fixed
 from shared.config.settings import InvalidSettingsError, LoadedSettings, load_settings
@@ -14,13 +14,15 @@ from shared.types.setting_types import (
     HIDDEN,
     ByteSize,
     Duration,
-    IntList,
     Section,
     TenantName,
     TenantWeights,
+    to_list,
 )
 
 LIVE = ("limits", "cache.ttl", "tenants", "weights", "clients")
+
+IntList = Annotated[tuple[int, ...], BeforeValidator(to_list)]
 
 
 class Limits(Section):

@@ -2,9 +2,10 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Annotated
 
 import pytest
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from shared.config.settings import InvalidSettingsError, Overridden, load_settings
 from shared.types.setting_types import (
@@ -12,12 +13,14 @@ from shared.types.setting_types import (
     ByteSizeOrAuto,
     Duration,
     DurationOrNever,
-    IntList,
     Section,
     TenantName,
     TenantWeights,
+    to_list,
 )
 from tests.kvd_as_user import without_root
+
+IntList = Annotated[tuple[int, ...], BeforeValidator(to_list)]
 
 
 class Dram(Section):

@@ -3,8 +3,7 @@
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
-from inference_svc.core.answers import AnswerToken
-from inference_svc.core.turn_record import Finished, Started
+from inference_svc.core.turn_record import AnswerToken, Finished, Started
 from inference_svc.http_api.openai.responses.response_objects import ResponseObjects
 from inference_svc.http_api.sessions.background import events_of_tokens, stopped
 from inference_svc.http_api.sessions.lookup import CANCELLED, FAILED, UnansweredResponse

@@ -24,7 +24,6 @@ from inference_svc.http_api.openai.responses.input_items import Item, messages_o
 from inference_svc.http_api.requests import CONVERSATION
 from inference_svc.http_api.sessions.http_turn import Caller
 from inference_svc.http_api.sessions.lookup import Conversation, Point
-from inference_svc.http_api.sessions.routing import holds
 from shared.types.errors import NotFoundError
 
 
@@ -113,7 +112,7 @@ def _end(conversation: Conversation) -> Point:
 
 def _has(session: Transcript, conversation: Conversation) -> bool:
     """Whether a session has the conversation's turns: one of its name may have been made since."""
-    return holds(session, _end(conversation))
+    return _end(conversation).is_in(session)
 
 
 async def going_on(

@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
-from inference_svc.core.answers import AnswerToken
 from inference_svc.core.tools.parts import (
     CallArguments,
     CallBegun,
@@ -29,7 +28,7 @@ from inference_svc.core.tools.parts import (
     Part,
     Reasoning,
 )
-from inference_svc.core.turn_record import Finished, Started, Usage
+from inference_svc.core.turn_record import AnswerToken, Finished, Started, Usage
 from inference_svc.http_api.answer_members import TokenText, shown_reuse
 from inference_svc.http_api.answer_parts import Reading
 from inference_svc.http_api.openai.dialect import error_object

@@ -23,7 +23,6 @@ from inference_svc.http_api.requests import TurnRequest
 from inference_svc.http_api.sessions.history_chain import HistoryChain, open_chain
 from inference_svc.http_api.sessions.http_turn import Caller, HttpTurn
 from inference_svc.http_api.sessions.lookup import ResponseInfo, StoredResponse
-from inference_svc.http_api.sessions.routing import holds
 from inference_svc.openai_settings import OpenAISettings
 from shared.types.errors import NotFoundError
 
@@ -206,6 +205,6 @@ async def session_up_to(
         session, _ = await api.gateway.turns.sessions.get(key)
     except NotFoundError as error:
         raise unknown_response(response_id) from error
-    if not holds(session, at):
+    if not at.is_in(session):
         raise unknown_response(response_id)
     return session.forked(at.session_id, at.turns)

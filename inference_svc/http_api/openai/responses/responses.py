@@ -11,10 +11,9 @@ from typing import Any
 import structlog
 from aiohttp import web
 
-from inference_svc.core.answers import AnswerToken
 from inference_svc.core.chat import Message
 from inference_svc.core.transcript_format import Transcript
-from inference_svc.core.turn_record import Finished
+from inference_svc.core.turn_record import AnswerToken, Finished
 from inference_svc.http_api.api import Api
 from inference_svc.http_api.errors import RequestError
 from inference_svc.http_api.openai.responses.background import Following

@@ -10,8 +10,7 @@ from typing import Any
 
 from aiohttp import web
 
-from inference_svc.core.answers import AnswerToken
-from inference_svc.core.turn_record import Finished
+from inference_svc.core.turn_record import AnswerToken, Finished
 from inference_svc.http_api.answer_parts import Reading
 from inference_svc.http_api.api import Api
 from inference_svc.http_api.errors import (

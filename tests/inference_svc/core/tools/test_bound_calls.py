@@ -2,8 +2,8 @@
 
 from inference_svc.core.chat import Tool
 from inference_svc.core.tools.bound_calls import ANY_TOOL, BoundCalls
-from inference_svc.core.tools.open_call import MAX_BLANKS
-from inference_svc.core.tools.registry import FORMATS, PLAIN
+from inference_svc.core.tools.formats import FORMATS, PLAIN
+from inference_svc.core.tools.parts import MAX_BLANKS
 
 SCHEMA = {"properties": {"n": {"const": 1}}, "propertyNames": {"maxLength": 1}}
 

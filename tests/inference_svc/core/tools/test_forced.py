@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from inference_svc.core.json_stream import closed
 from inference_svc.core.tools.forced import ForcedReader
+from inference_svc.core.tools.formats import FORMATS
 from inference_svc.core.tools.parts import CallArguments, CallBegun, CallEnded, Content, summed
 from inference_svc.core.tools.reader import read_whole
-from inference_svc.core.tools.registry import FORMATS
 from tests.inference_svc.core.tools.written_calls import (
     FAMILIES,
     NAMES,

@@ -5,7 +5,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from inference_svc.core.chat import ToolCall
-from inference_svc.core.tools.marked_formats import HERMES, Hermes
+from inference_svc.core.tools.formats import HERMES, Hermes
 from inference_svc.core.tools.parts import Content
 from inference_svc.core.tools.reader import MarkedReader, num_open, read_whole
 

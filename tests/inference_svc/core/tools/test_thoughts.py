@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from inference_svc.core.chat import ToolCall
+from inference_svc.core.tools.formats import FORMATS
 from inference_svc.core.tools.parts import summed
 from inference_svc.core.tools.reader import PlainReader, read_whole
-from inference_svc.core.tools.registry import FORMATS
 from inference_svc.core.tools.thoughts import ThoughtMarks, ThoughtReader, marks_in
 
 MARKS = ThoughtMarks("<think>", "</think>")

@@ -7,8 +7,7 @@ from typing import NamedTuple
 
 from hypothesis import strategies as st
 
-from inference_svc.core.tools.marked_formats import DEEPSEEK_MARKS
-from inference_svc.core.tools.registry import FORMATS
+from inference_svc.core.tools.formats import DEEPSEEK_MARKS, FORMATS
 
 NAMES = ("weather", "get_time", "ns.add-1")
 BLANKS = ("", " ", "\n", "\r\n\t ")

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from inference_svc.core.chat import ChoiceKind, Message, Tool, ToolCall, ToolUse
-from inference_svc.core.submission import Retention
+from inference_svc.core.retention import Retention
 from inference_svc.http_api.anthropic.bodies import MessagesBody, PromptBody
 from inference_svc.http_api.bodies.body import decode
 from inference_svc.http_api.bodies.conversation import MAX_PARTS

@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 from anthropic.types import Message, RawMessageStreamEvent
 
-from inference_svc.core.answers import AnswerToken
 from inference_svc.core.chat import Tool, ToolUse
 from inference_svc.core.errors import SessionBusyError
-from inference_svc.core.tools.registry import FORMATS
+from inference_svc.core.tools.formats import FORMATS
+from inference_svc.core.turn_record import AnswerToken
 from inference_svc.http_api.answer_parts import Reading
 from inference_svc.http_api.anthropic.messages import MessageObjects
 from tests.inference_svc.http_api.as_clients_read import STARTED, TOKENS, finished, strict

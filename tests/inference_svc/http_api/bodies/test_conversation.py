@@ -2,7 +2,8 @@
 
 import pytest
 
-from inference_svc.core.chat import MAX_NAME, Message
+from inference_svc.core.chat import Message
+from inference_svc.core.submission import MAX_NAME
 from inference_svc.http_api.anthropic.bodies import MessagesBody, PromptBody
 from inference_svc.http_api.bodies.body import decode
 from inference_svc.http_api.errors import RequestError, UnsupportedValueError

@@ -6,10 +6,10 @@ import pytest
 from openai.types import CompletionUsage
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from inference_svc.core.answers import AnswerToken
 from inference_svc.core.chat import Message
 from inference_svc.core.errors import SessionBusyError
-from inference_svc.core.submission import Retention
+from inference_svc.core.retention import Retention
+from inference_svc.core.turn_record import AnswerToken
 from inference_svc.http_api.answer_members import TokenText
 from inference_svc.http_api.answer_parts import Reading
 from inference_svc.http_api.bodies.body import decode

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from inference_svc.core.answers import AnswerToken, SamplingParams
+from inference_svc.core.answers import SamplingParams
 from inference_svc.core.chat import Message
 from inference_svc.core.errors import DrainingError, TurnCancelledError
 from inference_svc.core.submission import Submission, TextInput
-from inference_svc.core.turn_record import Accepted, Finished, Started, Tokens, Usage
+from inference_svc.core.turn_record import Accepted, AnswerToken, Finished, Started, Tokens, Usage
 from inference_svc.http_api.sessions.answers import LiveAnswer
 from inference_svc.http_api.sessions.completion import Completion
 from inference_svc.http_api.sessions.http_turn import Caller, HttpTurn

@@ -11,6 +11,7 @@ from inference_svc.runtime.cuda.page_attention import attend_pages
 from inference_svc.runtime.kv.kv_pool import KVPool
 from inference_svc.runtime.kv.layer_tensors import LayerShape
 from inference_svc.runtime.kv.page_pool import PagePool
+from tests.pages import placed_step
 
 HEADS, KV_HEADS, DIM, PAGE_TOKENS = 4, 2, 8, 4
 SHAPES = [LayerShape((KV_HEADS, DIM), (KV_HEADS, DIM)), LayerShape((1, 16), (1, 24))]
@@ -49,7 +50,7 @@ def paged_parts():
 
 def step_of(*parts, page_tokens=16):
     """The pages, new tokens and length of parts."""
-    return PageStep.placed(
+    return placed_step(
         [(torch.tensor(pages, dtype=torch.int32), *sizes) for pages, *sizes in parts],
         page_tokens,
         CPU,

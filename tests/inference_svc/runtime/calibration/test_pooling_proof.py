@@ -3,11 +3,10 @@
 import pytest
 import torch
 
-from inference_svc.core.pooling import Pooling, PoolingMode
 from inference_svc.runtime.calibration.calibration import calibrate
 from inference_svc.runtime.calibration.pooling_proof import prove_pooling
 from inference_svc.runtime.model.model_loader import load_model
-from inference_svc.runtime.model.pooling_files import UnknownPoolingError
+from inference_svc.runtime.model.pooling import Pooling, PoolingMode, UnknownPoolingError
 
 
 @pytest.fixture

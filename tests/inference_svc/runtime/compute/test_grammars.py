@@ -15,9 +15,10 @@ from transformers import AutoTokenizer
 from inference_svc.core.answers import SamplingParams
 from inference_svc.core.errors import EngineFailedError, InvalidGrammarError
 from inference_svc.core.grammar import Grammar, GrammarKind, of_choices, of_schema
+from inference_svc.core.tools.parts import MAX_BLANKS
 from inference_svc.installation import SHIPPED_MODEL
 from inference_svc.runtime.compute.answer_grammar import AnswerGrammar
-from inference_svc.runtime.compute.grammars import MAX_BLANKS, Grammars
+from inference_svc.runtime.compute.grammars import Grammars
 from inference_svc.runtime.compute.sampling import Sampler
 from inference_svc.runtime.worker_thread import WorkerThread
 

@@ -13,7 +13,7 @@ from inference_svc.runtime.compute.gathered_forward import (
     attend_uneven,
     block_causal_mask,
 )
-from inference_svc.runtime.kv.copy_stream import StepClock
+from inference_svc.runtime.kv.layer_gate import StepClock
 
 CPU = torch.device("cpu")
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inference_svc.core.pooling import Pooling, PoolingMode
 from inference_svc.runtime.compute.pooler import Pooler
+from inference_svc.runtime.model.pooling import Pooling, PoolingMode
 
 WIDTH = 5
 

@@ -8,8 +8,7 @@ import torch
 from inference_svc.runtime.compute.chunk import Chunk
 from inference_svc.runtime.compute.step_forward import StepForward
 from inference_svc.runtime.compute.step_places import StepPlaces
-from inference_svc.runtime.kv.copy_stream import StepClock
-from inference_svc.runtime.kv.layer_gate import LayerGate
+from inference_svc.runtime.kv.layer_gate import LayerGate, StepClock
 from shared.types.errors import LoadFailedError
 
 CPU = torch.device("cpu")

@@ -13,7 +13,8 @@ from inference_svc.runtime.cuda.copier_arena import CopierArena
 from inference_svc.runtime.cuda.device_arena import DeviceArena
 from inference_svc.runtime.kv import copy_stream
 from inference_svc.runtime.kv.arena_kv import ArenaKv
-from inference_svc.runtime.kv.copy_stream import CopyStream, DoneInOrder, LoadGate, StepClock
+from inference_svc.runtime.kv.copy_stream import CopyStream, DoneInOrder
+from inference_svc.runtime.kv.layer_gate import LoadGate, StepClock
 from inference_svc.runtime.kv.page_pool import PagePool
 from inference_svc.runtime.kv.slot_runs import ScatteredTokens, SlotRun
 from inference_svc.runtime.transfer.layer_load import LayerLoader

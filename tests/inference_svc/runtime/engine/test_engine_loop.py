@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from inference_svc.core.errors import DeadlineExceededError, EngineFailedError
-from inference_svc.core.submission import Retention
+from inference_svc.core.retention import Retention
 from inference_svc.runtime.engine.engine_request import as_token_bytes
 from inference_svc.runtime.engine.loads import PreloadPolicy
 from shared.types.units import NS_PER_S

@@ -2,7 +2,7 @@
 
 import torch
 
-from inference_svc.runtime.kv.copy_stream import CopyStream, DoneInOrder, StepClock
+from inference_svc.runtime.kv.copy_stream import CopyStream, DoneInOrder
 
 CPU = torch.device("cpu")
 
@@ -53,17 +53,3 @@ def test_on_a_cpu_a_copy_is_done_when_it_returns():
         parts.enqueued(stream.mark())
         assert done == [1]
     assert torch.equal(source, target)
-
-
-def test_a_clock_knows_when_each_layer_is_computed():
-    """Layers that are opened together share a mark."""
-    clock = StepClock(4, CPU)
-    clock.enqueued(1)
-    clock.enqueued(3)
-    assert clock.num_open == 3
-    assert clock.computed(0) is not clock.computed(1)
-    assert clock.computed(1) is clock.computed(2)
-    clock.enqueued(4)
-    assert clock.computed(2) is not clock.computed(3)
-    with CopyStream(CPU).copies(behind_computing=False):
-        CopyStream(CPU).wait(clock.computed(2))

@@ -3,10 +3,13 @@
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
 
-from inference_svc.runtime.kv.layer_gate import LayerGate
+from inference_svc.runtime.kv.copy_stream import CopyStream
+from inference_svc.runtime.kv.layer_gate import LayerGate, StepClock
 from shared.types.errors import LoadFailedError
 
+CPU = torch.device("cpu")
 SOON = 20.0  # seconds that nothing here takes unless it is broken
 
 
@@ -132,3 +135,17 @@ def test_a_failure_wakes_who_waits():
         gate.fail(OSError("gone"))
         for done in waiting:
             done.result(SOON)
+
+
+def test_a_clock_knows_when_each_layer_is_computed():
+    """Layers that are opened together share a mark."""
+    clock = StepClock(4, CPU)
+    clock.enqueued(1)
+    clock.enqueued(3)
+    assert clock.num_open == 3
+    assert clock.computed(0) is not clock.computed(1)
+    assert clock.computed(1) is clock.computed(2)
+    clock.enqueued(4)
+    assert clock.computed(2) is not clock.computed(3)
+    with CopyStream(CPU).copies(behind_computing=False):
+        CopyStream(CPU).wait(clock.computed(2))

@@ -7,10 +7,10 @@ import torch
 from structlog.testing import capture_logs
 
 from inference_svc.core.rates.rates import LoadPolicy
-from inference_svc.core.submission import Retention
+from inference_svc.core.retention import Retention
 from inference_svc.runtime.engine.engine_request import as_token_bytes
-from inference_svc.runtime.kv.copy_stream import CopyStream, StepClock
-from inference_svc.runtime.kv.layer_gate import StepNotDoneError
+from inference_svc.runtime.kv.copy_stream import CopyStream
+from inference_svc.runtime.kv.layer_gate import StepClock, StepNotDoneError
 from inference_svc.runtime.store.kvd_session_store import _in_groups
 from inference_svc.runtime.store.session_store import LoadRequest
 from shared.types.lineage import WHOLE

@@ -10,8 +10,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicIndexedLayer
 
 from inference_svc.runtime.compute.chunk import Chunk
-from inference_svc.runtime.kv.copy_stream import StepClock
-from inference_svc.runtime.kv.layer_gate import LayerGate
+from inference_svc.runtime.kv.layer_gate import LayerGate, StepClock
 from inference_svc.runtime.kv.slot_runs import ScatteredTokens, SlotRun
 from inference_svc.runtime.transfer.layer_load import LayerLoader, _balanced, copy_layer
 from inference_svc.runtime.transfer.layer_store import store_blocks

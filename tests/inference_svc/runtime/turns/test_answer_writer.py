@@ -7,14 +7,12 @@ import pytest
 from tokenizers import decoders
 from transformers import AutoTokenizer
 
-from inference_svc.core.answers import AnswerToken, GrowingAnswer, SamplingParams
+from inference_svc.core.answers import GrowingAnswer, SamplingParams
 from inference_svc.core.context import Context
 from inference_svc.core.discards import Discard
-from inference_svc.core.grafts import Graft
 from inference_svc.core.submission import Submission, TokenInput
-from inference_svc.core.truncation import OverflowPolicy
-from inference_svc.core.turn_record import Said
-from inference_svc.core.turn_window import FrameTokens, TurnWindow
+from inference_svc.core.truncation import FrameTokens, OverflowPolicy, TurnWindow
+from inference_svc.core.turn_record import AnswerToken, Graft, Said
 from inference_svc.runtime.compute.sampling import Sampled, Sampler
 from inference_svc.runtime.engine.engine_request import EngineRequest
 from inference_svc.runtime.turns.answer_writer import (

@@ -7,7 +7,7 @@ from transformers import AutoTokenizer
 
 from inference_svc.core.errors import InvalidTurnError, NoChatTemplateError
 from inference_svc.runtime.turns.answer_writer import Detokenizer
-from inference_svc.runtime.turns.chat_template import ChatTemplate, written_in
+from inference_svc.runtime.turns.chat_template import ChatTemplate, common_prefix, written_in
 from inference_svc.runtime.turns.chat_text import TurnText
 from tests.sampled import examples
 from tests.tokenizers import make_tokenizer
@@ -41,6 +41,11 @@ def text_of(tokenizer, template=None):
 
 def user(content):
     return {"role": "user", "content": content}
+
+
+def test_what_several_have_in_common_is_what_all_begin_with():
+    """However long the others are."""
+    assert common_prefix([1, 2, 3], [1, 2, 4, 5], [1, 2]) == 2
 
 
 @pytest.mark.parametrize("ends_itself", [True, False])

@@ -7,8 +7,8 @@ import pytest
 
 from inference_svc.core.edits import edit_policy
 from inference_svc.core.misses import Resembled
+from inference_svc.core.truncation import FrameTokens
 from inference_svc.core.turn_record import Finished
-from inference_svc.core.turn_window import FrameTokens
 from tests.memory_engine import BLOCK_TOKENS, loaded_model
 from tests.turn_service import KEY, LIMITS, asked, failure_of, serving, token_ids_of, until
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from inference_svc.core.compression.policies import make_compression
+from inference_svc.core.compression import make_compression
 from inference_svc.core.truncation import OverflowPolicy
 from tests.memory_engine import loaded_model
 from tests.turn_service import KEY, LIMITS, asked, serving, token_ids_of

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from transformers import AutoTokenizer
 
-from inference_svc.core.answers import AnswerToken, GrowingAnswer, SamplingParams
+from inference_svc.core.answers import GrowingAnswer, SamplingParams
 from inference_svc.core.chat import Message
 from inference_svc.core.context import Context
 from inference_svc.core.discards import num_in
@@ -18,6 +18,7 @@ from inference_svc.core.errors import (
 from inference_svc.core.grammar import Grammar, GrammarKind
 from inference_svc.core.submission import ChatInput, Submission, TextInput, TokenInput
 from inference_svc.core.truncation import USUAL_SINKS, OverflowPolicy
+from inference_svc.core.turn_record import AnswerToken
 from inference_svc.runtime.turns.chat_text import TurnText
 from inference_svc.runtime.turns.turn_prompt import MidTurnCut, PromptMaker, TurnLimits
 from inference_svc.runtime.worker_thread import WorkerThread

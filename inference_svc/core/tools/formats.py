@@ -1,4 +1,4 @@
-"""The formats that write calls between marks, one for each family of models. Pure.
+"""The formats of calls, one for each family of models: `FORMATS`. Pure.
 
     Hermes, Qwen    <tool_call>{"name": …, "arguments": …}</tool_call>, one after the other
     Llama 3         {"name": …, "parameters": …}; …   perhaps behind <|python_tag|>
@@ -8,12 +8,18 @@
                     or has its type before the mark <sep>, and behind it name and arguments, these
                     fenced as code
     JSON            {"name": …, "arguments": …}       nothing but that
+    gpt-oss         messages to tools, each behind marks of its own: `harmony.py`
 
 *Source:* the models' chat templates and cards.
 """
 
 import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
 
+from inference_svc.core.tools.harmony import CLOSING, MARKS, HarmonyReader
 from inference_svc.core.tools.json_value import (
     Asked,
     NoCallError,
@@ -21,8 +27,8 @@ from inference_svc.core.tools.json_value import (
     read_value,
     skip_blanks,
 )
-from inference_svc.core.tools.open_call import BLANKS, END_OF_OBJECT, Opening
-from inference_svc.core.tools.reader import MAX_HEAD, CallFormat, Found
+from inference_svc.core.tools.parts import BLANKS, END_OF_OBJECT, AnswerReader, Closing, Opening
+from inference_svc.core.tools.reader import MAX_HEAD, CallFormat, Found, MarkedReader, PlainReader
 
 _OBJECT_STARTS = tuple(
     "{" + start
@@ -225,3 +231,66 @@ JSON = BareJson(
     between=";,",
     openings=(Opening(re.compile(_object_with(_ANY)), _IN_OBJECT),),
 )
+
+
+class MakeReader(Protocol):
+    """Makes the reader of an answer."""
+
+    def __call__(
+        self, names: Collection[str], most_calls: int | None = None, *, is_bound: bool = False
+    ) -> AnswerReader:
+        """Make it.
+
+        Args:
+            names: of the tools that may be called.
+            most_calls: so many are shown; None: all.
+            is_bound: whether its calls are bound; see `OpenCall`.
+        """
+
+
+@dataclass(frozen=True)
+class ToolFormat:
+    """How a family of models writes calls.
+
+    Attributes:
+        name: of the format.
+        marks: texts of it that may be special tokens.
+        reader: makes the reader of an answer.
+        closings: what may close a call that is bound.
+        is_always: whether answers are written so where no tools are offered, too.
+    """
+
+    name: str
+    marks: tuple[str, ...]
+    reader: MakeReader
+    closings: tuple[Closing, ...] = ()
+    is_always: bool = False
+
+
+def _marked(call_format: CallFormat) -> ToolFormat:
+    closings = tuple({opening.closing: None for opening in call_format.openings})
+    reader = partial(MarkedReader, call_format)
+    return ToolFormat(call_format.name, call_format.marks, reader, closings)
+
+
+def _plain(
+    names: Collection[str], most_calls: int | None = None, *, is_bound: bool = False
+) -> AnswerReader:
+    del names, most_calls, is_bound
+    return PlainReader()
+
+
+PLAIN = ToolFormat("none", (), _plain)
+
+# In the order in which they are tried: what is only JSON comes last, since others contain it.
+FORMATS: Mapping[str, ToolFormat] = {
+    made.name: made
+    for made in (
+        ToolFormat("gpt-oss", MARKS, HarmonyReader, (CLOSING,), is_always=True),
+        _marked(HERMES),
+        _marked(MISTRAL),
+        _marked(DEEPSEEK),
+        _marked(LLAMA),
+        _marked(JSON),
+    )
+}

@@ -11,7 +11,7 @@ from inference_svc.core.answers import SamplingParams
 from inference_svc.core.chat import Tool, ToolUse
 from inference_svc.core.errors import InvalidGrammarError
 from inference_svc.core.grammar import MAX_GRAMMAR_CHARACTERS
-from inference_svc.core.tools.marked_formats import DEEPSEEK_MARKS
+from inference_svc.core.tools.formats import DEEPSEEK_MARKS
 from inference_svc.core.tools.parts import CallArguments, CallBegun, summed
 from inference_svc.core.tools.reader import read_whole
 from inference_svc.http_api.answer_parts import Reading

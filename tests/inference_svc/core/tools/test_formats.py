@@ -1,4 +1,4 @@
-"""Calls as each family writes them: read back, in pieces, cut off, and what is none."""
+"""Calls as each family writes them, by its name: read back, in pieces, cut off; what is none."""
 
 import json
 
@@ -6,10 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inference_svc.core.tools.marked_formats import DEEPSEEK_MARKS
+from inference_svc.core.tools.formats import DEEPSEEK_MARKS, FORMATS, PLAIN
 from inference_svc.core.tools.parts import summed
 from inference_svc.core.tools.reader import MAX_HEAD, read_whole
-from inference_svc.core.tools.registry import FORMATS
 from tests.inference_svc.core.tools.written_calls import (
     FAMILIES,
     NAMES,
@@ -206,3 +205,32 @@ def test_a_header_has_so_many_characters_at_most(start):
     assert summed(reader.push("y")).content == f"{held}y"
     long = start + "x" * MAX_HEAD + "[ARGS]{}"
     assert read_whole(FORMATS[name].reader(("x" * MAX_HEAD,), None), long).content == long
+
+
+CALL = ("weather", {"city": "Bern"})
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.__name__)
+def test_the_first_format_that_reads_a_call_is_its_own(family):
+    """So that the format of a model can be found by trying them."""
+    text = wrote(family, [CALL]).text
+    read = [
+        name for name, made in FORMATS.items() if read_whole(made.reader(NAMES, None), text).calls
+    ]
+    assert read[0] == (FAMILIES[family] if family.__name__ != "plain_json" else "llama3")
+    assert FAMILIES[family] in read
+
+
+def test_names_are_those_of_the_formats():
+    """What is only JSON is tried last."""
+    assert [made.name for made in FORMATS.values()] == list(FORMATS)
+    assert list(FORMATS)[-1] == "json"
+
+
+def test_the_plain_format_reads_no_calls():
+    """All is text."""
+    text = "".join(wrote(family, [CALL]).text for family in FAMILIES)
+    answer = read_whole(PLAIN.reader(NAMES, None), text)
+    assert (answer.content, called(answer)) == (text, [])
+    assert PLAIN.reader(NAMES, None).push("") == []
+    assert PLAIN.marks == ()

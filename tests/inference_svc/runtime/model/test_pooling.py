@@ -4,8 +4,12 @@ import json
 
 import pytest
 
-from inference_svc.core.pooling import Pooling, PoolingMode
-from inference_svc.runtime.model.pooling_files import UnknownPoolingError, find_pooling
+from inference_svc.runtime.model.pooling import (
+    Pooling,
+    PoolingMode,
+    UnknownPoolingError,
+    find_pooling,
+)
 
 KIND = "sentence_transformers.models."
 

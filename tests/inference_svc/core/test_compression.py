@@ -4,16 +4,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inference_svc.core.compression.policies import (
+from inference_svc.core.compression import (
     POLICY_NAMES,
     HeavyHitters,
     SinksRecent,
     SnapKV,
     check_compression,
     make_compression,
+    num_kept,
     pool,
 )
-from inference_svc.core.compression.policy import num_kept
 from inference_svc.core.discards import merge_ranges, num_in, without
 from inference_svc.core.errors import InvalidCompressionError
 

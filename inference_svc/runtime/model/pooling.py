@@ -1,18 +1,43 @@
-"""What a model directory says of its embeddings, in the files of sentence-transformers.
+"""How a model's embeddings are made, as the files of sentence-transformers beside it say.
 
 *Source:* sentence-transformers, `modules.json` and the `config.json` of its Pooling module; both
 the flags of releases before 5 and the one name of later ones.
 """
 
 import json
+from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, Literal
-
-from inference_svc.core.pooling import Pooling, PoolingMode
 
 PoolingChoice = Literal["auto", "none", "last", "mean", "weighted_mean"]
 MODULES_FILE = "modules.json"
 PROMPTS_FILE = "config_sentence_transformers.json"
+
+
+class PoolingMode(StrEnum):
+    """Which tokens' last states make the embedding."""
+
+    LAST = "last"  # the last token's
+    MEAN = "mean"  # the mean of all
+    WEIGHTED_MEAN = "weighted_mean"  # the mean, in which token i, from 1 on, counts i times
+
+
+@dataclass(frozen=True)
+class Pooling:
+    """How a model's embeddings are made.
+
+    Attributes:
+        mode: which tokens count.
+        is_normalized: whether embeddings have length 1.
+        prompt: what is put before every text.
+    """
+
+    mode: PoolingMode
+    is_normalized: bool = True
+    prompt: str = ""
+
+
 _MODES = {
     "lasttoken": PoolingMode.LAST,
     "mean": PoolingMode.MEAN,
