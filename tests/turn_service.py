@@ -64,7 +64,12 @@ class Service:
             self.edits,
         )
         self.turns = Turns(
-            *(runner, self.store, engine.loop, SessionTurns(9, 9, lambda: 1.0, lambda turn: turn.is_cancelled)),
+            *(
+                runner,
+                self.store,
+                engine.loop,
+                SessionTurns(9, 9, lambda: 1.0, lambda turn: turn.is_cancelled),
+            ),
             *(TenantLimits(TenantBounds(), {}), self.counters, report),
         )
 
