@@ -21,6 +21,7 @@ from shared.pb.kvd.v1 import kvd_pb2 as pb
 from shared.types.errors import ReportedError
 
 THREADS = 4  # requests at once; each holds a chunk
+GROW_BYTES = 4 << 20  # of rows that are stored before a session that grows has them
 
 
 class Sink(Protocol):
@@ -93,6 +94,7 @@ class Puller:
         replaces: bool = False,
         replaces_up_to: int = 0,
         may_add_layout: bool = False,
+        grows: bool = False,
     ) -> PullResult:
         """Pull a session.
 
@@ -103,12 +105,14 @@ class Puller:
             replaces: a session of this key gives way.
             replaces_up_to: so does one of at most so many tokens, fewer than are pulled.
             may_add_layout: even if kvd does not know the layout.
+            grows: the session has what has come meanwhile, and keeps it if the rest does not come.
 
         Raises:
             NotPushedError: it has expired.
             FencedError: another server has become its owner just now.
             OvertakenError: its owner has pushed it just now.
-            DamagedRemoteError: it is not what was put there; nothing was stored.
+            DamagedRemoteError: it is not what was put there; only what lies before that is stored,
+                and nothing of a session that does not grow.
             ReportedError: kvd, or the store, does not do its part.
         """
         manifest = found.manifest
@@ -121,7 +125,10 @@ class Puller:
             manifest = taken(manifest, self._owner)
             self._catalog.replace(found.place, found, manifest)
         target = pb.ImportTarget(
-            replace=replaces, new_layout=may_add_layout, replace_up_to=replaces_up_to
+            replace=replaces,
+            new_layout=may_add_layout,
+            replace_up_to=replaces_up_to,
+            grow_bytes=GROW_BYTES if grows else 0,
         )
         if manifest.HasField("seal"):
             target.seal.CopyFrom(manifest.seal)

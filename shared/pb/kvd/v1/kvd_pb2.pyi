@@ -1016,7 +1016,7 @@ class RemoteChunk(_message.Message):
     def __init__(self, name: _Optional[str] = ..., sha256: _Optional[bytes] = ..., num_bytes: _Optional[int] = ..., end_token: _Optional[int] = ..., blake3: _Optional[bytes] = ...) -> None: ...
 
 class ImportTarget(_message.Message):
-    __slots__ = ("tenant", "session_id", "replace", "new_layout", "seal", "replace_up_to", "stream")
+    __slots__ = ("tenant", "session_id", "replace", "new_layout", "seal", "replace_up_to", "stream", "grow_bytes")
     TENANT_FIELD_NUMBER: _ClassVar[int]
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     REPLACE_FIELD_NUMBER: _ClassVar[int]
@@ -1024,6 +1024,7 @@ class ImportTarget(_message.Message):
     SEAL_FIELD_NUMBER: _ClassVar[int]
     REPLACE_UP_TO_FIELD_NUMBER: _ClassVar[int]
     STREAM_FIELD_NUMBER: _ClassVar[int]
+    GROW_BYTES_FIELD_NUMBER: _ClassVar[int]
     tenant: str
     session_id: str
     replace: bool
@@ -1031,7 +1032,8 @@ class ImportTarget(_message.Message):
     seal: SessionSeal
     replace_up_to: int
     stream: bytes
-    def __init__(self, tenant: _Optional[str] = ..., session_id: _Optional[str] = ..., replace: bool = ..., new_layout: bool = ..., seal: _Optional[_Union[SessionSeal, _Mapping]] = ..., replace_up_to: _Optional[int] = ..., stream: _Optional[bytes] = ...) -> None: ...
+    grow_bytes: int
+    def __init__(self, tenant: _Optional[str] = ..., session_id: _Optional[str] = ..., replace: bool = ..., new_layout: bool = ..., seal: _Optional[_Union[SessionSeal, _Mapping]] = ..., replace_up_to: _Optional[int] = ..., stream: _Optional[bytes] = ..., grow_bytes: _Optional[int] = ...) -> None: ...
 
 class ImportSessionRequest(_message.Message):
     __slots__ = ("target", "data", "stream_bytes")
