@@ -35,7 +35,7 @@ RESULTS = ("fetched", "absent", "unanswered", "late", "partly")
 
 
 class WantingMachine(RuleBasedStateMachine):
-    """Turns come and wait, somebody answers or does not, sessions come, grow and go, as time does."""
+    """Turns come and wait, somebody answers or does not, sessions come, grow and go."""
 
     def __init__(self) -> None:
         super().__init__()

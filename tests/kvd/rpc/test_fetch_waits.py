@@ -12,7 +12,7 @@ from shared.pb.kvd.v1 import kvd_pb2 as pb
 from tests.kvd.rpc.served import OF_ACME, TOKENS, as_caller, named
 from tests.kvd.rpc.test_operator_service import operating
 from tests.kvd.session_files.test_growing_imports import file_of
-from tests.synthetic_engine import encode
+from tests.synthetic_engine import encode, key_of
 
 RESULTS = ("fetched", "absent", "unanswered", "late", "partly")
 LONG = 50.0  # seconds: no test waits for so long
@@ -229,7 +229,13 @@ async def test_what_comes_bit_by_bit_is_waited_for(tmp_path):
 async def test_what_has_come_when_time_is_up_is_loaded(tmp_path, monkeypatch):
     """Though the session still grows, beside the load; only what has not come is computed."""
     async with coming(tmp_path) as (served, fetched, load):
-        monkeypatch.setattr("kvd.rpc.service._left_s", lambda _: 0.0)
+
+        def left_s(_):
+            key = key_of("a")
+            there = served.cache.act(lambda core: core.inspection.info(key)).num_tokens
+            return 0.0 if there == 3 * BLOCK else LONG
+
+        monkeypatch.setattr("kvd.rpc.service._left_s", left_s)
         await fetched.comes(1)
         found = await load
         assert (found.lookup, found.end_token) == (pb.LOOKUP_HIT, 3 * BLOCK)
