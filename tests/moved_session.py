@@ -16,7 +16,7 @@ from kvd.client.operator_client import OperatorClient, connect_to
 from kvd.following.transfers import Transfers
 from kvd.host.pacing import SharedPace
 from kvd.remote.catalog import Catalog
-from kvd.remote.manifest import Owner
+from kvd.remote.manifest import Owner, taken
 from kvd.remote.names import session_place
 from kvd.remote.pulling import PullResult
 from kvd.remote.pushing import Pusher
@@ -24,7 +24,7 @@ from shared.kvd_client.messages import key_message
 from shared.pb.kvd.v1 import kvd_pb2 as pb
 from shared.types.errors import ReportedError
 from tests.faulty_store import FaultyStore, View
-from tests.kvd_polling import eventually, sessions_of
+from tests.kvd_polling import all_clean, eventually, sessions_of
 from tests.processes import KvdProcess, running_kvd
 from tests.synthetic_engine import SyntheticEngine, attached_engine, key_of
 
@@ -108,6 +108,22 @@ class Place:
         pusher = Pusher(view, self.client, ELSEWHERE, SharedPace(), chunk_bytes=CHUNK_BYTES)
         pusher.push(info, takes=True)
 
+    def own_elsewhere(self, *, names_tokens: bool = True) -> None:
+        """Have the other server own it, as if it had gone on there since it was here."""
+        catalog = Catalog(View(self.blobs, is_calm=True))
+        found = catalog.read(session_place(KEY))
+        assert found is not None
+        manifest = taken(found.manifest, ELSEWHERE)
+        if not names_tokens:
+            manifest.ClearField("token_ids")
+        catalog.replace(found.place, found, manifest)
+
+    async def restart(self) -> None:
+        """Stop kvd, and start it again; everything is on SSD then."""
+        await all_clean(self.kvd)
+        await self.kvd.stop()
+        await self.kvd.start()
+
     async def flush(self) -> None:
         request = pb.FlushRequest(session=key_message(KEY))
         await asyncio.to_thread(self.client.flush, request)
@@ -176,12 +192,14 @@ async def refusal(task: "asyncio.Task[object]") -> str:
 
 
 @asynccontextmanager
-async def moved_session(directory: Path, **environ: str) -> AsyncIterator[Place]:
-    """A session of TOKENS in a store, and a kvd that has nothing of it."""
+async def moved_session(
+    directory: Path, keep: str = "file", **environ: str
+) -> AsyncIterator[Place]:
+    """A session of TOKENS in a store, and a kvd that has nothing of it; `keep`: its dram.keep."""
     settings = {"KVD_REMOTE__PULL": "true", "KVD_REMOTE__URL": "file:///nowhere", **environ}
     sizes = ("--dram", "4MB", "--ssd", "8MB")
     async with (
-        running_kvd(directory, *sizes, environ=settings) as kvd,
+        running_kvd(directory, *sizes, keep=keep, environ=settings) as kvd,
         attached_engine(kvd.runtime_dir) as engine,
     ):
         with connect_to(f"unix:{kvd.runtime_dir}/operator.sock") as client:

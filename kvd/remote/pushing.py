@@ -15,9 +15,10 @@ from typing import Protocol
 from kvd.host.pacing import SharedPace
 from kvd.remote.catalog import Catalog, Pushed
 from kvd.remote.chunk_store import ChunkStore, has_lost
-from kvd.remote.manifest import Owner, is_remnant, is_unchanged, pushed
+from kvd.remote.manifest import Owner, is_remnant, is_unchanged, objects_of, pushed
 from kvd.remote.names import session_place
 from kvd.session_files.pieces import Chunk
+from kvd.session_files.token_ids import TokenIds
 from shared.blobs.blob_store import BlobStore, Data
 from shared.pb.kvd.v1 import kvd_pb2 as pb
 from shared.types.errors import ConflictError, StateError
@@ -64,10 +65,11 @@ class PushResult:
 
 @dataclass(frozen=True)
 class _Content:
-    """What came out of kvd, and is in the store."""
+    """What came out of kvd, and is in the store; `token_ids`: if these can be told."""
 
     header: bytes
     chunks: Sequence[pb.RemoteChunk]
+    token_ids: pb.RemoteChunk | None
     seal: pb.SessionSeal | None
     sent_bytes: int
 
@@ -141,6 +143,8 @@ class Pusher:
         manifest.header = content.header
         manifest.chunks.extend(content.chunks)
         manifest.num_tokens = content.chunks[-1].end_token if content.chunks else 0
+        if content.token_ids is not None:
+            manifest.token_ids.CopyFrom(content.token_ids)
         if content.seal is not None:
             manifest.seal.CopyFrom(content.seal)
         if not manifest.num_tokens:
@@ -165,10 +169,11 @@ class Pusher:
     def _sent_once(
         self, request: pb.ExportSessionRequest, before: Pushed | None, chunks: ChunkStore
     ) -> _Content:
-        known = {} if before is None else {one.blake3: one for one in before.manifest.chunks}
+        known = {} if before is None else {one.blake3: one for one in objects_of(before.manifest)}
         under_way: deque[Future[tuple[pb.RemoteChunk, int]]] = deque()
         done: list[pb.RemoteChunk] = []
         header, seal, sent_bytes = b"", None, 0
+        tokens: TokenIds | None = None
 
         def put(data: Data, end_token: int) -> tuple[pb.RemoteChunk, int]:
             chunk, num_bytes = chunks.put(data, end_token, known, self._pace.take)
@@ -184,15 +189,23 @@ class Pusher:
             for data, end_token, seal in self._source.export_chunks(request):
                 if seal is not None:
                     break
-                if not header:
+                if tokens is None:
                     header = bytes(data)
+                    tokens = TokenIds(header)
                     continue
+                tokens.add(data)
                 if len(under_way) == self._threads:
                     sent_bytes += finish_one()
                 under_way.append(threads.submit(put, data, end_token))
             while under_way:
                 sent_bytes += finish_one()
-        return _Content(header, done, seal, sent_bytes)
+        token_ids = None
+        if tokens is not None and tokens.found:
+            token_ids, num_bytes = chunks.put(
+                tokens.found, done[-1].end_token, known, self._pace.take
+            )
+            sent_bytes += num_bytes
+        return _Content(header, done, token_ids, seal, sent_bytes)
 
 
 def _result(outcome: Outcome, manifest: pb.SessionManifest, sent_bytes: int) -> PushResult:

@@ -4,7 +4,13 @@ from collections.abc import AsyncIterator
 
 from kvd.caches.caches import Caches
 from kvd.errors import BrokenTransferError, StalledTransferError, UnknownLayoutError
-from kvd.session_files.file_format import FileHeader, SessionFileError, StatePart, WindowRows
+from kvd.session_files.file_format import (
+    FileHeader,
+    HeldTokens,
+    SessionFileError,
+    StatePart,
+    WindowRows,
+)
 from kvd.session_files.file_reader import AnyFrame, FileReader
 from kvd.session_files.importer import Import
 from kvd.session_files.in_thread import finished_in_thread
@@ -101,7 +107,9 @@ async def read_file(
 
 async def _take(current: Import, frame: AnyFrame) -> None:
     """Have a frame imported."""
-    if isinstance(frame, StatePart):
+    if isinstance(frame, HeldTokens):
+        await current.hold(frame)
+    elif isinstance(frame, StatePart):
         await current.add_part(frame)
     elif isinstance(frame, WindowRows):
         await current.add_rows(frame)

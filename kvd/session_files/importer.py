@@ -23,10 +23,11 @@ from kvd.errors import (
     BusyTransferError,
     InUseError,
     NoRoomError,
+    NotHeldError,
     SessionExistsError,
 )
 from kvd.runtime.cache import Cache
-from kvd.session_files.file_format import Frame, StatePart, WindowRows, row_bytes
+from kvd.session_files.file_format import Frame, HeldTokens, StatePart, WindowRows, row_bytes
 from kvd.session_files.in_thread import finished_in_thread
 from kvd.session_files.slot_runs import RowBuffer, SlotRuns
 from kvd.session_files.target import Target, unfinished_name
@@ -69,6 +70,23 @@ class Import:
         if target.grow_bytes and not layout.part_slots:
             self._growth = Growth(key, self._unfinished, lineage, target.replaces_up_to)
         self._grown_tokens = 0  # that it was last to have
+
+    async def hold(self, tokens: HeldTokens) -> None:
+        """Begin with what is stored of these tokens, from the first one on, by whichever session.
+
+        Raises:
+            NotHeldError: not all of them are.
+        """
+        self._token_ids += tokens.token_ids
+        num_tokens = len(self._token_ids) // TOKEN_BYTES
+        self._cache, _ = await self._caches.open(self._cache.layout, prefault=False)
+        if not self._cache.act(self._holds):
+            raise NotHeldError(
+                f"kvd does not have the first {num_tokens} tokens of session {self.key}, computed "
+                "as this one's",
+                "send all of the session",
+            )
+        self._buffer.token_offset = self._grown_tokens = num_tokens
 
     async def add(self, frame: Frame) -> None:
         """Take the next rows, which may not change before `keep` is called.
@@ -209,6 +227,17 @@ class Import:
         self._cache.act(self._give)
         self._grown_tokens = self._buffer.token_offset
 
+    def _holds(self, core: CacheEngine) -> bool:
+        """Let the import have what is stored of its tokens; returns whether that is all of them."""
+        num_tokens = len(self._token_ids) // TOKEN_BYTES
+        if core.layout.part_slots:
+            return False
+        answer = self._prepare(num_tokens, (), num_tokens, core)
+        self._limit_ttl(core)
+        stored = core.inspection.info(self._unfinished)
+        is_stored = stored is not None and stored.num_tokens == num_tokens
+        return is_stored and not (answer.lease_id or answer.refused)
+
     def _give(self, core: CacheEngine) -> bool:
         """Let the session have what is stored; returns whether it has it."""
         growth = self._growth
@@ -289,6 +318,9 @@ class Import:
 
     def _complete(self, lease_id: int, core: CacheEngine) -> None:
         core.stores.complete(lease_id, self._engine_id, success=True)
+        self._limit_ttl(core)
+
+    def _limit_ttl(self, core: CacheEngine) -> None:
         if core.inspection.info(self._unfinished) is not None:
             core.sessions.set_ttl(self._unfinished, UNFINISHED_NS)
 

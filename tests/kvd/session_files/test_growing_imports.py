@@ -8,11 +8,13 @@ import pytest
 
 from kvd.core.operations.growing import NOT_FETCHED
 from kvd.core.records.errors import SessionChangedError
-from kvd.errors import SessionExistsError
+from kvd.errors import NotHeldError, SessionExistsError
 from kvd.session_files.exporter import Exporter
-from kvd.session_files.file_format import SessionFileError
+from kvd.session_files.file_format import FileHeader, SessionFileError, header_bytes
+from kvd.session_files.frame_writer import held_bytes
 from kvd.session_files.import_file import read_file
 from kvd.session_files.target import Target
+from shared.types.lineage import Lineage
 from tests.kvd.caches.opened import LAYOUT, caches_in
 from tests.synthetic_engine import encode, key_of, layout_with_states, layout_with_windows
 
@@ -223,3 +225,91 @@ async def test_what_needs_its_end_comes_whole(tmp_path, layout):
         await read_file(caches, TARGET, each(pieces, lambda _: seen.append(info_of(cache))))
         assert seen == [None] * len(pieces)
         assert info_of(cache).num_tokens == len(TOKENS)
+
+
+HELD = 4  # blocks
+
+
+def tail_of(pieces, num_blocks=HELD):
+    """The pieces of a file without its first blocks, whose tokens it names."""
+    held = held_bytes(encode(TOKENS[: num_blocks * STEP]))
+    return [pieces[0] + held, *pieces[1 + num_blocks :]]
+
+
+@pytest.mark.parametrize("grow_bytes", [0, 1])
+@pytest.mark.parametrize("num_here", [HELD * STEP, HELD * STEP + 3])
+async def test_a_tail_brings_what_is_missing(tmp_path, grow_bytes, num_here):
+    """The session is then what it would be had all of it come."""
+    pieces = await file_of(tmp_path)
+    target = replace(TARGET, grow_bytes=grow_bytes, replaces_up_to=num_here)
+    async with caches_in(tmp_path / "other") as caches:
+        cache, _ = await caches.open(LAYOUT)
+        stored(cache, TOKENS[:num_here])
+        before = cache.stats().counters["store_tokens"]
+        assert await read_file(caches, target, each(tail_of(pieces))) == (KEY, len(TOKENS))
+        new = (NUM_BLOCKS - HELD) * STEP
+        assert cache.stats().counters["store_tokens"] - before == new
+        assert (info_of(cache).num_tokens, info_of(cache).lost) == (len(TOKENS), "")
+        assert (await pieces_of(caches))[1:] == pieces[1:]
+        assert keys_of(cache) == {KEY}
+        cache.act(lambda core: core.check())
+
+
+async def test_what_another_session_has_is_here_too(tmp_path):
+    """Its tokens are the same, computed as these: there is nothing else to be fetched."""
+    pieces = await file_of(tmp_path)
+    async with caches_in(tmp_path / "other") as caches:
+        cache, _ = await caches.open(LAYOUT)
+        stored(cache, TOKENS, key_of("b"))
+        assert await read_file(caches, TARGET, each(tail_of(pieces))) == (KEY, len(TOKENS))
+        assert (await pieces_of(caches))[1:] == pieces[1:]
+
+
+@pytest.mark.parametrize("there", ["nothing", "less", "other tokens", "another tenant's"])
+async def test_a_tail_of_what_is_not_here_is_refused(tmp_path, there):
+    """And leaves nothing; what is here stays as it is."""
+    pieces = await file_of(tmp_path)
+    tokens = {
+        "less": TOKENS[: (HELD - 1) * STEP],
+        "other tokens": [*TOKENS[:STEP], 900, *TOKENS[STEP + 1 : HELD * STEP]],
+        "another tenant's": TOKENS,
+    }.get(there)
+    key = key_of("a", "acme") if there == "another tenant's" else KEY
+    async with caches_in(tmp_path / "other") as caches:
+        cache, _ = await caches.open(LAYOUT)
+        if tokens:
+            stored(cache, tokens, key)
+        before = [info and info.num_tokens for info in (info_of(cache, key),)]
+        target = replace(TARGET, replaces_up_to=HELD * STEP)
+        with pytest.raises(NotHeldError, match="send all of the session"):
+            await read_file(caches, target, each(tail_of(pieces)))
+        assert [info and info.num_tokens for info in (info_of(cache, key),)] == before
+        assert keys_of(cache) == ({key} if tokens else set())
+        assert not cache.act(lambda core: core.inspection.leases())
+
+
+async def test_a_tail_of_another_lineage_is_refused(tmp_path):
+    """The same tokens, but computed after discards: their KV is not what is here."""
+    pieces = await file_of(tmp_path)
+    header = FileHeader(KEY, LAYOUT, Lineage(b"x" * 16, STEP), "0", 0.0)
+    tail = [header_bytes(header), *tail_of(pieces)]
+    tail[1] = tail[1].removeprefix(pieces[0])
+    async with caches_in(tmp_path / "other") as caches:
+        cache, _ = await caches.open(LAYOUT)
+        stored(cache, TOKENS)
+        with pytest.raises(NotHeldError):
+            await read_file(caches, replace(TARGET, replaces_up_to=len(TOKENS)), each(tail))
+
+
+async def test_a_tail_that_breaks_off_leaves_what_has_come(tmp_path):
+    """Behind what was here."""
+    pieces = await file_of(tmp_path)
+    async with caches_in(tmp_path / "other") as caches:
+        cache, _ = await caches.open(LAYOUT)
+        stored(cache, TOKENS[: HELD * STEP])
+        target = replace(TARGET, replaces_up_to=HELD * STEP)
+        with pytest.raises(SessionFileError):
+            await read_file(caches, target, each(tail_of(pieces)[:2]))
+        num_tokens = (HELD + 1) * STEP
+        assert (info_of(cache).num_tokens, info_of(cache).lost) == (num_tokens, NOT_FETCHED)
+        assert (await pieces_of(caches))[1 : HELD + 2] == pieces[1 : HELD + 2]
