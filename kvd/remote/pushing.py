@@ -51,7 +51,7 @@ class PushResult:
     Attributes:
         outcome: what became of it.
         num_tokens: of the session in the store.
-        num_bytes: of its chunks.
+        num_bytes: of all that its manifest names.
         sent_bytes: of those that were not there yet.
         epoch: of its manifest.
     """
@@ -201,15 +201,13 @@ class Pusher:
                 sent_bytes += finish_one()
         token_ids = None
         if tokens is not None and tokens.found:
-            token_ids, num_bytes = chunks.put(
-                tokens.found, done[-1].end_token, known, self._pace.take
-            )
+            token_ids, num_bytes = put(tokens.found, done[-1].end_token)
             sent_bytes += num_bytes
         return _Content(header, done, token_ids, seal, sent_bytes)
 
 
 def _result(outcome: Outcome, manifest: pb.SessionManifest, sent_bytes: int) -> PushResult:
-    num_bytes = sum(chunk.num_bytes for chunk in manifest.chunks)
+    num_bytes = sum(chunk.num_bytes for chunk in objects_of(manifest))
     return PushResult(outcome, manifest.num_tokens, num_bytes, sent_bytes, manifest.epoch)
 
 

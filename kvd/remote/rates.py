@@ -2,7 +2,8 @@
 
 Against the store's package alone (obstore, or Mooncake's client) with the very objects that a push
 leaves, as many at once; every round writes below a prefix of its own, which is removed. The session
-is one of the running kvd. A pull replaces it with itself.
+is one of the running kvd. A pull replaces it with itself. Then it is cut to seven eighths, as if
+the rest had been said elsewhere, and that is pulled.
 """
 
 import secrets
@@ -10,14 +11,16 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from kvd.client.connection import open_client
+from kvd.client.operator_client import OperatorClient
 from kvd.host.pacing import SharedPace
-from kvd.remote.catalog import Catalog
+from kvd.remote.catalog import Catalog, Pushed
 from kvd.remote.manifest import Owner
 from kvd.remote.pulling import Puller
 from kvd.remote.pushing import THREADS, Pusher
@@ -27,6 +30,7 @@ from shared.blobs.opening import open_store
 from shared.pb.kvd.v1 import kvd_pb2 as pb
 
 OWNER = Owner("rates", "rates")
+POLL_S = 0.05  # until kvd has written what it has
 
 
 def rates(
@@ -35,9 +39,13 @@ def rates(
     rounds: Annotated[int, typer.Option("--rounds", min=1)] = 5,
     runtime_dir: Annotated[Path | None, typer.Option("--runtime-dir")] = None,
 ) -> None:
-    """Print medians of push, pull, and of the package alone with the same objects, in MB/s."""
+    """Print medians of push, pull, and of the package alone with the same objects, in MB/s.
+
+    And how many bytes a pull fetches of which seven eighths are here, in which time.
+    """
     seconds: dict[str, list[float]] = {"push": [], "bare put": [], "pull": [], "bare get": []}
-    num_bytes = 0
+    seconds |= {"rest": [], "all": []}
+    num_bytes, fetched = 0, {"rest": 0, "all": 0}
     with open_client(runtime_dir) as client:
         for _ in range(rounds):
             store = open_store(f"{url.rstrip('/')}/rates-{secrets.token_hex(4)}")
@@ -53,6 +61,9 @@ def rates(
             seconds["pull"].append(
                 _timed(lambda: puller.pull(found, time.time(), copies=True, replaces=True))  # noqa: B023
             )
+            for what, there in (("rest", found), ("all", _without_tokens(found))):
+                fetched[what], took_s = _rest(client, puller, there)
+                seconds[what].append(took_s)
             put, get = _bare(store)
             seconds["bare get"].append(_timed(lambda: _each(get, names)))  # noqa: B023
             store.delete([blob.name for page in store.list("v1/") for blob in page])
@@ -63,6 +74,32 @@ def rates(
     for what, bare in (("push", "bare put"), ("pull", "bare get")):
         rate, floor = num_bytes / medians[what] / 1e6, num_bytes / medians[bare] / 1e6
         typer.echo(f"{what} {rate:.0f} MB/s, {bare} {floor:.0f} MB/s, ratio {rate / floor:.2f}")
+    for what, some in fetched.items():
+        typer.echo(f"pull with 7/8 here, {what}: {some / 1e6:.1f} MB in {medians[what]:.3f} s")
+
+
+def _rest(client: OperatorClient, puller: Puller, found: Pushed) -> tuple[int, float]:
+    """Cut the session to seven eighths, and pull what was pushed; returns bytes and seconds."""
+    part = pb.SessionManifest()
+    part.CopyFrom(found.manifest)
+    del part.chunks[len(part.chunks) * 7 // 8 :]
+    part.num_tokens = part.chunks[-1].end_token
+    puller.pull(replace(found, manifest=part), time.time(), copies=True, replaces=True)
+    while any(layout.dirty_bytes for layout in client.stats().layouts):
+        time.sleep(POLL_S)
+    begun_s = time.perf_counter()
+    pulled = puller.pull(
+        found, time.time(), copies=True, replaces_up_to=part.num_tokens, grows=True
+    )
+    return pulled.num_bytes, time.perf_counter() - begun_s
+
+
+def _without_tokens(found: Pushed) -> Pushed:
+    """Return a session as an older release pushes it: all of it has to be fetched."""
+    manifest = pb.SessionManifest()
+    manifest.CopyFrom(found.manifest)
+    manifest.ClearField("token_ids")
+    return replace(found, manifest=manifest)
 
 
 def _timed(do: Callable[[], object]) -> float:

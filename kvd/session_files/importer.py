@@ -40,6 +40,7 @@ from shared.types.units import NS_PER_S
 
 BATCH_BYTES = 4 << 20  # of rows stored at once; at least one block
 WAIT_S = 60.0  # for a slot
+MOST_STEPS = 32  # to twice the length, of a session that grows: each costs its whole length
 REPLACED, IMPORTED = "replaced", "imported"  # why the name of a session goes
 UNFINISHED_NS = 600 * NS_PER_S  # what a killed kvd leaves of an import expires
 
@@ -111,7 +112,9 @@ class Import:
         """
         if self._growth is not None:
             num_tokens = len(self._token_ids) // TOKEN_BYTES - self._grown_tokens
-            if num_tokens * sum(row_bytes(self._cache.layout)) >= self._target.grow_bytes:
+            num_bytes = num_tokens * sum(row_bytes(self._cache.layout))
+            is_worth_it = num_tokens * MOST_STEPS >= self._grown_tokens
+            if num_bytes >= self._target.grow_bytes and is_worth_it:
                 await self._grow()
         await finished_in_thread(self._buffer.keep)
 

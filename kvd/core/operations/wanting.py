@@ -5,7 +5,7 @@ that knows of no history asks, too: the conversation may have begun elsewhere, a
 session is asked for once in a while; of very many only so many a second, known histories first.
 
 So is a session of which less is stored than a turn's history: it went on elsewhere and came back,
-or has lost its end. It comes whole, too, so that this has to be a good part of the history. While
+or has lost its end. It may come whole, so that this has to be a good part of the history. While
 it is being stored it is not asked for; a queue does not ask for one that was in use just now
 either, whose last tokens may be on their way: its turn's load, which comes behind them, does.
 
@@ -39,8 +39,9 @@ ASK_AGAIN_NS = 30 * NS_PER_S
 ANSWER_NS = 3 * NS_PER_S  # a look into a store takes a fraction of it, even a slow one
 MOST_PER_S = 100
 MOST_REMEMBERED = 10_000  # sessions that were asked for
-# Of a history that is stored in part this part is missing, and a block, or it is not asked for: all
-# of it would come, and what computes takes hardly less than an eighth of that for an eighth of it.
+# Of a history that is stored in part this part is missing, and a block, or it is not asked for: a
+# look into the store costs requests, and of some sessions all comes (kvd/remote/pulling.py), which
+# takes hardly less than an eighth of what computing it does.
 LEAST_SHARE = 1 / 8
 REST_NS = 3 * NS_PER_S  # by then an engine has stored what a turn has left behind
 FETCHED, ABSENT, UNANSWERED = "fetched", "absent", "unanswered"
