@@ -97,15 +97,24 @@ class Growing:
         if not growth.spans and not self._may_begin(growth, session, source, token_ids):
             return False
         if len(spans) > len(growth.spans):
-            lease = StoreLease(0, 0, key, lineage=growth.lineage)
-            self._publish(lease, [(span, state.blocks[span.block_key]) for span in spans])
-            session = state.sessions.get(key)
-            if session is None:  # there is no room for another one
-                return False
+            self._give(growth, spans)
+        return growth.spans == spans
+
+    def _give(self, growth: Growth, spans: list[Span]) -> None:
+        """Make the spans the session's, unless there is no room for another one."""
+        state = self._state
+        parts = [(span, state.blocks[span.block_key]) for span in spans]
+        for _, block in parts:  # room for the session must not come from them
+            block.holders += 1
+        self._publish(StoreLease(0, 0, growth.key, lineage=growth.lineage), parts)
+        session = state.sessions.get(growth.key)
+        if session is not None:
             session.lost = NOT_FETCHED
             growth.spans = spans
-            self._growths[key] = growth
-        return True
+            self._growths[growth.key] = growth
+        for _, block in parts:
+            block.holders -= 1
+            state.settle(block)
 
     def end(self, growth: Growth, *, is_whole: bool) -> None:
         """Take that the import is over; `is_whole`: the session has just been given all of it."""

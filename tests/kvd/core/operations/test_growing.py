@@ -3,6 +3,7 @@
 import pytest
 
 from kvd.core.operations.growing import NOT_FETCHED, Growth
+from kvd.core.records.entries import Pin
 from kvd.core.records.errors import SessionChangedError
 from kvd.core.state.session import Session
 from shared.types.lineage import WHOLE
@@ -155,3 +156,32 @@ def test_of_two_imports_one_lets_it_grow() -> None:
     assert world.engine.growing.is_growing(B)
     one.end(is_whole=True)
     assert session(world).lost == ""
+
+
+@pytest.mark.parametrize("is_pinned", [True, False])
+def test_a_session_for_which_there_is_no_room(is_pinned: bool) -> None:
+    """It does without, or takes the place of what the import stores under its own name."""
+    world = new_world(max_sessions=1)
+    coming = Import(world)
+    store(world, SOURCE, ONES)
+    if is_pinned:
+        world.engine.sessions.pin(SOURCE, Pin.HARD)
+    assert coming.comes(4) != is_pinned
+    assert (session(world) is None) == is_pinned
+    assert world.engine.growing.is_growing(B) != is_pinned
+    if not is_pinned:
+        assert load(world, B, ONES).end_token == 4
+        assert world.engine.inspection.info(SOURCE) is None
+        assert not world.engine.growing.grow(coming.growth, to_bytes(TOKENS)), "nothing has come"
+    coming.end(is_whole=False)
+
+
+def test_it_is_over_though_the_session_has_gone() -> None:
+    """Flushed, say, just before the end."""
+    world = new_world()
+    coming = Import(world)
+    coming.comes(4)
+    world.engine.sessions.flush(B, dry_run=False)
+    coming.end(is_whole=True)
+    assert session(world) is None
+    assert not world.engine.growing.is_growing(B)
