@@ -86,8 +86,10 @@ class Growing:
 
         Raises:
             SessionChangedError: the session has grown, and is another one by now.
+            ErasingError: the tenant is being erased.
         """
         state, key = self._state, growth.key
+        state.tenants.refuse_erased(key.tenant)
         session, source = state.sessions.get(key), state.sessions.get(growth.source)
         if growth.spans:
             self._check_unchanged(growth, session)

@@ -11,9 +11,10 @@ from kvd.core.records.errors import SessionChangedError
 from kvd.errors import NotHeldError, SessionExistsError
 from kvd.session_files.exporter import Exporter
 from kvd.session_files.file_format import FileHeader, SessionFileError, header_bytes
-from kvd.session_files.frame_writer import held_bytes
+from kvd.session_files.frame_writer import frame_bytes, held_bytes
 from kvd.session_files.import_file import read_file
 from kvd.session_files.target import Target
+from shared.types.errors import ReportedError
 from shared.types.lineage import Lineage
 from tests.kvd.caches.opened import LAYOUT, caches_in
 from tests.synthetic_engine import encode, key_of, layout_with_states, layout_with_windows
@@ -313,3 +314,59 @@ async def test_a_tail_that_breaks_off_leaves_what_has_come(tmp_path):
         num_tokens = (HELD + 1) * STEP
         assert (info_of(cache).num_tokens, info_of(cache).lost) == (num_tokens, NOT_FETCHED)
         assert (await pieces_of(caches))[1 : HELD + 2] == pieces[1 : HELD + 2]
+
+
+AFTER_DISCARDS = Lineage(b"x" * 16, STEP + 4)
+
+
+def with_lineage(pieces, lineage=AFTER_DISCARDS):
+    """The same file of tokens that were computed after discards, behind the first ones."""
+    return [header_bytes(FileHeader(KEY, LAYOUT, lineage, "0", 0.0)), *pieces[1:]]
+
+
+def num_loaded(cache, lineage):
+    """How much of the session a load is granted that names a lineage."""
+    answer = cache.act(lambda core: core.loads.prepare(KEY, encode(TOKENS), 0, 1, lineage=lineage))
+    if answer.lease_id:
+        cache.act(lambda core: core.loads.complete(answer.lease_id, 1))
+    return answer.end_token if answer.lease_id else 0
+
+
+async def test_what_comes_of_a_session_with_discards_is_of_its_lineage(tmp_path):
+    """Only whoever names it is given what was computed after them; the next time the rest comes."""
+    pieces = with_lineage(await file_of(tmp_path))
+    clean = AFTER_DISCARDS.clean_tokens
+    here = clean + 2 * STEP  # blocks that are whole behind the clean tokens
+    async with caches_in(tmp_path / "other") as caches:
+        cache, _ = await caches.open(LAYOUT)
+        with pytest.raises(SessionFileError):
+            await read_file(caches, TARGET, each(pieces[: 1 + 4]))
+        assert (info_of(cache).num_tokens, info_of(cache).lost) == (here, NOT_FETCHED)
+        assert num_loaded(cache, AFTER_DISCARDS) == here
+        assert num_loaded(cache, Lineage(b"y" * 16, clean)) < here
+        target = replace(TARGET, replaces_up_to=here)
+        await read_file(caches, target, each(pieces))
+        assert num_loaded(cache, AFTER_DISCARDS) == len(TOKENS)
+        cache.act(lambda core: core.check())
+
+
+async def test_a_file_that_finds_no_room_leaves_what_is_sound(tmp_path):
+    """More than the tiers have: what is served of it is of its first tokens."""
+    pieces = await file_of(tmp_path)
+    async with caches_in(tmp_path / "other") as caches:
+        cache, _ = await caches.open(LAYOUT)
+        num_blocks = 2 * (20 + (1 << 20) // LAYOUT.block_bytes)
+        tokens = range(num_blocks * STEP)
+        size = len(pieces[1]) - 16 - 4 * STEP
+
+        def frames():
+            for start in range(0, len(tokens), STEP):
+                yield frame_bytes(start, encode(tokens[start : start + STEP]), [bytes(size)])
+
+        with pytest.raises(ReportedError):
+            await read_file(caches, TARGET, each([pieces[0], *frames()]))
+        cache.act(lambda core: core.check())
+        info = info_of(cache)
+        assert info is None or info.lost
+        assert keys_of(cache) <= {KEY}
+        assert not cache.act(lambda core: core.inspection.leases())

@@ -4,7 +4,7 @@ import pytest
 
 from kvd.core.operations.growing import NOT_FETCHED, Growth
 from kvd.core.records.entries import Pin
-from kvd.core.records.errors import SessionChangedError
+from kvd.core.records.errors import ErasingError, SessionChangedError
 from kvd.core.state.session import Session
 from shared.types.lineage import WHOLE
 from tests.kvd.core.turns import (
@@ -185,3 +185,13 @@ def test_it_is_over_though_the_session_has_gone() -> None:
     coming.end(is_whole=True)
     assert session(world) is None
     assert not world.engine.growing.is_growing(B)
+
+
+def test_nothing_of_a_tenant_that_is_erased_grows() -> None:
+    """What was dropped of it does not come back."""
+    world = new_world()
+    store(world, SOURCE, ONES)
+    world.engine.erasing.begin(lambda tenant: tenant == B.tenant)
+    with pytest.raises(ErasingError):
+        world.engine.growing.grow(Growth(B, SOURCE, WHOLE, 0), to_bytes(TOKENS))
+    assert session(world) is None
