@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
+from kvd.core.operations.growing import NOT_FETCHED
 from kvd.host.pacing import SharedPace
 from kvd.remote.catalog import Catalog, Pushed
 from kvd.remote.chunk_store import ChunkStore, has_lost
@@ -133,8 +134,10 @@ class Pusher:
         last = None if before is None else before.manifest
         manifest = pushed(info, last, self._owner, seen_unix_s, takes=takes)
         is_ours = last is not None and last.owner == self._owner.server_id
-        if last is not None and is_ours and not has_lost(self._store, key.tenant, last.chunks):
-            if is_unchanged(last, info, seen_unix_s):
+        is_copy = info.lost == NOT_FETCHED  # of the first part of what others have, whoever owns it
+        may_stay = last is not None and (is_ours or is_copy)
+        if last is not None and may_stay and not has_lost(self._store, key.tenant, last.chunks):
+            if is_ours and is_unchanged(last, info, seen_unix_s):
                 return _result(Outcome.UNCHANGED, last, 0)
             if is_remnant(last, info):
                 return _result(Outcome.LONGER, last, 0)
@@ -197,12 +200,11 @@ class Pusher:
                 if len(under_way) == self._threads:
                     sent_bytes += finish_one()
                 under_way.append(threads.submit(put, data, end_token))
+            if tokens is not None and tokens.found:
+                under_way.append(threads.submit(put, tokens.found, end_token))
             while under_way:
                 sent_bytes += finish_one()
-        token_ids = None
-        if tokens is not None and tokens.found:
-            token_ids, num_bytes = put(tokens.found, done[-1].end_token)
-            sent_bytes += num_bytes
+        token_ids = done.pop() if tokens is not None and tokens.found else None
         return _Content(header, done, token_ids, seal, sent_bytes)
 
 

@@ -5,6 +5,7 @@ from random import Random
 
 import pytest
 
+from kvd.core.operations.growing import NOT_FETCHED
 from kvd.errors import InUseError, LimitReachedError
 from kvd.following import transfers as following_transfers
 from kvd.following.agenda import Drop, Push
@@ -263,6 +264,18 @@ def test_a_remnant_takes_no_longer_ones_place():
     server.lost = ""
     place.transfers[0].push(Push(A))
     assert place.manifest.num_tokens == STEP
+
+
+def test_what_was_fetched_in_part_takes_nobodys_place():
+    """Not even if it may be taken over: another server has become the owner while it came."""
+    place = Place()
+    server = place.servers[1]
+    server.sessions["a"], server.lost = TOKENS[:STEP], NOT_FETCHED
+    _, result = place.transfers[1].push(Push(A, takes=True))
+    assert (result.outcome, place.manifest.owner_name) == ("longer", "one")
+    server.lost = ""
+    place.transfers[1].push(Push(A, takes=True))
+    assert (place.manifest.owner_name, place.manifest.num_tokens) == ("two", STEP)
 
 
 def test_a_drop_that_is_overtaken_is_tried_again():
