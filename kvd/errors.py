@@ -82,6 +82,12 @@ class InstallError(ConfigError):
     reason = "not_installed"
 
 
+class NotHeldError(StateError):
+    """A session's tail was sent, and kvd does not have what comes before it."""
+
+    reason = "not_held"
+
+
 class NoHolderError(NotFoundError):
     """The process holds no lease, so it is none of kvd's business."""
 

@@ -1,10 +1,10 @@
 """A server as remote stores see it: a source and a sink of sessions, in memory."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
-from kvd.errors import SessionExistsError
+from kvd.errors import NotHeldError, SessionExistsError
 from kvd.remote.manifest import Owner
-from kvd.session_files.file_format import FileHeader, header_bytes, row_bytes
+from kvd.session_files.file_format import FileHeader, Frame, HeldTokens, header_bytes, row_bytes
 from kvd.session_files.file_reader import FileReader
 from kvd.session_files.frame_writer import frame_bytes
 from kvd.session_files.pieces import Chunk
@@ -63,9 +63,12 @@ class Server:
         self, target: pb.ImportTarget, pieces: Iterator[bytes]
     ) -> pb.ImportSessionResponse:
         reader = FileReader()
-        token_ids = b"".join(frame.token_ids for piece in pieces for frame in reader.feed(piece))
+        frames = [frame for piece in pieces for frame in reader.feed(piece)]
         key = reader.close().key
-        tokens = tuple(memoryview(token_ids).cast("I"))
+        held = _tokens_of([frame for frame in frames if isinstance(frame, HeldTokens)])
+        if self.sessions.get(key.session_id, ())[: len(held)] != held:
+            raise NotHeldError("others are stored", "send all of it")
+        tokens = _tokens_of(frames)
         there = self.sessions.get(key.session_id)
         if there is not None and not target.replace and len(there) > target.replace_up_to:
             raise SessionExistsError("it is stored", "say --replace")
@@ -81,3 +84,8 @@ class Server:
 
     def pin(self, key: pb.SessionKey, *, soft: bool) -> None:
         raise AssertionError("no session here is pinned")
+
+
+def _tokens_of(frames: Sequence[HeldTokens | Frame]) -> State:
+    token_ids = b"".join(frame.token_ids for frame in frames)
+    return tuple(memoryview(token_ids).cast("I"))

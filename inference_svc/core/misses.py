@@ -53,6 +53,7 @@ RECOMPUTED: Mapping[str, str] = {
     "corrupt": "its KV was not what had been stored, and was thrown away",
     "unknown_session": "kvd does not know that it ever had its KV",
     "not_stored": "its KV had not been stored, or not yet",
+    "not_fetched": "the rest of its KV had not come from the remote store in time",
     "partial": "only a part of its KV was found",
     "tokens_differ": "KV of other tokens is stored",
     "deadline": "its KV was not read in the time that a load may take",

@@ -8,7 +8,8 @@ completions come back as calls of the part that asked for the effect.
     who asks                     part
     an engine                    loads, stores, sessions (discard, end), retention, expectations,
                                  engines (queues), wanting (waits)
-    an operator                  sessions, inspection, scrubs, erasing, session_files, wanting
+    an operator                  sessions, inspection, scrubs, erasing, session_files, growing,
+                                 wanting
     the performer, at an end     arrivals (ReadBlock, VerifySlot, VerifyExtent), hashes (HashSlot),
                                  writes (WriteBlock, DropBlock), compactions (CompactTokens,
                                  CommitIndex), erasing (WipeSlots)
@@ -42,6 +43,7 @@ from kvd.core.operations.compacting import Compactor
 from kvd.core.operations.engines import EngineReports
 from kvd.core.operations.erasing import Eraser
 from kvd.core.operations.expecting import Expectations
+from kvd.core.operations.growing import Growing
 from kvd.core.operations.loading import Loader
 from kvd.core.operations.publishing import Publisher
 from kvd.core.operations.reconfiguring import Reconfigurer
@@ -82,6 +84,7 @@ class CacheEngine:
         scrubs: comparing every copy with what was stored.
         erasing: dropping tenants without a trace.
         session_files: sessions on their way into files, and out of them.
+        growing: sessions that have what of an import has come.
         index_line: actions of the index that were not drained yet.
         arrivals, hashes, writes, compactions: what the performer answers to.
     """
@@ -110,7 +113,8 @@ class CacheEngine:
         self.sessions = Sessions(state, self.inspection, compactor.consider, prefetcher.reschedule)
         self.retention = Retainer(state, publisher.adopt, writer.take)
         self.expectations = Expectations(state)
-        self.wanting = Wanting(state)
+        self.growing = Growing(state, publisher.publish)
+        self.wanting = Wanting(state, self.growing.is_growing)
         self.engines = EngineReports(
             state,
             self.loads,
@@ -252,3 +256,4 @@ class CacheEngine:
         checking.check(self._state)
         self._reader.check()
         self.wanting.check()
+        self.growing.check()

@@ -45,7 +45,7 @@ METRICS = MetricTable(
         Metric(
             "kvd_remote_bytes_total",
             "counter",
-            "Bytes of sessions that were pushed or pulled, those that lay there already included",
+            "Bytes of sessions that were pushed, those that lay there already included, or fetched",
             ("direction",),
         ),
         Metric(

@@ -11,6 +11,7 @@ from contextlib import suppress
 from itertools import chain, repeat
 from typing import Protocol, TypeVar
 
+from kvd.core.records.errors import SessionChangedError
 from kvd.errors import InUseError, LimitReachedError, SessionExistsError
 from kvd.following.agenda import Drop, Push
 from kvd.host.pacing import SharedPace
@@ -43,7 +44,7 @@ FULL = frozenset({LimitReachedError.reason})  # kvd has as many transfers as it 
 IN_THE_WAY = FULL | {InUseError.reason, OvertakenError.reason, FencedError.reason}
 DROP_TRIES = 3  # of a session that is replaced at the same time
 # Why kvd keeps what it has of a session: a turn has stored it meanwhile, or uses it.
-KEPT = frozenset({SessionExistsError.reason, InUseError.reason})
+KEPT = frozenset({SessionExistsError.reason, InUseError.reason, SessionChangedError.reason})
 
 
 class Kvd(Source, Sink, Protocol):
@@ -156,7 +157,8 @@ class Transfers:
     def pull(self, key: SessionKey, found: Pushed) -> tuple[pb.SessionInfo, PullResult] | None:
         """Fetch a session that was found; None: it has gone there, or kvd has as much by now.
 
-        What kvd has of it, which is less, becomes what is pulled, unless it grows meanwhile.
+        What kvd has of it, which is less, becomes what is pulled, unless a turn adds to it
+        meanwhile. What has come counts at once: turns wait for it.
         """
         self._check()
         here = self._found(key)
@@ -170,7 +172,7 @@ class Transfers:
             latest = next(looks)
             if latest is None or latest.manifest.dropped:
                 raise NotPushedError("the session was dropped meanwhile", "look again")
-            return self._puller.pull(latest, time.time(), replaces_up_to=most)
+            return self._puller.pull(latest, time.time(), replaces_up_to=most, grows=True)
 
         try:
             pulled = self._in_the_end(IN_THE_WAY, pull)

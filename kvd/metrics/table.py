@@ -67,11 +67,12 @@ METRICS = MetricTable(
         _counter(
             "kvd_fetch_waits_total",
             "Loads that waited for their session to be fetched from the remote store, by how that "
-            "ended: fetched, absent (or it could not be), unanswered (nobody fetches), late",
+            "ended: fetched, absent (or it could not be), unanswered (nobody fetches), late "
+            "(nothing came in time), partly (some of it did)",
             "result",
             counted={
                 result: f"fetch_waits_{result}"
-                for result in ("fetched", "absent", "unanswered", "late")
+                for result in ("fetched", "absent", "unanswered", "late", "partly")
             },
         ),
         _histogram("kvd_fetch_wait_seconds", "How long they waited", "result"),

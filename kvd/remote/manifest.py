@@ -159,6 +159,12 @@ def is_remnant(before: pb.SessionManifest, info: pb.SessionInfo) -> bool:
     return not before.dropped and bool(info.lost) and info.num_tokens < before.num_tokens
 
 
+def objects_of(manifest: pb.SessionManifest) -> list[pb.RemoteChunk]:
+    """Return all objects that a manifest names."""
+    others = [manifest.token_ids] if manifest.HasField("token_ids") else []
+    return [*manifest.chunks, *others]
+
+
 def has_expired(manifest: pb.SessionManifest, age_s: float) -> bool:
     """Whether its session is to be kept no longer, so long after the manifest was stored."""
     return not manifest.dropped and 0 <= manifest.expires_after_s <= age_s

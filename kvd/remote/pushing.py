@@ -12,12 +12,14 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
+from kvd.core.operations.growing import NOT_FETCHED
 from kvd.host.pacing import SharedPace
 from kvd.remote.catalog import Catalog, Pushed
 from kvd.remote.chunk_store import ChunkStore, has_lost
-from kvd.remote.manifest import Owner, is_remnant, is_unchanged, pushed
+from kvd.remote.manifest import Owner, is_remnant, is_unchanged, objects_of, pushed
 from kvd.remote.names import session_place
 from kvd.session_files.pieces import Chunk
+from kvd.session_files.token_ids import TokenIds
 from shared.blobs.blob_store import BlobStore, Data
 from shared.pb.kvd.v1 import kvd_pb2 as pb
 from shared.types.errors import ConflictError, StateError
@@ -50,7 +52,7 @@ class PushResult:
     Attributes:
         outcome: what became of it.
         num_tokens: of the session in the store.
-        num_bytes: of its chunks.
+        num_bytes: of all that its manifest names.
         sent_bytes: of those that were not there yet.
         epoch: of its manifest.
     """
@@ -64,10 +66,11 @@ class PushResult:
 
 @dataclass(frozen=True)
 class _Content:
-    """What came out of kvd, and is in the store."""
+    """What came out of kvd, and is in the store; `token_ids`: if these can be told."""
 
     header: bytes
     chunks: Sequence[pb.RemoteChunk]
+    token_ids: pb.RemoteChunk | None
     seal: pb.SessionSeal | None
     sent_bytes: int
 
@@ -131,8 +134,10 @@ class Pusher:
         last = None if before is None else before.manifest
         manifest = pushed(info, last, self._owner, seen_unix_s, takes=takes)
         is_ours = last is not None and last.owner == self._owner.server_id
-        if last is not None and is_ours and not has_lost(self._store, key.tenant, last.chunks):
-            if is_unchanged(last, info, seen_unix_s):
+        is_copy = info.lost == NOT_FETCHED  # of the first part of what others have, whoever owns it
+        may_stay = last is not None and (is_ours or is_copy)
+        if last is not None and may_stay and not has_lost(self._store, key.tenant, last.chunks):
+            if is_ours and is_unchanged(last, info, seen_unix_s):
                 return _result(Outcome.UNCHANGED, last, 0)
             if is_remnant(last, info):
                 return _result(Outcome.LONGER, last, 0)
@@ -141,6 +146,8 @@ class Pusher:
         manifest.header = content.header
         manifest.chunks.extend(content.chunks)
         manifest.num_tokens = content.chunks[-1].end_token if content.chunks else 0
+        if content.token_ids is not None:
+            manifest.token_ids.CopyFrom(content.token_ids)
         if content.seal is not None:
             manifest.seal.CopyFrom(content.seal)
         if not manifest.num_tokens:
@@ -165,10 +172,11 @@ class Pusher:
     def _sent_once(
         self, request: pb.ExportSessionRequest, before: Pushed | None, chunks: ChunkStore
     ) -> _Content:
-        known = {} if before is None else {one.blake3: one for one in before.manifest.chunks}
+        known = {} if before is None else {one.blake3: one for one in objects_of(before.manifest)}
         under_way: deque[Future[tuple[pb.RemoteChunk, int]]] = deque()
         done: list[pb.RemoteChunk] = []
         header, seal, sent_bytes = b"", None, 0
+        tokens: TokenIds | None = None
 
         def put(data: Data, end_token: int, *, looks: bool) -> tuple[pb.RemoteChunk, int]:
             chunk, num_bytes = chunks.put(data, end_token, known, self._pace.take, looks=looks)
@@ -184,22 +192,28 @@ class Pusher:
             for data, end_token, seal in self._source.export_chunks(request):
                 if seal is not None:
                     break
-                if not header:
+                if tokens is None:
                     header = bytes(data)
+                    tokens = TokenIds(header)
                     continue
+                tokens.add(data)
                 if len(under_way) == self._threads:
                     sent_bytes += finish_one()
                 # Whoever had the tokens so far has put all chunks of them: behind one that was not
                 # there nobody looks for others, but for those that a broken-off push has just sent.
                 looks = not sent_bytes
                 under_way.append(threads.submit(put, data, end_token, looks=looks))
+            if tokens is not None and tokens.found:
+                looks = not sent_bytes
+                under_way.append(threads.submit(put, tokens.found, end_token, looks=looks))
             while under_way:
                 sent_bytes += finish_one()
-        return _Content(header, done, seal, sent_bytes)
+        token_ids = done.pop() if tokens is not None and tokens.found else None
+        return _Content(header, done, token_ids, seal, sent_bytes)
 
 
 def _result(outcome: Outcome, manifest: pb.SessionManifest, sent_bytes: int) -> PushResult:
-    num_bytes = sum(chunk.num_bytes for chunk in manifest.chunks)
+    num_bytes = sum(chunk.num_bytes for chunk in objects_of(manifest))
     return PushResult(outcome, manifest.num_tokens, num_bytes, sent_bytes, manifest.epoch)
 
 

@@ -2,7 +2,8 @@
 
 Against the store's package alone (obstore, or Mooncake's client) with the very objects that a push
 leaves, as many at once; every round writes below a prefix of its own, which is removed. The session
-is one of the running kvd. A pull replaces it with itself.
+is one of the running kvd. A pull replaces it with itself. Then it is cut to seven eighths, as if
+the rest had been said elsewhere, and that is pulled.
 """
 
 import secrets
@@ -10,6 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -18,7 +20,7 @@ import typer
 
 from kvd.client.connection import open_client
 from kvd.host.pacing import SharedPace
-from kvd.remote.catalog import Catalog
+from kvd.remote.catalog import Catalog, Pushed
 from kvd.remote.manifest import Owner
 from kvd.remote.pulling import Puller
 from kvd.remote.pushing import THREADS, Pusher
@@ -36,9 +38,13 @@ def rates(
     rounds: Annotated[int, typer.Option("--rounds", min=1)] = 5,
     runtime_dir: Annotated[Path | None, typer.Option("--runtime-dir")] = None,
 ) -> None:
-    """Print medians of push, pull, and of the package alone with the same objects, in MB/s."""
+    """Print medians of push, pull, and of the package alone with the same objects, in MB/s.
+
+    And how many bytes a pull fetches of which seven eighths are here, in which time.
+    """
     seconds: dict[str, list[float]] = {"push": [], "bare put": [], "pull": [], "bare get": []}
-    num_bytes = 0
+    seconds |= {"rest": [], "all": []}
+    num_bytes, fetched = 0, {"rest": 0, "all": 0}
     with open_client(runtime_dir) as client:
         for number in range(rounds):
             store = open_store(f"{url.rstrip('/')}/rates-{secrets.token_hex(4)}")
@@ -62,6 +68,9 @@ def rates(
                 if what in ("pull", "bare get"):
                     push()
                 seconds[what].append(_timed(do))
+            for what, there in (("rest", found), ("all", _without_tokens(found))):
+                fetched[what], took_s = _rest(puller, there)
+                seconds[what].append(took_s)
             store.delete(names)
     typer.echo(f"{num_bytes / 1e6:.0f} MB, {rounds} rounds, medians:")
     for what, bare in (("push", "bare put"), ("pull", "bare get")):
@@ -71,6 +80,31 @@ def rates(
             f"{what} {num_bytes / ours_s / 1e6:.0f} MB/s, {bare} {num_bytes / alone_s / 1e6:.0f}"
             f" MB/s, ratio {statistics.median(ratios):.2f}"
         )
+    for what, some in fetched.items():
+        took_s = statistics.median(seconds[what])
+        typer.echo(f"pull with 7/8 here, {what}: {some / 1e6:.1f} MB in {took_s:.3f} s")
+
+
+def _rest(puller: Puller, found: Pushed) -> tuple[int, float]:
+    """Cut the session to seven eighths, and pull what was pushed; returns bytes and seconds."""
+    part = pb.SessionManifest()
+    part.CopyFrom(found.manifest)
+    del part.chunks[len(part.chunks) * 7 // 8 :]
+    part.num_tokens = part.chunks[-1].end_token
+    puller.pull(replace(found, manifest=part), time.time(), copies=True, replaces=True)
+    begun_s = time.perf_counter()
+    pulled = puller.pull(
+        found, time.time(), copies=True, replaces_up_to=part.num_tokens, grows=True
+    )
+    return pulled.num_bytes, time.perf_counter() - begun_s
+
+
+def _without_tokens(found: Pushed) -> Pushed:
+    """Return a session as an older release pushes it: all of it has to be fetched."""
+    manifest = pb.SessionManifest()
+    manifest.CopyFrom(found.manifest)
+    manifest.ClearField("token_ids")
+    return replace(found, manifest=manifest)
 
 
 def _timed(do: Callable[[], object]) -> float:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from kvd.remote.catalog import Catalog
 from kvd.remote.chunk_store import GRACE_S, condemned_list, condemned_names, list_blobs
 from kvd.remote.errors import DamagedRemoteError, SweepRunningError
-from kvd.remote.manifest import Owner, has_expired
+from kvd.remote.manifest import Owner, has_expired, objects_of
 from kvd.remote.names import SWEEPER, all_chunks, all_condemned, place_of
 from shared.blobs.blob_store import Blob, BlobStore
 from shared.blobs.errors import BlobMissingError, OvertakenError, UnfitStoreError
@@ -169,7 +169,7 @@ class Sweeper:
                 except (OvertakenError, DamagedRemoteError):  # it was pushed just now
                     unknown.add(tenant)
             result.num_sessions += 1
-            named.update(f"{tenant}/{chunk.name}" for chunk in found.manifest.chunks)
+            named.update(f"{tenant}/{chunk.name}" for chunk in objects_of(found.manifest))
         return named, unknown
 
     def _sweep_chunks(

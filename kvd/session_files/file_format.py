@@ -1,7 +1,8 @@
 """A session file: one session's tokens and KV rows, for another kvd.
 
-    file    = header | frame … | part … | window … | end
+    file    = header | held … | frame … | part … | window … | end
     header  = magic "KVDSESSN" | version u32 | bytes of the body u32 | xxh3_64 | body
+    held    = num_tokens u32 | 3 u32 | xxh3_64 | token ids u32 …
     frame   = num_tokens u32 | 0 u32 | xxh3_64 | token ids u32 … | rows
     part    = 0 u32 | 1 u32 | xxh3_64 | position u64 | index u32 | bytes
     window  = num_tokens u32 | 2 u32 | xxh3_64 | position u64 | token_offset u64 | index u32 | rows
@@ -18,6 +19,9 @@ the session has one: all of a slot's size but the last. Version 3 has the window
 which ends behind `position` tokens: of tokens that follow each other up to there, the rows of the
 layers in each part of a window, as in a frame; frames have no rows of these layers. Both are behind
 the tokens, and their checksums are seeded like that of a frame there.
+
+A *tail* begins with frames without rows (version 1): tokens of which whoever imports it has to have
+the KV. No export writes it; a release that knows none refuses it as damaged.
 
 Pure.
 """
@@ -41,6 +45,8 @@ VERSION_WITH_WINDOWS = 3
 TOKENS = 0  # kind of a frame: tokens, or the end
 PART = 1  # a part of a state
 WINDOW = 2  # a part of a window
+HELD = 3  # tokens without their rows
+MAX_HELD_TOKENS = 1 << 20  # of one frame; there may be several
 MAX_BODY_BYTES = 1 << 20  # a layout of thousands of layers has less
 
 START = struct.Struct("<8sII")
@@ -76,6 +82,14 @@ class Frame:
     num_tokens: int
     token_ids: bytes
     rows: memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class HeldTokens:
+    """The first tokens of a tail, or more of them: their rows are elsewhere."""
+
+    num_tokens: int
+    token_ids: bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,10 @@ from google.protobuf.message import DecodeError
 from kvd.session_files.file_format import (
     CHECKSUM,
     FRAME,
+    HELD,
     MAGIC,
     MAX_BODY_BYTES,
+    MAX_HELD_TOKENS,
     PART,
     PART_START,
     START,
@@ -23,6 +25,7 @@ from kvd.session_files.file_format import (
     WINDOW_START,
     FileHeader,
     Frame,
+    HeldTokens,
     SessionFileError,
     StatePart,
     WindowRows,
@@ -39,7 +42,7 @@ from shared.types.kv_layout import KVLayout
 from shared.types.lineage import LINEAGE_BYTES, Lineage
 from shared.types.session_key import session_key
 
-AnyFrame = Frame | StatePart | WindowRows
+AnyFrame = HeldTokens | Frame | StatePart | WindowRows
 Data = bytes | bytearray | memoryview
 
 
@@ -54,6 +57,7 @@ class FileReader:
     def __init__(self) -> None:
         self.header: FileHeader | None = None
         self.num_tokens = 0
+        self._num_held = 0  # of these without rows: they come first
         self._rest = bytearray()  # the beginning of what has not come whole
         self._next_part = 0
         self._position = 0  # of the state, or of the windows, whose parts come
@@ -138,6 +142,9 @@ class FileReader:
         payload = source[FRAME.size : end]
         if xxhash.xxh3_64_intdigest(payload, seed=self.num_tokens) != checksum:
             raise damaged(f"the frame behind {self.num_tokens} tokens")
+        if kind == HELD:
+            self._num_held = self.num_tokens = self.num_tokens + num_tokens
+            return HeldTokens(num_tokens, bytes(payload)), end
         if kind == PART:
             return self._part(payload), end
         if kind == WINDOW:
@@ -155,6 +162,9 @@ class FileReader:
     def _may_come(self, header: FileHeader, num_tokens: int, kind: int) -> bool:
         """Whether a frame may be the next: behind the first part of something come the others."""
         layout = header.layout
+        if kind == HELD:
+            is_first = self.num_tokens == self._num_held and header.version == VERSION
+            return is_first and 0 < num_tokens <= MAX_HELD_TOKENS
         if kind == WINDOW:
             may_have = header.version == VERSION_WITH_WINDOWS
             return may_have and 0 < num_tokens <= layout.block_tokens
@@ -193,6 +203,8 @@ class FileReader:
 
     def _payload_bytes(self, layout: KVLayout, num_tokens: int, kind: int) -> int:
         """Return how many bytes the payload of the next frame has."""
+        if kind == HELD:
+            return num_tokens * TOKEN_BYTES
         if kind == PART:
             return PART_START.size + part_bytes_of(layout, self._next_part)
         if kind == WINDOW:

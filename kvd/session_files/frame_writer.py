@@ -7,6 +7,8 @@ import xxhash
 
 from kvd.session_files.file_format import (
     FRAME,
+    HELD,
+    MAX_HELD_TOKENS,
     PART,
     PART_START,
     TOKENS,
@@ -45,6 +47,12 @@ class FrameWriter:
         """Write a frame of tokens; `runs` as in Frame.rows."""
         num_tokens = len(token_ids) // TOKEN_BYTES
         self._add(num_tokens, TOKENS, token_offset, (token_ids, *runs))
+        self._ends.append((num_tokens, self._num_bytes))
+
+    def add_held(self, token_offset: int, token_ids: bytes) -> None:
+        """Write a frame of tokens without rows."""
+        num_tokens = len(token_ids) // TOKEN_BYTES
+        self._add(num_tokens, HELD, token_offset, (token_ids,))
         self._ends.append((num_tokens, self._num_bytes))
 
     def add_part(self, num_tokens: int, part: StatePart) -> None:
@@ -91,6 +99,15 @@ def frame_bytes(
     """Return one frame of tokens; `runs` as in Frame.rows."""
     writer = FrameWriter()
     writer.add_tokens(token_offset, token_ids, runs)
+    return bytes(writer.take().data)
+
+
+def held_bytes(token_ids: bytes) -> bytes:
+    """Return what a tail begins with, behind the header: these tokens."""
+    writer = FrameWriter()
+    most = MAX_HELD_TOKENS * TOKEN_BYTES
+    for start in range(0, len(token_ids), most):
+        writer.add_held(start // TOKEN_BYTES, token_ids[start : start + most])
     return bytes(writer.take().data)
 
 

@@ -2,49 +2,45 @@
 
 Until the file has come whole and everything of it is stored, the session does not exist, and one
 that it is to replace stays as it is. One that is only a shorter part of it is not replaced but
-becomes it, as by a turn: it keeps what was set for it, and there is no moment without it. To the
-core kvd itself is the engine here, under a number of its own.
+becomes it, as by a turn: it keeps what was set for it, and there is no moment without it. Where the
+target says so the session has what has come meanwhile, and keeps it if the rest does not come
+(kvd/core/operations/growing.py). To the core kvd itself is the engine here, under a number of its
+own.
 """
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 
 from kvd.caches.caches import Caches
 from kvd.core.engine import CacheEngine
+from kvd.core.operations.growing import Growth
 from kvd.core.records.errors import UnknownSessionError
 from kvd.core.records.records import StoreAnswer
 from kvd.errors import (
     BusyTransferError,
     InUseError,
     NoRoomError,
+    NotHeldError,
     SessionExistsError,
-    UnknownLayoutError,
 )
 from kvd.runtime.cache import Cache
-from kvd.session_files.file_format import (
-    FileHeader,
-    Frame,
-    SessionFileError,
-    StatePart,
-    WindowRows,
-    row_bytes,
-)
-from kvd.session_files.file_reader import FileReader
+from kvd.session_files.file_format import Frame, HeldTokens, StatePart, WindowRows, row_bytes
 from kvd.session_files.in_thread import finished_in_thread
 from kvd.session_files.slot_runs import RowBuffer, SlotRuns
 from kvd.session_files.target import Target, unfinished_name
-from shared.access.identity import TenantDeniedError
 from shared.process.log import get_logger
 from shared.types.block_key import TOKEN_BYTES
-from shared.types.kv_layout import KVLayout
+from shared.types.errors import ReportedError
 from shared.types.lineage import Lineage
-from shared.types.session_key import SessionKey, session_key
+from shared.types.session_key import SessionKey
 from shared.types.units import NS_PER_S
 
 BATCH_BYTES = 4 << 20  # of rows stored at once; at least one block
 WAIT_S = 60.0  # for a slot
+MOST_STEPS = 32  # to twice the length, of a session that grows: each costs its whole length
 REPLACED, IMPORTED = "replaced", "imported"  # why the name of a session goes
 UNFINISHED_NS = 600 * NS_PER_S  # what a killed kvd leaves of an import expires
 
@@ -71,6 +67,27 @@ class Import:
         self._token_ids = bytearray()
         self._is_coupled = layout.position_mode == "coupled"
         self._parts: StoreAnswer | None = None  # the state or windows that are being stored
+        self._growth: Growth | None = None  # None: it has all in the end
+        if target.grow_bytes and not layout.part_slots:
+            self._growth = Growth(key, self._unfinished, lineage, target.replaces_up_to)
+        self._grown_tokens = 0  # that it was last to have
+
+    async def hold(self, tokens: HeldTokens) -> None:
+        """Begin with what is stored of these tokens, from the first one on, by whichever session.
+
+        Raises:
+            NotHeldError: not all of them are.
+        """
+        self._token_ids += tokens.token_ids
+        num_tokens = len(self._token_ids) // TOKEN_BYTES
+        self._cache, _ = await self._caches.open(self._cache.layout, prefault=False)
+        if not self._cache.act(self._holds):
+            raise NotHeldError(
+                f"kvd does not have the first {num_tokens} tokens of session {self.key}, computed "
+                "as this one's",
+                "send all of the session",
+            )
+        self._buffer.token_offset = self._grown_tokens = num_tokens
 
     async def add(self, frame: Frame) -> None:
         """Take the next rows, which may not change before `keep` is called.
@@ -84,8 +101,28 @@ class Import:
             await self._store(self._end_of_blocks())
 
     async def keep(self) -> None:
-        """Copy rows that are not stored yet: the memory that they came in may change."""
+        """Copy rows that are not stored yet: the memory that they came in may change.
+
+        Before that the session grows, if that is to be.
+
+        Raises:
+            NoRoomError: they find none.
+            SessionExistsError: the session has come meanwhile, or is longer.
+            SessionChangedError: it has grown, and changed meanwhile.
+        """
+        if self._growth is not None:
+            num_tokens = len(self._token_ids) // TOKEN_BYTES - self._grown_tokens
+            num_bytes = num_tokens * sum(row_bytes(self._cache.layout))
+            is_worth_it = num_tokens * MOST_STEPS >= self._grown_tokens
+            if num_bytes >= self._target.grow_bytes and is_worth_it:
+                await self._grow()
         await finished_in_thread(self._buffer.keep)
+
+    async def keep_begun(self) -> None:
+        """Let the session have what has come, as far as that can be: no more comes."""
+        if self._growth is not None:
+            with suppress(ReportedError):
+                await self._grow()
 
     async def add_part(self, part: StatePart) -> None:
         """Take the next part of the state behind the tokens that have come.
@@ -168,21 +205,55 @@ class Import:
             NoRoomError: not everything of it is stored.
             InUseError: the session that it is to replace is.
             SessionExistsError: a session has come meanwhile that it is not to replace.
+            SessionChangedError: it has grown, and changed meanwhile.
             NotDurableError: the index has not taken it.
         """
         await self._store(len(self._token_ids) // TOKEN_BYTES)
         num_tokens = self._cache.act(self._name_it)
+        self._end_growth(is_whole=True)
         self._forget()
         await self._caches.committed()
         log.info("session_imported", session=str(self.key), num_tokens=num_tokens)
         return num_tokens
 
     def cancel(self) -> None:
-        """End the import, and leave nothing of it."""
+        """End the import, and leave nothing of it but what the session has got."""
         self._cache.act(lambda core: core.engines.gone(self._engine_id))
+        self._end_growth(is_whole=False)
         self._forget()
 
     # -------------------------------------------------------------------------------------- inside
+
+    async def _grow(self) -> None:
+        """Store whole blocks, and let the session have them."""
+        await self._store(self._end_of_blocks())
+        self._cache.act(self._give)
+        self._grown_tokens = self._buffer.token_offset
+
+    def _holds(self, core: CacheEngine) -> bool:
+        """Let the import have what is stored of its tokens; returns whether that is all of them."""
+        num_tokens = len(self._token_ids) // TOKEN_BYTES
+        if core.layout.part_slots:
+            return False
+        answer = self._prepare(num_tokens, (), num_tokens, core)
+        self._limit_ttl(core)
+        stored = core.inspection.info(self._unfinished)
+        is_stored = stored is not None and stored.num_tokens == num_tokens
+        return is_stored and not (answer.lease_id or answer.refused)
+
+    def _give(self, core: CacheEngine) -> bool:
+        """Let the session have what is stored; returns whether it has it."""
+        growth = self._growth
+        if growth is None:
+            return False
+        if not growth.spans:
+            self._target.check(core.inspection.info(self.key))
+        return core.growing.grow(growth, bytes(self._token_ids))
+
+    def _end_growth(self, *, is_whole: bool) -> None:
+        growth = self._growth
+        if growth is not None:
+            self._cache.act(lambda core: core.growing.end(growth, is_whole=is_whole))
 
     def _end_of_blocks(self) -> int:
         """Return where the last block ends that has come whole."""
@@ -250,6 +321,9 @@ class Import:
 
     def _complete(self, lease_id: int, core: CacheEngine) -> None:
         core.stores.complete(lease_id, self._engine_id, success=True)
+        self._limit_ttl(core)
+
+    def _limit_ttl(self, core: CacheEngine) -> None:
         if core.inspection.info(self._unfinished) is not None:
             core.sessions.set_ttl(self._unfinished, UNFINISHED_NS)
 
@@ -259,6 +333,8 @@ class Import:
         num_tokens = len(self._token_ids) // TOKEN_BYTES
         if stored is None or stored.num_tokens != num_tokens:
             raise self._lost()
+        if self._growth is not None and self._growth.spans and self._give(core):
+            return num_tokens
         self._target.check(there)
         if there is not None and there.leases:
             raise InUseError(
@@ -293,90 +369,3 @@ class Import:
             )
         except UnknownSessionError:
             return  # nothing was stored, or it has given way to others
-
-
-async def begin_import(caches: Caches, header: FileHeader, target: Target) -> Import:
-    """Make sure that a session may be imported, and make room for it.
-
-    Raises:
-        TenantDeniedError: not of that tenant, or not with a new layout, by this caller.
-        UnknownLayoutError: kvd has no such layout.
-        SessionExistsError: there is such a session.
-    """
-    layout = header.layout
-    key = session_key(
-        target.tenant or header.key.tenant,
-        layout.model,
-        target.session_id or header.key.session_id,
-    )
-    if target.allowed is not None and key.tenant not in target.allowed:
-        raise TenantDeniedError(
-            f"the session is tenant {key.tenant!r}'s", "name one of your own with --tenant"
-        )
-    _check_layout(caches, layout, target)
-    cache, _ = await caches.open(layout, prefault=False)
-    target.check(cache.act(lambda core: core.inspection.info(key)))
-    return Import(caches, cache, key, header.lineage, target)
-
-
-def _check_layout(caches: Caches, layout: KVLayout, target: Target) -> None:
-    fingerprints = [cache.layout.fingerprint for cache in caches]
-    if layout.fingerprint in fingerprints:
-        return
-    what = f"the file is of layout {layout.fingerprint[:12]} (model {layout.model[:12]})"
-    if not target.may_add_layout:
-        raise UnknownLayoutError(
-            f"{what}, kvd has {', '.join(name[:12] for name in fingerprints) or 'none yet'}",
-            "start the engine of that very model, dtype and positions first, or say --new-layout",
-        )
-    if target.allowed is not None:
-        raise TenantDeniedError(
-            f"{what}, which would take its memory from those that all tenants use",
-            'start its engine first, or import it as a client with tenants = ["*"]',
-        )
-
-
-async def read_file(
-    caches: Caches, target: Target, pieces: AsyncIterator[bytes | memoryview]
-) -> tuple[SessionKey, int]:
-    """Import a file from its pieces; returns the session and how many tokens of it are stored.
-
-    Each piece is good until the next one is asked for.
-
-    Raises:
-        SessionFileError: it is damaged, cut short or none.
-        ReportedError: see begin_import and Import.
-    """
-    reader = FileReader()
-    current: Import | None = None
-    is_done = False
-    try:
-        async for piece in pieces:
-            for frame in await finished_in_thread(lambda data: list(reader.feed(data)), piece):
-                if current is None:
-                    current = await begin_import(caches, _header(reader), target)
-                if isinstance(frame, StatePart):
-                    await current.add_part(frame)
-                elif isinstance(frame, WindowRows):
-                    await current.add_rows(frame)
-                else:
-                    await current.add(frame)
-            if current is None and reader.header is not None:
-                # Now: of a layout that is refused not even one frame is kept.
-                current = await begin_import(caches, reader.header, target)
-            if current is not None:
-                await current.keep()
-        reader.close()
-        if current is None or not reader.num_tokens:
-            raise SessionFileError("the session file holds no tokens", "export another session")
-        num_tokens = await current.finish()
-        is_done = True
-    finally:
-        if current is not None and not is_done:  # the caller may have gone, too
-            current.cancel()
-    return current.key, num_tokens
-
-
-def _header(reader: FileReader) -> FileHeader:
-    assert reader.header is not None, "a frame comes behind the header"  # noqa: S101
-    return reader.header

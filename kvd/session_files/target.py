@@ -20,6 +20,8 @@ class Target:
         allowed: tenants that whoever imports may name; None: all.
         replaces_up_to: a session of this key becomes this one if it has at most so many tokens, and
             fewer than the file, and nobody uses it.
+        grow_bytes: the session has what has come whenever so many bytes more are stored; 0: it has
+            all of it in the end, or nothing.
     """
 
     tenant: str
@@ -28,6 +30,7 @@ class Target:
     may_add_layout: bool
     allowed: frozenset[str] | None = None
     replaces_up_to: int = 0
+    grow_bytes: int = 0
 
     def check(self, there: SessionInfo | None) -> None:
         """Raise SessionExistsError if there is a session that does not give way."""

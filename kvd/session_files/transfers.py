@@ -12,7 +12,7 @@ from kvd.errors import LimitReachedError, StalledTransferError
 from kvd.session_files.byte_streams import SILENCE_S, ByteStream, ByteStreams
 from kvd.session_files.chunks import ChunkOpener, ChunkSealer
 from kvd.session_files.exporter import Exporter
-from kvd.session_files.importer import read_file
+from kvd.session_files.import_file import read_file
 from kvd.session_files.in_thread import finished_in_thread
 from kvd.session_files.pieces import Piece
 from kvd.session_files.target import Target
@@ -121,6 +121,8 @@ class Transfers:
             may_add_layout=to.new_layout,
             allowed=allowed,
             replaces_up_to=to.replace_up_to,
+            # What is sealed is proven in the end: there may be chunks too few.
+            grow_bytes=0 if to.HasField("seal") else to.grow_bytes,
         )
         if to.HasField("seal"):
             pieces = _opened(pieces, self._opener(to.seal))

@@ -43,6 +43,10 @@ _REASONS = {
         "the last tokens had not been stored, or not yet",
         "nothing, if it was a few; else see what saves meet: kvd stats, inference-svc status",
     ),
+    "not_fetched": (
+        "the rest of it had not come from the remote store, or not yet",
+        "let turns wait longer (remote.wait), or see why it did not: kvd remote status",
+    ),
     "unknown_session": (
         "kvd does not know that it ever had it",
         "nothing: what kvd remembers of sessions goes when it restarts",

@@ -118,7 +118,13 @@ class World:
 
         def pulled() -> int:
             found = Catalog(view).find("default", session)
-            return puller.pull(found, self.store.now_s, replaces=True).num_tokens
+            most = len(server.sessions.get(session, ()))
+            result = puller.pull(
+                found, self.store.now_s, replaces=True, replaces_up_to=most, grows=True
+            )
+            chunks = sum(chunk.num_bytes for chunk in found.manifest.chunks)
+            self.count("fetched in part", result.num_bytes < chunks)
+            return result.num_tokens
 
         may_be = set(self.may_be[session])
         with self._claiming(session, server.owner.server_id) as settled:
@@ -262,6 +268,7 @@ def test_over_a_store_that_keeps_its_word() -> None:
     wanted = {error.__name__ for error in (FencedError, OvertakenError, StoreFailedError)}
     assert {*wanted, "CrashError", "pushed", "pulled", "swept"} <= seen.keys(), seen
     assert seen["removed"]  # chunks that nobody named
+    assert seen["fetched in part"]
 
 
 def test_over_a_store_that_does_not() -> None:

@@ -4,8 +4,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from kvd.core.operations.growing import Growth
 from kvd.core.operations.wanting import ANSWER_NS, ASK_AGAIN_NS
 from kvd.core.records.actions import SESSION_WANTED, Emit, FetchEnded
+from kvd.core.records.errors import SessionChangedError
+from shared.types.lineage import WHOLE
 from shared.types.queue_delta import QueueChange, QueuedRequest
 from tests.kvd.core.turns import (
     ENGINE_ID,
@@ -21,17 +24,18 @@ from tests.kvd.core.turns import (
     prepare_store,
     store,
 )
+from tests.property.cache_world import to_bytes
 from tests.sampled import examples
 
 KEYS = (A, B, C)
 SOME = st.sampled_from(KEYS)
 HISTORY = st.sampled_from([0, 4, 7, 8, 12])
 BLOCKS = ONES + TWOS + THREES
-RESULTS = ("fetched", "absent", "unanswered", "late")
+RESULTS = ("fetched", "absent", "unanswered", "late", "partly")
 
 
 class WantingMachine(RuleBasedStateMachine):
-    """Turns come and wait, somebody answers or does not, sessions come and go, time passes."""
+    """Turns come and wait, somebody answers or does not, sessions come, grow and go."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,6 +43,7 @@ class WantingMachine(RuleBasedStateMachine):
         self.waiting: dict = {}  # history and since when, of sessions that a load waits for
         self.asked: dict = {}  # when a session was last asked for, and how much there was of it
         self.leases: dict = {}  # stores under way
+        self.growths: dict = {}  # imports under way that let their sessions grow
         self.fetched: set = set()  # what loads have waited for: when it goes it is asked for anew
         self.num_ended = self.num_requests = 0
 
@@ -58,6 +63,9 @@ class WantingMachine(RuleBasedStateMachine):
                     is_again = self.world.now_ns >= before + ASK_AGAIN_NS
                     has_grown = there > there_before  # what was nowhere has gone on here
                     assert is_again or has_grown or event.key in self.fetched
+                    is_growing = self.world.engine.growing.is_growing(event.key)
+                    is_first = event.key in self.fetched or event.key not in self.asked
+                    assert is_first or not is_growing
                     assert there == 0 or int(event.fields["num_tokens"]) >= there + len(ONES)
                     assert there == 0 or event.key not in self.leases
                     self.asked[event.key] = self.world.now_ns, there
@@ -122,11 +130,44 @@ class WantingMachine(RuleBasedStateMachine):
 
     @rule(key=SOME, num_blocks=st.integers(1, 3))
     def come(self, key, num_blocks) -> None:
-        """It grows, be that by a turn or by a pull; else who waits goes on waiting."""
-        there = self._num_stored(key)
+        """It comes, by a turn or by a pull; else, or while more comes, who waits goes on."""
         store(self.world, key, BLOCKS[: num_blocks * len(ONES)])
         self._happened()
-        assert self._num_stored(key) <= there or key not in self.waiting
+        is_growing = self.world.engine.growing.is_growing(key)
+        assert is_growing or not self._has_come(key) or key not in self.waiting
+
+    @rule(key=SOME, num_blocks=st.integers(1, 3))
+    def grow(self, key, num_blocks) -> None:
+        """An import has so much of it, or more; what the session then has is of its tokens."""
+        source = key._replace(session_id=f"import-{key.session_id}")
+        growth = self.growths.setdefault(key, Growth(key, source, WHOLE, len(BLOCKS)))
+        store(self.world, source, BLOCKS[: num_blocks * len(ONES)])
+        try:
+            if self.world.engine.growing.grow(growth, to_bytes(BLOCKS)):
+                assert self._num_stored(key) == self._num_stored(source)
+        except SessionChangedError:
+            self._end_growth(key, is_whole=False)
+        self._happened()
+
+    @rule(key=SOME, is_whole=st.booleans())
+    def end_growth(self, key, is_whole) -> None:
+        """It is over: who waits for the session does so no longer, unless it is asked for anew."""
+        was_growing = self.world.engine.growing.is_growing(key)
+        if key in self.growths:
+            self._end_growth(key, is_whole=is_whole)
+        self._happened()
+        assert not (was_growing and self._has_come(key)) or key not in self.waiting
+
+    def _has_come(self, key) -> bool:
+        """Whether there is more of it than when it was asked for."""
+        return key in self.asked and self._num_stored(key) > self.asked[key][1]
+
+    def _end_growth(self, key, *, is_whole) -> None:
+        growth = self.growths.pop(key)
+        self.world.engine.growing.end(growth, is_whole=is_whole)
+        self.world.engine.check()
+        if self._num_stored(growth.source):
+            self.world.engine.sessions.flush(growth.source, dry_run=False)
 
     @rule(key=SOME, num_blocks=st.integers(1, 3))
     def begin_store(self, key, num_blocks) -> None:

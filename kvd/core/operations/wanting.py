@@ -5,30 +5,32 @@ that knows of no history asks, too: the conversation may have begun elsewhere, a
 session is asked for once in a while; of very many only so many a second, known histories first.
 
 So is a session of which less is stored than a turn's history: it went on elsewhere and came back,
-or has lost its end. It comes whole, too, so that this has to be a good part of the history. While
+or has lost its end. It may come whole, so that this has to be a good part of the history. While
 it is being stored it is not asked for; a queue does not ask for one that was in use just now
 either, whose last tokens may be on their way: its turn's load, which comes behind them, does.
 
-    asked ─► coming ─► stored        whoever fetches answers each ask: "coming", or "absent"
-      │         └───► absent         (it is not there, or cannot be fetched)
+    asked ─► coming ─┬──────────────► stored   whoever fetches answers each ask: "coming", or
+      │         │    └─► growing ─┬─► stored   "absent" (it is not there, or cannot be fetched);
+      │         └─► absent        └─► partly   how a session grows: growing.py
       ├─► absent
       └─► unanswered for ANSWER_NS
 
-A load may wait for a session that is asked for, or coming; whoever waits says when that ends. It
-waits only for somebody who answers: until the first answer nobody waits, and none that was asked
-for is waited for longer than ANSWER_NS without one. If nobody has answered anything meanwhile,
-nobody waits until somebody does. What a wait was in vain for is not waited for again before it is
-asked for again; nor is what has come, and is less than the turn's history all the same. A longer
-history than it was asked for says that it went on elsewhere since: it is asked for at once.
+A load may wait for a session that is asked for, coming or growing; whoever waits says when that
+ends. It waits only for somebody who answers: until the first answer nobody waits, and none that was
+asked for is waited for longer than ANSWER_NS without one. If nobody has answered anything
+meanwhile, nobody waits until somebody does. What grows is waited for until all of the history is
+there, or no more comes; what has come is there whenever the wait ends. What a wait was in vain for
+is not waited for again before it is asked for again; nor is what has come, and is less than the
+turn's history all the same. While a session grows it is not asked for again. A longer history than
+it was asked for says that it went on elsewhere since: it is asked for at once.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from kvd.core.records.actions import SESSION_WANTED
 from kvd.core.state.cache_state import CacheState
-from kvd.core.state.leases import StoreLease
 from shared.types.queue_delta import QueuedRequest
 from shared.types.session_key import SessionKey
 from shared.types.units import NS_PER_S
@@ -37,11 +39,13 @@ ASK_AGAIN_NS = 30 * NS_PER_S
 ANSWER_NS = 3 * NS_PER_S  # a look into a store takes a fraction of it, even a slow one
 MOST_PER_S = 100
 MOST_REMEMBERED = 10_000  # sessions that were asked for
-# Of a history that is stored in part this part is missing, and a block, or it is not asked for: all
-# of it would come, and what computes takes hardly less than an eighth of that for an eighth of it.
+# Of a history that is stored in part this part is missing, and a block, or it is not asked for: a
+# look into the store costs requests, and of some sessions all comes (kvd/remote/pulling.py), which
+# takes hardly less than an eighth of what computing it does.
 LEAST_SHARE = 1 / 8
 REST_NS = 3 * NS_PER_S  # by then an engine has stored what a turn has left behind
-FETCHED, ABSENT, UNANSWERED, LATE = "fetched", "absent", "unanswered", "late"
+FETCHED, ABSENT, UNANSWERED = "fetched", "absent", "unanswered"
+LATE, PARTLY = "late", "partly"  # when time is up nothing has come, or not all of the history
 
 
 @dataclass(slots=True)
@@ -51,7 +55,7 @@ class _Ask:
     Attributes:
         asked_ns: when, the last time.
         history_tokens: of the turn that wanted it.
-        stored_tokens: of it then: when there are more it has come, from wherever.
+        stored_tokens: of it then: when there are more it has come, from wherever, or comes.
         is_coming: the answer was that it is on its way.
         ended: why it is not waited for; "": it may be.
     """
@@ -67,11 +71,16 @@ class Wanting:
     """Asks for sessions of one cache state, where its limits say so.
 
     Invariants: 1. who is in `_unanswered` is in `_asks`, asked for at that time, and has no answer;
-    2. loads wait for what was asked for, and of which nothing has come since.
+    2. loads wait for what was asked for, and of which nothing has come since, or more comes.
+
+    Args:
+        state: the cache's tables.
+        is_growing: whether a session has what of it has come, and more is on its way.
     """
 
-    def __init__(self, state: CacheState) -> None:
+    def __init__(self, state: CacheState, is_growing: Callable[[SessionKey], bool]) -> None:
         self._state = state
+        self._is_growing = is_growing
         self._asks: OrderedDict[SessionKey, _Ask] = OrderedDict()  # the latest last
         self._unanswered: OrderedDict[SessionKey, int] = OrderedDict()  # since when, likewise
         self._second_ns = 0
@@ -109,11 +118,12 @@ class Wanting:
         return session is None or self._state.now_ns >= session.last_access_ns + REST_NS
 
     def _is_being_stored(self, key: SessionKey) -> bool:
-        """Whether a session that is stored grows right now: O(leases) if it has any."""
-        state = self._state
-        if key not in state.sessions or not state.leases.num_of_session(key):
-            return False
-        return any(isinstance(lease, StoreLease) and lease.key == key for lease in state.leases)
+        """Whether a turn adds to a session that is stored, right now."""
+        return key in self._state.sessions and self._state.leases.is_storing(key)
+
+    def _has_come(self, key: SessionKey, ask: _Ask) -> bool:
+        """Whether anything has come since it was asked for; more may be on its way."""
+        return self._num_stored(key) > ask.stored_tokens
 
     def _was_asked(self, key: SessionKey, history_tokens: int) -> bool:
         """Whether there is an ask that holds: what was nowhere may have gone on here, and away.
@@ -121,9 +131,13 @@ class Wanting:
         So may what has come: its history is then longer.
         """
         ask = self._asks.get(key)
-        if ask is None or self._state.now_ns >= ask.asked_ns + ASK_AGAIN_NS:
+        if ask is None:
             return False
-        if self._num_stored(key) <= ask.stored_tokens:
+        if self._is_growing(key):
+            return True
+        if self._state.now_ns >= ask.asked_ns + ASK_AGAIN_NS:
+            return False
+        if not self._has_come(key, ask):
             return True
         return ask.ended != ABSENT and history_tokens <= ask.history_tokens
 
@@ -157,7 +171,7 @@ class Wanting:
         self._answered_ns, self._is_answered = self._state.now_ns, True
         ask = self._asks.get(key)
         self._unanswered.pop(key, None)
-        if ask is None or ask.ended in (LATE, FETCHED):
+        if ask is None or ask.ended in (LATE, FETCHED, PARTLY):
             return
         ask.is_coming, ask.ended = is_coming, "" if is_coming else ABSENT
         if not is_coming:
@@ -191,7 +205,8 @@ class Wanting:
         assert self._unanswered.items() <= asked.items(), "an answer is owed to the last ask"
         assert not any(self._asks[key].is_coming for key in self._unanswered), "it has its answer"
         for key in self._state.outbox.awaited:
-            assert self._num_stored(key) <= self._asks[key].stored_tokens, "it has come"
+            is_over = self._has_come(key, self._asks[key]) and not self._is_growing(key)
+            assert not is_over, "it has come"
 
     # -------------------------------------------------------------------------------------- waits
 
@@ -221,7 +236,7 @@ class Wanting:
         ask = self._asks.get(key)
         if ask is None or ask.ended or not (ask.is_coming or self._is_answered):
             return False
-        if self._num_stored(key) > ask.stored_tokens:
+        if self._has_come(key, ask) and not self._is_growing(key):
             return False
         state.outbox.awaited.add(key)
         return True
@@ -229,12 +244,13 @@ class Wanting:
     def wait_ended(self, key: SessionKey, history_tokens: int, since_ns: int) -> None:
         """Record that a load does not wait any more, and how that ended."""
         state, ask = self._state, self._asks.get(key)
+        session = state.sessions.get(key)
         if not self._lacks(key, history_tokens):
             result = FETCHED
             self._asks.pop(key, None)
             self._unanswered.pop(key, None)
-        elif ask is not None and self._num_stored(key) > ask.stored_tokens:
-            result = ask.ended = FETCHED  # all that there is
+        elif session is not None and ask is not None and self._has_come(key, ask):
+            result = ask.ended = PARTLY if session.lost else FETCHED  # that is all that there is
         elif ask is not None and ask.ended:
             result = ask.ended
         elif ask is None or not (ask.is_coming or self._is_answered):

@@ -35,7 +35,7 @@ class InvalidRequestError(InvalidInputError):
 
 
 class SessionChangedError(ConflictError):
-    """A session became another one while it was exported."""
+    """A session became another one while it was exported, or grew by an import."""
 
     reason = "session_changed"
 

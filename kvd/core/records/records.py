@@ -54,12 +54,12 @@ class LoadAnswer:
 
     Attributes:
         miss_reason: why no more is stored: "unknown_session", "tokens_differ", "not_stored",
-            "evicted", "expired", "flushed", "discarded", "corrupt". Only on MISS also "read_error",
-            "deadline" (settled before a read came back), "busy" (no slot to read into just now; may
-            be asked again on SpaceFreed), "on_ssd" (stored, but the first block is not in DRAM, and
-            only that was asked for). With states also "no_state": it is stored, and no state behind
-            it is; with windows "no_window": it is stored, and nowhere in it all windows for a load
-            to end. "": all is stored, or `more` is; or it was settled.
+            "evicted", "expired", "flushed", "discarded", "corrupt", "not_fetched". Only on MISS
+            also "read_error", "deadline" (settled before a read came back), "busy" (no slot to read
+            into just now; may be asked again on SpaceFreed), "on_ssd" (stored, but the first block
+            is not in DRAM, and only that was asked for). With states also "no_state": it is stored,
+            and no state behind it is; with windows "no_window": it is stored, and nowhere in it all
+            windows for a load to end. "": all is stored, or `more` is; or it was settled.
     """
 
     lookup: Lookup

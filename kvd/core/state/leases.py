@@ -324,6 +324,12 @@ class LeaseTable:
         """Leases taken for a session."""
         return self._by_session.get(key, 0)
 
+    def is_storing(self, key: SessionKey) -> bool:
+        """Whether a session is being stored to: O(leases) if it has any."""
+        if not self.num_of_session(key):
+            return False
+        return any(isinstance(lease, StoreLease) and lease.key == key for lease in self)
+
     def _count_orphan(self, lease: Lease, sign: int) -> None:
         if not isinstance(lease, LoadLease) and lease.phase is LeasePhase.ORPHAN:
             self.num_orphans += sign

@@ -56,7 +56,8 @@ COUNTERS = (
     "fetch_waits_fetched",
     "fetch_waits_absent",  # whoever fetches said that it does not come
     "fetch_waits_unanswered",  # nobody said anything
-    "fetch_waits_late",  # it did not come in the time that the load had
+    "fetch_waits_late",  # nothing of it came in the time that the load had
+    "fetch_waits_partly",  # some of it did, or came before it could not be fetched further
     "retentions",  # wishes of clients that a session be kept for a while
     "retentions_cut",  # of these, cut to what the settings allow, perhaps to nothing
     "awaits",  # answers that call tools, as engines said

@@ -23,8 +23,11 @@ from kvd.core.records.entries import (
     unpack_full,
     unpack_places,
 )
+from shared.types.block_key import KEY_BYTES
 from shared.types.lineage import Lineage
 from shared.types.session_key import SessionKey
+
+LOST_SPAN = plain_span(bytes(KEY_BYTES), 1)  # on a block that no session ever has
 
 
 @dataclass(slots=True, eq=False)
@@ -37,7 +40,8 @@ class Session:
         packed_spans: the spans on them, unless they are all plain.
         retain_ns: how long after each use it is kept from eviction as its client asked; None: it
             is not. Over when that passes (kvd/core/operations/retaining.py).
-        lost: why it holds less than was stored: "", "evicted", "corrupt".
+        lost: why it holds less than was stored: "", "evicted", "corrupt", "not_fetched". Its entry
+            names a block more then, which does not exist: it is known of it after a restart, too.
         num_read_ahead: blocks read ahead for it since it was last used.
         num_discards: since this kvd knows it, and grafts.
         lineage: of what it holds; None: no caller has named it yet. Not kept across restarts.
@@ -130,9 +134,10 @@ class Session:
 
     def record(self) -> SessionRecord:
         """Return the session's entry for the index."""
+        more = (LOST_SPAN,) if self.lost else ()
         return SessionRecord(
             key=self.key,
-            spans=pack_spans([*self.spans, *self.tail_spans()]),
+            spans=pack_spans([*self.spans, *self.tail_spans(), *more]),
             last_access_ns=self.last_access_ns,
             ttl_ns=self.ttl_ns,
             retain_ns=self.retain_ns,

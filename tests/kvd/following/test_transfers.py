@@ -5,6 +5,7 @@ from random import Random
 
 import pytest
 
+from kvd.core.operations.growing import NOT_FETCHED
 from kvd.errors import InUseError, LimitReachedError
 from kvd.following import transfers as following_transfers
 from kvd.following.agenda import Drop, Push
@@ -12,11 +13,14 @@ from kvd.following.transfers import StoppedError, Transfers
 from kvd.remote.catalog import Catalog
 from kvd.remote.errors import FencedError
 from kvd.remote.names import session_place
+from kvd.session_files.file_format import SessionFileError
+from kvd.session_files.frame_writer import held_bytes
 from shared.blobs.errors import OvertakenError
 from shared.types.errors import ConflictError, StateError
 from tests.faulty_store import FaultyStore, View
 from tests.kvd.following.sessions import A
 from tests.remote_server import STEP, Server
+from tests.synthetic_engine import encode
 
 TOKENS = tuple(range(3 * STEP))
 LATER, EARLIER = 4e9, 0.0  # unix seconds, after and before all pushes
@@ -109,6 +113,26 @@ def test_a_shorter_part_becomes_what_is_pulled():
     assert (info.num_tokens, pulled.epoch) == (len(TOKENS), 2)
     assert place.servers[1].sessions["a"] == TOKENS
     assert place.manifest.owner_name == "two"
+
+
+def test_a_kvd_that_takes_no_tail_gets_all_of_it():
+    """One of an older release, to whom a tail is a damaged file."""
+    place = Place()
+    server = place.servers[1]
+    server.sessions["a"] = TOKENS[:STEP]
+    take, refused = server.import_session, []
+
+    def refuse(target, pieces):
+        got = list(pieces)
+        if held_bytes(encode(TOKENS[:STEP])) in got:
+            refused.append(got)
+            raise SessionFileError("the session file is damaged", "copy it again")
+        return take(target, iter(got))
+
+    server.import_session = refuse
+    info, _ = place.pull(1)
+    assert (info.num_tokens, len(refused)) == (len(TOKENS), 1)
+    assert server.sessions["a"] == TOKENS
 
 
 def test_of_its_own_push_a_server_pulls_what_it_has_lost():
@@ -242,6 +266,18 @@ def test_a_remnant_takes_no_longer_ones_place():
     assert place.manifest.num_tokens == STEP
 
 
+def test_what_was_fetched_in_part_takes_nobodys_place():
+    """Not even if it may be taken over: another server has become the owner while it came."""
+    place = Place()
+    server = place.servers[1]
+    server.sessions["a"], server.lost = TOKENS[:STEP], NOT_FETCHED
+    _, result = place.transfers[1].push(Push(A, takes=True))
+    assert (result.outcome, place.manifest.owner_name) == ("longer", "one")
+    server.lost = ""
+    place.transfers[1].push(Push(A, takes=True))
+    assert (place.manifest.owner_name, place.manifest.num_tokens) == ("two", STEP)
+
+
 def test_a_drop_that_is_overtaken_is_tried_again():
     """And not for ever."""
     place = Place()
@@ -308,7 +344,11 @@ def test_every_request_is_told():
     told.clear()
     server.sessions["a"] = (*TOKENS, *TOKENS)
     one.push(Push(A))
-    assert (told["find"], told["put"], told["delete"]) == (3, 4, 1)  # chunks, and the manifest
+    assert (told["find"], told["put"], told["delete"]) == (
+        4,
+        5,
+        1,
+    )  # chunks, token ids, and the manifest
     assert {"get", "list"} < told.keys()
     told.clear()
     one.drop(Drop(A, LATER, of_others=False))

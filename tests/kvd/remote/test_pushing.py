@@ -69,7 +69,7 @@ def test_a_push_that_was_broken_off_goes_on() -> None:
     assert len(place.store.blobs) == 2
     place.taken.clear()
     found = place.push()
-    assert (found.outcome, len(place.taken)) == (Outcome.PUSHED, 2)
+    assert (found.outcome, len(place.taken)) == (Outcome.PUSHED, 3)
     assert found.sent_bytes == sum(place.taken) < found.num_bytes
     assert place.push().sent_bytes == 0
 

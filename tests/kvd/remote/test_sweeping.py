@@ -82,12 +82,12 @@ def test_chunks_go_a_day_after_they_were_condemned() -> None:
     world.push("b", TOKENS[:STEP])
     world.drop()
     assert world.sweep(HOUR_S).num_condemned == 0  # a push that was broken off goes on
-    assert world.sweep(DAY_S).num_condemned == 2  # the first one is of the other session
+    assert world.sweep(DAY_S).num_condemned == 3  # the first chunk is of the other session
     assert world.sweep(DAY_S - 1).num_removed == 0
     found = world.sweep(1)
-    assert (found.num_removed, found.num_forgotten, found.num_sessions) == (2, 0, 1)
+    assert (found.num_removed, found.num_forgotten, found.num_sessions) == (3, 0, 1)
     world.sweep(DAY_S)
-    assert (len(world.names("chunks")), world.names("condemned")) == (1, [])
+    assert (len(world.names("chunks")), world.names("condemned")) == (2, [])
     assert len(world.names("sessions")) == 1
     assert world.pull("b") == TOKENS[:STEP]
 
@@ -140,7 +140,7 @@ def test_a_push_relies_on_nothing_condemned() -> None:
 
     view = PushingView(world.store, is_calm=True)
     found = Sweeper(view, Owner("", "sweeper"), lambda: world.store.now_s).sweep()
-    assert found.num_removed == 3
+    assert found.num_removed == 4
     assert world.pull("b") == TOKENS
     world.push("b", (*TOKENS, 1))  # found by the manifest, under the names that it gives
     assert world.pull("b") == (*TOKENS, 1)

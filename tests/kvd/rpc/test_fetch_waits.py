@@ -6,13 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from kvd.core.records.errors import UnknownSessionError
+from kvd.core.records.errors import SessionChangedError, UnknownSessionError
+from kvd.session_files.file_format import SessionFileError
 from shared.pb.kvd.v1 import kvd_pb2 as pb
 from tests.kvd.rpc.served import OF_ACME, TOKENS, as_caller, named
 from tests.kvd.rpc.test_operator_service import operating
-from tests.synthetic_engine import encode
+from tests.kvd.session_files.test_growing_imports import file_of
+from tests.synthetic_engine import encode, key_of
 
-RESULTS = ("fetched", "absent", "unanswered", "late")
+RESULTS = ("fetched", "absent", "unanswered", "late", "partly")
 LONG = 50.0  # seconds: no test waits for so long
 
 
@@ -168,3 +170,103 @@ async def test_who_answers_names_only_its_own_sessions(tmp_path):
         await answer(operator, coming=True, tenant="acme")
         with pytest.raises(UnknownSessionError):
             await answer(operator, coming=True, tenant="globex")
+
+
+BLOCK = 16  # tokens
+HISTORY = encode(range(6 * BLOCK))
+
+
+class Coming:
+    """An import of session "a", which a load waits for: block by block, as a test lets it."""
+
+    def __init__(self, operator, pieces):
+        header, first, *rest = pieces
+        self._pieces = iter([header + first, *rest])
+        self._allowed, self._taken = asyncio.Queue(), asyncio.Semaphore(0)
+        self.ended = asyncio.create_task(operator.ImportSession(self._requests(), None))
+
+    async def _requests(self):
+        yield pb.ImportSessionRequest(target=pb.ImportTarget(grow_bytes=1))
+        while await self._allowed.get():
+            yield pb.ImportSessionRequest(data=next(self._pieces))
+            self._taken.release()  # more is asked for: that was dealt with
+
+    async def comes(self, num_pieces):
+        for _ in range(num_pieces):
+            self._allowed.put_nowait(True)
+            await self._taken.acquire()
+
+    def breaks_off(self):
+        self._allowed.put_nowait(False)
+
+
+@asynccontextmanager
+async def coming(directory):
+    """A load of six blocks waits, and two of them have come."""
+    pieces = await file_of(directory / "elsewhere")
+    async with fetching(directory) as (served, operator):
+        load = await begun(served, token_ids=HISTORY, history_tokens=6 * BLOCK)
+        await answer(operator, coming=True)
+        fetched = Coming(operator, pieces)
+        await fetched.comes(2)
+        assert not load.done()
+        yield served, fetched, load
+
+
+async def test_what_comes_bit_by_bit_is_waited_for(tmp_path):
+    """Until all of the history is there; the end of the session does not matter."""
+    async with coming(tmp_path) as (served, fetched, load):
+        await fetched.comes(4)
+        found = await load
+        assert (found.lookup, found.end_token) == (pb.LOOKUP_HIT, 6 * BLOCK)
+        assert waits(served) == {"fetched": 1}
+        await completed(served, found)
+        await fetched.comes(1)
+        fetched.breaks_off()
+        assert (await fetched.ended).num_tokens == 6 * BLOCK
+
+
+async def test_what_has_come_when_time_is_up_is_loaded(tmp_path, monkeypatch):
+    """Though the session still grows, beside the load; only what has not come is computed."""
+    async with coming(tmp_path) as (served, fetched, load):
+
+        def left_s(_):
+            key = key_of("a")
+            there = served.cache.act(lambda core: core.inspection.info(key)).num_tokens
+            return 0.0 if there == 3 * BLOCK else LONG
+
+        monkeypatch.setattr("kvd.rpc.service._left_s", left_s)
+        await fetched.comes(1)
+        found = await load
+        assert (found.lookup, found.end_token) == (pb.LOOKUP_HIT, 3 * BLOCK)
+        assert found.miss_reason == "not_fetched"
+        assert waits(served) == {"partly": 1}
+        await fetched.comes(1)
+        again = await served.load(token_ids=HISTORY, fetch_wait_s=LONG, history_tokens=6 * BLOCK)
+        assert (again.end_token, again.fetch_waited_s) == (4 * BLOCK, 0)
+        await fetched.comes(3)
+        fetched.breaks_off()
+        assert (await fetched.ended).num_tokens == 6 * BLOCK
+
+
+async def test_what_breaks_off_is_loaded_as_far_as_it_has_come(tmp_path):
+    """At once: nobody waits for what does not come."""
+    async with coming(tmp_path) as (served, fetched, load):
+        fetched.breaks_off()
+        found = await load
+        assert (found.lookup, found.end_token) == (pb.LOOKUP_HIT, 2 * BLOCK)
+        assert waits(served) == {"partly": 1}
+        with pytest.raises(SessionFileError):
+            await fetched.ended
+
+
+async def test_a_turn_that_stores_what_it_has_computed_ends_the_fetch(tmp_path):
+    """The session goes on here: what the turn has stored is what it is."""
+    async with coming(tmp_path) as (served, fetched, load):
+        await served.store(token_ids=HISTORY[: 4 * BLOCK * 4])
+        found = await load
+        assert found.end_token == 4 * BLOCK
+        fetched._allowed.put_nowait(True)
+        with pytest.raises(SessionChangedError):
+            await fetched.ended
+        assert served.keys() == {"a"}

@@ -6,7 +6,9 @@ from hypothesis import strategies as st
 
 from kvd.session_files.file_format import (
     MAX_BODY_BYTES,
+    MAX_HELD_TOKENS,
     FileHeader,
+    HeldTokens,
     SessionFileError,
     StatePart,
     WindowRows,
@@ -16,7 +18,7 @@ from kvd.session_files.file_format import (
     window_row_bytes,
 )
 from kvd.session_files.file_reader import FileReader
-from kvd.session_files.frame_writer import FrameWriter, end_bytes, frame_bytes
+from kvd.session_files.frame_writer import FrameWriter, end_bytes, frame_bytes, held_bytes
 from shared.types.kv_layout import KVLayout
 from shared.types.lineage import WHOLE, Lineage
 from tests.sampled import examples
@@ -271,3 +273,58 @@ def test_only_a_file_of_version_3_has_windows():
         _read_parts(_file_of([], 3, LAYOUT))
     with pytest.raises(SessionFileError, match="version 4, this release knows up to 3"):
         _read_parts(_file_of([], 4))
+
+
+def _held(num_tokens: int) -> bytes:
+    return held_bytes(encode(range(num_tokens)))
+
+
+def _read_tail(data: bytes) -> list[tuple[bool, int, bytes]]:
+    """Of each frame whether it has no rows, how many tokens, and which."""
+    reader = FileReader()
+    found = [
+        (isinstance(one, HeldTokens), one.num_tokens, one.token_ids) for one in reader.feed(data)
+    ]
+    reader.close()
+    return found
+
+
+@pytest.mark.parametrize("most", [MAX_HELD_TOKENS, 20, 7])
+def test_a_tail_begins_with_tokens_whose_rows_are_elsewhere(
+    most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In as many frames as it takes; what follows is read as if they had rows."""
+    monkeypatch.setattr("kvd.session_files.frame_writer.MAX_HELD_TOKENS", most)
+    tail = _held(40) + _frame(40, [40, 41]) + _frame(42, [42]) + end_bytes(43)
+    *held, first, second = _read_tail(header_bytes(HEADER) + tail)
+    assert b"".join(tokens for _, _, tokens in held) == encode(range(40))
+    assert all(is_held and num_tokens <= most for is_held, num_tokens, _ in held)
+    assert (first, second) == ((False, 2, encode([40, 41])), (False, 1, encode([42])))
+    assert _read_tail(header_bytes(HEADER) + _held(40) + end_bytes(40))
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        _frame(0, [0]) + held_bytes(encode([1])) + end_bytes(2),  # behind tokens
+        _held(2)[:-1] + b"\1" + end_bytes(2),  # others than were written
+        _held(2) + _frame(0, [2]) + end_bytes(3),  # at another place
+        _held(2) + end_bytes(3),
+        held_bytes(b"") + _held(0) + end_bytes(0)[:4] + b"\3" + end_bytes(0)[5:],  # none
+    ],
+)
+def test_a_tail_is_as_it_was_written(frames: bytes) -> None:
+    """In its order, with its checksums."""
+    with pytest.raises(SessionFileError):
+        _read_tail(header_bytes(HEADER) + frames)
+
+
+def test_only_what_is_of_tokens_alone_has_a_tail(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file of another version has none; nor is memory taken for more tokens than may come."""
+    for version, layout in ((2, layout_with_states()), (3, layout_with_windows())):
+        header = FileHeader(key_of("a"), layout, WHOLE, "0", 0.0, version)
+        with pytest.raises(SessionFileError):
+            list(FileReader().feed(header_bytes(header) + _held(2)))
+    monkeypatch.setattr("kvd.session_files.file_reader.MAX_HELD_TOKENS", 4)
+    with pytest.raises(SessionFileError):
+        list(FileReader().feed(header_bytes(HEADER) + _held(5)[:16]))

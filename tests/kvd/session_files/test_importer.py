@@ -8,7 +8,7 @@ from kvd.core.records.entries import Pin
 from kvd.errors import InUseError, SessionExistsError, UnknownLayoutError
 from kvd.session_files.exporter import Exporter
 from kvd.session_files.file_format import SessionFileError
-from kvd.session_files.importer import read_file
+from kvd.session_files.import_file import read_file
 from kvd.session_files.slot_runs import SlotRuns
 from kvd.session_files.target import Target
 from shared.access.identity import TenantDeniedError

@@ -968,7 +968,7 @@ class SessionSeal(_message.Message):
     def __init__(self, master_key: _Optional[str] = ..., wrapped_key: _Optional[bytes] = ..., tag: _Optional[bytes] = ...) -> None: ...
 
 class SessionManifest(_message.Message):
-    __slots__ = ("session", "epoch", "owner", "owner_name", "written_by", "dropped", "header", "num_tokens", "chunks", "seal", "expires_after_s", "ttl_s", "pin", "retain_s", "seen_unix_s")
+    __slots__ = ("session", "epoch", "owner", "owner_name", "written_by", "dropped", "header", "num_tokens", "chunks", "seal", "expires_after_s", "ttl_s", "pin", "retain_s", "seen_unix_s", "token_ids")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     OWNER_FIELD_NUMBER: _ClassVar[int]
@@ -984,6 +984,7 @@ class SessionManifest(_message.Message):
     PIN_FIELD_NUMBER: _ClassVar[int]
     RETAIN_S_FIELD_NUMBER: _ClassVar[int]
     SEEN_UNIX_S_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     session: SessionKey
     epoch: int
     owner: str
@@ -999,7 +1000,8 @@ class SessionManifest(_message.Message):
     pin: Pin
     retain_s: float
     seen_unix_s: float
-    def __init__(self, session: _Optional[_Union[SessionKey, _Mapping]] = ..., epoch: _Optional[int] = ..., owner: _Optional[str] = ..., owner_name: _Optional[str] = ..., written_by: _Optional[str] = ..., dropped: bool = ..., header: _Optional[bytes] = ..., num_tokens: _Optional[int] = ..., chunks: _Optional[_Iterable[_Union[RemoteChunk, _Mapping]]] = ..., seal: _Optional[_Union[SessionSeal, _Mapping]] = ..., expires_after_s: _Optional[float] = ..., ttl_s: _Optional[float] = ..., pin: _Optional[_Union[Pin, str]] = ..., retain_s: _Optional[float] = ..., seen_unix_s: _Optional[float] = ...) -> None: ...
+    token_ids: RemoteChunk
+    def __init__(self, session: _Optional[_Union[SessionKey, _Mapping]] = ..., epoch: _Optional[int] = ..., owner: _Optional[str] = ..., owner_name: _Optional[str] = ..., written_by: _Optional[str] = ..., dropped: bool = ..., header: _Optional[bytes] = ..., num_tokens: _Optional[int] = ..., chunks: _Optional[_Iterable[_Union[RemoteChunk, _Mapping]]] = ..., seal: _Optional[_Union[SessionSeal, _Mapping]] = ..., expires_after_s: _Optional[float] = ..., ttl_s: _Optional[float] = ..., pin: _Optional[_Union[Pin, str]] = ..., retain_s: _Optional[float] = ..., seen_unix_s: _Optional[float] = ..., token_ids: _Optional[_Union[RemoteChunk, _Mapping]] = ...) -> None: ...
 
 class RemoteChunk(_message.Message):
     __slots__ = ("name", "sha256", "num_bytes", "end_token", "blake3")
@@ -1016,7 +1018,7 @@ class RemoteChunk(_message.Message):
     def __init__(self, name: _Optional[str] = ..., sha256: _Optional[bytes] = ..., num_bytes: _Optional[int] = ..., end_token: _Optional[int] = ..., blake3: _Optional[bytes] = ...) -> None: ...
 
 class ImportTarget(_message.Message):
-    __slots__ = ("tenant", "session_id", "replace", "new_layout", "seal", "replace_up_to", "stream")
+    __slots__ = ("tenant", "session_id", "replace", "new_layout", "seal", "replace_up_to", "stream", "grow_bytes")
     TENANT_FIELD_NUMBER: _ClassVar[int]
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     REPLACE_FIELD_NUMBER: _ClassVar[int]
@@ -1024,6 +1026,7 @@ class ImportTarget(_message.Message):
     SEAL_FIELD_NUMBER: _ClassVar[int]
     REPLACE_UP_TO_FIELD_NUMBER: _ClassVar[int]
     STREAM_FIELD_NUMBER: _ClassVar[int]
+    GROW_BYTES_FIELD_NUMBER: _ClassVar[int]
     tenant: str
     session_id: str
     replace: bool
@@ -1031,7 +1034,8 @@ class ImportTarget(_message.Message):
     seal: SessionSeal
     replace_up_to: int
     stream: bytes
-    def __init__(self, tenant: _Optional[str] = ..., session_id: _Optional[str] = ..., replace: bool = ..., new_layout: bool = ..., seal: _Optional[_Union[SessionSeal, _Mapping]] = ..., replace_up_to: _Optional[int] = ..., stream: _Optional[bytes] = ...) -> None: ...
+    grow_bytes: int
+    def __init__(self, tenant: _Optional[str] = ..., session_id: _Optional[str] = ..., replace: bool = ..., new_layout: bool = ..., seal: _Optional[_Union[SessionSeal, _Mapping]] = ..., replace_up_to: _Optional[int] = ..., stream: _Optional[bytes] = ..., grow_bytes: _Optional[int] = ...) -> None: ...
 
 class ImportSessionRequest(_message.Message):
     __slots__ = ("target", "data", "stream_bytes")

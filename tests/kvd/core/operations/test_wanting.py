@@ -2,13 +2,16 @@
 
 import pytest
 
+from kvd.core.operations.growing import Growth
 from kvd.core.operations.wanting import ANSWER_NS, ASK_AGAIN_NS, MOST_PER_S, REST_NS
 from kvd.core.records.actions import SESSION_WANTED, Emit, FetchEnded
+from shared.types.lineage import WHOLE
 from shared.types.queue_delta import QueueChange, QueuedRequest
 from shared.types.units import NS_PER_S
 from tests.kvd.core.turns import (
     ENGINE_ID,
     ONES,
+    THREES,
     TWOS,
     A,
     B,
@@ -19,8 +22,9 @@ from tests.kvd.core.turns import (
     prepare_store,
     store,
 )
+from tests.property.cache_world import to_bytes
 
-RESULTS = ("fetched", "absent", "unanswered", "late")
+RESULTS = ("fetched", "absent", "unanswered", "late", "partly")
 
 
 def wanted(world, *requests, replaces=False):
@@ -294,6 +298,116 @@ def test_a_load_waits_as_long_as_what_is_missing_is_worth():
     store(world, B, ONES)
     assert (share(B, 16, 0), share(B, 16, 7)) == (0, 0)
     assert (share(B, 16, 8), share(B, 16, 12)) == (4 / 16, 8 / 16)
+
+
+SOURCE = B._replace(session_id="import")
+TOKENS = ONES + TWOS + THREES
+
+
+class Coming:
+    """An import of session B, which a load waits for: it has what has come."""
+
+    def __init__(self, world, there=0):
+        self.world, self.growth = world, Growth(B, SOURCE, WHOLE, there)
+
+    def comes(self, num_tokens):
+        """Returns how often who waits was told."""
+        store(self.world, SOURCE, TOKENS[:num_tokens])
+        self.world.events.clear()
+        assert self.world.engine.growing.grow(self.growth, to_bytes(TOKENS))
+        self.world.pump()
+        return num_told(self.world)
+
+    def end(self, *, is_whole=False):
+        self.world.events.clear()
+        self.world.engine.growing.end(self.growth, is_whole=is_whole)
+        self.world.pump()
+        return num_told(self.world)
+
+
+@pytest.mark.parametrize("there", [0, 4])
+def test_what_grows_is_waited_for_until_the_history_is_there(there):
+    """Each step is told; the turn needs no more than its history, and does not wait for the end."""
+    world = answering_world()
+    if there:
+        store(world, B, TOKENS[:there])
+    assert is_awaited(world, B, 10)
+    answer(world, coming=True)
+    coming = Coming(world, there)
+    assert coming.comes(there + 4) == 1
+    assert (is_awaited(world, B, 10), is_awaited(world, B, 13)) == (there == 0, True)
+    assert coming.comes(12) == 1
+    assert not is_awaited(world, B, 10)
+    assert ended(world, B, 10) == "fetched"
+
+
+def test_what_grows_is_waited_for_to_its_end():
+    """Though that is less than the history: no more is there."""
+    world = answering_world()
+    assert is_awaited(world, B, 20)
+    answer(world, coming=True)
+    coming = Coming(world)
+    coming.comes(4)
+    coming.comes(8)
+    assert is_awaited(world, B, 20)
+    assert coming.end(is_whole=True) == 1
+    assert not is_awaited(world, B, 20)
+    assert ended(world, B, 20) == "fetched"
+
+
+@pytest.mark.parametrize("told_first", [True, False])
+def test_what_grows_and_ends_early_has_come_in_part(told_first):
+    """Whether kvd or whoever fetches says so first; it is not asked for again at once."""
+    world = answering_world()
+    assert is_awaited(world, B, 12)
+    answer(world, coming=True)
+    coming = Coming(world)
+    coming.comes(4)
+    assert is_awaited(world, B, 12)
+    if told_first:
+        answer(world, coming=False)
+        assert num_told(world) == 1
+    else:
+        assert coming.end() == 1
+    assert not is_awaited(world, B, 12)
+    assert ended(world, B, 12) == "partly"
+    coming.end()
+    answer(world, coming=False)
+    assert not is_awaited(world, B, 12)
+    later(world, ASK_AGAIN_NS)
+    assert is_awaited(world, B, 12)
+
+
+def test_when_time_is_up_what_has_come_has_come():
+    """The turn computes the rest, and waits no more; it may come for others all the same."""
+    world = answering_world()
+    assert is_awaited(world, B, 12)
+    answer(world, coming=True)
+    coming = Coming(world)
+    coming.comes(4)
+    assert ended(world, B, 12) == "partly"
+    assert not is_awaited(world, B, 12)
+    answer(world, coming=True)
+    assert not is_awaited(world, B, 12)
+
+
+def test_what_grows_is_not_asked_for_again():
+    """However long it takes; one that waits for more of it than the first did asks once."""
+    world = answering_world()
+    assert is_awaited(world, B, 4)
+    answer(world, coming=True)
+    coming = Coming(world)
+    coming.comes(4)
+    later(world, 2 * ASK_AGAIN_NS)
+    assert wanted(world, (1, (B, 12))) == []
+    assert not is_awaited(world, B, 4)
+    assert ended(world, B, 4) == "fetched"
+    world.events.clear()
+    for _ in range(2):
+        assert is_awaited(world, B, 12)
+    assert [e.key for e in world.events if isinstance(e, Emit) and e.name == SESSION_WANTED] == [B]
+    answer(world, coming=True)
+    assert is_awaited(world, B, 12)
 
 
 @pytest.mark.parametrize("is_coming", [True, False])

@@ -1,0 +1,122 @@
+"""Takes a session's file from its pieces: opens it, and has each frame imported (importer.py)."""
+
+from collections.abc import AsyncIterator
+
+from kvd.caches.caches import Caches
+from kvd.errors import BrokenTransferError, StalledTransferError, UnknownLayoutError
+from kvd.session_files.file_format import (
+    FileHeader,
+    HeldTokens,
+    SessionFileError,
+    StatePart,
+    WindowRows,
+)
+from kvd.session_files.file_reader import AnyFrame, FileReader
+from kvd.session_files.importer import Import
+from kvd.session_files.in_thread import finished_in_thread
+from kvd.session_files.target import Target
+from shared.access.identity import TenantDeniedError
+from shared.types.kv_layout import KVLayout
+from shared.types.session_key import SessionKey, session_key
+
+# What ends a file before its end, which is nothing that kvd has met.
+CUT_SHORT = (SessionFileError, BrokenTransferError, StalledTransferError)
+
+
+async def begin_import(caches: Caches, header: FileHeader, target: Target) -> Import:
+    """Make sure that a session may be imported, and make room for it.
+
+    Raises:
+        TenantDeniedError: not of that tenant, or not with a new layout, by this caller.
+        UnknownLayoutError: kvd has no such layout.
+        SessionExistsError: there is such a session.
+    """
+    layout = header.layout
+    key = session_key(
+        target.tenant or header.key.tenant,
+        layout.model,
+        target.session_id or header.key.session_id,
+    )
+    if target.allowed is not None and key.tenant not in target.allowed:
+        raise TenantDeniedError(
+            f"the session is tenant {key.tenant!r}'s", "name one of your own with --tenant"
+        )
+    _check_layout(caches, layout, target)
+    cache, _ = await caches.open(layout, prefault=False)
+    target.check(cache.act(lambda core: core.inspection.info(key)))
+    return Import(caches, cache, key, header.lineage, target)
+
+
+def _check_layout(caches: Caches, layout: KVLayout, target: Target) -> None:
+    fingerprints = [cache.layout.fingerprint for cache in caches]
+    if layout.fingerprint in fingerprints:
+        return
+    what = f"the file is of layout {layout.fingerprint[:12]} (model {layout.model[:12]})"
+    if not target.may_add_layout:
+        raise UnknownLayoutError(
+            f"{what}, kvd has {', '.join(name[:12] for name in fingerprints) or 'none yet'}",
+            "start the engine of that very model, dtype and positions first, or say --new-layout",
+        )
+    if target.allowed is not None:
+        raise TenantDeniedError(
+            f"{what}, which would take its memory from those that all tenants use",
+            'start its engine first, or import it as a client with tenants = ["*"]',
+        )
+
+
+async def read_file(
+    caches: Caches, target: Target, pieces: AsyncIterator[bytes | memoryview]
+) -> tuple[SessionKey, int]:
+    """Import a file from its pieces; returns the session and how many tokens of it are stored.
+
+    Each piece is good until the next one is asked for. A session that grows keeps what was good of
+    a file that is damaged or cut short.
+
+    Raises:
+        SessionFileError: it is damaged, cut short or none.
+        ReportedError: see begin_import and Import.
+    """
+    reader = FileReader()
+    current: Import | None = None
+    is_done = False
+    try:
+        async for piece in pieces:
+            for frame in await finished_in_thread(lambda data: list(reader.feed(data)), piece):
+                if current is None:
+                    current = await begin_import(caches, _header(reader), target)
+                await _take(current, frame)
+            if current is None and reader.header is not None:
+                # Now: of a layout that is refused not even one frame is kept.
+                current = await begin_import(caches, reader.header, target)
+            if current is not None:
+                await current.keep()
+        reader.close()
+        if current is None or not reader.num_tokens:
+            raise SessionFileError("the session file holds no tokens", "export another session")
+        num_tokens = await current.finish()
+        is_done = True
+    except CUT_SHORT:
+        if current is not None:
+            await current.keep_begun()
+        raise
+    finally:
+        if current is not None and not is_done:  # the caller may have gone, too
+            current.cancel()
+    return current.key, num_tokens
+
+
+async def _take(current: Import, frame: AnyFrame) -> None:
+    """Have a frame imported."""
+    if isinstance(frame, HeldTokens):
+        await current.hold(frame)
+    elif isinstance(frame, StatePart):
+        await current.add_part(frame)
+    elif isinstance(frame, WindowRows):
+        await current.add_rows(frame)
+    else:
+        await current.add(frame)
+
+
+def _header(reader: FileReader) -> FileHeader:
+    assert reader.header is not None, "a frame comes behind the header"  # noqa: S101
+    return reader.header
