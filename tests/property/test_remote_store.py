@@ -263,7 +263,7 @@ def merged(runs: list[dict[str, int]]) -> dict[str, int]:
 def test_over_a_store_that_keeps_its_word() -> None:
     """The last state that was pushed is there, whole, and has one owner."""
     seen = merged(
-        [play(seed, KEEPS_ITS_WORD, is_sound=True, num_steps=60) for seed in range(8, 48)]
+        [play(seed, KEEPS_ITS_WORD, is_sound=True, num_steps=60) for seed in range(48, 88)]
     )
     wanted = {error.__name__ for error in (FencedError, OvertakenError, StoreFailedError)}
     assert {*wanted, "CrashError", "pushed", "pulled", "swept"} <= seen.keys(), seen
