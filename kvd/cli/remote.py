@@ -191,6 +191,11 @@ def _lines(status: FollowerStatus, now_unix_s: float) -> Iterator[tuple[str, str
         "to push",
         f'{counted(status.num_unpushed, "session")}{oldest} (write: "{status.write}")',
     )
+    if status.num_evicted:
+        yield (
+            "too late",
+            f"{counted(status.num_evicted, 'session')} evicted before they were pushed",
+        )
     yield "to drop", counted(status.num_drops, "session")
     fetched = f"{counted(status.num_wanted, 'session')}, {status.num_pulling} under way"
     yield "to fetch", f"{fetched} (pull: {'on' if status.pull else 'off'})"

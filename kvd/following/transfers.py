@@ -12,7 +12,7 @@ from itertools import chain, repeat
 from typing import Protocol, TypeVar
 
 from kvd.errors import InUseError, LimitReachedError, SessionExistsError
-from kvd.following.agenda import Drop, Push
+from kvd.following.steps import Drop, Push
 from kvd.host.pacing import SharedPace
 from kvd.remote.catalog import Catalog, Pushed
 from kvd.remote.errors import FencedError, NotPushedError
