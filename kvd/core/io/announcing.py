@@ -11,8 +11,8 @@ near no more. One that goes before it was looked at (a store wanted more room th
 or it has come to be the next one just then) is announced as it goes, so that no loss is unheard of.
 
 A look passes a bounded number of sessions and there are so many a second, however much is stored.
-It counts the blocks that only a session uses, not those that go with the last of several: so it may
-look farther than eviction goes for that much room, never less far.
+It counts the blocks that only a session uses, not those that go with the last of several, and looks
+farther by one session: any one may be used before it goes, and gives no room then.
 """
 
 from collections.abc import Callable, Iterable
@@ -82,13 +82,15 @@ class Announcer:
         self._is_due = not self._num_left or bool(state.tenants.charged)
 
     def _announce(self, num_short: int, order: Order, room_of: RoomOf) -> None:
-        """Announce who goes, in this order, until so much is gained."""
+        """Announce who goes, in this order, until so much is gained without any one of them."""
+        most_gained = 0
         for key in islice(order(), MOST_AHEAD) if num_short > 0 else ():
-            if num_short <= 0 or not self._num_left:
+            if num_short + most_gained <= 0 or not self._num_left:
                 break
             session = self._state.sessions[key]
             num_gained, is_loss = room_of(session)
             num_short -= num_gained
+            most_gained = max(most_gained, num_gained)
             if is_loss:
                 self._num_left -= announce(self._state, session)
 
