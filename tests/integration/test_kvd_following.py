@@ -13,7 +13,7 @@ from shared.kvd_client.messages import key_message
 from shared.pb.kvd.v1 import kvd_pb2 as pb
 from shared.types.kv_layout import KVLayout
 from tests.following_process import Following, manifest_of, remote_settings, until_there
-from tests.kvd_polling import counters_of, sessions_of
+from tests.kvd_polling import counters_of, eventually, sessions_of
 from tests.processes import KvdProcess, run_cli, running_kvd
 from tests.synthetic_engine import (
     SyntheticEngine,
@@ -302,6 +302,40 @@ async def test_what_is_left_goes_at_the_end(tmp_path: Path, write: str) -> None:
         there = manifest_of(store, "s") if store.exists() else None
         assert (there is not None) is (write == "drain")
         one.following.start()
+
+
+async def test_what_is_evicted_is_there_before(tmp_path: Path) -> None:
+    """With "evicted" that, and no more until the end; what was evicted comes back as it was."""
+    store, names = tmp_path / "store", [f"s{number}" for number in range(10)]
+    conversations = {
+        name: list(range(2000 * number, 2000 * number + 1050)) for number, name in enumerate(names)
+    }
+    sizes = ("--dram", "1MB", "--ssd", "4MB")
+    async with server(tmp_path / "1", store, sizes, write="evicted") as one:
+        await one.following.until_said("kvd_followed")
+        for number, name in enumerate(names):
+            await one.engine.store(key_of(name), conversations[name])
+            if number >= 4:  # four fit, and the headroom
+                await eventually(lambda: is_headroom_there(one, store), wanted=True)
+        infos = {info.session.session_id: info for info in await sessions_of(one.kvd)}
+        safe = [n for n in names if n not in infos or infos[n].lost or infos[n].near_eviction]
+        assert {name for name in names if manifest_of(store, name)} == set(safe)
+        assert {manifest_of(store, name).num_tokens for name in safe} == {1050}
+        assert safe == names[: len(safe)] != names
+        assert "s0" not in infos
+        one.engine.queue.waits((0, 0.0, 1), key_of("s0"), 1050)
+        await one.following.until_said("session_pulled")
+        assert (await one.engine.load(key_of("s0"), conversations["s0"])).num_tokens == 1050
+        assert await one.following.end(15) == 0
+        assert all(manifest_of(store, name).num_tokens == 1050 for name in names)
+        one.following.start()
+
+
+async def is_headroom_there(one: Server, store: Path) -> bool:
+    """Whether what is near eviction is in the store, and so much that a session may come."""
+    near = [info for info in await sessions_of(one.kvd) if info.near_eviction]
+    is_enough = sum(info.num_blocks for info in near) > 66
+    return is_enough and all(manifest_of(store, info.session.session_id) for info in near)
 
 
 async def test_what_is_left_goes_at_the_end_of_one_that_has_lost_kvd(tmp_path: Path) -> None:
