@@ -150,6 +150,7 @@ class CacheEngine:
         self._verifier.issue()
         self.compactions.look()
         self.wanting.end_due()
+        self._announcer.look()
 
     def next_deadline_ns(self) -> int | None:
         """When to call `expire`; may be in the past (at once). None: not before another call."""
@@ -183,7 +184,7 @@ class CacheEngine:
         state.tails.pack_idle()
         entries = self.index_line.take(max_index_bytes)
         self.writes.resume()  # they may have waited for an index that was far behind
-        self._announcer.look()
+        self._announcer.consider()
         return [*entries, *state.outbox.drain()]
 
     # ------------------------------------------------------------------------------- begin and end

@@ -56,17 +56,23 @@ class Announcer:
         self._state = state
         self._look_at_ns = 0
         self._is_due = False
+        self._seen: tuple[int, ...] = ()  # how things were at the last look
         self._num_left = 0  # that this look may announce
 
     def next_deadline_ns(self) -> int | None:
         """Return when to call `look`; None: not before something happens."""
         return self._look_at_ns if self._is_due else None
 
+    def consider(self) -> None:
+        """Have sessions looked at in time if anything is other than it was at the last look."""
+        self._is_due = self._state.limits.announces_evictions and (
+            self._is_due or self._seen != self._now()
+        )
+
     def look(self) -> None:
-        """Announce some of the sessions that are near eviction, unless it is too early to look."""
+        """Announce some of the sessions that are near eviction, if it is time to look."""
         state = self._state
-        self._is_due = state.limits.announces_evictions and state.now_ns < self._look_at_ns
-        if self._is_due or not state.limits.announces_evictions:
+        if not self._is_due or state.now_ns < self._look_at_ns:
             return
         self._look_at_ns = state.now_ns + LOOK_NS
         self._num_left = MOST_A_LOOK
@@ -80,6 +86,16 @@ class Announcer:
             if self._num_left:
                 del state.tenants.charged[tenant]
         self._is_due = not self._num_left or bool(state.tenants.charged)
+        self._seen = self._now()
+
+    def _now(self) -> tuple[int, ...]:
+        """Sum up what room there is, and whether sessions were used."""
+        state, counters = self._state, self._state.outbox.counters
+        return (
+            *(state.slots.num_free, state.extents.num_free, len(state.sessions)),
+            *(len(state.under_way.drops), len(state.unwritten), len(state.tenants.charged)),
+            *(counters["stores"], counters["load_hits"]),
+        )
 
     def _announce(self, num_short: int, order: Order, room_of: RoomOf) -> None:
         """Announce who goes, in this order, until so much is gained without any one of them."""

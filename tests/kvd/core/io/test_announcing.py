@@ -28,6 +28,7 @@ from tests.kvd.core.turns import (
 from tests.property.cache_world import LAYOUT, CacheWorld
 
 KEYS = [A._replace(session_id=f"s{number}") for number in range(64)]
+QUOTA = {"tenant_limits": lambda _: TenantLimits(quota_bytes=16 * LAYOUT.block_bytes)}
 
 
 def announcing_world(num_slots=4, num_extents=16, **limits) -> CacheWorld:
@@ -61,7 +62,7 @@ def news(world: CacheWorld) -> list:
         (4, 16, {}),
         (16, 0, {}),
         (64, 64, {"max_sessions": 16}),
-        (64, 64, {"tenant_limits": lambda _: TenantLimits(quota_bytes=16 * LAYOUT.block_bytes)}),
+        (64, 64, QUOTA),
     ],
     ids=["ssd", "dram", "sessions", "quota"],
 )
@@ -186,15 +187,29 @@ def test_what_goes_unannounced_is_announced_as_it_goes():
         assert told.index((SESSION_NEAR_EVICTION, key)) < told.index((SESSION_DROPPED, key))
 
 
-@pytest.mark.parametrize("num_extents", [0, 16])
-def test_who_runs_is_not_near_eviction(num_extents):
+@pytest.mark.parametrize(
+    ("num_slots", "num_extents", "limits"),
+    [(16, 0, {}), (4, 16, {}), (64, 64, {"max_sessions": 16}), (64, 64, QUOTA)],
+    ids=["dram", "ssd", "sessions", "quota"],
+)
+def test_who_runs_is_not_near_eviction(num_slots, num_extents, limits):
     """In DRAM it is the first: its engine has it, and it goes when nothing else is left."""
-    world = announcing_world(4 if num_extents else 16, num_extents, policy="lookahead_queue")
+    world = announcing_world(num_slots, num_extents, policy="lookahead_queue", **limits)
     fill(world, 15)
     running = QueueChange(running=[RunningRequest(1, KEYS[0])])
     world.engine.engines.change_queue(ENGINE_ID, running)
     fill(world, 1, first=15)
     assert announced(world) == KEYS[1:3]
+
+
+def test_a_quota_that_has_ended_bounds_nobody():
+    """What was charged before that is looked at in vain."""
+    world = announcing_world(64, 64, **QUOTA)
+    fill(world, 20)
+    world.events.clear()
+    world.engine.set_limits(new_world(64, 64, announces_evictions=True).limits)
+    assert announced(world) == []
+    assert not world.engine._state.tenants.charged
 
 
 def test_what_only_dram_has_is_announced_when_it_nears_its_end_there():
