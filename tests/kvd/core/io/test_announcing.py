@@ -10,6 +10,7 @@ from kvd.core.records.actions import SESSION_DROPPED, SESSION_NEAR_EVICTION, Emi
 from kvd.core.records.entries import Pin
 from kvd.core.state.limits import TenantLimits
 from shared.types.queue_delta import QueueChange, RunningRequest
+from tests.kvd.core.operations.sparse_worlds import discard
 from tests.kvd.core.turns import (
     ENGINE_ID,
     ONES,
@@ -150,6 +151,16 @@ def test_what_several_share_goes_with_the_last():
     store(world, C, TWOS)
     fill(world, 13)
     assert announced(world) == [A, B, C, KEYS[0]]
+
+
+def test_a_block_of_several_spans_is_the_room_of_one():
+    """Discards have left two spans on it; DRAM has the only copy."""
+    world = announcing_world(32, 0)
+    for key, tokens in ((A, [1, 2, 3, 4]), (B, [5, 6, 7, 8])):
+        store(world, key, tokens)
+        assert discard(world, key, tokens, [(1, 2)]) == 3
+    fill(world, 30)
+    assert announced(world) == [A, B, KEYS[0]]
 
 
 def test_a_look_announces_so_many(monkeypatch):
