@@ -93,7 +93,8 @@ class Announcer:
         state, counters = self._state, self._state.outbox.counters
         return (
             *(state.slots.num_free, state.extents.num_free, len(state.sessions)),
-            *(len(state.under_way.drops), len(state.unwritten), len(state.tenants.charged)),
+            *(len(state.under_way.drops), len(state.unwritten), state.blocks.num_unhashed),
+            len(state.tenants.charged),
             *(counters["stores"], counters["load_hits"]),
         )
 
@@ -119,8 +120,9 @@ class Announcer:
             num_own, on_ssd = self._count(session, lambda block: block.extent is not None)
             return num_own + session.num_packed, on_ssd or session.num_packed > 0
 
-        num_free = state.extents.num_free + len(state.under_way.drops) - len(state.unwritten)
-        num_short = _headroom(len(state.extents)) - num_free
+        num_free = state.extents.num_free + len(state.under_way.drops)
+        num_wanted = len(state.unwritten) + state.blocks.num_unhashed
+        num_short = _headroom(len(state.extents)) + num_wanted - num_free
         self._announce(num_short, partial(self._victims, Tier.SSD), room_of)
 
     def _look_at_dram(self) -> None:
