@@ -148,7 +148,7 @@ class RemoteSettings(Section):
     """The store that sessions are pushed to and pulled from; what `kvd remote follow` goes by."""
 
     url: Annotated[str, StringConstraints(pattern=r"^$|^(s3|gs|az|file|mooncake)://[^@?#]+$")] = ""
-    write: Literal["none", "drain", "all"] = "none"
+    write: Literal["none", "drain", "evicted", "all"] = "none"
     quiet: Duration = Field(default=10.0, ge=0)
     pull: bool = False
     wait: Duration = Field(default=30.0, ge=0, le=60)  # kvd/rpc/service.py: MAX_WAIT_S

@@ -139,6 +139,7 @@ class CacheBuilder:
             compact_rest_ns=int(settings.compaction.rest * NS_PER_S),
             tenant_limits=self._tenant_limits,
             wants_sessions=settings.remote.pull,
+            announces_evictions=settings.remote.write == "evicted",
         )
 
     def _tenant_limits(self, tenant: str) -> TenantLimits:

@@ -143,8 +143,9 @@ def remote_follow(
 ) -> None:
     """Move the sessions of a running kvd by themselves, as its settings of [remote] say.
 
-    It pushes those that were stored, drops from the store what is flushed or ended here, and
-    fetches what turns wait for and kvd does not have; until SIGTERM, when it pushes what is left.
+    It pushes those that were stored, or are near eviction, drops from the store what is flushed or
+    ended here, and fetches what turns wait for and kvd does not have; until SIGTERM, when it pushes
+    what is left.
     kvd never waits for it, nor for the store. A reload of kvd's settings is followed.
     """
     from kvd.following.process import follow
@@ -191,6 +192,11 @@ def _lines(status: FollowerStatus, now_unix_s: float) -> Iterator[tuple[str, str
         "to push",
         f'{counted(status.num_unpushed, "session")}{oldest} (write: "{status.write}")',
     )
+    if status.num_evicted:
+        yield (
+            "too late",
+            f"{counted(status.num_evicted, 'session')} evicted before they were pushed",
+        )
     yield "to drop", counted(status.num_drops, "session")
     fetched = f"{counted(status.num_wanted, 'session')}, {status.num_pulling} under way"
     yield "to fetch", f"{fetched} (pull: {'on' if status.pull else 'off'})"

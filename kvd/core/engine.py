@@ -32,6 +32,7 @@ from collections.abc import Callable, Sequence
 from kvd.core.eviction.policies import LruPolicy
 from kvd.core.eviction.policy import PolicyMaker
 from kvd.core.inspection.descriptions import Inspector
+from kvd.core.io.announcing import Announcer
 from kvd.core.io.placement import Placement
 from kvd.core.io.prefetching import Prefetcher
 from kvd.core.io.reading import Reader
@@ -109,6 +110,7 @@ class CacheEngine:
         self.loads = Loader(state, reader, writer, verifier, compactor.consider)
         publisher = Publisher(state, placement, hasher)
         self.stores = Storer(state, placement, writer, publisher, compactor.consider)
+        self._announcer = Announcer(state)
         self.inspection = Inspector(state)
         self.sessions = Sessions(state, self.inspection, compactor.consider, prefetcher.reschedule)
         self.retention = Retainer(state, publisher.adopt, writer.take)
@@ -152,6 +154,7 @@ class CacheEngine:
         self._verifier.issue()
         self.compactions.look()
         self.wanting.end_due()
+        self._announcer.look()
 
     def next_deadline_ns(self) -> int | None:
         """When to call `expire`; may be in the past (at once). None: not before another call."""
@@ -165,6 +168,7 @@ class CacheEngine:
             self._prefetcher.next_deadline_ns(),
             self.compactions.resting.next_deadline_ns(),
             self.wanting.next_deadline_ns(),
+            self._announcer.next_deadline_ns(),
         ):
             if deadline_ns is not None and (earliest_ns is None or deadline_ns < earliest_ns):
                 earliest_ns = deadline_ns
@@ -184,6 +188,7 @@ class CacheEngine:
         state.tails.pack_idle()
         entries = self.index_line.take(max_index_bytes)
         self.writes.resume()  # they may have waited for an index that was far behind
+        self._announcer.consider()
         return [*entries, *state.outbox.drain()]
 
     # ------------------------------------------------------------------------------- begin and end

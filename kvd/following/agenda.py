@@ -1,12 +1,15 @@
 """The agenda: which session is pushed, or dropped from the store, next; and when. Pure.
 
     stored ─► unpushed ─ quiet for a while ─► next: Push ─► pushed, or back among the unpushed
+    near eviction ─► unpushed ─ at once ─► the same
     deleted ─► next: Drop ─► dropped
 
-Sessions that were stored are pushed once they have been left alone, most valuable first. What is
-dropped deliberately, flushed or ended, goes from the store, too, and before all else; what is
-evicted or expires does not. A listing of all sessions makes good what was not heard of: whatever is
-not known to be in the store is looked at there, by a push that sends nothing if nothing is missing.
+Sessions that were stored are pushed once they have been left alone, most valuable first; or only
+those that kvd says are near eviction, at once and in that order, unless they are stored again
+before: then kvd says so again when they are near it again. At the end all are. What is dropped
+deliberately, flushed or ended, goes from the store, too, and before all else; what is evicted or
+expires does not. A listing of all sessions makes good what was not heard of: whatever is not known
+to be in the store is looked at there, by a push that sends nothing if nothing is missing.
 
 A session that another server owns in the store is *fenced*. It is pushed again only if it goes on
 here, stored anew, also before that was known, with more tokens than there: then it is taken over.
@@ -21,79 +24,15 @@ from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush, nsmallest
 from typing import Literal
 
+from kvd.following.steps import Drop, Push, Step, Terms, Unpushed, found, terms_of
 from kvd.remote.pushing import rank_of
 from shared.pb.kvd.v1 import kvd_pb2 as pb
 from shared.types.session_key import SessionKey
 
-Writes = Literal["none", "drain", "all"]
+Writes = Literal["none", "drain", "evicted", "all"]
 MOST_QUIETS = 10  # a session that is never left alone is pushed after so many times that
 BATCH = 64  # sessions that are chosen together
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 30.0, 3600.0  # after a session's push failed
-
-
-@dataclass(frozen=True)
-class Push:
-    """A session is to be pushed.
-
-    Attributes:
-        takes: even if another server owns it there: it goes on here.
-    """
-
-    key: SessionKey
-    takes: bool = False
-
-
-@dataclass(frozen=True)
-class Drop:
-    """A session is to be dropped from the store.
-
-    Attributes:
-        unix_s: when it was dropped here: what the store has of a later time is another life of it.
-        of_others: even if another server owns it there.
-    """
-
-    key: SessionKey
-    unix_s: float
-    of_others: bool
-
-
-Step = Push | Drop
-
-
-@dataclass(frozen=True)
-class Terms:
-    """What a session is, and for how long it is kept."""
-
-    num_tokens: int
-    ttl_s: float
-    pin: int
-    retain_s: float
-
-
-def terms_of(info: pb.SessionInfo) -> Terms:
-    """Return a session's terms."""
-    return Terms(info.num_tokens, info.ttl_s, info.pin, info.retain_s)
-
-
-@dataclass(slots=True)
-class _Unpushed:
-    """A session that may be missing in the store.
-
-    Attributes:
-        first_s: when it was first stored since it was pushed.
-        last_s: when it was stored last.
-        is_new: whether that was heard of; else it was found in a listing.
-    """
-
-    first_s: float
-    last_s: float
-    num_tokens: int
-    is_new: bool
-    is_over: bool = False
-    is_dirty: bool = True
-    is_pinned: bool = False
-    num_failures: int = 0
-    not_before_s: float = 0.0
 
 
 @dataclass
@@ -101,20 +40,23 @@ class Agenda:
     """See the module docstring. All instants are of one clock, in seconds, unless they say unix.
 
     Attributes:
-        writes: what is pushed: nothing, everything at the end, or everything.
+        writes: what is pushed before the end: nothing, what is near eviction, or everything; at the
+            end everything, or nothing.
         quiet_s: how long a session is left alone before.
+        num_evicted: sessions that were evicted, or a part of them was, before they were pushed.
     """
 
     writes: Writes = "none"
     quiet_s: float = 0.0
-    _unpushed: dict[SessionKey, _Unpushed] = field(default_factory=dict)
+    num_evicted: int = 0
+    _unpushed: dict[SessionKey, Unpushed] = field(default_factory=dict)
     _drops: dict[SessionKey, Drop] = field(default_factory=dict)
     _there: dict[SessionKey, tuple[Terms, float]] = field(default_factory=dict)
     _fenced: dict[SessionKey, int] = field(default_factory=dict)  # tokens that the owner has
     _due: list[tuple[float, SessionKey]] = field(default_factory=list)  # a heap; may be outdated
     _ready: dict[SessionKey, None] = field(default_factory=dict)
     _batch: deque[SessionKey] = field(default_factory=deque)
-    _under_way: tuple[Step, _Unpushed | None] | None = None
+    _under_way: tuple[Step, Unpushed | None] | None = None
     _is_draining: bool = False
 
     # ------------------------------------------------------------------------------ what is known
@@ -148,7 +90,7 @@ class Agenda:
         return min(found, default=None)
 
     @property
-    def _pushing(self) -> _Unpushed | None:
+    def _pushing(self) -> Unpushed | None:
         return self._under_way[1] if self._under_way else None
 
     # ------------------------------------------------------------------------------- what happens
@@ -163,10 +105,11 @@ class Agenda:
         """
         self.lives(key)
         if not self._follows:
+            self._unpushed.pop(key, None)  # kvd says so if it is near eviction again
             return
         one = self._unpushed.get(key)
         if one is None:
-            self._put(key, _Unpushed(now_s, now_s, num_tokens or 0, is_new=True))
+            self._put(key, Unpushed(now_s, now_s, num_tokens or 0, is_new=True))
             return
         if not one.is_new:
             one.first_s, one.is_new = now_s, True
@@ -178,19 +121,30 @@ class Agenda:
         """Take that a session was stored again after it was dropped."""
         self._drops.pop(key, None)
 
-    def cut(self, key: SessionKey, num_tokens: int) -> None:
-        """Take that a session has lost its end."""
-        if key in self._unpushed:
-            self._unpushed[key].num_tokens = num_tokens
+    def near_eviction(
+        self, key: SessionKey, now_s: float, num_tokens: int, *, is_over: bool
+    ) -> None:
+        """Take that kvd evicts a session next; `is_over`: another one goes on in its place."""
+        if self.writes == "evicted" and key not in self._unpushed:
+            self._put(key, Unpushed(now_s, now_s, num_tokens, is_new=True, is_over=is_over))
+
+    def cut(self, key: SessionKey, num_tokens: int, *, evicted: bool = False) -> None:
+        """Take that a session has lost its end, perhaps to eviction."""
+        one = self._unpushed.get(key)
+        if one is not None:
+            one.num_tokens = num_tokens
+            self._count(one, evicted=evicted)
 
     def superseded(self, key: SessionKey) -> None:
         """Take that another session goes on in a session's place: it can wait."""
         if key in self._unpushed:
             self._unpushed[key].is_over = True
 
-    def gone(self, key: SessionKey) -> None:
+    def gone(self, key: SessionKey, *, evicted: bool = False) -> None:
         """Take that a session was evicted, or has expired: there is nothing left to push."""
-        self._unpushed.pop(key, None)
+        one = self._unpushed.pop(key, None)
+        if one is not None:
+            self._count(one, evicted=evicted)
         self._there.pop(key, None)
         self._fenced.pop(key, None)
 
@@ -222,19 +176,8 @@ class Agenda:
             elif info.ended:
                 self.deleted(key, unix_s, of_others=True)
                 self._there[key] = (terms, now_s)
-            elif self._follows and key not in self._unpushed:
-                self._put(
-                    key,
-                    _Unpushed(
-                        used_s,
-                        used_s,
-                        info.num_tokens,
-                        is_new=False,
-                        is_over=info.superseded,
-                        is_dirty=bool(info.dirty_bytes),
-                        is_pinned=info.pin != pb.PIN_NONE,
-                    ),
-                )
+            elif self._is_pushed(info) and key not in self._unpushed:
+                self._put(key, found(info, used_s))
 
     def drain(self) -> None:
         """Hold nothing back from now on: the end is near."""
@@ -243,9 +186,10 @@ class Agenda:
         self._due.clear()
 
     def follow(self, writes: Writes, quiet_s: float) -> None:
-        """Go by other settings."""
+        """Go by other settings; a listing is to follow."""
+        has_changed = writes != self.writes
         self.writes, self.quiet_s = writes, quiet_s
-        if not self._follows:
+        if has_changed and not self._follows:
             self._unpushed.clear()
             self._ready.clear()
         self._due = [(self._due_s(one), key) for key, one in self._unpushed.items()]
@@ -327,14 +271,24 @@ class Agenda:
 
     @property
     def _follows(self) -> bool:
-        return self.writes == "all" or (self.writes == "drain" and self._is_draining)
+        """Whether everything is pushed."""
+        return self.writes == "all" or (self._is_draining and self.writes != "none")
 
-    def _ended(self) -> tuple[Step, _Unpushed | None]:
+    def _is_pushed(self, info: pb.SessionInfo) -> bool:
+        return self._follows or (self.writes == "evicted" and info.near_eviction)
+
+    def _count(self, one: Unpushed, *, evicted: bool) -> None:
+        """Count a session that is evicted too early, once; one that is over is no loss."""
+        if evicted and one.is_new and not one.is_over and not one.is_late:
+            one.is_late = True
+            self.num_evicted += 1
+
+    def _ended(self) -> tuple[Step, Unpushed | None]:
         assert self._under_way is not None, "nothing is under way"  # noqa: S101
         ended, self._under_way = self._under_way, None
         return ended
 
-    def _put_back(self, step: Step, one: _Unpushed | None) -> None:
+    def _put_back(self, step: Step, one: Unpushed | None) -> None:
         newer = self._unpushed.get(step.key)
         if one is None:
             if isinstance(step, Drop) and newer is None:
@@ -346,21 +300,21 @@ class Agenda:
         else:
             newer.first_s = min(newer.first_s, one.first_s) if one.is_new else newer.first_s
 
-    def _put(self, key: SessionKey, one: _Unpushed) -> None:
+    def _put(self, key: SessionKey, one: Unpushed) -> None:
         self._unpushed[key] = one
         if self._is_draining and not one.not_before_s:
             self._ready[key] = None
         else:
             heappush(self._due, (self._due_s(one), key))
 
-    def _due_s(self, one: _Unpushed) -> float:
-        if self._is_draining:
+    def _due_s(self, one: Unpushed) -> float:
+        if self._is_draining or self.writes == "evicted":
             return one.not_before_s
         quiet_s = min(one.last_s + self.quiet_s, one.first_s + MOST_QUIETS * self.quiet_s)
         return max(one.not_before_s, quiet_s)
 
     def _pick(self, now_s: float) -> SessionKey | None:
-        """Take the most valuable session that is due."""
+        """Take the session that is to be pushed first, of those that are due."""
         while self._due and self._due[0][0] <= now_s:
             self._ready[heappop(self._due)[1]] = None
         while True:
@@ -377,10 +331,12 @@ class Agenda:
             heappush(self._due, (self._due_s(one), key))  # it was stored again meanwhile
 
     def _choose(self, now_s: float) -> None:
-        """Take the most valuable of those that are ready."""
+        """Take the first of those that are ready."""
 
         def rank(key: SessionKey) -> tuple[bool, bool, bool, float]:
             one = self._unpushed[key]
+            if not self._follows:  # who is near eviction, in this order
+                return one.is_over, False, False, one.first_s
             return rank_of(
                 is_over=one.is_over,
                 is_dirty=one.is_dirty,

@@ -55,6 +55,11 @@ METRICS = MetricTable(
             ("kind",),
         ),
         Metric(
+            "kvd_remote_evicted_unpushed_total",
+            "counter",
+            "Sessions that were evicted here, or a part of them was, before they were pushed",
+        ),
+        Metric(
             "kvd_remote_unpushed_sessions",
             "gauge",
             "Sessions that are to be pushed, or to be looked at in the store",
@@ -62,7 +67,8 @@ METRICS = MetricTable(
         Metric(
             "kvd_remote_oldest_unpushed_seconds",
             "gauge",
-            "For how long the oldest session has been stored here and not there",
+            "For how long the oldest session has been stored here and not there; of those that are "
+            "near eviction, where only these are pushed: for how long it has been near it",
         ),
         Metric("kvd_remote_undropped_sessions", "gauge", "Sessions that are to be dropped there"),
         Metric("kvd_remote_wanted_sessions", "gauge", "Sessions that wait to be pulled"),
@@ -108,12 +114,18 @@ class Figures:
 
 @dataclass(frozen=True)
 class Waiting:
-    """What is left to do at a moment; `oldest_s`: for how long the oldest has waited, or 0."""
+    """What is left to do at a moment, and what was left undone.
+
+    Attributes:
+        oldest_s: for how long the oldest session has waited to be pushed, or 0.
+        num_evicted: sessions that were evicted meanwhile, since the start.
+    """
 
     num_unpushed: int
     oldest_s: float
     num_drops: int
     num_wanted: int
+    num_evicted: int = 0
 
 
 def status_of(figures: Figures, waiting: Waiting) -> str:
@@ -147,6 +159,7 @@ def follower_status(
         num_drops=waiting.num_drops,
         num_wanted=waiting.num_wanted,
         num_pulling=figures.pulling,
+        num_evicted=waiting.num_evicted,
         pushes=_by_label(figures.pushes),
         pulls=_by_label(figures.pulls),
         drops=_by_label(figures.drops),
@@ -174,6 +187,7 @@ def _fill(figures: Figures, waiting: Callable[[], Waiting], scrape: Scrape) -> N
         scrape.put("kvd_remote_bytes_total", num_bytes, direction)
     scrape.put_tally("kvd_remote_requests_total", figures.requests)
     left = waiting()
+    scrape.put("kvd_remote_evicted_unpushed_total", left.num_evicted)
     scrape.put("kvd_remote_unpushed_sessions", left.num_unpushed)
     scrape.put("kvd_remote_oldest_unpushed_seconds", left.oldest_s)
     scrape.put("kvd_remote_undropped_sessions", left.num_drops)

@@ -97,7 +97,9 @@ class Follower:
         """Return what is left to do."""
         agenda, oldest_s = self._agenda, self._agenda.oldest_s()
         age_s = 0.0 if oldest_s is None else max(0.0, time.monotonic() - oldest_s)
-        return Waiting(agenda.num_unpushed, age_s, agenda.num_drops, len(self._wanted))
+        return Waiting(
+            agenda.num_unpushed, age_s, agenda.num_drops, len(self._wanted), agenda.num_evicted
+        )
 
     async def run(self, stop: asyncio.Event) -> None:
         """Follow kvd until `stop` is set, then push what is left as the settings say.

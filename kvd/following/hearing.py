@@ -13,7 +13,7 @@ EVENTS = (
     *(actions.SESSION_STORED, actions.SESSION_CUT, actions.SESSION_DISCARDED),
     *(actions.SESSION_GRAFTED, actions.SESSION_DROPPED, actions.SESSION_EXPIRED),
     *(actions.SESSION_FLUSHED, actions.SESSION_ENDED, actions.SESSION_SUPERSEDED),
-    actions.SESSION_WANTED,
+    *(actions.SESSION_WANTED, actions.SESSION_NEAR_EVICTION),
 )
 DELIBERATE = frozenset({FLUSH, ERASED})  # why sessions are flushed that are to go everywhere
 
@@ -24,15 +24,19 @@ def hear(event: pb.Event, agenda: Agenda, wanted: Wanted, now_s: float) -> None:
     num_tokens = None if told is None else int(told)
     if is_unfinished(key.session_id):
         return
+    evicted = event.fields.get("why") == actions.EVICTED
     match event.name:
         case actions.SESSION_STORED:
             agenda.stored(key, now_s, num_tokens)
         case actions.SESSION_DISCARDED | actions.SESSION_GRAFTED:
             agenda.stored(key, now_s)
         case actions.SESSION_CUT:
-            agenda.cut(key, num_tokens or 0)
+            agenda.cut(key, num_tokens or 0, evicted=evicted)
         case actions.SESSION_DROPPED | actions.SESSION_EXPIRED:
-            agenda.gone(key)
+            agenda.gone(key, evicted=evicted)
+        case actions.SESSION_NEAR_EVICTION:
+            is_over = event.fields.get("superseded") == "1"
+            agenda.near_eviction(key, now_s, num_tokens or 0, is_over=is_over)
         case actions.SESSION_SUPERSEDED:
             agenda.superseded(key)
         case actions.SESSION_WANTED:

@@ -43,12 +43,14 @@ class FollowerStatus:
         pid: of its process.
         started_unix_s, unix_s: when it began, and when it said this.
         url: of the store; "": none.
-        write: what it pushes: none, drain, all.
+        write: what it pushes: none, drain, evicted, all.
         pull: whether it fetches what turns want.
         kvd_up: whether it follows kvd.
         store_up: whether the store's last call succeeded; None: none was made.
         num_unpushed, oldest_s: sessions to push, and for how long the oldest has been one.
         num_drops, num_wanted, num_pulling: sessions to drop, to fetch, and being fetched.
+        num_evicted: sessions that were evicted, or a part of them was, before they were pushed;
+            since it began.
         pushes, pulls, drops: since it began, by what became of them.
         num_bytes: of sessions, by direction.
         requests: of the store, by kind.
@@ -68,6 +70,7 @@ class FollowerStatus:
     num_drops: int
     num_wanted: int
     num_pulling: int
+    num_evicted: int = 0
     pushes: Mapping[str, int] = field(default_factory=dict)
     pulls: Mapping[str, int] = field(default_factory=dict)
     drops: Mapping[str, int] = field(default_factory=dict)

@@ -13,7 +13,7 @@ from typing import Protocol, TypeVar
 
 from kvd.core.records.errors import SessionChangedError
 from kvd.errors import InUseError, LimitReachedError, SessionExistsError
-from kvd.following.agenda import Drop, Push
+from kvd.following.steps import Drop, Push
 from kvd.host.pacing import SharedPace
 from kvd.remote.catalog import Catalog, Pushed
 from kvd.remote.errors import FencedError, NotPushedError

@@ -17,8 +17,9 @@ from typing import ParamSpec, TypeVar
 
 from kvd.config import RemoteSettings
 from kvd.errors import NotRunningError
-from kvd.following.agenda import Agenda, Drop, Step
+from kvd.following.agenda import Agenda
 from kvd.following.figures import Figures
+from kvd.following.steps import Drop, Step
 from kvd.following.transfers import Kvd, StoppedError, Transfers
 from kvd.following.wanted import Wanted
 from kvd.remote.errors import FencedError

@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 from shared.types.units import NS_PER_S
 
-RemoteWrite = Literal["all", "drain"]
+RemoteWrite = Literal["all", "evicted", "drain"]
 _S_PER_D = 86_400.0
 
 
@@ -21,8 +21,8 @@ class FleetOptions:
         routing: a name of `kvd.plan.routing.ROUTINGS`.
         remote_bytes_per_s: of one server to the remote store, and the same from it; 0: there is
             none.
-        remote_write: what is stored there: every session after its turns, or what a server holds
-            that drains.
+        remote_write: what is stored there: every session after its turns, what a server evicts, or
+            neither; and what a server holds that drains.
         remote_wait: turns wait for what is fetched where that pays, as kvd does it; False, as it
             does with remote.wait = "0s": what is not there when they start is computed.
         quiet_s: how long a session is left alone before it is stored there.

@@ -1,9 +1,10 @@
 """Sessions on their way between servers, by a store that all of them reach. Pure.
 
-A server stores a session there once it has been left alone for a while after its turn, or when the
-server drains: only what the store does not have of it. As a turn arrives of whose session a server
-has nothing, it asks the store, and fetches what is there; both ways one session after another. What
-the store has stays for the session's TTL, and whoever fetches it leaves it there.
+A server stores a session there once it has been left alone for a while after its turn, as it is
+evicted, or when the server drains: only what the store does not have of it. As a turn arrives of
+whose session a server has nothing, it asks the store, and fetches what is there; both ways one
+session after another. What the store has stays for the session's TTL, and whoever fetches it leaves
+it there.
 """
 
 from collections import deque
@@ -15,6 +16,7 @@ from kvd.plan.channel import Channel, Transfer
 from kvd.plan.hardware import Costs
 from kvd.plan.kept import NOTHING, Kept
 from kvd.plan.outcome import Totals
+from shared.types.session_key import SessionKey
 from shared.types.units import NS_PER_S, ceil_div
 
 CHUNK_BYTES = 8 << 20  # of an object, as kvd.remote has them
@@ -70,6 +72,7 @@ class Mover:
 
     Args:
         quiet_s: how long a session is left alone before it is stored; None: until a drain.
+        takes_evicted: whether what is evicted is stored, too: kvd says so in time.
         waits: whether turns wait for what is fetched.
 
     Attributes:
@@ -83,9 +86,11 @@ class Mover:
         bytes_per_s: float,
         quiet_s: float | None,
         *,
+        takes_evicted: bool = False,
         waits: bool = True,
     ) -> None:
         self.is_draining = False
+        self._takes_evicted = takes_evicted
         self._store = store
         self._costs = costs
         self._waits = waits
@@ -141,6 +146,11 @@ class Mover:
             if session in self._kept and self._kept[session].number == number:
                 return session
         return None
+
+    def evicted(self, key: SessionKey, now_ns: int) -> None:
+        """Hear that a session goes from all tiers to make room."""
+        if self._takes_evicted:
+            self.push(int(key.session_id), now_ns)
 
     def push(self, session: int, now_ns: int) -> None:
         """Send what the store does not have of a session."""

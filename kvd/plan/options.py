@@ -112,7 +112,8 @@ class ServerArguments:
         str, option(_SERVERS, "Of each server to and from the remote store, e.g. 3GB/s.")
     ] = ""
     remote_write: Annotated[
-        RemoteWrite, option(_SERVERS, "Stored there: all, or what a server holds that drains.")
+        RemoteWrite,
+        option(_SERVERS, "Stored there: all, what is evicted, or what a server holds that drains."),
     ] = "all"
     remote_wait: Annotated[
         bool,

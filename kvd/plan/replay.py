@@ -274,6 +274,7 @@ class Replay:
                 self._costs,
                 fleet.remote_bytes_per_s,
                 quiet_s,
+                takes_evicted=fleet.remote_write == "evicted",
                 waits=fleet.remote_wait,
             )
         return Server(

@@ -78,6 +78,7 @@ class Server:
             charge=costs.charge,
             are_exclusive=options.tiers == "exclusive",
             watermark=options.watermark,
+            on_evict=mover.evicted if mover else None,
         )
         self._gpu = Gpu()
         self._channel = Channel(hardware.ssd_bytes_per_s)
@@ -369,7 +370,6 @@ class Server:
         self._placement.policy.on_access(key, self._now_ns)
         self._placement.observe_size(self._costs.charge(num_bytes))
         self._placement.policy.on_resize(key, kept.num_tokens)
-        self._tiers.store(key, num_bytes, self._costs.kept_bytes(clean), self._now_ns)
         expires_ns = None
         if self._options.ttl_s is not None:
             expires_ns = self._now_ns + round(self._options.ttl_s * NS_PER_S)
@@ -378,6 +378,7 @@ class Server:
         if self._mover is not None:
             stored = Stored(kept, request.number, expires_ns)
             self._mover.kept(request.session, stored, self._now_ns)
+        self._tiers.store(key, num_bytes, self._costs.kept_bytes(clean), self._now_ns)
 
     def _wanted_bytes(self, key: SessionKey) -> int:
         """Return what is to be read of a session: all, while its next prompt is unknown."""

@@ -53,6 +53,7 @@ class Tiers:
 
     Args:
         charge: how many bytes of a tier so many bytes of a session take.
+        on_evict: told of each session that is lost to make room, before it is, and when.
 
     Attributes:
         bytes_written: bytes written to SSD.
@@ -66,7 +67,9 @@ class Tiers:
         charge: Callable[[int], int],
         are_exclusive: bool,
         watermark: float,
+        on_evict: Callable[[SessionKey, int], None] | None = None,
     ) -> None:
+        self._on_evict = on_evict
         self._placement = placement
         self._policy = placement.policy
         self._charge = charge
@@ -173,7 +176,7 @@ class Tiers:
         else:
             self._policy.on_evict(key, Tier.DRAM)
             if not is_written and not self._write(key, held, now_ns):
-                self.drop(key)
+                self._lose(key, now_ns)
 
     def drop(self, key: SessionKey) -> None:
         """Keep nothing of a session."""
@@ -249,7 +252,7 @@ class Tiers:
         if held.ssd_bytes == held.num_bytes or self._write(key, held, now_ns):
             self._placement.prefetching.reopen(key)
         else:
-            self.drop(key)
+            self._lose(key, now_ns)
 
     def _write(self, key: SessionKey, held: Held, now_ns: int) -> bool:
         """Have all of a session on SSD; False, and nothing moved: what is there is warmer."""
@@ -262,16 +265,21 @@ class Tiers:
                 self._policy.on_evict(key, Tier.SSD)
             return False
         for victim in victims:
-            self._evict_from_ssd(victim, self._sessions[victim])
+            self._evict_from_ssd(victim, self._sessions[victim], now_ns)
         self.bytes_written += held.num_bytes - held.ssd_bytes
         self._ssd.used_bytes += more_bytes
         held.ssd_bytes = held.num_bytes
         return True
 
-    def _evict_from_ssd(self, key: SessionKey, held: Held) -> None:
+    def _evict_from_ssd(self, key: SessionKey, held: Held, now_ns: int) -> None:
         self._leave_ssd(key, held)
         if not held.in_dram and not held.is_running:
-            self.drop(key)
+            self._lose(key, now_ns)
+
+    def _lose(self, key: SessionKey, now_ns: int) -> None:
+        if self._on_evict is not None:
+            self._on_evict(key, now_ns)
+        self.drop(key)
 
     def _victims(
         self,

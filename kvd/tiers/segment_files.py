@@ -143,6 +143,7 @@ class SegmentFiles:
         self.faults = faults
         self._fds: dict[int, int] = {}  # segment → descriptor
         self._sizes: dict[int, int] = {}  # segment → allocated bytes, whole extents
+        self._growing: dict[int, int] = {}  # segment → bytes that are being allocated for it
         self._lock = threading.Lock()  # guards both
         self.is_direct = False
         self.buffered_reason = "it is switched off"
@@ -150,7 +151,7 @@ class SegmentFiles:
     @property
     def reserved_bytes(self) -> int:
         """Of all segments, as the budget counts them."""
-        return sum(tuple(self._sizes.values()))
+        return sum(tuple(self._sizes.values())) + sum(tuple(self._growing.values()))
 
     @property
     def allocated_bytes(self) -> int:
@@ -286,6 +287,7 @@ class SegmentFiles:
             granted = self._budget.reserve(end - had, wanted - had, self._extent_bytes)
             if not granted:
                 break
+            self._growing[segment] = granted  # else there would seem to be less room meanwhile
             try:
                 self._extend(segment, had, had + granted)
             except OSError as error:
@@ -295,6 +297,8 @@ class SegmentFiles:
             else:
                 self._sizes[segment] = had + granted
                 return
+            finally:
+                del self._growing[segment]
         raise OSError(errno.ENOSPC, "the SSD tier has no space for another segment")
 
     def _extend(self, segment: int, had: int, size: int) -> None:

@@ -178,6 +178,7 @@ def state(info: kvd_pb2.SessionInfo) -> str:
         ("retained", info.retain_s > 0),
         ("awaits tools", bool(info.awaited_tools)),
         ("superseded", info.superseded),
+        ("near eviction", info.near_eviction),
         ("ended", info.ended),
         ("in use", bool(info.leases)),
     )

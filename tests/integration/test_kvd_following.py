@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from shared.kvd_client.messages import key_message
 from shared.pb.kvd.v1 import kvd_pb2 as pb
 from shared.types.kv_layout import KVLayout
 from tests.following_process import Following, manifest_of, remote_settings, until_there
-from tests.kvd_polling import counters_of, sessions_of
+from tests.kvd_polling import counters_of, eventually, sessions_of
 from tests.processes import KvdProcess, run_cli, running_kvd
 from tests.synthetic_engine import (
     SyntheticEngine,
@@ -302,6 +303,50 @@ async def test_what_is_left_goes_at_the_end(tmp_path: Path, write: str) -> None:
         there = manifest_of(store, "s") if store.exists() else None
         assert (there is not None) is (write == "drain")
         one.following.start()
+
+
+async def test_what_is_evicted_is_there_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With "evicted" that, and no more until the end; what was evicted comes back as it was."""
+    monkeypatch.setenv("KVD_EVICTION__POLICY", "lru")  # so that nothing learned changes the order
+    store, names = tmp_path / "store", [f"s{number}" for number in range(10)]
+    conversations = {
+        name: list(range(2000 * number, 2000 * number + 1050)) for number, name in enumerate(names)
+    }
+    sizes = ("--dram", "2MB", "--ssd", "3300KB")  # of SSD four sessions, and half of the headroom
+    async with server(tmp_path / "1", store, sizes, write="evicted") as one:
+        await one.following.until_said("kvd_followed")
+        for number, name in enumerate(names):
+            await one.engine.store(key_of(name), conversations[name])
+            if number >= 3:
+                await eventually(partial(is_headroom_there, one, store, name), wanted=True)
+        await eventually(lambda: is_there_what_goes(one, store, names), wanted=True)
+        there = [name for name in names if manifest_of(store, name)]
+        assert there == names[: len(there)] != names
+        assert {manifest_of(store, name).num_tokens for name in there} == {1050}
+        assert "s0" not in {info.session.session_id for info in await sessions_of(one.kvd)}
+        one.engine.queue.waits((0, 0.0, 1), key_of("s0"), 1050)
+        await one.following.until_said("session_pulled")
+        assert (await one.engine.load(key_of("s0"), conversations["s0"])).num_tokens == 1050
+        assert await one.following.end(15) == 0
+        assert {n: manifest_of(store, n).num_tokens for n in names} == dict.fromkeys(names, 1050)
+        one.following.start()
+
+
+async def is_headroom_there(one: Server, store: Path, newest: str) -> bool:
+    """Whether the newest session has its room, and the next has it of what is in the store."""
+    infos = {info.session.session_id: info for info in await sessions_of(one.kvd)}
+    near = [name for name, info in infos.items() if info.near_eviction]
+    is_enough = sum(infos[name].num_blocks for name in near) > 66 and not infos[newest].dirty_bytes
+    return is_enough and all(manifest_of(store, name) for name in near)
+
+
+async def is_there_what_goes(one: Server, store: Path, names: list[str]) -> bool:
+    """Whether just what kvd does not have any more, or not whole, or not for long, is there."""
+    infos = {info.session.session_id: info for info in await sessions_of(one.kvd)}
+    stays = {name for name, one in infos.items() if not (one.lost or one.near_eviction)}
+    return all((name in stays) is (manifest_of(store, name) is None) for name in names)
 
 
 async def test_what_is_left_goes_at_the_end_of_one_that_has_lost_kvd(tmp_path: Path) -> None:

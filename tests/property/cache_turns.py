@@ -138,6 +138,7 @@ class TurnsMachine(RuleBasedStateMachine):
             prefetch_bytes=prefetch_blocks * SHAPE.full_bytes,
             max_waste=max_waste,
             compact_rest_ns=20,
+            announces_evictions=True,
         )
         self.world = CacheWorld(limits, policy, self.layout)
         self.names_lineage = names_lineage

@@ -119,6 +119,7 @@ class Inspector:
             retained_until_ns=session.retained_until_ns,
             awaited_tools=session.awaited_tools,
             superseded=session.superseded,
+            near_eviction=session.near_eviction,
             lost=session.lost,
         )
 

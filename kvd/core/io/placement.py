@@ -18,6 +18,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice, takewhile
 
+from kvd.core.io.announcing import announce
+from kvd.core.records.actions import EVICTED
 from kvd.core.records.records import Admission, Tier
 from kvd.core.state.block import Block, BlockIo
 from kvd.core.state.cache_state import CacheState
@@ -25,7 +27,6 @@ from kvd.core.state.session import Session
 from kvd.core.state.session_history import MoveKind
 from shared.types.session_key import SessionKey
 
-EVICTED = "evicted"
 MOST_LOOKED_AT = 64  # sessions, for room that nobody waits for
 
 
@@ -177,6 +178,7 @@ class Placement:
         for key in self._victims(None):
             if self._may_drop(key):
                 self._state.outbox.count("sessions_dropped")
+                announce(self._state, self._state.sessions[key])
                 self._state.cut(self._state.sessions[key], 0, EVICTED)
                 return True
         return False
@@ -259,6 +261,7 @@ class Placement:
         for session, num_packed in plan.packed:
             state.outbox.count(counter, num_packed)
             num_sessions = len(state.sessions)
+            announce(state, session)
             state.cut_packed(session, num_packed, EVICTED)
             state.outbox.count("sessions_dropped", num_sessions - len(state.sessions))
         if rule.tier is not None:
@@ -284,6 +287,8 @@ class Placement:
     def _take(self, block: Block, tier: Tier | None) -> None:
         state = self._state
         if _is_last_copy(block, tier):
+            for key in block.users if state.limits.announces_evictions else ():
+                announce(state, state.sessions[key])
             state.outbox.count("sessions_dropped", state.cut_users(block, EVICTED))
         elif tier is Tier.DRAM:
             state.record_block_move(block, MoveKind.EVICTED_DRAM)

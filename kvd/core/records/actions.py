@@ -43,6 +43,9 @@ SCRUBBED = "scrubbed"
 RESTORED = "restored"
 SESSION_READ_AHEAD = "session_read_ahead"
 SESSION_WANTED = "session_wanted"
+SESSION_NEAR_EVICTION = "session_near_eviction"
+
+EVICTED = "evicted"  # why a session was cut or dropped: to make room
 
 
 class IoOutcome(Enum):

@@ -120,6 +120,7 @@ class SessionInfo:
         retained_until_ns: when that is over unless it is used; None: it is not retained.
         awaited_tools: names of tools that its last answer calls.
         superseded: another session goes on in its place.
+        near_eviction: that it may be evicted soon was announced since it was used last.
         lost: why its end is not stored any more; "": nothing was lost since it was stored.
     """
 
@@ -144,6 +145,7 @@ class SessionInfo:
     retained_until_ns: int | None = None
     awaited_tools: tuple[str, ...] = ()
     superseded: bool = False
+    near_eviction: bool = False
     lost: str = ""
 
 

@@ -175,7 +175,8 @@ class CacheState:
         session.last_access_ns = self.now_ns
         session.num_read_ahead = 0
         session.came_back |= bool(session.awaited_tools)
-        session.awaited_tools, session.superseded = (), False
+        session.awaited_tools = ()
+        session.superseded = session.near_eviction = False
         if session.ended:
             session.ended = False
             self.outbox.index.session_changed(session.key)

@@ -50,3 +50,4 @@ class Limits:
     compact_min_bytes: int = 0  # of such blocks, below which a session is left as it is
     compact_rest_ns: int = 2 * NS_PER_S  # how long a session is left alone before
     wants_sessions: bool = False  # whether those that turns want and are not stored are asked for
+    announces_evictions: bool = False  # whether somebody wants to know who is evicted next

@@ -49,6 +49,7 @@ class Session:
             Over when a turn of it arrives, or it is used; not kept across restarts.
         came_back: it awaited tools and was used; the queue has not said yet that its turn arrived.
         superseded: another session goes on in its place, so it goes before others. The same.
+        near_eviction: that it may be evicted soon was announced since it was used last. The same.
         load_ends: behind how many tokens loads are to be able to end, where that takes windows; as
             far as it is said and still matters. Not kept across restarts.
         is_indexed: an entry of it was sent to the index, or came from there.
@@ -70,6 +71,7 @@ class Session:
     awaited_tools: tuple[str, ...] = ()
     came_back: bool = False
     superseded: bool = False
+    near_eviction: bool = False
     load_ends: tuple[int, ...] = ()
     is_indexed: bool = False
 

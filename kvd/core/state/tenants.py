@@ -43,10 +43,12 @@ class TenantTable:
     """Every tenant that has a block or a session, or had one.
 
     Attributes:
+        charged: tenants with a quota that were charged with more, until somebody takes them out.
         is_erased: which tenants are being erased just now, and are refused.
     """
 
     def __init__(self, limits_of: Callable[[str], TenantLimits], block_bytes: int) -> None:
+        self.charged: dict[str, None] = {}
         self._limits_of = limits_of
         self._block_bytes = block_bytes
         self._tenants: dict[str, _Tenant] = {}
@@ -99,14 +101,22 @@ class TenantTable:
         entry = self._of(tenant)
         entry.num_blocks += num_blocks
         assert entry.num_blocks >= 0, "a block is discharged once"
+        if num_blocks > 0 and entry.order is not None:
+            self.charged[tenant] = None
 
     def num_over(self, tenant: str, num_wanted: int) -> int:
         """Count the blocks that must go before a tenant with a quota may have this many more."""
-        return max(0, self._of(tenant).num_blocks + num_wanted - self._num_allowed(tenant))
+        return max(0, self._of(tenant).num_blocks + num_wanted - self.num_allowed(tenant))
 
     def may_ever_have(self, tenant: str, num_wanted: int) -> bool:
         """Whether the quota of a tenant that has one is large enough for this many blocks."""
-        return num_wanted <= self._num_allowed(tenant)
+        return num_wanted <= self.num_allowed(tenant)
+
+    def num_allowed(self, tenant: str) -> int:
+        """Count the blocks that the quota of a tenant that has one allows."""
+        quota_bytes = self._of(tenant).limits.quota_bytes
+        assert quota_bytes is not None, "only a tenant with a quota is asked for"
+        return quota_bytes // self._block_bytes
 
     # ------------------------------------------------------------------------------------ sessions
 
@@ -154,11 +164,6 @@ class TenantTable:
         order = self._of(key.tenant).order
         if order is not None:
             order.remove(key)
-
-    def _num_allowed(self, tenant: str) -> int:
-        quota_bytes = self._of(tenant).limits.quota_bytes
-        assert quota_bytes is not None, "only a tenant with a quota is asked for"
-        return quota_bytes // self._block_bytes
 
     def _of(self, tenant: str) -> _Tenant:
         entry = self._tenants.get(tenant)

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvd.following.agenda import FIRST_PAUSE_S, MOST_QUIETS, Agenda, Drop, Push
+from kvd.following.agenda import FIRST_PAUSE_S, MOST_QUIETS, Agenda
+from kvd.following.steps import Drop, Push
 from shared.pb.kvd.v1 import kvd_pb2 as pb
 from tests.fuzz.amounts import few
 from tests.kvd.following.sessions import A, B, C, info_of
@@ -252,30 +253,114 @@ def test_what_is_not_written_is_not_remembered(writes):
     assert agenda.next(0.0) == (Push(A) if writes == "drain" else None)
 
 
-class World:
-    """What kvd has (tokens, when stored), what the store was last given of it, and an agenda."""
+def near(agenda, key, now_s=0.0, *, is_over=False):
+    agenda.near_eviction(key, now_s, 100, is_over=is_over)
 
-    def __init__(self) -> None:
-        self.agenda, self.now_s = following(), 0.0
-        self.here, self.there, self.fenced = {}, {}, set()
+
+def test_what_is_near_eviction_is_pushed_at_once():
+    """In the order in which it goes, what another session goes on in the place of last; the rest at
+    the end."""
+    agenda = following("evicted")
+    for key in (A, B, C):
+        agenda.stored(key, 0.0, 100)
+    assert agenda.wait_until_s() is None
+    near(agenda, C, is_over=True)
+    near(agenda, B, 1.0)
+    assert agenda.oldest_s() == 0.0
+    pushed(agenda, B, 1.0)
+    pushed(agenda, C, 1.0)
+    assert agenda.is_done
+    agenda.drain()
+    agenda.listed([info_of(key, idle_s=1.0) for key in (A, B, C)], 1.0, 1e9)
+    pushed(agenda, A, 1.0)
+    assert agenda.is_done
+
+
+def test_what_is_used_again_waits_until_it_is_near_again():
+    """What is stored of it then is more; what failed is tried again."""
+    agenda = following("evicted")
+    near(agenda, A)
+    agenda.stored(A, 1.0, 200)
+    assert agenda.next(1e9) is None
+    near(agenda, A, 2.0)
+    assert agenda.next(2.0) == Push(A)
+    agenda.failed(2.0)
+    assert agenda.next(2.0) is None
+    pushed(agenda, A, 2.0 + FIRST_PAUSE_S)
+
+
+def test_a_listing_says_what_is_near_eviction():
+    """It was said when nobody heard it; what is there is known to be."""
+    agenda = following("evicted")
+    near(agenda, B)
+    pushed(agenda, B, 0.0)
+    agenda.listed(
+        [
+            info_of(A, idle_s=9.0, near_eviction=True),
+            info_of(B, idle_s=9.0, near_eviction=True),
+            info_of(C, idle_s=9.0),
+        ],
+        0.0,
+        1e9,
+    )
+    pushed(agenda, A, 0.0)
+    assert agenda.is_done
+
+
+def test_a_reload_takes_away_what_is_not_near_eviction():
+    """The listing that follows says what is; other settings take nothing away."""
+    agenda = following("all")
+    agenda.stored(A, 0.0)
+    agenda.follow("evicted", QUIET_S)
+    assert agenda.is_done
+    near(agenda, B)
+    agenda.follow("evicted", 2 * QUIET_S)
+    pushed(agenda, B, 0.0)
+
+
+@pytest.mark.parametrize("writes", ["none", "drain", "all"])
+def test_who_pushes_otherwise_does_not_heed_evictions(writes):
+    """kvd may have been told before the follower was."""
+    agenda = following(writes)
+    near(agenda, A)
+    assert agenda.is_done
+
+
+class World:
+    """What kvd has (tokens, when stored), what the store was last given of it, and an agenda.
+
+    `near`: sessions that are near eviction, as far as kvd has said so.
+    """
+
+    def __init__(self, writes="all") -> None:
+        self.agenda, self.now_s = following(writes), 0.0
+        self.here, self.there, self.fenced, self.near = {}, {}, set(), set()
 
     def stored(self, key, num):
         self.here[key] = (num, self.now_s)
+        self.near.discard(key)
         self.agenda.stored(key, self.now_s, num)
+
+    def nears(self, key, _):
+        if key in self.here and key not in self.near:
+            self.near.add(key)
+            self.agenda.near_eviction(key, self.now_s, self.here[key][0], is_over=False)
 
     def gone(self, key, _):
         self.here.pop(key, None)
+        self.near.discard(key)
         self.fenced.discard(key)
         self.agenda.gone(key)
 
     def deleted(self, key, _):
         self.here.pop(key, None)
+        self.near.discard(key)
         self.fenced.discard(key)
         self.agenda.deleted(key, 1e9, of_others=False)
 
     def listed(self, *_):
         infos = [
-            info_of(key, num_tokens=num, idle_s=self.now_s - at_s)
+            info_of(key, num_tokens=num, idle_s=self.now_s - at_s, near_eviction=key in self.near)
             for key, (num, at_s) in self.here.items()
         ]
         self.agenda.listed(infos, self.now_s, 1e9)
@@ -319,12 +404,24 @@ class World:
             agenda.pushed(info_of(step.key, num_tokens=num_tokens), self.now_s)
         return True
 
+    def work(self) -> None:
+        """Do all that there is to do, until nothing is left whenever that would be."""
+        for _ in range(100):
+            if not self.step(0) and self.agenda.is_done:
+                break
+            self.now_s = max(self.now_s, self.agenda.wait_until_s() or 0.0)
+        assert self.agenda.is_done
+
+    def are_there(self, keys) -> bool:
+        """Whether the store has what is here of these sessions, but for what is fenced."""
+        return all(self.there.get(key) == self.here[key] or key in self.fenced for key in keys)
+
 
 EVENTS = st.tuples(
     st.sampled_from(
         [
             *(World.stored, World.gone, World.deleted, World.listed, World.later),
-            *(World.works, World.fails, World.is_postponed, World.is_fenced),
+            *(World.works, World.fails, World.is_postponed, World.is_fenced, World.nears),
         ]
     ),
     st.sampled_from([A, B, C]),
@@ -341,10 +438,21 @@ def test_nothing_is_forgotten_and_nothing_done_twice(events):
         event(world, key, num)
         assert world.agenda.num_unpushed <= 3
     world.agenda.drain()
-    for _ in range(100):
-        if not world.step(0) and world.agenda.is_done:
-            break
-        world.now_s = max(world.now_s, world.agenda.wait_until_s() or 0.0)
-    assert world.agenda.is_done
-    for key, found in world.here.items():
-        assert world.there.get(key) == found or key in world.fenced
+    world.work()
+    assert world.are_there(world.here)
+
+
+@few(150)
+@given(st.lists(EVENTS, max_size=60))
+def test_what_is_near_eviction_is_there_in_time(events):
+    """Whatever happens; and at the end the rest is, too."""
+    world = World("evicted")
+    for event, key, num in events:
+        event(world, key, num)
+        assert world.agenda.num_unpushed <= 3
+    world.work()
+    assert world.are_there(world.near)
+    world.agenda.drain()
+    world.listed()
+    world.work()
+    assert world.are_there(world.here)

@@ -24,7 +24,7 @@ def test_a_scrape_says_what_was_done_and_what_is_left():
     figures.drops.add("dropped")
     figures.add_bytes("sent", 5)
     figures.requests.add("put", amount=2)
-    before = scraped(figures, Waiting(4, 2.5, 1, 6))
+    before = scraped(figures, Waiting(4, 2.5, 1, 6, 5))
     assert before["kvd_remote_pushes_total", "pushed"] == 3
     assert before["kvd_remote_pulls_total", "absent"] == 1
     assert before["kvd_remote_drops_total", "dropped"] == 1
@@ -34,6 +34,7 @@ def test_a_scrape_says_what_was_done_and_what_is_left():
     assert before["kvd_remote_oldest_unpushed_seconds",] == 2.5
     assert before["kvd_remote_undropped_sessions",] == 1
     assert before["kvd_remote_wanted_sessions",] == 6
+    assert before["kvd_remote_evicted_unpushed_total",] == 5
     assert before["kvd_remote_kvd_up",] == 0
     assert ("kvd_remote_store_up",) not in before
     figures.store_up = False

@@ -3,8 +3,9 @@
 import pytest
 
 from kvd.core.records import actions
-from kvd.following.agenda import Agenda, Drop, Push
+from kvd.following.agenda import Agenda
 from kvd.following.hearing import EVENTS, hear, hear_deletion
+from kvd.following.steps import Drop, Push
 from kvd.following.wanted import Wanted
 from kvd.session_files.target import unfinished_name
 from shared.pb.kvd.v1 import kvd_pb2 as pb
@@ -17,10 +18,10 @@ def event_of(name, key=A, **fields):
     return pb.Event(unix_s=5.0, name=name, session=named, fields=fields)
 
 
-def heard(*events):
+def heard(*events, writes="all"):
     """What is next after these events."""
     agenda, wanted = Agenda(), Wanted()
-    agenda.follow("all", 0.0)
+    agenda.follow(writes, 0.0)
     for event in events:
         hear(event, agenda, wanted, 0.0)
     return agenda.next(1e9), wanted.next(0.0)
@@ -28,6 +29,7 @@ def heard(*events):
 
 STORED = event_of(actions.SESSION_STORED, num_tokens="4")
 DROPPED = event_of(actions.SESSION_FLUSHED, why="flush")
+NEAR = event_of(actions.SESSION_NEAR_EVICTION, num_tokens="4", superseded="0")
 
 
 @pytest.mark.parametrize(
@@ -52,6 +54,44 @@ DROPPED = event_of(actions.SESSION_FLUSHED, why="flush")
 def test_of_an_event_that_has_just_happened(events, step):
     """Only what somebody wanted to be gone goes from the store."""
     assert heard(*events) == (step, None)
+
+
+@pytest.mark.parametrize(
+    ("events", "step"),
+    [
+        ([STORED], None),
+        ([STORED, NEAR], Push(A)),
+        ([NEAR, STORED], None),
+        ([NEAR, event_of(actions.SESSION_DISCARDED, num_tokens="4")], None),
+        ([NEAR, event_of(actions.SESSION_CUT, num_tokens="2", why="evicted")], Push(A)),
+        ([NEAR, event_of(actions.SESSION_DROPPED, why="evicted")], None),
+        ([NEAR, event_of(actions.SESSION_EXPIRED, why="ttl")], None),
+        ([NEAR, event_of(actions.SESSION_ENDED)], Drop(A, 5.0, of_others=True)),
+    ],
+)
+def test_of_an_event_where_only_what_is_near_eviction_is_pushed(events, step):
+    """What is stored again is near it no more."""
+    assert heard(*events, writes="evicted") == (step, None)
+
+
+@pytest.mark.parametrize(
+    ("superseded", "events", "num_evicted"),
+    [
+        ("0", [event_of(actions.SESSION_DROPPED, why="evicted")], 1),
+        ("0", [event_of(actions.SESSION_CUT, num_tokens="2", why="evicted")] * 2, 1),
+        ("0", [event_of(actions.SESSION_CUT, num_tokens="2", why="corrupt")], 0),
+        ("0", [event_of(actions.SESSION_EXPIRED, why="ttl")], 0),
+        ("1", [event_of(actions.SESSION_DROPPED, why="evicted")], 0),
+    ],
+)
+def test_what_is_evicted_before_it_is_pushed_is_counted(superseded, events, num_evicted):
+    """Once, and not what is no loss."""
+    agenda = Agenda()
+    agenda.follow("evicted", 0.0)
+    near = event_of(actions.SESSION_NEAR_EVICTION, num_tokens="4", superseded=superseded)
+    for event in (near, *events):
+        hear(event, agenda, Wanted(), 0.0)
+    assert agenda.num_evicted == num_evicted
 
 
 def test_what_is_wanted_is_fetched():

@@ -8,7 +8,7 @@ import pytest
 from kvd.core.operations.growing import NOT_FETCHED
 from kvd.errors import InUseError, LimitReachedError
 from kvd.following import transfers as following_transfers
-from kvd.following.agenda import Drop, Push
+from kvd.following.steps import Drop, Push
 from kvd.following.transfers import StoppedError, Transfers
 from kvd.remote.catalog import Catalog
 from kvd.remote.errors import FencedError

@@ -99,6 +99,25 @@ def test_a_server_that_drains_pushes_what_it_holds():
     assert lost.hits_tok < 1
 
 
+def test_what_is_evicted_is_pushed_and_comes_back():
+    """Less than all; with "drain" it is computed anew; where there is room nothing is pushed."""
+    one_by_one = [
+        Session(100.0 * index, (FIRST, replace(SECOND, think_s=1e3))) for index in range(6)
+    ]
+
+    def found(remote_write, dram_bytes):
+        fleet = FleetOptions(**REMOTE, remote_write=remote_write)
+        return replay(one_by_one, replace(MACHINE, dram_bytes=dram_bytes), LRU, fleet=fleet)
+
+    some, none, all_of_it = (found(write, 60_000) for write in ("evicted", "drain", "all"))
+    assert none.hits_tok < 1.0
+    assert none.bytes_pushed == 0
+    assert some.hits_tok == all_of_it.hits_tok == 1.0
+    assert some.fetched_tok > 0
+    assert 0 < some.bytes_pushed < all_of_it.bytes_pushed
+    assert found("evicted", MACHINE.dram_bytes).bytes_pushed == 0
+
+
 def test_turns_of_a_lost_server_begin_anew():
     """All turns are answered; their times count from when they came."""
     during = [Outage(3 * NS_PER_S + NS_PER_S // 2, number, True) for number in (0, 1)]
@@ -136,7 +155,7 @@ FLEETS = st.builds(
     num_replayed=st.integers(1, 3),
     routing=st.sampled_from(["random", "ring", "session"]),
     remote_bytes_per_s=st.sampled_from([0.0, 1e3, 1e6]),
-    remote_write=st.sampled_from(["all", "drain"]),
+    remote_write=st.sampled_from(["all", "evicted", "drain"]),
     remote_wait=st.booleans(),
     quiet_s=st.sampled_from([0.0, 5.0]),
     failures_per_day=st.sampled_from([0.0, 3000.0]),

@@ -5,7 +5,7 @@ import os
 import numpy as np
 
 from kvd.core.records.actions import IoOutcome
-from kvd.tiers.faults import NoFaults
+from kvd.tiers.faults import NoFaults, WritePoint
 from kvd.tiers.segment_files import SegmentFiles, SpaceBudget
 from kvd.tiers.volume import SegmentVolume
 from tests.kvd.tiers.blocks_on_disk import EXTENT, WHOLE
@@ -37,6 +37,22 @@ def test_the_budget_is_never_exceeded(disk):
     assert volume.files.physical_extents() == 6
     assert disk.write(5 * WHOLE, Block()) is IoOutcome.OK
     assert disk.segments() == {"00000.segment": 3 * EXTENT, "00001.segment": 3 * EXTENT}
+
+
+def test_a_segment_that_grows_takes_nothing_away(disk):
+    """Who measures just then finds as much room as before, and nothing is evicted for it."""
+    volume = disk.volume(total_bytes=6 * EXTENT)
+    found = []
+
+    class Measured(NoFaults):
+        def reach(self, point: WritePoint) -> None:
+            if point is WritePoint.SEGMENT_CREATED:
+                found.append(volume.files.physical_extents())
+
+    volume.files.faults = Measured()
+    for index in range(6):
+        disk.write(index * WHOLE, Block())
+    assert found == [6] * len(found) != []
 
 
 def test_a_smaller_budget_shows(disk):

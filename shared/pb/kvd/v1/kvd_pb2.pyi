@@ -514,7 +514,7 @@ class QueueAck(_message.Message):
     def __init__(self, sequence: _Optional[int] = ..., send_full: bool = ...) -> None: ...
 
 class SessionInfo(_message.Message):
-    __slots__ = ("session", "num_tokens", "num_blocks", "bytes", "dram_bytes", "ssd_bytes", "dirty_bytes", "shared_blocks", "pin", "leases", "idle_s", "ttl_s", "expires_in_s", "layout", "ended", "ttl_source", "num_spans", "waste_bytes", "retain_s", "retained_for_s", "awaited_tools", "superseded", "lost")
+    __slots__ = ("session", "num_tokens", "num_blocks", "bytes", "dram_bytes", "ssd_bytes", "dirty_bytes", "shared_blocks", "pin", "leases", "idle_s", "ttl_s", "expires_in_s", "layout", "ended", "ttl_source", "num_spans", "waste_bytes", "retain_s", "retained_for_s", "awaited_tools", "superseded", "lost", "near_eviction")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -538,6 +538,7 @@ class SessionInfo(_message.Message):
     AWAITED_TOOLS_FIELD_NUMBER: _ClassVar[int]
     SUPERSEDED_FIELD_NUMBER: _ClassVar[int]
     LOST_FIELD_NUMBER: _ClassVar[int]
+    NEAR_EVICTION_FIELD_NUMBER: _ClassVar[int]
     session: SessionKey
     num_tokens: int
     num_blocks: int
@@ -561,7 +562,8 @@ class SessionInfo(_message.Message):
     awaited_tools: _containers.RepeatedScalarFieldContainer[str]
     superseded: bool
     lost: str
-    def __init__(self, session: _Optional[_Union[SessionKey, _Mapping]] = ..., num_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ..., bytes: _Optional[int] = ..., dram_bytes: _Optional[int] = ..., ssd_bytes: _Optional[int] = ..., dirty_bytes: _Optional[int] = ..., shared_blocks: _Optional[int] = ..., pin: _Optional[_Union[Pin, str]] = ..., leases: _Optional[int] = ..., idle_s: _Optional[float] = ..., ttl_s: _Optional[float] = ..., expires_in_s: _Optional[float] = ..., layout: _Optional[str] = ..., ended: bool = ..., ttl_source: _Optional[_Union[TtlSource, str]] = ..., num_spans: _Optional[int] = ..., waste_bytes: _Optional[int] = ..., retain_s: _Optional[float] = ..., retained_for_s: _Optional[float] = ..., awaited_tools: _Optional[_Iterable[str]] = ..., superseded: bool = ..., lost: _Optional[str] = ...) -> None: ...
+    near_eviction: bool
+    def __init__(self, session: _Optional[_Union[SessionKey, _Mapping]] = ..., num_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ..., bytes: _Optional[int] = ..., dram_bytes: _Optional[int] = ..., ssd_bytes: _Optional[int] = ..., dirty_bytes: _Optional[int] = ..., shared_blocks: _Optional[int] = ..., pin: _Optional[_Union[Pin, str]] = ..., leases: _Optional[int] = ..., idle_s: _Optional[float] = ..., ttl_s: _Optional[float] = ..., expires_in_s: _Optional[float] = ..., layout: _Optional[str] = ..., ended: bool = ..., ttl_source: _Optional[_Union[TtlSource, str]] = ..., num_spans: _Optional[int] = ..., waste_bytes: _Optional[int] = ..., retain_s: _Optional[float] = ..., retained_for_s: _Optional[float] = ..., awaited_tools: _Optional[_Iterable[str]] = ..., superseded: bool = ..., lost: _Optional[str] = ..., near_eviction: bool = ...) -> None: ...
 
 class BlockInfo(_message.Message):
     __slots__ = ("key", "token_offset", "start", "num_tokens", "tiers", "slot_id", "extent", "sessions", "dirty", "hashed", "verified")
