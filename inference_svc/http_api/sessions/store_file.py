@@ -289,6 +289,32 @@ CREATE TRIGGER IF NOT EXISTS conversations_change AFTER UPDATE OF metadata, inst
     - length(CAST(OLD.metadata || OLD.instructions AS BLOB)) WHERE id = NEW.id; END;
 CREATE TRIGGER IF NOT EXISTS conversations_go AFTER DELETE ON conversations
     BEGIN DELETE FROM items WHERE conversation = OLD.id; END;
+CREATE TABLE IF NOT EXISTS versions (       -- of conversations, in the store that services share
+    conversation TEXT PRIMARY KEY,
+    number INTEGER NOT NULL,                -- of the one that the rows come from; 0: none was there
+    behind INTEGER NOT NULL                 -- whether the rows are others than its
+) WITHOUT ROWID, STRICT;
+CREATE INDEX IF NOT EXISTS versions_behind ON versions (behind);
+CREATE TABLE IF NOT EXISTS untold (         -- items that were added or deleted since that version
+    conversation TEXT NOT NULL, item TEXT NOT NULL, PRIMARY KEY (conversation, item)
+) WITHOUT ROWID, STRICT;
+INSERT OR IGNORE INTO versions SELECT id, 0, 1 FROM conversations;
+CREATE TRIGGER IF NOT EXISTS versions_come AFTER INSERT ON conversations
+    BEGIN INSERT INTO versions VALUES (NEW.id, 0, 1); END;
+CREATE TRIGGER IF NOT EXISTS versions_fall_behind
+    AFTER UPDATE OF metadata, instructions, session, turns, request ON conversations
+    BEGIN UPDATE versions SET behind = 1 WHERE conversation = NEW.id; END;
+CREATE TRIGGER IF NOT EXISTS versions_go AFTER DELETE ON conversations BEGIN
+    DELETE FROM versions WHERE conversation = OLD.id;
+    DELETE FROM untold WHERE conversation = OLD.id; END;
+CREATE TRIGGER IF NOT EXISTS items_are_untold AFTER INSERT ON items BEGIN
+    UPDATE versions SET behind = 1 WHERE conversation = NEW.conversation;
+    INSERT OR IGNORE INTO untold SELECT conversation, NEW.id FROM versions
+    WHERE conversation = NEW.conversation; END;
+CREATE TRIGGER IF NOT EXISTS deletions_are_untold AFTER DELETE ON items BEGIN
+    UPDATE versions SET behind = 1 WHERE conversation = OLD.conversation;
+    INSERT OR IGNORE INTO untold SELECT conversation, OLD.id FROM versions
+    WHERE conversation = OLD.conversation; END;
 """
 
 log = get_logger(__name__)
