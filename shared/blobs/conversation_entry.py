@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 VERSION = 1
 MAX_ENTRY_BYTES = 16 << 20
 MAX_JSON_BYTES = 64 << 20  # that an entry may decompress to
+MAX_GONE = 1000
 _DIGEST_BYTES = 16
 
 
@@ -51,6 +52,7 @@ class ConversationEntry:
         turns: number of the session's first turns that are the conversation's.
         request: request id of the last of these; "" if there are none.
         items: in their order.
+        gone: ids of items that were deleted, the last MAX_GONE of them: none comes back.
     """
 
     tenant: str
@@ -62,6 +64,7 @@ class ConversationEntry:
     turns: int
     request: str
     items: tuple[EntryItem, ...]
+    gone: tuple[str, ...] = ()
 
     @property
     def item_ids(self) -> frozenset[str]:
@@ -71,7 +74,7 @@ class ConversationEntry:
 
 def encode_conversation(entry: ConversationEntry) -> bytes | None:
     """Encode an entry; None: it is too long."""
-    members = {name: getattr(entry, name) for name in (*_KINDS, "items")}
+    members = {name: getattr(entry, name) for name in (*_KINDS, "items", "gone")}
     text = json.dumps({"version": VERSION, **members}).encode()
     body = zlib.compress(text)
     is_bounded = len(text) <= MAX_JSON_BYTES and _DIGEST_BYTES + len(body) <= MAX_ENTRY_BYTES
@@ -90,37 +93,27 @@ def decode_conversation(data: bytes) -> ConversationEntry | None:
         if not decompressor.eof or decompressor.unused_data or found["version"] != VERSION:
             return None
         items = tuple(EntryItem(item, turn) for item, turn in found["items"])
-        entry = ConversationEntry(items=items, **{name: found[name] for name in _KINDS})
+        members = {name: found[name] for name in _KINDS}
+        entry = ConversationEntry(items=items, gone=tuple(found["gone"]), **members)
     except (zlib.error, ValueError, KeyError, TypeError, RecursionError):
         return None
     return entry if _is_sound(entry) else None
 
 
-def merged(
-    here: ConversationEntry, changed: frozenset[str], there: ConversationEntry
-) -> tuple[ConversationEntry, bool]:
-    """Put together what a server has of a conversation, and what the store has.
-
-    Args:
-        here: of the server.
-        changed: ids of items that were added or deleted there, which the store was not told.
-        there: of the store.
+def merged(here: ConversationEntry, there: ConversationEntry) -> tuple[ConversationEntry, bool]:
+    """Put together what a server has of a conversation that it has changed, and what the store has.
 
     Returns:
         What becomes of the conversation, and whether the two had gone on apart: then what was added
         here follows what the store has, as items that no turn has read.
     """
-    if here.item_ids ^ there.item_ids <= changed:
-        return here, False  # what is there has come from here
-    deleted = changed - here.item_ids
-    left = tuple(one for one in there.items if one.item_id not in deleted)
-    known = there.item_ids
-    added = tuple(
-        EntryItem(one.item)
-        for one in here.items
-        if one.item_id in changed and one.item_id not in known
-    )
-    both = replace(there, items=(*left, *added))
+    gone = tuple(dict.fromkeys((*there.gone, *here.gone)))[-MAX_GONE:]
+    known, deleted = there.item_ids, frozenset((*there.gone, *here.gone))
+    if known <= here.item_ids | deleted and here.item_ids.isdisjoint(there.gone):
+        return replace(here, gone=gone), False  # what is there has come from here
+    left = [one for one in there.items if one.item_id not in deleted]
+    added = [EntryItem(one.item) for one in here.items if one.item_id not in known | deleted]
+    both = replace(there, items=(*left, *added), gone=gone)
     if len(left) < len(there.items):  # its session may have read what is deleted
         both = replace(both, turns=0, request="")
     return both, True
@@ -148,8 +141,9 @@ def _is_sound(entry: ConversationEntry) -> bool:
         and one.turn >= 0
         for one in entry.items
     )
+    are_ids = all(isinstance(one, str) for one in entry.gone)
     is_point = is_typed and entry.turns >= 0 and bool(entry.session)
-    return is_point and are_items and len(entry.item_ids) == len(entry.items)
+    return is_point and are_items and are_ids and len(entry.item_ids) == len(entry.items)
 
 
 def _digest(body: bytes) -> bytes:

@@ -6,7 +6,6 @@ The tables' triggers note each change of a conversation, whoever makes it: from 
 
 import json
 import sqlite3
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from inference_svc.http_api.sessions.conversations import ROW_BYTES, UNREAD, Run, json_text
@@ -22,7 +21,7 @@ _FIND = (
     " FROM conversations WHERE id = ? AND tenant = ?"
 )
 _ITEMS = "SELECT item, turn FROM items WHERE conversation = ? ORDER BY place"
-_UNTOLD = "SELECT item FROM untold WHERE conversation = ?"
+_GONE = "SELECT item FROM gone WHERE conversation = ? ORDER BY number"
 _BEHIND = (
     "SELECT tenant, id FROM versions JOIN conversations ON id = conversation WHERE behind"
     " ORDER BY id LIMIT ?"
@@ -32,7 +31,7 @@ _REMOVE = "DELETE FROM conversations WHERE id = ? AND tenant = ?"
 _INSERT = "INSERT INTO conversations VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
 _INSERT_ITEM = "INSERT INTO items VALUES (?, ?, ?, ?, ?, ?)"
 _AGREE = "UPDATE versions SET number = ?, behind = ? WHERE conversation = ?"
-_FORGET_UNTOLD = "DELETE FROM untold WHERE conversation = ?"
+_INSERT_GONE = "INSERT INTO gone VALUES (?, ?, ?)"
 _LEAVE = "INSERT OR IGNORE INTO passing VALUES (?, ?)"
 _STAYS = "DELETE FROM passing WHERE tenant = ? AND session = ?"
 
@@ -74,29 +73,21 @@ class ConversationVersions:
 
         return await self._run(find)
 
-    async def whole(
-        self, tenant: str, name: str
-    ) -> tuple[ConversationEntry, frozenset[str]] | None:
-        """Return a conversation, and which items were added or deleted since its version.
+    async def whole(self, tenant: str, name: str) -> ConversationEntry | None:
+        """Return a tenant's conversation; None: it is not here."""
 
-        Returns:
-            None: it is not here.
-        """
-
-        def find() -> tuple[ConversationEntry, frozenset[str]] | None:
+        def find() -> ConversationEntry | None:
             row = self._db.execute(_FIND, (name, tenant)).fetchone()
             if row is None:
                 return None
-            created_s, metadata, *rest = row
+            created_s, metadata, instructions, session, turns, request = row
             items = tuple(
                 EntryItem(json.loads(text), 0 if turn == UNREAD else turn)
                 for text, turn in self._db.execute(_ITEMS, (name,))
             )
-            untold = self._db.execute(_UNTOLD, (name,)).fetchall()
-            entry = ConversationEntry(
-                tenant, name, created_s, json.loads(metadata), *rest, items=items
-            )
-            return entry, frozenset(item for (item,) in untold)
+            gone = tuple(item for (item,) in self._db.execute(_GONE, (name,)))
+            begin = tenant, name, created_s, json.loads(metadata), instructions
+            return ConversationEntry(*begin, session, turns, request, items, gone)
 
         return await self._run(find)
 
@@ -109,14 +100,13 @@ class ConversationVersions:
             number: of the store's version.
         """
         name, tenant = entry.conversation, entry.tenant
-        untold = entry.item_ids ^ there.item_ids
 
         def take() -> None:
             with durable(self._db):
                 left = self._db.execute(_SESSION, (name, tenant)).fetchone()
                 self._db.execute(_REMOVE, (name, tenant))
                 self._insert(entry)
-                self._agree(name, number, untold, is_behind=entry != there)
+                self._db.execute(_AGREE, (number, entry != there, name))
                 if left is not None and left[0] != entry.session:  # whoever went on removes it, too
                     self._db.execute(_LEAVE, (tenant, left[0]))
                 self._db.execute(_STAYS, (tenant, entry.session))
@@ -125,21 +115,11 @@ class ConversationVersions:
 
     async def agreed(self, name: str, number: int) -> None:
         """Take that the store has all of a conversation, as a version of this number."""
-
-        def agree() -> None:
-            with durable(self._db):
-                self._agree(name, number, (), is_behind=False)
-
-        await self._run(agree)
+        await self._agree(name, number, is_behind=False)
 
     async def lost(self, name: str) -> None:
         """Take that the store has nothing of a conversation any more."""
-
-        def lose() -> None:
-            with durable(self._db):
-                self._db.execute(_AGREE, (0, True, name))
-
-        await self._run(lose)
+        await self._agree(name, 0, is_behind=True)
 
     async def behind(self, most: int) -> list[tuple[str, str]]:
         """Return so many conversations of which the store does not have all: tenant and id."""
@@ -153,7 +133,12 @@ class ConversationVersions:
         )
         return await self._run(lambda: self._db.execute(sql).fetchall())
 
-    # ------------------------------------------------------------------- on the thread, below
+    async def _agree(self, name: str, number: int, *, is_behind: bool) -> None:
+        def agree() -> None:
+            with durable(self._db):
+                self._db.execute(_AGREE, (number, is_behind, name))
+
+        await self._run(agree)
 
     def _insert(self, entry: ConversationEntry) -> None:
         name, metadata = entry.conversation, json_text(entry.metadata)
@@ -171,11 +156,5 @@ class ConversationVersions:
             for place, (one, text) in enumerate(texts, 1)
         ]
         self._db.executemany(_INSERT_ITEM, rows)
-
-    def _agree(
-        self, conversation_id: str, number: int, untold: Iterable[str], *, is_behind: bool
-    ) -> None:
-        self._db.execute(_AGREE, (number, is_behind, conversation_id))
-        self._db.execute(_FORGET_UNTOLD, (conversation_id,))
-        rows = [(conversation_id, item) for item in untold]
-        self._db.executemany("INSERT INTO untold VALUES (?, ?)", rows)
+        numbered = [(name, number, item) for number, item in enumerate(entry.gone, 1)]
+        self._db.executemany(_INSERT_GONE, numbered)

@@ -315,7 +315,7 @@ class MovingConversations:
                 log.warning("conversation_diverged", conversation=name, kept="none: it is deleted")
             await self._take(there, tenant, name)
             return
-        entry, has_diverged = merged(*found, there.entry)
+        entry, has_diverged = merged(found, there.entry)
         if has_diverged:
             log.warning("conversation_diverged", conversation=name, kept="both")
         await self._versions.take(entry, there.entry, there.number)
@@ -340,7 +340,7 @@ class MovingConversations:
         if found is None:
             return True
         try:
-            put = await shared.replace(number, found[0])
+            put = await shared.replace(number, found)
         except OvertakenError:
             return False
         if put is None:

@@ -14,6 +14,8 @@ from inference_svc.http_api.sessions.completion import Completion
 from inference_svc.http_api.sessions.http_turn import Caller, HttpTurn
 from inference_svc.http_api.sessions.lookup import Route, StoredRequest
 from inference_svc.http_api.sessions.store import ApiStore
+from inference_svc.runtime.turns.sessions import Sessions
+from inference_svc.runtime.turns.transcript import TranscriptStore
 from inference_svc.runtime.turns.turn import Turn
 from inference_svc.service.gateway import TurnStream
 from shared.access.identity import socket_identity
@@ -78,7 +80,8 @@ async def test_nothing_is_lost_of_an_answer_that_has_begun():
 async def test_a_turn_that_was_overtaken_is_known_where_it_is(tmp_path):
     """Its session's id, its history, and where a repeat of its request goes."""
     store = ApiStore(tmp_path, 100)
-    completion = Completion(None, "m", store, 10, 900.0)
+    sessions = Sessions(TranscriptStore(tmp_path), None, None, None, None, None)
+    completion = Completion(sessions, "m", store, 10, 900.0)
     asked = HttpTurn((Message("user", "Hi"),), {}, "", True, "", "r", b"body", repeat_key=b"key")
     route = Route("s", 2, 0, completion.chain(CALLER).start)
     turn = new_turn()
