@@ -13,7 +13,7 @@ from tests.integration.test_moving_responses import client_of, silent
 from tests.integration.test_unnamed_conversations import SAID, running
 from tests.kvd_polling import eventually
 
-UNTRUE = {"max_output_tokens": 400, "extra_body": {"ignore_eos": True}}
+LONG = {"max_output_tokens": 400, "extra_body": {"ignore_eos": True}}
 
 
 async def said_in(server, conversation):
@@ -99,8 +99,8 @@ async def test_of_two_turns_at_once_one_is_refused(tiny_model, short_dir, oracle
             made = await client.conversations.create(items=[question(SAID)])
         await asked(second, made, "Begin.")
         found = await asyncio.gather(
-            asked(first, made, "First?", **UNTRUE),
-            asked(second, made, "Second?", **UNTRUE),
+            asked(first, made, "First?", **LONG),
+            asked(second, made, "Second?", **LONG),
             return_exceptions=True,
         )
         (error,) = [one for one in found if isinstance(one, Exception)]

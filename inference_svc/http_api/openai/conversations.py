@@ -8,7 +8,7 @@ next response of the conversation (`responses/conversation_turns.py`).
 
 import time
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from dataclasses import replace
 from typing import Annotated, Any
 from uuid import uuid4
 
@@ -89,9 +89,9 @@ async def show_conversation(api: Api, request: web.Request) -> web.Response:
 async def update_conversation(api: Api, request: web.Request) -> web.Response:
     """Put other metadata in the place of a conversation's."""
     caller, body = caller_of(request), await api.decoded(request, MetadataBody)
-    await find_conversation(api, caller, _name(request))
-    await api.conversations.set_metadata(caller.tenant, _name(request), body.metadata)
-    return reply(_object(await find_conversation(api, caller, _name(request))))
+    found = await find_conversation(api, caller, _name(request))
+    await api.conversations.set_metadata(caller.tenant, found.conversation_id, body.metadata)
+    return reply(_object(replace(found, metadata=body.metadata)))
 
 
 async def delete_conversation(api: Api, request: web.Request) -> web.Response:
@@ -100,9 +100,10 @@ async def delete_conversation(api: Api, request: web.Request) -> web.Response:
     with api.conversations.holds.held(caller.tenant, name):
         found = await find_conversation(api, caller, name, is_held=True)
         key = api.gateway.key(caller.identity, caller.tenant, found.session_id)
-        with suppress(NotFoundError):  # it has no response yet
-            await api.gateway.delete_session(key)
-        await api.conversations.delete(caller.tenant, name)
+        try:
+            await api.gateway.delete_session(key)  # with which it goes
+        except NotFoundError:  # it has no response yet
+            await api.conversations.delete(caller.tenant, name)
     return reply({"id": name, "object": "conversation.deleted", "deleted": True})
 
 

@@ -86,12 +86,16 @@ class Conversations:
         db: the database with the tables.
         run: runs calls on its thread.
         max_bytes: bound of what one tenant stores.
+
+    Attributes:
+        are_kept: whether there may be any.
     """
 
     def __init__(self, db: sqlite3.Connection, run: Run, max_bytes: int) -> None:
         self._db = db
         self._run = run
         self._max_bytes = max_bytes
+        self.are_kept = max_bytes > 0
 
     async def create(self, tenant: str, made: Conversation, items: Items) -> None:
         """Store a new conversation.

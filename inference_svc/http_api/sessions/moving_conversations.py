@@ -23,6 +23,7 @@ from typing import NoReturn
 from inference_svc.core.errors import SessionMovedError, TranscriptUnavailableError
 from inference_svc.core.transcript_format import TranscriptDamagedError
 from inference_svc.http_api.errors import unknown_conversation
+from inference_svc.http_api.sessions.conversation_versions import ABSENT
 from inference_svc.http_api.sessions.conversations import Holds, Items
 from inference_svc.http_api.sessions.lookup import (
     CONVERSATION,
@@ -288,10 +289,10 @@ class MovingConversations:
             TranscriptDamagedError: the store's is not what was put there.
         """
         for _ in range(TRIES):
-            here, number = (
-                await self._versions.standing(tenant, name),
-                await shared.look(tenant, name),
-            )
+            here = await self._versions.standing(tenant, name)
+            if here == ABSENT and not self._here.are_kept:
+                return
+            number = await shared.look(tenant, name)
             if number not in {0, here.number}:
                 await self._adopt(shared, tenant, name, is_behind=here.is_behind)
             elif number != here.number:

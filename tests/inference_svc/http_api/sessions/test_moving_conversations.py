@@ -41,10 +41,10 @@ class Server:
         store: those that are here.
     """
 
-    def __init__(self, directory, calls, sealer):
+    def __init__(self, directory, calls, sealer, bound=BOUND):
         directory.mkdir(exist_ok=True)
         self.calls = calls
-        self.store = ApiStore(directory, 1000, conversation_bytes=BOUND)
+        self.store = ApiStore(directory, 1000, conversation_bytes=bound)
         shared = None if calls is None else SharedConversations(calls, sealer)
         self.moving = MovingConversations(shared, self.store)
 
@@ -114,13 +114,16 @@ class Servers:
         self.directory = directory
         self.blobs = FaultyStore(Random(7))  # noqa: S311
         self.sealers = defaultdict(Sealer)
+        self.bounds = defaultdict(lambda: BOUND)
         self._running = {}
 
     def __getattr__(self, name):
         if name not in self._running:
             backoff = Backoff(Random(1), first_s=0.0, longest_s=0.0)  # noqa: S311
             calls = StoreCalls(View(self.blobs), 60.0, backoff)
-            self._running[name] = Server(self.directory / name, calls, self.sealers[name])
+            self._running[name] = Server(
+                self.directory / name, calls, self.sealers[name], self.bounds[name]
+            )
         return self._running[name]
 
     def restart(self, name):
@@ -436,6 +439,18 @@ async def test_what_comes_from_elsewhere_may_be_more_than_the_tenants_bound(serv
     with pytest.raises(ConversationsFullError):
         await servers.b.add("b")
     assert await servers.b.listed() == "xy"
+
+
+async def test_a_server_that_is_to_have_none_takes_none(servers):
+    """But for those that it had before that was said."""
+    await servers.b.moving.create("acme", replace(MADE, conversation_id="conv_b"), items("b"))
+    servers.restart("b")
+    servers.bounds["b"] = 0
+    await servers.a.create("x")
+    assert await servers.b.find() is None
+    assert await servers.b.moving.find("acme", "conv_b")
+    await servers.b.moving.delete("acme", "conv_b")
+    assert await servers.a.moving.find("acme", "conv_b") is None
 
 
 async def test_one_that_is_too_long_stays_here(servers, monkeypatch, logged):
