@@ -7,7 +7,6 @@ import pytest
 
 from inference_svc.client import turn_request
 from tests.examples.pairs import check_identical
-from tests.http_api.conftest import MODEL
 from tests.http_api.talks import ask, listed, question, refusal, session_of, texts
 from tests.integration.test_moving_responses import client_of, silent
 from tests.integration.test_unnamed_conversations import SAID, running

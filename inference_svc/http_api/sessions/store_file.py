@@ -238,7 +238,7 @@ CREATE TABLE passing (                      -- sessions that go when their turn 
 """
 
 # Added to files of the same version; triggers, so that no release leaves anything behind.
-_ADDITIONS = f"""
+_ADDITIONS = Template("""
 CREATE TABLE IF NOT EXISTS inputs (         -- of responses: their items, as JSON
     id TEXT PRIMARY KEY, tenant TEXT NOT NULL, items TEXT NOT NULL, size INTEGER NOT NULL,
     used INTEGER NOT NULL
@@ -317,8 +317,8 @@ CREATE TRIGGER IF NOT EXISTS versions_have_items AFTER DELETE ON items BEGIN
     WHERE conversation = OLD.conversation), 0), OLD.id FROM versions
     WHERE conversation = OLD.conversation;
     DELETE FROM gone WHERE conversation = OLD.conversation AND number <= (SELECT max(number)
-    FROM gone WHERE conversation = OLD.conversation) - {MAX_GONE}; END;
-"""
+    FROM gone WHERE conversation = OLD.conversation) - $most_gone; END;
+""").substitute(most_gone=MAX_GONE)
 
 log = get_logger(__name__)
 

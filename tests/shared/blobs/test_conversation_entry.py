@@ -145,7 +145,7 @@ def test_what_lacks_a_member_is_none() -> None:
 
 
 def together(here: str, there: str) -> tuple[str, bool]:
-    """Put two together, each its items and, behind a stroke, what was deleted; returns the items."""
+    """Put two together, each its items and, behind a stroke, those deleted; returns the items."""
     (own, _, own_gone), (other, _, other_gone) = here.partition("/"), there.partition("/")
     both, has_diverged = merged(
         replace(ENTRY, items=items(own, 2), gone=tuple(own_gone), metadata={"of": "here"}),
