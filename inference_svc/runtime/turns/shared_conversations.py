@@ -125,7 +125,6 @@ class SharedConversations:
         """
         place = place_of(tenant, conversation_id)
         await self._calls.call("replaced", lambda store: _delete(Register(store, place)))
-        self._seen.pop(place, None)
 
     async def deleted(self) -> frozenset[str]:
         """Return the places of conversations that were deleted.

@@ -18,6 +18,7 @@ from inference_svc.http_api.sessions.store import ApiStore
 from inference_svc.runtime.turns.shared_conversations import SharedConversations, place_of
 from inference_svc.runtime.turns.store_calls import StoreCalls
 from shared.blobs import conversation_entry
+from shared.blobs.conversation_entry import MAX_GONE
 from shared.blobs.release import CONVERSATIONS
 from shared.encryption.key_file import new_key
 from shared.encryption.sealer import Sealer
@@ -26,7 +27,7 @@ from tests.faulty_store import FaultyStore, Odds, View
 
 NAME = "conv_a"
 MADE = Conversation(NAME, 1.0, {"for": "é"}, session_id=NAME)
-BOUND = 64 * 1024
+BOUND = 2**18
 
 
 def items(names):
@@ -100,6 +101,11 @@ class Server:
         end = await self.begin()
         return await end(names, session_id)
 
+    async def size(self):
+        """The bytes that count as its tenant's."""
+        sql = "SELECT size FROM conversations WHERE id = ?"
+        return self.store._db.execute(sql, (NAME,)).fetchone()
+
     async def behind(self):
         return [name for _, name in await self.store.versions.behind(1000)]
 
@@ -132,6 +138,11 @@ class Servers:
     def silence(self, *, is_silent=True):
         self.blobs.odds = Odds(fails=1.0 if is_silent else 0.0)
 
+    def lose(self):
+        """Lose all conversations of the store."""
+        for name in [name for name in self.blobs.blobs if name.startswith(CONVERSATIONS)]:
+            del self.blobs.blobs[name]
+
     def close(self):
         for name in list(self._running):
             self.restart(name)
@@ -159,6 +170,9 @@ async def test_a_conversation_is_the_same_everywhere(servers):
     await servers.a.create("xy")
     assert await servers.b.find() == MADE
     assert await servers.b.listed() == "xy"
+    assert await servers.a.size() == await servers.b.size()
+    there = await SharedConversations(servers.b.calls).read("acme", NAME)
+    assert [one.turn for one in there.entry.items] == [0, 0]
     await servers.b.add("z")
     assert await servers.a.listed() == "xyz"
     await servers.a.moving.set_metadata("acme", NAME, {"for": "bob"})
@@ -237,6 +251,7 @@ async def test_a_conversation_goes_with_its_session(servers):
     await servers.a.turn("12", session_id="conv_a-2")
     for session_id in (NAME, "conv_b-2", "s-1"):
         await servers.b.moving.forget_session("acme", session_id)
+    assert servers.b.num_calls("looked") == 2, "others' names are no conversation's"
     assert await servers.b.listed() == "x12"
     await servers.b.moving.forget_session("acme", "conv_a-2")
     assert await servers.a.find() is None
@@ -422,11 +437,15 @@ async def test_of_what_a_silent_store_may_have_nobody_knows(servers):
 async def test_what_the_store_has_lost_it_gets_again(servers):
     await servers.a.create("x")
     await servers.b.find()
-    for name in [name for name in servers.blobs.blobs if name.startswith(CONVERSATIONS)]:
-        del servers.blobs.blobs[name]
+    servers.lose()
     assert await servers.a.listed() == "x"
     await servers.b.add("y")
     assert await servers.a.listed() == "xy"
+    with servers.a.moving.holds.held("acme", NAME):
+        servers.lose()
+        await servers.a.moving.add("acme", NAME, items("z"))
+    assert await servers.a.listed() == "xyz"
+    assert await servers.b.listed() == "xyz"
 
 
 async def test_what_comes_from_elsewhere_may_be_more_than_the_tenants_bound(servers):
@@ -467,6 +486,11 @@ async def test_one_that_is_too_long_stays_here(servers, monkeypatch, logged):
     monkeypatch.undo()
     await servers.a.add("j")
     assert await servers.b.listed() == "xabcdefghij"
+    servers.silence()
+    await servers.a.add("k")
+    servers.silence(is_silent=False)
+    await servers.a.moving.catch_up()
+    assert await servers.b.listed() == "xabcdefghijk"
 
 
 async def test_who_does_not_have_the_key_is_told_so(servers, logged):
@@ -510,6 +534,28 @@ async def test_what_cannot_be_read_is_said_once_and_stays(servers, logged):
     with pytest.raises(TranscriptDamagedError, match="damaged"):
         await servers.a.find()
     assert await servers.a.here() == "xy"
+
+
+async def test_what_was_answered_is_not_refused_for_what_cannot_be_read(servers, logged):
+    await servers.a.create("x")
+    end = await servers.a.begin()
+    View(servers.blobs).put(f"{place_of('acme', NAME)}/{2:020d}", b"what is no conversation")
+    assert await end("12") == set()
+    assert await servers.a.here() == "x12"
+    assert logged == ["conversation_not_shared"]
+
+
+async def test_of_what_was_deleted_the_last_items_are_known(servers):
+    """However many there were."""
+    names = [chr(0x4E00 + number) for number in range(MAX_GONE + 3)]
+    await servers.a.create()
+    await servers.a.store.conversations.add("acme", NAME, [{"id": name} for name in names])
+    for name in names:
+        servers.a.store._db.execute("DELETE FROM items WHERE id = ?", (name,))
+    assert (await servers.a.store.versions.whole("acme", NAME)).gone == tuple(names[3:])
+    await servers.a.find()
+    await servers.b.find()
+    assert (await servers.b.store.versions.whole("acme", NAME)).gone == tuple(names[3:])
 
 
 async def test_conversations_of_before_get_there(servers, monkeypatch):
