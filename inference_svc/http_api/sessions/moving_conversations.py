@@ -84,10 +84,10 @@ class MovingConversations:
             TranscriptUnavailableError: nobody knows whether there is one.
             TranscriptDamagedError: what the store has is not what was put there.
         """
-        shared = self._shared
-        if shared is None or self._is_changing(tenant, name, is_held=is_held):
-            return await self._here.find(tenant, name)
-        async with self._lock(name):
+        shared, is_changing = self._shared, self._is_changing(tenant, name, is_held=is_held)
+        async with self._lock(name):  # a repeat waits for what the first request brings
+            if shared is None or is_changing:
+                return await self._here.find(tenant, name)
             try:
                 await self._bring(shared, tenant, name)
             except StoreSilentError as error:
@@ -320,6 +320,7 @@ class MovingConversations:
         if has_diverged:
             log.warning("conversation_diverged", conversation=name, kept="both")
         await self._versions.take(entry, there.entry, there.number)
+        self._stuck.discard(name)
 
     async def _take(self, there: SharedConversation, tenant: str, name: str) -> None:
         """Have here what the store has of a conversation, and nothing else."""

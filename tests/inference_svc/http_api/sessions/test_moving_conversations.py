@@ -1,5 +1,6 @@
 """Conversations go on at every server that shares them."""
 
+import asyncio
 from collections import defaultdict
 from contextlib import suppress
 from dataclasses import replace
@@ -329,6 +330,21 @@ async def test_a_turn_whose_conversation_was_deleted_meanwhile_brings_it_not_bac
     assert await servers.b.find() is None
 
 
+async def test_repeats_of_a_request_find_the_same(servers):
+    """One waits for what the other one brings."""
+    await servers.a.create("x")
+    await servers.b.find()
+    await servers.a.turn("12")
+    with servers.b.moving.holds.held("acme", NAME, b"key"):
+        first = asyncio.create_task(servers.b.find(is_held=True))
+        await asyncio.sleep(0)  # it has begun
+        with servers.b.moving.holds.held("acme", NAME, b"key"):
+            second = await servers.b.find(is_held=True)
+        assert await first == second
+    assert second.turns == 1
+    assert await servers.b.listed() == "x12"
+
+
 async def test_nothing_takes_the_place_of_what_a_request_changes(servers):
     """It is shown as it is here, and notes are kept; then all of it is there."""
     await servers.a.create("x")
@@ -534,6 +550,10 @@ async def test_what_cannot_be_read_is_said_once_and_stays(servers, logged):
     with pytest.raises(TranscriptDamagedError, match="damaged"):
         await servers.a.find()
     assert await servers.a.here() == "xy"
+    servers.blobs.blobs.pop(f"{place_of('acme', NAME)}/{2:020d}")
+    await servers.b.add("z")
+    assert await servers.a.listed() == "xzy"
+    assert await servers.b.listed() == "xzy"
 
 
 async def test_what_was_answered_is_not_refused_for_what_cannot_be_read(servers, logged):
