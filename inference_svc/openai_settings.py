@@ -67,7 +67,7 @@ class OpenAISettings(Section):
         stored_chat_bytes: bound of the chats whose requests say `store: true`, together; likewise.
             0: none is stored.
         conversation_bytes: bound of each tenant's conversations, which stay until they are deleted;
-            what would be more is refused. 0: there are none.
+            what would be more is refused, but taken from other servers. 0: there are none.
     """
 
     listen: Listen = ()

@@ -49,7 +49,7 @@ class Service:
         tokenizer, report = model[0].tokenizer, TurnReport(self.histograms)
         self.text = text = TurnText(tokenizer, limits.eos_ids)
         grammars = Grammars(tokenizer, limits.vocab_size, limits.eos_ids)
-        prompts = PromptMaker(text, self.thread, limits, has_tokenizer=True)
+        self.prompts = prompts = PromptMaker(text, self.thread, limits, has_tokenizer=True)
         numbers = count(1)
         self.edits = EditKeeper(
             *(engine.loop.graft, engine.store, self.store, self.thread, numbers),

@@ -13,7 +13,7 @@ from inference_svc.http_api.requests import B, TurnRequest, caller_of
 from inference_svc.http_api.sessions.answers import Answers
 from inference_svc.http_api.sessions.background import BackgroundResponses
 from inference_svc.http_api.sessions.completion import Completion
-from inference_svc.http_api.sessions.conversations import Holds
+from inference_svc.http_api.sessions.moving_conversations import MovingConversations
 from inference_svc.http_api.sessions.store import ApiStore
 from inference_svc.openai_settings import OpenAISettings
 from inference_svc.service.gateway import Gateway
@@ -28,7 +28,7 @@ class Api:
     """The parts of the API; they live as long as the service.
 
     Attributes:
-        holds: who changes which conversation.
+        conversations: their stored ones, wherever these were made, and who changes one.
         background: responses that are computed while nobody waits.
         own: identity of callers on a Unix socket of the API.
         local: identity of callers from this machine at its ports, as long as there are no clients;
@@ -43,7 +43,7 @@ class Api:
     completion: Completion
     answers: Answers
     slots: RequestSlots
-    holds: Holds
+    conversations: MovingConversations
     background: BackgroundResponses
     book: ClientBook
     own: Identity

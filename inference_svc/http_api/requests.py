@@ -15,12 +15,12 @@ from inference_svc.http_api.bodies.body import TurnBody
 from inference_svc.http_api.errors import RequestError
 from inference_svc.http_api.sessions.history_chain import HistoryChain
 from inference_svc.http_api.sessions.http_turn import Caller, HttpTurn
+from inference_svc.http_api.sessions.lookup import CONVERSATION
 from inference_svc.openai_settings import OpenAISettings
 from inference_svc.service.gateway import Gateway
 from shared.access.identity import current_identity
 
 PROJECT = "OpenAI-Project"  # names the tenant
-CONVERSATION = "conv_"  # what ids of conversations begin with, and names of their sessions
 SESSION = "X-Session-Id"  # of a response: where it was answered
 REPEAT = "Idempotency-Key"
 REQUEST_IDS = ("x-request-id", "request-id")  # OpenAI's clients read one, Anthropic's the other

@@ -64,7 +64,6 @@ from inference_svc.http_api.request_slots import RequestSlots, expect_nothing_ye
 from inference_svc.http_api.sessions.answers import Answers
 from inference_svc.http_api.sessions.background import BackgroundResponses
 from inference_svc.http_api.sessions.completion import Completion
-from inference_svc.http_api.sessions.conversations import Holds
 from inference_svc.http_api.sessions.store import ApiStore
 from inference_svc.http_api.tokens import detokenize, tokenize
 from inference_svc.service.gateway import Gateway
@@ -135,7 +134,7 @@ async def serving_openai(
             bounds=settings.openai.bounds,
             metrics=connections,
         )
-        gateway.on_deletion.append(partial(_forget, store))
+        gateway.on_deletion.append(partial(_forget, api))
         tidying = asyncio.create_task(api.completion.run())
         try:
             await server.start()
@@ -143,7 +142,8 @@ async def serving_openai(
             ports = [address for address in server.addresses if not is_unix(address)]
             if api.local is not None and not book.current and ports:
                 log.warning("openai_local_clients_need_no_account", listen=ports)
-            yield
+            with gateway.turns.sessions.accompanied(api.conversations):
+                yield
         finally:
             await server.stop(STOP_GRACE_S)
             await api.background.close()
@@ -153,10 +153,10 @@ async def serving_openai(
         store.close()
 
 
-async def _forget(store: ApiStore, key: SessionKey) -> None:
+async def _forget(api: Api, key: SessionKey) -> None:
     """Delete what is stored of a session that a client has deleted: it went with its session."""
-    await store.forget_texts(key.tenant, key.session_id)
-    await store.conversations.forget_session(key.tenant, key.session_id)
+    await api.store.forget_texts(key.tenant, key.session_id)
+    await api.conversations.forget_session(key.tenant, key.session_id)
 
 
 def _api(
@@ -191,7 +191,7 @@ def _api(
         answers=answers,
         background=BackgroundResponses(answers, store, settings.openai.max_requests, reported),
         slots=RequestSlots(settings.openai),
-        holds=Holds(),
+        conversations=completion.conversations,
         book=book,
         own=socket_identity(SOCKET_NAME, tenants, {ROLE}),
         local=Identity(LOCAL_NAME, "loopback", tenants, frozenset({ROLE}))

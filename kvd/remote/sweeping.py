@@ -6,7 +6,8 @@ safe beside pushes, pulls and other sweeps; the lease only spares the work. Wher
 be read, nothing of its tenant is removed: nobody knows what it names. Of the services' transcripts
 those are forgotten that they have deleted, and those of sessions that no client has named, once
 nobody has gone on with them for long: a server that is gone would never delete them. So are
-histories and responses, whoever has named their sessions.
+histories and responses, whoever has named their sessions. Of the services' conversations only those
+go that they have deleted.
 """
 
 import json
@@ -15,6 +16,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import chain
 
 from kvd.remote.catalog import Catalog
 from kvd.remote.chunk_store import GRACE_S, condemned_list, condemned_names, list_blobs
@@ -25,7 +27,13 @@ from shared.blobs.blob_store import Blob, BlobStore
 from shared.blobs.errors import BlobMissingError, OvertakenError, UnfitStoreError
 from shared.blobs.history_entry import decode_entry
 from shared.blobs.register import NOTHING, Register, Seen, Version, is_version, number_of
-from shared.blobs.release import DELETED_BYTES, HISTORIES, RESPONSES, TRANSCRIPTS
+from shared.blobs.release import (
+    CONVERSATIONS,
+    DELETED_BYTES,
+    HISTORIES,
+    RESPONSES,
+    TRANSCRIPTS,
+)
 from shared.blobs.response_entry import decode_response
 
 KNOWN_S = 30 * 86400.0  # by then a service that was away has found out what was deleted
@@ -40,7 +48,7 @@ class SweepResult:
     Attributes:
         num_sessions: that are kept.
         num_expired: that were dropped.
-        num_forgotten: that were dropped long ago; so are deleted transcripts.
+        num_forgotten: that were dropped long ago; so are deleted transcripts and conversations.
         num_condemned: chunks that are to go.
         num_removed: chunks that went.
         removed_bytes: of these.
@@ -93,7 +101,7 @@ class Sweeper:
         try:
             named, unknown = self._sweep_sessions(now_s, result)
             self._sweep_chunks(now_s, named, unknown, result)
-            self._sweep_transcripts(now_s, result)
+            self._sweep_deleted(now_s, result)
             self._sweep_answers(now_s, result)
         finally:
             self._end()
@@ -202,15 +210,15 @@ class Sweeper:
             self._store.put(path, condemned_list(chunks))
             result.num_condemned += len(chunks)
 
-    def _sweep_transcripts(self, now_s: float, result: SweepResult) -> None:
-        """Forget the transcripts that were deleted so long ago that every service knows it."""
-        for blob in list_blobs(self._store, TRANSCRIPTS):
+    def _sweep_deleted(self, now_s: float, result: SweepResult) -> None:
+        """Forget what the services have deleted so long ago that each of them knows it."""
+        for blob in chain(*(list_blobs(self._store, one) for one in (TRANSCRIPTS, CONVERSATIONS))):
             is_mark = is_version(blob.name) and blob.num_bytes == DELETED_BYTES
             if not is_mark or now_s < blob.stored_unix_s + KNOWN_S:
                 continue
             register = Register(self._store, place_of(blob.name))
             seen = register.look()
-            if blob.name == register.name_of(seen.number):  # else the session has begun anew
+            if blob.name == register.name_of(seen.number):  # else a session has begun anew
                 register.remove(seen)
                 result.num_forgotten += 1
 

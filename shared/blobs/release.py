@@ -4,6 +4,7 @@ v1/format         says which version this is
 v1/transcripts/   the services' transcripts
 v1/histories/     which of these a history leads to (history_entry.py)
 v1/responses/     which of these a response is a turn of (response_entry.py)
+v1/conversations/ lists of items that responses go on with (conversation_entry.py)
 v1/…              kvd's sessions (kvd/remote/names.py)
 
 Names of tenants, sessions and models are there as digests, which fit anywhere.
@@ -18,7 +19,8 @@ FORMAT = "v1/format"
 TRANSCRIPTS = "v1/transcripts"
 HISTORIES = "v1/histories"
 RESPONSES = "v1/responses"
-DELETED_BYTES = 8  # a transcript of so many says that its session was deleted
+CONVERSATIONS = "v1/conversations"
+DELETED_BYTES = 8  # a transcript, or a conversation, of so many says that it was deleted
 THIS_FORMAT = b"KVDREMOT 1\n"
 _PLACE_PARTS = 4  # of the name of a transcript's place
 

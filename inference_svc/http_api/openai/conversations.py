@@ -8,7 +8,7 @@ next response of the conversation (`responses/conversation_turns.py`).
 
 import time
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from dataclasses import replace
 from typing import Annotated, Any
 from uuid import uuid4
 
@@ -32,8 +32,8 @@ from inference_svc.http_api.openai.responses.input_items import (
     of_known_kinds,
 )
 from inference_svc.http_api.replies import reply
-from inference_svc.http_api.requests import CONVERSATION, caller_of
-from inference_svc.http_api.sessions.lookup import Conversation
+from inference_svc.http_api.requests import caller_of
+from inference_svc.http_api.sessions.lookup import CONVERSATION, Conversation
 from shared.types.errors import NotFoundError
 
 MAX_ADDED = 20  # items of one request; OpenAI's bound
@@ -77,7 +77,7 @@ async def create_conversation(api: Api, request: web.Request) -> web.Response:
     caller, body = caller_of(request), await api.decoded(request, ConversationBody)
     name = f"{CONVERSATION}{uuid4().hex}"
     made = Conversation(name, int(time.time()), body.metadata, session_id=name)
-    await api.store.conversations.create(caller.tenant, made, _with_ids(body.items))
+    await api.conversations.create(caller.tenant, made, _with_ids(body.items))
     return reply(_object(made))
 
 
@@ -89,20 +89,21 @@ async def show_conversation(api: Api, request: web.Request) -> web.Response:
 async def update_conversation(api: Api, request: web.Request) -> web.Response:
     """Put other metadata in the place of a conversation's."""
     caller, body = caller_of(request), await api.decoded(request, MetadataBody)
-    await find_conversation(api, caller, _name(request))
-    await api.store.conversations.set_metadata(caller.tenant, _name(request), body.metadata)
-    return reply(_object(await find_conversation(api, caller, _name(request))))
+    found = await find_conversation(api, caller, _name(request))
+    await api.conversations.set_metadata(caller.tenant, found.conversation_id, body.metadata)
+    return reply(_object(replace(found, metadata=body.metadata)))
 
 
 async def delete_conversation(api: Api, request: web.Request) -> web.Response:
     """Delete a conversation: its items, its session, and what is kept of that."""
     caller, name = caller_of(request), _name(request)
-    with api.holds.held(caller.tenant, name):
-        found = await find_conversation(api, caller, name)
+    with api.conversations.holds.held(caller.tenant, name):
+        found = await find_conversation(api, caller, name, is_held=True)
         key = api.gateway.key(caller.identity, caller.tenant, found.session_id)
-        with suppress(NotFoundError):  # it has no response yet
-            await api.gateway.delete_session(key)
-        await api.store.conversations.delete(name)
+        try:
+            await api.gateway.delete_session(key)  # with which it goes
+        except NotFoundError:  # it has no response yet
+            await api.conversations.delete(caller.tenant, name)
     return reply({"id": name, "object": "conversation.deleted", "deleted": True})
 
 
@@ -124,9 +125,9 @@ async def add_items(api: Api, request: web.Request) -> web.Response:
     check_query(request)
     caller, body = caller_of(request), await api.decoded(request, ItemsBody)
     items = _with_ids(body.items)
-    with api.holds.held(caller.tenant, _name(request)):
-        found = await find_conversation(api, caller, _name(request))
-        await api.store.conversations.add(caller.tenant, found.conversation_id, items)
+    with api.conversations.holds.held(caller.tenant, _name(request)):
+        found = await find_conversation(api, caller, _name(request), is_held=True)
+        await api.conversations.add(caller.tenant, found.conversation_id, items)
     return reply(listed(items))
 
 
@@ -144,13 +145,13 @@ async def show_item(api: Api, request: web.Request) -> web.Response:
 async def delete_item(api: Api, request: web.Request) -> web.Response:
     """Delete an item; what was computed from it on does not count any more."""
     caller, item_id = caller_of(request), request.match_info["item"]
-    with api.holds.held(caller.tenant, _name(request)):
-        found = await find_conversation(api, caller, _name(request))
+    with api.conversations.holds.held(caller.tenant, _name(request)):
+        found = await find_conversation(api, caller, _name(request), is_held=True)
         turn = await api.store.conversations.turn_of(found.conversation_id, item_id)
         if turn is None:
             raise _unknown_item(item_id)
         left = without_turn(found, await session_of(api, caller, found), turn)
-        await api.store.conversations.delete_item(left, item_id)
+        await api.conversations.delete_item(caller.tenant, left, item_id)
     return reply(_object(found))
 
 

@@ -36,6 +36,7 @@ from inference_svc.http_api.errors import unknown_response
 from inference_svc.http_api.sessions.completion import Completion
 from inference_svc.http_api.sessions.http_turn import Caller, HttpTurn
 from inference_svc.http_api.sessions.lookup import Route
+from inference_svc.http_api.sessions.moving_conversations import moved
 from inference_svc.http_api.sessions.routing import Router
 from inference_svc.http_api.sessions.store import ApiStore
 from inference_svc.service.gateway import Gateway, TurnStream
@@ -241,7 +242,9 @@ class Answers:
         if route.session_id and route.may_append and turn.is_kept:
             try:
                 return await self._start(caller, turn, route, on_queued, is_passing=False)
-            except TAKEN:
+            except TAKEN as error:
+                if turn.conversation is not None and isinstance(error, TurnMismatchError):
+                    raise moved(turn.conversation.before.conversation_id) from error
                 if turn.session_id:
                     raise
         return await self._open_apart(caller, turn, route, on_queued)

@@ -29,6 +29,7 @@ from inference_svc.http_api.sessions.lookup import (
     StoredRequest,
     StoredResponse,
 )
+from inference_svc.http_api.sessions.moving_conversations import MovingConversations
 from inference_svc.http_api.sessions.moving_responses import MovingResponses
 from inference_svc.http_api.sessions.store import ApiStore
 from inference_svc.runtime.turns.sessions import Sessions
@@ -58,6 +59,7 @@ class Completion:
 
     Attributes:
         responses: that are stored, also those that other servers have made.
+        conversations: likewise.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class Completion:
         self._model = model
         self._store = store
         self.responses = MovingResponses(sessions, model, store)
+        self.conversations = MovingConversations(sessions.conversations, store)
         self._max_sessions = max_sessions
         self._subagents = IdleSubagents(subagent_idle_s, max_sessions)
         self._tasks = asyncio.TaskGroup()
@@ -145,16 +148,15 @@ class Completion:
         end: Point,
         finished: Finished,
     ) -> None:
-        """Add a turn to its conversation, and remove the session that this has left."""
+        """Add a turn to its conversation, and remove a session that this has left."""
         tenant, before = caller.tenant, conversation.before.session_id
         kept = conversation.at.turns if conversation.at else 0
         moves = end.session_id != before
         if end.turns != kept + 1 or moves != (session_id != before):
             return  # a repeat of a turn that was added before the conversation went on
         items = [*conversation.brought, *conversation.answered(finished)]
-        is_added = await self._store.conversations.record(tenant, conversation, end, items)
-        if is_added and moves:
-            self.spawn(self.remove(Caller(CLEANER, tenant), before))
+        for left in await self.conversations.record(tenant, conversation, end, items):
+            self.spawn(self.remove(Caller(CLEANER, tenant), left))
 
     async def _keep_history(
         self, caller: Caller, turn: HttpTurn, route: Route, at: Point, answer: Message

@@ -86,12 +86,16 @@ class Conversations:
         db: the database with the tables.
         run: runs calls on its thread.
         max_bytes: bound of what one tenant stores.
+
+    Attributes:
+        are_kept: whether there may be any.
     """
 
     def __init__(self, db: sqlite3.Connection, run: Run, max_bytes: int) -> None:
         self._db = db
         self._run = run
         self._max_bytes = max_bytes
+        self.are_kept = max_bytes > 0
 
     async def create(self, tenant: str, made: Conversation, items: Items) -> None:
         """Store a new conversation.
@@ -99,7 +103,7 @@ class Conversations:
         Raises:
             ConversationsFullError: the tenant has no room for it.
         """
-        metadata = _text(made.metadata)
+        metadata = json_text(made.metadata)
         size = ROW_BYTES + len(metadata.encode())
         name = made.conversation_id
         row = (name, tenant, made.created_s, metadata, "", made.session_id, 0, "", size)
@@ -128,7 +132,7 @@ class Conversations:
         Raises:
             ConversationsFullError: the tenant has no room for them.
         """
-        text = _text(metadata)
+        text = json_text(metadata)
 
         def change() -> None:
             self._check_room(tenant, len(text.encode()), ())
@@ -138,14 +142,15 @@ class Conversations:
 
         await self._run(change)
 
-    async def delete(self, conversation_id: str) -> None:
-        """Delete a conversation and its items."""
-        await self._change("DELETE FROM conversations WHERE id = ?", conversation_id)
+    async def delete(self, tenant: str, conversation_id: str) -> None:
+        """Delete a conversation and its items, if it is there."""
+        sql = "DELETE FROM conversations WHERE id = ? AND tenant = ?"
 
-    async def forget_session(self, tenant: str, session_id: str) -> None:
-        """Delete the conversation whose session a client has deleted, if it is one."""
-        sql = "DELETE FROM conversations WHERE tenant = ? AND session = ?"
-        await self._change(sql, tenant, session_id)
+        def delete() -> None:
+            with durable(self._db):
+                self._db.execute(sql, (conversation_id, tenant))
+
+        await self._run(delete)
 
     # ----------------------------------------------------------------------------------- items
 
@@ -291,13 +296,6 @@ class Conversations:
 
     # ------------------------------------------------------------------- on the thread, below
 
-    async def _change(self, sql: str, *values: object) -> None:
-        def change() -> None:
-            with durable(self._db):
-                self._db.execute(sql, values)
-
-        await self._run(change)
-
     def _row(self, sql: str, *values: object) -> Any | None:
         return self._db.execute(sql, values).fetchone()
 
@@ -308,20 +306,21 @@ class Conversations:
         (place,) = self._db.execute(_LAST_PLACE, (conversation_id,)).fetchone()
         rows = [
             (conversation_id, place + number, item["id"], turn, text, len(text.encode()))
-            for number, (item, text) in enumerate(zip(items, map(_text, items), strict=True), 1)
+            for number, (item, text) in enumerate(zip(items, map(json_text, items), strict=True), 1)
         ]
         self._db.executemany("INSERT INTO items VALUES (?, ?, ?, ?, ?, ?)", rows)
 
     def _check_room(self, tenant: str, more: int, items: Items) -> None:
         (size,) = self._db.execute(_SIZE, (tenant,)).fetchone()
-        if size + more + sum(len(_text(item).encode()) for item in items) > self._max_bytes:
+        if size + more + sum(len(json_text(item).encode()) for item in items) > self._max_bytes:
             raise ConversationsFullError(
                 f"the tenant's conversations have {size} bytes, of {self._max_bytes}",
                 "delete some, or raise openai.conversation_bytes",
             )
 
 
-def _text(value: Mapping[str, Any]) -> str:
+def json_text(value: Mapping[str, Any]) -> str:
+    """Return how an item, or notes, are stored, and counted."""
     return json.dumps(value, ensure_ascii=False)
 
 
@@ -330,6 +329,10 @@ class Holds:
 
     def __init__(self) -> None:
         self._holders: dict[tuple[str, str], list[bytes | None]] = {}  # keys of repeats
+
+    def num_holders(self, tenant: str, conversation_id: str) -> int:
+        """Return how many requests hold a conversation: more than one are repeats of one."""
+        return len(self._holders.get((tenant, conversation_id), ()))
 
     @contextmanager
     def held(

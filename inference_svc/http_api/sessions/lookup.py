@@ -9,6 +9,8 @@ from inference_svc.core.misses import Resembled
 from inference_svc.core.transcript_format import Transcript
 from inference_svc.core.turn_record import Finished
 
+CONVERSATION = "conv_"  # what ids of conversations begin with, and names of their sessions
+
 # How a response stands that has no answer.
 QUEUED, IN_PROGRESS, FAILED, CANCELLED = "queued", "in_progress", "failed", "cancelled"
 

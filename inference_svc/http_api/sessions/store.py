@@ -14,6 +14,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
+from inference_svc.http_api.sessions.conversation_versions import ConversationVersions
 from inference_svc.http_api.sessions.conversations import Conversations
 from inference_svc.http_api.sessions.kept_inputs import KeptInputs
 from inference_svc.http_api.sessions.lookup import (
@@ -65,6 +66,7 @@ class ApiStore:
     Attributes:
         key: the secret that digests are keyed with.
         conversations: stores conversations.
+        versions: which these are of, in the store that services share.
         chats: stores chats whose clients asked for it.
     """
 
@@ -82,6 +84,7 @@ class ApiStore:
         self._tables = BoundedTables(self._db, max_rows)
         self._inputs = KeptInputs(self._db, self._tables, max_input_bytes)
         self.conversations = Conversations(self._db, self._run, conversation_bytes)
+        self.versions = ConversationVersions(self._db, self._run)
         self.chats = StoredChats(self._db, self._run, self._tables, chat_bytes)
 
     def close(self) -> None:

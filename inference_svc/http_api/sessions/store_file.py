@@ -24,6 +24,7 @@ from string import Template
 from typing import Any
 
 from inference_svc.core.errors import TranscriptError
+from shared.blobs.conversation_entry import MAX_GONE
 from shared.process.log import get_logger
 
 LEFT_OF_16 = 15  # sixteenths of a bound of bytes that are left when it was reached: then is peace
@@ -237,7 +238,7 @@ CREATE TABLE passing (                      -- sessions that go when their turn 
 """
 
 # Added to files of the same version; triggers, so that no release leaves anything behind.
-_ADDITIONS = """
+_ADDITIONS = Template("""
 CREATE TABLE IF NOT EXISTS inputs (         -- of responses: their items, as JSON
     id TEXT PRIMARY KEY, tenant TEXT NOT NULL, items TEXT NOT NULL, size INTEGER NOT NULL,
     used INTEGER NOT NULL
@@ -289,7 +290,35 @@ CREATE TRIGGER IF NOT EXISTS conversations_change AFTER UPDATE OF metadata, inst
     - length(CAST(OLD.metadata || OLD.instructions AS BLOB)) WHERE id = NEW.id; END;
 CREATE TRIGGER IF NOT EXISTS conversations_go AFTER DELETE ON conversations
     BEGIN DELETE FROM items WHERE conversation = OLD.id; END;
-"""
+CREATE TABLE IF NOT EXISTS versions (       -- of conversations, in the store that services share
+    conversation TEXT PRIMARY KEY,
+    number INTEGER NOT NULL,                -- of the one that the rows come from; 0: none was there
+    behind INTEGER NOT NULL                 -- whether the rows are others than its
+) WITHOUT ROWID, STRICT;
+CREATE INDEX IF NOT EXISTS versions_behind ON versions (behind);
+CREATE TABLE IF NOT EXISTS gone (           -- the last items of conversations that were deleted
+    conversation TEXT NOT NULL, number INTEGER NOT NULL, item TEXT NOT NULL,
+    PRIMARY KEY (conversation, number)
+) WITHOUT ROWID, STRICT;
+INSERT OR IGNORE INTO versions SELECT id, 0, 1 FROM conversations;
+CREATE TRIGGER IF NOT EXISTS versions_come AFTER INSERT ON conversations
+    BEGIN INSERT INTO versions VALUES (NEW.id, 0, 1); END;
+CREATE TRIGGER IF NOT EXISTS versions_fall_behind
+    AFTER UPDATE OF metadata, instructions, session, turns, request ON conversations
+    BEGIN UPDATE versions SET behind = 1 WHERE conversation = NEW.id; END;
+CREATE TRIGGER IF NOT EXISTS versions_go AFTER DELETE ON conversations BEGIN
+    DELETE FROM versions WHERE conversation = OLD.id;
+    DELETE FROM gone WHERE conversation = OLD.id; END;
+CREATE TRIGGER IF NOT EXISTS versions_lack_items AFTER INSERT ON items
+    BEGIN UPDATE versions SET behind = 1 WHERE conversation = NEW.conversation; END;
+CREATE TRIGGER IF NOT EXISTS versions_have_items AFTER DELETE ON items BEGIN
+    UPDATE versions SET behind = 1 WHERE conversation = OLD.conversation;
+    INSERT INTO gone SELECT conversation, 1 + coalesce((SELECT max(number) FROM gone
+    WHERE conversation = OLD.conversation), 0), OLD.id FROM versions
+    WHERE conversation = OLD.conversation;
+    DELETE FROM gone WHERE conversation = OLD.conversation AND number <= (SELECT max(number)
+    FROM gone WHERE conversation = OLD.conversation) - $most_gone; END;
+""").substitute(most_gone=MAX_GONE)
 
 log = get_logger(__name__)
 

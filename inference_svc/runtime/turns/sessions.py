@@ -23,9 +23,11 @@ from inference_svc.core.tenant_limits import TenantLimits
 from inference_svc.core.transcript_format import ExpectedSession, Transcript
 from inference_svc.runtime.engine.engine_loop import EngineLoop
 from inference_svc.runtime.engine.engine_request import ContextCut
+from inference_svc.runtime.turns.shared_conversations import SharedConversations
 from inference_svc.runtime.turns.shared_histories import SharedHistories
 from inference_svc.runtime.turns.shared_responses import SharedResponses
 from inference_svc.runtime.turns.transcript import TranscriptStore
+from inference_svc.runtime.turns.transcript_sharing import Companion
 from inference_svc.runtime.turns.turn import Turn
 from shared.process.log import get_logger
 from shared.types.awaited_tools import awaited_tools as checked_tools
@@ -73,6 +75,23 @@ class Sessions:
         """That are stored, where services share an object store; else None."""
         sharing = self._transcripts.sharing
         return sharing.responses if sharing is not None else None
+
+    @property
+    def conversations(self) -> SharedConversations | None:
+        """Of the HTTP API, where services share an object store; else None."""
+        sharing = self._transcripts.sharing
+        return sharing.conversations if sharing is not None else None
+
+    @contextmanager
+    def accompanied(self, companion: Companion) -> Iterator[None]:
+        """Inside, have somebody look after what else is in the store that services share."""
+        sharing = self._transcripts.sharing
+        companions = [] if sharing is None else sharing.companions
+        companions.append(companion)
+        try:
+            yield
+        finally:
+            companions.remove(companion)
 
     def is_shared(self, key: SessionKey) -> bool:
         """Whether a session goes to an object store that services share."""

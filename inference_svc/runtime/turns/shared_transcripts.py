@@ -107,7 +107,10 @@ class SharedTranscripts:
         Raises:
             StoreSilentError: nobody knows.
         """
-        return await self.calls.call("looked", lambda store: list(_deleted(store)), is_long=True)
+        places = await self.calls.call(
+            "looked", lambda store: list(deleted_places(store, TRANSCRIPTS)), is_long=True
+        )
+        return [place.rpartition("/")[2] for place in places]
 
 
 def register_of(store: BlobStore, key: SessionKey) -> Register:
@@ -174,14 +177,12 @@ def _damaged() -> TranscriptDamagedError:
     )
 
 
-def _deleted(store: BlobStore) -> Iterator[str]:
-    """Yield the digests of sessions whose newest version says that they were deleted."""
+def deleted_places(store: BlobStore, under: str) -> Iterator[str]:
+    """Yield the places of registers whose newest version says that what they had was deleted."""
     newest: dict[str, tuple[str, int]] = {}
-    for page in store.list(f"{TRANSCRIPTS}/"):
+    for page in store.list(f"{under}/"):
         for blob in page:
             if is_version(blob.name):
                 place, _, number = blob.name.rpartition("/")
                 newest[place] = max(newest.get(place, ("", 0)), (number, blob.num_bytes))
-    for place, (_, num_bytes) in newest.items():
-        if num_bytes == DELETED_BYTES:
-            yield place.rpartition("/")[2]
+    return (place for place, (_, size) in newest.items() if size == DELETED_BYTES)

@@ -300,6 +300,8 @@ class TranscriptStore:
                 log.warning("transcript_not_shared", session=str(key), error=str(error))
         with suppress(StoreSilentError):
             await sharing.responses.catch_up()
+            for companion in sharing.companions:
+                await companion.catch_up()
 
     async def forget_deleted(self) -> None:
         """Remove the files of sessions that another service has deleted, as far as it is known."""
@@ -310,6 +312,8 @@ class TranscriptStore:
                 header = await asyncio.to_thread(self.local.files.header_of, digest)
                 if header is not None:
                     await self.refresh(header.key)
+            for companion in self.sharing.companions:
+                await companion.forget_deleted()
 
     async def _adopt(self, sharing: Sharing, key: SessionKey) -> None:
         """Take what the object store has of a session, if that is more; the caller has its lock."""

@@ -12,9 +12,11 @@ wrong: what is not noted is compared anew.
 from collections import OrderedDict
 from collections.abc import Iterable
 from enum import Enum
+from typing import Protocol
 
 from inference_svc.core.errors import SessionMovedError
 from inference_svc.core.transcript_format import Transcript, TranscriptDamagedError
+from inference_svc.runtime.turns.shared_conversations import SharedConversations
 from inference_svc.runtime.turns.shared_histories import SharedHistories
 from inference_svc.runtime.turns.shared_responses import SharedResponses
 from inference_svc.runtime.turns.shared_transcripts import SharedTranscript, SharedTranscripts
@@ -53,6 +55,19 @@ def verdict_on(here: bytes | None, there: SharedTranscript | None, *, is_behind:
     return Verdict.KEEP if here.startswith(there.data) else Verdict.DIVERGED
 
 
+class Companion(Protocol):
+    """Has something else in the same store, and is told when to look after it.
+
+    Each method may raise StoreSilentError.
+    """
+
+    async def catch_up(self) -> None:
+        """Bring to the store what it lacks."""
+
+    async def forget_deleted(self) -> None:
+        """Remove what another service has deleted."""
+
+
 class Sharing:
     """See the module docstring. Whoever calls for a session has its lock, but for `is_current`.
 
@@ -65,6 +80,8 @@ class Sharing:
         store: likewise.
         histories: likewise.
         responses: in the same store, of all sessions that are there.
+        conversations: in the same store.
+        companions: look after what else is shared there, once the transcripts are.
     """
 
     def __init__(
@@ -76,6 +93,8 @@ class Sharing:
         self.store = store
         self.histories = histories
         self.responses = SharedResponses(store.calls, store.sealer)
+        self.conversations = SharedConversations(store.calls, store.sealer)
+        self.companions: list[Companion] = []
         self._files = files
         self._seen: OrderedDict[SessionKey, Seen] = OrderedDict()
         self._local: set[SessionKey] = set()

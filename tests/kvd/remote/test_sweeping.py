@@ -15,7 +15,13 @@ from kvd.remote.pushing import Pusher
 from kvd.remote.sweeping import KNOWN_S, LEASE_S, UNNAMED_S, Sweeper, SweepResult
 from shared.blobs.history_entry import HistoryEntry, encode_entry
 from shared.blobs.register import Register
-from shared.blobs.release import DELETED_BYTES, HISTORIES, RESPONSES, TRANSCRIPTS
+from shared.blobs.release import (
+    CONVERSATIONS,
+    DELETED_BYTES,
+    HISTORIES,
+    RESPONSES,
+    TRANSCRIPTS,
+)
 from shared.blobs.response_entry import DELETED, ResponseEntry, encode_response
 from tests.faulty_store import FaultyStore, View
 from tests.remote_server import STEP, Server
@@ -194,21 +200,23 @@ def test_one_sweeps_at_a_time() -> None:
     world.sweep()
 
 
-def test_deleted_transcripts_are_forgotten_when_everybody_knows() -> None:
-    """Not those that have words, nor a name that was used again."""
+@pytest.mark.parametrize("kind", [TRANSCRIPTS, CONVERSATIONS])
+def test_what_services_have_deleted_is_forgotten_when_everybody_knows(kind: str) -> None:
+    """Not what has words, however old it is, nor a name that was used again."""
     world = World()
     for place, values in {
         "gone": (b"words of the session", bytes(DELETED_BYTES)),
         "there": (b"words of the session",),
         "again": (bytes(DELETED_BYTES), b"other words of it"),
     }.items():
-        register = Register(world.view, f"{TRANSCRIPTS}/tenant/{place}")
+        register = Register(world.view, f"{kind}/tenant/{place}")
         for value in values:
             register.replace(register.look(), value)
     world.sweep(after_s=KNOWN_S - 1)
-    assert len(list_blobs(world.view, TRANSCRIPTS)) == 3
+    assert len(list_blobs(world.view, kind)) == 3
     assert world.sweep(after_s=2).num_forgotten == 1
-    left = {blob.name.split("/")[3] for blob in list_blobs(world.view, TRANSCRIPTS)}
+    assert world.sweep(after_s=10 * UNNAMED_S).num_forgotten == 0
+    left = {blob.name.split("/")[3] for blob in list_blobs(world.view, kind)}
     assert left == {"there", "again"}
 
 

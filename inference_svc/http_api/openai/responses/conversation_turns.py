@@ -21,9 +21,8 @@ from inference_svc.http_api.bodies.body import Body, decode
 from inference_svc.http_api.bodies.conversation import with_names
 from inference_svc.http_api.errors import unknown_conversation
 from inference_svc.http_api.openai.responses.input_items import Item, messages_of
-from inference_svc.http_api.requests import CONVERSATION
 from inference_svc.http_api.sessions.http_turn import Caller
-from inference_svc.http_api.sessions.lookup import Conversation, Point
+from inference_svc.http_api.sessions.lookup import CONVERSATION, Conversation, Point
 from shared.types.errors import NotFoundError
 
 
@@ -122,8 +121,10 @@ async def going_on(
     items: Sequence[Item],
     instructions: str,
     tools: Sequence[Tool],
+    *,
+    is_held: bool = False,
 ) -> Going:
-    """Find where a conversation that is held goes on, and what its next turn reads.
+    """Find where a conversation goes on, and what its next turn reads.
 
     Args:
         api: the API's parts.
@@ -132,12 +133,14 @@ async def going_on(
         items: of the next response's input.
         instructions: see `next_place`.
         tools: likewise.
+        is_held: whether the caller holds it.
 
     Raises:
         UnknownConversationError: there is none of that id.
+        TranscriptUnavailableError: nobody knows whether there is.
         InputTooLongError: a turn does not read so much.
     """
-    before = await find_conversation(api, caller, conversation_id)
+    before = await find_conversation(api, caller, conversation_id, is_held=is_held)
     session = await session_of(api, caller, before)
     new_name = f"{conversation_id}-{uuid4().hex[:8]}"
     place = next_place(before, session, instructions, tools, new_name)
@@ -151,25 +154,34 @@ async def going_on(
     return Going(before, place, leading, (*told, *messages))
 
 
-async def find_conversation(api: Api, caller: Caller, conversation_id: str) -> Conversation:
-    """Look the caller's conversation up.
+async def find_conversation(
+    api: Api, caller: Caller, conversation_id: str, *, is_held: bool = False
+) -> Conversation:
+    """Look the caller's conversation up; what other servers have made of it is here then.
+
+    Args:
+        api: the API's parts.
+        caller: whose conversation it is.
+        conversation_id: its id.
+        is_held: whether the caller holds it.
 
     Raises:
         UnknownConversationError: it has none of that id.
+        TranscriptUnavailableError: nobody knows whether it has.
     """
-    is_ours = conversation_id.isascii() and conversation_id.startswith(CONVERSATION)
-    find = api.store.conversations.find
-    found = await find(caller.tenant, conversation_id) if is_ours else None
-    if found is None:
-        raise unknown_conversation(conversation_id)
-    return found
+    if conversation_id.isascii() and conversation_id.startswith(CONVERSATION):
+        find = api.conversations.find
+        found = await find(caller.tenant, conversation_id, is_held=is_held)
+        if found is not None:
+            return found
+    raise unknown_conversation(conversation_id)
 
 
 async def session_of(api: Api, caller: Caller, conversation: Conversation) -> Transcript | None:
-    """Return a conversation's session; None if it has none yet, or that is lost."""
+    """Return a conversation's session, wherever it went on; None: it has none yet, or lost it."""
     key = api.gateway.key(caller.identity, caller.tenant, conversation.session_id)
     try:
-        session, _ = await api.gateway.turns.sessions.get(key)
+        session, _ = await api.gateway.turns.sessions.get(key, is_fresh=True)
     except NotFoundError:
         return None
     return session

@@ -42,7 +42,9 @@ async def create_response(api: Api, request: web.Request) -> web.StreamResponse:
     with ExitStack() as held:
         if body.conversation_id:
             key = turn_request.repeat_key
-            release = held.enter_context(api.holds.held(tenant, body.conversation_id, key))
+            release = held.enter_context(
+                api.conversations.holds.held(tenant, body.conversation_id, key)
+            )
             turn, info = await _going_on(api, turn_request, release)
         else:
             turn, info = await response_turn(api, turn_request)
@@ -112,7 +114,8 @@ async def _going_on(
     """
     body, caller = turn_request.body, turn_request.caller
     going = await going_on(
-        api, caller, body.conversation_id, body.input, body.instructions, body.offered
+        *(api, caller, body.conversation_id, body.input, body.instructions, body.offered),
+        is_held=True,
     )
     turn, info = asked_turn(api, turn_request, going.messages, going.instructions)
     if not turn.is_kept:

@@ -6,19 +6,36 @@ import pytest
 
 from inference_svc.core.answers import SamplingParams
 from inference_svc.core.chat import Message
-from inference_svc.core.errors import DrainingError, TurnCancelledError
+from inference_svc.core.errors import DrainingError, SessionMovedError, TurnCancelledError
 from inference_svc.core.submission import Submission, TextInput
 from inference_svc.core.turn_record import Accepted, AnswerToken, Finished, Started, Tokens, Usage
-from inference_svc.http_api.sessions.answers import LiveAnswer
+from inference_svc.http_api.sessions.answers import Answers, LiveAnswer
 from inference_svc.http_api.sessions.completion import Completion
 from inference_svc.http_api.sessions.http_turn import Caller, HttpTurn
-from inference_svc.http_api.sessions.lookup import Route, StoredRequest
+from inference_svc.http_api.sessions.lookup import (
+    Conversation,
+    ConversationTurn,
+    Point,
+    Route,
+    StoredRequest,
+)
 from inference_svc.http_api.sessions.store import ApiStore
+from inference_svc.runtime.turns.sessions import Sessions
+from inference_svc.runtime.turns.transcript import TranscriptStore
 from inference_svc.runtime.turns.turn import Turn
 from inference_svc.service.gateway import TurnStream
 from shared.access.identity import socket_identity
 from shared.types.session_key import SessionKey
+from tests.inference_svc.http_api.sessions import test_elsewhere
+from tests.inference_svc.http_api.sessions.test_routing import ANN, answered, turn
+from tests.inference_svc.service.gateways import gateway_to
 
+model, servers, here, there = (
+    test_elsewhere.model,
+    test_elsewhere.servers,
+    test_elsewhere.here,
+    test_elsewhere.there,
+)
 CALLER = Caller(socket_identity("socket", ("a",), ("client",)), "a")
 WAITS = Accepted("s", 0, "r", 3, is_replayed=False)
 LOADED = Started(5, 5, 0.1, 3)
@@ -75,10 +92,27 @@ async def test_nothing_is_lost_of_an_answer_that_has_begun():
     assert await anext(answer.events()) == SAID
 
 
+async def test_a_turn_of_a_conversation_that_has_just_gone_on_elsewhere_may_come_again(here, there):
+    """Its session has more turns than it was to follow."""
+    key = SessionKey("acme", "model", "conv_a")
+    first = answered(0, "Yes?")
+    await here.service.store.append(key, first, is_final=False)
+    await there.sessions.get(key, is_fresh=True)
+    await here.service.store.append(key, answered(1, "And?"), is_final=False)
+    before = Conversation("conv_a", 1.0, {}, "", "conv_a", 1, first.request_id)
+    at = Point("conv_a", 1, first.request_id, is_named=True)
+    going = ConversationTurn(before, at, "", (), lambda _: (), lambda: None)
+    answers = Answers(gateway_to(there.service, "model"), there.store, there.completion)
+    with pytest.raises(SessionMovedError, match="conversation conv_a") as refused:
+        await answers.open(ANN, turn(session_id="conv_a", conversation=going, request_id="r-9"))
+    assert refused.value.retryable
+
+
 async def test_a_turn_that_was_overtaken_is_known_where_it_is(tmp_path):
     """Its session's id, its history, and where a repeat of its request goes."""
     store = ApiStore(tmp_path, 100)
-    completion = Completion(None, "m", store, 10, 900.0)
+    sessions = Sessions(TranscriptStore(tmp_path), None, None, None, None, None)
+    completion = Completion(sessions, "m", store, 10, 900.0)
     asked = HttpTurn((Message("user", "Hi"),), {}, "", True, "", "r", b"body", repeat_key=b"key")
     route = Route("s", 2, 0, completion.chain(CALLER).start)
     turn = new_turn()

@@ -88,9 +88,9 @@ async def test_a_conversation_is_its_tenants(kept):
     await kept.create("acme", MADE, items("ab"))
     assert await kept.find("acme", "conv_a") == MADE
     assert await kept.find("other", "conv_a") is None
-    await kept.forget_session("other", "conv_a")
+    await kept.delete("other", "conv_a")
     assert await all_of(kept) == "ab"
-    await kept.forget_session("acme", "conv_a")
+    await kept.delete("acme", "conv_a")
     assert await kept.find("acme", "conv_a") is None
     assert await all_of(kept) == ""
 
@@ -215,7 +215,6 @@ async def test_a_session_that_is_left_is_to_go(store, kept):
     assert sessions == ["conv_a-2", "conv_a"]
     assert (await store.find_request(b"resp_1")).route.session_id == "conv_a-2"
     assert await store.find_request(b"resp_2") is None
-    await kept.forget_session("acme", "conv_a")
     assert (await kept.find("acme", "conv_a")).session_id == "conv_a-2"
 
 
@@ -242,7 +241,7 @@ async def test_a_tenant_has_its_own_room(kept):
         with contextlib.suppress(ConversationsFullError):
             await kept.create("acme", Conversation(name, 1.0, {}, session_id=name), ())
     assert BOUND - ROW_BYTES < await size(kept) <= BOUND
-    await kept.delete("conv_a")
+    await kept.delete("acme", "conv_a")
     assert await size(kept) <= BOUND - ROW_BYTES - 200
 
 

@@ -1,0 +1,171 @@
+"""Conversations in the object store that services share."""
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from inference_svc.core.transcript_format import TranscriptDamagedError, TranscriptSealedError
+from inference_svc.runtime.turns.shared_conversations import (
+    SharedConversation,
+    SharedConversations,
+    place_of,
+)
+from inference_svc.runtime.turns.store_calls import StoreCalls, StoreSilentError
+from shared.blobs import conversation_entry
+from shared.blobs.conversation_entry import ConversationEntry, EntryItem
+from shared.blobs.errors import OvertakenError
+from shared.blobs.release import CONVERSATIONS, DELETED_BYTES
+from shared.encryption.key_file import new_key
+from shared.encryption.sealer import PLAIN, Sealer
+from shared.process.backoff import Backoff
+from tests.faulty_store import FaultyStore, Odds, View
+
+SAID = (EntryItem({"id": "msg_1", "text": "to the coast"}, 1),)
+ENTRY = ConversationEntry("acme", "conv_a", 1.0, {}, "", "conv_a", 1, "r-1", SAID)
+
+
+class World:
+    """A store, and services that share it."""
+
+    def __init__(self):
+        self.blobs = FaultyStore(Random(5))  # noqa: S311
+        self.calls = []
+
+    def service(self, sealer=PLAIN):
+        backoff = Backoff(Random(1), first_s=0.0, longest_s=0.0)  # noqa: S311
+        self.calls.append(StoreCalls(View(self.blobs), 60.0, backoff))
+        return SharedConversations(self.calls[-1], sealer)
+
+    @property
+    def values(self):
+        """What the store has of conversations, by the names of their objects."""
+        there = self.blobs.blobs.items()
+        return {name: data for name, (data, _) in there if name.startswith(CONVERSATIONS)}
+
+
+@pytest.fixture
+def world():
+    world = World()
+    yield world
+    for calls in world.calls:
+        calls.close()
+
+
+async def test_a_conversation_is_found_by_its_id_and_tenant(world):
+    """At any server, as its newest version is; names in the store say nothing."""
+    here, there = world.service(), world.service()
+    assert await here.look("acme", "conv_a") == 0
+    assert await here.replace(0, ENTRY) == 1
+    assert await there.read("acme", "conv_a") == SharedConversation(1, ENTRY)
+    longer = replace(ENTRY, metadata={"a": "b"})
+    assert await there.replace(1, longer) == 2
+    assert await here.look("acme", "conv_a") == 2
+    assert await here.read("acme", "conv_a") == SharedConversation(2, longer)
+    assert await here.read("other", "conv_a") is None
+    assert await here.read("acme", "conv_b") is None
+    (name,) = world.values
+    assert not [word for word in ("acme", "conv_a") if word in name]
+
+
+async def test_who_has_not_seen_the_newest_version_changes_nothing(world):
+    """One that he has never seen, or has, but not what came after it."""
+    here, there = world.service(), world.service()
+    await here.replace(0, ENTRY)
+    before = world.values
+    with pytest.raises(OvertakenError):
+        await there.replace(0, replace(ENTRY, turns=2))
+    with pytest.raises(OvertakenError):
+        await there.replace(7, replace(ENTRY, turns=2))
+    assert world.values == before
+    await there.replace(1, replace(ENTRY, turns=2))
+    with pytest.raises(OvertakenError):
+        await here.replace(1, replace(ENTRY, turns=3))
+    assert (await here.read("acme", "conv_a")).entry.turns == 2
+
+
+async def test_a_version_of_which_more_is_known_costs_no_other_look(world):
+    """Whoever has looked, or has put it there, replaces it at once."""
+    here = world.service()
+    await here.look("acme", "conv_a")
+    for number in range(3):
+        await here.replace(number, replace(ENTRY, turns=number))
+    asked = []
+    world.blobs.meanwhile = lambda: asked.append(1)
+    await here.replace(3, replace(ENTRY, turns=9))
+    assert len(asked) == 3, "put, list, delete"
+    assert len(world.values) == 1
+
+
+async def test_a_deleted_one_is_so_whatever_others_make_of_it(world):
+    """And for those without the key: its mark says nothing; kvd's sweep knows it by its size."""
+    here, there = world.service(Sealer([new_key()])), world.service()
+    await here.replace(0, ENTRY)
+    await there.delete("acme", "conv_a")
+    for service in (here, there):
+        assert await service.read("acme", "conv_a") == SharedConversation(2, None)
+    with pytest.raises(OvertakenError):
+        await here.replace(1, replace(ENTRY, turns=2))
+    assert list(map(len, world.values.values())) == [DELETED_BYTES]
+    assert await here.deleted() == {place_of("acme", "conv_a")}
+    await here.delete("acme", "conv_never")
+    assert await here.deleted() == {place_of("acme", "conv_a"), place_of("acme", "conv_never")}
+
+
+async def test_what_is_damaged_or_anothers_is_not_used(world):
+    """Nobody guesses what was said, and other tenants and conversations have their own."""
+    here = world.service()
+    await here.replace(0, ENTRY)
+    ((name, data),) = world.values.items()
+    for damaged in (data[:-1], data[:40] + b"x" + data[41:], data[:7], data[:9], b""):
+        View(world.blobs).put(name, damaged)
+        with pytest.raises(TranscriptDamagedError, match="damaged"):
+            await here.read("acme", "conv_a")
+    for tenant, conversation in (("other", "conv_a"), ("acme", "conv_b")):
+        View(world.blobs).put(f"{place_of(tenant, conversation)}/{1:020d}", data)
+        with pytest.raises(TranscriptDamagedError):
+            await here.read(tenant, conversation)
+
+
+async def test_a_sealed_one_opens_with_its_key_and_in_its_place(world):
+    """Also where another key is the newest by now."""
+    old, new = new_key(), new_key()
+    await world.service(Sealer([old])).replace(0, ENTRY)
+    (data,) = world.values.values()
+    assert not [word for word in (b"acme", b"coast", b"conv_a") if word in data]
+    assert (await world.service(Sealer([new, old])).read("acme", "conv_a")).entry == ENTRY
+    for other in (PLAIN, Sealer([new])):
+        with pytest.raises(TranscriptSealedError, match="old_key_files"):
+            await world.service(other).read("acme", "conv_a")
+    View(world.blobs).put(f"{place_of('acme', 'conv_b')}/{1:020d}", data)
+    with pytest.raises(TranscriptDamagedError):
+        await world.service(Sealer([old])).read("acme", "conv_b")
+
+
+async def test_a_plain_one_is_taken_until_that_is_refused(world):
+    await world.service().replace(0, ENTRY)
+    key = new_key()
+    assert (await world.service(Sealer([key])).read("acme", "conv_a")).entry == ENTRY
+    with pytest.raises(TranscriptDamagedError):
+        await world.service(Sealer([key], takes_plain=False)).read("acme", "conv_a")
+
+
+async def test_one_that_is_too_long_stays_where_it_is(world, monkeypatch):
+    here = world.service()
+    monkeypatch.setattr(conversation_entry, "MAX_ENTRY_BYTES", 10)
+    assert await here.replace(0, ENTRY) is None
+    assert world.values == {}
+
+
+async def test_of_a_silent_store_nobody_knows(world):
+    here = world.service()
+    world.blobs.odds = Odds(fails=1.0)
+    for asked in (
+        here.look("acme", "conv_a"),
+        here.read("acme", "conv_a"),
+        here.replace(0, ENTRY),
+        here.delete("acme", "conv_a"),
+        here.deleted(),
+    ):
+        with pytest.raises(StoreSilentError):
+            await asked
