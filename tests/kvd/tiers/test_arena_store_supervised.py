@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvd.tiers.arena_backing import SEALS
+from kvd.host.sealed_memory import SEALS
 from kvd.tiers.faults import NoFaults
 from kvd.tiers.journal import HEADER_BYTES, Journal, unpack_header
 from tests.synthetic_engine import small_layout
