@@ -116,7 +116,7 @@ class CacheEngine:
         self.retention = Retainer(state, publisher.adopt, writer.take)
         self.expectations = Expectations(state)
         self.growing = Growing(state, publisher.publish)
-        self.wanting = Wanting(state, self.growing.is_growing)
+        self.wanting = Wanting(state, self.growing)
         self.engines = EngineReports(
             state,
             self.loads,

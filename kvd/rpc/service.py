@@ -281,11 +281,13 @@ class EngineService(kvd_pb2_grpc.EngineServicer):  # type: ignore[misc]  # the s
         num_tokens = len(request.token_ids) // TOKEN_BYTES
         history = min(request.history_tokens, num_tokens)
 
-        def is_awaited(core: CacheEngine) -> bool:
-            return core.wanting.is_awaited(key, history)
-
         since_ns = cache.act(lambda core: core.now_ns)
         share = cache.act(lambda core: core.wanting.missing_share(key, num_tokens, history))
+        token_ns = wait_s * NS_PER_S / max(1, num_tokens)  # what all of them may take
+
+        def is_awaited(core: CacheEngine) -> bool:
+            return core.wanting.is_awaited(key, history, token_ns)
+
         if not share or not cache.act(is_awaited):
             return 0.0
         until = _until(share * wait_s)

@@ -1,5 +1,7 @@
 """Loads that wait for what is fetched: each is told of the end, and none waits for ever."""
 
+from math import inf
+
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -77,7 +79,7 @@ class WantingMachine(RuleBasedStateMachine):
                     self._end(key)
 
     def _is_awaited(self, key) -> bool:
-        return self.wanting.is_awaited(key, self.waiting[key][0])
+        return self.wanting.is_awaited(key, self.waiting[key][0], inf)
 
     def _end(self, key) -> None:
         history, since_ns = self.waiting.pop(key)
@@ -108,7 +110,7 @@ class WantingMachine(RuleBasedStateMachine):
 
     @rule(key=SOME, history=HISTORY)
     def begin(self, key, history) -> None:
-        if key not in self.waiting and self.wanting.is_awaited(key, history):
+        if key not in self.waiting and self.wanting.is_awaited(key, history, inf):
             assert self._lacks(key, history)
             self.waiting[key] = history, self.world.now_ns
         self._happened()
@@ -118,7 +120,7 @@ class WantingMachine(RuleBasedStateMachine):
         if key in self.waiting:
             history, _ = self.waiting[key]
             self._end(key)
-            is_awaited = self.wanting.is_awaited(key, history)
+            is_awaited = self.wanting.is_awaited(key, history, inf)
             assert not is_awaited or self.asked[key][0] == self.world.now_ns
         self._happened()
 

@@ -27,7 +27,9 @@ from kvd.core.state.leases import Part, StoreLease
 from kvd.core.state.session import Session
 from shared.types.lineage import Lineage
 from shared.types.session_key import SessionKey
+from shared.types.units import NS_PER_S
 
+PACE_NS = NS_PER_S // 4  # for which a session has grown before its pace says anything
 NOT_FETCHED = "not_fetched"  # why a session has less than was stored: the rest has not come
 
 
@@ -42,6 +44,7 @@ class Growth:
         most_tokens: a session that has more before is left alone.
         is_refused: what is stored of the session is of other tokens: it waits for the end.
         spans: that the session was given last; (): none yet.
+        first_ns, first_tokens: when it was given some first, and how many.
     """
 
     key: SessionKey
@@ -50,6 +53,8 @@ class Growth:
     most_tokens: int
     is_refused: bool = False
     spans: Sequence[Span] = ()
+    first_ns: int = 0
+    first_tokens: int = 0
 
 
 class Growing:
@@ -74,6 +79,20 @@ class Growing:
         """
         session = self._state.sessions.get(key)
         return key in self._growths and session is not None and session.lost == NOT_FETCHED
+
+    def token_ns(self, key: SessionKey) -> float | None:
+        """Return in how long a token of a session that grows has come so far.
+
+        None: nobody knows, or not yet.
+        """
+        growth, session = self._growths.get(key), self._state.sessions.get(key)
+        if growth is None or session is None:
+            return None
+        num_come = session.num_tokens - growth.first_tokens
+        took_ns = self._state.now_ns - growth.first_ns
+        if num_come <= 0 or took_ns < PACE_NS:
+            return None
+        return took_ns / num_come
 
     def grow(self, growth: Growth, token_ids: bytes) -> bool:
         """Give the session all that the import has stored; returns whether it has that now.
@@ -112,6 +131,8 @@ class Growing:
         session = state.sessions.get(growth.key)
         if session is not None:
             session.lost = NOT_FETCHED
+            if not growth.spans:
+                growth.first_ns, growth.first_tokens = state.now_ns, session.num_tokens
             growth.spans = spans
             self._growths[growth.key] = growth
         for _, block in parts:

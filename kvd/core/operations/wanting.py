@@ -19,16 +19,18 @@ A load may wait for a session that is asked for, coming or growing; whoever wait
 ends. It waits only for somebody who answers: until the first answer nobody waits, and none that was
 asked for is waited for longer than ANSWER_NS without one. If nobody has answered anything
 meanwhile, nobody waits until somebody does. What grows is waited for until all of the history is
-there, or no more comes; what has come is there whenever the wait ends. What a wait was in vain for
-is not waited for again before it is asked for again; nor is what has come, and is less than the
-turn's history all the same. While a session grows it is not asked for again. A longer history than
-it was asked for says that it went on elsewhere since: it is asked for at once.
+there, no more comes, or it comes more slowly than it would be computed; what has come is there
+whenever the wait ends. What a wait was in vain for is not waited for again before it is asked for
+again; nor is what has come, and is less than the turn's history all the same. While a session grows
+it is not asked for again. A longer history than it was asked for says that it went on elsewhere
+since: it is asked for at once.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+from kvd.core.operations.growing import Growing
 from kvd.core.records.actions import SESSION_WANTED
 from kvd.core.state.cache_state import CacheState
 from shared.types.queue_delta import QueuedRequest
@@ -75,12 +77,13 @@ class Wanting:
 
     Args:
         state: the cache's tables.
-        is_growing: whether a session has what of it has come, and more is on its way.
+        growing: lets sessions have what of them has come.
     """
 
-    def __init__(self, state: CacheState, is_growing: Callable[[SessionKey], bool]) -> None:
+    def __init__(self, state: CacheState, growing: Growing) -> None:
         self._state = state
-        self._is_growing = is_growing
+        self._growing = growing
+        self._is_growing = growing.is_growing
         self._asks: OrderedDict[SessionKey, _Ask] = OrderedDict()  # the latest last
         self._unanswered: OrderedDict[SessionKey, int] = OrderedDict()  # since when, likewise
         self._second_ns = 0
@@ -223,10 +226,15 @@ class Wanting:
         num_stored = self._num_stored(key)
         return (history_tokens - num_stored) / num_tokens if num_stored else 1.0
 
-    def is_awaited(self, key: SessionKey, history_tokens: int) -> bool:
+    def is_awaited(self, key: SessionKey, history_tokens: int, token_ns: float) -> bool:
         """Whether a load is to wait for a session; if nobody has asked for it, this does.
 
         While it is, FetchEnded says when to ask again. The caller owes `wait_ended`.
+
+        Args:
+            key: whose.
+            history_tokens: that it is to have.
+            token_ns: what a token's coming may take: more than that is not worth a wait.
         """
         state = self._state
         if not state.limits.wants_sessions or not self._lacks(key, history_tokens):
@@ -237,6 +245,8 @@ class Wanting:
         if ask is None or ask.ended or not (ask.is_coming or self._is_answered):
             return False
         if self._has_come(key, ask) and not self._is_growing(key):
+            return False
+        if (self._growing.token_ns(key) or 0.0) > token_ns:
             return False
         state.outbox.awaited.add(key)
         return True

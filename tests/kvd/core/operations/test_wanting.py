@@ -1,8 +1,10 @@
 """Who waits for a session that is not stored, or not all of it, has it asked for; not too often."""
 
+from math import inf
+
 import pytest
 
-from kvd.core.operations.growing import Growth
+from kvd.core.operations.growing import PACE_NS, Growth
 from kvd.core.operations.wanting import ANSWER_NS, ASK_AGAIN_NS, MOST_PER_S, REST_NS
 from kvd.core.records.actions import SESSION_WANTED, Emit, FetchEnded
 from shared.types.lineage import WHOLE
@@ -133,8 +135,8 @@ def test_what_is_being_stored_is_not_asked_for():
 # ------------------------------------------------------------------------------------------ waits
 
 
-def is_awaited(world, key=B, history=4):
-    found = world.engine.wanting.is_awaited(key, history)
+def is_awaited(world, key=B, history=4, token_ns=inf):
+    found = world.engine.wanting.is_awaited(key, history, token_ns)
     world.pump()
     return found
 
@@ -389,6 +391,21 @@ def test_when_time_is_up_what_has_come_has_come():
     assert not is_awaited(world, B, 12)
     answer(world, coming=True)
     assert not is_awaited(world, B, 12)
+
+
+def test_what_comes_more_slowly_than_it_is_computed_is_not_waited_for():
+    """By the pace since the first of it has come, once that says anything."""
+    world = answering_world()
+    assert is_awaited(world, B, 40, token_ns=1)
+    answer(world, coming=True)
+    coming = Coming(world)
+    coming.comes(4)
+    later(world, PACE_NS)
+    assert is_awaited(world, B, 40, token_ns=1), "one step is no pace"
+    coming.comes(8)
+    assert is_awaited(world, B, 40, token_ns=PACE_NS / 4)
+    assert not is_awaited(world, B, 40, token_ns=PACE_NS / 4 - 1)
+    assert ended(world, B, 40) == "partly"
 
 
 def test_what_grows_is_not_asked_for_again():
