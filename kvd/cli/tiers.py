@@ -7,23 +7,34 @@ the other.
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict
 from datetime import datetime
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Group, RenderableType
 from rich.live import Live
+from rich.text import Text
 
 from kvd.cli.filters import Interval, interval_s
 from kvd.cli.options import AsJson, OfModel, RuntimeDir, Yes, confirm, print_json, print_json_line
-from kvd.client.connection import open_client
+from kvd.client.connection import local_directory, open_client
 from kvd.client.operator_client import OperatorClient
-from kvd.errors import CorruptionFoundError, UnclearSelectionError, UnverifiedError
+from kvd.errors import (
+    CorruptionFoundError,
+    NotFollowedError,
+    UnclearSelectionError,
+    UnverifiedError,
+)
+from kvd.following.status import FollowerStatus, read_status
 from kvd.views import stats_views, views
 from shared.pb.kvd.v1 import kvd_pb2
 from shared.terminal import printing
 from shared.terminal.printing import console
+from shared.types.units import format_bytes, format_duration
 
 
 def poll(look: Callable[[], Any], every_s: float) -> Iterator[Any]:
@@ -60,6 +71,8 @@ def stats(
 ) -> None:
     """Show how full the tiers are, who is attached, and what was counted.
 
+    Of a store that kvd remote follow moves sessions to, also what it bills: bytes and requests.
+
     With --watch loads and counters are those of the last interval; with --json it prints a document
     a line.
     """
@@ -69,12 +82,36 @@ def stats(
             _watch(poll(client.stats, every_s), as_json=as_json)
             return
         found = client.stats()
+    now_s = time.time()
+    follower = _follower(runtime_dir, now_s)
     if as_json:
-        print_json(printing.plain(found))
+        remote = {} if follower is None else {"remote": asdict(follower)}
+        print_json({**printing.plain(found), **remote})
         return
     console = printing.console()
     for table in stats_views.stats_tables(found, console.width):
         console.print(table)
+    if follower is not None:
+        console.print(remote_line(follower, now_s))
+
+
+def _follower(runtime_dir: Path | None, now_unix_s: float) -> FollowerStatus | None:
+    """Return what the follower of a kvd on this machine says of itself; None: there is none."""
+    directory = local_directory(runtime_dir)
+    with suppress(NotFollowedError):
+        return None if directory is None else read_status(directory, now_unix_s)
+    return None
+
+
+def remote_line(follower: FollowerStatus, now_unix_s: float) -> Text:
+    """Return what a store bills: bytes and requests."""
+    moved = ", ".join(f"{format_bytes(n)} {way}" for way, n in follower.num_bytes.items())
+    kinds = ", ".join(f"{num:,} {kind}" for kind, num in follower.requests.items()) or "none"
+    age = format_duration(max(0.0, now_unix_s - follower.started_unix_s))
+    return Text(
+        f"\nremote store, since its follower began {age} ago\n"
+        f"{moved}; {sum(follower.requests.values()):,} requests: {kinds}"
+    )
 
 
 def _watch(looks: Iterator[kvd_pb2.GetStatsResponse], *, as_json: bool) -> None:

@@ -102,6 +102,12 @@ def open_client(runtime_dir: Path | None) -> Iterator["OperatorClient"]:
         yield client
 
 
+def local_directory(runtime_dir: Path | None) -> Path | None:
+    """Return the runtime directory of the kvd that is named; None: it is on another machine."""
+    is_elsewhere = bool(_CONNECTION.get(Connection()).address)
+    return None if is_elsewhere else _nearest_socket(runtime_dir).parent
+
+
 def _nearest_socket(runtime_dir: Path | None) -> Path:
     """Return a socket in the directory that is named, else in the one that a kvd of this user has.
 

@@ -131,4 +131,5 @@ async def test_a_store_whose_server_goes_and_comes_back(tmp_path: Path, server) 
         await following.until_said("remote_store_answers")
         assert following.said("remote_store_fails") == 1
         await eventually(lambda: _status(kvd), (0, True))
+        assert (await _json(kvd, "stats"))["remote"]["requests"]["put"] > 0
         await until_there(server.url, "before", 40)

@@ -11,6 +11,7 @@ from kvd.errors import CorruptionFoundError, UnverifiedError
 from kvd.views import session_views, stats_views, views
 from kvd.views.views import Rates
 from shared.pb.kvd.v1 import kvd_pb2
+from tests.cli.fixed_reports import FOLLOWER
 
 
 def _text(*tables):
@@ -89,6 +90,13 @@ def test_stats_show_the_largest_tenants():
     assert "t99" in text
     assert "t79 " not in text
     assert "20 of 100" in text
+
+
+def test_stats_show_what_a_store_bills():
+    """Bytes each way, and requests of each kind, since the follower began."""
+    text = _text(tiers.remote_line(FOLLOWER, FOLLOWER.started_unix_s + 3600))
+    assert "1h ago" in text
+    assert "115.0 GB sent, 9.2 GB received; 11,602 requests: 2,345 find, 3,456 get" in text
 
 
 def test_stats_show_what_was_read_ahead():
