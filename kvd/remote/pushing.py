@@ -177,9 +177,17 @@ class Pusher:
         done: list[pb.RemoteChunk] = []
         header, seal, sent_bytes = b"", None, 0
         tokens: TokenIds | None = None
+        is_new = False
 
-        def put(data: Data, end_token: int, *, looks: bool) -> tuple[pb.RemoteChunk, int]:
-            chunk, num_bytes = chunks.put(data, end_token, known, self._pace.take, looks=looks)
+        def send(num_bytes: int) -> None:
+            nonlocal is_new
+            is_new = True
+            self._pace.take(num_bytes)
+
+        def put(data: Data, end_token: int) -> tuple[pb.RemoteChunk, int]:
+            # Whoever had the tokens so far has put all chunks of them: behind one that is not there
+            # nobody looks for others, but for those that a broken-off push may have sent.
+            chunk, num_bytes = chunks.put(data, end_token, known, send, looks=not is_new)
             self._on_bytes(chunk.num_bytes)
             return chunk, num_bytes
 
@@ -199,13 +207,9 @@ class Pusher:
                 tokens.add(data)
                 if len(under_way) == self._threads:
                     sent_bytes += finish_one()
-                # Whoever had the tokens so far has put all chunks of them: behind one that was not
-                # there nobody looks for others, but for those that a broken-off push has just sent.
-                looks = not sent_bytes
-                under_way.append(threads.submit(put, data, end_token, looks=looks))
+                under_way.append(threads.submit(put, data, end_token))
             if tokens is not None and tokens.found:
-                looks = not sent_bytes
-                under_way.append(threads.submit(put, tokens.found, end_token, looks=looks))
+                under_way.append(threads.submit(put, tokens.found, end_token))
             while under_way:
                 sent_bytes += finish_one()
         token_ids = done.pop() if tokens is not None and tokens.found else None
