@@ -344,11 +344,8 @@ def test_every_request_is_told():
     told.clear()
     server.sessions["a"] = (*TOKENS, *TOKENS)
     one.push(Push(A))
-    assert (told["find"], told["put"], told["delete"]) == (
-        4,
-        5,
-        1,
-    )  # chunks, token ids, and the manifest
+    assert 1 <= told["find"] <= 4  # until a chunk is known not to be there
+    assert (told["put"], told["delete"]) == (5, 1)  # chunks, token ids, and the manifest
     assert {"get", "list"} < told.keys()
     told.clear()
     one.drop(Drop(A, LATER, of_others=False))
