@@ -307,6 +307,7 @@ class KvdClient(KvdConnection):
         if not attachment.offers_expectations:
             self._tell_missing("kvd_cannot_expect")
             return False
+        await self.queue.reported()  # else the turn that is over may wait there: then it is back
         request = pb.ExpectSessionRequest(
             engine_id=attachment.engine_id,
             session=key_message(key),

@@ -37,6 +37,8 @@ class QueueSender:
     def __init__(self) -> None:
         self._feed = QueueFeed()
         self._changed = asyncio.Event()
+        self._is_open = False
+        self._waiting: list[asyncio.Future[None]] = []  # until what happened so far is reported
         self._last_problem = ""
 
     def follow(self, feed: QueueFeed) -> None:
@@ -53,6 +55,14 @@ class QueueSender:
                 self._note_problem(error)
             await asyncio.sleep(RETRY_S)
 
+    async def reported(self) -> None:
+        """Return when kvd knows what has happened to the queue so far, or is not told of it now."""
+        if self._is_open:
+            waiting = asyncio.get_running_loop().create_future()
+            self._waiting.append(waiting)
+            self._changed.set()
+            await waiting
+
     async def _run_stream(self, attachment: Attachment) -> None:
         """Report all of the queue, then what changes.
 
@@ -61,11 +71,15 @@ class QueueSender:
         """
         stream = attachment.stub.PushQueue()
         self._feed.restart()
+        self._is_open = True
+        waiting: list[asyncio.Future[None]] = []
         try:
             while True:
                 self._changed.clear()
+                waiting, self._waiting = [*waiting, *self._waiting], []
                 update = self._feed.next_update(attachment.max_queue_jobs)
                 if update is None:
+                    _wake(waiting)
                     await self._changed.wait()
                     continue
                 message = snapshot_message(attachment.engine_id, update)
@@ -75,18 +89,31 @@ class QueueSender:
                 if not isinstance(ack, pb.QueueAck):
                     raise KvdProtocolError("kvd has ended the queue's stream", "see its log")
                 self._feed.acknowledged(ack.sequence, send_full=ack.send_full)
+                if not ack.send_full:
+                    _wake(waiting)
                 await asyncio.sleep(PAUSE_S)
         except grpc.aio.AioRpcError as error:
             raise error_from_rpc(error) from error
         except (TimeoutError, asyncio.InvalidStateError) as error:
             raise KvdUnavailableError("kvd does not take the queue", "see its log") from error
         finally:
+            self._is_open = False
+            _wake(waiting)
+            _wake(self._waiting)
             stream.cancel()
 
     def _note_problem(self, error: ReportedError) -> None:
         if str(error) != self._last_problem:  # said once, not at every attempt
             log.warning("kvd_queue_not_reported", reason=error.reason, error=str(error))
         self._last_problem = str(error)
+
+
+def _wake(waiting: list[asyncio.Future[None]]) -> None:
+    """Let those go on who wait."""
+    for one in waiting:
+        if not one.done():  # it may have been cancelled
+            one.set_result(None)
+    waiting.clear()
 
 
 class _Keyed(Protocol):

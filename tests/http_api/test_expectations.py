@@ -135,8 +135,6 @@ async def test_branches_of_a_conversation_live(api, opening):
         await eventually(lambda: is_superseded(api, first), wanted=True)
 
 
-# On a fast machine the new kvd now and then hears no hint of the session: not understood yet.
-@pytest.mark.long
 async def test_hints_are_lost_without_kvd_and_nothing_else(tiny_model, tmp_path):
     """A kvd that was killed has forgotten them; the next turn's come to the one that is back."""
     api = ApiService(tiny_model, tmp_path)

@@ -339,6 +339,24 @@ async def test_a_queue_is_told_over_one_stream_after_the_other(tmp_path, monkeyp
     assert numbers == [([], []), ([0, 1, 2], []), ([3], [0]), ([1, 2, 3], [])]
 
 
+async def test_what_has_happened_to_a_queue_may_be_waited_for(tmp_path, monkeypatch):
+    """Until kvd has acknowledged it, or the stream has ended; without one there is no wait."""
+    monkeypatch.setattr(queue_sender, "RETRY_S", 100.0)
+    feed = QueueFeed()
+    async with small_kvd(tmp_path, LAYOUT) as kvd, client_of(tmp_path, feed) as client:
+        await client.queue.reported()
+        await client.wait_attached(30)
+        await until(lambda: kvd.snapshots)
+        feed.waits((0, 0.0, 0), key_of("0"), 0)
+        for _ in range(2):  # the second time nothing has happened since
+            await client.queue.reported()
+            assert [list(one.waiting.numbers) for one in kvd.snapshots] == [[], [0]]
+        feed.left(0)
+        await client.queue.reported()  # this kvd ends the stream
+        assert [list(one.left) for one in kvd.snapshots] == [[], [], [0]]
+        await client.queue.reported()
+
+
 async def test_what_swallows_a_cancellation_is_cancelled_again():
     """As calls of grpc.aio do that end at that very moment; else nobody would attach again."""
     swallowed = []
