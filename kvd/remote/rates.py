@@ -54,12 +54,12 @@ def rates(
             puller = Puller(store, client, OWNER, SharedPace())
             num_bytes = pusher.push(info).num_bytes  # the disk is warmed up
             names = [blob.name for page in store.list("v1/") for blob in page]
-            objects = {name: store.get(name) for name in names}
+            objects = [store.get(name) for name in names]
             found = Catalog(store).find(info.session.tenant, session)
             push = partial(pusher.push, info)
             steps: list[tuple[str, Callable[[], object]]] = [
                 ("push", push),
-                ("bare put", partial(_each, lambda name: put(name, objects[name]), names)),  # noqa: B023
+                ("bare put", partial(_each, put, names, objects)),
                 ("pull", partial(puller.pull, found, time.time(), copies=True, replaces=True)),
                 ("bare get", partial(_each, get, names)),
             ]
@@ -123,12 +123,14 @@ def _bare(store: BlobStore) -> tuple[Callable[[str, bytes], object], Callable[[s
     )
 
 
-def _each(do: Callable[[str], object], names: Sequence[str]) -> None:
-    def drop(name: str) -> None:
-        do(name)  # what comes of it is memory, of which a store may have little
+def _each(do: Callable[..., object], *columns: Sequence[object]) -> None:
+    """Call for each row of the columns, as many at once as a push and a pull do."""
+
+    def drop(*row: object) -> None:
+        do(*row)  # what comes of it is memory, of which a store may have little
 
     with ThreadPoolExecutor(THREADS) as threads:
-        list(threads.map(drop, names))
+        list(threads.map(drop, *columns))
 
 
 if __name__ == "__main__":
