@@ -12,7 +12,7 @@ from tests.kvd_polling import eventually, reader_stats, sessions_of
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 FORCED = {"model": MODEL, "tools": CHAT_TOOLS, "tool_choice": THE_ONE, "max_tokens": 80}
-LONG = {"max_tokens": 200, "extra_body": {"min_tokens": 200}}
+LONG = {"max_tokens": 2000, "extra_body": {"ignore_eos": True}}  # longer than anybody waits for
 SUB_AGENT = {"X-Claude-Code-Agent-Id": "helper"}
 
 
@@ -39,21 +39,22 @@ async def counts(api, *names):
 async def test_a_chat_awaits_the_tools_that_it_calls(api, opening):
     """Until their results come, which kvd counts as a return from DRAM.
 
-    Its answer is long: of a turn that comes and goes between two reports of the queue kvd hears
-    nothing.
+    Their turn runs until kvd has heard of it: of one that comes and goes between two reports of the
+    queue nothing is counted.
     """
     client = api.client()
     first = await client.chat.completions.create(messages=opening, **FORCED)
     await eventually(lambda: awaited(api, first), ["look_up"])
     before = await counts(api, "returns_dram", "tool_returns_dram")
     messages = answered(opening, first.choices[0].message)
-    second = await client.chat.completions.create(
-        messages=messages, model=MODEL, tools=CHAT_TOOLS, tool_choice="none", **LONG
-    )
-    assert second.model_extra["session_id"] == first.model_extra["session_id"]
-    assert await awaited(api, second) == []
     returns = [n + 1 for n in before]
-    await eventually(lambda: counts(api, "returns_dram", "tool_returns_dram"), returns)
+    async with await client.chat.completions.create(
+        messages=messages, model=MODEL, tools=CHAT_TOOLS, tool_choice="none", stream=True, **LONG
+    ) as second:
+        chunk = await anext(aiter(second))
+        assert chunk.model_extra["session_id"] == first.model_extra["session_id"]
+        await eventually(lambda: counts(api, "returns_dram", "tool_returns_dram"), returns)
+    assert await awaited(api, first) == []
 
 
 async def test_so_does_a_response(api, opening):
