@@ -1,4 +1,4 @@
-"""docs/operations.md names only commands, options, settings, metrics and files that exist."""
+"""Pages for operators name only commands, options, settings, metrics and files that exist."""
 
 import re
 from pathlib import Path
@@ -15,7 +15,9 @@ from kvd.following.figures import METRICS as FOLLOWING_METRICS
 from kvd.metrics.table import METRICS as KVD_METRICS
 
 REPOSITORY = Path(__file__).parents[2]
-TEXT = (REPOSITORY / "docs" / "operations.md").read_text()
+TEXT = "\n".join(
+    (REPOSITORY / "docs" / name).read_text() for name in ("operations.md", "remote-store.md")
+)
 # Spans of code, and lines of blocks less their comments.
 CODE = [
     *re.findall(r"`([^`\n]+)`", TEXT),
