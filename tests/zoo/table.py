@@ -19,65 +19,69 @@ COLUMNS = ("model", "class", "mode", "positions", "checked, or why it is refused
 SERVED = """
 # Models
 
-Which of the causal language models of Transformers {version} are served, and how: {served} of
-{total} are. Written by `python -m tests.zoo.table`, which builds each of them with a few small
-random layers, calibrates it and checks it against the stock model; `make test` does so for a
-sample, `make test-long` for all. A model that is not listed here is calibrated all the same.
-There is no list in the program: what calibration cannot prove is refused.
+{served} of the {total} causal language models of Transformers {version} are served. This page is
+written by `python -m tests.zoo.table`, which builds each model with a few small
+random layers, calibrates it and compares it with the stock model; `make test` repeats this for a
+sample, `make test-long` for all. A model that is not listed here is calibrated in the same way.
+The program itself has no list: a model that calibration cannot prove is refused.
 
-**Mode**: *ragged*, attention reads each sequence's KV where it is; *latent*, it reads latents where
-they are, and makes no keys and values of them but for long prompts; *indexed*, the same, of those
-that the model's index chooses; *gather*, the model makes keys of what it caches, and gets all of
-it; *masked*, the model's own attention over all sequences at once, kept apart by a mask; *single*,
-the model's own attention, sequence by sequence; *own*, likewise, and over its own cache.
+**Mode** is how attention is computed, the fastest first:
 
-**Latents**: a model of latent attention (MLA) caches a latent and a rotated part of each token and
-layer, for all heads together, and that is what kvd and the engine's memory hold: 576 values at
-DeepSeek-V3's widths, where keys and values of its 128 heads are 40,960. Transformers makes these of
-the whole history in every step. Here a query is multiplied with the matrix that makes keys and
-attends over latents, wherever that is fewer products: below some 150 new tokens behind 1,024.
-The matrix is found by giving unit vectors to each layer, and held beside the model's own weights:
-it is as large as those that it is made of. Where there is no such matrix the mode is *gather*, and
-the log of the start says why.
+- *ragged*: attention reads each sequence's KV where it lies;
+- *latent*: it reads latents where they lie, and expands them to keys and values only for long
+  prompts;
+- *indexed*: the same, for the tokens that the model's index selects;
+- *gather*: the model expands what it caches to keys itself, from a gathered copy;
+- *masked*: the model's own attention over all sequences at once, separated by a mask;
+- *single*: the model's own attention, one sequence at a time;
+- *own*: the same, over the model's own cache.
 
-**Positions**: *decoupled*, what is stored knows no position, so that it is of use after the first
-half of a conversation was dropped; *coupled*, it is of use only where it was computed: what follows
-a dropped token is recomputed.
+**Latents**: a model with latent attention (MLA) caches, for each token and layer, a latent and a
+rotated part for all heads together. kvd and the engine's memory hold these: 576 values at
+DeepSeek-V3's widths, where keys and values of its 128 heads are 40,960. Transformers expands the
+whole history in every step. Here the query is multiplied with the expansion matrix instead and
+attends over latents, wherever that takes fewer operations: below about 150 new tokens behind 1,024.
+The matrix is found by feeding unit vectors to each layer, and is held beside the model's weights;
+it is as large as the weights it replaces. Without such a matrix the mode is *gather*, and
+the log of the start gives the reason.
+
+**Positions**: *decoupled* KV is stored without positions, so it stays valid after the first
+half of a conversation was dropped. *Coupled* KV is valid only where it was computed: everything
+behind a dropped token is recomputed.
 
 **States**: models with recurrent layers (linear attention, Mamba, short convolutions) keep a state
-of a sequence, beside keys and values or instead of them. Theirs are coupled, always: what is
-stored is of use up to a position that has a stored state. In a step over several sequences the
-modules that go on from states are called for each sequence, and once for all that decode. Mamba's
-first scan (mamba, falcon_mamba, jamba) cannot begin with a state in Transformers, but for a single
-token: there these modules are called token by token, *one by one*; so are recurrent_gemma's, which
-keep states of whatever ran last themselves: calibration finds them there, and each sequence's are
-put there and taken from there. Where
-`flash-linear-attention`, `causal-conv1d` or `mamba-ssm` are installed Transformers computes with
-their kernels by itself, on a GPU; calibration then proves the model as it runs with them. Kernels
-change states in place, and are handed copies.
+of a sequence, beside keys and values or instead of them. They are always coupled, and stored KV
+can be used up to a position with a stored state. In a step over several sequences the
+modules that continue from states are called for each sequence, and once for all decoding ones.
+In Transformers Mamba's first scan (mamba, falcon_mamba, jamba) can continue from a state for a
+single token only, so these modules are called token by token (*one by one*). So are those of
+recurrent_gemma, which keep the states themselves: calibration finds them there, and each
+sequence's states are written and read there. If `flash-linear-attention`, `causal-conv1d` or
+`mamba-ssm` are installed, Transformers uses their kernels on a GPU; calibration then proves
+the model with them. Such kernels change states in place, and are given copies.
 
-**Entries**: a model may keep more in its cache than keys, values and such states. DeepSeek-V4 keeps
-an entry for each 4 or 128 tokens, the last tokens of which there is none yet, and windows. It runs
-over the cache that Transformers makes for it, mode *own*: calibration looks at what that holds
-behind sequences of many lengths. An entry is stored in pieces, one with each token, as keys and
-values are; what is bounded is a state, coupled as above. Anything else is refused.
+**Entries**: a model may cache more than keys, values and such states. DeepSeek-V4 keeps
+an entry for each 4 or 128 tokens, the latest tokens without an entry, and windows. It runs
+over the cache that Transformers makes for it, in mode *own*: calibration inspects this cache after
+sequences of many lengths. An entry is stored in pieces, one with each of its tokens, as keys and
+values are; everything of bounded size is a state, coupled as above. Other caches are refused.
 
 **Windows**: in many models some layers attend to the last tokens only, others to all (Gemma,
-gpt-oss, Cohere). Of the former kvd has, and a turn loads, KV of the tokens before the places where
-turns begin, and no other; the engine's memory holds the last tokens only, so that more sessions
-fit: on pages, which are a GPU's, if the longest keys and values are one, two, four … times the
-others (Gemma 4, MiMo). A chunk of attention counts as a window of its tokens: Llama 4's, where it
-runs *ragged*. With `attn_temperature_tuning` and a context beyond `floor_scale`, as published, it
-counts positions by its own cache, and runs *single*.
-`inference_svc/README.md` has what follows from that. So it is in mode *ragged*; where all layers
-have a window (Mistral's first ones, StarCoder 2), one in eight counts as if it had none: blocks of
-tokens are to hold something.
+gpt-oss, Cohere). Of windowed layers kvd stores, and a turn loads, only the KV before positions
+where turns begin. The engine's memory holds only the last tokens, so more sessions
+fit; on pages (a GPU's default) this requires that the longest keys and values are one, two, four …
+times the others (Gemma 4, MiMo). Chunked attention counts as a window of a chunk's length: that of
+Llama 4, where it runs *ragged*. With `attn_temperature_tuning` and a context beyond `floor_scale`, as
+published, it counts positions by its own cache and runs *single*. All of this applies to mode
+*ragged*. If all layers have a window (Mistral's first models, StarCoder 2), every eighth is treated
+as if it had none, because blocks of tokens must contain something. `inference_svc/README.md` has
+the consequences.
 
-**Versions**: the table is of Transformers {version}; others differ where Transformers does. In
-5.17, the oldest that is taken, models that choose keys by an index (DSA) cache keys and values of
-each head where later ones cache latents: they are served *masked* and coupled, and their KV is many
-times as large. Cohere Compass is coupled there; `git`, `mllama` and `moshi` are refused. All others
-that 5.17 has are served as here.
+**Versions**: the table is for Transformers {version}; others differ where Transformers does. In
+5.17, the oldest supported version, models that select keys by an index (DSA) cache keys and values
+of each head where later versions cache latents: they are served *masked* and coupled, with many
+times as much KV. Cohere Compass is coupled there; `git`, `mllama` and `moshi` are refused. All
+other models of 5.17 are served as here.
 
 **Checked**, in float32, each at most {tolerance:.0e} off (relative distance of a token's logits;
 the largest found was {worst}):
