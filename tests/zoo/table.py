@@ -71,8 +71,8 @@ gpt-oss, Cohere). Of windowed layers kvd stores, and a turn loads, only the KV b
 where turns begin. The engine's memory holds only the last tokens, so more sessions
 fit; on pages (a GPU's default) this requires that the longest keys and values are one, two, four …
 times the others (Gemma 4, MiMo). Chunked attention counts as a window of a chunk's length: that of
-Llama 4, where it runs *ragged*. With `attn_temperature_tuning` and a context beyond `floor_scale`, as
-published, it counts positions by its own cache and runs *single*. All of this applies to mode
+Llama 4, where it runs *ragged*. With `attn_temperature_tuning` and a context beyond `floor_scale`,
+as published, it counts positions by its own cache and runs *single*. All of this applies to mode
 *ragged*. If all layers have a window (Mistral's first models, StarCoder 2), every eighth is treated
 as if it had none, because blocks of tokens must contain something. `inference_svc/README.md` has
 the consequences.
