@@ -115,15 +115,15 @@ class InferenceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def EndSession(self, request, context):
-        """As a turn with `final` does: the transcript stays, no further turn is taken, and kvd gives the KV up first.
+        """Like a turn with `final`: the transcript stays, no further turn is accepted, and kvd evicts the KV first.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ExpectSession(self, request, context):
-        """For clients that read calls of tools in answers themselves; the HTTP APIs do it for theirs. Refused while a turn of the session is
-        under way (session_busy): then it has been used again.
+        """For clients that parse tool calls themselves; the HTTP APIs do this for their clients. Refused while a turn of the session
+        runs (session_busy), since the session is then in use again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -136,14 +136,14 @@ class InferenceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Discard(self, request, context):
-        """Gives tokens of a session's context up; refused while a turn of the session is under way (session_busy).
+        """Drops tokens of a session's context; refused while a turn of the session runs (session_busy).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ExplainMiss(self, request, context):
-        """Says why a turn was not read from the cache, as its conversation had been answered before; refused (unknown_turn) if it was.
+        """Explains why a turn's prompt was not found in the cache; refused (unknown_turn) if nothing was missed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -670,7 +670,7 @@ class OperatorServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Verify(self, request, context):
-        """one at a time; it ends with its caller
+        """one at a time; it ends when its caller disconnects
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
