@@ -47,9 +47,7 @@ class Writer:
         self._retry_at_ns = 0
         self._retry_delay_ns = FIRST_RETRY_NS
         self._writes_all = False  # see write_all
-        self._watermark_checked_at: int | None = (
-            None  # Outbox.num_freed then
-        )
+        self._watermark_checked_at: int | None = None  # Outbox.num_freed then
 
     # --------------------------------------------------------------------------------- write policy
 

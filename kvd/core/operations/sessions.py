@@ -172,7 +172,7 @@ class Sessions:
         state.schedule_expiry(session)
         state.outbox.index.session_changed(key)
         state.record_move(key, MoveKind.TTL_SET)
-        return self._inspector.sum_up(session)
+        return self._inspector.summarize(session)
 
     def expire(self) -> None:
         """Drop sessions whose TTL has passed; a bounded number per call."""
