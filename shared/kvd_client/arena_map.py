@@ -17,7 +17,7 @@ import os
 import threading
 import time
 
-from shared.process.dumps import leave_out
+from shared.process.dumps import exclude_from_dumps
 from shared.types.errors import LoadFailedError
 from shared.types.units import align_up
 
@@ -49,7 +49,7 @@ class ArenaMap:
         # Map whole huge pages where the file has them: the kernel cannot unmap a part of one.
         mapped = min(align_up(size, os.fstat(fd).st_blksize), os.fstat(fd).st_size)
         mapping = mmap.mmap(fd, mapped)
-        leave_out(mapping)
+        exclude_from_dumps(mapping)
         self._view: memoryview | None = memoryview(mapping)
 
     @property
