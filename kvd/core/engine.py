@@ -44,7 +44,7 @@ from kvd.core.operations.compacting import Compactor
 from kvd.core.operations.engines import EngineReports
 from kvd.core.operations.erasing import Eraser
 from kvd.core.operations.expecting import Expectations
-from kvd.core.operations.growing import Growing
+from kvd.core.operations.growing import GrowingSessions
 from kvd.core.operations.loading import Loader
 from kvd.core.operations.publishing import Publisher
 from kvd.core.operations.reconfiguring import Reconfigurer
@@ -53,7 +53,7 @@ from kvd.core.operations.scrubbing import Scrubber
 from kvd.core.operations.session_files import SessionFiles
 from kvd.core.operations.sessions import Sessions
 from kvd.core.operations.storing import Storer
-from kvd.core.operations.wanting import Wanting
+from kvd.core.operations.wanting import WantedSessions
 from kvd.core.records.actions import Action
 from kvd.core.records.entries import AdoptedSlot, IndexEntries, OrphanSlot
 from kvd.core.recovery import adopting, restoring
@@ -115,8 +115,8 @@ class CacheEngine:
         self.sessions = Sessions(state, self.inspection, compactor.consider, prefetcher.reschedule)
         self.retention = Retainer(state, publisher.adopt, writer.admit_all)
         self.expectations = Expectations(state)
-        self.growing = Growing(state, publisher.publish)
-        self.wanting = Wanting(state, self.growing)
+        self.growing = GrowingSessions(state, publisher.publish)
+        self.wanting = WantedSessions(state, self.growing)
         self.engines = EngineReports(
             state,
             self.loads,

@@ -38,7 +38,7 @@ _TIMEOUTS_MS = {"MC_RPC_TIMEOUT_MS": 10_000, "MC_RPC_CONNECT_TIMEOUT_MS": 3_000}
 
 @dataclass(frozen=True)
 class MooncakeSettings:
-    """How to reach a Mooncake Store.
+    """The settings of a client of a Mooncake Store.
 
     Attributes:
         host, port: the master's RPC address.

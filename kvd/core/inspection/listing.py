@@ -40,7 +40,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ListingRequest:
-    """What to list, and in which order; the same for all pages of a listing.
+    """The sessions to list and their order; the same for all pages of a listing.
 
     Attributes:
         wanted: the sessions to list.
@@ -62,7 +62,7 @@ class ListingRequest:
 
 @dataclass(frozen=True, slots=True)
 class PageToken:
-    """Where a page ended.
+    """The end of a page, from which the next page continues.
 
     Attributes:
         listing_id: id of the listing.

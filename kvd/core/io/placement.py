@@ -32,7 +32,7 @@ MOST_LOOKED_AT = 64  # sessions looked at per call, for room that no caller wait
 
 @dataclass(frozen=True, slots=True)
 class _Rule:
-    """What one pass may evict.
+    """The rule for one eviction pass: which blocks it may evict.
 
     Attributes:
         tier: the tier to evict from; None: from all.
@@ -58,7 +58,7 @@ class _Rule:
 
 @dataclass(slots=True)
 class _Plan:
-    """What one pass evicts.
+    """The blocks that one eviction pass takes.
 
     Attributes:
         blocks: the blocks.

@@ -22,6 +22,7 @@ Cost: O(spans + ranges), and a digest over the tokens.
 from collections.abc import Sequence
 
 from kvd.core.operations.chaining import Chaining
+from kvd.core.operations.kept_spans import Change, KeptSpans, Range
 from kvd.core.operations.matching import (
     Match,
     match_session,
@@ -29,7 +30,6 @@ from kvd.core.operations.matching import (
     slice_tokens,
     token_spans,
 )
-from kvd.core.operations.remains import Change, Range, Remains
 from kvd.core.records.actions import SESSION_DISCARDED
 from kvd.core.records.entries import Span
 from kvd.core.records.errors import InvalidRequestError
@@ -83,8 +83,8 @@ def discard(
         return match_session(state, session, kept, chaining.under(change.after)).end
     if is_coupled:
         merged = [(merged[0][0], num_tokens)]
-    remains = Remains(chaining, change, token_ids, merged)
-    spans = [span for piece in match.pieces for span in remains.of(piece)]
+    kept_spans = KeptSpans(chaining, change, token_ids, merged)
+    spans = [span for piece in match.pieces for span in kept_spans.of(piece)]
     if state.stored_parts is not None:  # put back the states and windows of the kept tokens
         spans = interleaved(spans, group_parts(session.spans).values())
     session.num_discards += 1

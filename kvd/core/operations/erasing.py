@@ -92,8 +92,8 @@ class Eraser:
     def is_gone(self) -> bool:
         """Whether nothing of the tenants is stored or being moved any more.
 
-        The removals of their last index entries may not be drained or committed yet: whatever must
-        come after them (destroying the keys) has to be queued behind them.
+        The removals of their last index entries may not be drained or committed yet. A step that
+        must follow them, such as destroying the keys, has to be queued behind them.
         """
         state, is_erased = self._state, self._state.tenants.is_erased
         if any(is_erased(op.block.tenant) for op in state.under_way.writes.values()):

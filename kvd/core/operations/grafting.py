@@ -21,6 +21,7 @@ Cost: O(spans), and digests over the tokens of both contexts.
 from collections.abc import Iterator
 
 from kvd.core.operations.chaining import Chaining
+from kvd.core.operations.kept_spans import Change, KeptSpans
 from kvd.core.operations.matching import (
     Piece,
     match_session,
@@ -28,7 +29,6 @@ from kvd.core.operations.matching import (
     num_tokens_of,
     slice_tokens,
 )
-from kvd.core.operations.remains import Change, Remains
 from kvd.core.records.actions import SESSION_GRAFTED
 from kvd.core.records.entries import Span
 from kvd.core.records.errors import InvalidRequestError
@@ -71,8 +71,8 @@ def graft(
     own = match_session(state, session, token_ids, chaining)
     if own.end != seam:
         return 0
-    remains = Remains(chaining, Change(lineage, after, seam), token_ids, [])
-    spans = [span for piece in own.pieces for span in remains.of(piece)]
+    kept_spans = KeptSpans(chaining, Change(lineage, after, seam), token_ids, [])
+    spans = [span for piece in own.pieces for span in kept_spans.of(piece)]
     given = list(_granted_spans(state, source, chaining.under(after), seam))
     num_given = sum(span.num_tokens for span in given)
     if given:

@@ -61,7 +61,7 @@ class Growth:
     first_tokens: int = 0
 
 
-class Growing:
+class GrowingSessions:
     """The growing sessions of one cache state.
 
     Args:

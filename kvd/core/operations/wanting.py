@@ -1,13 +1,12 @@
 """Wanted sessions: turns need them, they are not stored here, and a remote store may have them.
 
 Pure. Each wanted session is asked for by an event, and a *fetcher* outside of the core (a follower
-of the events) answers: the session is coming, or absent. This module decides what to ask for, and
-whether a load waits for it.
+of the events) answers: the session is coming, or absent. This module decides which sessions to ask
+for, and whether a load waits for one.
 
-What is asked for: a turn that waits in an engine's queue wants its history long before it is
-loaded. An engine that knows of no history asks, too, because the conversation may have begun on
-another server. Each session is asked for once in a while. There is a bound per second, and known
-histories come first.
+Asking: a turn that waits in an engine's queue wants its history long before it is loaded. An engine
+that knows of no history asks, too, because the conversation may have begun on another server. Each
+session is asked for once in a while. There is a bound per second, and known histories come first.
 
 A session is also wanted if less of it is stored than the turn's history: it continued on another
 server and came back, or it has lost its end. As the fetch may bring all of the session again, the
@@ -25,8 +24,8 @@ Waits: a load may wait for a session that is asked for, coming or growing. Its c
 the wait has ended. Loads wait only if there is a fetcher that answers: not before its first answer,
 and not for an ask that has no answer after ANSWER_NS. If no answer at all has come in that time,
 loads stop waiting until there is one again. A load waits for a growing session until all of its
-history is there, no more of it comes, or it comes more slowly than it would be computed. Whatever
-has come by then can be loaded, however the wait ends. After a wait without success there is no
+history is there, no more of it comes, or it comes more slowly than it would be computed. The part
+that has come by then can be loaded, however the wait ends. After a wait without success there is no
 other wait for that session before it is asked for again; nor after a session has come that has less
 than the turn's history all the same.
 
@@ -38,7 +37,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from kvd.core.operations.growing import Growing
+from kvd.core.operations.growing import GrowingSessions
 from kvd.core.records.actions import SESSION_WANTED
 from kvd.core.state.cache_state import CacheState
 from shared.types.queue_delta import QueuedRequest
@@ -78,7 +77,7 @@ class _Ask:
     ended: str = ""
 
 
-class Wanting:
+class WantedSessions:
     """Asks for wanted sessions of one cache state, if its limits enable that.
 
     Invariants: 1. each session in `_unanswered` is in `_asks` with the same time and without an
@@ -90,7 +89,7 @@ class Wanting:
         growing: the sessions that grow while they are being imported.
     """
 
-    def __init__(self, state: CacheState, growing: Growing) -> None:
+    def __init__(self, state: CacheState, growing: GrowingSessions) -> None:
         self._state = state
         self._growing = growing
         self._is_growing = growing.is_growing

@@ -30,7 +30,7 @@ class Change:
     first_changed: int
 
 
-class Remains:
+class KeptSpans:
     """Computes the spans that remain of matched pieces, piece by piece in token order.
 
     Args:
