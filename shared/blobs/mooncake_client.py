@@ -188,6 +188,7 @@ class Connection:
         return self._request("/get_all_keys", LIST_S)
 
     def _open(self) -> ConnectedClient:
+        """Probe both ports of the master, then connect a client."""
         from mooncake.buffer_pool import BufferPool
         from mooncake.store import MooncakeDistributedStore, ReplicateConfig
 

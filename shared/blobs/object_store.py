@@ -76,6 +76,7 @@ def open_directory(parts: SplitResult, _patience_s: float | None) -> BlobStore:
 
 
 def _check_installed() -> None:
+    """Raise StoreMissingError if obstore is not installed."""
     try:
         import obstore.store  # noqa: F401  # only whether it is there
     except ImportError as error:

@@ -217,6 +217,7 @@ class ChildProcess:
         return {**_environment(os.environ), **self._environ}
 
     def _spawn(self, log: int) -> Spawned:
+        """Start the process with its output in the log."""
         # Not asyncio's subprocesses: uvloop forks, which is unsafe with gRPC's threads.
         return subprocess.Popen(
             # -P: do not import modules from the current directory.
@@ -239,6 +240,7 @@ class ChildProcess:
             await self.wait()
 
     def _failure(self, code: int | None) -> ChildFailedError:
+        """Return the error that describes how the child failed, with its last log line."""
         what = "is running, but does not serve"
         if code is not None and code < 0:
             what = f"was ended by {signal.Signals(-code).name}"

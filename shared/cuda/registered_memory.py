@@ -106,6 +106,7 @@ class RegisteredMemory:
         self._memory = None
 
     def _register(self) -> None:
+        """Register chunk after chunk, until all are, one fails, or `close` is called."""
         for first in range(0, self._num_slots, self._chunk_slots):
             if self._is_closed.is_set():
                 return

@@ -63,6 +63,7 @@ class SharedGpuMemory:
             self.fd = -1
 
     def _map(self, handle: Any, device: int) -> int:
+        """Reserve an address range and map the memory there, readable and writable."""
         address = self._calls.call("cuMemAddressReserve", self.num_bytes, 0, 0, 0)
         self._calls.call("cuMemMap", address, self.num_bytes, 0, handle, 0)
         access = self._calls.names.CUmemAccessDesc()

@@ -99,6 +99,7 @@ def write_key(path: Path, key: SecretKey) -> None:
 
 
 def _path_of(key_file: str) -> Path:
+    """Return the path of a key file or systemd credential."""
     if "/" in key_file:
         return Path(key_file)
     directory = os.environ.get(CREDENTIALS_ENV)

@@ -151,6 +151,7 @@ class ProgressWords:
                 self._changed.wait(left_s)
 
     def _is_ready(self, index: int, lease_id: int, layers: int) -> bool:
+        """Whether the first layers of a load are ready; raises LoadFailedError if they fail."""
         word = self.word(index)
         if lease_bits(word) != lease_id & LEASE_MASK or word & FAILED_BIT:
             raise _load_failed("kvd could not read it")

@@ -248,6 +248,7 @@ async def _shake_hands(
     block_bytes: int,
     known: MappedArena | None,
 ) -> Attachment:
+    """Do the handshake: token, Attach, checks of what kvd offers, mapping of the arena."""
     welcome, fds = await _receive_message(data)
     close_fds(fds)
     if not isinstance(welcome, packets.Welcome) or welcome.protocol != packets.PROTOCOL:

@@ -137,6 +137,7 @@ def snapshot_message(engine_id: int, update: QueueUpdate) -> pb.QueueSnapshot:
 
 
 def _waiting(requests: Sequence[QueuedRequest], tenants: dict[str, int]) -> pb.QueueJobs:
+    """Encode waiting requests, with their priorities, start tags and history lengths."""
     message = _columns([request.rank[2] for request in requests], requests, tenants)
     message.priorities.extend([-request.rank[0] for request in requests])
     message.start_tags.extend([request.rank[1] for request in requests])

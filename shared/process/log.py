@@ -170,6 +170,7 @@ def redact(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
 
 
 def _redacted(name: str, value: Any) -> Any:
+    """Return a value with its secrets replaced, down to nested items."""
     if name.lower() in SECRET_NAMES:
         return REDACTED if value else value
     if isinstance(value, str):

@@ -77,6 +77,7 @@ def facts(rows: Iterable[tuple[str, str]], width: int, title: str = "") -> Table
 
 
 def _plain_table(title: str, width: int) -> Table:
+    """Return an empty table without borders."""
     return Table(
         box=None,
         padding=(0, _GAP, 0, 0),

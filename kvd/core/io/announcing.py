@@ -130,6 +130,7 @@ class Announcer:
     # ----------------------------------------------------------------------- causes of evictions
 
     def _look_at_ssd(self) -> None:
+        """Announce sessions that are next to be evicted from SSD."""
         state = self._state
 
         def room_of(session: Session) -> tuple[int, bool]:
@@ -142,6 +143,7 @@ class Announcer:
         self._announce(num_short, partial(self._victims, Tier.SSD), room_of)
 
     def _look_at_dram(self) -> None:
+        """Announce sessions whose KV is only in DRAM, and next to be evicted there."""
         state = self._state
 
         def room_of(session: Session) -> tuple[int, bool]:
@@ -154,6 +156,7 @@ class Announcer:
         self._announce(num_short, partial(self._victims, Tier.DRAM), room_of)
 
     def _look_at_sessions(self) -> None:
+        """Announce sessions that are next to be dropped for the bound on sessions."""
         most = self._state.limits.max_sessions
 
         def room_of(session: Session) -> tuple[int, bool]:
@@ -164,6 +167,7 @@ class Announcer:
         self._announce(num_short, partial(self._victims, None), room_of)
 
     def _look_at_quota(self, tenant: str) -> None:
+        """Announce sessions that are next to be evicted for a tenant's quota."""
         tenants = self._state.tenants
         order = tenants.order_of(tenant)
         if order is None:

@@ -235,6 +235,7 @@ class Placement:
         return plan
 
     def _is_victim(self, key: SessionKey, rule: _Rule) -> bool:
+        """Whether a pass may evict blocks of a session at all; see rules 4 and 5."""
         if rule.tier is None:
             return self._may_drop(key)
         if rule.tier is Tier.SSD or rule.may_take_running:
@@ -280,6 +281,7 @@ class Placement:
     # ------------------------------------------------------------------------------------- evicting
 
     def _apply(self, plan: _Plan, rule: _Rule) -> None:
+        """Evict what a pass has planned."""
         state = self._state
         counter = f"evictions_{rule.tier.value if rule.tier else 'quota'}"
         if rule.tier is not None:
@@ -311,6 +313,7 @@ class Placement:
             state.histograms.on_evict(key, tier, last_access_ns, state.now_ns)
 
     def _take(self, block: Block, tier: Tier | None) -> None:
+        """Evict one block from a tier; if that was its last copy, cut its sessions there."""
         state = self._state
         if _is_last_copy(block, tier):
             for key in block.users if state.limits.announces_evictions else ():

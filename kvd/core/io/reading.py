@@ -130,6 +130,7 @@ class Reader:
 
 
 def _action(read: Arrival, *, is_layered: bool) -> ReadBlock:
+    """Return the action that reads a block."""
     block = read.block
     assert block.extent is not None, "what is read is on SSD"
     assert block.slot_id is not None, "what is read has a slot"

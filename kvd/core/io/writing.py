@@ -213,6 +213,7 @@ class Writer:
     # -------------------------------------------------------------------------------------- private
 
     def _write(self, block: Block, op: WriteOp) -> None:
+        """Begin the write of a block and issue its action."""
         state = self._state
         assert block.slot_id is not None, "an unwritten block is in DRAM"
         op_id = state.under_way.begin_write(op)

@@ -57,6 +57,7 @@ class Arrivals:
             self._fail_read(arrival, outcome)
 
     def _finish_read(self, arrival: Arrival, stored: StoredBlock) -> None:
+        """Record that a block has arrived in its slot, and let the waiting leases use it."""
         state, block = self._state, arrival.block
         state.record_block_move(block, MoveKind.READ_AHEAD if block.is_ahead else MoveKind.READ)
         assert block.slot_id is not None, "a block keeps its slot while it is read"
@@ -66,6 +67,7 @@ class Arrivals:
         self._admit_waiting(arrival)
 
     def _fail_read(self, arrival: Arrival, outcome: IoOutcome) -> None:
+        """Take a block out of DRAM whose read has failed; a corrupt one is lost."""
         state, block = self._state, arrival.block
         state.leave_dram(block)
         is_corrupt = outcome is IoOutcome.CORRUPT

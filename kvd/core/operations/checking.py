@@ -231,6 +231,7 @@ def _held_for_compaction(state: CacheState) -> list[Block]:
 
 
 def _check_load(state: CacheState, lease: LoadLease) -> None:
+    """Check that a load lease waits for exactly its arriving blocks, in their slots."""
     arriving = {block.key for block, _ in lease.entries if block.io.is_arriving}
     waits = {key for key in arriving if lease.lease_id not in state.under_way.arrival_of[key].early}
     joined = {k for k, op in state.under_way.arrival_of.items() if lease.lease_id in op.waiting}

@@ -235,6 +235,7 @@ class Compactor:
         return max(0, min(num_blocks, state.slots.num_free - state.num_kept_free))
 
     def _start(self, key: SessionKey, plan: Plan) -> None:
+        """Allocate the slots of a plan and issue the copying."""
         state = self._state
         spans = [span for dense in plan.dense for span in dense.sources]
         sources = [state.blocks[k] for k in dict.fromkeys(span.block_key for span in spans)]
@@ -320,6 +321,7 @@ class Compactor:
         self._record(run, session)
 
     def _record(self, run: Compaction, session: Session) -> None:
+        """Count and report a run whose session has its new spans."""
         outbox = self._state.outbox
         num_tokens = sum(block.num_tokens for block in run.made)
         outbox.count("compactions")

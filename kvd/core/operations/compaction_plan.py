@@ -122,6 +122,7 @@ class _Planning:
         return self.plan if self.plan.dense else None
 
     def _is_movable(self, span: Span, end: int) -> bool:
+        """Whether a span may be moved now, and has the chain key of the session's lineage."""
         if not _is_loose(self._state, span) or self._chaining.lineage.is_whole:
             return False
         block = self._state.blocks[span.block_key]
@@ -130,6 +131,7 @@ class _Planning:
         )
 
     def _make_dense(self, group: Sequence[Span]) -> Dense:
+        """Return the dense block that replaces a group of spans."""
         chain, num_tokens = group[-1].chain, sum(span.num_tokens for span in group)
         tokens = b"".join(map(self._tokens, group))
         key = dense_key(self._salt, chain, num_tokens)

@@ -135,6 +135,7 @@ def _drop_ranges(token_ids: bytes, ranges: Sequence[Range]) -> bytes:
 
 
 def _replace(state: CacheState, session: Session, spans: list[Span]) -> None:
+    """Make the spans the session's and report the discard."""
     num_before = session.num_tokens
     state.set_spans(session, spans)
     num_tokens = session.num_tokens

@@ -72,6 +72,7 @@ class Expectations:
                 self._count_return(GONE, is_awaited=state.history.awaited_tools(key))
 
     def _await(self, key: SessionKey, session: Session | None, names: tuple[str, ...]) -> None:
+        """Record that a session awaits tools."""
         state = self._state
         state.outbox.count("awaits")
         state.policy.on_await(key, names, state.now_ns)
@@ -82,6 +83,7 @@ class Expectations:
             state.record_move(key, MoveKind.AWAITING, why=joined_names)
 
     def _supersede(self, key: SessionKey, session: Session | None) -> None:
+        """Record that another session continues in this one's place."""
         state = self._state
         if session is None or session.superseded:
             return

@@ -243,6 +243,7 @@ def _extend(state: CacheState, chaining: Chaining, match: Match, token_ids: byte
 def _follow_chain(
     state: CacheState, chaining: Chaining, match: Match, token_ids: bytes
 ) -> Iterator[Piece]:
+    """Yield the stored blocks that continue a match along the content chain."""
     chain, offset = match.chain, match.end
     while (end := chaining.end_of_block(offset)) * TOKEN_BYTES <= len(token_ids):
         chain = chaining.key(chain, offset, slice_tokens(token_ids, offset, end))

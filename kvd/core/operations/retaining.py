@@ -129,6 +129,7 @@ class Retainer:
         return granted_ns
 
     def _set_retention(self, session: Session, retain_ns: int) -> None:
+        """Set a session's retention, if it differs, and record that."""
         state = self._state
         if (session.retain_ns or 0) == retain_ns:
             return

@@ -224,6 +224,7 @@ class Scrubber:
     # --------------------------------------------------------------------------------------- checks
 
     def _issue(self, op: _Op) -> None:
+        """Issue the verification of one copy."""
         state = self._state
         op_id = state.under_way.next_op_id()
         self._ops[op_id] = op

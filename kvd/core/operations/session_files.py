@@ -191,6 +191,7 @@ class SessionFiles:
         return [granted.slot_id for _, granted in lease.entries]
 
     def _grant(self, export: Export, pieces: list[Piece], engine_id: int) -> LoadAnswer:
+        """Grant a load lease on pieces that counts as an export."""
         state = self._state
         lease = LoadLease(
             state.leases.next_id(),

@@ -308,6 +308,7 @@ class Storer:
         )
 
     def _refuse(self, why: str, stored_end: int) -> StoreAnswer:
+        """Count a refusal and return its answer; after WAIT, freed space wakes the caller."""
         outbox = self._state.outbox
         if why == WAIT:
             outbox.want_wake()

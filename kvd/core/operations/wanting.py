@@ -158,6 +158,7 @@ class WantedSessions:
         return ask.ended != ABSENT and history_tokens <= ask.history_tokens
 
     def _want(self, key: SessionKey, history_tokens: int) -> None:
+        """Ask for a session, unless a valid ask exists or the bound per second is reached."""
         now_ns = self._state.now_ns
         if self._has_valid_ask(key, history_tokens) or self._is_being_stored(key):
             return

@@ -108,6 +108,7 @@ def possible_ends(ends: Sequence[int], has_window: Iterable[bool], window: int) 
 
 
 def _has_window(state: CacheState, piece: Piece, *, dram_only: bool) -> bool:
+    """Whether the window of a piece's block is stored; with `dram_only`, in DRAM."""
     stored = _window_of(state, piece.span.block_key)
     if stored is None or not dram_only:
         return stored is not None

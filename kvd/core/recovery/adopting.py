@@ -73,6 +73,7 @@ def _is_free(state: CacheState, slot_id: int) -> bool:
 
 
 def _quarantine(state: CacheState, orphan: OrphanSlot) -> None:
+    """Reserve a slot for the engine that was filling it."""
     writing = orphan.writing
     lease = state.leases.get(writing.lease_id)
     if not isinstance(lease, RestoredLease):
@@ -97,6 +98,7 @@ def _is_sound(state: CacheState, slot: AdoptedSlot) -> bool:
 
 
 def _add_block(state: CacheState, slot: AdoptedSlot) -> None:
+    """Make an unverified block of a committed slot."""
     record = slot.block
     block = Block(record.key, record.num_tokens)
     state.slots.adopt(slot.slot_id, record.generation, is_committed=True)

@@ -140,6 +140,7 @@ class SpanJoin:
         return SpanColumns(starts, np.concatenate(self._entries), lengths)
 
     def _join(self) -> None:
+        """Find the blocks of the spans added since the last join."""
         spans = np.frombuffer(bytes(self._packed), dtype=_SPAN)
         entries = _find(self._blocks, spans["key"])
         is_found = entries >= 0
@@ -268,6 +269,7 @@ class SessionEntries:
         return are_plain
 
     def _joinable_spans(self, index: int, packed: bytes, join: SpanJoin) -> bytes:
+        """Return spans that are not all plain in the form of kind 0, and note what is special."""
         spans = unpack_spans(packed)
         if self.part_slots:
             spans = list(_whole_parts(spans, self.part_slots, join))
