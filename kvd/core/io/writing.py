@@ -30,7 +30,7 @@ from shared.types.units import NS_PER_S, SECTOR_BYTES
 
 FIRST_RETRY_NS = NS_PER_S  # after a failed write; doubles with each further failure
 LAST_RETRY_NS = 64 * NS_PER_S
-MAX_RESTING_SHARE = 0.5  # most slots that may hold blocks resting before their write-back
+MAX_RESTING_SHARE = 0.5  # largest share of slots with blocks that rest before their write-back
 WRITE_BACK_BATCH = 64  # sessions per call, so that one call stays short
 FAR_FUTURE_NS = 1 << 62
 MOST_ENTRIES_WAITING = 65_536  # entries the index has yet to take, 20 MB: with more, no writes
