@@ -105,7 +105,7 @@ def service_child(name: str, address: str, state_dir: Path, flags: Sequence[str]
 
 async def first_to_end(children: Iterable[ChildProcess]) -> ChildFailedError:
     """Wait until one of them ends by itself, and return what to say of it."""
-    waits = [asyncio.ensure_future(child.failed()) for child in children]
+    waits = [asyncio.ensure_future(child.wait_for_failure()) for child in children]
     try:
         done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
     finally:

@@ -82,7 +82,7 @@ def run(
     transcripts.open()
     tracing = start_tracing(settings.tracing, "inference-svc", __version__)
     try:
-        with memory.building_up():  # the collector would take a sixth of the time of the imports
+        with memory.gc_paused():  # the collector would take a sixth of the time of the imports
             model = _load(settings.model, settings.model.path, settings.server.state_dir)
         live = LiveSettings(loaded, read_again, LIVE_KEYS)
         uvloop.run(_serve(live, model, transcripts))

@@ -107,7 +107,7 @@ class Daemon:
         self._broken = asyncio.get_running_loop().create_future()
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         async with AsyncExitStack() as stack:
-            stack.enter_context(memory.sparing_survivors())
+            stack.enter_context(memory.freezing_survivors())
             tracing = start_tracing(self._settings.tracing, "kvd", __version__)
             stack.push_async_callback(asyncio.to_thread, tracing.close)
             manifest, clock = self._open_state(stack)

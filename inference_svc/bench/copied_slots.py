@@ -65,7 +65,7 @@ async def slots_for(work: Workspace, transport: str, num_tokens: int) -> AsyncIt
         async def note(attachment: Attachment) -> None:
             arenas.put_nowait(attachment.mapped.slots)
 
-        client.beside.append(note)
+        client.run_while_attached.append(note)
         attached = asyncio.create_task(client.run())
         try:
             opened = open_arena(await arenas.get(), work.layout)

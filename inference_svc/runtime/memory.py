@@ -24,7 +24,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from shared.process.dumps import leave_out
+from shared.process.dumps import exclude_from_dumps
 from shared.types.units import MIB, align_up
 
 HUGE_PAGE_BYTES = 2 * MIB
@@ -68,7 +68,7 @@ def allocate_region(num_items: int, device: torch.device, dtype: torch.dtype) ->
     memory = mmap.mmap(
         -1, align_up(num_bytes, page_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     )
-    leave_out(memory)
+    exclude_from_dumps(memory)
     with suppress(OSError):  # a kernel without transparent huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=dtype, count=num_items)

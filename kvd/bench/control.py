@@ -225,7 +225,7 @@ def measure_loop_calls(options: BenchOptions, indexes: FilledIndexes, state_dir:
     """Start the engine over an index, and make its calls."""
     num_sessions = max(options.scale.session_counts)
     options.on_progress(f"the loop's longest calls, {num_sessions} sessions")
-    with memory.sparing_survivors():
+    with memory.freezing_survivors():
         return _measured(opened(options, indexes, state_dir), num_sessions, indexes)
 
 
@@ -261,7 +261,7 @@ def opened(options: BenchOptions, indexes: FilledIndexes, state_dir: Path) -> "L
         prefetch_bytes=32 << 20,
         watermark=0.02,
     )
-    with memory.building_up():
+    with memory.gc_paused():
         return LoopRun(limits, state_dir)
 
 

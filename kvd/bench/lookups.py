@@ -94,9 +94,9 @@ class MemoryPerformer:
                 engine.writes.write_done(action.op_id, IoOutcome.OK)
             case CompactTokens():
                 made = [self._checksums] * len(action.blocks)
-                engine.compactions.copied(action.op_id, IoOutcome.OK, made)
+                engine.compactions.copy_done(action.op_id, IoOutcome.OK, made)
             case CommitIndex():
-                engine.compactions.committed(action.op_id)
+                engine.compactions.commit_done(action.op_id)
             case DropBlock():
                 engine.writes.drop_done(action.op_id)
             case _:

@@ -109,7 +109,7 @@ class CacheBuilder:
             cache.use_arena(adoption.arena)
         adopted = adoption.adopted if adoption else ()
         orphans = self._engines.watch_orphans(cache, adoption.writing) if adoption else ()
-        with memory.building_up():
+        with memory.gc_paused():
             cache.restore(opened.rows, adopted, orphans)
         try:
             cache.volume.files.shrink(cache.max_extents)

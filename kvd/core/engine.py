@@ -22,7 +22,7 @@ Invariants (checking.py holds them as code):
 5. after every call the index entries emitted so far restore to a usable cache: those of blocks
    follow their data, sessions are cut to what exists.
 
-Calls that name an engine are made only between its attach and `engines.gone`.
+Calls that name an engine are made only between its attach and `engines.remove`.
 
 *Source:* sessions as the unit of placement: CachedAttention §3.3; the sans-I/O shape: aioquic.
 """
@@ -44,7 +44,7 @@ from kvd.core.operations.compacting import Compactor
 from kvd.core.operations.engines import EngineReports
 from kvd.core.operations.erasing import Eraser
 from kvd.core.operations.expecting import Expectations
-from kvd.core.operations.growing import Growing
+from kvd.core.operations.growing import GrowingSessions
 from kvd.core.operations.loading import Loader
 from kvd.core.operations.publishing import Publisher
 from kvd.core.operations.reconfiguring import Reconfigurer
@@ -53,7 +53,7 @@ from kvd.core.operations.scrubbing import Scrubber
 from kvd.core.operations.session_files import SessionFiles
 from kvd.core.operations.sessions import Sessions
 from kvd.core.operations.storing import Storer
-from kvd.core.operations.wanting import Wanting
+from kvd.core.operations.wanting import WantedSessions
 from kvd.core.records.actions import Action
 from kvd.core.records.entries import AdoptedSlot, IndexEntries, OrphanSlot
 from kvd.core.recovery import adopting, restoring
@@ -100,7 +100,7 @@ class CacheEngine:
         state = self._state = CacheState(layout, limits, salt_of, make_policy)
         placement = Placement(state)
         writer = Writer(state, placement)
-        hasher = Hasher(state, writer.take)
+        hasher = Hasher(state, writer.admit_all)
         verifier = self._verifier = Verifier(state)
         reader = self._reader = Reader(state)
         prefetcher = self._prefetcher = Prefetcher(state, placement, writer, reader)
@@ -113,23 +113,25 @@ class CacheEngine:
         self._announcer = Announcer(state)
         self.inspection = Inspector(state)
         self.sessions = Sessions(state, self.inspection, compactor.consider, prefetcher.reschedule)
-        self.retention = Retainer(state, publisher.adopt, writer.take)
+        self.retention = Retainer(state, publisher.adopt, writer.admit_all)
         self.expectations = Expectations(state)
-        self.growing = Growing(state, publisher.publish)
-        self.wanting = Wanting(state, self.growing)
+        self.growing = GrowingSessions(state, publisher.publish)
+        self.wanting = WantedSessions(state, self.growing)
         self.engines = EngineReports(
             state,
             self.loads,
             self.stores,
             prefetcher,
-            self.expectations.arrived,
-            self.wanting.queued,
+            self.expectations.on_arrival,
+            self.wanting.on_queue,
         )
         self.scrubs = Scrubber(state, self.loads, writer)
         self.erasing = Eraser(state, self.loads, self.stores, self.sessions)
         self.session_files = SessionFiles(state, self.loads, self.stores)
         self.index_line = state.outbox.index
-        self.arrivals = Arrivals(state, self.loads, reader, writer, verifier, self.scrubs.done)
+        self.arrivals = Arrivals(
+            state, self.loads, reader, writer, verifier, self.scrubs.check_done
+        )
         self.hashes = hasher
         self.writes = writer
         self.compactions = compactor
@@ -204,7 +206,7 @@ class CacheEngine:
 
         Sessions are cut to the prefix whose blocks exist; entries and slots that nothing needs are
         removed. Adopted blocks are verified before their first use. Orphans' slots stay their
-        engines': each engine is to be named in `engines.reattach` or `engines.gone`.
+        engines': each engine is to be named in `engines.reattach` or `engines.remove`.
 
         Args:
             entries: all entries of this layout.
@@ -221,7 +223,7 @@ class CacheEngine:
         """Take an arena in; there is none. Leases on it are numbered from `first_lease_id` on."""
         self._state.slots.add(num_slots)
         self._state.leases.start_at(first_lease_id)
-        self._prefetcher.queue_changed()
+        self._prefetcher.on_queue_change()
 
     def release_dram(self) -> bool:
         """Empty the arena as far as possible, writing what is dirty; call again on SpaceFreed.

@@ -343,7 +343,7 @@ class Engines:
                 channel.end(partial(self._end, engine))  # then the next one is looked at
                 return
         self._forget(engine, "ended")
-        engine.cache.act(lambda core: core.engines.gone(engine.engine_id))
+        engine.cache.act(lambda core: core.engines.remove(engine.engine_id))
         log.info("engine_gone", engine=engine.name, engine_id=engine.shown_id)
 
     def _forget(self, engine: Engine, event: str) -> None:

@@ -116,7 +116,7 @@ class Follower:
                 is_over = True
             except ReportedError as error:
                 now_s = time.monotonic()
-                if self._kvd_pause.failed(now_s):
+                if self._kvd_pause.record_failure(now_s):
                     log.warning("kvd_not_followed", error=str(error))
                 pause_s = self._kvd_pause.retry_at_s - now_s
                 with suppress(TimeoutError):
@@ -174,7 +174,7 @@ class Follower:
                 await self._look_back(client)
                 await self._list(client)
                 self._figures.kvd_up = True
-                self._kvd_pause.succeeded()
+                self._kvd_pause.record_success()
                 log.info("kvd_followed", num_to_look_at=self._agenda.num_unpushed)
             elif one.name == EVENTS_LOST:
                 log.warning("events_lost", num_events=one.fields["num_events"])

@@ -94,7 +94,7 @@ class Work:
         before, self._settings = self._settings, settings
         if _bounds(before) != _bounds(settings):
             self.stop()
-            self._pause.succeeded()
+            self._pause.record_success()
         self.wake()
 
     def stop(self) -> None:
@@ -180,12 +180,12 @@ class Work:
         """Leave the store alone for a while."""
         self._figures.store_up = False
         self._figures.failed("remote_store_fails", error.message)
-        if self._pause.failed(time.monotonic()):
+        if self._pause.record_failure(time.monotonic()):
             log.warning("remote_store_fails", url=self._settings.url, error=str(error))
 
     def _answered(self) -> None:
         self._figures.store_up = True
-        if self._pause.succeeded():
+        if self._pause.record_success():
             log.info("remote_store_answers", url=self._settings.url)
 
     async def _rest(self, woken: asyncio.Event) -> None:

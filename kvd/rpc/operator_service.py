@@ -167,7 +167,7 @@ class OperatorService(kvd_pb2_grpc.OperatorServicer):  # type: ignore[misc]  # t
         key = key_of(request.session)
         check_allowed(key, allowed_tenants())
         for cache in self._caches.of_model(key.model):
-            cache.act(lambda core: core.wanting.answered(key, is_coming=request.coming))
+            cache.act(lambda core: core.wanting.on_answer(key, is_coming=request.coming))
         return pb.AnswerWantedResponse()
 
     async def Verify(self, request: pb.VerifyRequest, _: Any) -> AsyncIterator[pb.VerifyProgress]:  # noqa: N802

@@ -216,7 +216,7 @@ class Performer:
                 self._manifest.drop_block(layout, key, self._reporting(dropped))
             case CommitIndex(op_id):
                 self.num_pending += 1
-                committed = Ended(lambda engine: engine.compactions.committed(op_id))
+                committed = Ended(lambda engine: engine.compactions.commit_done(op_id))
                 self._manifest.when_committed(self._reporting(committed))
 
     def _reporting(self, ended: Ended | None) -> Callable[[], None]:

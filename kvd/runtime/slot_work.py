@@ -245,7 +245,7 @@ class SlotWorker:
         failed: tuple[IoOutcome, list[bytes]] = (IoOutcome.TRANSIENT, [])
         num_blocks = len(action.blocks)
         outcome, sums = attempt("compact_failed_unexpectedly", work, failed, blocks=num_blocks)
-        self._report(Ended(lambda engine: engine.compactions.copied(op_id, outcome, sums)))
+        self._report(Ended(lambda engine: engine.compactions.copy_done(op_id, outcome, sums)))
 
     def _wipe(self, action: WipeSlots) -> None:
         def work() -> IoOutcome:

@@ -148,7 +148,7 @@ class Exporter:
             )
             first = export.next_part
             slot_ids = cache.act(
-                lambda core: core.session_files.parts_exported(export, answer.lease_id)
+                lambda core: core.session_files.confirm_export_parts(export, answer.lease_id)
             )
             batch = await finished_in_thread(self._copied_parts, first, slot_ids)
             cache.act(lambda core: core.loads.complete(answer.lease_id, owner))
@@ -184,7 +184,9 @@ class Exporter:
                 lambda core: core.session_files.prepare_export(export, self._max_spans, owner)
             )
             token_offset = export.num_tokens
-            rows = cache.act(lambda core: core.session_files.exported(export, answer.lease_id))
+            rows = cache.act(
+                lambda core: core.session_files.confirm_export(export, answer.lease_id)
+            )
             batch = await finished_in_thread(self._copied, token_offset, rows)
             # What raises here was given to somebody else, or is corrupt: nothing of it is sent.
             cache.act(lambda core: core.loads.complete(answer.lease_id, owner))
@@ -238,7 +240,7 @@ def _released_on_failure(cache: Cache, owner: int) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        cache.act(lambda core: core.engines.gone(owner))
+        cache.act(lambda core: core.engines.remove(owner))
         raise
 
 

@@ -218,7 +218,7 @@ class Import:
 
     def cancel(self) -> None:
         """End the import, and leave nothing of it but what the session has got."""
-        self._cache.act(lambda core: core.engines.gone(self._engine_id))
+        self._cache.act(lambda core: core.engines.remove(self._engine_id))
         self._end_growth(is_whole=False)
         self._forget()
 
@@ -351,7 +351,7 @@ class Import:
         answer = core.session_files.prepare_import(self.key, token_ids, 0, engine_id, self._lineage)
         info = core.inspection.info(self.key)
         if answer.lease_id or answer.refused or info is None or info.num_tokens != num_tokens:
-            core.engines.gone(engine_id)
+            core.engines.remove(engine_id)
             raise self._lost()
         return num_tokens
 

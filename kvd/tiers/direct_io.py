@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from shared.process.dumps import leave_out
+from shared.process.dumps import exclude_from_dumps
 from shared.types.units import SECTOR_BYTES, align_up
 
 STAGED_IO_BYTES = 4 << 20
@@ -111,6 +111,6 @@ class Staging:
             size = align_up(num_bytes, 16 * SECTOR_BYTES)
             flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
             memory = mmap.mmap(-1, size, flags=flags)
-            leave_out(memory)
+            exclude_from_dumps(memory)
             self._view = memoryview(memory)
         return self._view[:num_bytes]

@@ -1,8 +1,8 @@
-"""What is asked of an object store: named bytes, made whole or not at all.
+"""BlobStore: the interface of an object store: named bytes, stored whole or not at all.
 
-There is no replacing under a condition, only making what is not there: local directories and many
-stores that speak S3 have no more, and versions with names of their own need no more (register.py).
-Names are words of ASCII letters, digits, "-" and ".", with "/" between them. Any thread may call.
+There is no conditional replacement, only creation if absent: local directories and many stores that
+speak S3 offer no more, and versions with names of their own need no more (register.py). Names are
+words of ASCII letters, digits, "-" and ".", with "/" between them. Stores are thread-safe.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,12 +12,13 @@ Data = bytes | bytearray
 
 
 class Blob(NamedTuple):
-    """One object of a listing.
+    """An object, as a listing describes it.
 
     Attributes:
         name: its name.
         num_bytes: its size.
-        stored_unix_s: when it was stored, by the store's clock; by the writer's if it has none.
+        stored_unix_s: Unix time at which it was stored, by the store's clock, or by the writer's
+            if the store has none.
     """
 
     name: str
@@ -26,39 +27,41 @@ class Blob(NamedTuple):
 
 
 class BlobStore(Protocol):
-    """Every method raises StoreFailedError or StoreDeniedError; then nobody knows what was done.
+    """An object store. Every method may raise StoreFailedError or StoreDeniedError.
+
+    After StoreFailedError it is not known whether the call had an effect.
 
     Attributes:
-        keeps: whether what is there stays until it is removed; else it may be gone at any time.
+        keeps: whether objects stay until they are removed; if not, they may go at any time.
     """
 
     @property
     def keeps(self) -> bool:
-        """See above."""
+        """Whether objects stay until they are removed."""
 
     def put(self, name: str, data: Data, *, if_absent: bool = False) -> None:
-        """Store an object; in place of another one unless `if_absent`.
+        """Store an object; it replaces an existing one unless `if_absent`.
 
         Raises:
-            BlobExistsError: `if_absent`, and there is one.
+            BlobExistsError: `if_absent`, and the object exists.
         """
 
     def get(self, name: str, start: int = 0, num_bytes: int | None = None) -> bytes:
-        """Return an object, or those of these bytes that it has.
+        """Return an object, or the range of its bytes, as far as it has them.
 
         Raises:
-            BlobMissingError: there is none.
-            BlobDamagedError: it is not what was put there; not every store knows.
+            BlobMissingError: the object does not exist.
+            BlobDamagedError: its bytes are not those that were stored; not every store can tell.
         """
 
     def view(self, name: str) -> memoryview:
-        """Return a large object where it lies, in place of a copy; raises as `get` does."""
+        """Return a large object without copying it, if the store can; raises like `get`."""
 
     def find(self, name: str) -> Blob | None:
-        """Return what a listing would say of an object; None if there is none."""
+        """Return an object's name, size and time; None if it does not exist."""
 
     def delete(self, names: Sequence[str]) -> None:
-        """Remove objects; one that is not there is removed already."""
+        """Remove objects; those that do not exist are skipped."""
 
     def list(self, prefix: str) -> Iterator[Sequence[Blob]]:
         """Yield the objects below a prefix that ends with "/", a page at a time, in any order."""

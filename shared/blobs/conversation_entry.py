@@ -1,10 +1,12 @@
-"""What a store has of a conversation, by which any server goes on with it. Pure.
+"""ConversationEntry: a conversation in an object store, with which any server can continue it.
+
+Pure.
 
     16 bytes    BLAKE2b-128 of what follows
     zlib        JSON: "version": 1; the members of `ConversationEntry`
 
-Members that only a newer release knows are left out; of another version, damaged or too long an
-entry is none. Whoever reads one looks whether it is of the conversation that he asked for.
+Members that only a newer release knows are ignored. An entry of another version, or that is damaged
+or too long, counts as absent. Readers check that the entry is of the conversation that they want.
 """
 
 import hashlib
@@ -16,7 +18,7 @@ from typing import Any, NamedTuple
 
 VERSION = 1
 MAX_ENTRY_BYTES = 16 << 20
-MAX_JSON_BYTES = 64 << 20  # that an entry may decompress to
+MAX_JSON_BYTES = 64 << 20  # most bytes that an entry may decompress to
 MAX_GONE = 1000
 _DIGEST_BYTES = 16
 
@@ -25,8 +27,8 @@ class EntryItem(NamedTuple):
     """An item of a conversation.
 
     Attributes:
-        item: as clients read it, with its id.
-        turn: that has read it, from 1; 0: none has.
+        item: the item as clients see it, with its id.
+        turn: number of the turn that has read it, from 1; 0: none has.
     """
 
     item: Mapping[str, Any]
@@ -34,25 +36,25 @@ class EntryItem(NamedTuple):
 
     @property
     def item_id(self) -> str:
-        """Its id, which no other item has."""
+        """The item's id, unique in its conversation."""
         return str(self.item["id"])
 
 
 @dataclass(frozen=True)
 class ConversationEntry:
-    """A conversation, whole.
+    """A whole conversation.
 
     Attributes:
-        tenant: whose it is.
+        tenant: its tenant.
         conversation: its id.
-        created_s: Unix time in seconds.
-        metadata: the client's own notes.
-        instructions: that lead it.
-        session: of its turns.
-        turns: number of the session's first turns that are the conversation's.
-        request: request id of the last of these; "" if there are none.
-        items: in their order.
-        gone: ids of items that were deleted, the last MAX_GONE of them: none comes back.
+        created_s: Unix time of its creation, in seconds.
+        metadata: the client's metadata.
+        instructions: its instructions, before all items.
+        session: id of the session of its turns.
+        turns: number of the session's first turns that belong to the conversation.
+        request: request id of the last of these turns; "" if there are none.
+        items: its items, in order.
+        gone: ids of deleted items, the last MAX_GONE of them, so that no merge restores them.
     """
 
     tenant: str
@@ -68,12 +70,12 @@ class ConversationEntry:
 
     @property
     def item_ids(self) -> frozenset[str]:
-        """The ids of its items."""
-        return frozenset(one.item_id for one in self.items)
+        """The ids of all items."""
+        return frozenset(item.item_id for item in self.items)
 
 
 def encode_conversation(entry: ConversationEntry) -> bytes | None:
-    """Encode an entry; None: it is too long."""
+    """Encode an entry; None if it is too long."""
     members = {name: getattr(entry, name) for name in (*_KINDS, "items", "gone")}
     text = json.dumps({"version": VERSION, **members}).encode()
     body = zlib.compress(text)
@@ -82,7 +84,7 @@ def encode_conversation(entry: ConversationEntry) -> bytes | None:
 
 
 def decode_conversation(data: bytes) -> ConversationEntry | None:
-    """Decode an entry; None: it is none."""
+    """Decode an entry; None if the bytes are no valid entry."""
     head, body = data[:_DIGEST_BYTES], data[_DIGEST_BYTES:]
     if len(data) > MAX_ENTRY_BYTES or head != _digest(body):
         return None
@@ -101,20 +103,24 @@ def decode_conversation(data: bytes) -> ConversationEntry | None:
 
 
 def merged(here: ConversationEntry, there: ConversationEntry) -> tuple[ConversationEntry, bool]:
-    """Put together what a server has of a conversation that it has changed, and what the store has.
+    """Merge a server's changed conversation with the store's.
+
+    Args:
+        here: the server's.
+        there: the store's.
 
     Returns:
-        What becomes of the conversation, and whether the two had gone on apart: then what was added
-        here follows what the store has, as items that no turn has read.
+        The merged conversation, and whether the two had diverged. If so, the items that were added
+        here follow those of the store, as items that no turn has read.
     """
     gone = tuple(dict.fromkeys((*there.gone, *here.gone)))[-MAX_GONE:]
     known, deleted = there.item_ids, frozenset((*there.gone, *here.gone))
     if known <= here.item_ids | deleted and here.item_ids.isdisjoint(there.gone):
-        return replace(here, gone=gone), False  # what is there has come from here
-    left = [one for one in there.items if one.item_id not in deleted]
-    added = [EntryItem(one.item) for one in here.items if one.item_id not in known | deleted]
+        return replace(here, gone=gone), False  # the store has an earlier version of ours
+    left = [item for item in there.items if item.item_id not in deleted]
+    added = [EntryItem(item.item) for item in here.items if item.item_id not in known | deleted]
     both = replace(there, items=(*left, *added), gone=gone)
-    if len(left) < len(there.items):  # its session may have read what is deleted
+    if len(left) < len(there.items):  # its session may have read the deleted items
         both = replace(both, turns=0, request="")
     return both, True
 
@@ -132,16 +138,16 @@ _KINDS: Mapping[str, type] = {
 
 
 def _is_sound(entry: ConversationEntry) -> bool:
-    """Whether an entry's members are what they are to be."""
+    """Whether an entry's members have valid types and values."""
     is_typed = all(type(getattr(entry, name)) is kind for name, kind in _KINDS.items())
     are_items = all(
-        isinstance(one.item, dict)
-        and isinstance(one.item.get("id"), str)
-        and type(one.turn) is int
-        and one.turn >= 0
-        for one in entry.items
+        isinstance(item.item, dict)
+        and isinstance(item.item.get("id"), str)
+        and type(item.turn) is int
+        and item.turn >= 0
+        for item in entry.items
     )
-    are_ids = all(isinstance(one, str) for one in entry.gone)
+    are_ids = all(isinstance(item_id, str) for item_id in entry.gone)
     is_point = is_typed and entry.turns >= 0 and bool(entry.session)
     return is_point and are_items and are_ids and len(entry.item_ids) == len(entry.items)
 

@@ -12,13 +12,13 @@ from shared.types.errors import (
 
 
 class StoreUrlError(InvalidInputError):
-    """The URL of a remote store names none."""
+    """The URL of a remote store is invalid."""
 
     reason = "store_url"
 
 
 def bad_url(what: str) -> StoreUrlError:
-    """Return the error of a URL, by what is wrong with it."""
+    """Return the error for an invalid URL; `what` completes "the URL of the store …"."""
     return StoreUrlError(
         f"the URL of the store {what}",
         "as in s3://BUCKET/PREFIX, gs://, az://, mooncake://MASTER:PORT/PREFIX "
@@ -27,54 +27,54 @@ def bad_url(what: str) -> StoreUrlError:
 
 
 class StoreMissingError(ConfigError):
-    """The package that reaches remote stores is not installed."""
+    """The package for a remote store is not installed."""
 
     reason = "store_missing"
 
 
 class StoreSettingsError(ConfigError):
-    """The environment says of a remote store what cannot be."""
+    """A variable of the environment has an invalid value for a remote store."""
 
     reason = "store_settings"
 
 
 class StoreFailedError(UnavailableError):
-    """A remote store did not answer, or did not do what was asked; perhaps it did all the same."""
+    """A remote store did not answer or failed; the request may have had an effect all the same."""
 
     reason = "store_failed"
 
 
 class StoreDeniedError(DeniedError):
-    """A remote store does not let these credentials in, or not do this."""
+    """A remote store refuses these credentials, or does not permit this request to them."""
 
     reason = "store_denied"
 
 
 class UnfitStoreError(StateError):
-    """A remote store cannot keep sessions: it is another version's, or promises too little."""
+    """A remote store cannot be used: it has another version's objects, or guarantees too little."""
 
     reason = "unfit_store"
 
 
 class BlobMissingError(NotFoundError):
-    """There is no object of this name."""
+    """An object does not exist."""
 
     reason = "blob_missing"
 
 
 class BlobDamagedError(StateError):
-    """An object is not what was put there."""
+    """An object's bytes are not those that were stored."""
 
     reason = "blob_damaged"
 
 
 class BlobExistsError(ConflictError):
-    """There is an object of this name, and there was to be none."""
+    """An object that was to be created exists already."""
 
     reason = "blob_exists"
 
 
 class OvertakenError(ConflictError):
-    """Somebody else has replaced a value meanwhile."""
+    """Another writer has replaced a value meanwhile."""
 
     reason = "overtaken"

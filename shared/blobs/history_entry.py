@@ -1,9 +1,11 @@
-"""What a store of transcripts has of a history that no client has named: where it went on. Pure.
+"""HistoryEntry: leads from the digest of a history to the session that continued it. Pure.
 
-    v1/histories/TENANT/DIGEST    as JSON: "session", its id; "transcript", where that is
+It is for clients that name no session and send their whole history.
 
-DIGEST is that of a whole conversation, up to an answer. An entry is a hint: whoever follows it
-looks whether the transcript says the same.
+    v1/histories/TENANT/DIGEST    as JSON: "session", its id; "transcript", its place
+
+DIGEST is that of a whole conversation, up to an answer. An entry is a hint: readers check that the
+transcript has that history.
 """
 
 import json
@@ -14,11 +16,11 @@ from shared.blobs.release import is_transcript_place
 
 @dataclass(frozen=True)
 class HistoryEntry:
-    """Where a history went on.
+    """The session that has a history.
 
     Attributes:
-        session: id of the session that has it.
-        transcript: where versions of that session's transcript are.
+        session: its id.
+        transcript: place of the versions of its transcript.
     """
 
     session: str
@@ -31,7 +33,7 @@ def encode_entry(entry: HistoryEntry) -> bytes:
 
 
 def decode_entry(data: bytes) -> HistoryEntry | None:
-    """Decode an entry; None: it is none, or leads to something else than a transcript."""
+    """Decode an entry; None if it is invalid, or does not name a transcript's place."""
     try:
         found = json.loads(data)
         entry = HistoryEntry(str(found["session"]), str(found["transcript"]))

@@ -1,10 +1,10 @@
-"""Mooncake's own client of one master: what its environment says, connecting, its codes as errors.
+"""Mooncake's own client of one master: settings, connection, and its error codes as errors.
 
-It lends the store no memory of this process, which would go with it. All its settings but the
-master's address come from the environment, by the names that Mooncake and those who use it know.
+It lends the store no memory of this process, because that memory would go with the process. All
+settings except the master's address come from the environment, under Mooncake's usual names.
 
-Mooncake has no call that lists keys: the master's admin port does, all of them at once. And a
-client that finds no master tries for 90 seconds: so both ports are tried first.
+Mooncake's client cannot list keys; the master's admin port can, all of them at once. And a client
+that finds no master retries for 90 seconds, so both ports are probed first.
 """
 
 import http.client
@@ -32,22 +32,22 @@ WORDS = {
     -901: "the master does not answer in time",
 }
 CONNECT_S = 3.0
-LIST_S = 30.0  # a listing is of all keys of all users
+LIST_S = 30.0  # a listing has all keys of all users
 _TIMEOUTS_MS = {"MC_RPC_TIMEOUT_MS": 10_000, "MC_RPC_CONNECT_TIMEOUT_MS": 3_000}
 
 
 @dataclass(frozen=True)
 class MooncakeSettings:
-    """How to reach a Mooncake Store.
+    """The settings of a client of a Mooncake Store.
 
     Attributes:
-        host, port: of the master.
-        admin_port: of the master, HTTP.
-        metadata: where its transfer engines find each other.
+        host, port: the master's RPC address.
+        admin_port: the master's HTTP port.
+        metadata: the service by which its transfer engines find each other.
         protocol: tcp or rdma.
-        device: for rdma; "": Mooncake chooses.
-        local_hostname: of this machine, for its peers.
-        buffer_bytes: of this process, through which all objects go.
+        device: the device for rdma; "": Mooncake chooses.
+        local_hostname: name of this machine for its peers.
+        buffer_bytes: size of this process's buffer, through which all objects go.
     """
 
     host: str
@@ -61,10 +61,10 @@ class MooncakeSettings:
 
 
 def settings_of(host: str, port: int, environ: Mapping[str, str]) -> MooncakeSettings:
-    """Return how to reach the store of a master.
+    """Return the settings for the store of a master, from the environment.
 
     Raises:
-        StoreSettingsError: the environment says what cannot be.
+        StoreSettingsError: a variable of the environment is invalid.
     """
 
     def number(name: str, default: str) -> int:
@@ -86,7 +86,7 @@ def settings_of(host: str, port: int, environ: Mapping[str, str]) -> MooncakeSet
 
 
 class Client(Protocol):
-    """What is used of mooncake.store.MooncakeDistributedStore; codes below 0 are errors."""
+    """The used part of mooncake.store.MooncakeDistributedStore; codes below 0 are errors."""
 
     def setup(
         self,
@@ -101,25 +101,25 @@ class Client(Protocol):
         """Connect."""
 
     def put(self, key: str, value: bytes) -> int:
-        """Store an object; one that is there stays, and that is no error."""
+        """Store an object; an existing one stays, without an error."""
 
     def get(self, key: str) -> bytes:
-        """Return an object; nothing if it is not there, or anything is wrong."""
+        """Return an object; b"" if it does not exist, or on any failure."""
 
     def put_parts(self, key: str, *parts: bytes | bytearray, config: Any) -> int:
         """Store an object of several parts; see `put`."""
 
     def upsert_parts(self, key: str, *parts: bytes | bytearray, config: Any) -> int:
-        """Store an object of several parts in any case."""
+        """Store an object of several parts, and replace an existing one."""
 
     def get_buffer(self, key: str) -> Any:
-        """Return an object as a buffer; None if it is not there, or anything else is wrong."""
+        """Return an object as a buffer; None if it does not exist, or on any failure."""
 
     def get_size(self, key: str) -> int:
         """Return an object's size."""
 
     def batch_remove(self, keys: Sequence[str], force: bool) -> list[int]:
-        """Remove objects; by force, those that somebody has read just now, too."""
+        """Remove objects; by force also those that were read a moment ago."""
 
     def get_into_ranges(
         self,
@@ -133,21 +133,21 @@ class Client(Protocol):
 
 
 class Pool(Protocol):
-    """What is used of mooncake.buffer_pool.BufferPool."""
+    """The used part of mooncake.buffer_pool.BufferPool."""
 
     def buffer(self, size: int) -> AbstractContextManager[Any]:
         """Lend registered memory, with its `ptr` and its bytes as `buffer`."""
 
 
 @dataclass(frozen=True)
-class Connected:
-    """A client that is connected; it disconnects itself when nobody has it any more.
+class ConnectedClient:
+    """A connected client; it disconnects when it is garbage-collected.
 
     Attributes:
-        client: it.
-        pool: of its registered memory.
-        pinned: how objects are stored that are never evicted.
-        usual: how others are.
+        client: Mooncake's client.
+        pool: buffers of its registered memory.
+        pinned: configuration of objects that are never evicted.
+        usual: configuration of other objects.
     """
 
     client: Client
@@ -157,37 +157,38 @@ class Connected:
 
 
 class Connection:
-    """One client of one master, made at the first call. Any thread.
+    """One client of one master, connected at the first call. Thread-safe.
 
     Args:
-        settings: how to reach it.
+        settings: the master's address, and the client's settings.
     """
 
     def __init__(self, settings: MooncakeSettings) -> None:
         self._settings = settings
         self._lock = threading.Lock()
-        self._connected: Connected | None = None
+        self._connected: ConnectedClient | None = None
 
-    def connected(self) -> Connected:
-        """Return the client.
+    def connect(self) -> ConnectedClient:
+        """Return the client, connecting it if needed.
 
         Raises:
-            StoreFailedError: there is no master.
+            StoreFailedError: the master does not answer.
         """
         with self._lock:
             if self._connected is None:
-                self._connected = self._connect()
+                self._connected = self._open()
             return self._connected
 
     def keys(self) -> bytes:
-        """Return the keys of all objects that are there whole, of whatever prefix, a line each.
+        """Return the keys of all complete objects, of any prefix, one per line.
 
         Raises:
             StoreFailedError: the master's admin port does not answer.
         """
-        return self._asked("/get_all_keys", LIST_S)
+        return self._request("/get_all_keys", LIST_S)
 
-    def _connect(self) -> Connected:
+    def _open(self) -> ConnectedClient:
+        """Probe both ports of the master, then connect a client."""
         from mooncake.buffer_pool import BufferPool
         from mooncake.store import MooncakeDistributedStore, ReplicateConfig
 
@@ -196,7 +197,7 @@ class Connection:
             socket.create_connection((found.host, found.port), CONNECT_S).close()
         except OSError as error:
             raise self._no_answer(found.port, error) from error
-        self._asked("/health", CONNECT_S)
+        self._request("/health", CONNECT_S)
         client: Client = MooncakeDistributedStore()
         code = client.setup(
             found.local_hostname,
@@ -211,26 +212,26 @@ class Connection:
             raise failed(f"{found.host}:{found.port}", code)
         pinned = ReplicateConfig()
         pinned.with_hard_pin = True
-        return Connected(client, BufferPool(client), pinned, ReplicateConfig())
+        return ConnectedClient(client, BufferPool(client), pinned, ReplicateConfig())
 
-    def _asked(self, path: str, timeout_s: float) -> bytes:
-        """Ask the master's admin port."""
+    def _request(self, path: str, timeout_s: float) -> bytes:
+        """Send a GET request to the master's admin port, and return the answer's body."""
         host, port = self._settings.host, self._settings.admin_port
-        asking = http.client.HTTPConnection(host, port, timeout=timeout_s)
+        connection = http.client.HTTPConnection(host, port, timeout=timeout_s)
         try:
-            asking.request("GET", path)
-            answer = asking.getresponse()
-            said = answer.read()
+            connection.request("GET", path)
+            answer = connection.getresponse()
+            body = answer.read()
         except (OSError, http.client.HTTPException) as error:
             raise self._no_answer(port, error) from error
         finally:
-            asking.close()
+            connection.close()
         if answer.status != http.client.OK:
             raise StoreFailedError(
                 f"the Mooncake master at {host} port {port} answers with {answer.status}",
                 "see that MOONCAKE_MASTER_METRICS_PORT is its admin port, and its log",
             )
-        return said
+        return body
 
     def _no_answer(self, port: int, error: Exception) -> StoreFailedError:
         return StoreFailedError(
@@ -242,7 +243,7 @@ class Connection:
 
 
 def failed(name: str, code: int) -> StoreFailedError:
-    """Return the error of a call that Mooncake has answered with a code."""
+    """Return the error for a code that Mooncake has returned."""
     return StoreFailedError(
         f"the store failed at {name} ({WORDS.get(code, 'Mooncake says')}, {code})",
         "see that it answers, and try again",
@@ -250,12 +251,12 @@ def failed(name: str, code: int) -> StoreFailedError:
 
 
 def check_installed() -> None:
-    """Make sure that Mooncake's package is there, and ready for the first client.
+    """Check that Mooncake's package is installed, and set its environment's defaults.
 
     Raises:
-        StoreMissingError: it is not, or lacks libraries of the system.
+        StoreMissingError: it is not installed, or lacks libraries of the system.
     """
-    os.environ.setdefault("MC_LOG_LEVEL", "ERROR")  # it writes to stderr whatever it thinks of
+    os.environ.setdefault("MC_LOG_LEVEL", "ERROR")  # below that it fills stderr
     for name, value in _TIMEOUTS_MS.items():
         os.environ.setdefault(name, str(value))
     try:

@@ -1,12 +1,12 @@
-"""The BlobStore over Mooncake Store: the DRAM of many servers, which one master knows.
+"""MooncakeBlobStore: the BlobStore over Mooncake Store, the DRAM of many servers under one master.
 
-What it holds may go at any time: it is evicted when memory is full, and lost with the master or
-with the server whose memory it was in. Then it is not there, as if it had been deleted; what was
-made "only if absent" decides something, and is never evicted. Nothing wrong is ever returned: each
-object has a stamp before it (stamp.py), for Mooncake may give memory to others that is being read.
+Objects may go at any time: they are evicted when memory is full, and lost with the master or with
+the server whose memory they are in. Then they are absent, as if deleted. Objects that were stored
+"only if absent" decide between writers, so they are never evicted. Wrong bytes are never returned:
+each object begins with a stamp (stamp.py), because Mooncake may reuse memory that is being read.
 
-"Only if absent" is decided by the master, which however does not tell: what lies there is read
-again, and its nonce says whose it is.
+The master decides "only if absent", but does not report the outcome. So the object is read back,
+and the nonce in its stamp says whose it is.
 """
 
 import os
@@ -29,16 +29,16 @@ from shared.blobs.stamp import NONCE_BYTES, STAMP_BYTES, read_stamp, stamp_bytes
 
 PORT = 50051
 PAGE = 1000  # objects in a page of a listing
-PATIENCE_S = 5.0  # with what passes: memory that is being freed, somebody who is storing the same
-PAUSE_S = 0.05
-_TORN = 1  # a code of our own: what was read is not what was stored
-_PASSING = (
+PATIENCE_S = 5.0  # most seconds of retries: memory is being freed, another writer stores the same
+PAUSE_S = 0.05  # between two tries
+_TORN = 1  # a code of our own: the bytes read do not match their stamp
+_RETRYABLE = (  # codes after which a retry may succeed
     *(mooncake.NO_ROOM, mooncake.SHORT, mooncake.NOT_READY, mooncake.BUSY, mooncake.COPIED),
     _TORN,
 )
 _PREFIX = re.compile(r"[\w./-]*", re.ASCII)
 
-Answer = tuple[int, bytes | memoryview]  # a code, and what was asked for
+Answer = tuple[int, bytes | memoryview]  # a code, and the object's bytes
 
 
 def open_mooncake(parts: SplitResult, patience_s: float | None) -> BlobStore:
@@ -59,15 +59,15 @@ def open_mooncake(parts: SplitResult, patience_s: float | None) -> BlobStore:
 
 
 class MooncakeBlobStore:
-    """See BlobStore and the module docstring.
+    """A BlobStore over one Mooncake master.
 
     Args:
-        connection: to the master.
-        prefix: of all keys; "" or with "/" at its end.
-        patience_s: with what passes by itself.
+        connection: the connection to the master.
+        prefix: prefix of all keys; "" or with "/" at its end.
+        patience_s: most seconds of retries after failures that may pass.
 
     Attributes:
-        prefix: the same.
+        prefix: prefix of all keys.
     """
 
     keeps = False
@@ -84,31 +84,31 @@ class MooncakeBlobStore:
 
     @property
     def client(self) -> mooncake.Client:
-        """Mooncake's own client, connected; to be measured beside this."""
-        return self._connection.connected().client
+        """Mooncake's own client, connected; benchmarks compare this class with it."""
+        return self._connection.connect().client
 
     def put(self, name: str, data: Data, *, if_absent: bool = False) -> None:
         """Store an object."""
-        key, there = self.prefix + name, self._connection.connected()
+        key, there = self.prefix + name, self._connection.connect()
         stamp = stamp_bytes(key, data, time.time_ns(), secrets.token_bytes(NONCE_BYTES))
         store = there.client.put_parts if if_absent else there.client.upsert_parts
         config = there.pinned if if_absent else there.usual
-        code, _ = self._in_the_end(lambda: (store(key, stamp, data, config=config), b""))
+        code, _ = self._retry(lambda: (store(key, stamp, data, config=config), b""))
         if code != mooncake.OK:
             raise mooncake.failed(name, code)
         if if_absent and self._stamp_of(name) != stamp:
             raise BlobExistsError(f"the store has {name} already", "look again")
 
     def get(self, name: str, start: int = 0, num_bytes: int | None = None) -> bytes:
-        """Return an object, or a part of it: all of it is read, to know that it is whole."""
+        """Return an object, or a part of it; always reads all of it, to check its stamp."""
         if num_bytes == 0:
             return b""
         data = self.view(name)[start:]
         return bytes(data if num_bytes is None else data[:num_bytes])
 
     def view(self, name: str) -> memoryview:
-        """Return an object where it lies, in memory of which a connection has a bounded part."""
-        code, data = self._in_the_end(lambda: self._read(name))
+        """Return an object without a copy, in the connection's bounded buffer."""
+        code, data = self._retry(lambda: self._read(name))
         if code == mooncake.NOT_FOUND:
             raise BlobMissingError(f"the store has no {name}", "see: kvd remote ls")
         if code == _TORN:
@@ -120,37 +120,37 @@ class MooncakeBlobStore:
         return memoryview(data)
 
     def find(self, name: str) -> Blob | None:
-        """Return what a listing would say of it."""
+        """Return an object's name, size and time."""
         return next(iter(self._blobs([name])), None)
 
     def delete(self, names: Sequence[str]) -> None:
-        """Remove objects, by force: whoever is reading one finds out that it is none any more."""
+        """Remove objects, also those that are being read: readers notice by the stamp."""
         client = self.client
         codes = client.batch_remove([self.prefix + name for name in names], force=True)
         for name, code in zip(names, codes, strict=True):
-            # Of what somebody is storing just now, storing comes last.
+            # An object that is being stored at the moment: the deletion came before it.
             if code not in (mooncake.OK, mooncake.NOT_FOUND, mooncake.NOT_READY):
                 raise mooncake.failed(name, code)
 
     def list(self, prefix: str) -> Iterator[Sequence[Blob]]:
-        """Yield objects, a page at a time; the master is asked for the keys of all its users."""
+        """Yield objects, a page at a time; the master sends the keys of all its users."""
         start = (self.prefix + prefix).encode()
         keys = [key for key in self._connection.keys().split(b"\n") if key.startswith(start)]
         names = [key.decode().removeprefix(self.prefix) for key in keys]
         for first in range(0, len(names), PAGE):
             yield self._blobs(names[first : first + PAGE])
 
-    # -------------------------------------------------------------------------------------- inside
+    # ------------------------------------------------------------------------------------- private
 
-    def _in_the_end(self, ask: Callable[[], Answer]) -> Answer:
-        """Ask until the answer is none that passes by itself, or patience is at its end."""
+    def _retry(self, ask: Callable[[], Answer]) -> Answer:
+        """Repeat a call while its code may pass, up to `patience_s`; return the last answer."""
         until_s = time.monotonic() + self._patience_s
-        while (answer := ask())[0] in _PASSING and time.monotonic() < until_s:
+        while (answer := ask())[0] in _RETRYABLE and time.monotonic() < until_s:
             time.sleep(PAUSE_S)
         return answer
 
     def _read(self, name: str) -> Answer:
-        """Return an object's bytes if they are as they were stored."""
+        """Return an object's code and bytes; _TORN if they do not match their stamp."""
         key, client = self.prefix + name, self.client
         found = client.get_buffer(key)
         if found is None:
@@ -158,17 +158,17 @@ class MooncakeBlobStore:
             return (size if size < 0 else mooncake.SHORT), b""
         view = memoryview(found).cast("B")
         stamp, data = read_stamp(key, bytes(view[:STAMP_BYTES])), view[STAMP_BYTES:]
-        return (mooncake.OK, data) if stamp is not None and stamp.is_of(data) else (_TORN, b"")
+        return (mooncake.OK, data) if stamp is not None and stamp.matches(data) else (_TORN, b"")
 
     def _stamp_of(self, name: str) -> bytes:
-        """Return the stamp of an object that is there."""
-        code, stamp = self._in_the_end(lambda: self._heads([name])[0])
+        """Return the stamp of an existing object."""
+        code, stamp = self._retry(lambda: self._heads([name])[0])
         if code != mooncake.OK:
             raise mooncake.failed(name, code)
         return bytes(stamp)
 
     def _blobs(self, names: Sequence[str]) -> Sequence[Blob]:
-        """Return those objects that are there; of one without its stamp nothing but its name."""
+        """Return the objects that exist; one without a valid stamp with its name only."""
         blobs = []
         for name, (code, head) in zip(names, self._heads(names), strict=True):
             if code in (mooncake.NOT_FOUND, mooncake.NOT_READY):
@@ -183,8 +183,8 @@ class MooncakeBlobStore:
         return blobs
 
     def _heads(self, names: Sequence[str]) -> Sequence[tuple[int, bytes]]:
-        """Return the first bytes of objects."""
-        there, num = self._connection.connected(), len(names)
+        """Return a code and the first STAMP_BYTES of each object."""
+        there, num = self._connection.connect(), len(names)
         with there.pool.buffer(num * STAMP_BYTES) as lent:
             [sizes] = there.client.get_into_ranges(
                 [lent.ptr],

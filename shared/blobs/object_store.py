@@ -1,8 +1,8 @@
-"""The BlobStore over obstore: S3, Google Cloud Storage, Azure, a local directory, memory.
+"""ObjectBlobStore: the BlobStore over obstore: S3, Google Cloud Storage, Azure, local directories.
 
-Credentials and endpoints come from the environment, as obstore takes them (AWS_ACCESS_KEY_ID,
-AWS_ENDPOINT_URL, GOOGLE_SERVICE_ACCOUNT, AZURE_STORAGE_ACCOUNT_NAME and so on); none is ever part
-of a message: what obstore says is cut before the first line that could hold a request.
+Credentials and endpoints come from the environment, under obstore's names (AWS_ACCESS_KEY_ID,
+AWS_ENDPOINT_URL, GOOGLE_SERVICE_ACCOUNT, AZURE_STORAGE_ACCOUNT_NAME and so on). None is ever part
+of an error message: obstore's text is cut after its first line, as later lines may hold requests.
 """
 
 import time
@@ -27,11 +27,11 @@ from shared.blobs.errors import (
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
-PAGE = 1000  # objects in a page of a listing: what S3 gives
-LOOKS = 1000  # at a directory that changes all the time, in which nothing is found
-STILL_NS = 20_000_000  # that a directory has not changed: file systems' clocks tick some ms apart
-LOOK_S = 0.002  # between two looks
-MAX_WHY = 160  # of the store's own words
+PAGE = 1000  # objects in a page of a listing: the size of S3's pages
+LOOKS = 1000  # most listings of a directory that keeps changing while nothing is found in it
+STILL_NS = 20_000_000  # unchanged for so long, a directory is still: file times tick by some ms
+LOOK_S = 0.002  # between two listings
+MAX_WHY = 160  # characters of the store's own message
 _PRIVATE = 0o700
 
 
@@ -47,7 +47,7 @@ def open_bucket(parts: SplitResult, patience_s: float | None) -> BlobStore:
 
 
 def _bounds(patience_s: float | None) -> dict[str, Any]:
-    """Return how obstore is told how long a request may take."""
+    """Return obstore's options that bound the time of a request and its retries."""
     if patience_s is None:
         return {}
     most = timedelta(seconds=patience_s)
@@ -58,7 +58,7 @@ def _bounds(patience_s: float | None) -> dict[str, Any]:
 
 
 def open_directory(parts: SplitResult, _patience_s: float | None) -> BlobStore:
-    """Open a directory of this machine, or make it; see shared/blobs/opening.py."""
+    """Open a local directory, and create it if needed; see shared/blobs/opening.py."""
     _check_installed()
     from obstore.store import LocalStore
 
@@ -76,6 +76,7 @@ def open_directory(parts: SplitResult, _patience_s: float | None) -> BlobStore:
 
 
 def _check_installed() -> None:
+    """Raise StoreMissingError if obstore is not installed."""
     try:
         import obstore.store  # noqa: F401  # only whether it is there
     except ImportError as error:
@@ -85,10 +86,10 @@ def _check_installed() -> None:
 
 
 class ObjectBlobStore:
-    """See BlobStore.
+    """A BlobStore over a store of obstore.
 
     Args:
-        store: of obstore.
+        store: obstore's store.
     """
 
     keeps = True
@@ -124,12 +125,12 @@ class ObjectBlobStore:
             return self._api.get_range(self._store, name, start=start, end=end).to_bytes()
 
     def view(self, name: str) -> memoryview:
-        """Return an object where it lies."""
+        """Return an object in obstore's buffer, without a copy."""
         with _translated(name):
             return memoryview(self._api.get(self._store, name).bytes())
 
     def find(self, name: str) -> Blob | None:
-        """Return what a listing would say of it."""
+        """Return an object's name, size and time."""
         try:
             with _translated(name):
                 found = self._api.head(self._store, name)
@@ -143,7 +144,7 @@ class ObjectBlobStore:
             try:
                 with _translated(name):
                     self._api.delete(self._store, name)
-            except BlobMissingError:  # of a local directory; elsewhere that is no error
+            except BlobMissingError:  # only local directories report it
                 continue
 
     def list(self, prefix: str) -> Iterator[Sequence[Blob]]:
@@ -157,11 +158,11 @@ class ObjectBlobStore:
 
 
 class DirectoryBlobStore(ObjectBlobStore):
-    """Objects in a local directory, which is listed name by name while others change it.
+    """Objects in a local directory, whose listings are not atomic.
 
     Args:
-        store: obstore's.
-        directory: where it is.
+        store: obstore's store of the directory.
+        directory: its path.
     """
 
     def __init__(self, store: "ObjectStore", directory: Path) -> None:
@@ -171,16 +172,16 @@ class DirectoryBlobStore(ObjectBlobStore):
     def list(self, prefix: str) -> Iterator[Sequence[Blob]]:
         """Yield objects, a page at a time.
 
-        Of an object that takes another's place a listing may find neither: the new one was not
-        there yet, and the old one is there no more. So nothing is nothing only in a directory that
-        has not changed meanwhile.
+        When one object replaces another, a listing may miss both: the new one did not exist yet,
+        and the old one no longer does. So an empty listing counts only if the directory has not
+        changed meanwhile.
         """
         last_ns, seen_ns = -1, 0
         for _ in range(LOOKS):
             changed_ns, is_nothing = self._changed_ns(prefix), True
             if changed_ns != last_ns:
                 last_ns, seen_ns = changed_ns, time.monotonic_ns()
-            # Either by the clock, which is another machine's where the directory is.
+            # Still by its own time, or by our clock: the directory may be another machine's.
             is_still = changed_ns < time.time_ns() - STILL_NS
             is_still = is_still or time.monotonic_ns() - seen_ns > STILL_NS
             for page in super().list(prefix):
@@ -192,7 +193,7 @@ class DirectoryBlobStore(ObjectBlobStore):
         raise StoreFailedError(f"{prefix} changes all the time", "see who writes there")
 
     def _changed_ns(self, prefix: str) -> int:
-        """Return when a directory has changed, in Unix time; 0: it is not there."""
+        """Return the Unix time of a directory's last change, in nanoseconds; 0: it is missing."""
         with suppress(OSError):
             return (self._directory / prefix).stat().st_mtime_ns
         return 0
@@ -200,7 +201,7 @@ class DirectoryBlobStore(ObjectBlobStore):
 
 @contextmanager
 def _translated(name: str) -> Iterator[None]:
-    """Raise what obstore reports as errors of ours."""
+    """Translate obstore's exceptions into those of shared/blobs/errors.py."""
     from obstore import exceptions
 
     try:
@@ -221,6 +222,6 @@ def _translated(name: str) -> Iterator[None]:
 
 
 def _why(error: Exception) -> str:
-    """Return the first line of what went wrong: the rest is requests, which may have secrets."""
+    """Return the first line of an error: further lines hold requests, which may have secrets."""
     first = (str(error).splitlines() or [""])[0]
     return f"{type(error).__name__}: {first}"[:MAX_WHY].partition("?")[0]

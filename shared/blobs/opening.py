@@ -1,4 +1,4 @@
-"""Opens the store that a URL names: its scheme says which package reaches it."""
+"""open_store: open the object store that a URL names, by its scheme."""
 
 from collections.abc import Callable
 from urllib.parse import SplitResult, urlsplit
@@ -18,17 +18,17 @@ OPENERS: dict[str, Callable[[SplitResult, float | None], BlobStore]] = {
 
 
 def open_store(url: str, patience_s: float | None = None) -> BlobStore:
-    """Open the store that a URL names; it is reached at the first call.
+    """Open the store that a URL names; it is contacted at the first call only.
 
     Args:
         url: s3://BUCKET/PREFIX, gs://…, az://CONTAINER/PREFIX, mooncake://MASTER:PORT/PREFIX or
-            file:///DIRECTORY, which is made.
-        patience_s: most seconds of a request, and of all its tries, where the package lets us say
-            so; None: its own, which may be minutes.
+            file:///DIRECTORY, which is created if needed.
+        patience_s: most seconds of a request with all its retries, where the package can be told;
+            None: the package's own bound, which may be minutes.
 
     Raises:
-        StoreUrlError: it names none.
-        StoreMissingError: the package that reaches it is not installed.
+        StoreUrlError: the URL names no store.
+        StoreMissingError: the package for this store is not installed.
     """
     try:
         parts = urlsplit(url)

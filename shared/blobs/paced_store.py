@@ -1,7 +1,8 @@
-"""A BlobStore that tells of each request before it makes it: who is told counts it, or waits.
+"""PacedStore: a BlobStore that calls a function before each request, to count or delay it.
 
-Requests are what stores bill, and bound: a put, a get, a find, each object of a deletion, each page
-of a listing. What a store's package asks again by itself, or besides, is not told.
+Requests are what object stores bill and rate-limit: a put, a get, a find, each object of a
+deletion, each page of a listing. Retries and other requests that the store's package makes by
+itself are not seen here.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -13,11 +14,12 @@ Request = Literal["put", "get", "find", "delete", "list"]
 
 
 class PacedStore:
-    """See BlobStore and the module docstring.
+    """A wrapper around a BlobStore that reports each request before it is made.
 
     Args:
-        store: that is asked.
-        before: called before each request, in the thread that makes it; what it raises is raised.
+        store: the wrapped store.
+        before: called with the kind of each request, in the thread that makes it; its exceptions
+            are passed on, and the request is not made.
     """
 
     def __init__(self, store: BlobStore, before: Callable[[Request], None]) -> None:
@@ -26,7 +28,7 @@ class PacedStore:
 
     @property
     def keeps(self) -> bool:
-        """As the store does."""
+        """Whether the wrapped store keeps its objects."""
         return self._store.keeps
 
     def put(self, name: str, data: Data, *, if_absent: bool = False) -> None:
@@ -40,12 +42,12 @@ class PacedStore:
         return self._store.get(name, start, num_bytes)
 
     def view(self, name: str) -> memoryview:
-        """Return an object where it lies."""
+        """Return an object without copying it, if the store can."""
         self._before("get")
         return self._store.view(name)
 
     def find(self, name: str) -> Blob | None:
-        """Return what a listing would say of it."""
+        """Return an object's name, size and time."""
         self._before("find")
         return self._store.find(name)
 
@@ -59,6 +61,6 @@ class PacedStore:
         """Yield objects, a page at a time."""
         self._before("list")
         for number, page in enumerate(self._store.list(prefix)):
-            if number:  # nobody knew before that there is another one
+            if number:  # only now it is known that there was another page
                 self._before("list")
             yield page

@@ -1,11 +1,11 @@
-"""A register: a small value in a store that is replaced whole, by one writer at a time.
+"""Register: a small value in an object store that is replaced whole, by one writer at a time.
 
-Its versions are objects PLACE/NUMBER, each made if absent; the highest number counts. A writer
-names the version that it has read: it makes the next number, which only one can. Then it looks
-whether its own is the newest, and whether there is any that it has not seen: a writer so late that
-its number was made and removed again finds out so, and takes its own away.
+Its versions are objects PLACE/NUMBER, each created only if absent; the highest number counts. A
+writer names the version that it has read, and creates the next number, which only one writer can.
+Then it lists the versions. If there is any that it had not seen, it came too late: its number may
+have been created and removed by others before. It then removes its own version again.
 
-Invariant: a writer that is told of success has replaced what it had read, and nothing else.
+Invariant: a writer whose `replace` returns has replaced the version that it had read, and no other.
 """
 
 from contextlib import suppress
@@ -20,17 +20,17 @@ from shared.blobs.errors import (
     StoreFailedError,
 )
 
-TRIES = 5  # to read what is replaced at the same time
+TRIES = 5  # most reads of a value that is being replaced at the same time
 _DIGITS = 20
 
 
 @dataclass(frozen=True)
 class Seen:
-    """Which versions of a register there were when it was looked at; or may have been.
+    """The versions that a register had, or may have had, when it was listed.
 
     Attributes:
-        number: of the newest; 0: there was none.
-        names: of all.
+        number: number of the newest version; 0: there was none.
+        names: names of all versions.
     """
 
     number: int = 0
@@ -42,12 +42,12 @@ NOTHING = Seen()
 
 @dataclass(frozen=True)
 class Version:
-    """What a register held when it was read.
+    """The value of a register when it was read.
 
     Attributes:
-        seen: of which version it is, and which others there were.
+        seen: the version, and which others there were.
         data: the value.
-        stored_unix_s: when it was stored, by the store's clock.
+        stored_unix_s: Unix time at which it was stored, by the store's clock.
     """
 
     seen: Seen
@@ -56,11 +56,11 @@ class Version:
 
 
 class Register:
-    """See the module docstring.
+    """A value in a store that is replaced whole.
 
     Args:
-        store: where it is.
-        place: beginning of its names, without "/" at its end.
+        store: the store.
+        place: the beginning of its versions' names, without "/" at its end.
     """
 
     def __init__(self, store: BlobStore, place: str) -> None:
@@ -68,14 +68,14 @@ class Register:
         self._place = place
 
     def look(self) -> Seen:
-        """Return which versions there are."""
+        """Return the versions that there are."""
         return _seen(self._blobs())
 
     def read(self) -> Version | None:
-        """Return what it holds; None if nothing.
+        """Return the newest version; None if there is none.
 
         Raises:
-            OvertakenError: it is replaced again and again.
+            OvertakenError: it was replaced during each of TRIES reads.
         """
         for _ in range(TRIES):
             blobs = self._blobs()
@@ -88,15 +88,15 @@ class Register:
         raise self._overtaken()
 
     def replace(self, before: Seen, data: bytes) -> Seen:
-        """Put a value in place of the one that was seen; returns its own version.
+        """Replace the version that was seen; returns the new one.
 
         Args:
-            before: what there was.
-            data: unlike every other value there ever was here.
+            before: the versions that were seen.
+            data: the new value; it must differ from every other value that was ever stored here.
 
         Raises:
-            OvertakenError: it is not what it was; nothing has changed.
-            StoreFailedError: nobody knows whether it was replaced.
+            OvertakenError: the register has changed since; this call has changed nothing.
+            StoreFailedError: it is not known whether the value was replaced.
         """
         name = self.name_of(before.number + 1)
         self._make(name, data)
@@ -107,12 +107,12 @@ class Register:
         left = frozenset({name})
         try:
             self._store.delete(sorted(there & before.names))
-        except (StoreFailedError, StoreDeniedError):  # a sweep does it
+        except (StoreFailedError, StoreDeniedError):  # a sweep will remove the old versions
             left |= there
         return Seen(before.number + 1, left)
 
     def remove(self, seen: Seen) -> None:
-        """Remove every version that was seen; nobody may replace one so old any more."""
+        """Remove all versions that were seen, the newest one last; no writer may use them still."""
         newest = self.name_of(seen.number)
         self._store.delete([*sorted(seen.names - {newest}), newest])
 
@@ -121,12 +121,12 @@ class Register:
         return f"{self._place}/{number:0{_DIGITS}d}"
 
     def _make(self, name: str, data: bytes) -> None:
-        """Make an object; what its name has afterwards says whether it was made by us."""
+        """Create a version; after a failure read it back, to find out whether it is ours."""
         try:
             self._store.put(name, data, if_absent=True)
         except (BlobExistsError, StoreFailedError) as error:
             if self._holds(name, data):
-                return  # the first try succeeded, and its answer was lost
+                return  # an earlier try has succeeded, and its answer was lost
             if isinstance(error, BlobExistsError):
                 raise self._overtaken() from error
             raise
@@ -146,7 +146,7 @@ class Register:
 
 
 def is_version(name: str) -> bool:
-    """Whether an object may be a version: what else lies there is none of ours."""
+    """Whether an object's name is that of a version; other objects are not ours."""
     number = name.rpartition("/")[2]
     return len(number) == _DIGITS and number.isascii() and number.isdecimal()
 

@@ -1,13 +1,15 @@
-"""Which release's objects lie in a store; the first that comes says it. And whose lie where.
+"""The release that a store's objects are of, and the names of the objects.
 
-v1/format         says which version this is
+The first process that uses a store marks it with its format.
+
+v1/format         the format of all objects here
 v1/transcripts/   the services' transcripts
-v1/histories/     which of these a history leads to (history_entry.py)
-v1/responses/     which of these a response is a turn of (response_entry.py)
-v1/conversations/ lists of items that responses go on with (conversation_entry.py)
+v1/histories/     from a history to its transcript (history_entry.py)
+v1/responses/     from a response to its transcript (response_entry.py)
+v1/conversations/ lists of items that responses continue (conversation_entry.py)
 v1/…              kvd's sessions (kvd/remote/names.py)
 
-Names of tenants, sessions and models are there as digests, which fit anywhere.
+In names, tenants, sessions and models stand as digests, which are valid in every store.
 """
 
 import hashlib
@@ -20,29 +22,29 @@ TRANSCRIPTS = "v1/transcripts"
 HISTORIES = "v1/histories"
 RESPONSES = "v1/responses"
 CONVERSATIONS = "v1/conversations"
-DELETED_BYTES = 8  # a transcript, or a conversation, of so many says that it was deleted
+DELETED_BYTES = 8  # size of a transcript or conversation that marks a deletion
 THIS_FORMAT = b"KVDREMOT 1\n"
-_PLACE_PARTS = 4  # of the name of a transcript's place
+_PLACE_PARTS = 4  # parts in the name of a transcript's place
 
 
 def stored_name(name: str) -> str:
-    """Return what stands for a tenant's, a session's or a model's name: BLAKE2b-128, in hex."""
+    """Return the digest that stands for a tenant, session or model: BLAKE2b-128, in hex."""
     return hashlib.blake2b(name.encode(), digest_size=16).hexdigest()
 
 
 def is_transcript_place(name: str) -> bool:
-    """Whether a name could be the place of a transcript's versions: a sweep may remove these."""
+    """Whether a name is that of a transcript's place, whose versions a sweep may remove."""
     parts = name.split("/")
     return name.startswith(f"{TRANSCRIPTS}/") and len(parts) == _PLACE_PARTS and all(parts)
 
 
 def claim(store: BlobStore) -> None:
-    """Make sure that a store is one for this release's objects, or make it one.
+    """Check that a store is of this release's format; mark a new one.
 
     Raises:
-        UnfitStoreError: it is of another release, or overwrites what it was not to.
+        UnfitStoreError: it has another format, or replaces objects in spite of `if_absent`.
     """
-    for _ in range(2):  # the second time it is there
+    for _ in range(2):  # the second put has to find the object of the first
         try:
             store.put(FORMAT, THIS_FORMAT, if_absent=True)
         except BlobExistsError:

@@ -1,4 +1,4 @@
-"""What a store of transcripts has of a response, by which any server goes on from it. Pure.
+"""ResponseEntry: leads from a response to the turn that made it, for any server to continue. Pure.
 
     v1/responses/TENANT/RESPONSE    names as digests (release.py)
 
@@ -7,8 +7,8 @@
 
     deleted          these bytes alone: it was deleted
 
-Members that only a newer release knows are left out; of another version, damaged or too long an
-entry counts as absent. Who follows one looks whether the transcript says the same.
+Members that only a newer release knows are ignored. An entry of another version, or that is damaged
+or too long, counts as absent. Readers check that the transcript has that turn.
 """
 
 import hashlib
@@ -28,16 +28,16 @@ _HEAD = 2 * _DIGEST_BYTES
 
 @dataclass(frozen=True)
 class ResponseEntry:
-    """A response.
+    """A stored response.
 
     Attributes:
-        transcript: where versions of its session's transcript are.
+        transcript: place of the versions of its session's transcript.
         session: id of its session.
         turns: number of complete turns of the session up to its answer.
-        request: request id of the last of them.
+        request: request id of the last of these turns.
         named: whether a client gave the session its name.
-        info: its members beside its answer, as the services have them.
-        items: its input as JSON; "": that is not kept.
+        info: its members besides its answer, in the services' form.
+        items: its input as JSON; "": it is not kept.
     """
 
     transcript: str
@@ -50,7 +50,7 @@ class ResponseEntry:
 
 
 def encode_response(entry: ResponseEntry) -> bytes | None:
-    """Encode an entry; without its input, if it is too long with it; None: without it, too."""
+    """Encode an entry, without its input if it is too long; None if it is too long even so."""
     for items in (entry.items, ""):
         body = json.dumps({"version": VERSION, **asdict(entry), "items": items}).encode()
         if _HEAD + len(body) <= MAX_ENTRY_BYTES:
@@ -59,7 +59,7 @@ def encode_response(entry: ResponseEntry) -> bytes | None:
 
 
 def decode_response(data: bytes) -> ResponseEntry | None:
-    """Decode an entry; None: it is none."""
+    """Decode an entry; None if the bytes are no valid entry."""
     head, body = data[:_HEAD], data[_HEAD:]
     if len(data) > MAX_ENTRY_BYTES or head != _digest(body):
         return None

@@ -1,1 +1,1 @@
-"""Processes of ours that a command starts for itself, and ends: kvd among them."""
+"""Child processes that a command starts and ends, such as a kvd of its own."""

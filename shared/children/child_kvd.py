@@ -1,4 +1,4 @@
-"""A `kvd serve` of a bench's own, in its own directories: flush it, wait for it, read its stats."""
+"""ChildKvd: a `kvd serve` in a child process, with directories of its own, for benchmarks."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -13,13 +13,13 @@ from shared.process.runtime_dir import OPERATOR_SOCKET, channel_options
 from shared.types.session_key import SessionKey
 
 CALL_S = 60.0
-SETTLE_S = 300.0  # until everything is on SSD, or nothing is done any more
+SETTLE_S = 300.0  # deadline for everything to be on SSD, or for kvd to become idle
 POLL_S = 0.002
-QUIET_S = 0.05  # without any work done: kvd is idle
+QUIET_S = 0.05  # kvd is idle if it has used no processor time for so long
 
 
 class ChildKvd:
-    """A kvd that serves, in a child process.
+    """A running kvd in a child process.
 
     Attributes:
         process: the child process.
@@ -33,14 +33,14 @@ class ChildKvd:
         self._reader = kvd_pb2_grpc.ReaderStub(channel)
 
     async def stats(self) -> kvd_pb2.GetStatsResponse:
-        """Return what `kvd stats` shows."""
+        """Return the figures of `kvd stats`."""
         answer: kvd_pb2.GetStatsResponse = await self._reader.GetStats(
             kvd_pb2.GetStatsRequest(), timeout=CALL_S
         )
         return answer
 
     async def flush(self, key: SessionKey | None = None) -> None:
-        """Drop a session, or (None) all."""
+        """Drop a session, or all (None)."""
         request = kvd_pb2.FlushRequest(all=True)
         if key is not None:
             tenant, model, session_id = key
@@ -49,10 +49,10 @@ class ChildKvd:
         await self._operator.Flush(request, timeout=CALL_S)
 
     async def until_clean(self) -> None:
-        """Return when everything stored is on SSD and in the index.
+        """Wait until everything stored is on SSD and in the index.
 
         Raises:
-            TimeoutError: not within SETTLE_S.
+            TimeoutError: that does not happen within SETTLE_S.
         """
         async with asyncio.timeout(SETTLE_S):
             while await self._has_dirty():  # noqa: ASYNC110  # the event is in another process
@@ -62,7 +62,11 @@ class ChildKvd:
         return any(layout.dirty_bytes for layout in (await self.stats()).layouts)
 
     async def until_quiet(self) -> None:
-        """Return when kvd has had nothing to do for a while: what is timed next is timed alone."""
+        """Wait until kvd has been idle for QUIET_S, so that it does not disturb a measurement.
+
+        Raises:
+            TimeoutError: that does not happen within SETTLE_S.
+        """
         async with asyncio.timeout(SETTLE_S):
             before = -1.0
             while (now := self.process.cpu_s()) != before:
@@ -74,10 +78,10 @@ class ChildKvd:
 async def running_child_kvd(
     settings: str, directory: Path, runtime_dir: Path, state_dir: Path
 ) -> AsyncIterator[ChildKvd]:
-    """Run a kvd inside the block, and kill it at the end: only what is on SSD survives.
+    """Run a kvd inside the block, and kill it at the end, so that only SSD survives.
 
     Args:
-        settings: TOML of all settings that are not the default.
+        settings: TOML of all settings that differ from the defaults.
         directory: directory for settings and log.
         runtime_dir: directory for sockets, with a short name.
         state_dir: directory on the disk of the SSD tier.

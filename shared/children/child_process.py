@@ -1,7 +1,7 @@
-"""Child processes that serve gRPC: started, ready when their health says so, ended.
+"""ChildProcess: start a child that serves gRPC, wait until its health is SERVING, and end it.
 
-Owns one child at a time and its log file; knows nothing of what it serves. For a developer's
-machine, the demo, the benches and tests: an operator has a supervisor for that.
+It owns one child at a time and its log file, and knows nothing of what the child serves. It is for
+developers' machines, the demo, benchmarks and tests; operators use a supervisor.
 """
 
 import asyncio
@@ -22,20 +22,21 @@ from shared.access.channels import ClientCredentials, aio_channel_of
 from shared.types.errors import UnavailableError
 
 READY_DEADLINE_S = 120.0  # a loaded machine imports slowly
-# A child that has used the processor meanwhile is given that time again, so many times: an index of
-# a million sessions takes as long to read as the machine needs.
+# A child that has used the processor meanwhile gets the deadline again, up to so many times: to
+# read an index of a million sessions takes as long as it takes.
 READY_ROUNDS = 10
 BUSY_CPU_S = 1.0
 STOP_DEADLINE_S = 30.0
-MOST_SHOWN = 300  # characters of a log's line
-# What would configure the child, whose arguments say all, or tie it to our supervisor.
+MOST_SHOWN = 300  # characters of a log line in an error message
+# Variables that are not passed on: they would configure the child, whose arguments say all, or tie
+# it to our supervisor.
 SETTINGS_PREFIXES = ("KVD_", "INFERENCE_")
 SUPERVISION = (
     *("NOTIFY_SOCKET", "LISTEN_FDS", "LISTEN_FDNAMES", "LISTEN_PID"),
     *("STATE_DIRECTORY", "RUNTIME_DIRECTORY"),
 )
-# A child is not there yet when we first connect: retry soon (grpc waits 1 s and more by default),
-# and on a connection of our own, whose back-off nobody else has driven up.
+# A child does not listen yet when we first connect. So retry soon (grpc waits 1 s and more by
+# default), on a connection of our own, whose back-off no other channel has increased.
 CHANNEL_OPTIONS = (
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.initial_reconnect_backoff_ms", 10),
@@ -45,10 +46,10 @@ CHANNEL_OPTIONS = (
 
 
 class ChildFailedError(UnavailableError):
-    """A child process ended, never became ready, or does not do what it is there for.
+    """A child process has ended, did not become ready, or does not do its work.
 
     Attributes:
-        code: exit code of the child, -N if signal N ended it; None: it runs.
+        code: exit code of the child, -N if signal N ended it; None: it is running.
         last_line: the last line of its log.
     """
 
@@ -63,24 +64,24 @@ class ChildFailedError(UnavailableError):
 
 
 class Spawned(Protocol):
-    """What is used of a process: a part of subprocess.Popen."""
+    """The used part of subprocess.Popen."""
 
     @property
     def pid(self) -> int:
-        """Of the process."""
+        """The process id."""
         ...
 
     @property
     def returncode(self) -> Any:
-        """As poll() found it last."""
+        """The exit code, as of the last poll()."""
         ...
 
     def poll(self) -> int | None:
-        """The exit code if it has ended."""
+        """Return the exit code; None while it runs."""
         ...
 
     def wait(self) -> int:
-        """Wait for its end; blocks."""
+        """Wait for its end, blocking, and return the exit code."""
         ...
 
     def send_signal(self, sig: int, /) -> None:
@@ -92,11 +93,15 @@ class ChildProcess:
     """One `python -m MODULE ARGUMENTS` with its log in a file; may be started again.
 
     Args:
-        environ: variables of its environment beside ours.
+        name: its name, for messages.
+        arguments: the module and its arguments.
+        address: gRPC target of its health service, "unix:/…".
+        log_path: file for its output.
+        environ: variables of its environment besides ours.
         credentials: token or certificate for its address.
 
     Attributes:
-        name: its name, for people.
+        name: its name, for messages.
         address: gRPC target whose health says whether it is ready, "unix:/…".
         ready_s: seconds of the last start, from exec to SERVING.
     """
@@ -120,10 +125,10 @@ class ChildProcess:
         self._process: Spawned | None = None
 
     async def start(self) -> None:
-        """Start it and return once it serves.
+        """Start the child and wait until it serves.
 
         Raises:
-            ChildFailedError: if it ends, or neither serves nor computes for READY_DEADLINE_S.
+            ChildFailedError: it ends, or neither serves nor computes for READY_DEADLINE_S.
         """
         started_s = time.perf_counter()
         with self._log_path.open("ab") as log:
@@ -141,10 +146,11 @@ class ChildProcess:
         self.ready_s = time.perf_counter() - started_s
 
     async def _until_serving(self) -> None:
-        """Wait until it serves, for as long as it works on that.
+        """Wait until the child serves, as long as it keeps computing.
 
         Raises:
-            TimeoutError: it has done next to nothing for READY_DEADLINE_S, or is never ready.
+            TimeoutError: it has computed next to nothing for READY_DEADLINE_S, or is not ready
+                after READY_ROUNDS of that.
         """
         for _ in range(READY_ROUNDS):
             used_s = self.cpu_s()
@@ -158,16 +164,16 @@ class ChildProcess:
         raise TimeoutError
 
     def send_signal(self, number: signal.Signals) -> None:
-        """Send it a signal; `wait` returns if this ends it."""
+        """Send the child a signal; `wait` returns if this ends it."""
         if self._process is not None:
             self._process.send_signal(number)
 
     async def kill(self) -> None:
-        """End it with SIGKILL: nothing is saved on the way out."""
+        """End the child with SIGKILL, so that it can save nothing."""
         await self._end(signal.SIGKILL)
 
     async def stop(self) -> None:
-        """End it with SIGTERM, or with SIGKILL if it does not end in STOP_DEADLINE_S."""
+        """End the child with SIGTERM, or with SIGKILL if that takes more than STOP_DEADLINE_S."""
         try:
             async with asyncio.timeout(STOP_DEADLINE_S):
                 await self._end(signal.SIGTERM)
@@ -175,7 +181,7 @@ class ChildProcess:
             await self.kill()
 
     async def wait(self) -> int:
-        """Wait until it ends, and return its exit code; at once if it is not started."""
+        """Wait until the child ends, and return its exit code; 0 at once if it is not started."""
         if self._process is None or self._process.poll() is not None:
             return 0 if self._process is None else self._process.returncode
         has_ended, loop = asyncio.Event(), asyncio.get_running_loop()
@@ -188,20 +194,20 @@ class ChildProcess:
             os.close(pidfd)
         return self._process.wait()
 
-    async def failed(self) -> ChildFailedError:
-        """Wait until it ends, and return what to say of an end that nobody has asked for."""
+    async def wait_for_failure(self) -> ChildFailedError:
+        """Wait until the child ends, and return the error that describes its unexpected end."""
         return self._failure(await self.wait())
 
     def cpu_s(self) -> float:
-        """Return the seconds of processor time it has used, in steps of 10 ms."""
+        """Return the seconds of processor time the child has used, in steps of 10 ms."""
         return float(sum(self._running().cpu_times()[:2]))
 
     def rss_bytes(self) -> int:
-        """Return its resident memory in bytes."""
+        """Return the child's resident memory in bytes."""
         return int(self._running().memory_info().rss)
 
     def peak_rss_bytes(self) -> int:
-        """Return the most resident memory in bytes it has had so far."""
+        """Return the child's peak resident memory in bytes."""
         status = Path(f"/proc/{self._running().pid}/status").read_text()
         (kib,) = (line.split()[1] for line in status.splitlines() if line.startswith("VmHWM:"))
         return int(kib) << 10
@@ -211,15 +217,16 @@ class ChildProcess:
         return {**_environment(os.environ), **self._environ}
 
     def _spawn(self, log: int) -> Spawned:
-        # Not asyncio's: uvloop forks, which gRPC's threads do not like; this one does not.
+        """Start the process with its output in the log."""
+        # Not asyncio's subprocesses: uvloop forks, which is unsafe with gRPC's threads.
         return subprocess.Popen(
-            # -P: what lies in the directory that we were started in is none of our modules.
+            # -P: do not import modules from the current directory.
             (sys.executable, "-P", "-m", *self._arguments),
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
             env=self._whole_environ,
-            start_new_session=True,  # Ctrl-C is ours: we end it in good order
+            start_new_session=True,  # Ctrl-C reaches only us: we end the child in good order
         )
 
     def _running(self) -> psutil.Process:
@@ -233,6 +240,7 @@ class ChildProcess:
             await self.wait()
 
     def _failure(self, code: int | None) -> ChildFailedError:
+        """Return the error that describes how the child failed, with its last log line."""
         what = "is running, but does not serve"
         if code is not None and code < 0:
             what = f"was ended by {signal.Signals(-code).name}"
@@ -249,16 +257,16 @@ class ChildProcess:
 
 
 async def wait_serving(address: str, credentials: ClientCredentials | None = None) -> None:
-    """Return when the server at `address` exists and its health is SERVING.
+    """Wait until the server at `address` exists and its health is SERVING.
 
     Raises:
-        TimeoutError: not within READY_DEADLINE_S.
+        TimeoutError: that does not happen within READY_DEADLINE_S.
     """
     async with (
         asyncio.timeout(READY_DEADLINE_S),
         aio_channel_of(address, credentials, CHANNEL_OPTIONS) as channel,
     ):
-        # Watch, not Check: the answer comes when the state changes, and nobody has to ask twice.
+        # Watch, not Check: the server sends each change of its state, so no polling is needed.
         changes = health_pb2_grpc.HealthStub(channel).Watch(
             health_pb2.HealthCheckRequest(), wait_for_ready=True
         )
@@ -268,6 +276,7 @@ async def wait_serving(address: str, credentials: ClientCredentials | None = Non
 
 
 def _environment(ours: Mapping[str, str]) -> dict[str, str]:
+    """Return our environment without settings and the supervisor's variables."""
     return {
         name: value
         for name, value in ours.items()

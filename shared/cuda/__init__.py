@@ -1,4 +1,5 @@
-"""Calls of CUDA's driver that both processes make: host memory, copies, memory that is shared.
+"""Calls of CUDA's driver that both processes make: host memory, copies, shared GPU memory.
 
-Without torch: a kvd has none. The package `cuda-bindings` makes the calls (extra `[cuda]`).
+They do not need torch, which kvd does not have. The package `cuda-bindings` makes the calls (extra
+`[cuda]`).
 """

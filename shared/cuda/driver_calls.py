@@ -1,4 +1,4 @@
-"""Calls of CUDA's driver by the package `cuda-bindings`: results in place of statuses."""
+"""DriverCalls: CUDA's driver by the package `cuda-bindings`, with exceptions for statuses."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -34,10 +34,10 @@ class DriverCalls:
         self._in_order.srcAccessOrder = order.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """Call a function, and return what it gives: None, one thing, or a tuple.
+        """Call a function of the driver and return its result: None, a value, or a tuple.
 
         Raises:
-            DriverError: it fails.
+            DriverError: the function fails.
         """
         status, *results = getattr(self.names, name)(*arguments)
         if status != self.names.CUresult.CUDA_SUCCESS:
@@ -47,15 +47,15 @@ class DriverCalls:
         return results[0] if results else None
 
     def context(self, number: int) -> Any:
-        """Return the context of a GPU that everything in this process has, torch too."""
+        """Return the primary context of a GPU, which the whole process shares, torch included."""
         return self.call("cuDevicePrimaryCtxRetain", self.call("cuDeviceGet", number))
 
     def enter(self, context: Any) -> None:
-        """Make a context this thread's: a new thread has none, whatever others have."""
+        """Make a context current for this thread; a new thread has none."""
         self.call("cuCtxSetCurrent", context)
 
     def register(self, address: int, num_bytes: int) -> None:
-        """Lock host memory in place; see RegisteredMemory. The context is current."""
+        """Page-lock host memory; see RegisteredMemory. A context must be current."""
         self.call("cuMemHostRegister", address, num_bytes, self.names.CU_MEMHOSTREGISTER_PORTABLE)
 
     def unregister(self, address: int) -> None:
@@ -65,7 +65,14 @@ class DriverCalls:
     def copy_batch(
         self, targets: Sequence[int], sources: Sequence[int], sizes: Sequence[int], stream: Any
     ) -> None:
-        """Enqueue copies of so many bytes between addresses, in any order, at least one."""
+        """Enqueue copies between addresses on a stream; they may run in any order.
+
+        Args:
+            targets: addresses to copy to, at least one.
+            sources: addresses to copy from.
+            sizes: bytes of each copy.
+            stream: the stream.
+        """
         pointer = self.names.CUdeviceptr
         self.call(
             "cuMemcpyBatchAsync",

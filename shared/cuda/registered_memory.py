@@ -1,8 +1,9 @@
-"""RegisteredMemory: the slots of an arena, locked in place for a device chunk by chunk.
+"""RegisteredMemory: the slots of an arena, page-locked for a GPU chunk by chunk.
 
-Locking takes a second for each 5 to 20 GB, and an arena may have hundreds: a thread of its own does
-it, the first slots first, and copies of slots that are not locked yet go another way. Where locking
-fails (limits of the system, a driver that refuses) it ends there, and the rest stays as it is.
+Locking takes a second for each 5 to 20 GB, and an arena may have hundreds of GB. So a background
+thread does it, from the first slots on, and slots that are not locked yet are copied by other
+means. Where locking fails (limits of the system, a driver that refuses) it stops, and the other
+slots stay as they are.
 """
 
 import ctypes
@@ -21,28 +22,28 @@ log = get_logger(__name__)
 
 
 class HostRegister(Protocol):
-    """What locks host memory in place; any thread may call it."""
+    """A driver that page-locks host memory. Thread-safe."""
 
     def register(self, address: int, num_bytes: int) -> None:
         """Lock host memory in place, so that the device reads and writes it directly.
 
         Raises:
-            DriverError: it cannot be.
+            DriverError: it cannot be locked.
         """
 
     def unregister(self, address: int) -> None:
-        """Undo `register` of memory that begins at this address; blocks until copies are done."""
+        """Undo the `register` at this address; blocks until copies from or to it are done."""
 
 
 def address_of(memory: memoryview) -> int:
-    """Return where writable memory is; it stays there for as long as somebody holds it."""
+    """Return the address of writable memory, valid for as long as the view is referred to."""
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
 class RegisteredMemory:
-    """See the module docstring; any thread may ask.
+    """The page-locked part of an arena's slots. Its queries are thread-safe.
 
-    Invariant: the memory is mapped for as long as any of it is registered.
+    Invariant: the memory stays mapped for as long as any of it is registered.
     """
 
     def __init__(
@@ -53,21 +54,21 @@ class RegisteredMemory:
         chunk_bytes: int = CHUNK_BYTES,
         on_progress: Callable[[int], None] = lambda _num_slots: None,
     ) -> None:
-        """Begin to register, on a thread.
+        """Begin to register the slots, on a thread of its own.
 
         Args:
-            driver: of the device.
-            memory: all slots.
-            slot_bytes: distance between them.
-            chunk_bytes: how much is registered in one call, about.
-            on_progress: callback with the number of slots that are registered; on that thread.
+            driver: locks the memory.
+            memory: the memory of all slots.
+            slot_bytes: bytes per slot.
+            chunk_bytes: about how much is registered in one call.
+            on_progress: called on that thread with the number of slots registered so far.
         """
         self._driver = driver
         self._on_progress = on_progress
         self._memory: memoryview | None = memory
         self._slot_bytes = slot_bytes
         self._address = address_of(memory)
-        # No page may belong to two chunks: they begin where a slot and a page do.
+        # No page may belong to two chunks, so each chunk begins at a slot and at a page.
         page_slots = math.lcm(mmap.PAGESIZE, slot_bytes) // slot_bytes
         self._chunk_slots = max(1, chunk_bytes // (slot_bytes * page_slots)) * page_slots
         self._num_slots = len(memory) // slot_bytes
@@ -79,20 +80,20 @@ class RegisteredMemory:
 
     @property
     def num_slots(self) -> int:
-        """How many of the slots are registered, the first ones."""
+        """Number of registered slots: slots [0, num_slots) are registered."""
         return self._num_registered
 
     def has(self, last_slot: int) -> bool:
-        """Whether slots up to this one are registered."""
+        """Whether all slots up to this one are registered."""
         return last_slot < self._num_registered
 
     def wait(self) -> int:
-        """Wait until no more is going to be registered; return the number of slots that are."""
+        """Wait until registering has ended; returns the number of registered slots."""
         self._thread.join()
         return self._num_registered
 
     def close(self) -> None:
-        """Unregister; nobody copies any more."""
+        """Unregister all memory; no copies may be under way."""
         self._is_closed.set()
         self._thread.join()
         self._num_registered = 0
@@ -105,6 +106,7 @@ class RegisteredMemory:
         self._memory = None
 
     def _register(self) -> None:
+        """Register chunk after chunk, until all are, one fails, or `close` is called."""
         for first in range(0, self._num_slots, self._chunk_slots):
             if self._is_closed.is_set():
                 return

@@ -1,7 +1,7 @@
-"""Memory of a GPU that two processes have: one makes it, a descriptor takes it to the other (VMM).
+"""SharedGpuMemory: memory of a GPU that two processes map, passed on by a descriptor (CUDA's VMM).
 
-Each has its own mapping, and the memory lives as long as one of them: neither the end of the one
-nor that of the other leaves a mapping of nothing, as it does with handles of CUDA's older IPC.
+Each process has its own mapping, and the memory lives as long as any mapping. With the handles of
+CUDA's older IPC the importer's mapping would become invalid when the exporter ends.
 """
 
 import os
@@ -12,22 +12,22 @@ from shared.types.units import align_up
 
 
 class SharedGpuMemory:
-    """A mapping of such memory in this process; the device's context is current.
+    """This process's mapping of shared GPU memory. The device's context has to be current.
 
     Attributes:
-        address: of the device.
-        num_bytes: its size; a multiple of the device's granularity.
-        fd: the descriptor; -1 where it was imported. Whoever has sent it may close it.
+        address: address on the device.
+        num_bytes: its size, a multiple of the device's granularity.
+        fd: its descriptor, which may be closed once it is sent; -1: the memory was imported.
     """
 
     def __init__(self, calls: DriverCalls, device: int, num_bytes: int, fd: int = -1) -> None:
-        """Make memory, or import what another process has made.
+        """Allocate memory, or import that of another process.
 
         Args:
-            calls: of the driver.
-            device: its number.
-            num_bytes: at least so many.
-            fd: another process's descriptor, which stays the caller's; -1: make it.
+            calls: the driver.
+            device: number of the GPU.
+            num_bytes: least size.
+            fd: descriptor of another process's memory, which the caller keeps; -1: allocate.
 
         Raises:
             DriverError: the device has no room, or cannot share memory.
@@ -52,10 +52,10 @@ class SharedGpuMemory:
             if fd < 0:
                 self.fd = int(calls.call("cuMemExportToShareableHandle", handle, kind, 0))
         finally:
-            calls.call("cuMemRelease", handle)  # the mapping, and a descriptor, keep the memory
+            calls.call("cuMemRelease", handle)  # mapping and descriptor keep the memory alive
 
     def close(self) -> None:
-        """Undo the mapping; nothing copies from or to it any more."""
+        """Unmap the memory; no copies from or to it may be under way."""
         self._calls.call("cuMemUnmap", self.address, self.num_bytes)
         self._calls.call("cuMemAddressFree", self.address, self.num_bytes)
         if self.fd >= 0:
@@ -63,6 +63,7 @@ class SharedGpuMemory:
             self.fd = -1
 
     def _map(self, handle: Any, device: int) -> int:
+        """Reserve an address range and map the memory there, readable and writable."""
         address = self._calls.call("cuMemAddressReserve", self.num_bytes, 0, 0, 0)
         self._calls.call("cuMemMap", address, self.num_bytes, 0, handle, 0)
         access = self._calls.names.CUmemAccessDesc()

@@ -1,7 +1,7 @@
-"""A key: 32 random bytes in a file of one line, 64 hex digits, which is needed at every start.
+"""Key files: a secret key of 32 random bytes, as one line of 64 hex digits.
 
-A name without "/" is that of a systemd credential, which lies in $CREDENTIALS_DIRECTORY and nowhere
-on disk in plain.
+The file is needed at every start. A name without "/" is that of a systemd credential, which is in
+$CREDENTIALS_DIRECTORY and nowhere on disk in plain text.
 """
 
 import os
@@ -13,9 +13,9 @@ from shared.encryption.sealing import KEY_BYTES, key_id
 from shared.types.errors import ConfigError
 
 CREDENTIALS_ENV = "CREDENTIALS_DIRECTORY"
-MAX_FILE_BYTES = 1024  # beyond it is no key file
+MAX_FILE_BYTES = 1024  # a longer file is not a key file
 PRIVATE_MODE = 0o600
-_TOO_OPEN = 0o037  # the group may read it at most, others may nothing
+_TOO_OPEN = 0o037  # mode bits that are refused: the group may at most read, others may not
 
 
 class KeyFileError(ConfigError):
@@ -26,18 +26,18 @@ class KeyFileError(ConfigError):
 
 @dataclass(frozen=True)
 class SecretKey:
-    """A key from a file: kvd's master key, or that of the transcripts which services share."""
+    """A key from a file: kvd's master key, or the key of transcripts that services share."""
 
     key: bytes = field(repr=False)
 
     @property
     def fingerprint(self) -> str:
-        """Names it, for messages and the index; says nothing about it."""
+        """Public name of the key, for messages and the index; it reveals nothing of the key."""
         return key_id(self.key).hex()
 
 
 def new_key() -> SecretKey:
-    """Draw a new key."""
+    """Return a new random key."""
     return SecretKey(secrets.token_bytes(KEY_BYTES))
 
 
@@ -48,7 +48,7 @@ def read_key(key_file: str) -> SecretKey:
         key_file: a path, or the name of a systemd credential.
 
     Raises:
-        KeyFileError: it is not there, others may read it, or it has no key in it.
+        KeyFileError: the file is missing, others may read it, or it contains no key.
     """
     path = _path_of(key_file)
     try:
@@ -77,10 +77,10 @@ def read_key(key_file: str) -> SecretKey:
 
 
 def write_key(path: Path, key: SecretKey) -> None:
-    """Write a key to a new file that only its owner may read; it is on disk when this returns.
+    """Write a key to a new file that only its owner may read; it is durable when this returns.
 
     Raises:
-        KeyFileError: the file exists, or cannot be made.
+        KeyFileError: the file exists, or cannot be created.
     """
     try:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, PRIVATE_MODE)
@@ -99,6 +99,7 @@ def write_key(path: Path, key: SecretKey) -> None:
 
 
 def _path_of(key_file: str) -> Path:
+    """Return the path of a key file or systemd credential."""
     if "/" in key_file:
         return Path(key_file)
     directory = os.environ.get(CREDENTIALS_ENV)

@@ -1,8 +1,8 @@
-"""Sealer: seals whole values by the newest of some keys; the others only open what they sealed.
+"""Sealer: seals whole values with the newest of several keys; older keys only open old values.
 
     value = "KVDSEAL1", id of the key, salt, sealed bytes and their tag (sealing.wrap)
 
-A value that does not begin so was stored before there was a key: it is what it is.
+A value that does not begin with "KVDSEAL1" was stored before there was a key, and is plain.
 """
 
 from collections.abc import Sequence
@@ -15,23 +15,23 @@ _HEAD_BYTES = len(MARK) + KEY_ID_BYTES
 
 
 class KeyMissingError(Exception):
-    """A value was sealed by a key that is not there; its message is the key's fingerprint."""
+    """A value was sealed with a key that is not configured; the message is its fingerprint."""
 
 
 class SealBrokenError(Exception):
-    """A value is not what was sealed, or not where it was."""
+    """A value was changed since it was sealed, or moved to another place."""
 
 
 class Sealer:
-    """See the module docstring. Any thread.
+    """Seals and opens values. Thread-safe.
 
     Args:
-        keys: the newest first; none: values are stored as they are.
-        takes_plain: whether values open that were never sealed; without a key they do.
+        keys: the keys, newest first; empty: values are stored plain.
+        takes_plain: whether plain values may be opened; always so without a key.
 
     Attributes:
         seals: whether there is a key.
-        takes_plain: see above.
+        takes_plain: whether plain values may be opened.
     """
 
     def __init__(self, keys: Sequence[SecretKey] = (), *, takes_plain: bool = True) -> None:
@@ -44,7 +44,12 @@ class Sealer:
     def of_files(
         cls, key_file: str, old_key_files: Sequence[str] = (), *, takes_plain: bool = True
     ) -> "Sealer":
-        """Read the keys of a setting; "": there is none, and nothing is sealed.
+        """Return a sealer with the keys of these files.
+
+        Args:
+            key_file: the newest key; "": none, values are stored plain.
+            old_key_files: older keys.
+            takes_plain: whether plain values may be opened.
 
         Raises:
             KeyFileError: a key cannot be read.
@@ -53,22 +58,22 @@ class Sealer:
         return cls(keys, takes_plain=takes_plain)
 
     def seal(self, data: bytes, bound: str) -> bytes:
-        """Return what to store: with a key sealed, and unlike every other value; else `data`.
+        """Return the sealed value to store, different each time; without a key return `data`.
 
         Args:
-            data: to be stored.
-            bound: where it is stored: it opens nowhere else.
+            data: the bytes to seal.
+            bound: the place where the value will be stored; it cannot be opened elsewhere.
         """
         if self._newest is None:
             return data
         return MARK + key_id(self._newest) + wrap(self._newest, data, bound.encode())
 
     def open(self, value: bytes, bound: str) -> bytes:
-        """Return what was sealed.
+        """Return the bytes that were sealed in a value.
 
         Raises:
-            KeyMissingError: by a key that is not there.
-            SealBrokenError: it was changed, or is somewhere else; or is plain, and may not be.
+            KeyMissingError: the value was sealed with a key that is not configured.
+            SealBrokenError: it was changed or moved; or it is plain, and that is not allowed.
         """
         if not is_sealed(value):
             if not self.takes_plain:
@@ -85,8 +90,8 @@ class Sealer:
 
 
 def is_sealed(value: bytes) -> bool:
-    """Whether a value is one that was sealed, by whatever key."""
+    """Whether a value is sealed, with any key."""
     return value.startswith(MARK)
 
 
-PLAIN = Sealer()  # there is no key
+PLAIN = Sealer()  # without a key

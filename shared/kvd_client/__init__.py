@@ -1,1 +1,1 @@
-"""An engine's side of kvd: attach, call, map the arena, report the queue (D10, D13)."""
+"""An engine's client of kvd: attachment, calls, mapped arena, queue reports (D10, D13)."""

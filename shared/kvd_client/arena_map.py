@@ -1,15 +1,15 @@
-"""What an engine maps of kvd's memory: the slots of an arena, and the progress words of its loads.
+"""Shared memory of kvd that an engine maps: an arena's slots, and the progress words of its loads.
 
-The slots are mapped shared and writable; the same class serves kvd and engines. Progress words are
-read-only here: a thread waits in them until a layer of a load is there (D13). A word is 64 bits,
-little-endian, and belongs to one load lease:
+The slots are mapped shared and writable; kvd and engines use the same class. Progress words are
+mapped read-only: a thread waits on a word until a layer of its load is there (D13). A word has 64
+bits, little-endian, and belongs to one load lease:
 
     bits 0-15    layers ready: layers [0, n) of the whole grant are in the slots, and verified
-    bit  16      FAILED: no more will come
-    bits 32-63   low 32 bits of the lease id: the word of another lease says nothing about ours
+    bit  16      FAILED: no more layers will come
+    bits 32-63   low 32 bits of the lease id: a word with another id says nothing about our lease
 
 kvd writes the word, then a byte to the wakeup of our connection. One reader on the event loop
-drains that and wakes every waiting thread; the end of the attachment wakes them too.
+drains the wakeup and wakes all waiting threads; the end of the attachment wakes them, too.
 """
 
 import mmap
@@ -17,7 +17,7 @@ import os
 import threading
 import time
 
-from shared.process.dumps import leave_out
+from shared.process.dumps import exclude_from_dumps
 from shared.types.errors import LoadFailedError
 from shared.types.units import align_up
 
@@ -25,26 +25,31 @@ from shared.types.units import align_up
 class ArenaMap:
     """The slots of one arena, mapped shared and writable.
 
-    Invariant: a memoryview that was returned stays valid for as long as somebody holds it. The
-    mapping is undone when this object and the last view are gone; close() only ends new views.
+    Invariant: a returned memoryview stays valid for as long as it is referred to. The memory is
+    unmapped when this object and the last view are gone; close() only prevents new views.
     """
 
     def __init__(self, fd: int, slot_bytes: int, num_slots: int) -> None:
         """Map `fd`, which the caller may close afterwards.
 
+        Args:
+            fd: the file of the slots.
+            slot_bytes: size of a slot.
+            num_slots: number of slots.
+
         Raises:
-            ValueError: if the file is smaller than the slots, or there are none.
-            OSError: if it cannot be mapped.
+            ValueError: the file is smaller than the slots, or there are none.
+            OSError: it cannot be mapped.
         """
         size = slot_bytes * num_slots
         if size <= 0 or os.fstat(fd).st_size < size:
             raise ValueError(f"an arena of {os.fstat(fd).st_size} bytes, {size} were announced")
         self.slot_bytes = slot_bytes
         self.num_slots = num_slots
-        # Whole huge pages where the file has them: the kernel unmaps nothing less.
+        # Map whole huge pages where the file has them: the kernel cannot unmap a part of one.
         mapped = min(align_up(size, os.fstat(fd).st_blksize), os.fstat(fd).st_size)
         mapping = mmap.mmap(fd, mapped)
-        leave_out(mapping)
+        exclude_from_dumps(mapping)
         self._view: memoryview | None = memoryview(mapping)
 
     @property
@@ -59,10 +64,10 @@ class ArenaMap:
         return self._view
 
     def slot(self, slot_id: int) -> memoryview:
-        """The writable memory of one slot, `slot_bytes` long.
+        """Return the writable memory of one slot, `slot_bytes` long.
 
         Raises:
-            ValueError: if there is no such slot, or the arena is closed.
+            ValueError: there is no such slot, or the arena is closed.
         """
         if self._view is None or not 0 <= slot_id < self.num_slots:
             raise ValueError(f"no slot {slot_id} in an arena of {self.num_slots}")
@@ -70,7 +75,7 @@ class ArenaMap:
         return self._view[start : start + self.slot_bytes]
 
     def close(self) -> None:
-        """Return no more views of slots, and unmap as soon as none is left."""
+        """Return no more views of slots; the memory is unmapped when the last view is gone."""
         self._view = None
 
 
@@ -82,31 +87,39 @@ LEASE_MASK = 0xFFFFFFFF
 
 
 def packed_word(lease_id: int, layers_ready: int) -> int:
-    """Encode a word."""
+    """Encode a progress word."""
     return (lease_id & LEASE_MASK) << LEASE_SHIFT | layers_ready
 
 
 def lease_bits(word: int) -> int:
-    """Return the low 32 bits of the lease that a word belongs to."""
+    """Return the low 32 bits of the id of the lease that a word belongs to."""
     return word >> LEASE_SHIFT & LEASE_MASK
 
 
 class ProgressWords:
-    """The words of one arena, mapped read-only, and who waits for them. For any thread."""
+    """The progress words of one arena, mapped read-only, and the threads that wait for them.
+
+    Thread-safe.
+    """
 
     def __init__(self, fd: int, num_words: int) -> None:
         """Map `fd`, which the caller may close afterwards.
 
+        Args:
+            fd: the file of the words.
+            num_words: number of words.
+
         Raises:
-            ValueError: if the file is smaller than the words, or there are none.
-            OSError: if it cannot be mapped.
+            ValueError: the file is smaller than the words, or there are none.
+            OSError: it cannot be mapped.
         """
         size = num_words * WORD_BYTES
         if size <= 0 or os.fstat(fd).st_size < size:
             raise ValueError(f"progress words of {os.fstat(fd).st_size} bytes, not {size}")
         self.num_words = num_words
         self._memory = mmap.mmap(fd, size, prot=mmap.PROT_READ)
-        self._words = memoryview(self._memory).cast("Q")  # a read of it is one instruction
+        # Cast to 64-bit items: kvd writes words while we read, and reading an item is atomic.
+        self._words = memoryview(self._memory).cast("Q")
         self._changed = threading.Condition()
         self._ended_reason = ""
 
@@ -120,32 +133,35 @@ class ProgressWords:
             self._changed.notify_all()
 
     def end(self, reason: str) -> None:
-        """Fail every wait, now and later: nobody writes the words any more."""
+        """Fail all waits, now and later, because kvd no longer writes the words."""
         with self._changed:
             self._ended_reason = self._ended_reason or reason
             self._changed.notify_all()
 
     def wait(self, index: int, lease_id: int, layers: int, timeout_s: float) -> None:
-        """Return when layers [0, layers) of a lease are ready; see LoadProgress.wait_layer."""
+        """Wait until layers [0, layers) of a lease are ready; see LoadProgress.wait_layer."""
         until_s = time.monotonic() + timeout_s
         with self._changed:
             while not self._is_ready(index, lease_id, layers):
                 left_s = until_s - time.monotonic()
                 if left_s <= 0:
-                    raise _failed(f"layer {layers - 1} has not arrived within {timeout_s:.1f} s")
+                    raise _load_failed(
+                        f"layer {layers - 1} has not arrived within {timeout_s:.1f} s"
+                    )
                 self._changed.wait(left_s)
 
     def _is_ready(self, index: int, lease_id: int, layers: int) -> bool:
+        """Whether the first layers of a load are ready; raises LoadFailedError if they fail."""
         word = self.word(index)
         if lease_bits(word) != lease_id & LEASE_MASK or word & FAILED_BIT:
-            raise _failed("kvd could not read it")
+            raise _load_failed("kvd could not read it")
         if self._ended_reason:
-            raise _failed(self._ended_reason)
+            raise _load_failed(self._ended_reason)
         return word & LAYERS_MASK >= layers
 
 
 class LoadProgress:
-    """How far a load has come that kvd is still reading."""
+    """The progress of one load whose blocks kvd is still reading."""
 
     def __init__(self, words: ProgressWords, index: int, lease_id: int) -> None:
         self._words = words
@@ -153,13 +169,13 @@ class LoadProgress:
         self._lease_id = lease_id
 
     def wait_layer(self, layer_index: int, timeout_s: float) -> None:
-        """Block this thread until a layer may be read. Not for the event loop's thread.
+        """Block this thread until a layer may be read; never call it on the event loop's thread.
 
         Raises:
-            LoadFailedError: it will not arrive, kvd has gone, or not within timeout_s.
+            LoadFailedError: the layer will not arrive, kvd has gone, or timeout_s has passed.
         """
         self._words.wait(self._index, self._lease_id, layer_index + 1, timeout_s)
 
 
-def _failed(why: str) -> LoadFailedError:
+def _load_failed(why: str) -> LoadFailedError:
     return LoadFailedError(f"a load failed while it was under way: {why}", "ask again")

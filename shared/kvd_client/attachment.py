@@ -1,8 +1,8 @@
-"""One attachment of an engine to a kvd: from the data socket's token to the mapped arena.
+"""One attachment of an engine to a kvd: handshake, mapped arena, events and their end.
 
-The attachment lives while two things live: the Attach stream and the data connection. The end of
-either ends it. kvd then ends its loads, and keeps the slots of its stores for this process until it
-attaches again, or dies, or has said that it leaves (D10).
+The attachment lasts as long as both the Attach stream and the data connection. When either ends,
+kvd ends the attachment's loads, and keeps the slots of its stores reserved for this process until
+the process attaches again, has said that it leaves, or dies (D10).
 """
 
 import asyncio
@@ -26,7 +26,7 @@ from shared.serving.grpc_status import error_from_rpc
 from shared.types.errors import ReportedError, UnavailableError
 
 COPIER_FDS = 2  # a channel and a pidfd
-WAKEUP_BYTES = 512  # taken at once: more than kvd can have sent before it finds the socket full
+WAKEUP_BYTES = 512  # read at a time: more than fits before kvd finds the socket full
 
 
 class KvdUnavailableError(UnavailableError):
@@ -37,10 +37,10 @@ class KvdUnavailableError(UnavailableError):
 
 @dataclass(frozen=True)
 class MappedArena:
-    """A mapping that an attachment takes over from the one before, if it is the same memory.
+    """A mapped arena, which the next attachment reuses if it is the same memory.
 
     Attributes:
-        memory: the arena's id, device and inode of its file, bytes of a slot, number of slots.
+        memory: the arena's id, device and inode of its file, bytes per slot, number of slots.
         slots: the mapped slots.
     """
 
@@ -50,18 +50,27 @@ class MappedArena:
 
 @dataclass(frozen=True)
 class Attachment:
-    """A live attachment. Close it with close().
+    """A live attachment; the owner closes it with close().
 
     Attributes:
-        confirmed_leases: leases held before that are still ours, and owed a complete_store.
-        lost_leases: leases held before whose slots other engines may have already.
-        max_queue_jobs: most requests that kvd takes of the queue.
-        offers_copiers: kvd may be asked for a channel to the copier of a GPU.
-        offers_retention: kvd may be told how long sessions are to be kept.
-        offers_expectations: kvd may be told what is likely to become of sessions.
-        offers_grafts: a session may be given KV of another one's tokens.
-        offers_fetch_waits: a load may wait for a session that is fetched from elsewhere.
-        offers_states: states of a layout that has them are kept; `offers_windows`: windows.
+        engine_id: id of this engine at kvd, which works like a key: see messages.shown_id.
+        mapped: the mapped arena.
+        progress: the progress words of our loads.
+        wakeup_fd: socket to which kvd writes after it has changed a progress word.
+        stub: the RPCs of kvd's Engine service.
+        channel: the channel of the stub.
+        events: the Attach stream; to cancel it ends the attachment.
+        data: the connection to the data socket.
+        confirmed_leases: earlier store leases that are still ours, and owed a complete_store.
+        lost_leases: earlier store leases whose slots other engines may have already.
+        max_queue_jobs: most requests of the queue that kvd takes.
+        offers_copiers: whether kvd gives channels to the copiers of GPUs.
+        offers_retention: whether kvd retains sessions on request.
+        offers_expectations: whether kvd takes hints about sessions after a turn.
+        offers_grafts: whether kvd grafts KV of one session onto another.
+        offers_fetch_waits: whether loads may wait for sessions that come from a remote store.
+        offers_states: whether kvd keeps the states of a layout that has them.
+        offers_windows: whether kvd keeps the windows of a layout that has them.
     """
 
     engine_id: int
@@ -82,57 +91,58 @@ class Attachment:
     offers_fetch_waits: bool
     offers_states: bool
     offers_windows: bool
-    _asked: "list[asyncio.Future[tuple[bytes, list[int]]]]" = field(default_factory=list)
+    _copier_replies: "list[asyncio.Future[tuple[bytes, list[int]]]]" = field(default_factory=list)
 
     async def hold(self, on_draining: Callable[[float], None]) -> None:
-        """Return when kvd is gone; call `on_draining(deadline_s)` when it announces that."""
+        """Wait until the attachment ends; call `on_draining(deadline_s)` when kvd announces it."""
         watched = {
-            asyncio.create_task(self._follow(on_draining)),
+            asyncio.create_task(self._read_events(on_draining)),
             asyncio.create_task(self._listen()),
         }
         loop = asyncio.get_running_loop()
-        with contextlib.suppress(OSError):  # nothing that can be waited for: waits end by deadline
+        # If the descriptor cannot be polled, waits for layers end by their deadlines only.
+        with contextlib.suppress(OSError):
             loop.add_reader(self.wakeup_fd, self._wake)
         try:
             await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
         finally:
             loop.remove_reader(self.wakeup_fd)
             self.progress.end("kvd is not attached any more")
-            for asked in self._asked:
-                if not asked.done():
-                    asked.set_exception(ConnectionResetError("the attachment has ended"))
+            for reply in self._copier_replies:
+                if not reply.done():
+                    reply.set_exception(ConnectionResetError("the attachment has ended"))
             for task in watched:
                 task.cancel()
             await asyncio.gather(*watched, return_exceptions=True)
 
     async def open_copier(self, device: str, ring_fd: int, ring_bytes: int) -> tuple[socket, int]:
-        """Ask for a channel to the copier of a GPU; one at a time, while `hold` runs.
+        """Request a channel to the copier of a GPU; one request at a time, while `hold` runs.
 
         Args:
             device: the GPU's UUID.
-            ring_fd: memory of ours on it; stays the caller's.
-            ring_bytes: its size.
+            ring_fd: descriptor of our memory on that GPU; the caller keeps it.
+            ring_bytes: size of that memory.
 
         Returns:
-            The channel, and a pidfd of the copier; both are the caller's.
+            The channel, and a pidfd of the copier; the caller owns both.
 
         Raises:
             KvdUnavailableError: there is no copier, or kvd has gone.
-            KvdProtocolError: kvd answers something else.
+            KvdProtocolError: kvd answers with another message.
         """
         if not self.offers_copiers:
             raise KvdUnavailableError("kvd starts no copiers", "set copier.enabled in its settings")
-        asked: asyncio.Future[tuple[bytes, list[int]]] = asyncio.get_running_loop().create_future()
-        self._asked.append(asked)
+        reply: asyncio.Future[tuple[bytes, list[int]]] = asyncio.get_running_loop().create_future()
+        self._copier_replies.append(reply)
         try:
             request = packets.CopierRequest(self.mapped.memory[0], device, ring_bytes)
             packets.send(self.data, request, [ring_fd])
-            packet, fds = await asked
+            packet, fds = await reply
         except OSError as error:
             raise KvdUnavailableError("kvd closed the data connection", "see its log") from error
         finally:
-            self._asked.remove(asked)
-        answer = _decoded(packet, fds)
+            self._copier_replies.remove(reply)
+        answer = _decode(packet, fds)
         if isinstance(answer, packets.NoCopier):
             close_fds(fds)
             raise KvdUnavailableError(f"no copier: {answer.message}", answer.remedy)
@@ -142,10 +152,10 @@ class Attachment:
         return socket(fileno=fds[0]), fds[1]
 
     async def _listen(self) -> None:
-        """Take answers until the connection ends; kvd sends nothing that was not asked for."""
+        """Receive answers until the connection ends; kvd sends only what was requested."""
         while True:
             packet, fds = await receive(self.data)
-            waiting = [asked for asked in self._asked if not asked.done()]
+            waiting = [reply for reply in self._copier_replies if not reply.done()]
             if packet and waiting:
                 waiting[0].set_result((packet, fds))
                 continue
@@ -153,30 +163,31 @@ class Attachment:
             return
 
     def _wake(self) -> None:
-        """Take what kvd has sent over the wakeup, and let waiting threads look at their words."""
+        """Drain the wakeup, and let waiting threads read their progress words."""
         try:
             is_alive = bool(os.read(self.wakeup_fd, WAKEUP_BYTES))
         except BlockingIOError:
             is_alive = True
-        except OSError:  # nothing that can be read
+        except OSError:  # it cannot be read
             is_alive = False
-        if not is_alive:  # kvd has closed it, and it would be readable for ever
+        if not is_alive:  # kvd has closed it: it would stay readable and spin the loop
             asyncio.get_running_loop().remove_reader(self.wakeup_fd)
         self.progress.wake()
 
-    async def _follow(self, on_draining: Callable[[float], None]) -> None:
+    async def _read_events(self, on_draining: Callable[[float], None]) -> None:
+        """Read the events of the Attach stream until it ends."""
         while isinstance(event := await self.events.read(), pb.AttachEvent):  # else: EOF
             if event.HasField("draining"):
                 on_draining(event.draining.deadline_s)
 
     async def close(self, *, leaving: bool) -> None:
-        """End stream and connection; calls still under way end as cancelled.
+        """End the stream and the connection; calls still under way end as cancelled.
 
         Args:
-            leaving: no thread of ours touches a slot any more, and none will.
+            leaving: whether no thread of ours uses a slot, now or later, so that kvd may free all.
         """
         if leaving:
-            with contextlib.suppress(OSError):  # it is gone: then there is nobody to notify
+            with contextlib.suppress(OSError):  # kvd is gone already
                 packets.send(self.data, packets.Leaving())
         self.events.cancel()
         self.data.close()
@@ -195,16 +206,16 @@ async def attach(
 
     Args:
         runtime_dir: the directory of its sockets.
-        request: who we are, the layout of the blocks to load and store, and the leases of earlier
-            attachments whose slots threads of ours may be copying; the token is put in here.
-        block_bytes: bytes of a block of that layout.
+        request: our identity, the layout of the blocks to load and store, and the leases of earlier
+            attachments whose slots our threads may still be copying; the token is added here.
+        block_bytes: bytes per block of that layout.
         known: the arena that is mapped already; None: none.
-        timeout_s: most seconds for all of it.
+        timeout_s: most seconds for the whole handshake.
 
     Raises:
-        KvdUnavailableError: nobody is there, or it does not answer within timeout_s.
-        KvdProtocolError: it answers something else than it must.
-        ReportedError: it refuses, for example a layout.
+        KvdUnavailableError: kvd is not running, or does not answer within timeout_s.
+        KvdProtocolError: its answers break the protocol.
+        ReportedError: it refuses, for example because of the layout.
     """
     try:
         data = packets.connect(str(runtime_dir / DATA_SOCKET))
@@ -237,7 +248,8 @@ async def _shake_hands(
     block_bytes: int,
     known: MappedArena | None,
 ) -> Attachment:
-    welcome, fds = await _answer(data)
+    """Do the handshake: token, Attach, checks of what kvd offers, mapping of the arena."""
+    welcome, fds = await _receive_message(data)
     close_fds(fds)
     if not isinstance(welcome, packets.Welcome) or welcome.protocol != packets.PROTOCOL:
         raise _unexpected(welcome)
@@ -285,9 +297,9 @@ async def _shake_hands(
 async def _map_arena(
     data: socket, arena_id: str, known: MappedArena | None
 ) -> tuple[MappedArena, ProgressWords, int]:
-    """Map what kvd hands out; the wakeup is the caller's to close."""
+    """Request the arena's descriptors and map them; the caller owns the returned wakeup."""
     packets.send(data, packets.ArenaRequest(arena_id))
-    answer, fds = await _answer(data)
+    answer, fds = await _receive_message(data)
     keep_fd = -1
     try:
         if not isinstance(answer, packets.ArenaMapping) or len(fds) != MAX_FDS:
@@ -296,7 +308,7 @@ async def _map_arena(
         status = os.fstat(slots_fd)
         sizes = answer.slot_bytes, answer.num_slots
         memory = arena_id, status.st_dev, status.st_ino, *sizes
-        if known is not None and known.memory == memory:  # what is registered of it stays so
+        if known is not None and known.memory == memory:  # keep its registration with the GPU
             mapped = known
         else:
             mapped = MappedArena(memory, ArenaMap(slots_fd, *sizes))
@@ -310,13 +322,13 @@ async def _map_arena(
     return mapped, progress, keep_fd
 
 
-async def _answer(data: socket) -> tuple[packets.Message, list[int]]:
+async def _receive_message(data: socket) -> tuple[packets.Message, list[int]]:
     packet, fds = await receive(data)
-    return _decoded(packet, fds), fds
+    return _decode(packet, fds), fds
 
 
-def _decoded(packet: bytes, fds: list[int]) -> packets.Message:
-    """Parse an answer; its descriptors are closed if that raises."""
+def _decode(packet: bytes, fds: list[int]) -> packets.Message:
+    """Decode an answer; close its descriptors if that raises."""
     try:
         if not packet:
             raise KvdUnavailableError("kvd closed the data connection", "see its log")

@@ -1,17 +1,17 @@
-"""Async client of kvd for engines: the control plane, and the mapped arena for the bytes.
+"""KvdClient: asynchronous client of kvd for engines: RPCs for control, a mapped arena for KV.
 
-One task runs run(), which attaches, holds the attachment and attaches again, for ever. The verbs
-may be called from any task of the same loop at any time. Each one ends: with an answer, or with a
+One task runs run(), which attaches, holds the attachment, and attaches again, for ever. The calls
+may be made from any task of the same loop at any time. Each one ends, with an answer or with a
 ReportedError (KvdUnavailableError while detached or past its deadline; KvdProtocolError for an
-answer that makes no sense). None of them retries: the caller recomputes.
+answer that contradicts itself). None of them retries: the caller recomputes.
 
-What the caller owes, on every path:
-    prepare_load HIT       -> read the slots, then complete_load; if that raises, what was read
-                              may not be trusted
-    prepare_load PENDING   -> the same, but no layer before grant.progress.wait_layer has returned
+Obligations of the caller, on every path:
+    prepare_load HIT       -> read the slots, then complete_load; if that raises, the KV that was
+                              read must not be used
+    prepare_load PENDING   -> the same, but read no layer before grant.progress.wait_layer returns
     prepare_store, lease   -> write the slots, then complete_store; if that raises, nothing was
                               stored
-When complete_… is called, no thread may touch the grant's slots any more: they are given to others.
+When complete_… is called no thread may use the grant's slots any more: kvd gives them to others.
 """
 
 import asyncio
@@ -40,18 +40,19 @@ from shared.types.lineage import Lineage
 from shared.types.session_key import SessionKey
 
 CALL_S = 5.0  # deadline of a call that only touches kvd's memory
-GRACE_S = 2.0  # beyond the deadline we hand to kvd, for the way there and back
-MOST_ENDED = 4096  # sessions whose end is kept while kvd is away; older ones expire there
+GRACE_S = 2.0  # beyond the deadline that is sent to kvd, for the round trip
+MOST_ENDED = 4096  # ends of sessions to report once kvd is back; older ones expire by their TTL
 
 log = get_logger(__name__)
 
 
 class KvdClient(KvdConnection):
-    """What an engine asks of kvd; see KvdConnection for run, attached and on_change.
+    """An engine's calls of kvd; see KvdConnection for run, attached and on_change.
 
     Attributes:
-        queue: reports to kvd what waits and what runs; it is to be followed before `run`.
-        beside: what runs beside each attachment, and is cancelled at its end.
+        queue: reports the engine's queue; call its `follow` before `run`.
+        run_while_attached: coroutine functions that run during each attachment, and are cancelled
+            at its end.
     """
 
     def __init__(
@@ -64,10 +65,10 @@ class KvdClient(KvdConnection):
     ) -> None:
         super().__init__(runtime_dir, layout, engine_name, reconnect_delay_s=reconnect_delay_s)
         self.queue = QueueSender()
-        self.beside: list[Callable[[Attachment], Coroutine[object, object, None]]] = []
-        # Sessions whose end kvd does not know.
+        self.run_while_attached: list[Callable[[Attachment], Coroutine[object, object, None]]] = []
+        # Sessions whose end is not reported to kvd yet.
         self._ended: OrderedDict[SessionKey, None] = OrderedDict()
-        self._told_missing: set[str] = set()  # what an older kvd has not, and that is logged
+        self._logged_missing: set[str] = set()  # features that this kvd lacks and that are logged
 
     async def prepare_load(
         self,
@@ -85,21 +86,21 @@ class KvdClient(KvdConnection):
         """Lease the stored KV of token_ids[from_token:].
 
         Args:
-            key: whose.
-            token_ids: little-endian uint32, the session from its first token on.
-            from_token: KV before it is already with the caller.
-            deadline_s: how long kvd may read from SSD.
-            accept_pending: be answered before that reading ends. Without, everything granted is in
-                DRAM when this returns.
+            key: the session.
+            token_ids: little-endian uint32, all tokens of its context from the first one on.
+            from_token: position from which the caller lacks KV.
+            deadline_s: most seconds that kvd may read from SSD.
+            accept_pending: take an answer before these reads end. If false, everything granted is
+                in DRAM when this returns.
             dram_only: be granted only what is in DRAM, up to the first block that is not; nothing
-                is read from SSD. `more` says that more is stored, a miss for "on_ssd" that the
-                first block is not in DRAM. What kvd has yet to verify is in DRAM, and is PENDING.
-            lineage: of the tokens: only what was computed after these very discards is granted.
-                None: it is not named; then what kvd stores of the session is taken at its tokens.
-            fetch_wait_s: how long kvd may wait, before that, for a session of which it has nothing
-                and that is being fetched from elsewhere; an older one does not.
-            history_tokens: how many of the tokens the session had before: where kvd has a good part
-                of them not it may wait for this part of that time, too.
+                is read from SSD. `more` says that more is stored, and the miss reason "on_ssd" that
+                the first block is not in DRAM. Unverified blocks are in DRAM, and make it PENDING.
+            lineage: lineage of the tokens: only KV that was computed after the same discards is
+                granted. None: not named; then kvd assumes that of the stored session.
+            fetch_wait_s: most seconds that kvd may wait before that for a session that it does not
+                have and that comes from a remote store; an older kvd does not wait.
+            history_tokens: number of tokens that the session had before this turn. If kvd lacks a
+                good share of them it may wait for that share of `fetch_wait_s`, too.
         """
         attachment = self._ready()
         fetch_wait_s = fetch_wait_s if attachment.offers_fetch_waits else 0.0
@@ -117,13 +118,13 @@ class KvdClient(KvdConnection):
         )
         most_s = fetch_wait_s + deadline_s + GRACE_S
         call = self._call(attachment.stub.PrepareLoad, request, most_s, attachment)
-        response = await self._granted(call, self._complete_load, attachment)
-        with self._ending_on_nonsense(attachment, response.lease_id):
+        response = await self._await_grant(call, self._complete_load, attachment)
+        with self._ending_on_bad_answer(attachment, response.lease_id):
             arena = attachment.mapped.slots
             return load_grant(response, request, arena, self._layout, attachment.progress)
 
     async def complete_load(self, grant: LoadGrant) -> None:
-        """Return the slots. If this raises, they may have changed while they were read."""
+        """Release the slots of a load; if this raises, they may have changed while being read."""
         if grant.lease_id:
             await self._complete_load(self._attachment_of(grant), grant.lease_id)
 
@@ -140,15 +141,15 @@ class KvdClient(KvdConnection):
         """Lease slots for the KV of token_ids[from_token:] that is not stored yet.
 
         Args:
-            key: whose.
+            key: the session.
             token_ids: little-endian uint32, the whole sequence whose KV is computed.
-            from_token: the caller has position-free KV from here on.
-            deadline_s: how long kvd may wait for free slots.
-            lineage: of the tokens; None: that of what kvd stores of the session.
-            load_ends: behind how many tokens loads are to be able to end. Where there are
-                states the caller has them there, of these tokens; windows may be asked for up to
-                tokens that are yet to come. What is granted of either is to be written, too, all
-                bytes of its slots.
+            from_token: position from which the caller has position-free KV.
+            deadline_s: most seconds that kvd may wait for free slots.
+            lineage: lineage of the tokens; None: that of the stored session.
+            load_ends: token counts at which later loads are to be able to end. With states, the
+                caller must have the states there; windows may be requested up to tokens that do not
+                exist yet. Granted states and windows must be written, too, all bytes of their
+                slots.
         """
         attachment = self._ready()
         request = pb.PrepareStoreRequest(
@@ -161,8 +162,8 @@ class KvdClient(KvdConnection):
             load_ends=load_ends,
         )
         call = self._call(attachment.stub.PrepareStore, request, deadline_s + GRACE_S, attachment)
-        response = await self._granted(call, self._complete_store, attachment)
-        with self._ending_on_nonsense(attachment, response.lease_id):
+        response = await self._await_grant(call, self._complete_store, attachment)
+        with self._ending_on_bad_answer(attachment, response.lease_id):
             return store_grant(response, request, attachment.mapped.slots, self._layout)
 
     async def complete_store(self, grant: StoreGrant, success: bool) -> int:
@@ -185,19 +186,19 @@ class KvdClient(KvdConnection):
         *,
         lineage: Lineage | None = None,
     ) -> int:
-        """Drop tokens of a session. A store under way publishes nothing any more.
+        """Drop tokens of a session; a store under way then publishes nothing.
 
-        With its lineage a discard may be repeated: a session that is after it already, or of
-        another lineage, is left alone.
+        With its lineage a discard may be repeated: a session that is after it already, or has
+        another lineage, is left as it is.
 
         Args:
-            key: whose.
+            key: the session.
             token_ids: the whole context before the discard, however little of it is stored.
-            ranges: half-open ranges of its tokens.
-            lineage: of these tokens; None: it is not named.
+            ranges: half-open ranges of token positions to drop.
+            lineage: lineage of these tokens; None: not named.
 
         Returns:
-            Number of tokens stored of what the discard leaves.
+            Number of stored tokens of what the discard leaves.
         """
         attachment = self._ready()
         request = pb.DiscardRequest(
@@ -213,17 +214,17 @@ class KvdClient(KvdConnection):
     async def graft(
         self, key: SessionKey, token_ids: bytes, lineage: Lineage, source: GraftSource
     ) -> int:
-        """Give a session KV of another one's tokens behind its own; it may be repeated.
+        """Append KV of another session's tokens to a session; it may be repeated.
 
         Args:
-            key: whose.
-            token_ids: its context, exactly so much of which is stored; little-endian uint32.
-            lineage: of these tokens.
-            source: what is to follow.
+            key: the session.
+            token_ids: its context, exactly the tokens that are stored; little-endian uint32.
+            lineage: lineage of these tokens.
+            source: the other session and its tokens that are to follow.
 
         Returns:
-            Number of the tokens that are stored behind its own now; 0: an older kvd, too, or one
-            that stores keys with their positions.
+            Number of the source's tokens that are stored behind the session's own now. Always 0
+            with an older kvd.
         """
         attachment = self._ready()
         if not attachment.offers_grafts:
@@ -243,13 +244,13 @@ class KvdClient(KvdConnection):
 
     @property
     def offers_grafts(self) -> bool:
-        """Whether kvd is there, and `graft` may do something."""
+        """Whether kvd is attached, and knows grafts."""
         return self.attached and self._ready().offers_grafts
 
     async def end_session(self, key: SessionKey) -> None:
-        """Notify kvd that the session will not come back.
+        """Report to kvd that a session will not return.
 
-        If this raises, kvd is notified when it is attached again.
+        If this raises, the end is reported again with the next attachment.
         """
         self._ended[key] = None
         if len(self._ended) > MOST_ENDED:
@@ -259,22 +260,22 @@ class KvdClient(KvdConnection):
     async def retain_session(
         self, key: SessionKey, retain_s: float, prefix_token_ids: bytes = b""
     ) -> float:
-        """Have kvd keep a session for a while after each use, in place of an earlier wish.
+        """Ask kvd to retain a session for a while after each use, in place of an earlier wish.
 
-        A hint that may be lost: an older kvd is not told.
+        It is a hint that may be lost, and is not sent to an older kvd.
 
         Args:
-            key: names the session.
-            retain_s: seconds; 0: no longer than others.
-            prefix_token_ids: little-endian uint32, whole blocks that are stored. Named, the session
-                is made of them, and goes with its retention.
+            key: the session.
+            retain_s: seconds after each use; 0: no longer than other sessions.
+            prefix_token_ids: little-endian uint32, whole blocks that are stored. If given, the
+                session is made of them, and expires with its retention.
 
         Returns:
-            How many seconds of it kvd grants.
+            The granted seconds.
         """
         attachment = self._ready()
         if not attachment.offers_retention:
-            self._tell_missing("kvd_cannot_retain")
+            self._log_missing("kvd_cannot_retain")
             return 0.0
         request = pb.RetainSessionRequest(
             engine_id=attachment.engine_id,
@@ -288,26 +289,27 @@ class KvdClient(KvdConnection):
     async def expect_session(
         self, key: SessionKey, awaited_tools: Sequence[str] = (), *, superseded: bool = False
     ) -> bool:
-        """Have kvd know what is likely to become of a session, after its turn's stores.
+        """Report to kvd what to expect of a session, after the stores of its turn.
 
-        A hint that may be lost: an older kvd is not told.
+        It is a hint that may be lost, and is not sent to an older kvd.
 
         Args:
-            key: names the session.
-            awaited_tools: names of tools that its answer calls: it is back when they have answered.
-            superseded: whether another session goes on in its place.
+            key: the session.
+            awaited_tools: names of the tools that its answer calls: it returns once they answer.
+            superseded: whether another session continues in its place.
 
         Returns:
-            Whether kvd was told, and something of the session is stored.
+            Whether kvd took the hint, and something of the session is stored.
 
         Raises:
-            InvalidInputError: names that cannot be, or too many: shared/types/awaited_tools.py.
+            InvalidInputError: invalid or too many names, see shared/types/awaited_tools.py.
         """
         attachment = self._ready()
         if not attachment.offers_expectations:
-            self._tell_missing("kvd_cannot_expect")
+            self._log_missing("kvd_cannot_expect")
             return False
-        await self.queue.reported()  # else the turn that is over may wait there: then it is back
+        # Report the queue first: if the finished turn still waits there, kvd ignores the hint.
+        await self.queue.reported()
         request = pb.ExpectSessionRequest(
             engine_id=attachment.engine_id,
             session=key_message(key),
@@ -318,39 +320,39 @@ class KvdClient(KvdConnection):
         return bool(response.stored)
 
     async def get_session(self, key: SessionKey) -> pb.SessionInfo:
-        """Return what kvd knows of a session.
+        """Return kvd's information about a session.
 
         Raises:
-            NotFoundError: nothing is stored.
+            NotFoundError: the session is not stored.
         """
         ready = self._ready()
         request = pb.GetSessionRequest(session=key_message(key), engine_id=ready.engine_id)
         return await self._call(ready.stub.GetSession, request, CALL_S)
 
-    # ---------------------------------------------------------------------------------- inside
+    # --------------------------------------------------------------------------------- private
 
     async def _while_attached(self, attachment: Attachment, abandoned: Collection[int]) -> None:
-        """Report what kvd does not know yet; then keep reporting the queue."""
+        """Complete abandoned leases, report ended sessions, then keep reporting the queue."""
         for lease_id in abandoned:
-            with suppress(ReportedError):  # it is lost: then there is nothing to return
+            with suppress(ReportedError):  # the lease is lost: there is nothing to complete
                 await self._complete_store(attachment, lease_id)
         for key in list(self._ended):
-            with suppress(ReportedError):  # kvd has gone again: the next attachment repeats it
+            with suppress(ReportedError):  # kvd has gone again: the next attachment reports it
                 await self._report_end(attachment, key)
-        # No task group: the cancelled call of the queue would stay in its errors, and with it a
-        # connection to kvd, until the interpreter looks for circles.
-        beside = [asyncio.create_task(runs(attachment)) for runs in self.beside]
+        # No TaskGroup: the cancelled call of the queue would stay referenced by its exception group
+        # and keep a connection to kvd open until the garbage collector finds the cycle.
+        tasks = [asyncio.create_task(run(attachment)) for run in self.run_while_attached]
         try:
             await self.queue.run(attachment)
         finally:
-            for task in beside:
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(*beside, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _tell_missing(self, event: str) -> None:
-        """Log once what this kvd cannot be asked for."""
-        if event not in self._told_missing:
-            self._told_missing.add(event)
+    def _log_missing(self, event: str) -> None:
+        """Log once that this kvd lacks a feature."""
+        if event not in self._logged_missing:
+            self._logged_missing.add(event)
             log.warning(event, remedy="update kvd: it is older than this engine")
 
     async def _report_end(self, attachment: Attachment, key: SessionKey) -> None:
@@ -381,15 +383,15 @@ class KvdClient(KvdConnection):
     def _attachment_of(self, grant: LoadGrant | StoreGrant) -> Attachment:
         """Return the attachment of a grant: its own, or a later one that confirmed its lease."""
         attachment = self._attachment
-        is_ours = grant.lease_id in self._held  # not among those lost
+        is_ours = grant.lease_id in self._held  # false for leases that were lost
         if attachment is None or attachment.mapped.slots is not grant.arena or not is_ours:
             self._held.discard(grant.lease_id)
             raise self._unavailable()
         return attachment
 
     @contextmanager
-    def _ending_on_nonsense(self, attachment: Attachment, lease_id: int) -> Iterator[None]:
-        """End the attachment to a kvd that answers nonsense; kvd then ends the lease."""
+    def _ending_on_bad_answer(self, attachment: Attachment, lease_id: int) -> Iterator[None]:
+        """End the attachment if kvd's answer breaks the protocol; kvd then ends the lease."""
         try:
             yield
         except KvdProtocolError:

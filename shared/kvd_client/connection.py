@@ -1,10 +1,10 @@
-"""Staying attached to a kvd: attach, hold, attach again, for ever; and calling it safely meanwhile.
+"""KvdConnection: stay attached to a kvd (attach, hold, attach again), and make calls safely.
 
-What may happen to a connection is the table CONNECTION_MOVES; kvd/README.md has its drawing.
+CONNECTION_MOVES is the table of its states; kvd/README.md has the drawing.
 
-Slots of an ended attachment may still be read or written by threads of ours. kvd gives no slot of a
-store to others before we attach again and say which stores we still hold, or say that we leave, or
-die. What was loaded meanwhile may not be used: its complete_load raises.
+After an attachment has ended, threads of ours may still read or write its slots. kvd gives the slot
+of a store to no other before we attach again and name the stores that we still hold, or say that we
+leave, or die. KV that was loaded by an ended attachment must not be used: its complete_load raises.
 """
 
 import asyncio
@@ -28,9 +28,9 @@ from shared.types.kv_layout import KVLayout
 from shared.types.transitions import Transitions
 from shared.version import __version__
 
-RECONNECT_DELAY_S = 0.1  # after an attachment has ended; doubled with each attempt that fails
+RECONNECT_DELAY_S = 0.1  # after an attachment has ended; doubled with each failed attempt
 MAX_RECONNECT_DELAY_S = 0.5
-ATTACH_S = 30.0  # deadline of an attach: kvd may make an arena
+ATTACH_S = 30.0  # deadline of an attach, in which kvd may have to make an arena
 CANCEL_AGAIN_S = 0.1
 INSTANCE_BYTES = 16
 
@@ -62,10 +62,10 @@ class ConnectionState(Enum):
 
     DETACHED = "detached"
     ATTACHED = "attached"
-    DRAINING = "draining"  # what was granted may be completed, nothing new is granted
+    DRAINING = "draining"  # granted leases may be completed, no new ones are granted
 
 
-# What may happen to a connection in each state, and the state that follows.
+# By state: the events that are possible, and the state that follows each.
 CONNECTION_MOVES = Transitions(
     {
         ConnectionState.DETACHED: {"attached": ConnectionState.ATTACHED},
@@ -108,17 +108,18 @@ class KvdConnection:
         self._identity = pb.AttachRequest(
             layout=layout_message(layout),
             engine_name=engine_name,
-            instance=secrets.token_hex(INSTANCE_BYTES),  # with our process: leases are our own
+            # Identifies us, together with our process, as the holder of our leases.
+            instance=secrets.token_hex(INSTANCE_BYTES),
             version=__version__,
         )
         self._reconnect_delay_s = reconnect_delay_s
         self._attachment: Attachment | None = None
-        self._mapped: MappedArena | None = None  # outlives the attachment
+        self._mapped: MappedArena | None = None  # kept beyond the end of an attachment
         self._state = ConnectionState.DETACHED
         self._detached_reason = "not attached yet"
         self._attached_event = asyncio.Event()
-        self._held: set[int] = set()  # leases granted, neither completed nor about to be
-        self._undoing: set[asyncio.Future[None]] = set()  # see _granted
+        self._held: set[int] = set()  # granted leases whose completion was not called yet
+        self._undoing: set[asyncio.Future[None]] = set()  # see _await_grant
 
     # ------------------------------------------------------------------------------- lifecycle
 
@@ -131,7 +132,7 @@ class KvdConnection:
         """Wait until attached.
 
         Raises:
-            KvdUnavailableError: not within timeout_s.
+            KvdUnavailableError: that does not happen within timeout_s.
         """
         try:
             async with asyncio.timeout(timeout_s):
@@ -142,8 +143,8 @@ class KvdConnection:
     async def run(self) -> None:
         """Attach and stay attached until cancelled.
 
-        Cancelling ends loads. The slots of a store that is not completed stay ours until this
-        process ends: a thread of it may be writing.
+        Cancelling ends loads. The slots of a store that is not completed stay reserved until this
+        process ends, because one of its threads may be writing to them.
         """
         delay_s = self._reconnect_delay_s
         while True:
@@ -165,10 +166,11 @@ class KvdConnection:
                 await self._hold(attachment)
             finally:
                 await attachment.close(leaving=not self._held)
-            await asyncio.sleep(delay_s)  # a kvd that accepts and closes must not keep us busy
+            await asyncio.sleep(delay_s)  # do not spin with a kvd that accepts and then closes
 
     async def _hold(self, attachment: Attachment) -> None:
-        # Completed while no kvd was there. From here on whoever completes a lease calls kvd.
+        """Be attached until the attachment ends."""
+        # These were completed while no kvd was attached. From here on completions call kvd.
         abandoned = attachment.confirmed_leases - self._held
         self._attachment = attachment
         self._move("attached", engine_id=shown_id(attachment.engine_id))
@@ -176,30 +178,31 @@ class KvdConnection:
         try:
             await attachment.hold(self._on_draining)
         finally:
-            # All at once, before anything is awaited: a caller who was refused and then waits in
-            # `wait_attached` must not find us attached still.
+            # Detach before anything is awaited: a caller that was refused and then waits in
+            # `wait_attached` must not find us still attached.
             self._attachment = None
             self._move("ended", "kvd closed the connection")
-            await _cancelled(serving)
+            await _cancel_until_done(serving)
 
     async def _while_attached(self, attachment: Attachment, abandoned: Collection[int]) -> None:
-        """For subclasses: run beside the attachment; cancelled at its end.
+        """Run while attached; cancelled at the attachment's end. For subclasses.
 
         Args:
-            attachment: the new one.
-            abandoned: leases that it confirmed and that are to be completed: nobody holds them.
+            attachment: the new attachment.
+            abandoned: leases that it has confirmed but that no caller holds any more: they are to
+                be completed.
         """
 
     def _on_draining(self, deadline_s: float) -> None:
         self._move("draining", "kvd is stopping", deadline_s=deadline_s)
 
     def _note_refusal(self, error: ReportedError) -> None:
-        if str(error) != self._detached_reason:  # said once, not at every attempt
+        if str(error) != self._detached_reason:  # log it once, not at every attempt
             log.warning("kvd_attach_failed", reason=error.reason, error=str(error))
         self._detached_reason = str(error)
 
     def _move(self, event: str, detached_reason: str = "", **logged: object) -> None:
-        """Change the state, and notify of it if `attached` is another now."""
+        """Change the state; log it and call `on_change` if `attached` has changed."""
         was_attached = self.attached
         self._state = CONNECTION_MOVES.after(self._state, event)
         self._detached_reason = detached_reason or self._detached_reason
@@ -217,22 +220,22 @@ class KvdConnection:
     # --------------------------------------------------------------------------------- calling
 
     def _ready(self) -> Attachment:
-        """Return the attachment that takes further calls.
+        """Return the attachment for new calls.
 
         Raises:
-            KvdUnavailableError: there is none.
+            KvdUnavailableError: not attached, or kvd is draining.
         """
         if self._attachment is None or not self.attached:
             raise self._unavailable()
         return self._attachment
 
-    async def _granted(
+    async def _await_grant(
         self,
         call: Coroutine[object, object, LeasedResponse],
         complete: Callable[[Attachment, int], Coroutine[object, object, object]],
         attachment: Attachment,
     ) -> LeasedResponse:
-        """Await a prepare call. If we are cancelled meanwhile, what it grants is completed."""
+        """Await a prepare call; if we are cancelled meanwhile, complete the lease it grants."""
         running = asyncio.ensure_future(call)
 
         async def undo() -> None:
@@ -245,11 +248,12 @@ class KvdConnection:
             response = await asyncio.shield(running)
         except asyncio.CancelledError:
             undoing = asyncio.ensure_future(undo())
-            self._undoing.add(undoing)  # the loop itself holds tasks weakly
+            self._undoing.add(undoing)  # the event loop holds only weak references to tasks
             undoing.add_done_callback(self._undoing.discard)
             raise
         if self._attachment is not attachment:
-            # It has ended since the answer was sent; to the next one this lease was not named.
+            # The attachment has ended since the answer was sent, and the next one was not told of
+            # this lease.
             raise self._unavailable()
         self._held.update({response.lease_id} - {0})
         return response
@@ -266,10 +270,10 @@ class KvdConnection:
         Args:
             method: a stub's method.
             request: its argument.
-            timeout_s: most seconds for all of it.
+            timeout_s: most seconds for the call.
             leasing: the attachment of a call that begins or ends a lease; else None. Without an
-                answer in time nobody knows whether kvd holds that lease for us, which it would do
-                for ever: so that attachment ends, and the next one names what we hold.
+                answer in time it is not known whether kvd holds that lease for us, and it would
+                hold it for ever. So that attachment ends, and the next one names what we hold.
         """
         try:
             return await method(request, timeout=timeout_s, metadata=outgoing())
@@ -282,8 +286,8 @@ class KvdConnection:
                 raise KvdUnavailableError(reported.message, "history is recomputed") from error
             raise reported from error
         except asyncio.CancelledError:
-            # grpc also raises this when the channel is closed under a call, by the end of the
-            # attachment. That is not a cancellation of our caller.
+            # grpc.aio also raises CancelledError when the channel is closed during a call, at the
+            # end of the attachment. That is not a cancellation of our caller.
             task = asyncio.current_task()
             if task is None or task.cancelling():
                 raise
@@ -295,10 +299,10 @@ class KvdConnection:
         )
 
 
-async def _cancelled(task: "asyncio.Task[None]") -> None:
-    """Cancel a task until it has ended, and ignore what it raises.
+async def _cancel_until_done(task: "asyncio.Task[None]") -> None:
+    """Cancel a task until it has ended, and ignore its exception.
 
-    Once is not enough: a call of grpc.aio that ends at that very moment swallows it.
+    To cancel once is not enough: a grpc.aio call that ends at that moment swallows it.
     """
     while not task.done():
         task.cancel()

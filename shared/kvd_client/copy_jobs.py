@@ -1,15 +1,15 @@
-"""What travels between an engine and the copier of its GPU, once they have a channel.
+"""Packets between an engine and the copier of its GPU, over their channel.
 
     engine                             copier
-    job and its slots            ->    has the GPU copy between these slots and the ring
-                                 <-    DONE id           the bytes are there
-                                 <-    REGISTERED n      slots [0, n) may be named from now on
-    closes its side              ->    ends what is under way
-                                 <-    CLOSED            nothing is copied any more
+    job and its slots            ->    the GPU copies between these slots and the ring
+                                 <-    DONE id           the job's bytes are there
+                                 <-    REGISTERED n      jobs may name slots [0, n) from now on
+    closes its side              ->    finishes the jobs under way
+                                 <-    CLOSED            nothing is being copied any more
 
-The ring is memory of the engine on the GPU; a job copies a piece of each of its slots from or to a
-part of the ring, where they lie one after another. Who is killed says no CLOSED: what it had begun
-may go on until its process is gone.
+The ring is memory of the engine on the GPU. A job copies one piece of each of its slots from or to
+a part of the ring, where the pieces lie one after another. A copier that is killed sends no CLOSED:
+its jobs under way may continue until its process is gone.
 """
 
 import array
@@ -29,14 +29,14 @@ ANSWER_BYTES = _ANSWER.size
 
 
 class Way(IntEnum):
-    """Where a job copies to."""
+    """The direction in which a job copies."""
 
     LOAD = 0  # from the slots to the ring
     STORE = 1  # from the ring to the slots
 
 
 class Answered(IntEnum):
-    """What a copier says; its number is a job's, or a number of slots."""
+    """Kinds of a copier's answers; each carries a number: a job's id, or a number of slots."""
 
     DONE = 0
     REGISTERED = 1
@@ -45,15 +45,15 @@ class Answered(IntEnum):
 
 @dataclass(frozen=True)
 class Job:
-    """A piece of each of some slots, and where they are in the ring; all in bytes.
+    """A copy of one piece of each of some slots from or to the ring; offsets and sizes in bytes.
 
     Attributes:
-        way: which is copied to which.
-        job_id: below 2**32; names it in its answer.
-        ring_offset: where the first piece is in the ring.
-        slot_offset: where the piece begins in its slot.
+        way: the direction.
+        job_id: identifies the job in its answer; below 2**32.
+        ring_offset: offset of the first piece in the ring.
+        slot_offset: offset of the piece in each slot.
         piece_bytes: size of each piece.
-        slot_ids: at least one, at most MAX_JOB_SLOTS.
+        slot_ids: the slots, 1 to MAX_JOB_SLOTS of them.
     """
 
     way: Way
@@ -64,10 +64,10 @@ class Job:
     slot_ids: Sequence[int]
 
     def check(self, slot_bytes: int, num_slots: int, ring_bytes: int) -> None:
-        """Refuse what leaves the slots or the ring.
+        """Check that the job stays inside the slots and the ring.
 
         Raises:
-            MalformedPacketError: it does.
+            MalformedPacketError: it does not.
         """
         end = self.ring_offset + self.piece_bytes * len(self.slot_ids)
         if not 0 < self.piece_bytes <= slot_bytes - self.slot_offset or end > ring_bytes:
@@ -83,10 +83,10 @@ def encode_job(job: Job) -> bytes:
 
 
 def decode_job(packet: bytes) -> Job:
-    """Parse a job; see `Job.check` for what it names.
+    """Decode a job; the caller owes `Job.check` before it uses the slots and offsets.
 
     Raises:
-        MalformedPacketError: if it is none.
+        MalformedPacketError: the packet is not a job.
     """
     if len(packet) <= _JOB.size:
         raise MalformedPacketError(f"a job of {len(packet)} bytes")
@@ -104,10 +104,10 @@ def encode_answer(answered: Answered, number: int = 0) -> bytes:
 
 
 def decode_answer(packet: bytes) -> tuple[Answered, int]:
-    """Parse an answer.
+    """Decode an answer.
 
     Raises:
-        MalformedPacketError: if it is none.
+        MalformedPacketError: the packet is not an answer.
     """
     if len(packet) != _ANSWER.size or packet[0] not in tuple(Answered):
         raise MalformedPacketError(f"no answer of a copier: {packet[:20]!r}")

@@ -1,4 +1,4 @@
-"""kvd's data socket: its messages, and how they travel (D2, D16).
+"""The protocol of kvd's data socket: its messages and their order (D2, D16).
 
 The socket is SOCK_SEQPACKET: one packet is one message, a JSON object with its `kind`.
 
@@ -9,15 +9,14 @@ The socket is SOCK_SEQPACKET: one packet is one message, a JSON object with its 
     arena {arena_id}              ->
                                   <-      mapping {slot_bytes, num_slots, num_words}
                                           + slots, progress words, wakeup (SCM_RIGHTS)
-    copier {arena_id, device, …}  ->      if the engine wants one; again when that has died
+    copier {arena_id, device, …}  ->      optional; again when a copier has died
       + ring in the GPU's memory  <-      channel {} + channel, pidfd of the copier, or no_copier
-    ... the connection stays open; kvd sends nothing that was not asked for ...
-    leaving {}                    ->      no thread of ours touches a slot any more
+    ... the connection stays open; kvd sends only what was requested ...
+    leaving {}                    ->      no thread of the engine uses a slot any more
     close
 
-What the end of the connection means: after `leaving`, or with the process dead, every lease ends.
-Otherwise loads end, and slots that were being written stay with the process until it dies or
-attaches again (D10).
+When the connection ends after `leaving`, or with the process, every lease ends. Otherwise loads
+end, and the slots of stores stay reserved for the process until it dies or attaches again (D10).
 
 Anything unexpected is answered with refused {reason, message}, and the connection is closed.
 """
@@ -33,7 +32,7 @@ PROTOCOL = 2  # raised when a message changes its meaning
 
 @dataclass(frozen=True)
 class Welcome:
-    """First packet of kvd: the token that Attach presents, usable once."""
+    """First packet of kvd: a token for one Attach call."""
 
     token: str
     protocol: int = PROTOCOL
@@ -41,14 +40,14 @@ class Welcome:
 
 @dataclass(frozen=True)
 class ArenaRequest:
-    """Requests the descriptor of the arena that Attached named."""
+    """Requests the descriptors of the arena that Attached named."""
 
     arena_id: str
 
 
 @dataclass(frozen=True)
 class ArenaMapping:
-    """Answer to ArenaRequest. In the same packet: slots, progress words (read-only), wakeup."""
+    """Answer to ArenaRequest, with descriptors: slots, progress words (read-only), wakeup."""
 
     slot_bytes: int
     num_slots: int
@@ -57,10 +56,10 @@ class ArenaMapping:
 
 @dataclass(frozen=True)
 class CopierRequest:
-    """Requests a channel to the copier of a GPU; in the same packet: a ring in its memory.
+    """Requests a channel to the copier of a GPU, with the descriptor of a ring in its memory.
 
     Attributes:
-        arena_id: of the arena that is mapped.
+        arena_id: id of the mapped arena.
         device: the GPU's UUID, "GPU-…".
         ring_bytes: size of the ring.
     """
@@ -72,12 +71,12 @@ class CopierRequest:
 
 @dataclass(frozen=True)
 class CopierChannel:
-    """Answer to CopierRequest. In the same packet: the channel, and a pidfd of the copier."""
+    """Answer to CopierRequest, with descriptors: the channel, and a pidfd of the copier."""
 
 
 @dataclass(frozen=True)
 class NoCopier:
-    """The other answer to CopierRequest: why there is none, and what to do about it."""
+    """Negative answer to CopierRequest: why there is no copier, and the remedy."""
 
     message: str
     remedy: str
@@ -85,12 +84,12 @@ class NoCopier:
 
 @dataclass(frozen=True)
 class Leaving:
-    """Last packet of an engine that ends its attachment in order: it holds nothing any more."""
+    """Last packet of an engine that ends its attachment in order, and uses no slots any more."""
 
 
 @dataclass(frozen=True)
 class Refused:
-    """Why kvd closes this connection."""
+    """Last packet of kvd: why it closes this connection."""
 
     reason: str
     message: str
@@ -125,10 +124,10 @@ send = DATA_SOCKET_PACKETS.send
 
 
 def connect(path: str) -> socket.socket:
-    """Connect without waiting: a Unix socket accepts at once or refuses.
+    """Connect without waiting: a Unix socket accepts or refuses at once.
 
     Raises:
-        OSError: nobody listens there, or its backlog is full.
+        OSError: no process listens there, or its backlog is full.
     """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     sock.setblocking(False)

@@ -1,6 +1,6 @@
-"""What both sides of kvd's RPCs name, as messages: session, lineage, layout; engines. Pure.
+"""Messages that both sides of kvd's RPCs use: session keys, lineages, layouts; and ids of engines.
 
-The layout is what the handshake of an attachment compares (D12).
+Pure. The handshake of an attachment compares layouts (D12).
 """
 
 import hashlib
@@ -23,7 +23,7 @@ def key_message(key: SessionKey) -> pb.SessionKey:
 
 
 def lineage_message(lineage: Lineage | None) -> pb.Lineage | None:
-    """Encode a lineage; no discard is a lineage too, and is not the same as naming none."""
+    """Encode a lineage; the lineage without discards differs from None, which names none."""
     if lineage is None:
         return None
     return pb.Lineage(digest=lineage.digest, clean_tokens=lineage.clean_tokens)
@@ -42,8 +42,8 @@ def layout_of(message: pb.KVLayout) -> KVLayout:
     """Decode a layout and check it.
 
     Raises:
-        InvalidLayoutError: if the layout cannot be, or the sender computes another fingerprint from
-            it: the two would disagree about where the bytes lie.
+        InvalidLayoutError: the layout is invalid, or the sender computes another fingerprint from
+            it: then the two would disagree about where the bytes lie.
     """
     layers = tuple(
         Layer(
@@ -63,11 +63,11 @@ def layout_of(message: pb.KVLayout) -> KVLayout:
 
 
 def shown_id(engine_id: int) -> int:
-    """Return the number of an engine, from which its id cannot be computed.
+    """Return the public number of an engine, from which its id cannot be computed.
 
-    The id itself is as good as a key: an Engine call names it, and is taken for that engine's. So
-    only the engine and kvd know it; logs, monitors and operators get another number, the same on
-    both sides.
+    The id itself works like a key: kvd takes a call that names it for that engine's. So only the
+    engine and kvd know it. Logs, monitors and operators see this number, which is the same on both
+    sides.
     """
     known = engine_id.to_bytes(_ID_BYTES, "little")
     digest = hashlib.blake2b(known, digest_size=_ID_BYTES, person=_ID_PERSON).digest()

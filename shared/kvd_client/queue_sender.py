@@ -1,8 +1,8 @@
-"""Reports an engine's queue to kvd, over one PushQueue stream after the other.
+"""QueueSender: report an engine's queue to kvd, over one PushQueue stream after the other.
 
-One update is on its way at most; what happens meanwhile goes with the next one, and whoever changes
-the queue never waits. A stream that fails is opened again: all of the queue is reported anew. What
-an engine sends is decoded, and checked, by kvd (kvd/rpc/queue_replica.py).
+At most one update is on its way. Changes that come meanwhile go with the next one, so the scheduler
+never waits. A stream that fails is opened again, and then all of the queue is reported again.
+kvd/rpc/queue_replica.py decodes and checks the updates.
 """
 
 import asyncio
@@ -22,32 +22,30 @@ from shared.types.queue_feed import QueueFeed
 from shared.types.session_key import SessionKey
 from shared.types.units import NS_PER_S
 
-PAUSE_S = (
-    0.05  # between two updates: a request that comes and goes faster is nothing to prepare for
-)
-ANSWER_S = 10.0  # deadline of an acknowledgement, which needs nothing but kvd's memory
+PAUSE_S = 0.05  # between two updates: kvd could not prepare for requests that come and go faster
+ANSWER_S = 10.0  # deadline of an acknowledgement, for which kvd only touches its memory
 RETRY_S = 2.0  # after a stream has failed
 
 log = get_logger(__name__)
 
 
 class QueueSender:
-    """Keeps kvd up to date with one feed; see the module docstring."""
+    """Keeps kvd up to date with one queue."""
 
     def __init__(self) -> None:
         self._feed = QueueFeed()
         self._changed = asyncio.Event()
         self._is_open = False
-        self._waiting: list[asyncio.Future[None]] = []  # until what happened so far is reported
+        self._waiting: list[asyncio.Future[None]] = []  # calls of `reported` that still wait
         self._last_problem = ""
 
     def follow(self, feed: QueueFeed) -> None:
-        """Report this queue; to be called before `run`."""
+        """Report this queue from now on; call it before `run`."""
         self._feed = feed
         feed.on_change = self._changed.set
 
     async def run(self, attachment: Attachment) -> None:
-        """Report to an attached kvd, until cancelled."""
+        """Report the queue to an attached kvd, until cancelled."""
         while True:
             try:
                 await self._run_stream(attachment)
@@ -56,7 +54,7 @@ class QueueSender:
             await asyncio.sleep(RETRY_S)
 
     async def reported(self) -> None:
-        """Return when kvd knows what has happened to the queue so far, or is not told of it now."""
+        """Wait until kvd knows all changes of the queue so far; return at once without a stream."""
         if self._is_open:
             waiting = asyncio.get_running_loop().create_future()
             self._waiting.append(waiting)
@@ -64,10 +62,10 @@ class QueueSender:
             await waiting
 
     async def _run_stream(self, attachment: Attachment) -> None:
-        """Report all of the queue, then what changes.
+        """Open a stream, report all of the queue, then its changes.
 
         Raises:
-            ReportedError: always, in the end.
+            ReportedError: the stream has ended, as it always does at some time.
         """
         stream = attachment.stub.PushQueue()
         self._feed.restart()
@@ -103,16 +101,16 @@ class QueueSender:
             stream.cancel()
 
     def _note_problem(self, error: ReportedError) -> None:
-        if str(error) != self._last_problem:  # said once, not at every attempt
+        if str(error) != self._last_problem:  # log it once, not at every attempt
             log.warning("kvd_queue_not_reported", reason=error.reason, error=str(error))
         self._last_problem = str(error)
 
 
 def _wake(waiting: list[asyncio.Future[None]]) -> None:
-    """Let those go on who wait."""
-    for one in waiting:
-        if not one.done():  # it may have been cancelled
-            one.set_result(None)
+    """Resolve all futures, and empty the list."""
+    for future in waiting:
+        if not future.done():  # it may have been cancelled
+            future.set_result(None)
     waiting.clear()
 
 
@@ -122,7 +120,7 @@ class _Keyed(Protocol):
 
 
 def snapshot_message(engine_id: int, update: QueueUpdate) -> pb.QueueSnapshot:
-    """Encode an update; each tenant is named once, and meant by its index from then on."""
+    """Encode an update; tenants are sent once each, and requests refer to them by index."""
     change = update.change
     tenants: dict[str, int] = {}
     return pb.QueueSnapshot(
@@ -139,6 +137,7 @@ def snapshot_message(engine_id: int, update: QueueUpdate) -> pb.QueueSnapshot:
 
 
 def _waiting(requests: Sequence[QueuedRequest], tenants: dict[str, int]) -> pb.QueueJobs:
+    """Encode waiting requests, with their priorities, start tags and history lengths."""
     message = _columns([request.rank[2] for request in requests], requests, tenants)
     message.priorities.extend([-request.rank[0] for request in requests])
     message.start_tags.extend([request.rank[1] for request in requests])
@@ -149,7 +148,7 @@ def _waiting(requests: Sequence[QueuedRequest], tenants: dict[str, int]) -> pb.Q
 def _columns(
     numbers: Sequence[int], requests: Sequence[_Keyed], tenants: dict[str, int]
 ) -> pb.QueueJobs:
-    """Encode requests as columns; tenants that are new get the next index."""
+    """Encode requests as columns; a new tenant gets the next index in `tenants`."""
     return pb.QueueJobs(
         numbers=numbers,
         session_ids=[request.key.session_id for request in requests],

@@ -1,1 +1,1 @@
-"""What a process says and asks of its host: logs, runtime directory, systemd, dumps, memory."""
+"""A process and its host: logs, runtime directory, systemd, core dumps, memory, packets."""

@@ -1,4 +1,4 @@
-"""Back-off: how long to leave something alone that fails, ever longer, and by chance. Pure."""
+"""Backoff: exponential back-off with random jitter after failures. Pure."""
 
 from random import Random
 
@@ -6,12 +6,15 @@ FIRST_S, LONGEST_S = 1.0, 300.0
 
 
 class Backoff:
-    """Says when to try again; not two processes at once, for each draws its pauses.
+    """Decides when to try again; the pauses are random, so that processes do not retry at once.
 
     Args:
-        random: draws them.
-        first_s: about how long the first pause is.
-        longest_s: how long one is at most.
+        random: draws the pauses.
+        first_s: about the first pause, in seconds.
+        longest_s: the longest pause, in seconds.
+
+    Attributes:
+        retry_at_s: time of the next try; 0 after a success.
     """
 
     def __init__(
@@ -28,14 +31,14 @@ class Backoff:
         """Whether the last try has failed."""
         return self._num_failures > 0
 
-    def failed(self, now_s: float) -> bool:
-        """Take a failure; returns whether it is the first after a success."""
+    def record_failure(self, now_s: float) -> bool:
+        """Record a failure and draw a pause; returns whether it is the first after a success."""
         most_s = min(self._longest_s, self._first_s * 2 ** min(self._num_failures, 30))
         self.retry_at_s = now_s + most_s * self._random.uniform(0.5, 1.0)
         self._num_failures += 1
         return self._num_failures == 1
 
-    def succeeded(self) -> bool:
-        """Take a success; returns whether it is the first after a failure."""
+    def record_success(self) -> bool:
+        """Record a success; returns whether it is the first after a failure."""
         is_first, self._num_failures, self.retry_at_s = self.is_failing, 0, 0.0
         return is_first

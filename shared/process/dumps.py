@@ -1,13 +1,12 @@
-"""Keeps what conversations say out of core dumps, and from whoever may trace processes of our user.
+"""Core dumps: keep the contents of conversations out of dumps, and from tracing by our own user.
 
-A dump of a process would have keys and values, tokens and tenants' keys in it, and would outlive
-whatever is done to erase them. So a serving process is not dumpable, unless its settings say that
-it is to be: [process] dumps. Even then the memory of KV is left out: each mapping of it is marked
-(`leave_out`).
+A dump of a process would contain KV, tokens and tenants' keys, and would outlive their erasure. So
+a serving process is not dumpable, unless its settings ask for it: [process] dumps. Even then the
+memory of KV is excluded: each mapping of it is marked (`exclude_from_dumps`).
 
-Not dumpable also means: files in /proc/PID are root's, where they are not for everybody, and only
-root may attach a debugger or a profiler. What others read of a process (its name, command, state,
-memory) they still can; signals, pidfds and descriptors that are passed on are not affected.
+For a process that is not dumpable, files in /proc/PID that are not for everybody belong to root,
+and only root may attach a debugger or a profiler. Its name, command, state and memory use stay
+readable as before; signals, pidfds and passed descriptors are not affected.
 """
 
 import ctypes
@@ -23,12 +22,12 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def forbid_dumps() -> None:
-    """Make this process undumpable for good. At its start.
+    """Make this process not dumpable, for good; to be called at its start.
 
     Raises:
         OSError: the kernel refuses.
     """
-    # The limit is for children too, which are dumpable again after an exec.
+    # The limit is inherited by children, which become dumpable again with an exec.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if _libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0) != 0:
         number = ctypes.get_errno()
@@ -40,7 +39,7 @@ def may_be_dumped() -> bool:
     return bool(_libc.prctl(_PR_GET_DUMPABLE, 0, 0, 0, 0))
 
 
-def leave_out(memory: mmap.mmap) -> None:
-    """Leave a mapping out of dumps; a kernel that cannot do that is not worth failing for."""
+def exclude_from_dumps(memory: mmap.mmap) -> None:
+    """Exclude a mapping from core dumps, if the kernel can do that."""
     with suppress(OSError):
         memory.madvise(mmap.MADV_DONTDUMP)

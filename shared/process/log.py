@@ -1,18 +1,18 @@
-"""The only logging configuration of both processes, and how many lines anybody may cause.
+"""Logging of both processes: configuration, redaction of secrets, and limits on lines per caller.
 
-JSON lines on stderr under a supervisor, coloured text on a terminal. Event names are constant slugs
-(`log.info("engine_attached", engine_id=3)`), data goes in keys named as in the glossary, never into
-the event's text. What is bound with structlog's contextvars (a trace id, above all) is in each line
-of its task.
+Lines are JSON on stderr under a supervisor, and coloured text on a terminal. Event names are
+constant slugs (`log.info("engine_attached", engine_id=3)`). Data goes into keys that are named as
+in the glossary, never into the event's text. Values that are bound with structlog's contextvars
+(above all a trace id) are in each line of their task.
 
-Where stderr is systemd's journal each line begins with its priority, which the journal takes off:
-`journalctl -p warning` finds warnings. Secrets do not get into a line: whatever is logged under the
-name of one, and whatever looks like the credentials of a request, in its headers or in its URL, is
-written as REDACTED. That is done to the finished line, too: what an object or bytes looks like is
-known only then.
+If stderr is systemd's journal each line begins with its priority, which the journal removes:
+`journalctl -p warning` finds warnings. Secrets are written as REDACTED: values under the name of a
+secret, and text that looks like a request's credentials, in headers or URLs. The finished line is
+redacted, too, because only there the text of objects and bytes is known.
 
-Callers, and libraries that write a traceback for each connection that broke, cause lines at will:
-each has so many a second (`LineAllowance`), and its next line says how many were left out.
+Callers can cause lines at will, and so can libraries that log a traceback for each broken
+connection. Each caller and library may write so many lines per second (`LineAllowance`); its next
+line says how many were left out.
 """
 
 import logging
@@ -28,21 +28,23 @@ from typing import Any, cast
 import structlog
 from structlog.typing import EventDict, FilteringBoundLogger, Processor, WrappedLogger
 
-EVERY_S = 1.0
-LINES_PER_S = 10  # of one caller
+EVERY_S = 1.0  # the period of an allowance
+LINES_PER_S = 10  # per caller
 
 
 @dataclass
 class _Second:
+    """The lines of one caller in the current period."""
+
     began_s: float
     num_lines: int = 0
     left_out: int = 0
 
 
 class LineAllowance:
-    """Bounds the lines that each caller may cause by what it can repeat at will.
+    """Bounds the lines per second that each caller may cause.
 
-    Callers are few: the clients of the settings, and one name for all strangers.
+    There are few names of callers: the clients in the settings, and one name for all strangers.
     """
 
     def __init__(
@@ -53,7 +55,7 @@ class LineAllowance:
         self._seconds: dict[str, _Second] = {}
 
     def take(self, caller: str) -> int | None:
-        """Return how many lines were left out before this one; None: leave this one out, too."""
+        """Count a line; returns how many were left out before it, or None to leave it out, too."""
         now_s = self._clock_s()
         second = self._seconds.setdefault(caller, _Second(now_s))
         if now_s >= second.began_s + EVERY_S:
@@ -75,33 +77,33 @@ SECRET_NAMES = frozenset(
         *("salt", "secret"),
     }
 )
-_QUERY_NAMES = (  # of parameters of a URL
+_QUERY_NAMES = (  # names of URL parameters that hold secrets
     r"(?:access|refresh|id|auth|session)?[-_]?token|(?:x[-_])?(?:api|access|secret|private)[-_]?key"
     r"|key|secret|client[-_]secret|passw(?:or)?d|pwd|sig|signature|credentials?"
 )
 _CREDENTIALS = re.compile(
     r"(?i)\b(?:bearer|basic)\s+[\w.~+/=-]{8,}|\bsk-[\w-]{16,}"
     rf"|(?<=[?&])(?:{_QUERY_NAMES})=[^\s&;#\"'\\<>]+"  # in a URL's query
-    r"|(?<=://)[^\s/@\"'\\]+:[^\s/@\"'\\]*(?=@)"  # in its authority
+    r"|(?<=://)[^\s/@\"'\\]+:[^\s/@\"'\\]*(?=@)"  # in a URL's authority
     r"|\b(?:proxy-)?authorization\b\W{1,4}[\w.~+/=-]{8,}(?:\s+[\w.~+/=-]{8,})?"  # a header, as text
     r"|\b(?:x-)?api-key\b\W{1,4}[\w.~+/=-]{8,}|\b(?:set-)?cookie\b\s*[:=]\s*[^\s\"'\\]+"
 )
-# What some part of each match has: most lines have none of it, and looking for it is much faster.
+# Every match contains one of these. Most lines contain none, and this check is much faster.
 _MARKS = ("bearer", "basic", "sk-", "?", "&", "://", "authorization", "api-key", "cookie")
 _OWN_LOGGERS = ("inference_svc", "kvd", "shared")
-# As syslog(3) numbers them; what is not here is a notice.
+# The numbers of syslog(3); other levels become notices.
 _PRIORITIES = {"debug": 7, "info": 6, "warning": 4, "error": 3, "critical": 2}
 
 
 def configure_logging(
     level: str, *, json: bool | None, environ: Mapping[str, str] = os.environ
 ) -> None:
-    """Set up structlog and the standard library's loggers (grpc, asyncio); again to change it.
+    """Configure structlog and the standard library's loggers (grpc, asyncio); may be repeated.
 
     Args:
         level: one of LEVELS.
-        json: None chooses: text if stderr is a terminal, else JSON.
-        environ: environment: systemd's JOURNAL_STREAM, and NO_COLOR for no colours.
+        json: whether lines are JSON; None: text if stderr is a terminal, else JSON.
+        environ: the environment: systemd's JOURNAL_STREAM, and NO_COLOR for no colours.
     """
     as_json = not sys.stderr.isatty() if json is None else json
     stamp: Processor = structlog.processors.TimeStamper(fmt="iso", utc=True)
@@ -111,7 +113,7 @@ def configure_logging(
         structlog.stdlib.add_logger_name,
         stamp if as_json else _stamp_for_people,
     ]
-    # Not structlog's own tracebacks for terminals: they show the values of local variables.
+    # Plain tracebacks: structlog's own ones for terminals show the values of local variables.
     renderer: Processor = structlog.dev.ConsoleRenderer(
         colors=sys.stderr.isatty() and not environ.get("NO_COLOR"),
         exception_formatter=structlog.dev.plain_traceback,
@@ -128,7 +130,7 @@ def configure_logging(
     handler.setFormatter(_LineFormatter(formatter, is_journal=_is_journal(environ)))
     handler.addFilter(_LibraryLines())
     logging.basicConfig(handlers=[handler], level=level.upper(), force=True)
-    logging.getLogger("grpc").setLevel(logging.INFO)  # its debug messages say nothing of ours
+    logging.getLogger("grpc").setLevel(logging.INFO)  # its debug messages are of no interest
     structlog.configure(
         processors=[
             structlog.stdlib.filter_by_level,
@@ -154,20 +156,21 @@ def _stamp_for_people(_logger: WrappedLogger, _method: str, event: EventDict) ->
 
 
 def _without_own_logger(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
-    """Drop our own module's name, which is for scripts; a library's is for people, too."""
+    """Drop the logger's name if it is one of our modules; people need only those of libraries."""
     if str(event.get("logger", "")).startswith(_OWN_LOGGERS):
         del event["logger"]
     return event
 
 
 def redact(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
-    """Replace what is secret, by its name or by its looks; a processor of structlog."""
+    """Replace secrets, by their names or their form; a processor of structlog."""
     for name, value in event.items():
         event[name] = _redacted(name, value)
     return event
 
 
 def _redacted(name: str, value: Any) -> Any:
+    """Return a value with its secrets replaced, down to nested items."""
     if name.lower() in SECRET_NAMES:
         return REDACTED if value else value
     if isinstance(value, str):
@@ -189,7 +192,7 @@ def _without_credentials(text: str) -> str:
 
 
 class _LineFormatter(logging.Formatter):
-    """Redacts the finished line, and puts its priority before it for the journal (sd-daemon(3))."""
+    """Redacts the finished line, and prepends its priority for the journal (sd-daemon(3))."""
 
     def __init__(self, inner: logging.Formatter, *, is_journal: bool) -> None:
         super().__init__()
@@ -204,7 +207,7 @@ class _LineFormatter(logging.Formatter):
 
 
 class _LibraryLines(logging.Filter):
-    """Lets so many lines a second of each library through; ours, which are events, all."""
+    """Limits the lines per second of each library; our own lines, which are events, all pass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -220,7 +223,7 @@ class _LibraryLines(logging.Filter):
 
 
 def _is_journal(environ: Mapping[str, str]) -> bool:
-    """Whether stderr is what JOURNAL_STREAM names: it may have been redirected since."""
+    """Whether stderr is the stream of JOURNAL_STREAM; it may have been redirected."""
     device, _, inode = environ.get("JOURNAL_STREAM", "").partition(":")
     try:
         status = os.fstat(sys.stderr.fileno())
@@ -230,7 +233,7 @@ def _is_journal(environ: Mapping[str, str]) -> bool:
 
 
 class RefusalLog:
-    """The log of callers that were turned away at one address; each client has lines of its own.
+    """Logs the callers that one address has refused, with an allowance of lines per client.
 
     Args:
         event: the event name of its lines.
@@ -242,12 +245,12 @@ class RefusalLog:
         self._lines = LineAllowance(per_s=1)
 
     def note(self, reason: str, client: str = "", **facts: str) -> None:
-        """Log a refusal, or count it for the next line; `facts` hold nothing secret.
+        """Log a refusal, or count it for the next line.
 
         Args:
             reason: slug of the refusal.
             client: the client's name, of which there are few; "" for strangers.
-            facts: more about the refusal.
+            facts: more about the refusal; never secrets.
         """
         num_left_out = self._lines.take(client)
         if num_left_out is not None:

@@ -1,4 +1,4 @@
-"""What a process does about its own memory: the garbage collector and the C allocator."""
+"""A process's own memory: control of the garbage collector and the C allocator."""
 
 import ctypes
 import gc
@@ -7,17 +7,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal
 
-LONG_PASS_S = 0.01  # a full pass of the collector stops everybody
+LONG_PASS_S = 0.01  # a full pass of the collector stops all threads
 _FULL = 2  # the generation of a full pass
 
 
 @contextmanager
-def building_up() -> Iterator[None]:
-    """For making very many objects that stay: hundreds of thousands of sessions, torch's modules.
+def gc_paused() -> Iterator[None]:
+    """Pause the garbage collector while very many objects are made that stay.
 
-    The collector would walk over all of them again and again and find nothing; afterwards it leaves
-    them alone. What was freed on the way is returned to the system, which glibc does not do by
-    itself.
+    Those are hundreds of thousands of sessions, or torch's modules. The collector would walk over
+    all of them again and again and find nothing. At the end they are frozen, so that it ignores
+    them from then on. Memory that was freed meanwhile is returned to the system, which glibc does
+    not do by itself.
     """
     gc.disable()
     try:
@@ -31,18 +32,19 @@ def building_up() -> Iterator[None]:
 
 
 @contextmanager
-def sparing_survivors(long_pass_s: float = LONG_PASS_S) -> Iterator[None]:
-    """Have the garbage collector leave alone what a long full pass of it did not free.
+def freezing_survivors(long_pass_s: float = LONG_PASS_S) -> Iterator[None]:
+    """Freeze, after each long full pass of the garbage collector, the objects that it did not free.
 
-    Sessions that come while kvd serves are millions of objects in the end, without a cycle among
-    them: each full pass over them would stop every engine for a second. So a pass looks at what has
-    come since the last long one, which is a bounded number of objects. What is freed without the
-    collector, as sessions are, is freed as ever. The price: a cycle that was in use during a long
-    pass stays for good, be it garbage later: those few of connections and calls under way.
+    Sessions that come while kvd serves are millions of objects in the end, without any reference
+    cycle. Each full pass over them would stop every engine for a second. So a pass looks only at
+    objects that were made since the last long one, a bounded number. Objects that are freed by
+    reference counting, as sessions are, are freed as before. The price: a cycle that was in use
+    during a long pass is never freed, even if it becomes garbage later. Those are few, of
+    connections and calls under way.
     """
     began_s = 0.0
 
-    def passed(phase: Literal["start", "stop"], info: dict[str, int]) -> None:
+    def on_pass(phase: Literal["start", "stop"], info: dict[str, int]) -> None:
         nonlocal began_s
         if info["generation"] < _FULL:
             return
@@ -51,8 +53,8 @@ def sparing_survivors(long_pass_s: float = LONG_PASS_S) -> Iterator[None]:
         elif time.thread_time() - began_s >= long_pass_s:
             gc.freeze()
 
-    gc.callbacks.append(passed)
+    gc.callbacks.append(on_pass)
     try:
         yield
     finally:
-        gc.callbacks.remove(passed)
+        gc.callbacks.remove(on_pass)

@@ -1,8 +1,8 @@
-"""Messages in packets between processes of one machine, with the descriptors that ride along.
+"""Packets: messages with file descriptors between processes of one machine.
 
-The sockets are SOCK_SEQPACKET: one packet is one message, a JSON object with its `kind`. Sending
-never waits where the socket does not block; receiving waits on the event loop, or, of a socket that
-blocks, on the calling thread (`take`).
+The sockets are SOCK_SEQPACKET: one packet is one message, a JSON object with its `kind`. On a
+non-blocking socket sending never waits, and `receive` waits on the event loop. On a blocking one
+`take` waits in the calling thread.
 """
 
 import array
@@ -16,20 +16,23 @@ from typing import Any, Generic, TypeVar, cast
 
 MAX_PACKET_BYTES = 4096
 MAX_FDS = 3  # descriptors in one packet
-_FD = array.array("i")  # how descriptors travel in SCM_RIGHTS
+_FD = array.array("i")  # type of descriptors in SCM_RIGHTS
 
 M = TypeVar("M")
 
 
 class MalformedPacketError(ValueError):
-    """A packet that is no message of its family."""
+    """A packet that is not a message of its family."""
 
 
 class PacketFamily(Generic[M]):
-    """The messages that travel over one kind of socket: dataclasses, by their `kind`."""
+    """The messages of one kind of socket: dataclasses, by their `kind`.
+
+    Their fields are strings, numbers ≥ 0 and booleans.
+    """
 
     def __init__(self, kinds: Mapping[str, type[Any]]) -> None:
-        """Store the kinds; fields of messages are strings, numbers ≥ 0 and booleans."""
+        """Make a family of these message classes, by `kind`."""
         self.kinds = kinds
         self._names = {cls: kind for kind, cls in kinds.items()}
 
@@ -39,10 +42,10 @@ class PacketFamily(Generic[M]):
         return json.dumps({"kind": self._names[type(message)], **fields}).encode()
 
     def decode(self, packet: bytes) -> M:
-        """Parse one packet.
+        """Decode one packet.
 
         Raises:
-            MalformedPacketError: if it is not exactly one message with its fields in their types.
+            MalformedPacketError: it is not exactly one message with all fields of the right types.
         """
         try:
             fields = json.loads(packet)
@@ -57,21 +60,22 @@ class PacketFamily(Generic[M]):
         return cast("M", message)
 
     def send(self, sock: socket.socket, message: M, fds: Sequence[int] = ()) -> None:
-        """Send one message and the descriptors that ride along.
+        """Send one message, with descriptors.
 
         Raises:
-            OSError: the other side is gone, or does not read what it is sent (BlockingIOError).
+            OSError: the other side is gone, or does not read its packets (BlockingIOError).
         """
         socket.send_fds(sock, [self.encode(message)], fds)
 
 
 def take(sock: socket.socket) -> tuple[bytes, list[int]]:
-    """Take one packet; b"" when the other side has closed. The caller owns the descriptors.
+    """Receive one packet; b"" when the other side has closed. The caller owns the descriptors.
 
     Raises:
-        OSError: the connection broke, or a packet was cut short; BlockingIOError: none is there.
+        OSError: the connection broke, or a packet was truncated; BlockingIOError: there is none.
     """
-    # Not socket.recv_fds: it drops its flags. A process forked meanwhile must not inherit an arena.
+    # Not socket.recv_fds, which ignores its flags: without MSG_CMSG_CLOEXEC a process that is
+    # started at this moment would inherit an arena.
     packet, ancillary, flags, _ = sock.recvmsg(
         MAX_PACKET_BYTES, socket.CMSG_LEN(MAX_FDS * _FD.itemsize), socket.MSG_CMSG_CLOEXEC
     )
@@ -89,7 +93,7 @@ async def receive(sock: socket.socket) -> tuple[bytes, list[int]]:
 
 
 def close_fds(fds: Sequence[int]) -> None:
-    """Close descriptors that came along and are not used."""
+    """Close received descriptors that are not used."""
     for fd in fds:
         os.close(fd)
 
@@ -100,7 +104,7 @@ async def _readable(sock: socket.socket) -> None:
     ready: asyncio.Future[None] = loop.create_future()
 
     def wake() -> None:
-        if not ready.done():  # called again for as long as nobody has read
+        if not ready.done():  # the loop calls it again until the packet is read
             ready.set_result(None)
 
     loop.add_reader(sock.fileno(), wake)

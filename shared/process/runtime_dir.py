@@ -1,4 +1,4 @@
-"""Where kvd's sockets and state lie, for the daemon and for everyone who wants to reach it.
+"""Paths of kvd's sockets and state, for the daemon and its clients.
 
 <runtime_dir>/engine.sock     gRPC kvd.v1.Engine
 <runtime_dir>/operator.sock   gRPC kvd.v1.Operator and kvd.v1.Reader
@@ -16,7 +16,7 @@ OPERATOR_SOCKET = "operator.sock"
 READER_SOCKET = "reader.sock"
 DATA_SOCKET = "data.sock"
 FILES_SOCKET = "files.sock"
-STREAM_TOKEN_BYTES = 16  # with which a connection to files.sock begins
+STREAM_TOKEN_BYTES = 16  # a connection to files.sock begins with a token of so many bytes
 MAX_SOCKET_PATH = 107  # bytes in sockaddr_un, without the final NUL
 MAX_MESSAGE_BYTES = 16 << 20  # of a gRPC message: the token ids of a four-million-token session
 
@@ -48,8 +48,8 @@ def default_state_dir(environ: Mapping[str, str] = os.environ) -> Path:
 def channel_options() -> tuple[tuple[str, int], ...]:
     """Return the options of every gRPC channel to kvd.
 
-    Channels of one process share their connections by default, and with them the back-off after a
-    failed one: an engine would notice a restarted kvd only when that has passed.
+    By default the channels of one process share their connections, and with them the back-off after
+    a failed one: an engine would notice a restarted kvd only after that has passed.
     """
     return (
         ("grpc.use_local_subchannel_pool", 1),

@@ -1,8 +1,8 @@
-"""What systemd wants to hear from a Type=notify service, and the descriptors it keeps for it (D4).
+"""systemd: notifications of a Type=notify service, and its store of file descriptors (D4).
 
-A service says that it is ready, reloading, stopping, or still alive. Descriptors in the fd store
-come back after a restart, whatever became of the process; a full stop closes them, unless the unit
-says FileDescriptorStorePreserve=yes. Does nothing outside systemd.
+A service reports that it is ready, reloading, stopping, or still alive. Descriptors in the fd store
+are returned after a restart, even after a crash. A full stop closes them, unless the unit has
+FileDescriptorStorePreserve=yes. Outside of systemd these functions do nothing.
 
 *Source:* sd_notify(3), sd_watchdog_enabled(3), sd_listen_fds(3), sd_pid_notify_with_fds(3).
 """
@@ -15,30 +15,30 @@ from collections.abc import Iterable, Mapping, MutableMapping
 READY = "READY=1"
 STOPPING = "STOPPING=1"
 WATCHDOG = "WATCHDOG=1"
-STORE_S = 1.0  # how long a busy supervisor may take: what it misses here would be lost
+STORE_S = 1.0  # longest wait for a busy supervisor: a descriptor that it misses would be lost
 FIRST_FD = 3  # SD_LISTEN_FDS_START
 _LISTEN_VARIABLES = ("LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES", "LISTEN_PIDFDID")
 
 
 def notify(*states: str, environ: Mapping[str, str] = os.environ) -> None:
-    """Send states such as READY or "STATUS=…"; a supervisor that is not listening is ignored."""
+    """Send states such as READY or "STATUS=…"; failures are ignored."""
     send("\n".join(states), (), environ, 0.0)
 
 
 def reloading() -> str:
-    """Return the state that begins a reload; READY ends it. Made anew for each: it has the time."""
+    """Return the state that begins a reload, with the current time in it; READY ends the reload."""
     return f"RELOADING=1\nMONOTONIC_USEC={time.monotonic_ns() // 1000}"
 
 
 def watchdog_interval_s(environ: Mapping[str, str] = os.environ) -> float | None:
-    """Return half of what WatchdogSec= allows between two messages; None without a watchdog."""
+    """Return half of the interval that WatchdogSec= allows; None without a watchdog."""
     period_us = environ.get("WATCHDOG_USEC", "")
     ours = environ.get("WATCHDOG_PID", str(os.getpid())) == str(os.getpid())
     return int(period_us) / 2e6 if period_us.isdigit() and ours else None
 
 
 def send(message: str, fds: tuple[int, ...], environ: Mapping[str, str], timeout_s: float) -> bool:
-    """Send one datagram, with descriptors; False if nobody has taken it in time."""
+    """Send one datagram, with descriptors; returns False if it was not taken in time."""
     address = environ.get("NOTIFY_SOCKET", "")
     if not address:
         return False
@@ -58,11 +58,12 @@ def send(message: str, fds: tuple[int, ...], environ: Mapping[str, str], timeout
 
 
 def store_fds(fds: Mapping[str, int], environ: Mapping[str, str] = os.environ) -> bool:
-    """Have descriptors kept by name; False if there is nobody to keep them.
+    """Put descriptors into the fd store, by name; returns False if there is none.
 
-    systemd drops what does not fit FileDescriptorStoreMax= without telling us.
+    systemd silently drops descriptors beyond FileDescriptorStoreMax=.
     """
-    # Polled descriptors are dropped once they hang up; memory never does, and cannot be polled.
+    # FDPOLL=0: systemd would drop descriptors that hang up. Memory files never do, and cannot be
+    # polled.
     return all(
         send(f"FDSTORE=1\nFDNAME={name}\nFDPOLL=0", (fd,), environ, STORE_S)
         for name, fd in fds.items()
@@ -70,15 +71,16 @@ def store_fds(fds: Mapping[str, int], environ: Mapping[str, str] = os.environ) -
 
 
 def remove_fds(names: Iterable[str], environ: Mapping[str, str] = os.environ) -> None:
-    """Have descriptors dropped; a name nobody knows is ignored."""
+    """Remove descriptors from the fd store; unknown names are ignored."""
     for name in names:
         send(f"FDSTOREREMOVE=1\nFDNAME={name}", (), environ, STORE_S)
 
 
 def stored_fds(environ: MutableMapping[str, str] = os.environ) -> dict[str, int]:
-    """Take over the descriptors that an earlier process had kept, by name. The caller owns them.
+    """Take over the descriptors that an earlier process has stored, by name. The caller owns them.
 
-    Children do not inherit them, nor the variables that announce them; a second call finds none.
+    Children inherit neither the descriptors nor the variables that announce them; a second call
+    finds none.
     """
     ours = environ.get("LISTEN_PID") == str(os.getpid())
     count = environ.get("LISTEN_FDS", "")

@@ -1,1 +1,1 @@
-"""What commands show on a terminal or into a pipe: tables, colours, keys."""
+"""Output of commands on a terminal or into a pipe: tables, bars, settings; and keys."""

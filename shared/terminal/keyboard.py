@@ -1,4 +1,4 @@
-"""The keyboard of a terminal, key by key: without echo, without waiting for Enter."""
+"""Keyboard: read a terminal key by key, without echo and without waiting for Enter."""
 
 import os
 import select
@@ -25,7 +25,7 @@ _WORDS = {
     "\x1b[1~": "home",
     "\x1b[4~": "end",
 }
-_MOST_BYTES = 64  # taken at once: what a hand, or a paste, puts there
+_MOST_BYTES = 64  # read at a time: more than a hand types, and some of a paste
 
 
 class Keyboard:
@@ -35,7 +35,7 @@ class Keyboard:
         self._fd = fd
 
     def keys(self, timeout_s: float) -> list[str]:
-        """Wait for keys; none if none is pressed in time, or the window changes its size."""
+        """Wait for keys; returns [] if none is pressed in time, or the window is resized."""
         try:
             ready, _, _ = select.select([self._fd], [], [], max(0.0, timeout_s))
         except InterruptedError:
@@ -49,7 +49,7 @@ class Keyboard:
 
 
 def split_keys(text: str) -> list[str]:
-    """Split what a terminal sends into keys: characters, and words for keys that have none."""
+    """Split a terminal's input into keys: characters, and names for other keys."""
     keys = []
     while text:
         sequence = _first(text)
@@ -59,7 +59,7 @@ def split_keys(text: str) -> list[str]:
 
 
 def _first(text: str) -> str:
-    """The first key's characters: one, or an escape sequence."""
+    """Return the characters of the first key: a single one, or an escape sequence."""
     if not text.startswith(("\x1b[", "\x1bO")):
         return text[0]
     for end in range(2, len(text)):
@@ -70,7 +70,7 @@ def _first(text: str) -> str:
 
 @contextmanager
 def keyboard(fd: int) -> Iterator[Keyboard]:
-    """Take the terminal's keyboard over; leaving gives it back as it was."""
+    """Put the terminal into cbreak mode inside the block, and restore it at the end."""
     before = termios.tcgetattr(fd)
     tty.setcbreak(fd)
     try:

@@ -1,6 +1,7 @@
-"""What commands print: where tables go, messages as values for JSON, wrapped lines, bars.
+"""Printing: the console for tables, messages as JSON values, wrapped lines, bars.
 
-rich is imported when a console is asked for: most commands print a line, and start sooner without.
+rich is imported only when a console is needed: most commands print one line, and start faster
+without it.
 """
 
 import io
@@ -14,12 +15,12 @@ from google.protobuf.message import Message
 if TYPE_CHECKING:
     from rich.console import Console
 
-PIPE_WIDTH = 1 << 16  # columns when the output is not a terminal: nothing is cut off or wrapped
+PIPE_WIDTH = 1 << 16  # columns if the output is not a terminal: nothing is cut or wrapped
 _BARS = "▁▂▃▄▅▆▇█"
 
 
 def console() -> "Console":
-    """Return the console for tables; what the terminal cannot show becomes a question mark."""
+    """Return the console for tables; characters that the terminal lacks become question marks."""
     from rich.console import Console
 
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -28,7 +29,7 @@ def console() -> "Console":
 
 
 def plain(message: Message) -> dict[str, Any]:
-    """Return a message as JSON values, with every field; numbers stay, enums become words."""
+    """Return a message as JSON values, with all fields; enums become lower-case words."""
     result: dict[str, Any] = {}
     for field in message.DESCRIPTOR.fields:
         value: Any = getattr(message, field.name)
@@ -51,18 +52,18 @@ def _plain_value(field: Any, value: Any) -> Any:
 
 
 def hanging(label: str, text: str, width: int, indent: int = 0) -> str:
-    """Write a label and its text, wrapped below itself; a word is never broken, however long.
+    """Return a label and its text with a hanging indent; words are never broken.
 
     Args:
-        label: stands first.
-        text: behind it; newlines are blanks.
-        width: of the terminal; PIPE_WIDTH where there is none.
-        indent: where the text begins; 0: behind the label.
+        label: the label, at the beginning.
+        text: the text behind it; newlines become blanks.
+        width: columns of the terminal; PIPE_WIDTH without one.
+        indent: column where the text begins; 0: behind the label.
     """
     first = f"{label:<{indent}}"
     return textwrap.fill(
         text,
-        max(width, len(first) + 20),  # a terminal as narrow as that wraps by itself
+        max(width, len(first) + 20),  # a narrower terminal wraps the lines itself
         initial_indent=first,
         subsequent_indent=" " * len(first),
         break_long_words=False,
@@ -71,17 +72,17 @@ def hanging(label: str, text: str, width: int, indent: int = 0) -> str:
 
 
 def counted(number: int, one: str, many: str = "") -> str:
-    """Write a number and its noun: 1 copy, 2 copies; `many` is `one` and an s if not given."""
+    """Return a number with its noun: 1 copy, 2 copies; `many` defaults to `one` and an s."""
     return f"{number:,} {one if number == 1 else many or f'{one}s'}"
 
 
 def sparkline(values: Sequence[float | None], width: int, top: float | None = None) -> str:
-    """Draw the newest values as bars, the newest at the right; an unknown value is a blank.
+    """Return the newest values as a line of bars, newest at the right; None is a blank.
 
     Args:
-        values: oldest first, none below 0.
-        width: of the terminal, for them.
-        top: what the highest bar is; None: the largest of those that are shown.
+        values: the values, oldest first, none below 0.
+        width: most columns of the line.
+        top: the value of the highest bar; None: the largest value shown.
     """
     shown = values[-width:] if width > 0 else []
     if top is None:

@@ -1,4 +1,4 @@
-"""How both commands show settings, and what is wrong with them."""
+"""Printing of settings and their problems, for the commands of both processes."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,11 +21,11 @@ _COLUMNS = (
 def print_settings(
     rows: Sequence[tuple[str, str, str, bool]], values: Mapping[str, object], *, as_json: bool
 ) -> None:
-    """Print every setting, where it comes from, and whether a reload changes it.
+    """Print every setting, its source, and whether a reload may change it.
 
     Args:
-        rows: key, value for people, source, whether it is live.
-        values: by key, for programs.
+        rows: key, value as text, source, and whether a reload may change it.
+        values: values by key, for JSON.
         as_json: print one JSON document.
     """
     if as_json:
@@ -42,10 +42,10 @@ def print_settings(
 
 @contextmanager
 def listing_problems(program: str) -> Iterator[None]:
-    """Load settings in here: a line on stderr for each problem, else that there is none.
+    """Print the problems of settings that are loaded inside the block, or that there are none.
 
     Raises:
-        typer.Exit: with the exit code of settings that cannot be used.
+        typer.Exit: the settings are invalid.
     """
     try:
         yield

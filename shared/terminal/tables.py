@@ -1,4 +1,4 @@
-"""Tables that fit: what matters least is left out where a terminal is narrow. Pure."""
+"""Tables that fit a terminal: the least important columns are cut or left out. Pure."""
 
 import textwrap
 from collections.abc import Iterable, Sequence
@@ -9,8 +9,8 @@ from rich.cells import cell_len
 from rich.table import Table
 from rich.text import Text
 
-_GAP = 2  # columns of a terminal between two of a table
-MIN_CUT = 8  # terminal columns that stay of one that is cut
+_GAP = 2  # terminal columns between two columns of a table
+MIN_CUT = 8  # least terminal columns of a column that is cut
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,9 +18,11 @@ class Column:
     """A column of a table.
 
     Attributes:
-        rank: 0: always there; of the others the highest goes first.
-        may_be_cut: its cells may end with "…", rather than that the table is too wide.
-        least: so many terminal columns of it are worth more than columns of a rank; if it is cut.
+        heading: its heading.
+        is_number: whether its cells are right-aligned.
+        rank: 0: always shown; of the others the highest rank is left out first.
+        may_be_cut: whether its cells may be cut, with "…" at their end.
+        least: if it may be cut, the width below which columns with a rank are left out first.
     """
 
     heading: str
@@ -37,9 +39,9 @@ def fitted(
     title: str = "",
     caption: str = "",
 ) -> Table:
-    """Make a table of so many terminal columns, or as few more as can be.
+    """Return a table of at most `width` terminal columns, or as few more as possible.
 
-    Title and caption are as wide as the terminal, however narrow the table is.
+    Title and caption use the terminal's width, even if the table is narrower.
     """
     widths = _widths(columns, rows)
     kept = _kept(columns, widths, width)
@@ -59,12 +61,12 @@ def fitted(
 
 
 def fits(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int) -> bool:
-    """Whether nothing of a table has to be left out or cut."""
+    """Whether a table fits with nothing left out or cut."""
     return _total(_widths(columns, rows), range(len(columns))) <= width
 
 
 def facts(rows: Iterable[tuple[str, str]], width: int, title: str = "") -> Table:
-    """Make a table of names, and beside each what is to be said; it goes on below itself."""
+    """Return a table of names and texts; long texts are wrapped in their column."""
     table = _plain_table(title, width)
     table.show_header = False
     table.add_column(no_wrap=True)
@@ -75,6 +77,7 @@ def facts(rows: Iterable[tuple[str, str]], width: int, title: str = "") -> Table
 
 
 def _plain_table(title: str, width: int) -> Table:
+    """Return an empty table without borders."""
     return Table(
         box=None,
         padding=(0, _GAP, 0, 0),
@@ -85,7 +88,7 @@ def _plain_table(title: str, width: int) -> Table:
 
 
 def _lines(text: str, width: int, style: str) -> Text:
-    """Text of as many lines as a terminal needs for it; rich would wrap it to the table's width."""
+    """Return a text wrapped to the terminal's width; rich would wrap it to the table's."""
     wrapped = "\n".join(textwrap.fill(line, width) for line in text.split("\n"))
     return Text(wrapped, style, no_wrap=True, overflow="ignore")
 
@@ -112,9 +115,9 @@ def _kept(columns: Sequence[Column], widths: Sequence[int], width: int) -> list[
 def _cut(
     columns: Sequence[Column], widths: Sequence[int], kept: Sequence[int], width: int
 ) -> list[int]:
-    """Return each column's width: what matters least is cut first, and none below its least.
+    """Return each column's width, the least important columns cut first, down to their `least`.
 
-    If that is too wide still, columns that are always there are cut below it.
+    If that is still too wide they are cut down to MIN_CUT.
     """
     fit = list(widths)
     ordered = sorted(kept, key=lambda index: columns[index].rank, reverse=True)

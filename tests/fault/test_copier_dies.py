@@ -88,7 +88,7 @@ def copied(monkeypatch):
     class LinkedClient(KvdClient):
         def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs)
-            self.beside.append(made.link.run)
+            self.run_while_attached.append(made.link.run)
 
     monkeypatch.setattr(CopierChannel, "begin", counted)
     monkeypatch.setattr(assembly, "KvdClient", LinkedClient)

@@ -260,7 +260,7 @@ class CacheWorld:
             if isinstance(action, DropBlock):
                 self.engine.writes.drop_done(action.op_id)
             else:
-                self.engine.compactions.committed(action.op_id)
+                self.engine.compactions.commit_done(action.op_id)
         self.pump()
 
     def tenants_on_ssd(self) -> set[str]:
@@ -321,7 +321,7 @@ class CacheWorld:
             assert len(rows) == block.num_tokens, "a block is filled"
             self.slots[block.slot_id] = rows
             made.append(self.checksums_of(rows))
-        self.engine.compactions.copied(action.op_id, outcome, made)
+        self.engine.compactions.copy_done(action.op_id, outcome, made)
 
     def _damage(self, action: Io) -> None:
         """Flip a bit of what is being verified; of a slot only if that still is what it holds."""

@@ -110,7 +110,7 @@ class CacheMachine(OperationsMachine):
     @rule(engine_id=st.sampled_from(ENGINE_IDS))
     def engine_gone(self, engine_id) -> None:
         engine = self.world.engine
-        engine.engines.gone(self.ids[engine_id])
+        engine.engines.remove(self.ids[engine_id])
         self._forget_loads(engine_id)
         for store in [store for store in self.stores if store.engine_id == engine_id]:
             self.stores.remove(store)
@@ -215,7 +215,7 @@ class CacheMachine(OperationsMachine):
                     answer = engine.loads.settle(answer.lease_id)
                 if answer.lookup is Lookup.MISS or gives_up:
                     break
-                for part in engine.session_files.exported(export, answer.lease_id):
+                for part in engine.session_files.confirm_export(export, answer.lease_id):
                     slot = self.world.slots[part.slot_id]
                     rows += slot[part.start : part.start + part.num_tokens]
                     tokens += struct.unpack(f"<{part.num_tokens}I", part.token_ids)
@@ -226,7 +226,7 @@ class CacheMachine(OperationsMachine):
             assert is_right or all(
                 known.get(row) == token for row, token in zip(rows, tokens, strict=True)
             )
-        engine.engines.gone(EXPORTER)
+        engine.engines.remove(EXPORTER)
         self.world.pump()
 
     @rule(
@@ -325,7 +325,7 @@ class CacheMachine(OperationsMachine):
             return
         world = self.world
         for engine_id in ENGINE_IDS:
-            world.engine.engines.gone(self.ids[engine_id])
+            world.engine.engines.remove(self.ids[engine_id])
         world.engine.scrubs.end(self.scrub_id)
         world.engine.sessions.flush(None, dry_run=False)
         world.pump()

@@ -126,7 +126,7 @@ class WantingMachine(RuleBasedStateMachine):
 
     @rule(key=SOME, is_coming=st.booleans())
     def answer(self, key, is_coming) -> None:
-        self.wanting.answered(key, is_coming=is_coming)
+        self.wanting.on_answer(key, is_coming=is_coming)
         self._happened()
         assert is_coming or key not in self.waiting
 

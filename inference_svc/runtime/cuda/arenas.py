@@ -29,7 +29,7 @@ def open_arena_by_copier(device: torch.device, client: KvdClient, counters: Coun
     if driver is None:
         return ArenaKv
     link = CopierLink(driver, driver.uuid, counters)
-    client.beside.append(link.run)
+    client.run_while_attached.append(link.run)
     return partial(CopierArena, driver=driver, device=device, link=link)
 
 

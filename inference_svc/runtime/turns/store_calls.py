@@ -107,7 +107,7 @@ class StoreCalls:
 
     def _answered(self, kind: str) -> None:
         self.ended.add(kind)
-        if self._backoff.succeeded():
+        if self._backoff.record_success():
             log.info("transcript_store_answers")
 
     def _failed(self, why: str) -> StoreSilentError:
@@ -115,7 +115,7 @@ class StoreCalls:
         now_s = time.monotonic()
         if now_s < self._backoff.retry_at_s:  # another call has found out: it counts once
             return _silent(why)
-        if self._backoff.failed(now_s):
+        if self._backoff.record_failure(now_s):
             log.warning("transcript_store_silent", error=why)
         return _silent(why)
 

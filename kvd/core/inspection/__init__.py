@@ -1,1 +1,1 @@
-"""What operators see of a cache: sessions, blocks, lists. Changes nothing."""
+"""Views of the cache for operators: sessions, blocks, listings. Changes nothing."""

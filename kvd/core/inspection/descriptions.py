@@ -1,7 +1,7 @@
-"""Looking at the cache: sessions, blocks, fill. Pure; changes nothing, packed sessions stay packed.
+"""Inspector: describe sessions, blocks, leases, queues and fill for operators.
 
-Everything is O(what it returns). Which sessions are meant, and in which order, is
-session_filter.py's.
+Pure; changes nothing, packed sessions stay packed. Every call costs O(what it returns).
+session_filter.py selects and orders sessions.
 """
 
 from collections.abc import Sequence
@@ -37,10 +37,10 @@ class Inspector:
     """Describes one cache state.
 
     Attributes:
-        history: what happened lately to each session, be it stored or not.
-        histograms: how long things take and rest.
-        tenants: what each tenant that stores something has, and may have.
-        turns: the turns of the last while, oldest first.
+        history: recent events of each session, stored or not.
+        histograms: durations of operations, and times that sessions rested.
+        tenants: usage and limits of each tenant that stores something.
+        turns: recent turns, oldest first.
     """
 
     def __init__(self, state: CacheState) -> None:
@@ -53,45 +53,49 @@ class Inspector:
     # ------------------------------------------------------------------------------------ sessions
 
     def keys(self) -> list[SessionKey]:
-        """Name every session there is: O(sessions), of which `ranked` looks at a few at a time."""
+        """Return the keys of all sessions; O(sessions). `ranked` then looks at a few at a time."""
         return list(self._state.sessions)
 
     def ranked(
         self, keys: Sequence[SessionKey], wanted: SessionFilter, order: SessionOrder
     ) -> list[tuple[int, SessionKey]]:
-        """Give those of the sessions that are meant, each with its rank in the order."""
+        """Return those of the sessions that match the filter, each with its rank in the order."""
         state = self._state
         sessions = self._stored(keys)
-        if wanted != EVERYTHING:  # as is mostly listed, of very many
+        if wanted != EVERYTHING:  # mostly everything is listed, of very many sessions
             sessions = [session for session in sessions if selects(state, wanted, session)]
         if order is SessionOrder.IDLE:
             return [(session.last_access_ns, session.key) for session in sessions]
         return [(rank_of(state, session, order), session.key) for session in sessions]
 
     def infos(self, keys: Sequence[SessionKey], wanted: SessionFilter) -> list[SessionInfo]:
-        """Sum up those of the sessions that are (still) stored and meant, in this order."""
+        """Summarize those of the sessions that are (still) stored and match, in this order."""
         return [
-            self.sum_up(session)
+            self.summarize(session)
             for session in self._stored(keys)
             if selects(self._state, wanted, session)
         ]
 
     def info(self, key: SessionKey) -> SessionInfo | None:
-        """Sum up a session; None if it is not stored."""
+        """Summarize a session; None if it is not stored."""
         session = self._state.sessions.get(key)
-        return self.sum_up(session) if session else None
+        return self.summarize(session) if session else None
 
     def describe(self, key: SessionKey) -> SessionDetail:
-        """Return everything about one session; raises UnknownSessionError."""
+        """Return everything about one session.
+
+        Raises:
+            UnknownSessionError: the session is not stored.
+        """
         session = find_session(self._state, key)
         parts = self._blocks(session)
         blocks = tuple(block for block in parts if block.num_tokens)
         if self._state.layout.window:
-            return SessionDetail(self.sum_up(session), blocks, windows=self._windows(parts))
-        return SessionDetail(self.sum_up(session), blocks, self._states(parts))
+            return SessionDetail(self.summarize(session), blocks, windows=self._windows(parts))
+        return SessionDetail(self.summarize(session), blocks, self._states(parts))
 
-    def sum_up(self, session: Session) -> SessionInfo:
-        """Sum up a session: O(its blocks)."""
+    def summarize(self, session: Session) -> SessionInfo:
+        """Summarize a session; O(its blocks)."""
         state = self._state
         blocks = [state.blocks[key] for key in session.block_keys()]
         block_bytes = state.layout.block_bytes
@@ -128,13 +132,13 @@ class Inspector:
         return [session for session in found if session is not None]
 
     def _waste_bytes(self, session: Session) -> int:
-        """Return the bytes of tokens that are not the session's, in blocks that are its own."""
+        """Return the unused bytes in blocks that only this session uses."""
         state = self._state
         step = state.layout.block_tokens
         blocks = [state.blocks[key] for key in session.block_keys()]
         num_tokens = sum(len(block.users) == 1 for block in blocks if block.num_tokens) * step
         num_tokens += session.num_packed * step
-        if state.stored_parts is not None:  # of parts all is used
+        if state.stored_parts is not None:  # parts are used whole
             num_tokens -= sum(not span.num_tokens for span in session.tail_spans()) * step
         for span in session.spans:
             num_tokens -= span.num_tokens if len(state.blocks[span.block_key].users) == 1 else 0
@@ -160,18 +164,18 @@ class Inspector:
         return tuple(infos)
 
     def _states(self, parts: Sequence[BlockInfo]) -> tuple[StateInfo, ...]:
-        """Sum up the states that parts are of, by position, which is the start of each part."""
+        """Summarize a session's states, by position: the `start` of each of their parts."""
         states: dict[int, list[BlockInfo]] = {}
         for part in parts:
             if not part.num_tokens:
                 states.setdefault(part.start, []).append(part)
         return tuple(
-            StateInfo(position, *self._sum_of(of_state))
+            StateInfo(position, *self._total_of(of_state))
             for position, of_state in sorted(states.items())
         )
 
     def _windows(self, parts: Sequence[BlockInfo]) -> tuple[WindowInfo, ...]:
-        """Sum up the windows among a session's blocks: each follows the run on its block."""
+        """Summarize a session's windows: their parts follow the span on their block."""
         found: list[tuple[int, int, list[BlockInfo]]] = []  # first token, end, parts
         for part in parts:
             if part.num_tokens:
@@ -184,11 +188,13 @@ class Inspector:
             else:
                 found.append((run.token_offset, run.token_offset + run.num_tokens, [part]))
         return tuple(
-            WindowInfo(start, end - start, *self._sum_of(joined)) for start, end, joined in found
+            WindowInfo(start, end - start, *self._total_of(joined)) for start, end, joined in found
         )
 
-    def _sum_of(self, parts: Sequence[BlockInfo]) -> tuple[int, tuple[Tier, ...], int, bool, bool]:
-        """Return bytes, tiers, sessions, dirty and hashed of what lies in parts."""
+    def _total_of(
+        self, parts: Sequence[BlockInfo]
+    ) -> tuple[int, tuple[Tier, ...], int, bool, bool]:
+        """Return bytes, tiers, number of sessions, dirty and hashed, over several parts."""
         return (
             len(parts) * self._state.layout.block_bytes,
             tuple(tier for tier in Tier if all(tier in part.tiers for part in parts)),
@@ -197,7 +203,7 @@ class Inspector:
             all(part.is_hashed for part in parts),
         )
 
-    # --------------------------------------------------------------------------------------- others
+    # ------------------------------------------------------------------------------- leases, totals
 
     def leases(self) -> tuple[LeaseInfo, ...]:
         """List all leases, oldest first; O(leases)."""
@@ -205,7 +211,7 @@ class Inspector:
         return tuple(sorted(infos, key=lambda info: info.lease_id))
 
     def queue_stats(self) -> QueueStats:
-        """Return what the queues of all engines say, and the paper's windows; O(1)."""
+        """Return the totals of all engines' queues, and the paper's look-ahead windows; O(1)."""
         state = self._state
         placement = state.placement
         return QueueStats(
@@ -217,7 +223,7 @@ class Inspector:
         )
 
     def stats(self) -> EngineStats:
-        """Fill and counters; O(1)."""
+        """Return the fill of the tiers, and the counters; O(1)."""
         state = self._state
         block_bytes = state.layout.block_bytes
         slots, extents = state.slots, state.extents

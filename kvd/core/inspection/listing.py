@@ -1,8 +1,8 @@
-"""Listings: sessions of all layouts, in the order they had when the first page was asked for.
+"""Listings: pages of the sessions of all layouts, in their order at the time of the first page.
 
-Pure. The first page looks at every session; the others only take those that follow. A listing is
-kept until its last page is served, or until newer ones take its place; then a page token still says
-after which session to continue, and the sessions are sorted anew.
+Pure. The first page sorts all sessions; further pages take those that follow. A listing is kept
+until its last page is served, or newer listings replace it. Then a page token still says after
+which session to continue, and the sessions are sorted again.
 
     page token = listing / position / order / rank / layout / tenant / model / session id
 """
@@ -19,40 +19,60 @@ from kvd.core.inspection.session_filter import EVERYTHING, SessionFilter, Sessio
 from kvd.core.records.errors import InvalidRequestError
 from shared.types.session_key import SessionKey
 
-MAX_LISTINGS = 8  # at once; each takes 24 bytes a session
+MAX_LISTINGS = 8  # kept at a time; each takes 24 bytes per session
 _MOST_DIGITS = 20
 _REVERSED = "-"
 
 
 class Place(NamedTuple):
-    """A session's place among all: the lower rank first, equal ones by their keys."""
+    """A session's place in a listing: lower ranks first, equal ones by their keys.
+
+    Attributes:
+        rank: rank in the listing's order.
+        key: the session.
+        layout: fingerprint of its layout.
+    """
 
     rank: int
     key: SessionKey
-    layout: str  # fingerprint
+    layout: str
 
 
 @dataclass(frozen=True, slots=True)
 class ListingRequest:
-    """What is listed; the same for all pages of a listing."""
+    """The sessions to list and their order; the same for all pages of a listing.
+
+    Attributes:
+        wanted: the sessions to list.
+        model: only models whose fingerprint starts with this.
+        order: the order.
+        is_reversed: whether the order is reversed.
+    """
 
     wanted: SessionFilter = EVERYTHING
-    model: str = ""  # only models whose fingerprint starts so
+    model: str = ""
     order: SessionOrder = SessionOrder.IDLE
     is_reversed: bool = False
 
     @property
     def order_name(self) -> str:
-        """The order in page tokens."""
+        """Name of the order in page tokens."""
         return self.order.value + (_REVERSED if self.is_reversed else "")
 
 
 @dataclass(frozen=True, slots=True)
 class PageToken:
-    """Where a page ended."""
+    """The end of a page, from which the next page continues.
+
+    Attributes:
+        listing_id: id of the listing.
+        position: index of the next session in it.
+        order_name: name of its order.
+        last: place of the page's last session, to continue if the listing is gone.
+    """
 
     listing_id: int
-    position: int  # of the next session in that listing
+    position: int
     order_name: str
     last: Place
 
@@ -64,10 +84,10 @@ class PageToken:
 
 
 def parse_page_token(text: str, order_name: str) -> PageToken:
-    """Read a page token of a listing in this order.
+    """Parse a page token of a listing in this order.
 
     Raises:
-        InvalidRequestError: it is none.
+        InvalidRequestError: it is not such a token.
     """
     parts = text.split("/")
     if len(parts) == 5 + len(SessionKey._fields):
@@ -87,7 +107,7 @@ def _is_number(text: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """Sessions in order, with their ranks as of then."""
+    """Sorted sessions, with their ranks at the time of the first page."""
 
     request: ListingRequest
     ranks: NDArray[np.int64]
@@ -98,7 +118,7 @@ class Listing:
         return len(self.keys)
 
     def token(self, listing_id: int, position: int) -> PageToken:
-        """Name the place before a position."""
+        """Return the token of a page that begins at a position (at least 1)."""
         before = position - 1
         last = Place(int(self.ranks[before]), self.keys[before], self.layouts[before])
         return PageToken(listing_id, position, self.request.order_name, last)
@@ -106,10 +126,11 @@ class Listing:
 
 @dataclass(slots=True, eq=False)
 class ListingBuilder:
-    """Collects what a listing lists, layout by layout, bit by bit.
+    """Collects the sessions of a listing, layout by layout and in steps.
 
     Attributes:
-        after: leave out what comes no later than this.
+        request: what to list.
+        after: leave out sessions up to this place; None: take all.
     """
 
     request: ListingRequest
@@ -119,7 +140,7 @@ class ListingBuilder:
     _layouts: list[str] = field(default_factory=list)
 
     def add(self, layout: str, ranked: Iterable[tuple[int, SessionKey]]) -> None:
-        """Take some sessions of a layout in, with their ranks."""
+        """Add some sessions of a layout, with their ranks."""
         is_reversed = self.request.is_reversed
         places = [(-rank if is_reversed else rank, key) for rank, key in ranked]
         if self.after is not None:
@@ -129,7 +150,7 @@ class ListingBuilder:
         self._layouts.extend([layout] * len(places))
 
     def finish(self) -> Listing:
-        """Sort them: O(n log n), of which the most is numpy's."""
+        """Sort the sessions; O(n log n), most of it inside numpy."""
         ranks = np.array(self._ranks, np.int64)
         order = np.argsort(ranks, kind="stable")
         ranks = ranks[order]
@@ -148,7 +169,7 @@ class ListingBuilder:
 
 
 class Listings:
-    """The last few listings."""
+    """The latest listings, at most MAX_LISTINGS."""
 
     def __init__(self) -> None:
         self._listings: OrderedDict[int, Listing] = OrderedDict()
@@ -167,7 +188,7 @@ class Listings:
         self._listings.pop(listing_id, None)
 
     def find(self, token: PageToken, request: ListingRequest) -> Listing | None:
-        """Find the listing that a token belongs to; None if it is gone, or lists something else."""
+        """Return the listing of a token; None if it is gone, or of another request."""
         listing = self._listings.get(token.listing_id)
         if listing is None or listing.request != request:
             return None

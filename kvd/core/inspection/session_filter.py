@@ -1,4 +1,4 @@
-"""Which sessions an operator means, and in which order: the same for listings and flushes. Pure."""
+"""Filters and orders of sessions, for listings and flushes. Pure."""
 
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -14,26 +14,26 @@ _NEVER_NS = 2**62  # expires after everything that expires at all
 
 
 class SessionOrder(Enum):
-    """What comes first in a listing; the value is its name in page tokens and on command lines."""
+    """Orders of listings; a value is its name in page tokens and on command lines."""
 
-    IDLE = "idle"  # least recently used
-    BYTES = "bytes"  # largest
-    TOKENS = "tokens"  # most
-    TTL = "ttl"  # next to expire
+    IDLE = "idle"  # least recently used first
+    BYTES = "bytes"  # largest first
+    TOKENS = "tokens"  # most tokens first
+    TTL = "ttl"  # next to expire first
 
 
 @dataclass(frozen=True, slots=True)
 class SessionFilter:
-    """Conditions that all hold; a field's default is no condition.
+    """Conditions that a session must all meet; a field's default is no condition.
 
     Attributes:
-        tenants: any of these; None: every tenant.
-        tier: something of it is there.
-        idle_ns: not used for at least so long.
-        larger_than_bytes: its blocks, shared ones included, take more.
-        pinned: softly or not.
-        ended: its engine said that it will not come back.
-        id_prefix: its id starts so.
+        tenants: its tenant is one of these; None: any tenant.
+        tier: at least one of its blocks is in this tier.
+        idle_ns: it has not been used for at least so long.
+        larger_than_bytes: its blocks, shared ones included, take more than this.
+        pinned: it is pinned, softly or hard.
+        ended: its engine has reported that it will not return.
+        id_prefix: its id starts with this.
     """
 
     tenants: frozenset[str] | None = None
@@ -45,7 +45,7 @@ class SessionFilter:
     id_prefix: str = ""
 
     def within(self, tenants: frozenset[str] | None) -> "SessionFilter":
-        """Narrow it to what somebody may see; None: everything."""
+        """Return the filter narrowed to the tenants that a caller may see; None: all."""
         if tenants is None:
             return self
         wanted = tenants if self.tenants is None else self.tenants & tenants
@@ -56,10 +56,10 @@ EVERYTHING = SessionFilter()
 
 
 def find_session(state: CacheState, key: SessionKey) -> Session:
-    """Find a session that an operator names.
+    """Return the session that an operator names.
 
     Raises:
-        UnknownSessionError: if there is none.
+        UnknownSessionError: it is not stored.
     """
     session = state.sessions.get(key)
     if session is None:
@@ -70,7 +70,7 @@ def find_session(state: CacheState, key: SessionKey) -> Session:
 
 
 def selects(state: CacheState, wanted: SessionFilter, session: Session) -> bool:
-    """Whether every condition holds for a session; at most O(its blocks)."""
+    """Whether a session meets every condition of a filter; at most O(its blocks)."""
     is_meant = wanted.tenants is None or session.key.tenant in wanted.tenants
     if not session.key.session_id.startswith(wanted.id_prefix):
         return False
@@ -92,7 +92,7 @@ def num_bytes(state: CacheState, session: Session) -> int:
 
 
 def rank_of(state: CacheState, session: Session, order: SessionOrder) -> int:
-    """Give a session's rank in an order: the lower, the sooner it comes."""
+    """Return a session's rank in an order; lower ranks come first."""
     match order:
         case SessionOrder.IDLE:
             return session.last_access_ns

@@ -1,1 +1,1 @@
-"""When blocks are read, written and verified, prefetched too; and how room is made for them."""
+"""Reading, writing, verifying and prefetching blocks, and making room for them."""

@@ -1,18 +1,22 @@
-"""Which sessions eviction takes next: whoever can save them elsewhere is told by an event, in time.
+"""Eviction announcements: emit an event for each session that will be evicted soon.
 
-Pure. To save a session takes time. So it is announced while room is left: as soon as less than
-HEADROOM of the tier that holds it last is free, or held by what goes before it. That tier is SSD;
-DRAM, for what only DRAM has, where there is no SSD, or it fails or refuses blocks. A tenant's quota
-and the bound on sessions evict, too, and are looked at likewise. What has ended is no loss: it is
-not announced, and its room counts.
+A follower of the events can then save the session to a remote store.
 
-A session is announced once after each use: what it was used for may have made it longer, and it is
-near no more. One that goes before it was looked at (a store wanted more room than the headroom has,
-or it has come to be the next one just then) is announced as it goes, so that no loss is unheard of.
+Pure. To save a session takes time, so it is announced while there is still room: as soon as less
+than HEADROOM of its last tier is free, or held by sessions that are evicted before it. The last
+tier is SSD; DRAM counts for KV that is only there, because there is no SSD, or it fails or refuses
+blocks. A tenant's quota and the bound on sessions evict, too, and are checked in the same way.
+Ended sessions are no loss: they are not announced, and their room counts as headroom.
 
-A look passes a bounded number of sessions and there are so many a second, however much is stored.
-It counts the blocks that only a session uses, not those that go with the last of several, and looks
-farther by one session: any one may be used before it goes, and gives no room then.
+A session is announced once after each use, because a use may have made it longer, and moves it away
+from eviction. A session that is evicted before a look has found it (a store needed more room than
+the headroom, or it became the next victim just then) is announced as it goes, so that no loss is
+silent.
+
+A look passes a bounded number of sessions, and there are so many looks per second, however much is
+stored. It counts the blocks that only one session uses, not those that go with the last of several.
+It looks one session farther than needed: any session may be used before it is evicted, and then
+gives no room.
 """
 
 from collections.abc import Callable, Iterable
@@ -28,15 +32,19 @@ from kvd.core.state.session import Session
 from shared.types.session_key import SessionKey
 from shared.types.units import NS_PER_S
 
-HEADROOM = 1 / 16  # of what bounds the sessions: room that may be wanted while some are saved
-LOOK_NS = NS_PER_S // 4
-MOST_A_LOOK = 25  # sessions that are announced
-MOST_AHEAD = 1024  # sessions that are passed, for each bound
-MOST_QUOTAS = 8  # that are looked at
+HEADROOM = 1 / 16  # of a tier, quota or bound: the room that may be taken while sessions are saved
+LOOK_NS = NS_PER_S // 4  # between two looks
+MOST_A_LOOK = 25  # sessions announced per look
+MOST_AHEAD = 1024  # sessions passed per look, for each tier, quota or bound
+MOST_QUOTAS = 8  # quotas checked per look
 
 
 def announce(state: CacheState, session: Session) -> bool:
-    """Emit that eviction takes a session next, or now; returns whether that is news, and a loss."""
+    """Announce that a session is evicted soon, or now.
+
+    Returns:
+        Whether an event was emitted: it was not announced since its last use, and has not ended.
+    """
     if not state.limits.announces_evictions or session.near_eviction or session.ended:
         return False
     session.near_eviction = True
@@ -46,31 +54,31 @@ def announce(state: CacheState, session: Session) -> bool:
 
 
 Order = Callable[[], Iterable[SessionKey]]
-RoomOf = Callable[[Session], tuple[int, bool]]  # what is gained by a session; whether it is a loss
+RoomOf = Callable[[Session], tuple[int, bool]]  # room that its eviction gives; whether KV is lost
 
 
 class Announcer:
-    """Announces the next evictions of one cache state, where its limits say so."""
+    """Announces the next evictions of one cache state, if its limits enable that."""
 
     def __init__(self, state: CacheState) -> None:
         self._state = state
         self._look_at_ns = 0
         self._is_due = False
-        self._seen: tuple[int, ...] = ()  # how things were at the last look
-        self._num_left = 0  # that this look may announce
+        self._seen: tuple[int, ...] = ()  # `_snapshot` of the last look
+        self._num_left = 0  # sessions that this look may still announce
 
     def next_deadline_ns(self) -> int | None:
-        """Return when to call `look`; None: not before something happens."""
+        """Return when to call `look`; None: not before `consider` finds a change."""
         return self._look_at_ns if self._is_due else None
 
     def consider(self) -> None:
-        """Have sessions looked at in time if anything is other than it was at the last look."""
+        """Schedule a look if anything has changed since the last one."""
         self._is_due = self._state.limits.announces_evictions and (
-            self._is_due or self._seen != self._now()
+            self._is_due or self._seen != self._snapshot()
         )
 
     def look(self) -> None:
-        """Announce some of the sessions that are near eviction, if it is time to look."""
+        """Announce some of the sessions that are near eviction, if a look is due."""
         state = self._state
         if not self._is_due or state.now_ns < self._look_at_ns:
             return
@@ -86,10 +94,10 @@ class Announcer:
             if self._num_left:
                 del state.tenants.charged[tenant]
         self._is_due = not self._num_left or bool(state.tenants.charged)
-        self._seen = self._now()
+        self._seen = self._snapshot()
 
-    def _now(self) -> tuple[int, ...]:
-        """Sum up what room there is, and whether sessions were used."""
+    def _snapshot(self) -> tuple[int, ...]:
+        """Return the figures that decide about evictions: free room, and counts of uses."""
         state, counters = self._state, self._state.outbox.counters
         return (
             *(state.slots.num_free, state.extents.num_free, len(state.sessions)),
@@ -99,7 +107,15 @@ class Announcer:
         )
 
     def _announce(self, num_short: int, order: Order, room_of: RoomOf) -> None:
-        """Announce who goes, in this order, until so much is gained without any one of them."""
+        """Announce sessions in order of eviction until they would give `num_short`.
+
+        They must give that even if any one of them does not, because it is used before it goes.
+
+        Args:
+            num_short: room that is missing.
+            order: yields the sessions in order of eviction.
+            room_of: the room that a session gives, and whether its eviction loses KV.
+        """
         most_gained = 0
         for key in islice(order(), MOST_AHEAD) if num_short > 0 else ():
             if num_short + most_gained <= 0 or not self._num_left:
@@ -111,9 +127,10 @@ class Announcer:
             if is_loss:
                 self._num_left -= announce(self._state, session)
 
-    # ------------------------------------------------------------------------- what sessions go for
+    # ----------------------------------------------------------------------- causes of evictions
 
     def _look_at_ssd(self) -> None:
+        """Announce sessions that are next to be evicted from SSD."""
         state = self._state
 
         def room_of(session: Session) -> tuple[int, bool]:
@@ -126,11 +143,12 @@ class Announcer:
         self._announce(num_short, partial(self._victims, Tier.SSD), room_of)
 
     def _look_at_dram(self) -> None:
+        """Announce sessions whose KV is only in DRAM, and next to be evicted there."""
         state = self._state
 
         def room_of(session: Session) -> tuple[int, bool]:
             if state.placement.queue.is_running(session.key):
-                return 0, False  # it goes when nothing else is left
+                return 0, False  # a running session is evicted only when nothing else is left
             num_own, _ = self._count(session, lambda block: block.slot_id is not None)
             return num_own, self._count(session, lambda block: block.dirty)[1]
 
@@ -138,6 +156,7 @@ class Announcer:
         self._announce(num_short, partial(self._victims, Tier.DRAM), room_of)
 
     def _look_at_sessions(self) -> None:
+        """Announce sessions that are next to be dropped for the bound on sessions."""
         most = self._state.limits.max_sessions
 
         def room_of(session: Session) -> tuple[int, bool]:
@@ -148,6 +167,7 @@ class Announcer:
         self._announce(num_short, partial(self._victims, None), room_of)
 
     def _look_at_quota(self, tenant: str) -> None:
+        """Announce sessions that are next to be evicted for a tenant's quota."""
         tenants = self._state.tenants
         order = tenants.order_of(tenant)
         if order is None:
@@ -171,12 +191,17 @@ class Announcer:
         )
 
     def _count(self, session: Session, counts: Callable[[Block], bool]) -> tuple[int, bool]:
-        """Count blocks from a session's end on, up to the first that others use, too.
+        """Count blocks from a session's end on, up to the first one that is shared.
 
         O(blocks that only it uses).
 
+        Args:
+            session: the session.
+            counts: whether a block counts.
+
         Returns:
-            Those that only it uses, and whether any counts, that first one included.
+            How many counted blocks only it uses; whether any block counts, the first shared one
+            included.
         """
         num_own, any_counts, last_key = 0, False, b""
         for span in reversed(session.spans):

@@ -1,17 +1,17 @@
-"""Making room: which sessions lose which blocks, in which tier.
+"""Placement: make room in a tier by evicting blocks, in the policy's order of sessions.
 
-Pure. The policy ranks sessions; here their blocks are taken, in order of eviction, tail first, so
-that what remains is a prefix. Rules:
-1. a block that a session of higher rank uses too stays with that session (D5: a victim that frees
+Pure. The policy ranks sessions. Here their blocks are evicted in that order, from the end of each
+session, so that what remains is a prefix. Rules:
+1. a block that a session of higher rank uses, too, stays for that session (D5: a victim that frees
    nothing is skipped);
-2. a block that is read, moved or built on stays; a hard-pinned session's blocks stay;
+2. a block that is being read, moved or built on stays, and so do a hard-pinned session's blocks;
 3. in DRAM clean blocks go first. Dirty ones go, and their sessions are cut there, only when the
    writer says that SSD cannot take them (`Writer.make_slots`);
-4. a session that runs gives DRAM back early (the policy ranks it so), but only what its engine has
-   loaded and SSD holds: engines store what is new, and a gap would cost all of it. The rest goes
-   when nothing else is left;
+4. a running session gives DRAM back early (the policy ranks it so), but only what its engine has
+   loaded and SSD holds: engines store what is new behind it, and a gap would cost all of that. Its
+   other blocks go when nothing else is left;
 5. for a tenant's quota only its own sessions go, from all tiers, and no leased or busy one;
-6. what is read ahead takes room only from sessions that may give way to it, or from idle ones.
+6. reading ahead takes room only from sessions that may give way to it, or from idle ones.
 """
 
 from collections.abc import Iterable, Iterator
@@ -27,24 +27,30 @@ from kvd.core.state.session import Session
 from kvd.core.state.session_history import MoveKind
 from shared.types.session_key import SessionKey
 
-MOST_LOOKED_AT = 64  # sessions, for room that nobody waits for
+MOST_LOOKED_AT = 64  # sessions looked at per call, for room that no caller waits for
 
 
 @dataclass(frozen=True, slots=True)
 class _Rule:
-    """What one pass may take."""
+    """The rule for one eviction pass: which blocks it may evict.
 
-    tier: Tier | None  # None: from all
-    may_cut: bool  # take the last copy of a block
-    may_take_running: bool = False  # also what rule 4 keeps
+    Attributes:
+        tier: the tier to evict from; None: from all.
+        may_cut: whether it may evict the last copy of a block, which cuts its sessions.
+        may_take_running: whether it may evict the blocks that rule 4 keeps.
+    """
+
+    tier: Tier | None
+    may_cut: bool
+    may_take_running: bool = False
 
     @property
     def takes_clean(self) -> bool:
-        """Whether only clean blocks in DRAM are taken."""
+        """Whether only clean blocks in DRAM are evicted."""
         return self.tier is Tier.DRAM and not self.may_cut
 
     def num_users(self, block: Block) -> int:
-        """Return how many of the block's users the pass may come to, hard-pinned ones besides."""
+        """Return how many users answer for the block in this pass, hard-pinned ones included."""
         if self.tier is None:
             return len(block.users)
         return block.num_answer_clean if self.takes_clean else block.num_answer(self.tier)
@@ -52,21 +58,31 @@ class _Rule:
 
 @dataclass(slots=True)
 class _Plan:
-    """What one pass takes, and the sessions that then have nothing more to give in the tier."""
+    """The blocks that one eviction pass takes.
+
+    Attributes:
+        blocks: the blocks.
+        packed: sessions, and how many of their last packed blocks.
+        emptied: sessions that then have nothing left in the tier.
+        spent: sessions that then have no clean blocks left.
+        passed: sessions that the pass has looked at.
+        num_passed: by key of a shared block, how many of its users are among those.
+        num_taken: number of blocks, packed ones included.
+    """
 
     blocks: list[Block] = field(default_factory=list)
-    packed: list[tuple[Session, int]] = field(default_factory=list)  # that many of its last ones
+    packed: list[tuple[Session, int]] = field(default_factory=list)
     emptied: list[SessionKey] = field(default_factory=list)
-    spent: list[SessionKey] = field(default_factory=list)  # those that have nothing clean to give
+    spent: list[SessionKey] = field(default_factory=list)
     passed: set[SessionKey] = field(default_factory=set)
-    num_passed: dict[bytes, int] = field(default_factory=dict)  # of these, users of a shared block
-    num_taken: int = 0  # packed blocks included
+    num_passed: dict[bytes, int] = field(default_factory=dict)
+    num_taken: int = 0
 
     def pass_user(self, block: Block, num_users: int) -> bool:
-        """Pass one of a block's users; returns whether it stays with another.
+        """Count one more of a block's users as passed; returns whether another one keeps it.
 
-        That is one which is hard-pinned, or comes later in the order. O(1): the users that are
-        passed are counted, and so are all that answer for the block.
+        The other one is hard-pinned, or comes later in the order. O(1), because both the passed
+        users and all `num_users` that answer for the block are counted.
         """
         if num_users == 1:
             return False
@@ -85,11 +101,11 @@ class Placement:
     def evict(self, num_wanted: int, *, may_cut: bool) -> int:
         """Evict until `num_wanted` slots are free, as far as possible; returns how many are.
 
-        Dirty blocks go only if `may_cut`.
+        Dirty blocks are evicted only if `may_cut`.
         """
         for rule in self._rules(may_cut=may_cut):
             num_short = num_wanted - self._state.slots.num_free
-            if not may_cut:  # else an arena full of dirty blocks is looked through in vain
+            if not may_cut:  # do not search an arena full of dirty blocks for clean ones
                 num_short = min(num_short, self._num_clean())
             if num_short > 0:
                 order = self._victims(Tier.DRAM, clean=rule.takes_clean)
@@ -97,23 +113,23 @@ class Placement:
         return self._state.slots.num_free
 
     def evict_clean(self, num_blocks: int) -> None:
-        """Evict so many clean blocks, as far as a bounded look finds them."""
+        """Evict so many clean blocks, as far as a bounded search finds them."""
         self._evict_from(num_blocks, self._victims(Tier.DRAM, clean=True))
 
     def evict_for(self, key: SessionKey, num_blocks: int) -> None:
-        """Evict so many clean blocks of sessions that may give way to this one; a bounded look."""
+        """Evict clean blocks of sessions that may give way to this one; a bounded search."""
         self._evict_from(num_blocks, self._victims(Tier.DRAM, key, clean=True))
 
     def evict_idle(self, num_blocks: int) -> None:
-        """Evict so many clean blocks of sessions that need them no more, or not now."""
+        """Evict so many clean blocks of idle sessions; see `_idle`."""
         self._evict_from(num_blocks, self._idle())
 
     def has_idle(self) -> bool:
-        """Whether any session that may have clean blocks in DRAM is idle."""
+        """Whether an idle session may have clean blocks in DRAM."""
         return next(self._idle(), None) is not None
 
     def dirty_to_evict(self, num_wanted: int) -> list[Block]:
-        """Name the dirty blocks that would be cut next, if room had to be made so."""
+        """Return the dirty blocks that would be evicted next if dirty blocks had to go."""
         blocks: list[Block] = []
         for rule in self._rules(may_cut=True):
             if len(blocks) < num_wanted:
@@ -127,11 +143,14 @@ class Placement:
             self._apply(self._plan(rule, num_short, islice(order, MOST_LOOKED_AT)), rule)
 
     def _num_clean(self) -> int:
-        """Count the blocks in DRAM that are on SSD too, being read and leased ones included."""
+        """Return how many blocks in DRAM are on SSD, too, including leased ones and reads."""
         return self._state.blocks.num_dram - self._state.blocks.num_dirty
 
     def _idle(self) -> Iterator[SessionKey]:
-        """Yield the sessions that have ended or run elsewhere: the first ones in the order."""
+        """Yield sessions that do not need DRAM: ended ones, and running ones that were loaded.
+
+        They are the first ones in the order.
+        """
         sessions, placement = self._state.sessions, self._state.placement
 
         def is_early(key: SessionKey) -> bool:
@@ -146,21 +165,24 @@ class Placement:
     # --------------------------------------------------------------------------------- other tiers
 
     def make_extents(self, num_short: int, giving_way_to: SessionKey | None) -> None:
-        """Start to drop `num_short` entries of sessions that give way to that one (None: all)."""
+        """Begin to drop `num_short` blocks from SSD, of sessions that give way to this one.
+
+        None: all sessions give way.
+        """
         if num_short > 0:
             rule = _Rule(Tier.SSD, may_cut=True)
             self._apply(self._plan(rule, num_short, self._victims(Tier.SSD, giving_way_to)), rule)
 
     def make_quota(self, tenant: str, num_wanted: int) -> bool:
-        """Have a tenant's own sessions give way to its next blocks, if its quota asks for it.
+        """Evict a tenant's own sessions for its next blocks, if its quota requires it.
 
         Returns:
-            Whether it may have `num_wanted` more blocks now.
+            Whether the tenant may have `num_wanted` more blocks now.
         """
         tenants = self._state.tenants
         order = tenants.order_of(tenant)
         if order is None or not tenants.may_ever_have(tenant, num_wanted):
-            return order is None  # nobody goes for what cannot be
+            return order is None  # evict nothing if the blocks exceed the quota in any case
         num_over = tenants.num_over(tenant, num_wanted)
         if num_over:
             rule = _Rule(None, may_cut=True)
@@ -168,7 +190,7 @@ class Placement:
         return not tenants.num_over(tenant, num_wanted)
 
     def drop_victim(self) -> bool:
-        """Drop the first session in order of eviction that is neither leased, pinned nor busy.
+        """Drop the first session in the order that is not leased, hard-pinned or busy.
 
         Costs O(sessions that are leased or busy).
 
@@ -192,13 +214,13 @@ class Placement:
         return state.policy.victims(tier, state.now_ns, giving_way_to=giving_way_to, clean=clean)
 
     def _rules(self, *, may_cut: bool) -> Iterable[_Rule]:
-        """Yield what to do in DRAM in turn, until there is room."""
+        """Yield the rules of the passes over DRAM, which are made until there is room."""
         yield _Rule(Tier.DRAM, may_cut)
         if self._state.placement.has_busy:
             yield _Rule(Tier.DRAM, may_cut, may_take_running=True)
 
     def _plan(self, rule: _Rule, num_wanted: int, order: Iterable[SessionKey]) -> _Plan:
-        """Plan what to take of the sessions in this order."""
+        """Plan which blocks of the sessions to evict, in this order."""
         plan = _Plan()
         for key in order:
             if not self._is_victim(key, rule):
@@ -213,6 +235,7 @@ class Placement:
         return plan
 
     def _is_victim(self, key: SessionKey, rule: _Rule) -> bool:
+        """Whether a pass may evict blocks of a session at all; see rules 4 and 5."""
         if rule.tier is None:
             return self._may_drop(key)
         if rule.tier is Tier.SSD or rule.may_take_running:
@@ -229,7 +252,11 @@ class Placement:
         return rule.may_cut and (rule.may_take_running or not is_kept)
 
     def _take_from(self, victim: Session, rule: _Rule, plan: _Plan, num_wanted: int) -> bool:
-        """Plan blocks of one session, tail first; returns whether it has no more in the tier."""
+        """Add a session's blocks to the plan, last ones first.
+
+        Returns:
+            Whether the session then has nothing left in the tier.
+        """
         is_emptied = True
         if victim.packed and rule.tier is not Tier.DRAM:
             num_packed = min(victim.num_packed, num_wanted - plan.num_taken)
@@ -248,16 +275,17 @@ class Placement:
                 plan.num_taken += 1
             else:
                 is_emptied = False
-                may_cut = may_cut and block.may_vanish()  # never cut before a block that is in use
+                may_cut = may_cut and block.may_vanish()  # a block in use keeps all before it
         return is_emptied
 
-    # -------------------------------------------------------------------------------------- taking
+    # ------------------------------------------------------------------------------------- evicting
 
     def _apply(self, plan: _Plan, rule: _Rule) -> None:
+        """Evict what a pass has planned."""
         state = self._state
         counter = f"evictions_{rule.tier.value if rule.tier else 'quota'}"
         if rule.tier is not None:
-            self._observe_rest(plan, rule.tier)
+            self._record_rest(plan, rule.tier)
         for session, num_packed in plan.packed:
             state.outbox.count(counter, num_packed)
             num_sessions = len(state.sessions)
@@ -268,23 +296,24 @@ class Placement:
             for key in plan.spent:
                 state.users.spent(state.sessions[key])
             for key in plan.emptied:
-                self._left(key, rule.tier)
+                self._record_emptied(key, rule.tier)
         if rule.tier is Tier.DRAM:
             for key in filter(state.placement.queue.is_queued, plan.passed):
-                state.placement.prefetching.reopen(key)  # what goes is to be read again in time
+                state.placement.prefetching.reopen(key)  # its blocks have to be read again
         state.outbox.count(counter, len(plan.blocks))
-        for block in reversed(plan.blocks):  # heads first: a session is cut once, where it ends
-            if _is_in(block, rule.tier):  # else an earlier cut took it along
+        for block in reversed(plan.blocks):  # first blocks first, so that a session is cut once
+            if _is_in(block, rule.tier):  # else an earlier cut has dropped it, too
                 self._take(block, rule.tier)
 
-    def _observe_rest(self, plan: _Plan, tier: Tier) -> None:
-        """Record how long the sessions rested that are about to leave the tier."""
+    def _record_rest(self, plan: _Plan, tier: Tier) -> None:
+        """Record how long the sessions that leave the tier have been unused."""
         state = self._state
         for key in plan.emptied:
             last_access_ns = state.sessions[key].last_access_ns
             state.histograms.on_evict(key, tier, last_access_ns, state.now_ns)
 
     def _take(self, block: Block, tier: Tier | None) -> None:
+        """Evict one block from a tier; if that was its last copy, cut its sessions there."""
         state = self._state
         if _is_last_copy(block, tier):
             for key in block.users if state.limits.announces_evictions else ():
@@ -299,8 +328,8 @@ class Placement:
             if state.limits.admission is not Admission.ON_EVICT:
                 state.unwritten.refuse(block)  # dirty again
 
-    def _left(self, key: SessionKey, tier: Tier) -> None:
-        """Record that a session has nothing more to give in the tier."""
+    def _record_emptied(self, key: SessionKey, tier: Tier) -> None:
+        """Record that a session has nothing left in the tier."""
         session = self._state.sessions.get(key)
         if session is not None:
             self._state.users.on_evict(session, tier)
@@ -319,5 +348,5 @@ def _is_in(block: Block, tier: Tier | None) -> bool:
 
 
 def _is_last_copy(block: Block, tier: Tier | None) -> bool:
-    """Whether the block is lost when it leaves the tier."""
+    """Whether the block is lost when it leaves the tier (None: all tiers)."""
     return tier is None or not block.resides(Tier.SSD if tier is Tier.DRAM else Tier.DRAM)

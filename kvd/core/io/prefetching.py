@@ -1,22 +1,22 @@
-"""Reading ahead: sessions that will be needed come from SSD into DRAM before their turn does.
+"""Prefetching: read sessions from SSD into DRAM before their turns need them.
 
-Pure. Waiting sessions come first, in the order of the queue and within the window L_pw = C_mem /
-S_kv, then, into room that nobody needs, those that the policy takes to return soon. One session is
-read at a time; which one is asked anew for each block, so that a change of the queue counts at
-once. Nothing more is begun for a turn that has left the queue.
+Pure. Sessions with a waiting turn come first, in the order of the queue and within the look-ahead
+window L_pw = C_mem / S_kv. Then, into idle room, come sessions that the policy expects to return
+soon. One session is read at a time. It is chosen again for each block, so that a change of the
+queue takes effect at once. No more reads begin for a turn that has left the queue.
 
 Invariants:
-1. what is read ahead takes no slot that stores will want, and room only from sessions that may
-   give way to it: none that is needed sooner, and for one that is only likely, none but idle ones;
-2. between two uses of a session no more than MOST_TIMES its blocks are read ahead, be they evicted
-   as often as they may, and one that is only likely is read once: reading and evicting cannot keep
-   each other going;
-3. while a store or a load waits for slots, none is taken ahead of it;
-4. a look that finds no room is repeated only after something has changed, and every call looks at
-   a bounded number of sessions.
+1. prefetching takes no slot that stores will need, and evicts only sessions that may give way: for
+   a waiting session none that is needed sooner, for one that is only expected none but idle ones;
+2. between two uses of a session at most MOST_TIMES its number of blocks are read ahead, however
+   often they are evicted, and a session that is only expected is read once: so reads and evictions
+   cannot keep each other going;
+3. while a store or load waits for slots, prefetching takes none;
+4. a search that found no room is repeated only after something has changed, and every call looks
+   at a bounded number of sessions.
 
-*Source:* CachedAttention §3.3.1; that a late read yields, and reading for sessions that nobody has
-asked for yet, are ours.
+*Source:* CachedAttention §3.3.1. Two things are our own: late reads yield, and sessions are read
+that have no turn yet.
 """
 
 from collections import deque
@@ -35,12 +35,12 @@ from kvd.core.state.session import Session
 from shared.types.session_key import SessionKey
 from shared.types.units import NS_PER_S
 
-MOST_TIMES = 2  # its blocks are read ahead for a session between two uses of it
-MOST_STEPS = 16  # blocks begun, and sessions found to need none, per call
-MOST_KEPT = 8  # one of so many slots is kept for stores, at most
-EVICT_BATCH = 16  # blocks: making room costs a look at the order
-YIELD_NS = NS_PER_S // 50  # nothing is begun for so long after a caller was answered "wait"
-LOOK_NS = NS_PER_S // 4  # between two looks at which sessions are likely to return
+MOST_TIMES = 2  # times that a session's blocks are read ahead between two uses of it
+MOST_STEPS = 16  # per call: reads begun, and sessions found to need none
+MOST_KEPT = 8  # at most one of so many slots is kept for stores
+EVICT_BATCH = 16  # blocks evicted at a time, because each search walks the order
+YIELD_NS = NS_PER_S // 50  # pause after a caller had to wait for slots
+LOOK_NS = NS_PER_S // 4  # between two searches for sessions that are likely to return
 
 
 @dataclass(slots=True, eq=False)
@@ -48,8 +48,10 @@ class ReadPlan:
     """A session that is being read ahead.
 
     Attributes:
-        missing: keys of the blocks that are not begun, as they were found.
-        is_waiting: a turn of it waits; else it is likely to return.
+        session: the session.
+        missing: keys of its blocks on SSD whose reads are not begun, as of the plan's making.
+        is_waiting: whether a turn of it waits; if not, it is likely to return.
+        num_begun: number of reads begun.
     """
 
     session: Session
@@ -58,7 +60,7 @@ class ReadPlan:
     num_begun: int = 0
 
     def next_block(self, state: CacheState) -> Block | None:
-        """Return the block to be read next; lost ones, and those that a load read, are skipped."""
+        """Return the next block to read; skip blocks that are lost, or read by a load meanwhile."""
         while self.missing:
             block = state.blocks.get(self.missing[0])
             if block is not None and _is_missing(block):
@@ -66,8 +68,8 @@ class ReadPlan:
             self.missing.popleft()
         return None
 
-    def begun(self, state: CacheState) -> None:
-        """Record that the next block is about to be read into DRAM."""
+    def record_begun(self, state: CacheState) -> None:
+        """Record that the read of the next block begins."""
         self.missing.popleft()
         self.num_begun += 1
         self.session.num_read_ahead += 1
@@ -75,9 +77,9 @@ class ReadPlan:
 
 
 def plan_session(state: CacheState, key: SessionKey, *, is_waiting: bool) -> ReadPlan | None:
-    """Find what is to be read of a session: O(its blocks); None: nothing, or no more.
+    """Plan the reads of a session; O(its blocks). None: nothing to read, or read too often already.
 
-    The session is unpacked; it answers in DRAM for what it has there.
+    The session is unpacked, and ranks in DRAM with the blocks that it has there.
     """
     session = state.sessions.get(key)
     if session is None or session.num_read_ahead >= MOST_TIMES * session.num_spans:
@@ -97,7 +99,14 @@ def _is_missing(block: Block) -> bool:
 
 
 class Prefetcher:
-    """See the module docstring."""
+    """Reads sessions of one cache state ahead, and keeps the watermark of free slots.
+
+    Args:
+        state: the cache's tables.
+        placement: makes room for reads.
+        writer: keeps the watermark.
+        reader: begins the reads.
+    """
 
     def __init__(
         self, state: CacheState, placement: Placement, writer: Writer, reader: Reader
@@ -107,45 +116,45 @@ class Prefetcher:
         self._writer = writer
         self._reader = reader
         self._plan: ReadPlan | None = None
-        self._rests_at = -1  # Outbox.num_freed when there was nothing to do, or no room for it
-        self._has_more = False  # a call has ended at its bound
-        self._num_waits = 0  # of Outbox, as it was seen
+        self._no_room_at = -1  # Outbox.num_freed when there was nothing to do, or no room for it
+        self._has_more = False  # whether the last call has ended at MOST_STEPS
+        self._num_waits = 0  # Outbox.num_waits when it was last read
         self._yields_until_ns = 0
-        self._is_looking = False  # for sessions that are likely to return
+        self._is_looking = False  # whether a search for likely sessions is under way
         self._next_look_ns = 0
         self._is_stopped = self._is_over = False
 
     def resume(self) -> None:
-        """Keep the watermark, and begin what is to be read now. No other call is under way."""
+        """Keep the watermark and begin reads; called when no other call is in progress."""
         if not self._is_over:
             self._writer.keep_free()
         self._has_more = False
-        if not self._is_on():
+        if not self._is_enabled():
             return
-        self._yield()
+        self._pause_for_waiters()
         self._schedule_look()
         self._drop_stale_plan()
         for _ in range(MOST_STEPS):
             if not self._may_begin():
                 return
             if not self._step():
-                self._rests_at = self._state.outbox.num_freed
+                self._no_room_at = self._state.outbox.num_freed
                 return
         self._has_more = True
 
-    def queue_changed(self) -> None:
-        """Plan anew: the queue is another one."""
+    def on_queue_change(self) -> None:
+        """Plan again, because the queue has changed; it also ends a `stop`."""
         self._is_stopped = False
         self.reschedule()
 
     def reschedule(self) -> None:
-        """Try again where there was no room: other sessions may give way now."""
-        self._rests_at = -1
+        """Try again though there was no room, because other sessions may give way now."""
+        self._no_room_at = -1
 
     def stop(self, *, for_good: bool = False) -> None:
-        """Begin nothing more, until an engine reports its queue: the arena is to be emptied.
+        """Begin no reads until an engine reports its queue, because the arena is being emptied.
 
-        `for_good`: the end is near.
+        With `for_good`, begin none at all any more: kvd shuts down.
         """
         self._is_stopped = True
         self._is_over |= for_good
@@ -153,8 +162,8 @@ class Prefetcher:
         self._use_plan(None)
 
     def next_deadline_ns(self) -> int | None:
-        """When to call `resume` though nothing has happened; None: not before another call."""
-        if not self._is_on():
+        """Return when to call `resume` though nothing has happened; None: no such time."""
+        if not self._is_enabled():
             return None
         if self._has_more:
             return self._state.now_ns
@@ -164,9 +173,9 @@ class Prefetcher:
             return None
         return max(self._next_look_ns, self._state.now_ns + 1)
 
-    # -------------------------------------------------------------------------------------- whether
+    # ----------------------------------------------------------------------------------- conditions
 
-    def _is_on(self) -> bool:
+    def _is_enabled(self) -> bool:
         state = self._state
         is_wanted = state.limits.prefetch_bytes > 0 and state.policy.looks_ahead
         return is_wanted and len(state.slots) > 0 and not self._is_stopped and not self._is_over
@@ -174,22 +183,22 @@ class Prefetcher:
     def _is_pausing(self) -> bool:
         return self._state.now_ns < max(self._reader.retry_at_ns, self._yields_until_ns)
 
-    def _yield(self) -> None:
-        """Leave what comes free to those who wait for it; they ask again."""
+    def _pause_for_waiters(self) -> None:
+        """Pause after a store or load had to wait, so that it gets the slots that become free."""
         if self._num_waits != self._state.outbox.num_waits:
             self._num_waits = self._state.outbox.num_waits
             self._yields_until_ns = self._state.now_ns + YIELD_NS
-            self._rests_at = -1
+            self._no_room_at = -1
 
     def _has_budget(self) -> bool:
         return self._reader.ahead_bytes < self._state.limits.prefetch_bytes
 
     def _may_begin(self) -> bool:
-        rests = self._rests_at == self._state.outbox.num_freed
-        return not rests and self._has_budget() and not self._is_pausing()
+        has_no_room = self._no_room_at == self._state.outbox.num_freed
+        return not has_no_room and self._has_budget() and not self._is_pausing()
 
     def _may_look(self) -> bool:
-        """Whether any session could be read that is only likely to return."""
+        """Whether sessions may be read that are only likely to return."""
         state = self._state
         num_stored = state.blocks.num_ssd + state.tails.num_blocks
         return state.limits.reads_returning and num_stored > 0
@@ -198,12 +207,12 @@ class Prefetcher:
         if self._state.now_ns >= self._next_look_ns and self._may_look():
             self._next_look_ns = self._state.now_ns + LOOK_NS
             self._is_looking = True
-            self._rests_at = -1
+            self._no_room_at = -1
 
     # ------------------------------------------------------------------------------------- choosing
 
     def _step(self) -> bool:
-        """Begin a read, or find that a session needs none; False: there is nothing to do now."""
+        """Begin a read, or find that a session needs none; returns False if nothing can be done."""
         state = self._state
         key = state.placement.prefetching.pick(self._window(), self._is_in_time)
         if key is not None:
@@ -219,32 +228,36 @@ class Prefetcher:
         return self._read_next()
 
     def _window(self) -> int:
-        """Return how many requests to look at, at least 1: the next is read as far as it fits."""
+        """Return the look-ahead window in requests; at least 1, which is read as far as it fits."""
         return max(1, self._state.prefetch_window)
 
     def _is_in_time(self, key: SessionKey, starts_in_ns: int) -> bool:
-        """Whether a session can be read until its turn starts, after what is under way."""
+        """Whether a session can be read before its turn starts, after the reads under way."""
         if not starts_in_ns:
             return True
         session = self._state.sessions.get(key)
         num_bytes = self._reader.ahead_bytes
         if session is not None:
             num_bytes += self._num_missing(session) * self._state.shape.full_bytes
-        return self._reader.rate.time_of(num_bytes) <= starts_in_ns
+        return self._reader.rate.estimate_ns(num_bytes) <= starts_in_ns
 
     def _num_missing(self, session: Session) -> int:
-        """Estimate how many blocks are to be read: what DRAM has in part is rarely packed."""
+        """Estimate how many blocks of a session are to be read.
+
+        A session that has some blocks in DRAM is rarely packed, so its packed blocks are a good
+        estimate.
+        """
         if self._plan is not None and self._plan.session is session:
             return len(self._plan.missing)
         return session.num_packed or session.num_spans
 
     def _plan_returning(self) -> bool:
-        """Go over to the likeliest session that may be read into idle room; False: there is none.
+        """Plan the session likeliest to return, if there is idle room; returns whether it did.
 
-        The look ends when nothing is found, and is repeated in a while.
+        The search ends when none is found, and is repeated after LOOK_NS.
         """
         if self._is_looking and self._has_idle_room():
-            key = self._likeliest()
+            key = self._find_likeliest()
             if key is not None:
                 self._use_plan(plan_session(self._state, key, is_waiting=False))
                 if self._plan is not None:
@@ -252,8 +265,8 @@ class Prefetcher:
         self._is_looking = False
         return False
 
-    def _likeliest(self) -> SessionKey | None:
-        """Return the session that is likeliest to return, of those that may be read."""
+    def _find_likeliest(self) -> SessionKey | None:
+        """Return the session that is likeliest to return of those that may be read."""
         likely = islice(self._state.policy.returning(self._state.now_ns), MOST_LOOKED_AT)
         return next(filter(self._may_be_read_once, likely), None)
 
@@ -266,12 +279,12 @@ class Prefetcher:
     # ------------------------------------------------------------------------------------- planning
 
     def _use_plan(self, plan: ReadPlan | None) -> None:
-        """Continue with another session; the one before may be packed again."""
+        """Continue with another plan; the session before may be packed again."""
         self._plan = plan
         self._state.tails.kept_unpacked = plan.session.key if plan else None
 
     def _drop_stale_plan(self) -> None:
-        """Cancel what was begun for a session that is gone, or whose turn waits no more."""
+        """Drop the plan if its session is gone, or its turn has left the queue."""
         plan = self._plan
         if plan is None:
             return
@@ -288,7 +301,7 @@ class Prefetcher:
     # -------------------------------------------------------------------------------------- reading
 
     def _read_next(self) -> bool:
-        """Begin the plan's next read; False: there is no room for it."""
+        """Begin the plan's next read, or finish the plan; returns False if there is no room."""
         state, plan = self._state, self._plan
         assert plan is not None, "a session was chosen"
         block = plan.next_block(state)
@@ -297,11 +310,12 @@ class Prefetcher:
             return True
         if not self._has_room(plan):
             return False
-        plan.begun(state)
+        plan.record_begun(state)
         self._reader.read_ahead(block)
         return True
 
     def _finish(self, plan: ReadPlan) -> None:
+        """Report a plan whose reads have all begun."""
         key = plan.session.key
         self._use_plan(None)
         self._state.placement.prefetching.settle(key)
@@ -312,7 +326,7 @@ class Prefetcher:
             )
 
     def _has_room(self, plan: ReadPlan) -> bool:
-        """Whether a slot beyond the watermark is free, perhaps after evictions."""
+        """Whether a spare slot is free, after evictions if needed."""
         if self._num_spare() > 0:
             return True
         num_wanted = min(len(plan.missing), EVICT_BATCH) - self._num_spare()
@@ -331,9 +345,10 @@ class Prefetcher:
         return self._num_spare() > 0 or self._placement.has_idle()
 
     def _num_spare(self) -> int:
-        """Slots beyond the watermark, and beyond what the stores of turns that run will want.
+        """Return how many slots are free beyond the watermark and the next stores of running turns.
 
-        In a small arena the watermark is less than that, and what is read ahead would be evicted.
+        In a small arena the watermark alone is less than those stores need, and they would evict
+        what was read ahead.
         """
         state = self._state
         num_stored = ceil(state.mean_store_blocks * state.placement.queue.num_sessions_running)

@@ -1,7 +1,7 @@
-"""SSD reads: begun because a load waits, or ahead of one; and how fast SSD is read.
+"""SSD reads: issue them, for loads that wait or ahead of loads, and measure their rate.
 
-Pure. What becomes of a read that has ended is arriving.py's business. Invariant: `ahead_bytes` is
-what the reads under way amount to that no load has come to wait for.
+Pure. arriving.py handles the outcomes of reads. Invariant: `ahead_bytes` is the size of the reads
+under way that no load waits for.
 """
 
 from kvd.core.records.actions import IoOutcome, ReadBlock
@@ -10,12 +10,12 @@ from kvd.core.state.cache_state import CacheState
 from kvd.core.state.under_way import Arrival
 from shared.types.units import MIB, NS_PER_S, SECTOR_BYTES
 
-RETRY_NS = NS_PER_S  # nothing is read ahead for so long after a read that could not be made
-MEASURED_BYTES = 256 * MIB  # about so much, read last, makes the rate
+RETRY_NS = NS_PER_S  # after an I/O error nothing is read ahead for so long
+MEASURED_BYTES = 256 * MIB  # the rate is that of about so many bytes, read last
 
 
 class ReadRate:
-    """How fast bytes come from SSD while any are on their way."""
+    """The rate of SSD reads, over the time in which any is under way."""
 
     def __init__(self) -> None:
         self._num_under_way = 0
@@ -23,22 +23,22 @@ class ReadRate:
         self._num_bytes = 0.0
         self._busy_ns = 0.0
 
-    def began(self, now_ns: int) -> None:
+    def on_begin(self, now_ns: int) -> None:
         """Record the begin of a read."""
         self._advance(now_ns)
         self._num_under_way += 1
 
-    def ended(self, num_bytes: int, now_ns: int) -> None:
+    def on_end(self, num_bytes: int, now_ns: int) -> None:
         """Record the end of a read."""
         self._advance(now_ns)
         self._num_under_way -= 1
         self._num_bytes += num_bytes
-        if self._num_bytes > MEASURED_BYTES:  # older ones count less and less
+        if self._num_bytes > MEASURED_BYTES:  # halve the weight of older reads
             self._num_bytes /= 2
             self._busy_ns /= 2
 
-    def time_of(self, num_bytes: int) -> int:
-        """Nanoseconds that it takes to read so much; 0: nothing was read yet."""
+    def estimate_ns(self, num_bytes: int) -> int:
+        """Return the estimated nanoseconds of reading so many bytes; 0: nothing was read yet."""
         return int(num_bytes * self._busy_ns / self._num_bytes) if self._num_bytes else 0
 
     def _advance(self, now_ns: int) -> None:
@@ -51,9 +51,9 @@ class Reader:
     """Begins and ends reads of one cache state.
 
     Attributes:
-        rate: how fast reads are, all of them counted.
+        rate: the rate of all reads.
         ahead_bytes: bytes of reads under way that no load waits for.
-        retry_at_ns: when reading ahead may begin again.
+        retry_at_ns: time from which reading ahead is allowed, after an I/O error.
     """
 
     def __init__(self, state: CacheState) -> None:
@@ -63,31 +63,31 @@ class Reader:
         self.retry_at_ns = 0
 
     def num_bytes(self, block: Block) -> int:
-        """Return what reading the block amounts to."""
+        """Return the bytes that are read from SSD for a block, whole sectors."""
         return self._state.shape.num_sectors(block.num_tokens) * SECTOR_BYTES
 
     def start(self, block: Block) -> Arrival:
-        """Give a block on SSD a free slot and begin its read, which is to be issued."""
+        """Give a block on SSD a free slot and begin its read; the caller owes `issue`."""
         slot_id, generation = self._state.slots.allocate()
         self._state.blocks.enter_dram(block, slot_id, generation)
         return self.begin(block)
 
     def begin(self, block: Block) -> Arrival:
-        """Begin to read a block into the slot that it has; the read is to be issued."""
+        """Begin to read a block into the slot that it has; the caller owes `issue`."""
         state = self._state
         read = state.under_way.begin_read(block)
-        self.rate.began(state.now_ns)
+        self.rate.on_begin(state.now_ns)
         return read
 
     def issue(self, reads: list[Arrival]) -> None:
-        """Issue the reads of a load, layer by layer if they are many."""
+        """Issue the reads of a load, layer by layer if they are large."""
         num_bytes = sum(self.num_bytes(read.block) for read in reads)
         is_layered = num_bytes > self._state.limits.layered_read_bytes
         for read in reads:
             self._state.outbox.add(_action(read, is_layered=is_layered))
 
     def read_ahead(self, block: Block) -> None:
-        """Read a block into a free slot that no load waits for yet."""
+        """Read a block into a free slot though no load waits for it yet."""
         read = self.start(block)
         read.is_ahead = True
         self.ahead_bytes += self.num_bytes(block)
@@ -97,22 +97,22 @@ class Reader:
         outbox.add(_action(read, is_layered=False))
 
     def join(self, read: Arrival) -> None:
-        """Record that a load waits for a read now, which may have been begun ahead."""
+        """Record that a load waits for a read, which may have been begun ahead."""
         if read.is_ahead:
-            self._no_more_ahead(read)
+            self._clear_ahead(read)
             self._state.outbox.count("prefetch_late")
 
-    def ended(self, op_id: int, outcome: IoOutcome) -> Arrival:
-        """Take a read out of those under way."""
+    def finish(self, op_id: int, outcome: IoOutcome) -> Arrival:
+        """Record the end of a read; returns it, with the leases that wait for it."""
         state = self._state
         read = state.under_way.end_read(op_id)
         num_bytes = self.num_bytes(read.block)
-        self.rate.ended(num_bytes, state.now_ns)
+        self.rate.on_end(num_bytes, state.now_ns)
         state.outbox.count("ssd_read_bytes", num_bytes)
         if outcome is not IoOutcome.OK and outcome is not IoOutcome.CORRUPT:
             self.retry_at_ns = state.now_ns + RETRY_NS
         if read.is_ahead:
-            self._no_more_ahead(read)
+            self._clear_ahead(read)
             read.block.is_ahead = outcome is IoOutcome.OK
         return read
 
@@ -124,12 +124,13 @@ class Reader:
         )
         assert not any(read.waiting for read in ahead), "no load waits for what is read ahead"
 
-    def _no_more_ahead(self, read: Arrival) -> None:
+    def _clear_ahead(self, read: Arrival) -> None:
         read.is_ahead = False
         self.ahead_bytes -= self.num_bytes(read.block)
 
 
 def _action(read: Arrival, *, is_layered: bool) -> ReadBlock:
+    """Return the action that reads a block."""
     block = read.block
     assert block.extent is not None, "what is read is on SSD"
     assert block.slot_id is not None, "what is read has a slot"

@@ -1,13 +1,12 @@
-"""Checksums of slots: compared with what was stored, and computed of what is new (D11).
+"""Checksums of slots: verify adopted blocks, and hash new ones (D11).
 
-Pure. Adopted blocks are verified in the background, a few at a time, so that their writes and
-evictions become possible; a load of one that is not verified yet has it verified at once, and so
-does every load if that is wanted. The outcomes are taken by arriving.py, because loads wait for
-them.
+Pure. Adopted blocks are verified in the background, a few at a time, so that they can be written
+and evicted. A load of a block that is not verified yet verifies it at once; if `verify_on_load` is
+set, so does every load. arriving.py takes the outcomes, because loads wait for them.
 
-A stored block is served at once, and hashed in the background; before that it is neither written
-nor in the journal, so that no later kvd can take bytes over that nobody can verify.
-Bytes that are not what was stored are counted and reported; an I/O error is not corruption.
+A newly stored block is served at once, and hashed in the background. Before it is hashed it is
+neither written nor in the journal, so that no later kvd adopts bytes that it cannot verify.
+Corrupt bytes are counted and reported; an I/O error is not corruption.
 """
 
 from collections.abc import Callable, Iterable
@@ -20,13 +19,13 @@ from kvd.core.state.session_history import MoveKind
 from kvd.core.state.under_way import Arrival
 from shared.types.units import NS_PER_S
 
-MAX_BACKGROUND = 4  # verifications under way that nobody waits for
+MAX_BACKGROUND = 4  # background verifications under way
 CORRUPT = "corrupt"  # why a session or a lease was cut
-RETRY_NS = NS_PER_S  # after a verification that could not be made
+RETRY_NS = NS_PER_S  # pause after a verification that failed with an I/O error
 
 
 class Verifier:
-    """Starts verifications of one cache state."""
+    """Starts and ends verifications of one cache state."""
 
     def __init__(self, state: CacheState) -> None:
         self._state = state
@@ -34,10 +33,10 @@ class Verifier:
         self._retry_at_ns = 0
 
     def is_needed(self, block: Block, *, always: bool = False) -> bool:
-        """Whether a block at rest in DRAM is to be verified before a load may have it.
+        """Whether a block in DRAM has to be verified before a load may use it.
 
-        With `verify_on_load`, or `always`, a block is verified unless it is being hashed or written
-        just now.
+        An idle block that is not verified yet has to be. With `verify_on_load`, or `always`, so has
+        every block, unless it is being hashed or written at the moment.
         """
         if block.io is not BlockIo.IDLE:
             return False
@@ -45,7 +44,10 @@ class Verifier:
         return block.is_unverified or (is_wanted and bool(block.checksums))
 
     def start(self, block: Block, *, urgent: bool) -> None:
-        """Verify a block at rest; then `verify_done`. Costs O(leases) if it has readers."""
+        """Begin to verify an idle block in DRAM; costs O(leases) if it has readers.
+
+        The completion is `Arrivals.verify_done`.
+        """
         state = self._state
         assert block.slot_id is not None, "only a block in DRAM is verified"
         state.unverified.pop(block.key, None)
@@ -62,7 +64,7 @@ class Verifier:
         state.outbox.add(action)
 
     def issue(self) -> None:
-        """Have adopted blocks verified in the background."""
+        """Begin background verifications of adopted blocks, up to MAX_BACKGROUND at a time."""
         state = self._state
         if state.now_ns < self._retry_at_ns:
             return
@@ -70,32 +72,32 @@ class Verifier:
             self.start(next(iter(state.unverified.values())), urgent=False)
 
     def retry_at_ns(self) -> int | None:
-        """Return when `issue` is to be called again; None if a completion calls it anyhow."""
+        """Return when to call `issue` again; None if nothing waits, or a completion calls it."""
         return self._retry_at_ns if self._state.unverified and not self._background else None
 
-    def ended(self, op_id: int) -> Arrival:
-        """Take a verification out of those under way, however it ended."""
+    def finish(self, op_id: int) -> Arrival:
+        """Record the end of a verification, with any outcome; returns it."""
         self._background.discard(op_id)
         return self._state.under_way.end_verify(op_id)
 
-    def passed(self, block: Block) -> None:
-        """Record that a block's bytes are good."""
+    def record_success(self, block: Block) -> None:
+        """Record that a block's bytes match its checksums."""
         self._state.outbox.count("verified_blocks")
         self._state.blocks.set_unverified(block, is_unverified=False)
 
-    def failed(self, block: Block) -> None:
-        """Record that a block could not be verified, which says nothing of its bytes."""
+    def record_failure(self, block: Block) -> None:
+        """Record that a block could not be verified because of an I/O error; try again later."""
         if block.is_unverified:
             self._state.unverified[block.key] = block
             self._retry_at_ns = self._state.now_ns + RETRY_NS
 
 
 class Hasher:
-    """Issues and completes hashes of one cache state.
+    """Issues and completes the hashing of new blocks of one cache state.
 
     Args:
-        state: of the cache.
-        write: takes blocks that have been hashed.
+        state: the cache's tables.
+        write: called with blocks that are hashed, to be queued for writing.
     """
 
     def __init__(self, state: CacheState, write: Callable[[Iterable[Block]], None]) -> None:
@@ -103,7 +105,7 @@ class Hasher:
         self._write = write
 
     def request(self, blocks: Iterable[Block]) -> None:
-        """Have a session's dirty blocks hashed; those that are go to the writer."""
+        """Hash those of a session's blocks that need it; pass the others to the writer."""
         ready = []
         for block in blocks:
             if block.unhashed and block.io is BlockIo.IDLE:
@@ -113,13 +115,13 @@ class Hasher:
         self._write(ready)
 
     def hash_done(self, op_id: int, checksums: bytes) -> None:
-        """See CacheEngine.hash_done."""
+        """Take the completion of a HashSlot; empty `checksums`: the slot could not be read."""
         state = self._state
         block = state.under_way.end_hash(op_id)
         if checksums:
             state.blocks.set_contents(block, block.token_ids, checksums)
             state.journal.put_block(block)
-        else:  # tried again when its session stores again
+        else:  # it is hashed again when its session stores again
             state.outbox.count("hash_errors")
         state.settle(block)
         self._write((block,))

@@ -1,1 +1,1 @@
-"""What engines and operators ask for: load, store, discard, compact, erase, scrub, export."""
+"""Operations of engines and operators: load, store, discard, compact, erase, scrub, export."""

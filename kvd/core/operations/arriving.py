@@ -1,7 +1,8 @@
-"""Arrivals: the ends of reads and verifications, which loads wait for, and what follows.
+"""Arrivals: complete the reads and verifications that loads wait for.
 
-Pure. A block that has arrived is its leases'; one that does not come cuts them before it. A copy
-in DRAM that turns out corrupt is read again from SSD, if it is there, under the same leases.
+Pure. When a block has arrived, the leases that wait for it may use it. When it cannot arrive, they
+are cut before it. When a copy in DRAM is corrupt, the block is read again from SSD, if it is there,
+for the same leases.
 """
 
 from collections.abc import Callable
@@ -24,11 +25,11 @@ class Arrivals:
 
     Args:
         state: the cache's tables.
-        loader: cuts or ends the leases that waited in vain.
-        reader: reads a block whose copy in DRAM is corrupt.
-        writer: writes verified blocks that were to be written, and what room was made for.
+        loader: cuts or ends the leases whose blocks do not arrive.
+        reader: reads a block again whose copy in DRAM is corrupt.
+        writer: queues verified blocks for writing again, if they were queued before.
         verifier: begins the next verifications.
-        scrubbed: called with the outcome of a scrub's verification.
+        on_scrub_outcome: called with the operation and outcome of a scrub's verification.
     """
 
     def __init__(
@@ -38,33 +39,35 @@ class Arrivals:
         reader: Reader,
         writer: Writer,
         verifier: Verifier,
-        scrubbed: Callable[[int, IoOutcome], None],
+        on_scrub_outcome: Callable[[int, IoOutcome], None],
     ) -> None:
         self._state = state
         self._loader = loader
         self._reader = reader
         self._writer = writer
         self._verifier = verifier
-        self._scrubbed = scrubbed
+        self._on_scrub_outcome = on_scrub_outcome
 
     def read_done(self, op_id: int, outcome: IoOutcome, stored: StoredBlock | None) -> None:
-        """Take the outcome of a ReadBlock, and what the extent's header says if it is OK."""
-        arrival = self._reader.ended(op_id, outcome)
+        """Take the outcome of a ReadBlock, and the extent's header if it is OK."""
+        arrival = self._reader.finish(op_id, outcome)
         if outcome is IoOutcome.OK and stored is not None:
-            self._was_read(arrival, stored)
+            self._finish_read(arrival, stored)
         else:
-            self._was_not_read(arrival, outcome)
+            self._fail_read(arrival, outcome)
 
-    def _was_read(self, arrival: Arrival, stored: StoredBlock) -> None:
+    def _finish_read(self, arrival: Arrival, stored: StoredBlock) -> None:
+        """Record that a block has arrived in its slot, and let the waiting leases use it."""
         state, block = self._state, arrival.block
         state.record_block_move(block, MoveKind.READ_AHEAD if block.is_ahead else MoveKind.READ)
         assert block.slot_id is not None, "a block keeps its slot while it is read"
         state.slots.commit(block.slot_id)
         state.blocks.set_contents(block, stored.token_ids, stored.checksums)
         state.journal.put_block(block)
-        self._arrived(arrival)
+        self._admit_waiting(arrival)
 
-    def _was_not_read(self, arrival: Arrival, outcome: IoOutcome) -> None:
+    def _fail_read(self, arrival: Arrival, outcome: IoOutcome) -> None:
+        """Take a block out of DRAM whose read has failed; a corrupt one is lost."""
         state, block = self._state, arrival.block
         state.leave_dram(block)
         is_corrupt = outcome is IoOutcome.CORRUPT
@@ -81,35 +84,38 @@ class Arrivals:
         """Take the outcome of a VerifySlot or VerifyExtent."""
         state = self._state
         if op_id not in state.under_way.verifies:
-            self._scrubbed(op_id, outcome)
+            self._on_scrub_outcome(op_id, outcome)
             return
-        arrival = self._verifier.ended(op_id)
+        arrival = self._verifier.finish(op_id)
         block = arrival.block
         if outcome is IoOutcome.OK:
-            self._verifier.passed(block)
-            self._arrived(arrival)
+            self._verifier.record_success(block)
+            self._admit_waiting(arrival)
         elif outcome is IoOutcome.CORRUPT:
             report_corrupt(state, block, Tier.DRAM)
             for lease in arrival.early.values():
                 if state.leases.get(lease.lease_id) is lease:
                     self._loader.release(lease)
-            self._fall_back(arrival)
+            self._read_again(arrival)
         else:
-            self._verifier.failed(block)
+            self._verifier.record_failure(block)
             self._cut_waiting(arrival, READ_ERROR)
             state.settle(block)
         self._writer.admit(block, was_queued=arrival.was_queued)
         self._verifier.issue()
 
-    def _arrived(self, arrival: Arrival) -> None:
-        """Let the leases that wait use a block, whose bytes are good."""
+    def _admit_waiting(self, arrival: Arrival) -> None:
+        """Let the waiting leases use a block, whose bytes are good."""
         for lease in arrival.waiting.values():
             self._count_arrival(lease)
         self._state.outbox.space_freed()
         self._state.settle(arrival.block)
 
-    def _fall_back(self, arrival: Arrival) -> None:
-        """Read a block from SSD whose copy in DRAM is corrupt; without one it is lost."""
+    def _read_again(self, arrival: Arrival) -> None:
+        """Read a block again from SSD, as its copy in DRAM is corrupt; if it is not there, lose it.
+
+        Without waiting leases the corrupt copy is only dropped.
+        """
         state, block = self._state, arrival.block
         if block.extent is None:
             self._cut_waiting(arrival, CORRUPT)
@@ -130,13 +136,14 @@ class Arrivals:
                 self._loader.track(lease)
 
     def _cut_waiting(self, arrival: Arrival, failure: str) -> None:
-        """Cut the leases that wait for a block that does not come."""
+        """Cut the leases that wait for a block that cannot arrive."""
         for lease in arrival.waiting.values():
             first = next(i for i, (block, _) in enumerate(lease.entries) if block is arrival.block)
             self._loader.cut(lease, first, failure)
             self._count_arrival(lease)
 
     def _count_arrival(self, lease: LoadLease) -> None:
+        """Count one arrival less to wait for; after the last one the lease may be settled."""
         lease.num_waiting -= 1
         if not lease.num_waiting:
             self._state.outbox.add(LeaseReady(lease.lease_id))

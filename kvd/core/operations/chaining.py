@@ -1,8 +1,8 @@
-"""Chaining: how keys follow from tokens and discards along one context (D5).
+"""Chaining: how block keys follow from the tokens and discards of one context (D5).
 
-Pure. Up to the first discard a context is chained like any other: equal tokens, equal keys. Behind
-it, whatever the discards left is followed by `discard_key`: it stands for all of the context up to
-there. What is computed later is chained to that in turn.
+Pure. Up to the first discard a context is chained like any other: equal tokens give equal keys.
+The tokens that the discards have left end with a `discard_key`, which stands for all of the context
+up to there. Blocks that are computed later are chained to that key in turn.
 """
 
 from copy import copy
@@ -21,19 +21,19 @@ from shared.types.lineage import WHOLE, Lineage
 
 
 class Chaining:
-    """How keys follow from each other along one context. To make one costs a hash.
+    """The block keys of one context. Construction costs a hash.
 
     Args:
-        layout: of the blocks.
-        salt: of the tenant whose context it is.
-        lineage: the context's; None: it is not named, and chained to as if it were whole. Where
-            positions are baked into keys, discards are no matter: only what was computed before
-            the first dropped token is ever kept.
+        layout: the layout of the blocks.
+        salt: the salt of the context's tenant.
+        lineage: the context's lineage; None: not named, and treated as whole. With coupled keys
+            (positions baked in) the lineage is ignored: only KV that was computed before the first
+            dropped token is ever kept.
 
     Attributes:
-        root: the parent key of the first block.
+        root: parent key of the first block.
         is_named: whether a lineage was named.
-        lineage: the lineage that keys follow; WHOLE if none is named.
+        lineage: the lineage that the keys follow; WHOLE if none is named.
     """
 
     def __init__(self, layout: KVLayout, salt: bytes, lineage: Lineage | None) -> None:
@@ -51,25 +51,25 @@ class Chaining:
         self._turns_at = None if self.lineage.is_whole else self.lineage.clean_tokens
 
     def under(self, lineage: Lineage | None) -> "Chaining":
-        """Chain along another lineage of the same tenant: its root is not computed again."""
+        """Return the chaining of another lineage of the same tenant, with the root reused."""
         other = copy(self)
         other._use(lineage)  # noqa: SLF001
         return other
 
     def after_discards(self, num_tokens: int) -> bytes:
-        """Return the parent key of what follows the first tokens, all discards having happened."""
+        """Return the parent key of the tokens behind the first ones, once all discards are done."""
         return discard_key(self._salt, self.root, self.lineage.digest, num_tokens)
 
     def parent(self, chain: bytes, offset: int) -> bytes:
-        """Return the parent key of what is computed at an offset, behind a span with this chain."""
+        """Return the parent key of a block at an offset, behind a span with this chain key."""
         return self.after_discards(offset) if offset == self._turns_at else chain
 
     def key(self, chain: bytes, offset: int, tokens: bytes) -> bytes:
-        """Return the key of a block of these tokens at an offset, behind a span with this chain."""
+        """Return the key of a block of tokens at an offset, behind a span with this chain key."""
         return self._block_key(self.parent(chain, offset), tokens)
 
     def state_key(self, parent: bytes, tokens: bytes) -> bytes:
-        """Return the key of a state behind these tokens, which follow full blocks."""
+        """Return the key of a state behind tokens that follow full blocks with key `parent`."""
         return state_key(self._salt, parent, tokens)
 
     def state_spans(self, position: int, key: bytes, parent: bytes) -> list[Span]:
@@ -82,23 +82,23 @@ class Chaining:
         return part_spans(keys, 0, block_key, block_key)
 
     def digest(self, tokens: bytes) -> bytes:
-        """Return what a span that is not plain says of its tokens."""
+        """Return the digest of its tokens that a span stores if it is not plain."""
         return tokens_digest(self._salt, tokens)
 
     def end_of_block(self, offset: int) -> int:
-        """Return where a full block from an offset on ends: never across the first discard."""
+        """Return where a full block that begins at an offset ends; it never crosses a discard."""
         end, turns_at = offset + self._step, self._turns_at
         if turns_at is not None and offset < turns_at < end:
             return turns_at
         return end
 
     def follows(self, span: Span, chain: bytes, offset: int, tokens: bytes) -> bool:
-        """Whether a span that holds these tokens is chained as if nothing was dropped from it."""
+        """Whether a span of these tokens has the chain key that it has if nothing was dropped."""
         is_straddling = offset + span.num_tokens > self.end_of_block(offset)
         return not is_straddling and self.key(chain, offset, tokens) == span.chain
 
     def holds(self, span: Span, chain: bytes, offset: int, tokens: bytes) -> bool:
-        """Whether a span holds these very tokens, computed as the lineage says if it is named."""
+        """Whether a span holds exactly these tokens, computed after the lineage if it is named."""
         if is_plain(span):
             return self.follows(span, chain, offset, tokens)
         if self.digest(tokens) != span.tokens_digest:

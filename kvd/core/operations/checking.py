@@ -1,7 +1,7 @@
-"""The invariants of the cache engine, as code: O(everything), for tests.
+"""Checks of the cache engine's invariants, for tests; O(everything).
 
-Pure. Raises AssertionError on the first broken one (house rule: a broken invariant stops the
-daemon).
+Pure. Each check raises AssertionError on the first broken invariant. (Elsewhere, too, a broken
+invariant is an AssertionError, and stops the daemon.)
 """
 
 from collections import Counter
@@ -19,7 +19,7 @@ from shared.types.block_key import TOKEN_BYTES
 
 
 def check(state: CacheState) -> None:
-    """Check everything."""
+    """Check all invariants of a cache state."""
     _check_slots(state)
     _check_extents(state)
     _check_sessions(state)
@@ -37,7 +37,7 @@ def check(state: CacheState) -> None:
 
 
 def _check_slots(state: CacheState) -> None:
-    """Each slot belongs to one block or one store lease, or is free; the journal says the same."""
+    """Check that each slot is free or has one owner, and that the journal agrees."""
     owners: dict[int, SlotState] = {}
     journal: dict[int, SlotState] = {}
     for block in state.blocks:
@@ -65,7 +65,7 @@ def _check_slots(state: CacheState) -> None:
 
 
 def _check_extents(state: CacheState) -> None:
-    """Each sector in use belongs to one block, one write or one drop."""
+    """Check that each SSD sector in use belongs to one block, one write or one drop."""
     runs = [
         (b.extent, state.shape.num_sectors(b.num_tokens))
         for b in state.blocks
@@ -88,7 +88,7 @@ def _check_extents(state: CacheState) -> None:
 
 
 def _check_sessions(state: CacheState) -> None:
-    """Sessions and blocks name each other; all but hard-pinned sessions are in the order of all."""
+    """Check that sessions and blocks name each other, and that sessions rank unless hard-pinned."""
     users: dict[bytes, set[object]] = {}
     for key, session in state.sessions.items():
         assert session.key == key, "a session is registered under its key"
@@ -114,7 +114,7 @@ def _check_sessions(state: CacheState) -> None:
 
 
 def _check_packed(state: CacheState) -> None:
-    """Packed blocks are one session's, on SSD only, and found by their heads."""
+    """Check that packed blocks have one user, are only on SSD, and are found by their heads."""
     heads: dict[bytes, object] = {}
     keys: set[bytes] = set()
     for session in state.sessions.values():
@@ -136,7 +136,7 @@ def _check_packed(state: CacheState) -> None:
 
 
 def _check_parts(state: CacheState) -> None:
-    """Sessions have all parts of a state or window or none, in place, and are found by them."""
+    """Check that sessions have all parts of a state or window or none, in place and indexed."""
     users: dict[bytes, set[object]] = {}
     for key, session in state.sessions.items():
         spans = [*session.spans, *session.tail_spans()]
@@ -155,7 +155,7 @@ def _check_parts(state: CacheState) -> None:
 
 
 def _check_tenants(state: CacheState) -> None:
-    """Tenants are charged for their blocks, and for the slots that are to hold one."""
+    """Check that tenants are charged for their blocks, and for slots that are being filled."""
     num_blocks: Counter[str] = Counter()
     num_sessions: Counter[str] = Counter()
     ranked: dict[str, set[object]] = {}
@@ -191,7 +191,7 @@ def _check_tenants(state: CacheState) -> None:
 
 
 def _check_leases(state: CacheState) -> None:
-    """Leases are counted in their blocks, and wait for exactly what their entries wait for."""
+    """Check that blocks count their leases, and that leases wait for exactly their arrivals."""
     readers: Counter[int] = Counter()
     holders: Counter[int] = Counter()
     orphans = [
@@ -217,13 +217,13 @@ def _check_leases(state: CacheState) -> None:
 
 
 def _copied_to(state: CacheState) -> list[Target]:
-    """Slots that a compaction fills."""
+    """Return the slots that a compaction is filling."""
     run = state.compaction
     return run.targets if run is not None and run.phase is Phase.COPYING else []
 
 
 def _held_for_compaction(state: CacheState) -> list[Block]:
-    """New blocks that no session has yet, or old ones that a crash might bring back."""
+    """Return a compaction's new blocks without a user, or its old ones that must still be kept."""
     run = state.compaction
     if run is None or run.phase is Phase.COPYING:
         return []
@@ -231,6 +231,7 @@ def _held_for_compaction(state: CacheState) -> list[Block]:
 
 
 def _check_load(state: CacheState, lease: LoadLease) -> None:
+    """Check that a load lease waits for exactly its arriving blocks, in their slots."""
     arriving = {block.key for block, _ in lease.entries if block.io.is_arriving}
     waits = {key for key in arriving if lease.lease_id not in state.under_way.arrival_of[key].early}
     joined = {k for k, op in state.under_way.arrival_of.items() if lease.lease_id in op.waiting}
@@ -243,7 +244,7 @@ def _check_load(state: CacheState, lease: LoadLease) -> None:
 
 
 def _check_block(state: CacheState, block: Block) -> None:
-    """A block is somewhere, wanted, and answered for in every tier it is in."""
+    """Check that a block has a place, a user, and a user that ranks in every tier it is in."""
     assert block.slot_id is not None or block.extent is not None, "a block has a place"
     assert block.wanted or block.io is not BlockIo.IDLE, "a block nobody wants is gone"
     if block.io is BlockIo.READING:
@@ -277,7 +278,7 @@ def _check_block(state: CacheState, block: Block) -> None:
 
 
 def _check_contents(block: Block) -> None:
-    """Token ids and checksums are known of what is in DRAM, and kept for nothing else."""
+    """Check that token ids and checksums are known exactly for blocks in DRAM."""
     if block.slot_id is None or block.io is BlockIo.READING:
         assert not block.token_ids, "token ids are kept for blocks in DRAM only"
         assert not block.checksums, "checksums are kept for blocks in DRAM only"
@@ -289,7 +290,7 @@ def _check_contents(block: Block) -> None:
 
 
 def _check_counts(state: CacheState) -> None:
-    """Counts of blocks agree with the blocks."""
+    """Check the counters of blocks against a recount."""
     blocks = state.blocks
     counts = {
         "DRAM": (blocks.num_dram, sum(block.slot_id is not None for block in blocks)),
@@ -303,7 +304,7 @@ def _check_counts(state: CacheState) -> None:
 
 
 def _check_operations(state: CacheState) -> None:
-    """Every block under way is registered with its operation, and waits are for blocks at rest."""
+    """Check that moving blocks are registered with their operation, and queued ones are idle."""
     blocks = state.blocks
     run = state.compaction
     sources = run.sources if run is not None and run.phase is Phase.COPYING else []
@@ -339,7 +340,7 @@ def _check_operations(state: CacheState) -> None:
 
 
 def _check_looking_ahead(state: CacheState) -> None:
-    """What is known of the queue is in order; what was read ahead is there, and not used yet."""
+    """Check the queue, the blocks that were read ahead, and the refused writes."""
     state.placement.queue.check()
     for block in state.blocks:
         if block.is_ahead:

@@ -1,22 +1,24 @@
-"""Compaction: what discards have left of a session goes into dense blocks of its own.
+"""Compaction: copy the tokens that discards have left of a session into dense blocks.
 
 A discard frees only the blocks that it empties. Scattered discards leave blocks of which little is
-used, and spans of few tokens; when that is much, and the session has been left alone for a moment,
-its KV is copied together. Pure: the copying is the performer's (CompactTokens).
+used, and spans of few tokens. When much space is lost in this way, and the session has not been
+used for a while, its KV is copied together.
 
-    COPYING      the performer verifies the sources and copies their KV to new slots, hashes these
-    WRITING      the new blocks are on their way to SSD: only if sources are there
-    COMMITTING   the session has the new spans; the old blocks wait until its entry is committed
+Pure: the performer does the copying (CompactTokens). One run goes through three phases:
+
+    COPYING      the performer verifies the sources, copies their KV to new slots and hashes these
+    WRITING      the new blocks are being written to SSD; only if any source is there
+    COMMITTING   the session has the new spans; the old blocks stay until its entry is committed
 
 Invariants:
-1. committed slots never change, shared blocks are never touched;
-2. at any moment a next kvd finds the old spans or the new ones, whole, in the tiers they were in:
-   new slots are in the journal only once they are hashed, new blocks are on SSD before their
-   session says that it uses them, old ones go only after the entry that names the new is durable;
-3. a lease or a turn that comes before the session has its new spans wins: the run is cancelled, and
-   tried again later. So does whatever else changes those spans;
-4. one run at a time, of MAX_RUN_BYTES at most; it takes room from nobody that is needed sooner, and
-   none that is kept free.
+1. committed slots never change, and shared blocks are never touched;
+2. a kvd that starts after a crash finds the old spans or the new ones, whole, in the tiers they
+   were in: new slots are in the journal only once they are hashed, new blocks are on SSD before
+   their session's entry names them, and old blocks go only after that entry is durable;
+3. a lease or turn that comes before the session has its new spans takes precedence: the run is
+   cancelled, and tried again later. So it is when anything else changes those spans;
+4. there is one run at a time, of MAX_RUN_BYTES at most. It evicts nothing that is needed sooner,
+   and takes no slot of the watermark.
 """
 
 from dataclasses import dataclass
@@ -40,14 +42,21 @@ from kvd.core.state.session_history import MoveKind
 from shared.types.session_key import SessionKey
 from shared.types.units import MIB, NS_PER_S
 
-MAX_RUN_BYTES = 64 * MIB  # of new blocks: some ten milliseconds of copying
+MAX_RUN_BYTES = 64 * MIB  # of new blocks in one run: some ten milliseconds of copying
 RETRY_NS = NS_PER_S  # after a session was in use, or a run was cancelled
 LOOK_BATCH = 16  # sessions looked at per call, so that one call stays short
 
 
 @dataclass(slots=True)
 class _Work:
-    """A session that is being compacted, run by run; what lies before the cursor is done."""
+    """The session that is being compacted, run by run.
+
+    Attributes:
+        session: the session.
+        num_discards: its number of discards when the work began: later ones invalidate it.
+        first: index of the first span that is not looked at yet.
+        offset: token position of that span.
+    """
 
     session: Session
     num_discards: int
@@ -56,10 +65,11 @@ class _Work:
 
 
 class Compactor:
-    """Compacts sessions of one cache state; see the module docstring.
+    """Compacts sessions of one cache state.
 
     Attributes:
-        resting: sessions to look at once they have been left alone: `look` when the first is due.
+        resting: sessions that were discarded from, and the times at which to look at them: call
+            `look` when the first one is due.
     """
 
     def __init__(
@@ -72,23 +82,23 @@ class Compactor:
         self.resting = state.make_clock()
         self._waiting = state.wasteful
         self._work: _Work | None = None
-        self._rests_at: int | None = None  # Outbox.num_freed when there was no room
+        self._no_room_at: int | None = None  # Outbox.num_freed when there was no room
         self._is_stopped = self._is_over = False
 
     def consider(self, key: SessionKey) -> None:
-        """Look at a session in a while: it was used, and discards have gone through it."""
+        """Schedule a look at a session that was used, if it has discards."""
         session = self._state.sessions.get(key)
         if session is None or self._state.limits.max_waste >= 1:
             return
         if self._state.layout.state_bytes:
-            return  # a discard leaves a prefix there
+            return  # with states a discard leaves a prefix, which has no holes
         if session.lineage is None or session.lineage.is_whole:
             return
         self._is_stopped = False
         self.resting.schedule(key, self._state.now_ns + self._state.limits.compact_rest_ns)
 
     def look(self) -> None:
-        """Look at the sessions that are due; a bounded number per call."""
+        """Queue those of the due sessions that waste much; a bounded number per call."""
         state = self._state
         for _ in range(LOOK_BATCH):
             key = self.resting.pop_due(state.now_ns)
@@ -106,7 +116,7 @@ class Compactor:
                 self._waiting[key] = None
 
     def resume(self) -> None:
-        """Resume the run under way, or begin one. No other call is under way."""
+        """Continue the run under way, or begin one; called when no other call is in progress."""
         state = self._state
         if state.compaction is not None:
             if state.compaction.phase is Phase.WRITING:
@@ -116,7 +126,10 @@ class Compactor:
             self._begin(next(iter(self._waiting)))
 
     def stop(self, *, for_good: bool = False) -> None:
-        """Begin nothing more until a session is considered again: the arena is to be emptied."""
+        """Begin no runs until a session is considered again, because the arena is being emptied.
+
+        With `for_good`, begin none at all any more: kvd shuts down.
+        """
         self._is_stopped = True
         self._is_over |= for_good
         run = self._state.compaction
@@ -125,16 +138,16 @@ class Compactor:
 
     # --------------------------------------------------------------------------------- completions
 
-    def copied(self, op_id: int, outcome: IoOutcome, checksums: list[bytes]) -> None:
-        """Take the outcome of a CompactTokens, and the checksums of each block it made.
+    def copy_done(self, op_id: int, outcome: IoOutcome, checksums: list[bytes]) -> None:
+        """Take the outcome of a CompactTokens, and the checksums of each new block.
 
-        CORRUPT: a source is not what was stored, and what was made of it means nothing.
+        CORRUPT means that a source is not what was stored: the copies of it are worthless.
         """
         state, run = self._state, self._state.compaction
         assert run is not None and run.op_id == op_id, "one run is under way"  # noqa: PT018
         for block in run.sources:
             block.move("compact_done")
-        if outcome is IoOutcome.OK and self._is_as_it_was(run):
+        if outcome is IoOutcome.OK and self._is_unchanged(run):
             self._make_blocks(run, checksums)
             self._write(run)
         else:
@@ -149,8 +162,8 @@ class Compactor:
                 self._writer.admit(block)
         state.outbox.space_freed()
 
-    def committed(self, op_id: int) -> None:
-        """Take the commit of a CommitIndex."""
+    def commit_done(self, op_id: int) -> None:
+        """Take the completion of a CommitIndex: the session's new entry is durable."""
         run = self._state.compaction
         assert run is not None and run.op_id == op_id, "one run is under way"  # noqa: PT018
         self._state.compaction = None
@@ -166,14 +179,14 @@ class Compactor:
         return bool(state.leases.num_of_session(key)) or state.placement.is_busy(key)
 
     def _may_begin(self) -> bool:
-        """Whether no run is under way, and something has become free since one had no room."""
+        """Whether no run is under way, and space was freed since the last one found no room."""
         state = self._state
-        has_room = self._rests_at != state.outbox.num_freed
+        has_room = self._no_room_at != state.outbox.num_freed
         return state.compaction is None and has_room and not self._is_stopped
 
     def _begin(self, key: SessionKey) -> None:
-        """Begin the next run of a session, or have done with it, or rest: there is no room now."""
-        work = self._work_on(key)
+        """Begin the next run of a session; or drop it from the queue; or rest for lack of room."""
+        work = self._find_work(key)
         if work is None or self._is_over:
             del self._waiting[key]
             return
@@ -185,18 +198,19 @@ class Compactor:
         if plan is None or self._is_over_quota(key, len(plan.dense)):
             del self._waiting[key]
             if plan is None and is_pending(self._state, work.session):
-                self._work = None  # from the beginning
+                self._work = None  # later again, from the first span on
                 self.resting.schedule(key, self._state.now_ns + RETRY_NS)
             return
         num_slots = self._make_room(key, len(plan.dense))
         if num_slots != len(plan.dense):
             plan = self._plan(work, num_slots) if num_slots else None
         if plan is None:
-            self._rests_at = self._state.outbox.num_freed
+            self._no_room_at = self._state.outbox.num_freed
             return
         self._start(key, plan)
 
-    def _work_on(self, key: SessionKey) -> _Work | None:
+    def _find_work(self, key: SessionKey) -> _Work | None:
+        """Return the work on a session, new if it has changed; None if it is gone."""
         session = self._state.sessions.get(key)
         if session is None:
             return None
@@ -214,13 +228,14 @@ class Compactor:
         return has_quota and bool(tenants.num_over(key.tenant, num_blocks))
 
     def _make_room(self, key: SessionKey, num_blocks: int) -> int:
-        """Return how many slots can be had that nobody needs sooner."""
+        """Make room for a run; returns how many slots above the watermark are free for it."""
         state = self._state
         num_short = num_blocks - (state.slots.num_free - state.num_kept_free)
         self._placement.evict_for(key, num_short)
         return max(0, min(num_blocks, state.slots.num_free - state.num_kept_free))
 
     def _start(self, key: SessionKey, plan: Plan) -> None:
+        """Allocate the slots of a plan and issue the copying."""
         state = self._state
         spans = [span for dense in plan.dense for span in dense.sources]
         sources = [state.blocks[k] for k in dict.fromkeys(span.block_key for span in spans)]
@@ -232,10 +247,10 @@ class Compactor:
             block.move("copy")
         state.outbox.add(copy_action(state, run))
 
-    # ---------------------------------------------------------------------------------- on the way
+    # ----------------------------------------------------------------------------- later phases
 
-    def _is_as_it_was(self, run: Compaction) -> bool:
-        """Whether the session still has these spans, and nobody has come to use it."""
+    def _is_unchanged(self, run: Compaction) -> bool:
+        """Whether the session still has the spans of the plan, and is not in use."""
         session, plan = self._state.sessions.get(run.key), run.plan
         if session is None or self._is_in_use(run.key) or self._is_stopped:
             return False
@@ -243,7 +258,7 @@ class Compactor:
         return list(spans) == plan.old and all(map(self._state.blocks.holds, run.sources))
 
     def _make_blocks(self, run: Compaction, checksums: list[bytes]) -> None:
-        """Make blocks of the filled slots, or take those that there are by now."""
+        """Make blocks of the filled slots; where a block exists meanwhile, use that one."""
         state = self._state
         for target, block_checksums in zip(run.targets, checksums, strict=True):
             span = target.dense.span
@@ -263,7 +278,7 @@ class Compactor:
         run.targets = []
 
     def _write(self, run: Compaction) -> None:
-        """Have the new blocks written if the old ones are on SSD, else give them to the session."""
+        """Queue the new blocks for SSD if any old one is there; else replace the spans at once."""
         run.phase = Phase.WRITING
         if any(block.resides(Tier.SSD) for block in run.sources):
             for block in run.made:
@@ -272,7 +287,8 @@ class Compactor:
             self._replace(run)
 
     def _follow_writes(self, run: Compaction) -> None:
-        if not self._is_as_it_was(run):
+        """Replace the spans once all new blocks are on SSD; cancel the run if one is refused."""
+        if not self._is_unchanged(run):
             self._cancel(run)
             return
         state = self._state
@@ -282,17 +298,17 @@ class Compactor:
         elif state.ssd_degraded or not (
             state.unwritten.holds(first) or first.io is BlockIo.WRITING
         ):
-            self._cancel(run)  # it was refused: there is no room, or none of this session's rank
+            self._cancel(run)  # refused: there is no extent, or none that this session may take
 
     def _replace(self, run: Compaction) -> None:
-        """Give the session its new spans; the old blocks stay until that is durable."""
+        """Give the session its new spans, and keep the old blocks until its entry is durable."""
         state, plan = self._state, run.plan
         session = state.sessions[run.key]
         for block in run.sources:
             block.holders += 1
         end = plan.first + len(plan.old)
         spans = [*session.spans[: plan.first], *plan.new, *session.spans[end:]]
-        state.discarded.about_to_leave(session, spans)  # what they have of tokens that were
+        state.discarded.about_to_leave(session, spans)  # remembered as misses "discarded"
         state.set_spans(session, spans)
         for block in run.made:
             block.holders -= 1
@@ -305,6 +321,7 @@ class Compactor:
         self._record(run, session)
 
     def _record(self, run: Compaction, session: Session) -> None:
+        """Count and report a run whose session has its new spans."""
         outbox = self._state.outbox
         num_tokens = sum(block.num_tokens for block in run.made)
         outbox.count("compactions")
@@ -325,7 +342,7 @@ class Compactor:
     # ------------------------------------------------------------------------------------- the end
 
     def _cancel(self, run: Compaction) -> None:
-        """Leave the session as it is; what was made goes."""
+        """End the run, drop its new blocks, and try again later; the session is unchanged."""
         state = self._state
         state.compaction = None
         self._work = None
@@ -342,7 +359,7 @@ class Compactor:
         self._state.tenants.charge(run.key.tenant, -1)
 
     def _verify_again(self, sources: list[Block]) -> None:
-        """Have the sources verified, one of which is not what was stored."""
+        """Verify all sources, as one of them is corrupt."""
         for block in sources:
             if self._state.blocks.holds(block) and block.slot_id is not None and block.checksums:
                 self._verifier.start(block, urgent=False)

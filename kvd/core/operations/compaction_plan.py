@@ -1,15 +1,15 @@
-"""Which tokens of a session are to be put together, in which blocks, under which keys.
+"""Compaction plans: which spans of a session to merge, into which blocks, under which keys.
 
-Pure; changes nothing. Only what a discard has left is moved, out of blocks that only this session
-uses: a shared block saves nothing by it. Whole spans are taken, in order, as many as fit into a
-block, so that a new block ends where a span ended: it takes that span's chain over, and whatever
-was computed after it keeps its key. The chain stands for all of the context up to there, so a key
-made of it and the number of tokens means equal KV (shared/types/block_key.py: dense_key).
+Pure; changes nothing. A plan moves only spans that a discard has left, out of blocks that only this
+session uses: moving tokens out of a shared block frees nothing. It takes whole spans, in order, as
+many as fit into a block, so that a new block ends where a span ended. The block takes over that
+span's chain key, so that the keys of all that was computed after it stay the same. The chain key
+stands for all of the context up to there, so a key made of it and the number of tokens means equal
+KV (shared/types/block_key.py: dense_key).
 
-What has a window stays where it is: the window is found by the key of its block.
-
-A span that cannot be moved now stays: its block is shared, not in DRAM, not hashed or verified yet,
-or in use.
+A span with a window stays where it is, because the window is found by the key of its block. A span
+also stays as long as it cannot be moved: its block is shared, not in DRAM, not hashed or verified
+yet, or in use.
 """
 
 from collections.abc import Sequence
@@ -23,11 +23,11 @@ from kvd.core.state.compaction_run import Compaction, Dense, Plan
 from kvd.core.state.session import Session
 from shared.types.block_key import TOKEN_BYTES, dense_key
 
-MANY_SPANS = 4  # of a block, on average: a load names each of them
+MANY_SPANS = 4  # spans per block, on average; each one costs an entry in a load's answer
 
 
 def is_wasteful(state: CacheState, session: Session) -> bool:
-    """Whether what discards have left of a session is worth being put together: O(spans)."""
+    """Whether discards have left so much unused space that compaction pays; O(spans)."""
     num_tokens = num_spans = 0
     keys = set()
     for span in session.spans:
@@ -43,7 +43,7 @@ def is_wasteful(state: CacheState, session: Session) -> bool:
 
 
 def is_pending(state: CacheState, session: Session) -> bool:
-    """Whether something of it cannot be moved only because it is hashed, written or used now."""
+    """Whether some span can only not be moved yet: its block is being hashed, written or used."""
     blocks = (state.blocks[span.block_key] for span in session.spans if _is_loose(state, span))
     return any(
         block.slot_id is not None and len(block.users) == 1 and not may_be_copied(state, block)
@@ -54,9 +54,19 @@ def is_pending(state: CacheState, session: Session) -> bool:
 def plan_compaction(
     state: CacheState, session: Session, first: int, offset: int, max_blocks: int
 ) -> Plan | None:
-    """Plan up to `max_blocks` new blocks from a span on that begins at a token offset; None: none.
+    """Plan up to `max_blocks` new blocks.
 
     Cost: O(spans looked at), with a hash for each that may be moved.
+
+    Args:
+        state: the cache's tables.
+        session: the session to compact.
+        first: index of the span to begin with.
+        offset: token position of that span.
+        max_blocks: number of slots for new blocks.
+
+    Returns:
+        The plan; None if there is nothing to merge.
     """
     planning = _Planning(state, session, Plan(first))
     for span in session.spans[first:]:
@@ -66,11 +76,11 @@ def plan_compaction(
             break
     else:
         planning.close(offset)
-    return planning.done()
+    return planning.finish()
 
 
 class _Planning:
-    """Gathers spans into groups, each of which becomes a block unless it is a single span."""
+    """Gathers spans into groups; each group of several spans becomes a block."""
 
     def __init__(self, state: CacheState, session: Session, plan: Plan) -> None:
         self.plan = plan
@@ -79,10 +89,10 @@ class _Planning:
         self._chaining = Chaining(state.layout, state.salt_of(session.key.tenant), session.lineage)
         self._group: list[Span] = []
         self._num_tokens = 0
-        self._between: list[Span] = []  # since the last dense block: they stay as they are
+        self._between: list[Span] = []  # spans since the last dense block, which stay as they are
 
     def take(self, span: Span, offset: int) -> None:
-        """Take the next span, which begins at an offset."""
+        """Add the next span, which begins at a token offset."""
         is_movable = self._is_movable(span, offset + span.num_tokens)
         if not is_movable or self._num_tokens + span.num_tokens > self._state.layout.block_tokens:
             self.close(offset)
@@ -92,11 +102,11 @@ class _Planning:
             self.close(offset + span.num_tokens)
 
     def close(self, offset: int) -> None:
-        """End the group: it ends at an offset."""
+        """End the group of spans at a token offset."""
         plan, group = self.plan, self._group
         self._group, self._num_tokens = [], 0
         if len(group) > 1:
-            dense = self._dense(group)
+            dense = self._make_dense(group)
             plan.dense.append(dense)
             plan.old += [*self._between, *group]
             plan.new += [*self._between, dense.span]
@@ -107,11 +117,12 @@ class _Planning:
         else:
             plan.first += len(group)
 
-    def done(self) -> Plan | None:
-        """Return the plan, without the spans behind the last new block."""
+    def finish(self) -> Plan | None:
+        """Return the plan, which ends with its last new block; None if there is none."""
         return self.plan if self.plan.dense else None
 
     def _is_movable(self, span: Span, end: int) -> bool:
+        """Whether a span may be moved now, and has the chain key of the session's lineage."""
         if not _is_loose(self._state, span) or self._chaining.lineage.is_whole:
             return False
         block = self._state.blocks[span.block_key]
@@ -119,7 +130,8 @@ class _Planning:
             span.chain == self._chaining.after_discards(end)
         )
 
-    def _dense(self, group: Sequence[Span]) -> Dense:
+    def _make_dense(self, group: Sequence[Span]) -> Dense:
+        """Return the dense block that replaces a group of spans."""
         chain, num_tokens = group[-1].chain, sum(span.num_tokens for span in group)
         tokens = b"".join(map(self._tokens, group))
         key = dense_key(self._salt, chain, num_tokens)
@@ -133,14 +145,14 @@ class _Planning:
 
 
 def _is_loose(state: CacheState, span: Span) -> bool:
-    """Whether a span has what a discard has left of tokens, and no window goes with it."""
+    """Whether a discard has left the span, and no window belongs to its block."""
     if is_plain(span) or not span.num_tokens:
         return False
     return state.stored_parts is None or not state.stored_parts.behind(span.block_key)
 
 
 def may_be_copied(state: CacheState, block: Block) -> bool:
-    """Whether a block is one session's own, and its bytes lie in DRAM, good and at rest."""
+    """Whether a block has one user, and its bytes are in DRAM, verified and not in use."""
     is_good = bool(block.checksums) and not block.is_unverified
     is_at_rest = block.io is BlockIo.IDLE and not block.readers and not block.holders
     is_own = len(block.users) == 1 and block.slot_id is not None
@@ -148,7 +160,7 @@ def may_be_copied(state: CacheState, block: Block) -> bool:
 
 
 def copy_action(state: CacheState, run: Compaction) -> CompactTokens:
-    """Ask for the copying of a run."""
+    """Return the action that copies the sources of a run to its targets."""
     targets = []
     for target in run.targets:
         runs = tuple(

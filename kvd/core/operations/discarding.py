@@ -1,20 +1,20 @@
-"""Discards: dropping tokens out of a session without touching the KV of the others.
+"""Discards: drop token ranges from a session without touching the KV of the remaining tokens.
 
 Pure. Keys are stored before RoPE, so the remaining spans stay valid at their new positions (paper
-§3.4); in `naive` mode they stay as they are, for the measurement's sake. A span behind the first
-discarded token gets a chain key of its own: what is computed after it must never be shared with a
-session that did not discard (D5). In `coupled` mode positions are baked in, so only the prefix
-before the first discarded token remains, and that is nobody's loss: it is a prefix like any other,
-with the states at or before its end.
+§3.4); in `naive` mode they stay as they are, for measurements. A span behind the first discarded
+token gets a chain key of its own: KV that is computed after it must never be shared with a session
+that did not discard (D5). In `coupled` mode positions are baked in, so only the prefix before the
+first discarded token remains. That prefix is like any other: it keeps the states at or before its
+end.
 
-What is stored may be less than the context that is named: then the discard counts for as much of it
-as there is, and the lineage of the tokens says the rest, when the next store comes.
+Fewer tokens may be stored than the context has that the engine names. Then the discard applies to
+the stored ones; the lineage that the next store names covers the others.
 
-An engine that names the lineage may say the same discard again: a turn that dropped tokens was
-cancelled, its retry drops the same ones. A session that is after the discard already, or of other
-discards made meanwhile, is left alone: nothing in it is of the context that is named but what lies
-before the first dropped token, and that stays in any case. If this kvd does not know its lineage,
-it follows from the spans: what lies behind the first dropped token follows from one lineage only.
+An engine that names the lineage may repeat a discard: a turn that dropped tokens was cancelled, and
+its retry drops the same ones. A session that already is after this discard, or after other discards
+made meanwhile, is left as it is: it shares with the named context only what lies before the first
+dropped token, and that stays in any case. If this kvd does not know the session's lineage, the
+spans tell: what lies behind the first dropped token follows from one lineage only.
 
 Cost: O(spans + ranges), and a digest over the tokens.
 """
@@ -22,14 +22,14 @@ Cost: O(spans + ranges), and a digest over the tokens.
 from collections.abc import Sequence
 
 from kvd.core.operations.chaining import Chaining
+from kvd.core.operations.kept_spans import Change, KeptSpans, Range
 from kvd.core.operations.matching import (
     Match,
     match_session,
     num_tokens_of,
-    runs_of,
     slice_tokens,
+    token_spans,
 )
-from kvd.core.operations.remains import Change, Range, Remains
 from kvd.core.records.actions import SESSION_DISCARDED
 from kvd.core.records.entries import Span
 from kvd.core.records.errors import InvalidRequestError
@@ -49,9 +49,20 @@ def discard(
     ranges: Sequence[Range],
     lineage: Lineage | None,
 ) -> int:
-    """Drop ranges of a session's tokens; `Sessions.discard` says what is asked for."""
+    """Drop ranges of a session's tokens; see `Sessions.discard` for the contract.
+
+    Args:
+        state: the cache's tables.
+        key: the session.
+        token_ids: all tokens of its context before the discard.
+        ranges: half-open ranges of token positions in `token_ids`.
+        lineage: the context's lineage before the discard; None: not named.
+
+    Returns:
+        Stored tokens of what the discard leaves, contiguous from the first kept one.
+    """
     num_tokens = num_tokens_of(token_ids)
-    merged = _merged(ranges, num_tokens)
+    merged = _merge(ranges, num_tokens)
     session = state.sessions.get(key)
     if session is None:
         return 0
@@ -63,18 +74,18 @@ def discard(
     before = _lineage_before(chaining, lineage, match, token_ids)
     change = Change(before, before.after(token_ids, merged), merged[0][0])
     is_coupled = state.layout.position_mode == "coupled"
-    runs = runs_of(state, session)
+    runs = token_spans(state, session)
     is_named = lineage is not None
     if is_named and _is_left_alone(session, runs, match, change, is_coupled=is_coupled):
         state.touch(session)
         _outdate_stores(state, key, change)
-        kept = _without(token_ids, merged)
+        kept = _drop_ranges(token_ids, merged)
         return match_session(state, session, kept, chaining.under(change.after)).end
     if is_coupled:
         merged = [(merged[0][0], num_tokens)]
-    remains = Remains(chaining, change, token_ids, merged)
-    spans = [span for piece in match.pieces for span in remains.of(piece)]
-    if state.stored_parts is not None:  # states and windows of what stays
+    kept_spans = KeptSpans(chaining, change, token_ids, merged)
+    spans = [span for piece in match.pieces for span in kept_spans.of(piece)]
+    if state.stored_parts is not None:  # put back the states and windows of the kept tokens
         spans = interleaved(spans, group_parts(session.spans).values())
     session.num_discards += 1
     session.load_ends = ()  # the tokens are at other positions
@@ -94,11 +105,11 @@ def discard(
 def _is_left_alone(
     session: Session, runs: Sequence[Span], match: Match, change: Change, *, is_coupled: bool
 ) -> bool:
-    """Whether a session is not of the context before a discard; see the module docstring."""
+    """Whether a session does not have the context before a discard; see the module docstring."""
     if session.lineage == change.after != change.before:
         return True
     is_other = session.lineage is not None and session.lineage != change.before
-    if is_other and is_coupled:  # its tokens may be as they were also behind the first dropped one
+    if is_other and is_coupled:  # its tokens may still match beyond the first dropped one
         return True
     if match.end > change.first_changed:
         return False
@@ -107,7 +118,7 @@ def _is_left_alone(
 
 
 def _outdate_stores(state: CacheState, key: SessionKey, change: Change) -> None:
-    """Let stores of the context before a discard publish nothing; O(leases) if there is any."""
+    """Make stores of the context before a discard publish nothing; O(leases) if there are any."""
     if not state.leases.num_of_session(key) or change.before == change.after:
         return
     for lease in state.leases:
@@ -115,8 +126,8 @@ def _outdate_stores(state: CacheState, key: SessionKey, change: Change) -> None:
             lease.is_outdated = True
 
 
-def _without(token_ids: bytes, ranges: Sequence[Range]) -> bytes:
-    """Token ids without those in sorted ranges."""
+def _drop_ranges(token_ids: bytes, ranges: Sequence[Range]) -> bytes:
+    """Return token ids without those in the sorted ranges."""
     starts = [0, *(end for _, end in ranges)]
     ends = [*(start for start, _ in ranges), num_tokens_of(token_ids)]
     pieces = zip(starts, ends, strict=True)
@@ -124,6 +135,7 @@ def _without(token_ids: bytes, ranges: Sequence[Range]) -> bytes:
 
 
 def _replace(state: CacheState, session: Session, spans: list[Span]) -> None:
+    """Make the spans the session's and report the discard."""
     num_before = session.num_tokens
     state.set_spans(session, spans)
     num_tokens = session.num_tokens
@@ -138,7 +150,7 @@ def _replace(state: CacheState, session: Session, spans: list[Span]) -> None:
 def _lineage_before(
     chaining: Chaining, lineage: Lineage | None, match: Match, token_ids: bytes
 ) -> Lineage:
-    """Return the context's lineage; if a caller names none, as far as the spans say it."""
+    """Return the context's lineage; if the caller names none, derive it from the spans."""
     if lineage is not None:
         return lineage
     chain = chaining.root
@@ -150,11 +162,11 @@ def _lineage_before(
     return WHOLE
 
 
-def _merged(ranges: Sequence[Range], num_tokens: int) -> list[Range]:
-    """Sort and join ranges.
+def _merge(ranges: Sequence[Range], num_tokens: int) -> list[Range]:
+    """Return the ranges sorted, with adjacent and overlapping ones joined.
 
     Raises:
-        InvalidRequestError: for one that is empty or outside the sequence.
+        InvalidRequestError: a range is empty or outside the sequence.
     """
     ordered = sorted(ranges)
     for start, end in ordered:

@@ -1,8 +1,8 @@
-"""What inference engines report of themselves: their queues, and that they come and go (D10).
+"""Reports of inference engines: their queues, and their connects, disconnects and ends (D10).
 
-Pure. A connection may end while its process lives. What the engine was loading it must not trust
-any more, so those leases end; what it was storing it may still be writing, so those leases become
-orphans, whose slots nobody else gets until the engine is back, or dead.
+Pure. A connection may end while the engine's process lives. The engine must not trust the KV of its
+loads any more, so those leases end. It may still be writing to the slots of its stores, so those
+leases become orphans: their slots are given to no other until the engine is back, or dead.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -18,14 +18,14 @@ from shared.types.session_key import SessionKey
 
 
 class EngineReports:
-    """Takes what engines report to one cache: their queues, and the ends of their connections.
+    """Applies what engines report to one cache: their queues, and the ends of their connections.
 
     Args:
         state: the cache's tables.
-        loader, storer: end leases of engines that are gone.
-        prefetcher: plans anew when a queue has changed.
-        arrived: called with the sessions of which turns have arrived, by each change.
-        queued: called with the requests that wait, as each change reports them.
+        loader, storer: end the leases of engines that are gone.
+        prefetcher: plans again when a queue has changed.
+        on_arrival: called with each change's newly arrived sessions.
+        on_queue: called with each change's waiting requests.
     """
 
     def __init__(
@@ -34,18 +34,18 @@ class EngineReports:
         loader: Loader,
         storer: Storer,
         prefetcher: Prefetcher,
-        arrived: Callable[[Iterable[SessionKey]], None],
-        queued: Callable[[Iterable[QueuedRequest]], None],
+        on_arrival: Callable[[Iterable[SessionKey]], None],
+        on_queue: Callable[[Iterable[QueuedRequest]], None],
     ) -> None:
         self._state = state
         self._loader = loader
         self._storer = storer
         self._prefetcher = prefetcher
-        self._arrived = arrived
-        self._queued = queued
+        self._on_arrival = on_arrival
+        self._on_queue = on_queue
 
-    def gone(self, engine_id: int) -> None:
-        """Release everything an engine holds: it is dead and will not touch its slots."""
+    def remove(self, engine_id: int) -> None:
+        """Release all leases of an engine that is dead and so cannot touch its slots any more."""
         leases = self._state.leases.of_engine(engine_id)
         for lease in leases:
             self._release(lease)
@@ -53,10 +53,10 @@ class EngineReports:
         self._state.outbox.emit(OWNER_GONE, None, {"owner": engine_id, "num_leases": len(leases)})
 
     def detach(self, engine_id: int) -> None:
-        """Record that an engine's connection is over while its process lives.
+        """Record that an engine's connection has ended while its process lives.
 
-        What it loads it must not trust any more: those leases end. What it stores it may still be
-        writing: the slots stay its own, until `reattach` or `gone`.
+        Its load leases end: it must not trust that KV any more. Its store leases become orphans: it
+        may still be writing to their slots, until `reattach` or `remove`.
         """
         num_slots = 0
         for lease in self._state.leases.of_engine(engine_id):
@@ -72,18 +72,18 @@ class EngineReports:
     def reattach(
         self, old_id: int, new_id: int, held: Sequence[int]
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Give an engine that came back the store leases it still holds; it knows of no others.
+        """Give an engine that came back its store leases; those that it does not name end.
 
-        Of one that an earlier kvd granted only the slots are kept: the engine may write to them,
-        but its completion fails.
+        Of a lease that an earlier kvd granted only the slots are kept: the engine may write to
+        them, but completing it fails.
 
         Args:
-            old_id: its id while it was attached before, or in an OrphanSlot.
+            old_id: the engine's id during its earlier attachment, or in an OrphanSlot.
             new_id: its id since it attached again.
-            held: ids of the leases it says it holds.
+            held: ids of the leases that it says it holds.
 
         Returns:
-            Those of `held` that are its own again, and those that are lost.
+            Those of `held` that it holds again, and those that are lost.
         """
         wanted = frozenset(held)
         for lease in self._state.leases.of_engine(old_id):
@@ -99,34 +99,34 @@ class EngineReports:
         return confirmed, lost
 
     def replace_queue(self, engine_id: int, queue: QueueChange) -> int:
-        """Take all of an engine's waiting queue; returns its digest."""
+        """Replace an engine's queue by another one; returns the digest of the new queue."""
         state = self._state
         state.turns.queue_replaced(engine_id, queue, state.now_ns)
-        self._prefetcher.queue_changed()
+        self._prefetcher.on_queue_change()
         digest = state.placement.replace_queue(engine_id, queue, state.now_ns)
-        self._arrived(state.placement.arrived)
-        self._queued(queue.waiting)
+        self._on_arrival(state.placement.arrived)
+        self._on_queue(queue.waiting)
         return digest
 
     def change_queue(self, engine_id: int, change: QueueChange) -> int:
-        """Take a change of an engine's waiting queue; returns the digest of what it is now."""
+        """Apply a change to an engine's queue; returns the digest of the new queue."""
         state = self._state
         state.turns.queue_changed(engine_id, change, state.now_ns)
-        self._prefetcher.queue_changed()
+        self._prefetcher.on_queue_change()
         digest = state.placement.change_queue(engine_id, change, state.now_ns)
-        self._arrived(state.placement.arrived)
-        self._queued(change.waiting)
+        self._on_arrival(state.placement.arrived)
+        self._on_queue(change.waiting)
         return digest
 
     def num_requests(self, engine_id: int) -> tuple[int, int]:
-        """Count an engine's requests: those that wait, and those that are being computed."""
+        """Return how many requests of an engine wait, and how many are being computed."""
         queue = self._state.placement.queue
         return queue.num_waiting(engine_id), queue.num_running(engine_id)
 
     def _forget_queue(self, engine_id: int) -> None:
         self._state.placement.forget_engine(engine_id, self._state.now_ns)
         self._state.turns.engine_gone(engine_id)
-        self._prefetcher.queue_changed()
+        self._prefetcher.on_queue_change()
 
     def _release(self, lease: Lease) -> None:
         if isinstance(lease, LoadLease):

@@ -1,16 +1,17 @@
-"""Erasing tenants: nothing of theirs stays in any tier, not even in memory that is free (D11).
+"""Erasure of tenants: remove their KV from every tier, and from free memory, too (D11).
 
     begin ─► step … until nothing is left ─► wipe … until all is wiped ─► end
 
-From `begin` to `end` the tenants are shut out: their engines' calls are refused, to be tried again.
-Their loads end there, and must not be trusted; what they are storing publishes nothing. `step`
-drops sessions, some at a time; blocks that are being moved go when that ends. Then `wipe` has every
-free slot zeroed, of any tenant: also what was evicted long ago is gone. Slots that engines are
-filling just then are left alone, because they are written to. Keys are the business of
-kvd/caches/erasing.py, which calls this.
+From `begin` to `end` the tenants are shut out: their engines' calls are refused, and may be retried
+later. Their loads end at `begin`, so their engines must not trust that KV; their stores publish
+nothing. `step` drops some sessions per call; blocks that are being moved go when the move ends.
+Then `wipe` zeroes every free slot, whichever tenant it was used by, so that KV that was evicted
+long ago is gone, too. Slots that engines are filling at that time are left out, because they are
+being overwritten. kvd/caches/erasing.py calls this, and destroys the tenants' keys.
 
-Pure. Invariants: 1. a tenant is erased only if it has no sessions, no blocks and no write under
-way; 2. a slot that is being wiped is nobody's: not free, in no block, lease or journal record.
+Pure. Invariants: 1. a tenant counts as gone only if it has no sessions, no blocks and no write
+under way; 2. a slot that is being wiped has no owner: it is not free, and in no block, lease or
+journal record.
 """
 
 from collections.abc import Callable, Iterator
@@ -29,8 +30,8 @@ from shared.types.units import MIB
 if TYPE_CHECKING:
     from shared.types.session_key import SessionKey
 
-WIPE_BYTES = 256 * MIB  # at a time: some ten milliseconds; meanwhile the slots are out of use
-LOOKED_AT = 20  # sessions, for each that may be dropped in the same call
+WIPE_BYTES = 256 * MIB  # per action: some ten milliseconds, in which these slots cannot be used
+LOOKED_AT = 20  # sessions looked at per session that a call may drop
 WHY = "erased"
 
 
@@ -38,7 +39,7 @@ class Eraser:
     """Erases tenants of one cache state.
 
     Attributes:
-        has_unvisited: `step` has not come to all sessions that there were at `begin`.
+        has_unvisited: whether `step` has yet to look at some of the sessions stored at `begin`.
     """
 
     def __init__(
@@ -51,12 +52,15 @@ class Eraser:
         self._unvisited: Iterator[SessionKey] = iter(())
         self.has_unvisited = False
         self._num_to_wipe = 0
-        self._has_failed = False
+        self._has_wipe_failed = False
 
     def begin(self, is_erased: Callable[[str], bool]) -> None:
-        """Shut tenants out until `end`: what they load and store comes to nothing.
+        """Shut tenants out until `end`; end their loads, and make their stores publish nothing.
 
-        The caller owes `step` until it drops nothing more, and waits for `is_gone`.
+        The caller owes `step` until `has_unvisited` is false, then waits for `is_gone`.
+
+        Args:
+            is_erased: whether a tenant, given by name, is to be erased.
         """
         self._state.tenants.is_erased = is_erased
         self._unvisited, self.has_unvisited = iter(list(self._state.sessions)), True
@@ -67,9 +71,10 @@ class Eraser:
                 self._storer.outdate(lease)
 
     def step(self, max_sessions: int) -> FlushAnswer:
-        """Drop up to this many sessions of the tenants, from every tier, pinned or not.
+        """Drop up to `max_sessions` sessions of the tenants, from every tier, pinned or not.
 
-        Others are passed over, so many at most: a step may drop none though `has_unvisited`.
+        The number of other sessions passed over is bounded, too: a step may drop none though
+        `has_unvisited`.
         """
         state = self._state
         keys: list[SessionKey] = []
@@ -85,10 +90,10 @@ class Eraser:
         return self._sessions.drop(keys, (), WHY)
 
     def is_gone(self) -> bool:
-        """Whether nothing of the tenants is stored, or being moved, any more.
+        """Whether nothing of the tenants is stored or being moved any more.
 
-        Entries of the last of it may be in `drain` yet, or on their way to the index: what is to
-        happen after them, as to the keys, goes behind them.
+        The removals of their last index entries may not be drained or committed yet. A step that
+        must follow them, such as destroying the keys, has to be queued behind them.
         """
         state, is_erased = self._state, self._state.tenants.is_erased
         if any(is_erased(op.block.tenant) for op in state.under_way.writes.values()):
@@ -100,9 +105,9 @@ class Eraser:
         return num_used == num_filling and not any(usage.num_sessions for usage in used)
 
     def wipe(self) -> None:
-        """Have all slots zeroed that are free now; wait until `is_wiping` says no."""
+        """Begin to zero all slots that are free now; the caller waits until not `is_wiping`."""
         self._num_to_wipe = self._state.slots.num_free
-        self._has_failed = False
+        self._has_wipe_failed = False
         self._wipe_some()
 
     def is_wiping(self) -> bool:
@@ -110,19 +115,19 @@ class Eraser:
         return bool(self._state.under_way.wipes)
 
     def is_wiped(self) -> bool:
-        """Whether every slot could be zeroed."""
-        return not self._has_failed
+        """Whether every wipe since the last `wipe` has succeeded."""
+        return not self._has_wipe_failed
 
     def wipe_done(self, op_id: int, outcome: IoOutcome) -> None:
         """Take the outcome of a WipeSlots."""
-        self._has_failed |= outcome is not IoOutcome.OK
+        self._has_wipe_failed |= outcome is not IoOutcome.OK
         for slot_id in self._state.under_way.wipes.pop(op_id):
             self._state.slots.free(slot_id)
         self._wipe_some()
         self._state.outbox.space_freed()
 
     def forget(self, tenant: str | None) -> None:
-        """Forget what happened to a tenant's sessions and blocks; None: to all."""
+        """Forget the history of a tenant's sessions and blocks; None: of all tenants."""
         self._state.history.forget(tenant)
         self._state.discarded.forget(tenant)
 
@@ -131,10 +136,13 @@ class Eraser:
         self._state.tenants.is_erased = nobody
 
     def _wipe_some(self) -> None:
-        """Take those out of use that have been free longest: what is wiped comes behind them."""
+        """Wipe a bounded number of the slots that have been free longest.
+
+        Wiped slots are freed behind the other free ones, so no slot is wiped twice.
+        """
         state = self._state
-        most = max(1, WIPE_BYTES // state.layout.block_bytes)
-        slot_ids = state.slots.take_free(min(most, self._num_to_wipe))
+        max_slots = max(1, WIPE_BYTES // state.layout.block_bytes)
+        slot_ids = state.slots.take_free(min(max_slots, self._num_to_wipe))
         self._num_to_wipe -= len(slot_ids)
         if slot_ids:
             op_id = state.under_way.next_op_id()

@@ -1,13 +1,14 @@
-"""What is likely to become of sessions, as engines say after a turn; and where returning ones were.
+"""Expectations: engines' hints about a session after a turn, and counts of sessions that returned.
 
-Pure. Hints, never promises: a session that *awaits tools* is back when they have answered, and its
-policy may hold it so long; one that is *superseded* goes before others, for another session goes on
-in its place. A wrong hint costs a place in the order of eviction, never a byte, and the next use of
-the session ends it. What a client or an operator wishes stays as it is: pins, TTLs, retentions.
+Pure. Hints are never promises. A session that *awaits tools* is expected back when they have
+answered, and the eviction policy may keep it for that long. A session that is *superseded* is
+evicted before others, because another session continues in its place. A wrong hint costs a place in
+the order of eviction and never any data, and the next use of the session ends it. Hints do not
+change the wishes of clients and operators: pins, TTLs, retentions.
 
-Returns are counted here, too, by where the session was when its turn arrived. That is before
-anything is read for it, so what is counted is what the order of eviction was worth. Of a turn that
-comes and goes between two reports of its engine's queue nothing is counted.
+Returning sessions are counted by where they were when their turn arrived. That is before anything
+is read for the turn, so the counts show how good the order of eviction was. A turn that comes and
+goes between two reports of its engine's queue is not counted.
 """
 
 from collections.abc import Iterable, Sequence
@@ -19,28 +20,31 @@ from kvd.core.state.session_history import MoveKind
 from shared.types.awaited_tools import awaited_tools
 from shared.types.session_key import SessionKey
 
-DRAM, SSD, GONE = "dram", "ssd", "gone"  # where sessions are; the last: nothing is stored any more
+DRAM, SSD, GONE = "dram", "ssd", "gone"  # where a session is; GONE: it is no longer stored
 
 
 class Expectations:
-    """What is expected of the sessions of one cache state."""
+    """Applies hints about the sessions of one cache state, and counts their returns."""
 
     def __init__(self, state: CacheState) -> None:
         self._state = state
 
     def expect(self, key: SessionKey, tools: Sequence[str], *, superseded: bool) -> bool:
-        """Take what its engine expects of a session after a turn; returns whether it is stored.
+        """Apply an engine's hint about a session after a turn.
 
-        A turn of it that waits already is what was expected: then this comes too late, and changes
-        nothing. A policy may learn from sessions that are not stored.
+        If the session's next turn waits already, the hint comes too late and changes nothing. A
+        policy may learn from sessions that are not stored.
 
         Args:
-            key: whose.
-            tools: names of those that its answer calls; none: it calls none.
-            superseded: whether another session goes on in its place.
+            key: the session.
+            tools: names of the tools that its answer calls; empty: none.
+            superseded: whether another session continues in its place.
+
+        Returns:
+            Whether the session is stored.
 
         Raises:
-            InvalidToolNamesError: too many names, or some that cannot be.
+            InvalidToolNamesError: too many names, or invalid ones.
             ErasingError: the tenant is being erased.
         """
         state = self._state
@@ -55,29 +59,31 @@ class Expectations:
             self._await(key, session, names)
         return session is not None
 
-    def arrived(self, keys: Iterable[SessionKey]) -> None:
-        """Record that turns of sessions have arrived: O(blocks) of those that are stored."""
+    def on_arrival(self, keys: Iterable[SessionKey]) -> None:
+        """Record that turns of sessions have arrived; O(blocks) of those that are stored."""
         state = self._state
         for key in keys:
             session = state.sessions.get(key)
             if session is not None:
                 is_awaited = session.came_back or bool(session.awaited_tools)
-                self._count_return(_where(state, session), is_awaited=is_awaited)
+                self._count_return(_location(state, session), is_awaited=is_awaited)
                 session.awaited_tools, session.came_back = (), False
             elif state.history.removal(key) is not None:
                 self._count_return(GONE, is_awaited=state.history.awaited_tools(key))
 
     def _await(self, key: SessionKey, session: Session | None, names: tuple[str, ...]) -> None:
+        """Record that a session awaits tools."""
         state = self._state
         state.outbox.count("awaits")
         state.policy.on_await(key, names, state.now_ns)
         if session is not None:
             session.awaited_tools = names
-            told = ", ".join(names)
-            state.outbox.emit(SESSION_AWAITING, key, {"tools": told})
-            state.record_move(key, MoveKind.AWAITING, why=told)
+            joined_names = ", ".join(names)
+            state.outbox.emit(SESSION_AWAITING, key, {"tools": joined_names})
+            state.record_move(key, MoveKind.AWAITING, why=joined_names)
 
     def _supersede(self, key: SessionKey, session: Session | None) -> None:
+        """Record that another session continues in this one's place."""
         state = self._state
         if session is None or session.superseded:
             return
@@ -93,8 +99,8 @@ class Expectations:
         self._state.outbox.count(f"tool_returns_{where}", is_awaited)
 
 
-def _where(state: CacheState, session: Session) -> str:
-    """Say where a session is: in DRAM, if all of it is."""
+def _location(state: CacheState, session: Session) -> str:
+    """Return where a session is: in DRAM only if all of it is."""
     is_resident = not session.packed and all(
         state.blocks[key].slot_id is not None for key in session.block_keys()
     )

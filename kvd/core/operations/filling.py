@@ -1,7 +1,7 @@
-"""Slots that engines fill, from the grant to the block; states and windows among what they hold.
+"""Slots that engines fill: granted for new parts, then committed as blocks.
 
-Pure. What is granted for a state or a window is all of its parts or nothing, and best effort: the
-tokens of a store are what counts, and what finds no room beside them is computed again.
+Pure. A state or window is granted with all of its parts or not at all, and as best effort: the
+tokens of a store come first, and a state or window that finds no room is computed again later.
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,14 +22,14 @@ from shared.types.session_key import SessionKey
 
 
 class GrantedParts(NamedTuple):
-    """What is granted of it."""
+    """The states and windows that a store was granted slots for."""
 
     states: tuple[GrantedState, ...] = ()
     windows: tuple[GrantedWindow, ...] = ()
 
 
-def committed(state: CacheState, tenant: str, span: Span, part: NewBlock) -> Block:
-    """Make a block of a filled slot. The journal forgets the slot until it is hashed."""
+def commit_slot(state: CacheState, tenant: str, span: Span, part: NewBlock) -> Block:
+    """Make a block of a filled slot; the slot is not in the journal again before it is hashed."""
     state.slots.commit(part.slot_id)
     state.clear_slot(part.slot_id)
     block = Block(
@@ -39,7 +39,7 @@ def committed(state: CacheState, tenant: str, span: Span, part: NewBlock) -> Blo
     return block
 
 
-def free(state: CacheState, tenant: str, part: NewBlock) -> None:
+def free_part(state: CacheState, tenant: str, part: NewBlock) -> None:
     """Free a slot that does not become a block."""
     state.free_slot(part.slot_id)
     state.tenants.charge(tenant, -1)
@@ -49,7 +49,7 @@ def free(state: CacheState, tenant: str, part: NewBlock) -> None:
 
 
 def check_positions(state: CacheState, positions: Iterable[int], num_tokens: int) -> None:
-    """Raise InvalidRequestError for positions where no load could end."""
+    """Raise InvalidRequestError for positions at which no load can end."""
     for position in positions:
         if state.stored_parts is None:
             raise InvalidRequestError(
@@ -72,7 +72,7 @@ def new_parts(
     plan: StorePlan,
     positions: Sequence[int],
 ) -> list[NewParts]:
-    """Choose the states or windows that are worth being stored, so that loads may end where said.
+    """Choose the states or windows to store, so that loads may end at the given positions.
 
     Costs O(tokens) hashing where there are states.
     """
@@ -90,10 +90,10 @@ def _new_states(
     chaining: Chaining,
     positions: Sequence[int],
 ) -> list[NewParts]:
-    """Choose the positions of a store whose states are worth being stored.
+    """Choose the states to store.
 
-    Those are left out that are stored, that would be superseded as soon as they are, and all if the
-    arena is too small to hold one beside a block of tokens.
+    States that are stored already, or that newer ones would supersede at once, are left out. If the
+    arena is too small for a state beside a block of tokens, none is chosen.
     """
     layout = state.layout
     if len(state.slots) <= layout.state_slots:
@@ -108,9 +108,9 @@ def _new_states(
 def grant_parts(
     state: CacheState, lease: StoreLease, wanted: Sequence[NewParts], end_token: int
 ) -> GrantedParts:
-    """Give slots to what lies before a token, the last of it first, as far as there are any free.
+    """Grant slots to the states and windows up to `end_token`, last ones first, as far as they fit.
 
-    Of a state or a window all is granted, or nothing.
+    A state or window gets slots for all of its parts, or none.
     """
     slots = state.slots
     states: list[GrantedState] = []
@@ -131,7 +131,7 @@ def grant_parts(
 def commit_parts(state: CacheState, lease: StoreLease) -> None:
     """Make blocks of the lease's states and windows whose tokens it still has; free the others.
 
-    The lease holds these blocks, as it does those of tokens.
+    The lease holds these blocks, like those of tokens.
     """
     parts, lease.side_parts = lease.side_parts, []
     block_keys = {span.block_key for span, _ in lease.parts}
@@ -141,12 +141,12 @@ def commit_parts(state: CacheState, lease: StoreLease) -> None:
         block = state.find_block(span.block_key)
         is_left = span.chain in block_keys if is_window(span) else span.start <= end_token
         if not is_left:
-            free(state, lease.key.tenant, part)
+            free_part(state, lease.key.tenant, part)
             continue
         if block is None:
-            block = committed(state, lease.key.tenant, span, part)
-        else:  # another session has committed the same meanwhile
-            free(state, lease.key.tenant, part)
+            block = commit_slot(state, lease.key.tenant, span, part)
+        else:  # another session has committed the same part meanwhile
+            free_part(state, lease.key.tenant, part)
         block.holders += 1
         lease.side_parts.append((span, block))
     counter = "store_windows" if state.layout.window else "store_states"

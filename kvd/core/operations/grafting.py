@@ -1,18 +1,19 @@
-"""Grafts: a session is given KV of another one's tokens, behind its own, without copying it.
+"""Grafts: append KV of another session's tokens to a session, without copying it.
 
-Pure. A discard leaves out what stood between two runs of tokens; a graft joins two runs that stood
-in two sessions: a client has edited its conversation, and what follows the edit is the same. Keys
-are stored before RoPE, so the spans are valid at their new positions; that they were computed over
-other tokens is what the client chose. The session gets spans on the other's blocks, which count it
-among their users; what the other session loses later is not lost to it.
+Pure. A discard leaves out what stood between two runs of tokens. A graft joins two runs of tokens
+of two sessions: a client has edited its conversation, and what follows the edit is the same. Keys
+are stored before RoPE, so the spans are valid at their new positions. They were computed over other
+tokens; that is the client's choice. The session gets spans on the other session's blocks and counts
+as one of their users, so it keeps them when the other session loses them.
 
 What is behind the *seam* is chained to the lineage after the graft, which names both contexts and
-the tokens: it is shared with sessions of the same graft only (D5). As much is given as the other
-session has without a gap, from the first token on; the rest is missing, as if it were evicted.
+the tokens: it is shared only with sessions of the same graft (D5). The graft gives as much as the
+other session has without a gap, from the first token on; what follows a gap is missing, as if it
+were evicted.
 
-A graft may be said again, by the retry of a turn: a session that is after it already is left alone.
-A store that was prepared before a graft publishes nothing after it. Where positions are baked into
-keys (`coupled`, `naive`) nothing can be given; where layers have windows nothing is.
+The retry of a turn may repeat a graft: a session that is after it already is left as it is. A store
+that was prepared before a graft publishes nothing after it. Grafts are refused where positions are
+baked into keys (`coupled`, `naive`), and give nothing where layers have windows.
 
 Cost: O(spans), and digests over the tokens of both contexts.
 """
@@ -20,6 +21,7 @@ Cost: O(spans), and digests over the tokens of both contexts.
 from collections.abc import Iterator
 
 from kvd.core.operations.chaining import Chaining
+from kvd.core.operations.kept_spans import Change, KeptSpans
 from kvd.core.operations.matching import (
     Piece,
     match_session,
@@ -27,7 +29,6 @@ from kvd.core.operations.matching import (
     num_tokens_of,
     slice_tokens,
 )
-from kvd.core.operations.remains import Change, Remains
 from kvd.core.records.actions import SESSION_GRAFTED
 from kvd.core.records.entries import Span
 from kvd.core.records.errors import InvalidRequestError
@@ -42,7 +43,18 @@ from shared.types.session_key import SessionKey
 def graft(
     state: CacheState, key: SessionKey, token_ids: bytes, lineage: Lineage, source: GraftSource
 ) -> int:
-    """Give a session KV of another one; `Sessions.graft` says what is asked for."""
+    """Append KV of another session to a session; see `Sessions.graft` for the contract.
+
+    Args:
+        state: the cache's tables.
+        key: the session that grows.
+        token_ids: all its tokens; they end at the seam.
+        lineage: its lineage before the graft.
+        source: the other session, its context, and the range of tokens to append.
+
+    Returns:
+        How many of the source's tokens follow the seam now; 0: the session has not changed.
+    """
     seam = num_tokens_of(token_ids)
     _check(state, key, seam, source)
     session = state.sessions.get(key)
@@ -53,15 +65,15 @@ def graft(
     span_ids = slice_tokens(source.token_ids, source.start, source.end)
     after = source.lineage_after(token_ids, lineage)
     chaining = Chaining(state.layout, state.salt_of(key.tenant), lineage)
-    there = match_session(state, session, token_ids + span_ids, chaining.under(after)).end
-    if there > seam:  # it has been said before
-        return there - seam
+    stored_end = match_session(state, session, token_ids + span_ids, chaining.under(after)).end
+    if stored_end > seam:  # this graft has been applied before
+        return stored_end - seam
     own = match_session(state, session, token_ids, chaining)
     if own.end != seam:
         return 0
-    remains = Remains(chaining, Change(lineage, after, seam), token_ids, [])
-    spans = [span for piece in own.pieces for span in remains.of(piece)]
-    given = list(_given(state, source, chaining.under(after), seam))
+    kept_spans = KeptSpans(chaining, Change(lineage, after, seam), token_ids, [])
+    spans = [span for piece in own.pieces for span in kept_spans.of(piece)]
+    given = list(_granted_spans(state, source, chaining.under(after), seam))
     num_given = sum(span.num_tokens for span in given)
     if given:
         session.lineage = after
@@ -70,7 +82,7 @@ def graft(
 
 
 def _check(state: CacheState, key: SessionKey, seam: int, source: GraftSource) -> None:
-    """Raise InvalidRequestError for what no session may be given."""
+    """Raise InvalidRequestError for a graft that no session may have."""
     if state.layout.position_mode != "decoupled":
         raise InvalidRequestError(
             "KV with positions baked in cannot be given to another session",
@@ -89,8 +101,10 @@ def _check(state: CacheState, key: SessionKey, seam: int, source: GraftSource) -
         )
 
 
-def _given(state: CacheState, source: GraftSource, after: Chaining, seam: int) -> Iterator[Span]:
-    """Return spans on the source's tokens, as far as they are stored, behind the seam."""
+def _granted_spans(
+    state: CacheState, source: GraftSource, after: Chaining, seam: int
+) -> Iterator[Span]:
+    """Yield spans on the source's tokens, as far as they are stored, to follow the seam."""
     of_source = after.under(source.lineage)
     match = match_tokens(state, source.key, source.token_ids, of_source)
     for piece in match.pieces:
@@ -107,11 +121,12 @@ def _given(state: CacheState, source: GraftSource, after: Chaining, seam: int) -
 
 
 def _row(piece: Piece, token: int) -> int:
-    """Return which row of its block has a token."""
+    """Return the row of its block that holds a token of a piece."""
     return piece.span.start + token - piece.token_offset
 
 
 def _append(state: CacheState, session: Session, spans: list[Span], num_given: int) -> None:
+    """Make the spans the session's and report the graft."""
     session.num_discards += 1
     state.set_spans(session, spans)
     state.touch(session)

@@ -1,25 +1,28 @@
-"""Growing: a session that is being fetched has what of it has come; kvd/session_files asks for it.
+"""Growing sessions: make the imported part of a session usable while its import runs.
 
-Pure. An import stores under a name of its own. Now and then the session is given all that is there,
-as by a turn, if nothing is stored of it, or its first tokens, fewer of them:
+The importer (kvd/session_files) drives it.
+
+Pure. An import stores its KV under a session key of its own. From time to time the session itself
+is given all that is imported so far, as a turn's store would do it. That requires that nothing is
+stored of the session, or only fewer of its first tokens:
 
     nothing ─► growing ─► whole
-       │          ├─► not_fetched: the import ends before; what has come stays
-       │          └─► changed: a turn stores it, or somebody flushes, ends or cuts it; it is left
+       │          ├─► not_fetched: the import ends early; what is imported stays
+       │          └─► changed: a turn stores it, or it is flushed, ended or cut; it is left as it is
        └─► other tokens are stored of it: these stay until the import ends (session_files.py)
 
-Until it is whole it says that it has lost its end (`Session.lost`): whoever else has more of it is
-not to take this for all. Where models have states or windows no session grows: what a load ends at
-comes last.
+Until the session is whole it is marked as having lost its end (`Session.lost`), so that no other
+server takes it for all of the session. With states or windows no session grows, because the parts
+that a load ends with are imported last.
 
-Invariant: what a session is given are the first tokens of what is imported, all of them stored.
+Invariant: a growing session has the first tokens of the import, all of them stored.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvd.core.operations.chaining import Chaining
-from kvd.core.operations.matching import match_session, runs_of
+from kvd.core.operations.matching import match_session, token_spans
 from kvd.core.records.entries import Span
 from kvd.core.records.errors import SessionChangedError
 from kvd.core.state.cache_state import CacheState
@@ -29,22 +32,23 @@ from shared.types.lineage import Lineage
 from shared.types.session_key import SessionKey
 from shared.types.units import NS_PER_S
 
-PACE_NS = NS_PER_S // 4  # for which a session has grown before its pace says anything
-NOT_FETCHED = "not_fetched"  # why a session has less than was stored: the rest has not come
+PACE_NS = NS_PER_S // 4  # shortest time of growth from which its pace is estimated
+NOT_FETCHED = "not_fetched"  # why a session has lost its end: it was not imported (yet)
 
 
 @dataclass(slots=True, eq=False)
 class Growth:
-    """How far a session has grown by one import.
+    """The progress of one growing session.
 
     Attributes:
         key: the session that grows.
-        source: the name that the import stores under: all of its tokens so far.
-        lineage: of these.
-        most_tokens: a session that has more before is left alone.
-        is_refused: what is stored of the session is of other tokens: it waits for the end.
-        spans: that the session was given last; (): none yet.
-        first_ns, first_tokens: when it was given some first, and how many.
+        source: the session key under which the import stores its KV.
+        lineage: lineage of the imported tokens.
+        most_tokens: a session that has more tokens before it grows is left as it is.
+        is_refused: the session has other tokens: it does not grow before the import ends.
+        spans: the spans that the session was given last; (): none yet.
+        first_ns: time at which it was first given some.
+        first_tokens: number of tokens that it had then.
     """
 
     key: SessionKey
@@ -57,12 +61,12 @@ class Growth:
     first_tokens: int = 0
 
 
-class Growing:
-    """Lets sessions of one cache state grow.
+class GrowingSessions:
+    """The growing sessions of one cache state.
 
     Args:
         state: the cache's tables.
-        publish: makes what is stored a session's.
+        publish: makes stored blocks a session's, see Publisher.
     """
 
     def __init__(
@@ -70,21 +74,18 @@ class Growing:
     ) -> None:
         self._state = state
         self._publish = publish
-        self._growths: dict[SessionKey, Growth] = {}  # by session, each import's that is under way
+        self._growths: dict[SessionKey, Growth] = {}  # of imports under way, by session
 
     def is_growing(self, key: SessionKey) -> bool:
-        """Whether a session has what of an import has come, and more is on its way.
+        """Whether a session is given the KV of an import under way.
 
-        Not if it has changed since, though the import does not know it yet.
+        It is not once it has changed otherwise, though the import may not know it yet.
         """
         session = self._state.sessions.get(key)
         return key in self._growths and session is not None and session.lost == NOT_FETCHED
 
     def token_ns(self, key: SessionKey) -> float | None:
-        """Return in how long a token of a session that grows has come so far.
-
-        None: nobody knows, or not yet.
-        """
+        """Return the mean nanoseconds per token at which a session has grown; None: not known."""
         growth, session = self._growths.get(key), self._state.sessions.get(key)
         if growth is None or session is None:
             return None
@@ -95,16 +96,19 @@ class Growing:
         return took_ns / num_come
 
     def grow(self, growth: Growth, token_ids: bytes) -> bool:
-        """Give the session all that the import has stored; returns whether it has that now.
+        """Give the session all that the import has stored so far.
 
-        It costs O(spans), and the first time as much hashing as there is of the session before.
+        Costs O(spans), and the first time a hash of all tokens that the session had before.
 
         Args:
-            growth: of the import.
-            token_ids: of what it has stored, at least.
+            growth: the progress of the session; changed here.
+            token_ids: the imported tokens, at least those that are stored.
+
+        Returns:
+            Whether the session has all that the import has stored.
 
         Raises:
-            SessionChangedError: the session has grown, and is another one by now.
+            SessionChangedError: the session has grown and was changed otherwise since.
             ErasingError: the tenant is being erased.
         """
         state, key = self._state, growth.key
@@ -125,7 +129,7 @@ class Growing:
         """Make the spans the session's, unless there is no room for another one."""
         state = self._state
         parts = [(span, state.blocks[span.block_key]) for span in spans]
-        for _, block in parts:  # room for the session must not come from them
+        for _, block in parts:  # making room for the session must not evict them
             block.holders += 1
         self._publish(StoreLease(0, 0, growth.key, lineage=growth.lineage), parts)
         session = state.sessions.get(growth.key)
@@ -140,7 +144,7 @@ class Growing:
             state.settle(block)
 
     def end(self, growth: Growth, *, is_whole: bool) -> None:
-        """Take that the import is over; `is_whole`: the session has just been given all of it."""
+        """Record that the import has ended; `is_whole`: the session was given all of it."""
         state, key = self._state, growth.key
         if self._growths.get(key) is not growth:
             return
@@ -152,7 +156,7 @@ class Growing:
         state.outbox.fetch_ended(key)
 
     def check(self) -> None:
-        """Raise AssertionError if a session was given anything but the first of what has come."""
+        """Raise AssertionError if a session has anything but the first spans of its import."""
         for key, growth in self._growths.items():
             assert growth.key == key, "it is its session's"
             source = self._state.sessions.get(growth.source)
@@ -163,7 +167,7 @@ class Growing:
     def _may_begin(
         self, growth: Growth, session: Session | None, source: Session, token_ids: bytes
     ) -> bool:
-        """Whether the session is not stored, or what is stored of it is less, and of these."""
+        """Whether the session is not stored, or has fewer tokens and all are of the import."""
         state = self._state
         if session is None:
             return True
@@ -174,10 +178,11 @@ class Growing:
             return False
         chaining = Chaining(state.layout, state.salt_of(growth.key.tenant), growth.lineage)
         match = match_session(state, session, token_ids, chaining)
-        growth.is_refused = not match.covers(session, runs_of(state, session))
+        growth.is_refused = not match.covers(session, token_spans(state, session))
         return not growth.is_refused
 
     def _check_unchanged(self, growth: Growth, session: Session | None) -> None:
+        """Raise SessionChangedError if the session differs from what it was last given."""
         state, key = self._state, growth.key
         is_ours = session is not None and not session.ended and not state.leases.is_storing(key)
         if session is None or not is_ours or self._spans(session) != growth.spans:

@@ -1,9 +1,11 @@
-"""Loads: from tokens to leased slots, over SSD reads and verifications where needed.
+"""Loads: find the stored KV of a token sequence and lease its slots to an engine.
 
-Pure. Invariants: 1. an entry of a load lease counts once in its block's `readers`; 2. `num_waiting`
-is the number of its blocks that are READING or VERIFYING, and the lease is in exactly these
-arrivals' `waiting`; 3. loading creates no session; 4. a lease that was PENDING is tracked by a
-progress word until it ends.
+A block that is only on SSD is read, an unverified one is verified first: the load is then PENDING.
+
+Pure. Invariants: 1. each entry of a load lease counts once in its block's `readers`; 2. a lease's
+`num_waiting` is the number of its blocks that are READING or VERIFYING, and the lease is in
+exactly these arrivals' `waiting`; 3. a load creates no session; 4. a lease that was PENDING is
+tracked by a progress word until it ends.
 """
 
 from collections.abc import Callable
@@ -21,10 +23,10 @@ from kvd.core.operations.matching import (
     Match,
     Piece,
     check_from_token,
+    find_miss_reason,
     match_tokens,
     num_tokens_of,
-    runs_of,
-    why_missed,
+    token_spans,
 )
 from kvd.core.operations.state_matching import NO_STATE, up_to_state
 from kvd.core.operations.window_matching import NO_WINDOW, Loadable, up_to_windows
@@ -53,10 +55,10 @@ class Loader:
 
     Args:
         state: the cache's tables.
-        reader: begins reads of blocks that are on SSD only.
+        reader: begins reads of blocks that are only on SSD.
         writer: makes room for them in DRAM.
-        verifier: begins verifications of blocks that nobody has verified yet.
-        consider_compaction: called with each session after a load.
+        verifier: begins verifications of blocks that are not verified yet.
+        consider_compaction: called with the session of each completed load.
     """
 
     def __init__(
@@ -83,17 +85,17 @@ class Loader:
         dram_only: bool = False,
         lineage: Lineage | None = None,
     ) -> LoadAnswer:
-        """Lease the stored KV of token_ids[from_token:], as far as slots can be had for it.
+        """Lease the stored KV of token_ids[from_token:], as far as there are slots for it.
 
-        Unless it is a MISS the caller owes `complete`; when PENDING first `settle`, after
-        LeaseReady. With `dram_only` only what is in DRAM, up to the first block that is not, and no
-        read is begun for it (but if verifying finds a slot corrupt its block is read anew). The
-        lineage is that of the tokens: nothing else is matched. None: it is not named; then their
-        discards are taken from what is stored.
+        Unless the answer is a MISS the caller owes `complete`; if it is PENDING, first `settle`,
+        after LeaseReady. With `dram_only` only what is in DRAM is leased, up to the first block
+        that is not, and no read is begun (but a slot that verification finds corrupt is read again
+        from SSD). KV of another lineage than the one named does not match. If none is named, the
+        discards are taken from the stored session.
 
         Raises:
-            InvalidRequestError: token ids or position that cannot be.
-            TooManyLeasesError: at the bound.
+            InvalidRequestError: malformed token ids, or a position outside them.
+            TooManyLeasesError: the bound on leases is reached.
             ErasingError: the tenant is being erased.
         """
         state = self._state
@@ -107,37 +109,38 @@ class Loader:
             state.touch(session)
         chaining = Chaining(state.layout, state.salt_of(key.tenant), lineage)
         match = match_tokens(state, key, token_ids, chaining)
-        runs = () if session is None else runs_of(state, session)
+        runs = () if session is None else token_spans(state, session)
         if session is not None and session.lineage is None and match.covers(session, runs):
             session.lineage = lineage
-        found = self._usable(key, token_ids, from_token, chaining, match, dram_only=dram_only)
+        found = self._loadable(key, token_ids, from_token, chaining, match, dram_only=dram_only)
         num_parts = sum(not piece.span.num_tokens for piece in found.pieces)
         end = found.pieces[-1].end if found.pieces else min(from_token, match.end)
         reason, missing = match.miss_reason, num_tokens - end
         if missing:
-            reason = self._why_missed(match, end, token_ids, chaining)
+            reason = self._miss_reason(match, end, token_ids, chaining)
             if state.history.knows(key) or reason == DISCARDED:
                 state.record_move(key, MoveKind.MISSED, num_tokens=missing, why=reason)
         stored = [piece for piece in found.pieces if piece.end > from_token]
         is_there = (piece.block.is_in_dram or not dram_only for piece in stored)
         pieces = stored[: sum(takewhile(bool, is_there))]
         if num_parts and len(pieces) < len(stored):
-            pieces = []  # tokens are of no use without their state, or their windows
+            pieces = []  # the tokens cannot be used without their state or windows
         if pieces:
             lease = LoadLease(
                 state.leases.next_id(), engine_id, key, from_token, since_ns=state.now_ns
             )
             lease.num_parts, lease.windows = num_parts, found.windows
             answer = self.grant(lease, pieces, len(stored))
-            is_told = missing and reason != UNKNOWN_SESSION  # it shares what another has stored
-            if is_told and answer.lookup is not Lookup.MISS and not answer.more:
+            # An unknown session only shares what others have stored: it has missed nothing.
+            has_missed = missing and reason != UNKNOWN_SESSION
+            if has_missed and answer.lookup is not Lookup.MISS and not answer.more:
                 answer = replace(answer, miss_reason=reason)
         else:
-            answer = self._miss(ON_SSD if stored else reason)
+            answer = self._answer_miss(ON_SSD if stored else reason)
         state.histograms.on_load(key, state.now_ns)
         return answer
 
-    def _usable(
+    def _loadable(
         self,
         key: SessionKey,
         token_ids: bytes,
@@ -147,7 +150,7 @@ class Loader:
         *,
         dram_only: bool,
     ) -> Loadable:
-        """Find what a load may give: what the match has, where that is of use by itself."""
+        """Return the part of a match that a load may end with: up to a state or window, if any."""
         state, layout = self._state, self._state.layout
         if layout.window:
             return up_to_windows(state, match.pieces, from_token, dram_only=dram_only)
@@ -158,19 +161,19 @@ class Loader:
             return Loadable(found, ())
         return Loadable(match.pieces, ())
 
-    def _why_missed(self, match: Match, end: int, token_ids: bytes, chaining: Chaining) -> str:
-        """Say why no more than up to `end` is given."""
+    def _miss_reason(self, match: Match, end: int, token_ids: bytes, chaining: Chaining) -> str:
+        """Return why the load ends at `end` and not later."""
         if match.end <= end:
-            return why_missed(self._state, match, token_ids, chaining)
+            return find_miss_reason(self._state, match, token_ids, chaining)
         return NO_WINDOW if self._state.layout.window else NO_STATE
 
     def grant(self, lease: LoadLease, pieces: list[Piece], num_stored: int) -> LoadAnswer:
-        """Lease pieces, as far as slots can be had for them."""
+        """Lease the first pieces of `num_stored` in order, as far as there are slots for them."""
         state = self._state
         self._lease_pieces(lease, pieces)
         if lease.num_parts and len(lease.entries) < num_stored:
-            # Some of the tokens, so that it gets further, but not all: the rest comes with the
-            # state, or the windows, when it is asked for from there.
+            # Lease some of the tokens, so that the engine makes progress, but not all: the last
+            # ones come with the state or windows, in the next load from there.
             num_runs = num_stored - lease.num_parts
             lease.num_parts = 0
             self.cut(lease, min(len(lease.entries), num_runs - 1), "")
@@ -181,12 +184,12 @@ class Loader:
         lease.more = len(lease.entries) < num_stored
         state.leases.add(lease)
         if not lease.num_waiting:
-            return self._hit(lease)
+            return self._answer_hit(lease)
         self.track(lease)
-        return self._granted(lease, Lookup.PENDING)
+        return self._build_answer(lease, Lookup.PENDING)
 
     def state_of(self, lease_id: int) -> LeaseState:
-        """Say whether a load lease may be settled."""
+        """Return whether a load lease may be settled, is pending or is lost."""
         lease = self._state.leases.get(lease_id)
         if not isinstance(lease, LoadLease):
             return LeaseState.LOST
@@ -195,31 +198,30 @@ class Loader:
     def settle(self, lease_id: int) -> LoadAnswer:
         """Answer a PENDING load: HIT with the spans that arrived, up to the first that did not.
 
-        Called before LeaseReady (at a deadline), it ends the wait for reads under way. On MISS
-        nothing is owed.
+        Before LeaseReady (at a deadline) it ends the wait for reads under way. After a MISS the
+        caller owes nothing.
 
         Raises:
-            LeaseLostError: if the engine is gone.
+            LeaseLostError: the lease has ended, because its engine is gone.
         """
         lease = self._state.leases.load_of(lease_id)
         if lease.num_waiting:
             first = next(i for i, (block, _) in enumerate(lease.entries) if block.io.is_arriving)
             self.cut(lease, first, DEADLINE)
         if lease.entries:
-            return self._hit(lease)
+            return self._answer_hit(lease)
         failure = lease.failure
         move(lease, "settle")
         self.release(lease)
         if lease.is_export:
             return LoadAnswer(Lookup.MISS, miss_reason=failure)
-        return self._miss(failure)
+        return self._answer_miss(failure)
 
     def complete(self, lease_id: int, engine_id: int) -> None:
         """End a load lease, settled or not.
 
         Raises:
-            LeaseLostError: if it is not the engine's (any more): what was loaded must not be
-                trusted.
+            LeaseLostError: the engine does not hold it (any more): what it loaded is not valid.
         """
         state = self._state
         state.outbox.count("leases_lost", state.leases.is_lost(lease_id, engine_id))
@@ -232,11 +234,11 @@ class Loader:
         self._consider_compaction(lease.key)
 
     def _end(self, lease: LoadLease) -> None:
-        """Count a load that is over, which is a use of its session."""
+        """Count a completed load and release its lease; the load is a use of its session."""
         state = self._state
         has_arrived = lease.entries and not lease.num_waiting and not lease.failure
-        if lease.phase is LeasePhase.HELD:  # followed by its progress word, or cancelled
-            self._count(lease) if has_arrived else state.outbox.count("load_misses")
+        if lease.phase is LeasePhase.HELD:  # not settled: followed by progress word, or cancelled
+            self._count_hit(lease) if has_arrived else state.outbox.count("load_misses")
         if has_arrived and not lease.more:
             state.placement.loaded(lease.key)
         self.release(lease)
@@ -246,7 +248,7 @@ class Loader:
             state.outbox.index.session_used(session.key)
 
     def release(self, lease: LoadLease) -> None:
-        """End a lease; reads under way continue and serve the cache."""
+        """End a lease. Reads under way continue: their blocks stay in the cache."""
         if lease.num_waiting:
             self._state.outbox.add(LeaseReady(lease.lease_id))
         if lease.is_tracked:
@@ -255,17 +257,17 @@ class Loader:
         self.cut(lease, 0, "")
 
     def revoke(self, block: Block) -> None:
-        """End the leases that read a block whose bytes are wrong: their completion must fail."""
+        """End the leases that read a corrupt block, so that their completion fails."""
         for lease in self._state.leases.reading(block) if block.readers else ():
             self.release(lease)
 
-    # -------------------------------------------------------------------------------------- inside
+    # ------------------------------------------------------------------------------------- private
 
     def _lease_pieces(self, lease: LoadLease, pieces: list[Piece]) -> None:
-        """Lease as many blocks as slots can be had for, in token order.
+        """Lease as many blocks as there are slots for, in token order.
 
-        What is leased already is never evicted. If room must be made, all matched blocks are held
-        meanwhile: making room for one must not drop another.
+        Leased blocks are never evicted. If room must be made, all matched blocks are held
+        meanwhile, so that making room for one does not evict another.
         """
         is_holding = any(piece.block.slot_id is None for piece in pieces)
         for piece in pieces if is_holding else ():
@@ -294,6 +296,7 @@ class Loader:
             self._state.settle(piece.block)
 
     def _has_slot(self, pieces: list[Piece]) -> bool:
+        """Whether a slot is free; if not, make room for as many as these pieces need."""
         if self._state.slots.num_free:
             return True
         num_wanted = sum(piece.block.slot_id is None for piece in pieces)
@@ -307,7 +310,7 @@ class Loader:
         waiting[lease.lease_id] = lease
 
     def track(self, lease: LoadLease) -> None:
-        """Have the lease's progress published; again, if an operation took another's place."""
+        """Publish the lease's progress; call it again when one operation replaces another."""
         blocks = {id(block): block for block, _ in lease.entries if block.io.is_arriving}
         op_ids = tuple(
             self._state.under_way.arrival_of[block.key].op_id for block in blocks.values()
@@ -327,16 +330,16 @@ class Loader:
             if block.io.is_arriving and block.key not in still_needed:
                 waiting = self._state.under_way.arrival_of[block.key].waiting
                 lease.num_waiting -= waiting.pop(lease.lease_id, None) is not None
-        for block, _ in reversed(released):
+        for block, _ in reversed(released):  # tail first: what stays stored is a prefix
             self._state.settle(block)
         self._state.outbox.space_freed()
 
-    def _miss(self, reason: str) -> LoadAnswer:
+    def _answer_miss(self, reason: str) -> LoadAnswer:
         self._state.outbox.count("load_misses")
         self._state.histograms.misses.add(reason)
         return LoadAnswer(Lookup.MISS, miss_reason=reason)
 
-    def _granted(self, lease: LoadLease, lookup: Lookup) -> LoadAnswer:
+    def _build_answer(self, lease: LoadLease, lookup: Lookup) -> LoadAnswer:
         spans = tuple(span for _, span in lease.entries)
         end_token = spans[-1].token_offset + spans[-1].num_tokens
         answer = LoadAnswer(lookup, lease.lease_id, spans, end_token, lease.more)
@@ -355,12 +358,12 @@ class Loader:
         )
         return replace(answer, spans=spans, windows=windows)
 
-    def _hit(self, lease: LoadLease) -> LoadAnswer:
+    def _answer_hit(self, lease: LoadLease) -> LoadAnswer:
         move(lease, "settle")
-        self._count(lease)
-        return self._granted(lease, Lookup.HIT)
+        self._count_hit(lease)
+        return self._build_answer(lease, Lookup.HIT)
 
-    def _count(self, lease: LoadLease) -> None:
+    def _count_hit(self, lease: LoadLease) -> None:
         if lease.is_export:
             return
         self._state.outbox.count("load_hits")
@@ -380,7 +383,7 @@ class Loader:
 
 
 def _load_span(piece: Piece, from_token: int, tier: Tier) -> LoadSpan:
-    """Return the tokens of the piece from `from_token` on; its block has its slot."""
+    """Return the span of the piece's tokens from `from_token` on; its block has a slot."""
     assert piece.block.slot_id is not None, "spans are granted on blocks with a slot"
     num_skipped = max(0, from_token - piece.token_offset)
     return LoadSpan(

@@ -1,19 +1,20 @@
-"""How much of a token sequence is stored, and in which blocks; and which blocks the rest is to be.
+"""Matching: find the longest stored prefix of a token sequence, and plan blocks for what follows.
 
-Pure; changes nothing but that it unpacks the sessions whose blocks it finds. Two ways, the longer
-wins:
-1. the session's own spans, in order, as long as they hold these very tokens, and then on along the
-   content chain. A plain span proves it by its key, which is computed anew from the tokens; what a
-   discard has touched, by a digest, and by its chain if the caller names the lineage of its tokens;
-2. the content chain from the root: another session's equal prefix, a fork.
+Pure. The only change it makes is to unpack sessions whose blocks it finds. It matches in two ways,
+and the longer match wins:
+1. the session's own spans, in order, as long as they hold exactly these tokens, continued along
+   the content chain. A plain span is checked by its key, which is computed again from the tokens; a
+   span that a discard has touched by the digest of its tokens, and by its chain key if the caller
+   names the lineage;
+2. the content chain from the root, which finds an equal prefix of another session (a fork).
 
-What follows a discard is another computation than the same tokens without it. A caller that names
-the lineage of its tokens is given what was computed after the very same discards, and nothing else;
-that nothing was ever discarded is a lineage, too. If it names none, a session with a discard in it
-keeps to its own spans: what its engine stores next builds on those, not on what a fresh computation
-of the remaining tokens would be.
+KV behind a discard differs from KV of the same remaining tokens without it. So a caller that names
+the lineage of its tokens gets only KV that was computed after exactly the same discards. (The whole
+lineage, without any discard, is a lineage like others.) If it names none, a session with a discard
+in it keeps to its own spans: the engine's next store builds on those, and not on the KV that a
+fresh computation of the remaining tokens would give.
 
-The chain is followed over full blocks, and over the one that ends where the clean tokens do.
+The chain is followed over full blocks, and over the shorter one that ends at the first discard.
 """
 
 from collections.abc import Iterator, Sequence
@@ -31,11 +32,11 @@ from shared.types.block_key import TOKEN_BYTES
 from shared.types.session_key import SessionKey
 
 UNKNOWN_SESSION = "unknown_session"
-DISCARDED = "discarded"  # why tokens are missed that a discard has taken from another context
+DISCARDED = "discarded"  # miss reason: a discard in another context has dropped these tokens
 
 
 class Piece(NamedTuple):
-    """A span that holds tokens [token_offset, end) of the sequence."""
+    """A stored span that holds tokens [token_offset, end) of the sequence."""
 
     span: Span
     block: Block
@@ -48,7 +49,14 @@ class Piece(NamedTuple):
 
 
 class PlannedBlock(NamedTuple):
-    """A span that a session is to have: on an existing block, or on one that needs a slot."""
+    """A span that a store adds to a session: on an existing block, or on one that needs a slot.
+
+    Attributes:
+        span: the span.
+        token_ids: its tokens.
+        token_offset: position of the first of them.
+        block: the existing block; None: it needs a slot.
+    """
 
     span: Span
     token_ids: bytes
@@ -57,12 +65,12 @@ class PlannedBlock(NamedTuple):
 
 
 class NewParts(NamedTuple):
-    """What a store is to bring in parts: a state behind a position, or the window of a block.
+    """A new state (behind a position) or window (of a block) that a store brings, in parts.
 
     Attributes:
-        start: the state's position; the first token of which the window is.
-        num_tokens: of which it is; 0: a state.
-        spans: of its parts.
+        start: the state's position, or the window's first token.
+        num_tokens: number of tokens that the window covers; 0: it is a state.
+        spans: the spans of its parts.
     """
 
     start: int
@@ -71,12 +79,12 @@ class NewParts(NamedTuple):
 
 
 class StorePlan(NamedTuple):
-    """What a store is to make of a session.
+    """The spans that a session will have after a store.
 
     Attributes:
-        from_token: the engine has KV from here on.
-        base: stored KV that it builds on.
-        planned: blocks of everything behind that.
+        from_token: position from which the engine has KV.
+        base: stored KV that the store builds on.
+        planned: the blocks of all tokens behind the base.
     """
 
     from_token: int
@@ -85,17 +93,23 @@ class StorePlan(NamedTuple):
 
     @property
     def num_new(self) -> int:
-        """How many blocks of tokens are not there."""
+        """Number of planned blocks that do not exist yet."""
         return sum(new.block is None for new in self.planned)
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """The stored prefix of a sequence."""
+    """The stored prefix of a token sequence.
+
+    Attributes:
+        pieces: its spans, in token order, without gaps.
+        chain: parent key of the next block.
+        miss_reason: why it ends there; see LoadAnswer.
+    """
 
     pieces: list[Piece]
-    chain: bytes  # parent key of what follows
-    miss_reason: str  # why it ends there; see LoadAnswer
+    chain: bytes
+    miss_reason: str
 
     @property
     def end(self) -> int:
@@ -103,17 +117,17 @@ class Match:
         return self.pieces[-1].end if self.pieces else 0
 
     def covers(self, session: Session, spans: Sequence[Span]) -> bool:
-        """Whether it goes through all that the session has: these runs of tokens."""
+        """Whether the match contains all token spans of the session (`spans`); none is packed."""
         if session.packed or len(self.pieces) < len(spans):
             return False
         return all(p.span == span for p, span in zip(self.pieces, spans, strict=False))
 
 
 def num_tokens_of(token_ids: bytes) -> int:
-    """Count the tokens.
+    """Return the number of tokens in little-endian uint32 bytes.
 
     Raises:
-        InvalidRequestError: if the bytes are not whole uint32 values.
+        InvalidRequestError: the bytes are not whole uint32 values.
     """
     if len(token_ids) % TOKEN_BYTES:
         raise InvalidRequestError(
@@ -133,14 +147,14 @@ def check_from_token(from_token: int, num_tokens: int) -> None:
 
 
 def slice_tokens(token_ids: bytes, start: int, end: int) -> bytes:
-    """Token ids [start, end)."""
+    """Return the bytes of token ids [start, end)."""
     return token_ids[start * TOKEN_BYTES : end * TOKEN_BYTES]
 
 
 def match_session(
     state: CacheState, session: Session, token_ids: bytes, chaining: Chaining
 ) -> Match:
-    """Match the session's own spans: O(tokens matched) hashing, one digest a span."""
+    """Match the session's own spans; O(tokens matched) hashing, one digest per span."""
     num_tokens = len(token_ids) // TOKEN_BYTES
     pieces: list[Piece] = []
     chain = chaining.root
@@ -161,13 +175,13 @@ def match_session(
 
 
 def _spans(state: CacheState, session: Session) -> Iterator[Span]:
-    """Return a session's spans, unpacked only if its first packed one is what was looked for.
+    """Yield a session's spans, and unpack it only if the caller goes beyond its first packed span.
 
-    Where sessions have states or windows they are unpacked in any case, and parts are left out.
+    Sessions with states or windows are unpacked in any case; spans of parts are left out.
     """
     if state.stored_parts is not None:
         state.tails.unpack(session)
-        yield from runs_of(state, session)
+        yield from token_spans(state, session)
         return
     num_spans = len(session.spans)
     yield from session.spans
@@ -178,48 +192,49 @@ def _spans(state: CacheState, session: Session) -> Iterator[Span]:
     yield from session.spans[num_spans + 1 :]
 
 
-def runs_of(state: CacheState, session: Session) -> Sequence[Span]:
-    """Return the spans of a session that have tokens, as far as they are not packed."""
+def token_spans(state: CacheState, session: Session) -> Sequence[Span]:
+    """Return the unpacked spans of a session that have tokens, that is, without spans of parts."""
     if state.stored_parts is None:
         return session.spans
     return [span for span in session.spans if span.num_tokens]
 
 
 def match_tokens(state: CacheState, key: SessionKey, token_ids: bytes, chaining: Chaining) -> Match:
-    """Find the longest stored prefix; O(tokens) hashing."""
+    """Return the longest stored prefix of the tokens; O(tokens) hashing."""
     session = state.sessions.get(key)
     own = (
         match_session(state, session, token_ids, chaining)
         if session
-        else Match([], chaining.root, _why_gone(state, key))
+        else Match([], chaining.root, _removal_reason(state, key))
     )
-    own = _extended(state, chaining, own, token_ids)
+    own = _extend(state, chaining, own, token_ids)
     if own.end == len(token_ids) // TOKEN_BYTES or not own.pieces:
         return own
     is_discarded = any(piece.span.chain != piece.span.block_key for piece in own.pieces)
     if is_discarded and not chaining.is_named:
         return own
-    shared = _extended(state, chaining, Match([], chaining.root, own.miss_reason), token_ids)
+    shared = _extend(state, chaining, Match([], chaining.root, own.miss_reason), token_ids)
     return own if own.end >= shared.end else shared
 
 
-def why_missed(state: CacheState, match: Match, token_ids: bytes, chaining: Chaining) -> str:
-    """Say why a sequence is not stored beyond a match: O(1), a hash of the next block's tokens."""
+def find_miss_reason(state: CacheState, match: Match, token_ids: bytes, chaining: Chaining) -> str:
+    """Return why nothing is stored beyond a match; O(1): a hash of the next block's tokens."""
     end = min(chaining.end_of_block(match.end), len(token_ids) // TOKEN_BYTES)
     tokens = slice_tokens(token_ids, match.end, end)
     is_discarded = chaining.key(match.chain, match.end, tokens) in state.discarded
     return DISCARDED if is_discarded else match.miss_reason
 
 
-def _why_gone(state: CacheState, key: SessionKey) -> str:
-    """Say why a session is not stored, as far as it is known to have been."""
+def _removal_reason(state: CacheState, key: SessionKey) -> str:
+    """Return why a session is not stored (any more), as far as its history is remembered."""
     removal = state.history.removal(key)
     if removal is None:
         return UNKNOWN_SESSION
     return removal.why if removal.kind is MoveKind.DROPPED else removal.kind.value
 
 
-def _extended(state: CacheState, chaining: Chaining, match: Match, token_ids: bytes) -> Match:
+def _extend(state: CacheState, chaining: Chaining, match: Match, token_ids: bytes) -> Match:
+    """Continue a match along the content chain."""
     pieces = [*match.pieces, *_follow_chain(state, chaining, match, token_ids)]
     chain = pieces[-1].span.chain if pieces else match.chain
     return Match(pieces, chain, match.miss_reason)
@@ -228,6 +243,7 @@ def _extended(state: CacheState, chaining: Chaining, match: Match, token_ids: by
 def _follow_chain(
     state: CacheState, chaining: Chaining, match: Match, token_ids: bytes
 ) -> Iterator[Piece]:
+    """Yield the stored blocks that continue a match along the content chain."""
     chain, offset = match.chain, match.end
     while (end := chaining.end_of_block(offset)) * TOKEN_BYTES <= len(token_ids):
         chain = chaining.key(chain, offset, slice_tokens(token_ids, offset, end))
@@ -241,17 +257,18 @@ def _follow_chain(
 def kept_pieces(
     state: CacheState, pieces: list[Piece], from_token: int, num_tokens: int, chaining: Chaining
 ) -> list[Piece]:
-    """Choose the stored pieces that a store builds on: a partial block at the end is replaced.
+    """Return the stored pieces that a store keeps; it replaces a partial block at their end.
 
-    It is, unless its tokens are not all there to be stored again (`from_token`). With states every
-    context goes back to full blocks where it can: others find its states by them.
+    The partial block is kept if the engine does not have all its tokens to store them again
+    (`from_token`). With states every context returns to full blocks where it can, because other
+    sessions find its states by the keys of full blocks.
     """
     if not pieces or pieces[-1].end == num_tokens:
         return pieces
     last = pieces[-1]
     is_partial = last.end < chaining.end_of_block(last.token_offset)
-    # A span behind a discard stays: its block was computed before it, what follows was not
-    # (equal keys must mean equal computation).
+    # A span behind a discard stays: its block was computed before the discard, what follows was
+    # not, and equal keys must mean equal computation.
     is_plain = last.span.start == 0 and last.span.chain == last.span.block_key
     is_replaced = is_plain or bool(state.layout.state_bytes)
     if is_partial and is_replaced and from_token <= last.token_offset:
@@ -262,7 +279,7 @@ def kept_pieces(
 def plan_blocks(
     state: CacheState, chaining: Chaining, token_ids: bytes, base: list[Piece]
 ) -> list[PlannedBlock]:
-    """Name the blocks of everything behind the pieces, the last one perhaps partial."""
+    """Plan the blocks of all tokens behind the base; the last one may be partial."""
     chain = base[-1].span.chain if base else chaining.root
     offset = base[-1].end if base else 0
     num_tokens = num_tokens_of(token_ids)

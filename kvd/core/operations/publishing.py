@@ -1,7 +1,7 @@
-"""Publishing: what is stored becomes a session's, which is thereby used.
+"""Publishing: make stored blocks a session's, which counts as a use of the session.
 
-Pure. Where a model has states or windows the session gets those of its tokens that it is to keep,
-whoever has stored them; those that newer ones supersede leave it.
+Pure. Where a model has states or windows, the session gets those of its tokens that it is to keep,
+whichever session has stored them, and loses those that newer ones supersede.
 """
 
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from kvd.core.io.placement import Placement
 from kvd.core.io.verifying import Hasher
 from kvd.core.operations.chaining import Chaining
-from kvd.core.operations.matching import match_tokens, num_tokens_of, runs_of
+from kvd.core.operations.matching import match_tokens, num_tokens_of, token_spans
 from kvd.core.operations.state_matching import StateChain, spans_with_states
 from kvd.core.operations.window_matching import spans_with_windows
 from kvd.core.records.actions import SESSION_STORED
@@ -23,12 +23,12 @@ from shared.types.session_key import SessionKey
 
 
 class Publisher:
-    """Publishes in one cache state.
+    """Gives stored blocks to sessions of one cache state.
 
     Args:
         state: the cache's tables.
         placement: makes room for another session.
-        hasher: has new blocks hashed, and then written.
+        hasher: requests that new blocks are hashed, and then written.
     """
 
     def __init__(self, state: CacheState, placement: Placement, hasher: Hasher) -> None:
@@ -37,12 +37,12 @@ class Publisher:
         self._hasher = hasher
 
     def adopt(self, key: SessionKey, token_ids: bytes) -> Session | None:
-        """Make a session of whole blocks that are stored: of all these tokens, or of none.
+        """Make a session of stored whole blocks: of all these tokens, or of none.
 
-        It is a use of the session, and no turn.
+        It counts as a use of the session, but not as a turn.
 
         Returns:
-            The session; None if some of the tokens are not stored, or there is no room for it.
+            The session; None if some tokens are not stored, or there is no room for it.
         """
         state = self._state
         chaining = Chaining(state.layout, state.salt_of(key.tenant), WHOLE)
@@ -60,7 +60,10 @@ class Publisher:
         return session
 
     def publish(self, lease: StoreLease, parts: Sequence[Part]) -> None:
-        """Make the parts the session's spans, creating it, and have its dirty blocks written."""
+        """Make the parts the session's spans, and request the hashing of its new blocks.
+
+        The session is created if it is not stored.
+        """
         state, key = self._state, lease.key
         session = self._give(lease, [span for span, _ in parts])
         if session is None:
@@ -74,9 +77,12 @@ class Publisher:
         self._hasher.request([state.blocks[block_key] for block_key in session.block_keys()])
 
     def _give(self, lease: StoreLease, runs: Sequence[Span]) -> Session | None:
-        """Give a session these runs and use it, creating it; None: there is none, and no room.
+        """Give a session these token spans, creating it if needed, and record a use of it.
 
-        The states or windows that it is to keep are among its spans, be they new or stored already.
+        The states or windows that it is to keep, new or stored already, are put among its spans.
+
+        Returns:
+            The session; None if it is not stored and there is no room for another one.
         """
         state, key = self._state, lease.key
         session = state.sessions.get(key)
@@ -86,7 +92,7 @@ class Publisher:
             session = Session(key, state.now_ns)
             state.add_session(session)
         state.tails.unpack(session)
-        there = runs_of(state, session)
+        there = token_spans(state, session)
         if there[: len(runs)] != runs:
             session.lost = ""
             there = runs
@@ -103,7 +109,7 @@ class Publisher:
         return session
 
     def _with_parts(self, lease: StoreLease, session: Session, runs: Sequence[Span]) -> list[Span]:
-        """Put the states or windows that a session is to keep among its runs."""
+        """Return the session's token spans with the states or windows that it is to keep."""
         state = self._state
         new = [span for span, part in lease.side_parts if isinstance(part, Block)]
         if state.layout.window:

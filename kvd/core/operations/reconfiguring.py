@@ -1,11 +1,11 @@
-"""Other limits, while the cache is at work.
+"""Reconfiguration: apply changed limits to a running cache.
 
-Pure. Most limits are looked at when they matter, and simply hold from then on. What follows from
-the others is brought about here, so that a cache ends up where a restart with the same limits would
-have taken it: expiry times, retentions, the order of a tenant's sessions once it has a quota, the
-number of sessions, and which dirty blocks are to be written. Work that grows with the number of
-sessions is done a bounded amount per call. A quota that is exceeded is enforced at the tenant's
-next store; one that begins, once all its tenant's sessions are in order.
+Pure. Most limits are read when they matter, and so hold at once. The others are applied to the
+stored sessions here, so that the cache ends up as after a restart with the same limits: expiry
+times, retentions, the order of a tenant's sessions once it has a quota, the number of sessions, and
+which dirty blocks are to be written. Work that grows with the number of sessions is done in bounded
+steps, one per call. An exceeded quota is enforced at the tenant's next store; a new quota, once all
+sessions of its tenant are in order.
 """
 
 from array import array
@@ -23,28 +23,28 @@ from kvd.core.state.session import Session
 from shared.types.session_key import SessionKey
 
 RESCHEDULE_BATCH = 1024  # sessions per call, so that one call stays short
-DROP_BATCH = 64  # the same; dropping one costs more
+DROP_BATCH = 64  # sessions dropped per call; to drop one costs more
 
-_ENDED = 1 << 62  # nanoseconds by which a session that has ended is colder than its last use
+_ENDED = 1 << 62  # nanoseconds that an ended session ranks below its last use
 
-_Use = tuple[int, SessionKey]  # how warm a session is
+_Use = tuple[int, SessionKey]  # a session and its eviction rank: the higher, the later it goes
 
 
 class Reconfigurer:
-    """Brings other limits about in one cache state."""
+    """Applies changed limits to one cache state, in bounded steps."""
 
     def __init__(self, state: CacheState, placement: Placement, writer: Writer) -> None:
         self._state = state
         self._placement = placement
         self._writer = writer
-        self._rescheduled: Iterator[SessionKey] | None = None  # sessions that are to be looked at
-        self._begun: frozenset[str] = frozenset()  # tenants whose quotas are to begin
-        self._runs: list[Iterator[_Use]] = []  # their sessions so far, each run warmest first
-        self._to_enter: Iterator[_Use] | None = None  # all of them, warmest first
+        self._rescheduled: Iterator[SessionKey] | None = None  # sessions still to be looked at
+        self._begun: frozenset[str] = frozenset()  # tenants whose new quotas are to begin
+        self._runs: list[Iterator[_Use]] = []  # their sessions so far, each run highest rank first
+        self._to_enter: Iterator[_Use] | None = None  # all of them, highest rank first
         self._is_trimming = False
 
     def change(self, limits: Limits) -> None:
-        """Hold other limits from now on; what they ask of stored sessions comes by `resume`."""
+        """Use other limits from now on; `resume` applies them to stored sessions step by step."""
         state = self._state
         before, state.limits = state.limits, limits
         state.leases.set_bound(limits.max_leases)
@@ -56,12 +56,12 @@ class Reconfigurer:
             limits.admission,
             limits.write_back_delay_ns,
         ):
-            self._writer.admission_changed()
-        self._writer.watermark_changed()
+            self._writer.on_admission_change()
+        self._writer.on_watermark_change()
         self.resume()
 
     def resume(self) -> None:
-        """Do a bounded amount of what is left to do."""
+        """Do a bounded amount of the remaining work."""
         if self._rescheduled is not None:
             self._reschedule(self._rescheduled)
         elif self._to_enter is not None:
@@ -69,18 +69,18 @@ class Reconfigurer:
         for _ in range(DROP_BATCH):
             state = self._state
             is_over = len(state.sessions) > state.limits.max_sessions
-            # What is pinned, leased or busy stays; it goes when others come.
+            # Pinned, leased and busy sessions stay; they are dropped when new sessions come.
             self._is_trimming = self._is_trimming and is_over and self._placement.drop_victim()
             if not self._is_trimming:
                 break
 
     def next_deadline_ns(self) -> int | None:
-        """Return when to call `resume`; None: nothing is left to do."""
+        """Return when to call `resume`: now, or never (None) if nothing is left to do."""
         is_looking = self._rescheduled is not None or self._to_enter is not None
         return self._state.now_ns if is_looking or self._is_trimming else None
 
     def _reschedule(self, keys: Iterator[SessionKey]) -> None:
-        """Look at some sessions: they expire by the new limits, and are ranked for new quotas."""
+        """Apply the limits to some sessions: expiry, retention, and ranks for new quotas."""
         some = list(islice(keys, RESCHEDULE_BATCH))
         run: list[_Use] = []
         for session in filter(None, map(self._state.sessions.get, some)):
@@ -90,7 +90,7 @@ class Reconfigurer:
                 run.append((_rank(session), session.key))
         if run:
             run.sort(reverse=True)
-            # By columns: a pair for each of very many sessions takes a hundred bytes.
+            # Kept as columns: a pair for each of very many sessions would take a hundred bytes.
             ranks, keys_in_order = zip(*run, strict=True)
             self._runs.append(zip(array("q", ranks), keys_in_order, strict=True))
         if len(some) < RESCHEDULE_BATCH:
@@ -99,14 +99,14 @@ class Reconfigurer:
             self._runs = []
 
     def _bound_retention(self, session: Session) -> None:
-        """Cut a retention that is longer than it may be now."""
+        """Shorten a retention that is longer than it may be now."""
         state = self._state
         most_ns = longest_retention_ns(state, session.key.tenant, session.ttl_ns)
         if session.retain_ns is not None and session.retain_ns > most_ns:
             state.retain(session, most_ns or None)
 
     def _enter(self, uses: Iterator[_Use]) -> None:
-        """Put some sessions in order, before those that were used since or are warmer."""
+        """Put some sessions into their tenants' orders, before those already there."""
         tenants = self._state.tenants
         some = list(islice(uses, RESCHEDULE_BATCH))
         for _, key in some:
@@ -121,5 +121,5 @@ class Reconfigurer:
 
 
 def _rank(session: Session) -> int:
-    """Rank a session by its last use; what has ended before all others."""
+    """Return a session's eviction rank: its last use; ended sessions rank below all others."""
     return session.last_access_ns - (_ENDED if session.ended else 0)

@@ -1,13 +1,13 @@
-"""Retention: for how long clients want sessions to be kept, as they say with a turn.
+"""Retention: how long clients want their sessions to be kept after each use.
 
-Pure. A session that is retained goes when nothing is left that is not (Guard), until its last use
-is so long ago; each use begins that anew. Then it is as others are, by that last use. It is a least
-life that a client wishes, and never a most one: an operator's bounds hold, a TTL among them, and
-where all are retained the usual order does.
+Pure. A retained session is evicted only when no other is left (Guard), until the retention has
+passed since its last use; each use starts it again. Then the session ranks like others, by its last
+use. A retention is a minimum life that a client wishes for, and never a maximum: an operator's
+bounds hold, a TTL among them. If all sessions are retained, the usual order applies.
 
-A *prefix* is what sessions begin with in common: tools, a system message. Its client may want it to
-outlive each of them. It is a session of its own, of the same blocks, which costs an entry and no
-bytes; and it goes with its retention.
+A *prefix* is the common beginning of several sessions: tools, a system message. Its client may want
+it to outlive each of them. It becomes a session of its own on the same blocks, which costs an entry
+and no further KV, and it expires with its retention.
 """
 
 from collections.abc import Callable, Iterable
@@ -20,16 +20,16 @@ from kvd.core.state.session import Session
 from kvd.core.state.session_history import MoveKind
 from shared.types.session_key import SessionKey
 
-END_BATCH = 128  # retentions per call, so that one call stays short
+END_BATCH = 128  # retentions ended per call, so that one call stays short
 
 
 def longest_retention_ns(state: CacheState, tenant: str, ttl_ns: int | None) -> int:
-    """Return how long a tenant's session may be retained at most.
+    """Return the longest retention of a tenant's session, in nanoseconds; a TTL bounds it, too.
 
     Args:
         state: the cache's tables.
-        tenant: whose session it is.
-        ttl_ns: of its own; None: it inherits one. Whoever sets a TTL means it.
+        tenant: the session's tenant.
+        ttl_ns: the session's own TTL; None: it inherits the tenant's or the default.
     """
     own_ns = state.tenants.limits(tenant).max_retention_ns
     most_ns = state.limits.max_retention_ns if own_ns is None else own_ns
@@ -38,12 +38,12 @@ def longest_retention_ns(state: CacheState, tenant: str, ttl_ns: int | None) -> 
 
 
 class Retainer:
-    """Retains sessions of one cache state.
+    """Sets and ends retentions of one cache state's sessions.
 
     Args:
         state: the cache's tables.
         adopt: makes a session of stored blocks, see Publisher.
-        admit: has dirty blocks written, as far as they may be.
+        admit: queues dirty blocks for writing where the write policy allows it.
     """
 
     def __init__(
@@ -57,36 +57,40 @@ class Retainer:
         self._admit = admit
 
     def retain(self, key: SessionKey, retain_ns: int) -> int:
-        """Retain a session for so long after each use, in place of an earlier wish; 0: no longer.
+        """Set how long a session is retained after each use; 0: no longer.
+
+        It replaces an earlier wish.
 
         Returns:
-            For how long it is; 0: it is not stored, or has ended, or may not be.
+            The granted retention in nanoseconds; 0: the session is not stored, has ended, or may
+            not be retained.
 
         Raises:
-            InvalidRequestError: a negative time.
+            InvalidRequestError: a negative duration.
             ErasingError: the tenant is being erased.
         """
         session = self._state.sessions.get(key)
         ttl_ns = None if session is None else session.ttl_ns
-        granted_ns = self._granted(key, retain_ns, ttl_ns)
+        granted_ns = self._grant(key, retain_ns, ttl_ns)
         if session is None or session.ended:
             return 0
-        self._set(session, granted_ns)
+        self._set_retention(session, granted_ns)
         return granted_ns
 
     def retain_prefix(self, key: SessionKey, token_ids: bytes, retain_ns: int) -> int:
-        """Retain a prefix of whole blocks as a session of that name, which is a use of it.
+        """Retain a prefix of whole blocks as a session under that key, and record a use of it.
 
-        The longest of all wishes holds.
+        Of several wishes for one prefix the longest holds.
 
         Returns:
-            For how long it is; 0: some of its tokens are not stored, or it may not be.
+            The granted retention in nanoseconds; 0: some of its tokens are not stored, or it may
+            not be retained.
 
         Raises:
-            InvalidRequestError: a negative time, or token ids that cannot be.
+            InvalidRequestError: a negative duration, or malformed token ids.
             ErasingError: the tenant is being erased.
         """
-        granted_ns = self._granted(key, retain_ns, None)
+        granted_ns = self._grant(key, retain_ns, None)
         session = self._adopt(key, token_ids) if granted_ns else None
         if session is None:
             return 0
@@ -94,7 +98,7 @@ class Retainer:
         granted_ns = min(most_ns, max(granted_ns, session.retain_ns or 0))
         session.ttl_ns = granted_ns
         self._state.schedule_expiry(session)
-        self._set(session, granted_ns)
+        self._set_retention(session, granted_ns)
         return granted_ns
 
     def end_due(self) -> None:
@@ -107,12 +111,12 @@ class Retainer:
             session = state.sessions[key]
             until_ns = session.retained_until_ns
             if until_ns is not None and until_ns <= state.now_ns:
-                self._set(session, 0)
+                self._set_retention(session, 0)
             else:
                 state.retention.schedule(key, until_ns)
 
-    def _granted(self, key: SessionKey, retain_ns: int, ttl_ns: int | None) -> int:
-        """Return how much of a wish is granted, and count it."""
+    def _grant(self, key: SessionKey, retain_ns: int, ttl_ns: int | None) -> int:
+        """Return the part of a wished retention that is granted, and count the wish."""
         state = self._state
         state.tenants.refuse_erased(key.tenant)
         if retain_ns < 0:
@@ -124,11 +128,12 @@ class Retainer:
         state.outbox.count("retentions_cut", granted_ns < retain_ns)
         return granted_ns
 
-    def _set(self, session: Session, retain_ns: int) -> None:
+    def _set_retention(self, session: Session, retain_ns: int) -> None:
+        """Set a session's retention, if it differs, and record that."""
         state = self._state
         if (session.retain_ns or 0) == retain_ns:
             return
         state.retain(session, retain_ns or None)
         state.record_move(session.key, MoveKind.RETAINED if retain_ns else MoveKind.UNRETAINED)
-        if retain_ns:  # SSD may have refused blocks that have come before the wish
+        if retain_ns:  # SSD may have refused its blocks before, when the session ranked lower
             self._admit([state.blocks[block_key] for block_key in session.block_keys()])

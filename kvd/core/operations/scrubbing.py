@@ -1,12 +1,13 @@
-"""Scrubs: every copy of every block is compared with what was stored, at the pace of the caller.
+"""Scrubs: verify every copy of every block against its checksums, at the pace of the caller.
 
-Pure. The caller asks for a few operations at a time (`step`); what they find is counted in a
-ScrubReport. Nothing is held for them: loads, evictions and writes run on, and an outcome is counted
+Pure. The caller asks for a few operations at a time (`step`); their outcomes are counted in a
+ScrubReport. A scrub holds no blocks: loads, evictions and writes continue, and an outcome counts
 only if its copy is still where it was when the operation was issued (`CacheState.scrubbed`).
 
 A corrupt copy in DRAM is dropped; the block is read again from SSD, or is lost. A corrupt copy on
-SSD is counted, and with `repair` it is written again from a good copy in DRAM (verified just then),
-or the block is lost. What a transient error hides is neither: it is counted as an error.
+SSD is counted. With `repair` it is written again from a good copy in DRAM, which is verified first,
+or the block is lost. A copy that cannot be checked because of an I/O error counts as an error, not
+as corrupt.
 
 Invariant: one scrub at a time; each block that exists from its beginning to its end is checked.
 """
@@ -29,26 +30,34 @@ from shared.types.units import SECTOR_BYTES
 
 
 class _Check(Enum):
-    """What an operation is for."""
+    """Which copy an operation verifies, and why."""
 
     DRAM = "dram"
     SSD = "ssd"
-    REPAIR = "repair"  # the copy in DRAM, before the one on SSD is dropped
+    REPAIR = "repair"  # the copy in DRAM, before the corrupt one on SSD is replaced from it
 
 
 @dataclass(frozen=True, slots=True)
 class _Op:
-    """A check under way."""
+    """A verification of one copy of a block.
+
+    Attributes:
+        check: which copy, and why.
+        key: the block's key.
+        place: its slot or extent.
+        num_tokens: tokens of the block.
+        num_bytes: bytes that are read.
+    """
 
     check: _Check
     key: bytes
-    place: int  # slot or extent
+    place: int
     num_tokens: int
     num_bytes: int
 
     @property
     def tier(self) -> Tier:
-        """Where the copy is that is checked."""
+        """The tier of the copy that is checked."""
         return Tier.SSD if self.check is _Check.SSD else Tier.DRAM
 
 
@@ -69,12 +78,15 @@ class Scrubber:
         self._in_flight_bytes = 0
 
     def begin(self, *, repair: bool) -> int:
-        """Begin to compare every copy of every block with what was stored; returns its id.
+        """Begin a scrub of all copies and return its id; nothing happens before `step`.
 
-        Nothing happens until `step`. The caller owes steps until one is `done`, or `end`.
+        The caller owes steps until one is `done`, or `end`.
+
+        Args:
+            repair: replace corrupt copies on SSD by good ones from DRAM.
 
         Raises:
-            ScrubError: one is under way already.
+            ScrubError: a scrub is under way already.
         """
         if self._is_under_way:
             raise ScrubError("a scrub is under way", "wait for its end")
@@ -86,10 +98,10 @@ class Scrubber:
         return self._last_id
 
     def step(self, scrub_id: int, max_bytes: int) -> ScrubStep:
-        """Continue a scrub until `max_bytes` are under way; the caller sets the pace.
+        """Issue checks until `max_bytes` are under way, and return the report so far.
 
         Raises:
-            ScrubError: it is over.
+            ScrubError: the scrub is over.
         """
         if not self._is_current(scrub_id):
             raise ScrubError(f"scrub {scrub_id} is over", "begin another one")
@@ -107,24 +119,24 @@ class Scrubber:
         return ScrubStep(is_done, issued_bytes, ScrubReport(**self._counts))
 
     def end(self, scrub_id: int) -> None:
-        """Give a scrub up; without effect if it is over."""
+        """End a scrub; no effect if it is over already."""
         if not self._is_current(scrub_id):
             return
         self._is_under_way = False
         self._walk = iter(())
-        self._state.scrubbed.clear()  # what is under way counts no more
+        self._state.scrubbed.clear()  # outcomes of checks under way no longer count
         self._state.outbox.emit(SCRUBBED, None, self._counts)
 
     def _is_current(self, scrub_id: int) -> bool:
         return self._is_under_way and scrub_id == self._last_id
 
-    def done(self, op_id: int, outcome: IoOutcome) -> None:
+    def check_done(self, op_id: int, outcome: IoOutcome) -> None:
         """Take the outcome of a check."""
         op = self._ops.pop(op_id)
         self._in_flight_bytes -= op.num_bytes
         is_there = self._state.scrubbed.get((op.tier, op.place)) == op_id
         if not is_there:
-            return  # evicted or dropped meanwhile: what was read is anybody's
+            return  # evicted or dropped meanwhile: the bytes read may be another block's
         del self._state.scrubbed[op.tier, op.place]
         if outcome not in (IoOutcome.OK, IoOutcome.CORRUPT):
             self._count("errors")
@@ -138,14 +150,14 @@ class Scrubber:
         if outcome is IoOutcome.OK:
             self._write_again(block)
         else:
-            self._found_corrupt(op, block)
+            self._handle_corrupt(op, block)
 
     # ---------------------------------------------------------------------------------------- walk
 
     def _all_checks(self) -> Iterator[_Op]:
-        """Name every copy there is, at any moment as of then; a block may be gone when it is due.
+        """Yield a check for every copy, lazily: each block's copies as they are when it is reached.
 
-        First the blocks that are known one by one, then those of packed sessions.
+        First the blocks of the index, then those of packed sessions.
         """
         state = self._state
         keys = [block.key for block in state.blocks]
@@ -153,14 +165,14 @@ class Scrubber:
         seen = set()
         for key in keys:
             block = state.blocks.get(key)
-            if block is not None:  # else it is gone, or packed meanwhile
+            if block is not None:  # else it was dropped or packed meanwhile
                 seen.add(key)
                 yield from self._block_checks(block)
         for session_key in session_keys:
             yield from self._session_checks(session_key, seen)
 
     def _session_checks(self, session_key: SessionKey, seen: set[bytes]) -> Iterator[_Op]:
-        """Yield a session's blocks that were not seen; any may be packed or unpacked meanwhile."""
+        """Yield checks of a session's unseen blocks; it may be packed or unpacked in between."""
         state = self._state
         session = state.sessions.get(session_key)
         if session is None:
@@ -178,7 +190,10 @@ class Scrubber:
                 yield from self._block_checks(block)
 
     def _find(self, key: bytes) -> Block:
-        """Find a block that exists, be it packed: O(sessions) at worst, for corrupt ones only."""
+        """Return an existing block; if it is packed, search and unpack its session: O(sessions).
+
+        That is acceptable because it is called only for corrupt copies.
+        """
         block = self._state.find_block(key)
         if block is None:
             sessions = self._state.sessions.values()
@@ -187,7 +202,11 @@ class Scrubber:
         return block
 
     def _block_checks(self, block: Block) -> Iterator[_Op]:
-        """Copies of one block; one that is not hashed yet, or arrives, is checked without us."""
+        """Yield checks of one block's copies.
+
+        A copy in DRAM that is not hashed yet cannot be checked; one that is arriving is verified
+        anyway.
+        """
         if block.slot_id is not None and block.checksums and not block.io.is_arriving:
             yield self._slot_check(_Check.DRAM, block)
         if block.extent is not None:
@@ -205,6 +224,7 @@ class Scrubber:
     # --------------------------------------------------------------------------------------- checks
 
     def _issue(self, op: _Op) -> None:
+        """Issue the verification of one copy."""
         state = self._state
         op_id = state.under_way.next_op_id()
         self._ops[op_id] = op
@@ -217,9 +237,10 @@ class Scrubber:
             verify = VerifySlot(op_id, op.place, op.num_tokens, checksums, urgent=False)
             state.outbox.add(verify)
 
-    def _found_corrupt(self, op: _Op, block: Block) -> None:
+    def _handle_corrupt(self, op: _Op, block: Block) -> None:
+        """Count and report a corrupt copy, drop it, and repair it or lose its block."""
         if op.tier is Tier.DRAM and (block.io.is_arriving or block.io is BlockIo.COPYING):
-            return  # it is verified just now, by those who take the consequences
+            return  # another operation verifies the slot right now, and acts on its outcome
         report_corrupt(self._state, block, op.tier)
         self._count(f"{op.tier.value}_corrupt")
         if op.tier is Tier.DRAM:
@@ -232,11 +253,11 @@ class Scrubber:
             self._issue(self._slot_check(_Check.REPAIR, block))
 
     def _drop_slot(self, block: Block) -> None:
-        """Take a corrupt copy out of DRAM; engines that load it must not trust what they have."""
+        """Drop a corrupt copy from DRAM, and end the leases of engines that load it."""
         state = self._state
         self._loader.revoke(block)
         if not state.blocks.holds(block):
-            return  # nobody but its readers wanted it
+            return  # only the ended leases had kept it
         if block.extent is None:
             self._lose(block)
         else:

@@ -1,20 +1,20 @@
-"""SessionFiles: sessions on their way into files and out of them; kvd/session_files asks for it.
+"""SessionFiles: export of sessions into files and import from files (see kvd/session_files).
 
-Pure. An export leases the session's own spans like a load, a few at a time, each proven as it goes.
-It is no use of the session: it changes neither its age nor its place in any order, though what is
-on SSD comes through DRAM. Blocks in DRAM are verified before they are given out: a file outlives
-the memory. An import is stored like what an engine has computed. A tenant that is being erased can
-do neither.
+Pure. An export leases the session's own spans like a load, a few at a time, and checks that each
+holds the tokens that the file will claim. It does not count as a use of the session: it changes
+neither its age nor its place in any order, although its blocks on SSD are read through DRAM. Blocks
+in DRAM are verified before they are exported, because the file outlives the memory. An import is
+stored like KV that an engine has computed. Both are refused for a tenant that is being erased.
 
-What another kvd needs besides tokens and KV is the lineage: which discards the context comes
-after. A kvd that has restarted since may not know it; then what follows from the tokens alone can
-be exported, and the rest only once an engine has named the lineage again.
+Besides tokens and KV another kvd needs the lineage: the discards that the context comes after. A
+kvd that has restarted since may not know it. Then only what follows from the tokens alone can be
+exported, until an engine has named the lineage again.
 
-Where there are states the newest one of the session goes along, behind its tokens; where layers
-have windows those for the last end that a load of it may have.
+With states, the session's newest state is exported behind its tokens; with windows, those that a
+load to the last possible end needs.
 
-Invariant: what is given out is the session's tokens from the first one on, computed as `lineage`
-says, and a state or windows of these.
+Invariant: an export consists of the session's tokens from the first one on, computed after
+`lineage`, and of a state or windows of these tokens.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,7 +24,7 @@ from itertools import accumulate
 from kvd.core.inspection.session_filter import find_session
 from kvd.core.operations.chaining import Chaining
 from kvd.core.operations.loading import Loader
-from kvd.core.operations.matching import Piece, runs_of, slice_tokens
+from kvd.core.operations.matching import Piece, slice_tokens, token_spans
 from kvd.core.operations.state_matching import StateChain
 from kvd.core.operations.storing import Storer
 from kvd.core.operations.window_matching import Rows, possible_ends
@@ -40,19 +40,20 @@ from shared.types.session_key import SessionKey
 
 @dataclass(slots=True, eq=False)
 class Export:
-    """How far the export of one session is.
+    """The progress of one session's export.
 
     Attributes:
-        spans: the session's, when it began.
-        lineage: as it is known; where it is not, what the tokens have to prove: that it is whole.
-        next_span: the first one that is not exported.
-        num_tokens: exported so far.
-        chain: of the span before the next one.
-        position: where the newest state is, or what the windows are for; 0: it has none.
-        parts: of that state, or of these windows.
-        windows: first token, number of tokens and first row of each.
-        next_part: the first one that is not exported.
-        token_ids: exported so far, where there are parts: they prove a state.
+        key: the session.
+        spans: its token spans when the export began.
+        lineage: its lineage. If that is not known it is WHOLE, which the tokens have to prove.
+        next_span: index of the first span that is not exported yet.
+        num_tokens: number of tokens exported so far.
+        chain: chain key of the last exported span.
+        position: position of the newest state, or of the end that the windows are for; 0: none.
+        parts: the parts of that state or of these windows.
+        windows: first token, number of tokens and first row of each window.
+        next_part: index of the first part that is not exported yet.
+        token_ids: tokens exported so far; kept only if there are parts, to check a state's key.
     """
 
     key: SessionKey
@@ -74,7 +75,7 @@ class Export:
 
 
 class SessionFiles:
-    """Exports and imports of one cache state."""
+    """Exports and imports sessions of one cache state."""
 
     def __init__(self, state: CacheState, loader: Loader, storer: Storer) -> None:
         self._state = state
@@ -82,10 +83,13 @@ class SessionFiles:
         self._storer = storer
 
     def begin_export(self, key: SessionKey) -> Export:
-        """Begin to export a session: what it is now.
+        """Begin to export a session as it is now.
+
+        The caller owes `prepare_export` until the export `is_done`, then `prepare_export_parts`
+        until all parts are exported.
 
         Raises:
-            UnknownSessionError: it is not stored.
+            UnknownSessionError: the session is not stored.
             ErasingError: the tenant is being erased.
         """
         state = self._state
@@ -107,7 +111,10 @@ class SessionFiles:
         return export
 
     def _add_windows(self, export: Export, others: Mapping[bytes, Sequence[Span]]) -> None:
-        """Find the windows that go along, and a block before them: there it may end elsewhere."""
+        """Add the windows to be exported, and that of one block more.
+
+        The block before lets a load end a little earlier, if the next turn diverges there.
+        """
         layout, runs = self._state.layout, export.spans
         ends = list(accumulate(run.num_tokens for run in runs))
         has_window = [run.block_key in others for run in runs]
@@ -126,14 +133,14 @@ class SessionFiles:
         )
 
     def prepare_export(self, export: Export, max_spans: int, engine_id: int) -> LoadAnswer:
-        """Lease the next spans, as far as slots can be had; the caller owes what a load owes.
+        """Lease the next spans, as far as there are slots; the caller owes the same as for a load.
 
-        When it is settled `exported` says what they hold, before the load is completed. The
-        spans of the answer are at their places in the session.
+        Once the load is settled the caller owes `confirm_export`, which returns what the slots
+        hold, and then completes the load. The answer's spans are at their places in the session.
 
         Raises:
-            SessionChangedError: it is another session by now.
-            TooManyLeasesError: at the bound.
+            SessionChangedError: the session has other spans by now.
+            TooManyLeasesError: the bound on leases is reached.
             ErasingError: the tenant is being erased.
         """
         state = self._state
@@ -143,12 +150,12 @@ class SessionFiles:
     def prepare_export_parts(self, export: Export, max_parts: int, engine_id: int) -> LoadAnswer:
         """Lease the next parts, once all tokens before the position are exported.
 
-        The slots are those of the settled answer's spans, which have no tokens; each answer's
-        lease is owed `parts_exported` and a completion.
+        The slots are those of the settled answer's spans, which have no tokens. The caller owes
+        `confirm_export_parts` and the load's completion.
 
         Raises:
-            SessionChangedError: the session does not have them any more.
-            TooManyLeasesError: at the bound.
+            SessionChangedError: the session does not have these parts any more.
+            TooManyLeasesError: the bound on leases is reached.
             ErasingError: the tenant is being erased.
         """
         state = self._state
@@ -158,29 +165,33 @@ class SessionFiles:
             state.tails.unpack(session)
         parts = export.parts[export.next_part : export.next_part + max_parts]
         if session is None or not set(parts) <= set(session.spans) or not self._are_proven(export):
-            raise _changed(export.key)
+            raise _session_changed(export.key)
         pieces = [Piece(span, state.blocks[span.block_key], export.position) for span in parts]
         return self._grant(export, pieces, engine_id)
 
     def _are_proven(self, export: Export) -> bool:
-        """Whether parts are of the tokens that were exported: windows are of their very blocks."""
+        """Whether the parts belong to the exported tokens.
+
+        Windows do, because they are found by the keys of the exported blocks.
+        """
         layout = self._state.layout
         if layout.window:
             return True
         chain = StateChain(self._chaining(export), layout.block_tokens, export.token_ids)
         return chain.spans_at([export.position])[export.position] == list(export.parts)
 
-    def parts_exported(self, export: Export, lease_id: int) -> list[int]:
-        """Return the slots of the parts of a settled lease, and continue behind them.
+    def confirm_export_parts(self, export: Export, lease_id: int) -> list[int]:
+        """Return the slots of a settled lease's parts, and advance the export behind them.
 
         Raises:
-            LeaseLostError: a part turned out corrupt.
+            LeaseLostError: a part was found corrupt.
         """
         lease = self._state.leases.load_of(lease_id)
         export.next_part += len(lease.entries)
         return [granted.slot_id for _, granted in lease.entries]
 
     def _grant(self, export: Export, pieces: list[Piece], engine_id: int) -> LoadAnswer:
+        """Grant a load lease on pieces that counts as an export."""
         state = self._state
         lease = LoadLease(
             state.leases.next_id(),
@@ -196,12 +207,15 @@ class SessionFiles:
         state = self._state
         return Chaining(state.layout, state.salt_of(export.key.tenant), export.lineage)
 
-    def exported(self, export: Export, lease_id: int) -> list[ExportedRows]:
-        """Prove the KV of a settled lease, and continue behind them; none: a read did not come.
+    def confirm_export(self, export: Export, lease_id: int) -> list[ExportedRows]:
+        """Check the KV of a settled lease, and advance the export behind it.
+
+        Returns:
+            The rows to export; empty if a read has failed.
 
         Raises:
-            LeaseLostError: the KV turned out corrupt.
-            UnknownLineageError: nobody knows what they were computed after.
+            LeaseLostError: the KV was found corrupt.
+            UnknownLineageError: it is not known which discards the KV was computed after.
         """
         lease = self._state.leases.load_of(lease_id)
         chaining = self._chaining(export)
@@ -211,7 +225,7 @@ class SessionFiles:
             tokens = slice_tokens(block.token_ids, span.start, span.start + span.num_tokens)
             if not chaining.holds(span, export.chain, export.num_tokens, tokens):
                 if rows:
-                    break  # these first
+                    break  # export these first; the next call raises
                 raise UnknownLineageError(
                     f"session {export.key} has discarded tokens, and kvd was not told since it "
                     f"started what its tokens from {export.num_tokens} on were computed after",
@@ -234,15 +248,15 @@ class SessionFiles:
         lineage: Lineage,
         load_ends: Sequence[int] = (),
     ) -> StoreAnswer:
-        """Lease slots as for a store, for what no turn has computed."""
+        """Lease slots like a store, for imported KV, which belongs to no turn."""
         self._state.tenants.refuse_erased(key.tenant)
         return self._storer.lease_slots(key, token_ids, from_token, engine_id, lineage, load_ends)
 
     def _next_pieces(self, export: Export, max_spans: int) -> list[Piece]:
-        """Find the blocks of the next spans.
+        """Return the next spans with their blocks.
 
         Raises:
-            SessionChangedError: the session does not have them any more.
+            SessionChangedError: the session does not have these spans any more.
         """
         state = self._state
         session = state.sessions.get(export.key)
@@ -251,8 +265,8 @@ class SessionFiles:
         state.tails.unpack(session)
         end = min(export.next_span + max_spans, len(export.spans))
         wanted = export.spans[export.next_span : end]
-        if tuple(runs_of(state, session)[export.next_span : end]) != wanted:
-            raise _changed(export.key)
+        if tuple(token_spans(state, session)[export.next_span : end]) != wanted:
+            raise _session_changed(export.key)
         pieces = []
         offset = export.num_tokens
         for span in wanted:
@@ -261,7 +275,7 @@ class SessionFiles:
         return pieces
 
 
-def _changed(key: SessionKey) -> SessionChangedError:
+def _session_changed(key: SessionKey) -> SessionChangedError:
     return SessionChangedError(
         f"session {key} has changed meanwhile", "export it again when it is idle"
     )

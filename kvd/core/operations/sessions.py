@@ -1,9 +1,8 @@
 """Requests that change stored sessions: discards, grafts, ends, pins, TTLs, flushes; expiry.
 
 Pure. Invariants: 1. a leased, queued or pinned session does not expire; 2. a hard-pinned session is
-in no eviction order, a soft-pinned one is guarded in every one; 3. one that has ended is not
-retained; 4. a flush never touches a leased
-session.
+in no eviction order, and a soft-pinned one is guarded in each; 3. an ended session is not retained;
+4. a flush never touches a leased session.
 """
 
 from collections import Counter
@@ -24,21 +23,21 @@ from shared.types.lineage import Lineage
 from shared.types.session_key import SessionKey
 from shared.types.units import NS_PER_S
 
-EXPIRE_BATCH = (
-    128  # sessions per call, so that one call stays short; the next deadline is then already due
-)
-FLUSH = "flush"  # why a session goes that an operator drops
+# Sessions per call, so that one call stays short. If more have expired the next deadline is due at
+# once.
+EXPIRE_BATCH = 128
+FLUSH = "flush"  # why a session was dropped: an operator flushed it
 RECHECK_NS = NS_PER_S  # when to check again a session whose TTL passed while it was in use
 
 
 class Sessions:
-    """Changes sessions of one cache state, as engines and operators ask for it.
+    """Changes sessions of one cache state on request of engines and operators.
 
     Args:
         state: the cache's tables.
-        inspector: describes the session whose TTL was set.
+        inspector: describes a session whose TTL was set.
         consider_compaction: called with each session after a discard or graft.
-        reschedule_prefetch: called after the end of a session: there may be room to read ahead.
+        reschedule_prefetch: called when a session ends, as there may be room to read ahead.
     """
 
     def __init__(
@@ -61,17 +60,22 @@ class Sessions:
         *,
         lineage: Lineage | None = None,
     ) -> int:
-        """Drop token ranges of a session whose tokens are `token_ids`; metadata only.
+        """Drop token ranges from a session; changes metadata only.
 
-        All tokens are named, however few of them are stored; the lineage is that of these tokens,
-        before the discard. A store that is under way publishes nothing any more. A session that is
-        known by its lineage to be after this discard, or of other discards, is left alone.
+        Stores of the session that are under way publish nothing any more. A session whose lineage
+        says that it is after this discard already, or after other ones, is left as it is.
+
+        Args:
+            key: the session.
+            token_ids: all tokens of its context before the discard, however few are stored.
+            ranges: half-open ranges of token positions to drop.
+            lineage: lineage of `token_ids`; None: not named.
 
         Returns:
             Stored tokens of what the discard leaves, contiguous from the first kept one.
 
         Raises:
-            InvalidRequestError: ranges that are empty or outside the tokens.
+            InvalidRequestError: a range is empty or outside the tokens.
             ErasingError: the tenant is being erased.
         """
         state = self._state
@@ -86,17 +90,23 @@ class Sessions:
     def graft(
         self, key: SessionKey, token_ids: bytes, lineage: Lineage, source: GraftSource
     ) -> int:
-        """Give a session KV of another one's tokens, behind its own; metadata only.
+        """Append KV of another session's tokens to a session; changes metadata only.
 
-        The session has exactly `token_ids` stored, or these and what an earlier graft of the same
-        gave it: else it is left as it is. A store under way publishes nothing any more.
+        The session must have exactly `token_ids` stored, or these and what the same graft gave it
+        before; otherwise it is left as it is. Stores under way publish nothing any more.
+
+        Args:
+            key: the session.
+            token_ids: all its tokens before the graft.
+            lineage: their lineage.
+            source: the other session and its tokens.
 
         Returns:
             How many of the other session's tokens follow; 0: nothing has changed.
 
         Raises:
-            InvalidRequestError: another tenant's or model's, a range that cannot be, or positions
-                are baked into keys.
+            InvalidRequestError: the source has another tenant or model, its range is invalid, or
+                positions are baked into keys.
             ErasingError: the tenant is being erased.
         """
         state = self._state
@@ -107,12 +117,12 @@ class Sessions:
         return num_grafted
 
     def end(self, key: SessionKey) -> bool:
-        """Note that a session will not come back: the first to go; returns whether it is stored."""
+        """Record that a session will not return: evict it first. Returns whether it is stored."""
         state = self._state
         state.turns.ended(key)
         self._reschedule_prefetch()
-        state.policy.on_end(key)  # be it stored: it may learn from it
-        state.outbox.emit(SESSION_ENDED, key)  # be it stored: it may be elsewhere
+        state.policy.on_end(key)  # stored or not: the policy may learn from it
+        state.outbox.emit(SESSION_ENDED, key)  # stored or not: a remote store may have it
         session = state.sessions.get(key)
         if session is None:
             return False
@@ -124,10 +134,10 @@ class Sessions:
         return True
 
     def pin(self, key: SessionKey, pin: Pin) -> None:
-        """Protect a session from eviction and expiry; Pin.NONE ends that, which is a use.
+        """Protect a session from eviction and expiry; Pin.NONE ends that and counts as a use.
 
         Raises:
-            UnknownSessionError: it is not stored.
+            UnknownSessionError: the session is not stored.
         """
         state = self._state
         session = find_session(state, key)
@@ -140,7 +150,7 @@ class Sessions:
             state.tenants.on_remove(key)
         state.users.recount(session, answered)
         if pin is not Pin.HARD:
-            _rank(state, session)
+            _insert(state, session)
         state.outbox.index.session_changed(key)
         kind = MoveKind.UNPINNED if pin is Pin.NONE else MoveKind.PINNED
         state.record_move(key, kind, why="" if pin is Pin.NONE else pin.name.lower())
@@ -149,8 +159,8 @@ class Sessions:
         """Set a session's own TTL (None: the default; TTL_NEVER_NS: never).
 
         Raises:
-            InvalidRequestError: a TTL that is not positive.
-            UnknownSessionError: it is not stored.
+            InvalidRequestError: the TTL is not positive.
+            UnknownSessionError: the session is not stored.
         """
         if ttl_ns is not None and ttl_ns != TTL_NEVER_NS and ttl_ns <= 0:
             raise InvalidRequestError(
@@ -162,7 +172,7 @@ class Sessions:
         state.schedule_expiry(session)
         state.outbox.index.session_changed(key)
         state.record_move(key, MoveKind.TTL_SET)
-        return self._inspector.sum_up(session)
+        return self._inspector.summarize(session)
 
     def expire(self) -> None:
         """Drop sessions whose TTL has passed; a bounded number per call."""
@@ -186,13 +196,17 @@ class Sessions:
     # ------------------------------------------------------------------------------------- flushes
 
     def flush(self, key: SessionKey | None, *, dry_run: bool, why: str = FLUSH) -> FlushAnswer:
-        """Drop one session, or all (None), except leased ones, from every tier.
+        """Drop one session, or all (None), from every tier; leased ones stay.
 
-        All of very many take long: `flush_selected` does it bit by bit. A dry run only says what
-        would go. `why` is told by the event and the session's history.
+        To drop very many at once takes long; `flush_selected` does it in steps.
+
+        Args:
+            key: the session; None: all.
+            dry_run: only report what would be dropped.
+            why: the reason in the event and in the session's history.
 
         Raises:
-            UnknownSessionError: if the one named is not stored.
+            UnknownSessionError: the named session is not stored.
         """
         state = self._state
         candidates = list(state.sessions) if key is None else [find_session(state, key).key]
@@ -205,14 +219,14 @@ class Sessions:
         return self.drop(flushed, leased, why)
 
     def flush_selected(self, keys: Iterable[SessionKey], wanted: SessionFilter) -> FlushAnswer:
-        """Drop those of the sessions that are (still) meant, except leased ones."""
+        """Drop those of the sessions that match the filter (still); leased ones stay."""
         flushed, leased = self.flushable(keys, wanted)
         return self.drop(dict.fromkeys(flushed), leased)
 
     def flushable(
         self, keys: Iterable[SessionKey], wanted: SessionFilter
     ) -> tuple[tuple[SessionKey, ...], tuple[SessionKey, ...]]:
-        """Tell which of the sessions a flush would drop, and which it would leave: leased ones."""
+        """Return the sessions that a flush would drop, and the leased ones that it would leave."""
         state = self._state
         flushed: list[SessionKey] = []
         leased: list[SessionKey] = []
@@ -226,7 +240,7 @@ class Sessions:
     def drop(
         self, keys: Collection[SessionKey], leased: tuple[SessionKey, ...], why: str = FLUSH
     ) -> FlushAnswer:
-        """Drop stored sessions from every tier, in use or not; `leased` were left out."""
+        """Drop stored sessions from every tier, in use or not; `leased` is only reported."""
         num_bytes = self.freed_bytes(keys, Counter())
         for key in keys:
             self._state.outbox.count("sessions_flushed")
@@ -234,14 +248,14 @@ class Sessions:
         return FlushAnswer(len(keys), num_bytes, leased)
 
     def freed_bytes(self, keys: Iterable[SessionKey], counted: Counter[bytes]) -> int:
-        """Count the bytes, over all tiers, that go with these sessions: O(their blocks).
+        """Return the bytes, over all tiers, that dropping these sessions frees; O(their blocks).
 
-        A block that several sessions share goes with the last of them; see `counted`.
+        A block that several sessions share is freed with the last of them; see `counted`.
 
         Args:
-            keys: of the sessions, each once; those that are gone free nothing.
-            counted: how many users of each shared block have been looked at. Empty at first; the
-                calls that add up one flush bit by bit hand it on.
+            keys: the sessions, each once; those that are not stored free nothing.
+            counted: how many users of each shared block were counted so far; changed here. Empty
+                at first; calls that add up one flush in steps pass the same counter.
         """
         state = self._state
         sessions = [state.sessions[key] for key in keys if key in state.sessions]
@@ -257,14 +271,14 @@ class Sessions:
         return num_copies * state.layout.block_bytes
 
 
-def _rank(state: CacheState, session: Session) -> None:
-    """Give a session its place in the orders, where it may have had none."""
+def _insert(state: CacheState, session: Session) -> None:
+    """Give a session its place in the eviction orders, where it may have had none."""
     state.policy.guard(session.key, session.guard)
     state.tenants.guard(session.key, session.guard)
     if session.pin is Pin.SOFT:
         for tier in Tier:
             state.users.on_insert(session, tier)
-        for block_key in session.block_keys():  # a clean one needs a user that offers it
+        for block_key in session.block_keys():  # a clean block needs a user that ranks with it
             state.settle(state.blocks[block_key])
         state.tenants.on_insert(session.key)
     else:

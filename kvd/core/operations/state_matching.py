@@ -1,15 +1,15 @@
-"""Which states are stored of a token sequence, and which of them a session is to keep.
+"""State matching: find the stored states of a token sequence, and choose those a session keeps.
 
-Pure; changes nothing but that it unpacks sessions. A state's key follows from the tokens before it
-alone: the chain over the full blocks, and the ids behind these. So whoever has the tokens finds the
-states of every session that begins with them, wherever these sessions' own blocks begin and end.
+Pure. The only change it makes is to unpack sessions. A state's key follows from the tokens before
+it alone: from the chain over the full blocks, and the ids behind these. So every session that
+begins with these tokens leads to the same states, wherever its own blocks begin and end.
 
-A state proves more than itself: the session that has it has stored its tokens. So a load that ends
-at a state has KV to load up to there even where the session that asks has none, or where its block
-goes on with other tokens than the ones asked for: of that block only the first rows are taken.
+A state also proves that its tokens are stored: its session has them. So a load that ends at a state
+finds KV up to there even where the loading session has none, or where the state's session continues
+the block with other tokens: then only the first rows of that block are loaded.
 
-A session keeps its first state (the end of what conversations begin with), the newest two (turns go
-on from there), and those that other sessions have, too (forks begin there).
+A session keeps its first state (at the end of the common beginning of conversations), its newest
+two (the next turn continues from there), and those that other sessions share (forks begin there).
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,8 +20,8 @@ from kvd.core.operations.matching import (
     Match,
     Piece,
     match_session,
-    runs_of,
     slice_tokens,
+    token_spans,
 )
 from kvd.core.records.entries import Span
 from kvd.core.state.cache_state import CacheState
@@ -30,13 +30,13 @@ from kvd.core.state.stored_parts import StoredParts, group_parts, interleaved
 from shared.types.block_key import TOKEN_BYTES
 from shared.types.session_key import SessionKey
 
-NO_STATE = "no_state"  # why tokens are missed that are stored: no state behind them is
-NUM_NEWEST = 2  # states that a session keeps, behind its first one
-MOST_OWNERS = 2  # sessions that are asked for the tokens of a state
+NO_STATE = "no_state"  # miss reason: the tokens are stored, but no state behind them
+NUM_NEWEST = 2  # newest states that a session keeps, besides its first one
+MOST_OWNERS = 2  # sessions that are searched for the tokens of a state
 
 
 class StateChain:
-    """The states that positions of one token sequence have. Its first call costs O(tokens)."""
+    """The keys of states at positions of one token sequence; the first call hashes all tokens."""
 
     def __init__(self, chaining: Chaining, block_tokens: int, token_ids: bytes) -> None:
         self._chaining = chaining
@@ -46,7 +46,7 @@ class StateChain:
 
     @cached_property
     def _parents(self) -> list[tuple[int, bytes]]:
-        """Where each full block begins, and its parent key; and where the rest does."""
+        """Start and parent key of each full block, and of the partial block behind them."""
         chain = self._chaining.root
         parents = [(0, chain)]
         for end in range(self._step, self.num_tokens + 1, self._step):
@@ -56,19 +56,19 @@ class StateChain:
         return parents
 
     def stored(self, state: CacheState) -> list[StoredParts]:
-        """Find what any session has stored of them, by position."""
+        """Return the sequence's states that any session has stored, by ascending position."""
         assert state.stored_parts is not None, "asked for where there are states"
         behind = state.stored_parts.behind
         found = (
             stored
             for start, parent in self._parents
             for stored in behind(parent).values()
-            if stored.position <= self.num_tokens and self._is_of(stored, start)
+            if stored.position <= self.num_tokens and self._has_tokens_of(stored, start)
         )
         return sorted(found, key=lambda stored: stored.position)
 
     def spans_at(self, positions: Iterable[int]) -> dict[int, list[Span]]:
-        """Return the spans of the states at positions."""
+        """Return the spans of the parts of the states at positions."""
         wanted: dict[int, list[int]] = {}
         for position in positions:
             wanted.setdefault(position // self._step * self._step, []).append(position)
@@ -80,7 +80,7 @@ class StateChain:
                 spans[position] = self._chaining.state_spans(position, key, parent)
         return spans
 
-    def _is_of(self, stored: StoredParts, start: int) -> bool:
+    def _has_tokens_of(self, stored: StoredParts, start: int) -> bool:
         tokens = slice_tokens(self._token_ids, start, stored.position)
         return self._chaining.state_key(stored.parent, tokens) == stored.key
 
@@ -93,10 +93,10 @@ def pieces_at(
     match: Match,
     stored: StoredParts,
 ) -> list[Piece]:
-    """Find the KV of all tokens before a state: what the match has of it, or a session with it.
+    """Return the KV of all tokens before a state, from the match or a session with that state.
 
     Returns:
-        The pieces, the last one cut where the state is; none if nobody has them.
+        The pieces, the last one cut at the state; empty if no session has them.
     """
     position = stored.position
     if match.end >= position:
@@ -107,20 +107,20 @@ def pieces_at(
     for owner in owners:
         session = state.sessions[owner]
         found = match_session(state, session, known, chaining).pieces
-        pieces = [*found, *_partial(state, session, found, known)]
+        pieces = [*found, *_matching_run(state, session, found, known)]
         if pieces and pieces[-1].end >= position:
             return _clipped(pieces, position, token_ids, chaining)
     return []
 
 
-def _partial(
+def _matching_run(
     state: CacheState, session: Session, found: Sequence[Piece], token_ids: bytes
 ) -> Iterator[Piece]:
-    """Yield the run of a session's tokens behind those found, if it begins with the last tokens.
+    """Yield the session's next span behind those found, if it begins with the remaining tokens.
 
-    That it does follows from the state; where the ids of its tokens are there they are compared.
+    The state proves that it does. Where the block's token ids are known they are compared, too.
     """
-    runs = runs_of(state, session)
+    runs = token_spans(state, session)
     if len(found) == len(runs):
         return
     span, start = runs[len(found)], found[-1].end if found else 0
@@ -134,7 +134,7 @@ def _partial(
 def _clipped(
     pieces: Iterable[Piece], position: int, token_ids: bytes, chaining: Chaining
 ) -> list[Piece]:
-    """Cut pieces at a position: what is left of the last one is proven by its own tokens."""
+    """Return pieces cut at a position; the last one gets the digest and key of its own tokens."""
     kept = [piece for piece in pieces if piece.token_offset < position]
     last = kept[-1]
     if last.end > position:
@@ -161,12 +161,13 @@ def up_to_state(
     *,
     dram_only: bool,
 ) -> list[Piece]:
-    """Find the KV up to the last state behind a token, and then the state's parts.
+    """Return the KV up to the last state behind `from_token`, followed by the state's parts.
 
-    With `dram_only` up to the last of which all is in DRAM; if none is, any.
+    With `dram_only` it is the last state for which everything is in DRAM; if there is none, the
+    last one in any tier.
     """
     chain = StateChain(chaining, state.layout.block_tokens, token_ids)
-    other: list[Piece] = []
+    fallback: list[Piece] = []
     for stored in reversed(chain.stored(state)):
         if stored.position <= from_token:
             break
@@ -177,12 +178,12 @@ def up_to_state(
         wanted = (piece.block for piece in pieces if piece.end > from_token)
         if not dram_only or all(block.is_in_dram for block in wanted):
             return pieces
-        other = other or pieces
-    return other
+        fallback = fallback or pieces
+    return fallback
 
 
 def _part_pieces(state: CacheState, stored: StoredParts) -> list[Piece]:
-    """Return a state's parts as pieces without tokens, behind all of its own."""
+    """Return a state's parts as pieces without tokens at its position."""
     pieces = []
     for span in stored.spans:
         block = state.find_block(span.block_key)
@@ -200,10 +201,10 @@ def kept_positions(
     """Choose the positions at which a session is to have states.
 
     Args:
-        known: states of its tokens that are stored, by whomever.
-        new: positions of those that come now.
-        key: of the session.
-        own: positions of others that it has.
+        known: stored states of its tokens, of any session.
+        new: positions of states that are being stored.
+        key: the session.
+        own: positions of other states that it has, beyond the tokens of `known`.
     """
     shared = set()
     positions = {*new, *own}
@@ -222,14 +223,14 @@ def spans_with_states(
     chain: StateChain,
     new: Sequence[Span],
 ) -> list[Span]:
-    """Return what a session is to consist of: runs of tokens, and the states it keeps.
+    """Return the spans that a session is to have: its token spans, and the states that it keeps.
 
     Args:
         state: the cache's tables.
-        key: of the session.
-        runs: it is to have; if they go beyond the tokens of the chain they are what it has.
-        chain: the states that there may be.
-        new: parts of states whose blocks are there, and in no session yet.
+        key: the session.
+        runs: its token spans; they may go beyond the tokens of the chain.
+        chain: the possible states of its tokens.
+        new: parts of newly stored states, whose blocks are in no session yet.
     """
     end = sum(run.num_tokens for run in runs)
     session = state.sessions.get(key)

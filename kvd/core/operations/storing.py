@@ -1,9 +1,10 @@
-"""Stores: from tokens to slots that an engine fills, and from filled slots to a longer session.
+"""Stores: lease slots that an engine fills with new KV, then publish them as a session's blocks.
 
-Pure. Invariants: 1. a store lease's slots are WRITING and in no block: nobody else sees them, and
-the journal says so; 2. the existing blocks a store lease builds on count it in `holders`; 3. a
-committed slot never changes: growing a partial block replaces it by a new one that contains its
-tokens (D9); 4. what was prepared before a discard and is completed after it publishes nothing.
+Pure. Invariants: 1. a store lease's slots are WRITING, in no block and so invisible to others, and
+the journal records them as such; 2. the existing blocks that a store lease builds on count it in
+`holders`; 3. a committed slot never changes: a partial block grows by being replaced with a new
+block that contains its tokens, too (D9); 4. a store that was prepared before a discard and is
+completed after it publishes nothing.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,8 +16,8 @@ from kvd.core.operations.filling import (
     GrantedParts,
     check_positions,
     commit_parts,
-    committed,
-    free,
+    commit_slot,
+    free_part,
     grant_parts,
     new_parts,
 )
@@ -47,7 +48,7 @@ GAP = "gap"
 WAIT = "wait"
 NO_SPACE = "no_space"
 QUOTA = "quota"
-MEAN_SHARE = 1 / 16  # of the newest store in the running mean
+MEAN_SHARE = 1 / 16  # weight of the newest store in the running mean of store sizes
 
 
 class Storer:
@@ -57,8 +58,8 @@ class Storer:
         state: the cache's tables.
         placement: makes room within quotas, and for another session.
         writer: makes room in DRAM.
-        publisher: makes what is stored a session's.
-        consider_compaction: called with each session after a store.
+        publisher: makes stored blocks a session's.
+        consider_compaction: called with the session of each completed store.
     """
 
     def __init__(
@@ -85,17 +86,25 @@ class Storer:
         lineage: Lineage | None = None,
         load_ends: Sequence[int] = (),
     ) -> StoreAnswer:
-        """Lease slots for the KV of token_ids[from_token:] that is not stored, as far as possible.
+        """Lease slots for the KV of token_ids[from_token:] that is not stored yet, as far as fits.
 
-        When all of it is stored already the session adopts it at once, and there is no lease. The
-        lineage is that of the tokens: nothing else is matched. None: it is not named; then their
-        discards are taken from what is stored. Of the states behind so many of the tokens those are
-        leased, too, that are not stored, as far as there is room; or the windows that a load needs
-        that is to end there.
+        If all of it is stored already the session adopts it at once, and there is no lease.
+        Otherwise the caller owes `complete`.
+
+        Args:
+            key: the session.
+            token_ids: all tokens of its context, from the first one on.
+            from_token: position from which the engine has KV.
+            engine_id: the engine that stores.
+            lineage: lineage of the tokens: KV of another one does not match. None: not named; then
+                the discards are taken from the stored session.
+            load_ends: token counts at which later loads are to be able to end. The states there, or
+                the windows that such loads need, are leased, too, if they are not stored and as far
+                as there is room.
 
         Raises:
-            InvalidRequestError: token ids or position that cannot be.
-            TooManyLeasesError: at the bound.
+            InvalidRequestError: malformed token ids, or a position outside them.
+            TooManyLeasesError: the bound on leases is reached.
             ErasingError: the tenant is being erased.
         """
         state = self._state
@@ -112,7 +121,7 @@ class Storer:
         lineage: Lineage | None,
         load_ends: Sequence[int] = (),
     ) -> StoreAnswer:
-        """Do what `prepare` says, but for what is asked of an engine's turn."""
+        """Do the work of `prepare` without the checks and records of an engine's turn."""
         num_tokens = num_tokens_of(token_ids)
         check_from_token(from_token, num_tokens)
         state = self._state
@@ -121,10 +130,10 @@ class Storer:
             state.touch(session)
         chaining = Chaining(state.layout, state.salt_of(key.tenant), lineage)
         check_positions(state, load_ends, num_tokens)
-        base = self._base(key, token_ids, from_token, chaining)
+        base = self._find_base(key, token_ids, from_token, chaining)
         stored_end = base[-1].end if base else 0
         if from_token > stored_end:
-            return self._refused(GAP, stored_end)
+            return self._refuse(GAP, stored_end)
         lease_id, now_ns = state.leases.next_id(), state.now_ns
         lease = StoreLease(lease_id, engine_id, key, lineage=lineage, since_ns=now_ns)
         lease.num_discards = session.num_discards if session else 0
@@ -140,30 +149,30 @@ class Storer:
         num_parts = len(wanted) * state.layout.part_slots
         if wanted and not self._placement.make_quota(key.tenant, num_new + num_parts):
             wanted, num_parts = [], 0
-        if not num_new and not (wanted and self._may_have_parts(num_parts)):
+        if not num_new and not (wanted and self._make_room_for_parts(num_parts)):
             self._publisher.publish(lease, held)
             self._release(held)
             return StoreAnswer(end_token=num_tokens)
         if not self._placement.make_quota(key.tenant, num_new):
             self._release(held)
-            return self._refused(QUOTA, stored_end)
+            return self._refuse(QUOTA, stored_end)
         self._writer.make_slots(num_new + num_parts)
         lease.parts = held[: len(base)]
         answer = self._grant(lease, plan, wanted)
         if answer is None:
             self._release(held)
-            return self._refused(self._why_no_slot(), stored_end)
+            return self._refuse(self._refusal_reason(), stored_end)
         num_kept = sum(isinstance(part, Block) for _, part in lease.parts)
         self._release(held[num_kept:])  # beyond what slots could be had for
         return answer
 
-    def _base(
+    def _find_base(
         self, key: SessionKey, token_ids: bytes, from_token: int, chaining: Chaining
     ) -> list[Piece]:
-        """Find the stored KV that a store builds on.
+        """Return the stored KV that a store builds on.
 
-        Where that is less than the engine has loaded, because a state has led it to the blocks of
-        another session, it is what this one has.
+        With states, an engine may have loaded more than this session has: a state led it to the
+        blocks of another session. Then the store builds on those.
         """
         state, num_tokens = self._state, num_tokens_of(token_ids)
         match = match_tokens(state, key, token_ids, chaining)
@@ -177,13 +186,15 @@ class Storer:
         return base
 
     def complete(self, lease_id: int, engine_id: int, *, success: bool) -> int:
-        """Publish what a store lease's slots hold (or forget it), and have it written to SSD.
+        """Publish the filled slots of a store lease, or free them, and end the lease.
+
+        Published blocks are hashed and written to SSD later.
 
         Returns:
             Stored tokens of the session.
 
         Raises:
-            LeaseLostError: if it is not the engine's (any more).
+            LeaseLostError: the engine does not hold it (any more).
         """
         state = self._state
         state.outbox.count("leases_lost", state.leases.is_lost(lease_id, engine_id))
@@ -205,29 +216,30 @@ class Storer:
         return session.num_tokens if session else 0
 
     def release(self, lease: StoreLease | RestoredLease) -> None:
-        """End a lease; slots that are not committed are free again."""
+        """End a lease and free its slots that are not committed."""
         self._state.leases.end(lease)
         if isinstance(lease, StoreLease):
             parts = lease.all_parts()
             for _, part in parts:
                 if isinstance(part, NewBlock):
-                    free(self._state, lease.key.tenant, part)
+                    free_part(self._state, lease.key.tenant, part)
             self._release(parts)
         else:
             for slot_id, _ in lease.slots():
                 self._state.free_slot(slot_id)
-        self._state.outbox.space_freed()  # here only: a refused call frees nothing, and must not
-        # wake the others that wait, or they would wake each other for ever
+        # Only here: a refused call frees nothing, and must not wake the callers that wait for
+        # space, or they would wake each other for ever.
+        self._state.outbox.space_freed()
 
     def outdate(self, lease: StoreLease) -> None:
-        """Let a store publish nothing, and hold nothing but the slots that its engine fills."""
+        """Make a store publish nothing, and hold only the slots that its engine fills."""
         held = [part for part in lease.parts if isinstance(part[1], Block)]
         lease.parts = [part for part in lease.parts if isinstance(part[1], NewBlock)]
         lease.is_outdated = True
         self._release(held)
 
     def reattach(self, lease: StoreLease | RestoredLease, engine_id: int) -> None:
-        """Have an engine that came back hold its lease again."""
+        """Give a lease back to its engine, which has attached again as `engine_id`."""
         self._state.leases.reattach(lease, engine_id)
         self._journal(lease)
 
@@ -236,9 +248,9 @@ class Storer:
     def _grant(
         self, lease: StoreLease, plan: StorePlan, wanted: Sequence[NewParts]
     ) -> StoreAnswer | None:
-        """Lease as many planned blocks, and then parts, as there are slots; None: it is nothing.
+        """Lease as many planned blocks, and then parts, as there are slots; None if there are none.
 
-        A store that is not granted any of its new blocks has no states or windows either.
+        A store that gets none of its new blocks gets no states or windows either.
         """
         slots = self._state.slots
         blocks = []
@@ -284,18 +296,19 @@ class Storer:
             record = WritingSlot(generation, lease.lease_id, lease.engine_id)
             self._state.journal.put(slot_id, record)
 
-    def _may_have_parts(self, num_parts: int) -> bool:
-        """Make room for parts; returns whether there is enough for one state or window."""
+    def _make_room_for_parts(self, num_parts: int) -> bool:
+        """Make room for parts and return whether it suffices for one state or window."""
         return self._writer.make_slots(num_parts) >= self._state.layout.part_slots
 
-    def _why_no_slot(self) -> str:
-        """Whether waiting may help: leases end, reads end, writes make blocks clean."""
+    def _refusal_reason(self) -> str:
+        """Return WAIT if slots will become free: leases or reads end, writes make blocks clean."""
         state = self._state
         return (
             WAIT if len(state.leases) or state.under_way.reads or state.is_cleaning() else NO_SPACE
         )
 
-    def _refused(self, why: str, stored_end: int) -> StoreAnswer:
+    def _refuse(self, why: str, stored_end: int) -> StoreAnswer:
+        """Count a refusal and return its answer; after WAIT, freed space wakes the caller."""
         outbox = self._state.outbox
         if why == WAIT:
             outbox.want_wake()
@@ -307,7 +320,10 @@ class Storer:
     # ------------------------------------------------------------------------------------ complete
 
     def _commit(self, lease: StoreLease) -> None:
-        """Turn the lease's new blocks into blocks, as far as what they build on is still there."""
+        """Turn filled slots into blocks of the index, up to the first existing block that is gone.
+
+        The lease holds the blocks.
+        """
         state = self._state
         num_blocks = num_tokens = 0
         for index, (span, part) in enumerate(lease.parts):
@@ -318,11 +334,11 @@ class Storer:
                 continue
             block = state.find_block(span.block_key)
             if block is None:
-                block = committed(state, lease.key.tenant, span, part)
+                block = commit_slot(state, lease.key.tenant, span, part)
                 num_blocks += 1
                 num_tokens += span.num_tokens
-            else:  # another session has committed the same meanwhile
-                free(state, lease.key.tenant, part)
+            else:  # another session has committed the same block meanwhile
+                free_part(state, lease.key.tenant, part)
             block.holders += 1
             lease.parts[index] = (span, block)
         if lease.side_parts:
@@ -334,16 +350,16 @@ class Storer:
             )
 
     def _shorten(self, lease: StoreLease, index: int) -> None:
-        """Shorten a lease to its first parts."""
+        """Release all parts of a lease from an index on."""
         released = lease.parts[index:]
         del lease.parts[index:]
         for _, part in released:
             if isinstance(part, NewBlock):
-                free(self._state, lease.key.tenant, part)
+                free_part(self._state, lease.key.tenant, part)
         self._release(released)
 
     def _is_outdated(self, lease: StoreLease) -> bool:
-        """Whether a discard has come since it was prepared: it is of another sequence."""
+        """Whether a discard has come since the store was prepared: its tokens are no longer so."""
         session = self._state.sessions.get(lease.key)
         is_discarded = session is not None and session.num_discards != lease.num_discards
         return is_discarded or lease.is_outdated

@@ -1,36 +1,43 @@
-"""Which sessions are wanted and not stored: whoever can fetch them elsewhere is told by an event.
+"""Wanted sessions: turns need them, they are not stored here, and a remote store may have them.
 
-Pure. A turn that waits in an engine's queue wants its history long before it is loaded. An engine
-that knows of no history asks, too: the conversation may have begun elsewhere, and come whole. Each
-session is asked for once in a while; of very many only so many a second, known histories first.
+Pure. Each wanted session is asked for by an event, and a *fetcher* outside of the core (a follower
+of the events) answers: the session is coming, or absent. This module decides which sessions to ask
+for, and whether a load waits for one.
 
-So is a session of which less is stored than a turn's history: it went on elsewhere and came back,
-or has lost its end. It may come whole, so that this has to be a good part of the history. While
-it is being stored it is not asked for; a queue does not ask for one that was in use just now
-either, whose last tokens may be on their way: its turn's load, which comes behind them, does.
+Asking: a turn that waits in an engine's queue wants its history long before it is loaded. An engine
+that knows of no history asks, too, because the conversation may have begun on another server. Each
+session is asked for once in a while. There is a bound per second, and known histories come first.
 
-    asked ─► coming ─┬──────────────► stored   whoever fetches answers each ask: "coming", or
-      │         │    └─► growing ─┬─► stored   "absent" (it is not there, or cannot be fetched);
-      │         └─► absent        └─► partly   how a session grows: growing.py
+A session is also wanted if less of it is stored than the turn's history: it continued on another
+server and came back, or it has lost its end. As the fetch may bring all of the session again, the
+missing part has to be a good share of the history. A session is not asked for while it is being
+stored. A queue also does not ask for one that was in use a moment ago, whose last tokens may still
+be on their way to the store; its turn's load does, which comes behind them.
+
+    asked ─► coming ─┬──────────────► stored   the fetcher answers each ask: "coming", or "absent"
+      │         │    └─► growing ─┬─► stored   (the remote store does not have the session, or it
+      │         └─► absent        └─► partly   cannot be fetched); how a session grows: growing.py
       ├─► absent
       └─► unanswered for ANSWER_NS
 
-A load may wait for a session that is asked for, coming or growing; whoever waits says when that
-ends. It waits only for somebody who answers: until the first answer nobody waits, and none that was
-asked for is waited for longer than ANSWER_NS without one. If nobody has answered anything
-meanwhile, nobody waits until somebody does. What grows is waited for until all of the history is
-there, no more comes, or it comes more slowly than it would be computed; what has come is there
-whenever the wait ends. What a wait was in vain for is not waited for again before it is asked for
-again; nor is what has come, and is less than the turn's history all the same. While a session grows
-it is not asked for again. A longer history than it was asked for says that it went on elsewhere
-since: it is asked for at once.
+Waits: a load may wait for a session that is asked for, coming or growing. Its caller reports when
+the wait has ended. Loads wait only if there is a fetcher that answers: not before its first answer,
+and not for an ask that has no answer after ANSWER_NS. If no answer at all has come in that time,
+loads stop waiting until there is one again. A load waits for a growing session until all of its
+history is there, no more of it comes, or it comes more slowly than it would be computed. The part
+that has come by then can be loaded, however the wait ends. After a wait without success there is no
+other wait for that session before it is asked for again; nor after a session has come that has less
+than the turn's history all the same.
+
+A growing session is not asked for again. If a turn has a longer history than the last ask, the
+session has continued on another server since, and is asked for at once.
 """
 
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from kvd.core.operations.growing import Growing
+from kvd.core.operations.growing import GrowingSessions
 from kvd.core.records.actions import SESSION_WANTED
 from kvd.core.state.cache_state import CacheState
 from shared.types.queue_delta import QueuedRequest
@@ -38,28 +45,29 @@ from shared.types.session_key import SessionKey
 from shared.types.units import NS_PER_S
 
 ASK_AGAIN_NS = 30 * NS_PER_S
-ANSWER_NS = 3 * NS_PER_S  # a look into a store takes a fraction of it, even a slow one
-MOST_PER_S = 100
-MOST_REMEMBERED = 10_000  # sessions that were asked for
-# Of a history that is stored in part this part is missing, and a block, or it is not asked for: a
-# look into the store costs requests, and of some sessions all comes (kvd/remote/pulling.py), which
-# takes hardly less than an eighth of what computing it does.
+ANSWER_NS = 3 * NS_PER_S  # a lookup takes a fraction of it, even in a slow remote store
+MOST_PER_S = 100  # asks
+MOST_REMEMBERED = 10_000  # asks that are remembered
+# The least missing share of a history, and at least a block, for which a partly stored session is
+# asked for. A lookup costs requests, and some sessions come whole (kvd/remote/pulling.py): to fetch
+# one takes hardly less than an eighth of the time of computing it.
 LEAST_SHARE = 1 / 8
-REST_NS = 3 * NS_PER_S  # by then an engine has stored what a turn has left behind
-FETCHED, ABSENT, UNANSWERED = "fetched", "absent", "unanswered"
-LATE, PARTLY = "late", "partly"  # when time is up nothing has come, or not all of the history
+REST_NS = 3 * NS_PER_S  # by then an engine has stored the last tokens of a turn
+FETCHED, ABSENT, UNANSWERED = "fetched", "absent", "unanswered"  # results of waits
+LATE, PARTLY = "late", "partly"  # when the wait ended nothing had come, or not all of the history
 
 
 @dataclass(slots=True)
 class _Ask:
-    """A session that was asked for; what became of that.
+    """The last ask for a session, and its state.
 
     Attributes:
-        asked_ns: when, the last time.
-        history_tokens: of the turn that wanted it.
-        stored_tokens: of it then: when there are more it has come, from wherever, or comes.
-        is_coming: the answer was that it is on its way.
-        ended: why it is not waited for; "": it may be.
+        asked_ns: time of the ask.
+        history_tokens: length of the history of the turn that wanted it.
+        stored_tokens: tokens of the session that were stored then. If there are more now it has
+            come, or is coming, from wherever.
+        is_coming: the answer was "coming".
+        ended: why loads do not wait for it; "": they may.
     """
 
     asked_ns: int
@@ -69,32 +77,33 @@ class _Ask:
     ended: str = ""
 
 
-class Wanting:
-    """Asks for sessions of one cache state, where its limits say so.
+class WantedSessions:
+    """Asks for wanted sessions of one cache state, if its limits enable that.
 
-    Invariants: 1. who is in `_unanswered` is in `_asks`, asked for at that time, and has no answer;
-    2. loads wait for what was asked for, and of which nothing has come since, or more comes.
+    Invariants: 1. each session in `_unanswered` is in `_asks` with the same time and without an
+    answer; 2. loads wait only for sessions that were asked for, and of which nothing has come
+    since, or more is coming.
 
     Args:
         state: the cache's tables.
-        growing: lets sessions have what of them has come.
+        growing: the sessions that grow while they are being imported.
     """
 
-    def __init__(self, state: CacheState, growing: Growing) -> None:
+    def __init__(self, state: CacheState, growing: GrowingSessions) -> None:
         self._state = state
         self._growing = growing
         self._is_growing = growing.is_growing
-        self._asks: OrderedDict[SessionKey, _Ask] = OrderedDict()  # the latest last
-        self._unanswered: OrderedDict[SessionKey, int] = OrderedDict()  # since when, likewise
-        self._second_ns = 0
+        self._asks: OrderedDict[SessionKey, _Ask] = OrderedDict()  # latest last
+        self._unanswered: OrderedDict[SessionKey, int] = OrderedDict()  # asked_ns, latest last
+        self._second_ns = 0  # begin of the second that _num_this_second counts
         self._num_this_second = 0
-        self._answered_ns = -1  # when the last answer came; -1: none
-        self._is_answered = False
+        self._answered_ns = -1  # time of the last answer; -1: none
+        self._is_answered = False  # whether there is a fetcher that answers
 
     # ------------------------------------------------------------------------------------- asking
 
-    def queued(self, requests: Iterable[QueuedRequest]) -> None:
-        """Ask for the sessions of requests that wait and are not stored, or not all of them."""
+    def on_queue(self, requests: Iterable[QueuedRequest]) -> None:
+        """Ask for those of the waiting requests' sessions that lack history here."""
         if not self._state.limits.wants_sessions:
             return
         missing = [
@@ -102,7 +111,7 @@ class Wanting:
             for request in requests
             if self._lacks(request.key, request.history_tokens) and self._is_at_rest(request.key)
         ]
-        for request in sorted(missing, key=lambda one: not one.history_tokens):
+        for request in sorted(missing, key=lambda request: not request.history_tokens):
             self._want(request.key, request.history_tokens)
 
     def _num_stored(self, key: SessionKey) -> int:
@@ -110,7 +119,10 @@ class Wanting:
         return 0 if session is None else session.num_tokens
 
     def _lacks(self, key: SessionKey, history_tokens: int) -> bool:
-        """Whether enough of a history is missing; all of it, be it of no tokens that are known."""
+        """Whether enough of a history is missing to ask for it.
+
+        A session that is not stored at all lacks it even if the engine knows of no history.
+        """
         if key not in self._state.sessions:
             return True
         least = max(self._state.layout.block_tokens, LEAST_SHARE * history_tokens)
@@ -121,17 +133,18 @@ class Wanting:
         return session is None or self._state.now_ns >= session.last_access_ns + REST_NS
 
     def _is_being_stored(self, key: SessionKey) -> bool:
-        """Whether a turn adds to a session that is stored, right now."""
+        """Whether a turn is adding to a stored session right now."""
         return key in self._state.sessions and self._state.leases.is_storing(key)
 
     def _has_come(self, key: SessionKey, ask: _Ask) -> bool:
-        """Whether anything has come since it was asked for; more may be on its way."""
+        """Whether anything has come since the session was asked for; more may be coming."""
         return self._num_stored(key) > ask.stored_tokens
 
-    def _was_asked(self, key: SessionKey, history_tokens: int) -> bool:
-        """Whether there is an ask that holds: what was nowhere may have gone on here, and away.
+    def _has_valid_ask(self, key: SessionKey, history_tokens: int) -> bool:
+        """Whether the last ask for a session is still valid.
 
-        So may what has come: its history is then longer.
+        A session that was absent, or that has come, may have continued here and then on another
+        server. Then its history is longer, and it is asked for again.
         """
         ask = self._asks.get(key)
         if ask is None:
@@ -145,15 +158,16 @@ class Wanting:
         return ask.ended != ABSENT and history_tokens <= ask.history_tokens
 
     def _want(self, key: SessionKey, history_tokens: int) -> None:
+        """Ask for a session, unless a valid ask exists or the bound per second is reached."""
         now_ns = self._state.now_ns
-        if self._was_asked(key, history_tokens) or self._is_being_stored(key):
+        if self._has_valid_ask(key, history_tokens) or self._is_being_stored(key):
             return
         if now_ns >= self._second_ns + NS_PER_S:
             self._second_ns, self._num_this_second = now_ns, 0
         if self._num_this_second == MOST_PER_S:
             return
         self._num_this_second += 1
-        self._state.outbox.fetch_ended(key)  # who waits for an earlier ask looks at this one
+        self._state.outbox.fetch_ended(key)  # loads that wait for an earlier ask check again
         stored_tokens = self._num_stored(key)
         self._asks[key] = _Ask(now_ns, history_tokens, stored_tokens)
         self._asks.move_to_end(key)
@@ -169,8 +183,8 @@ class Wanting:
 
     # ------------------------------------------------------------------------------------ answers
 
-    def answered(self, key: SessionKey, *, is_coming: bool) -> None:
-        """Take what became of an ask; of one that is not known only that somebody answers."""
+    def on_answer(self, key: SessionKey, *, is_coming: bool) -> None:
+        """Take the answer to an ask; if that is unknown, note only that there is a fetcher."""
         self._answered_ns, self._is_answered = self._state.now_ns, True
         ask = self._asks.get(key)
         self._unanswered.pop(key, None)
@@ -181,13 +195,13 @@ class Wanting:
             self._state.outbox.fetch_ended(key)
 
     def next_deadline_ns(self) -> int | None:
-        """Return when to call `end_due`; None: nobody owes an answer."""
+        """Return when to call `end_due`; None: no answer is owed."""
         for asked_ns in self._unanswered.values():
             return asked_ns + ANSWER_NS
         return None
 
     def end_due(self) -> None:
-        """End what has stayed without an answer for too long."""
+        """End the asks that have been without an answer for ANSWER_NS."""
         given_up = False
         while self._unanswered:
             key, asked_ns = next(iter(self._unanswered.items()))
@@ -214,12 +228,13 @@ class Wanting:
     # -------------------------------------------------------------------------------------- waits
 
     def missing_share(self, key: SessionKey, num_tokens: int, history_tokens: int) -> float:
-        """Return which part of its tokens a load would lack without a fetch; 0: it wants none.
+        """Return the share of a load's tokens that is missing without a fetch; 0: no fetch needed.
 
         Args:
-            key: whose.
-            num_tokens: that the load asks for.
-            history_tokens: that the session had before the load's turn; the others are new.
+            key: the session.
+            num_tokens: number of tokens that the load asks for.
+            history_tokens: length of the session's history before the load's turn; the others are
+                new.
         """
         if not self._lacks(key, history_tokens):
             return 0.0
@@ -227,14 +242,15 @@ class Wanting:
         return (history_tokens - num_stored) / num_tokens if num_stored else 1.0
 
     def is_awaited(self, key: SessionKey, history_tokens: int, token_ns: float) -> bool:
-        """Whether a load is to wait for a session; if nobody has asked for it, this does.
+        """Whether a load is to wait for a session; asks for the session if needed.
 
-        While it is, FetchEnded says when to ask again. The caller owes `wait_ended`.
+        If so, the caller calls it again after FetchEnded, and owes `wait_ended` once it does not
+        wait any more.
 
         Args:
-            key: whose.
-            history_tokens: that it is to have.
-            token_ns: what a token's coming may take: more than that is not worth a wait.
+            key: the session.
+            history_tokens: length of the history that the load needs.
+            token_ns: the most nanoseconds that a token's arrival may take for the wait to pay.
         """
         state = self._state
         if not state.limits.wants_sessions or not self._lacks(key, history_tokens):
@@ -252,7 +268,7 @@ class Wanting:
         return True
 
     def wait_ended(self, key: SessionKey, history_tokens: int, since_ns: int) -> None:
-        """Record that a load does not wait any more, and how that ended."""
+        """Record that a load does not wait any more, and the result of the wait."""
         state, ask = self._state, self._asks.get(key)
         session = state.sessions.get(key)
         if not self._lacks(key, history_tokens):
@@ -260,7 +276,7 @@ class Wanting:
             self._asks.pop(key, None)
             self._unanswered.pop(key, None)
         elif session is not None and ask is not None and self._has_come(key, ask):
-            result = ask.ended = PARTLY if session.lost else FETCHED  # that is all that there is
+            result = ask.ended = PARTLY if session.lost else FETCHED  # no more of it will come
         elif ask is not None and ask.ended:
             result = ask.ended
         elif ask is None or not (ask.is_coming or self._is_answered):
@@ -269,4 +285,4 @@ class Wanting:
             result = ask.ended = LATE
         state.outbox.count(f"fetch_waits_{result}")
         state.histograms.fetch_wait_s.observe((state.now_ns - since_ns) / NS_PER_S, result)
-        state.outbox.fetch_ended(key)  # others who wait for it are still to be told of its end
+        state.outbox.fetch_ended(key)  # other loads that wait for it have to check again, too

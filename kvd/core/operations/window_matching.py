@@ -1,18 +1,19 @@
-"""Where loads may end that need windows, which windows are worth storing, and which are kept.
+"""Window matching: find where loads may end, choose the windows to store, and those to keep.
 
-Pure; changes nothing but that it unpacks sessions. A layer with a window attends to the last tokens
-only: KVLayout.window of them, at most. So a load may end where the windows of all blocks are stored
-that have any of these tokens, and nowhere else; what lies before them is of no use, unless loads
-are to end there, too. The key of a block leads to its window: whoever stored it, it is of these
-very tokens, computed after these very ones.
+Pure. The only change it makes is to unpack sessions. A layer with a window attends to the last
+tokens only, to at most KVLayout.window of them. So a load may end exactly where the windows of all
+blocks are stored that have any of these last tokens. Windows before them are needed only if loads
+are to end there, too. A window is found by the key of its block: whichever session stored it, it is
+of these tokens, computed after the same tokens before them.
 
-Engines say behind how many tokens loads are to be able to end, before or after these are stored.
-What another turn goes on from, in the middle of a block, is stored in another block then: so a load
-up to the beginning of that block is made possible, too.
+Engines name the token counts at which loads are to be able to end, before or after these tokens are
+stored. If the next turn diverges in the middle of a block, its tokens are stored in another block;
+so a load up to the beginning of that block is made possible, too.
 
-A session keeps the windows that loads to the newest two such ends need (a turn's end, and where the
-next one may diverge from it), those of as many tokens from its first window on (the end of what
-conversations begin with), those of ends that are yet to come, and what other sessions have, too.
+A session keeps the windows that loads to the newest two named ends need (a turn's end, and where
+the next turn may diverge from it), those of as many tokens from its first window on (at the end of
+the common beginning of conversations), those for named ends that are not stored yet, and those that
+other sessions share.
 """
 
 from bisect import bisect_left, bisect_right
@@ -28,19 +29,19 @@ from kvd.core.state.session import Session
 from kvd.core.state.stored_parts import StoredParts, group_parts, interleaved
 from shared.types.session_key import SessionKey
 
-NO_WINDOW = "no_window"  # why tokens are missed that are stored: no load may end behind them
-NUM_NEWEST = 2  # ends that a session keeps
-MOST_PENDING = 4  # ends beyond what is stored that are remembered
+NO_WINDOW = "no_window"  # miss reason: the tokens are stored, but no load may end behind them
+NUM_NEWEST = 2  # newest ends whose windows a session keeps
+MOST_PENDING = 4  # named ends beyond the stored tokens that are remembered
 
 Rows = tuple[int, int, int]  # first token, number of tokens, first row
 
 
 class Loadable(NamedTuple):
-    """What a load may give.
+    """The KV that a load may be granted.
 
     Attributes:
-        pieces: of tokens, up to where it ends; then the parts of the state there, or of windows.
-        windows: which rows are wanted of each window.
+        pieces: the tokens up to the load's end, then the parts of the state there, or of windows.
+        windows: for each window, the rows that are needed of it.
     """
 
     pieces: list[Piece]
@@ -50,9 +51,10 @@ class Loadable(NamedTuple):
 def up_to_windows(
     state: CacheState, found: Sequence[Piece], from_token: int, *, dram_only: bool
 ) -> Loadable:
-    """Find the last end of a load behind a token, and the windows for it.
+    """Return the KV up to the last possible end of a load behind `from_token`, and its windows.
 
-    With `dram_only` the last one for which all is in DRAM; if there is none, any.
+    With `dram_only` it is the last end for which everything is in DRAM; if there is none, the last
+    one in any tier.
     """
     last = _last_end(state, found, from_token, dram_only=dram_only)
     if last is None and dram_only:
@@ -78,7 +80,7 @@ def up_to_windows(
 def _last_end(
     state: CacheState, found: Sequence[Piece], from_token: int, *, dram_only: bool
 ) -> int | None:
-    """Return the last piece that a load may end with."""
+    """Return the index of the last piece that a load may end with; None: there is none."""
     if dram_only:
         wanted = (piece.end <= from_token or piece.block.is_in_dram for piece in found)
         found = [piece for piece, _ in zip(found, takewhile(bool, wanted), strict=False)]
@@ -91,14 +93,14 @@ def _last_end(
 
 
 def possible_ends(ends: Sequence[int], has_window: Iterable[bool], window: int) -> Iterator[int]:
-    """Yield the indexes of blocks at whose ends loads may end: those before have their windows.
+    """Yield the indexes of blocks at whose ends loads may end: all windows before are stored.
 
     Args:
-        ends: of the blocks.
-        has_window: which of them have a window.
-        window: tokens of which layers want it.
+        ends: positions behind the blocks' last tokens.
+        has_window: for each block, whether its window is stored.
+        window: number of last tokens that layers with a window attend to.
     """
-    gap = None  # where the last block ends that has none
+    gap = None  # end of the last block without a window
     for index, (end, has) in enumerate(zip(ends, has_window, strict=True)):
         gap = gap if has else end
         if gap is None or gap <= end - window:
@@ -106,6 +108,7 @@ def possible_ends(ends: Sequence[int], has_window: Iterable[bool], window: int) 
 
 
 def _has_window(state: CacheState, piece: Piece, *, dram_only: bool) -> bool:
+    """Whether the window of a piece's block is stored; with `dram_only`, in DRAM."""
     stored = _window_of(state, piece.span.block_key)
     if stored is None or not dram_only:
         return stored is not None
@@ -124,10 +127,10 @@ def _window_of(state: CacheState, block_key: bytes) -> StoredParts | None:
 def new_windows(
     state: CacheState, chaining: Chaining, plan: StorePlan, positions: Collection[int]
 ) -> list[NewParts]:
-    """Choose the blocks whose windows are worth being stored, in token order.
+    """Choose the windows to store, in token order.
 
-    They are not stored, have tokens that layers attend to where a load is to end, and the engine
-    has all of these. None if the arena is too small for a load that needs as many as that.
+    Those are the windows that are not stored, that a load to one of the positions needs, and whose
+    tokens the engine has. If the arena is too small for such a load, none is chosen.
     """
     layout = state.layout
     num_blocks = layout.window // layout.block_tokens + 2
@@ -137,7 +140,9 @@ def new_windows(
     ends = [piece.end for piece in plan.base]
     ends += [offset + span.num_tokens for span, offset in blocks]
     blocks = [(p.span, p.token_offset) for p in plan.base if _is_whole(p)] + blocks
-    wanted = [(_start_of(ends, at, layout.block_tokens) - layout.window, at) for at in positions]
+    wanted = [
+        (_diverging_end(ends, at, layout.block_tokens) - layout.window, at) for at in positions
+    ]
     return [
         NewParts(offset, span.num_tokens, chaining.window_spans(span.block_key))
         for span, offset in blocks
@@ -148,19 +153,19 @@ def new_windows(
 
 
 def _is_whole(piece: Piece) -> bool:
-    """Whether it has all of its block, and no discard lies before that."""
+    """Whether a piece covers all of its block, and no discard lies before it."""
     span = piece.span
     is_plain = span.chain == span.block_key and not span.start
     return is_plain and span.num_tokens == piece.block.num_tokens
 
 
-def _start_of(ends: Sequence[int], position: int, block_tokens: int) -> int:
-    """Return where a load ends if what follows the tokens up to a position turns out different.
+def _diverging_end(ends: Sequence[int], position: int, block_tokens: int) -> int:
+    """Return where a load ends if the tokens behind a position turn out to be different.
 
     Args:
-        ends: of the blocks there are.
-        position: behind so many tokens.
-        block_tokens: of a full block, as those are that are yet to come.
+        ends: ends of the existing blocks.
+        position: number of tokens that stay the same.
+        block_tokens: tokens of a full block.
     """
     index = bisect_left(ends, position)
     if index == len(ends):
@@ -184,16 +189,16 @@ def spans_with_windows(
     new: Sequence[Span],
     load_ends: Iterable[int],
 ) -> list[Span]:
-    """Return what a session is to consist of: runs of tokens, and the windows it keeps.
+    """Return the spans that a session is to have: its token spans, and the windows that it keeps.
 
-    The ends of loads that it is to be able to have are remembered with it.
+    The named ends are remembered with the session.
 
     Args:
         state: the cache's tables.
-        session: that has, or is to have, the runs.
-        runs: of tokens, in order.
-        new: parts of windows whose blocks are there, and in no session yet.
-        load_ends: behind how many tokens loads are to be able to end, beside those that it knows.
+        session: the session.
+        runs: its token spans, in order.
+        new: parts of newly stored windows, whose blocks are in no session yet.
+        load_ends: token counts at which loads are to be able to end, besides those remembered.
     """
     keeping = _Keeping(state, session.key, runs, group_parts(new))
     named = sorted({*session.load_ends, *load_ends})
@@ -205,7 +210,7 @@ def spans_with_windows(
 
 
 class _Keeping:
-    """The choice of windows for one session; see the module docstring."""
+    """Chooses the windows that one session keeps; the module docstring has the rules."""
 
     def __init__(
         self,
@@ -218,7 +223,7 @@ class _Keeping:
         self._runs = runs
         self._ends = list(accumulate(run.num_tokens for run in runs))
         self._ranges: list[tuple[int, int]] = []
-        self._parts: list[Sequence[Span]] = []  # of each run's window; (): it is not stored
+        self._parts: list[Sequence[Span]] = []  # parts of each run's window; (): not stored
         self._is_shared: list[bool] = []
         for run in runs:
             stored = _window_of(state, run.block_key)
@@ -226,18 +231,18 @@ class _Keeping:
             self._is_shared.append(stored is not None and {key} < stored.users.keys())
 
     def choose(self, named: Sequence[int]) -> tuple[int, ...]:
-        """Choose ranges of tokens whose windows are kept; returns the ends to be remembered."""
+        """Choose the token ranges whose windows are kept; returns the ends to remember."""
         window, block_tokens, ends = self._layout.window, self._layout.block_tokens, self._ends
         possible = [ends[i] for i in possible_ends(ends, map(bool, self._parts), window)]
         pending = [at for at in named if at > ends[-1]][:MOST_PENDING]
-        asked: dict[int, int] = {}  # where loads may end: for which of those that are named
+        asked: dict[int, int] = {}  # possible end of a load -> the named end that it serves
         for at in named:
             before = bisect_right(possible, at)
             if before and at <= ends[-1] and self._is_last_before(possible[before - 1], at):
                 asked[possible[before - 1]] = at
         newest = sorted({*asked, *possible[-1:]})[-NUM_NEWEST:]
         for at in (*newest, *pending):
-            self._ranges.append((_start_of(ends, at, block_tokens) - window, at))
+            self._ranges.append((_diverging_end(ends, at, block_tokens) - window, at))
         first = next((index for index, parts in enumerate(self._parts) if parts), None)
         if first is not None:
             start = ends[first] - self._runs[first].num_tokens
@@ -245,11 +250,11 @@ class _Keeping:
         return (*(asked[end] for end in newest if end in asked), *pending)
 
     def _is_last_before(self, end: int, position: int) -> bool:
-        """Whether no other run ends between an end and a position."""
+        """Whether no run ends between an end and a later position."""
         return bisect_right(self._ends, position) == bisect_right(self._ends, end)
 
     def kept(self) -> list[Sequence[Span]]:
-        """Return the parts of the windows that are in the ranges, or shared."""
+        """Return the parts of the windows that are in the chosen ranges, or shared."""
         kept = {}
         for run, end, parts, is_shared in zip(
             self._runs, self._ends, self._parts, self._is_shared, strict=True

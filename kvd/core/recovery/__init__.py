@@ -1,1 +1,1 @@
-"""From the index and the arena back to a cache, after a restart."""
+"""Recovery after a restart: from the index and the arena back to a cache."""

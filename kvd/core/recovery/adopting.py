@@ -1,11 +1,12 @@
-"""Adoption: what an earlier kvd left in the arena, as its journal says (D4, D10).
+"""Adoption: take over the slots that an earlier kvd has left in the arena (D4, D10).
 
-Pure. A committed slot becomes a block that is unverified: its bytes are compared with their
-checksums before anybody uses them. A slot that an engine was writing to stays that engine's, for
-as long as it may still write: it is quarantined under a RestoredLease. Everything else is free.
+Pure. The journal says what the slots hold. A committed slot becomes an unverified block: its bytes
+are compared with their checksums before they are used. A slot that an engine was filling stays
+reserved for that engine, for as long as it may still write: it is quarantined under a
+RestoredLease. All other slots are free.
 
-Called around the restoration of the index: `adopt` before it, so that sessions are not cut at
-blocks that are in DRAM only, `settle` after it.
+`adopt` is called before the index is restored, so that sessions are not cut at blocks that are in
+DRAM only; `settle` is called after it.
 """
 
 from collections.abc import Sequence
@@ -25,7 +26,14 @@ def adopt(
     orphans: Sequence[OrphanSlot],
     first_lease_id: int,
 ) -> None:
-    """Take the slots over; those whose record cannot be are cleared."""
+    """Adopt committed slots as blocks and quarantine orphans; clear slots with a bad record.
+
+    Args:
+        state: the cache's tables, still without sessions.
+        adopted: committed slots, as the journal describes them.
+        orphans: slots that an engine was filling.
+        first_lease_id: leases are numbered from here on, or above those of the orphans.
+    """
     for orphan in orphans:
         if _is_free(state, orphan.slot_id):
             _quarantine(state, orphan)
@@ -42,7 +50,7 @@ def adopt(
 
 
 def settle(state: CacheState) -> None:
-    """Forget adopted blocks that no session uses, and have the others verified in time."""
+    """Forget adopted blocks that no session uses, and queue the others for verification."""
     adopted = [block for block in state.blocks if block.is_unverified]
     used = []
     for block in adopted:
@@ -50,13 +58,11 @@ def settle(state: CacheState) -> None:
             used.append((state.sessions[block.newest_user()].last_access_ns, block))
         else:
             state.forget(block)
-    for _, block in sorted(
-        used, key=lambda pair: pair[0], reverse=True
-    ):  # what was used last is next
+    # The most recently used blocks are verified first.
+    for _, block in sorted(used, key=lambda pair: pair[0], reverse=True):
         state.unverified[block.key] = block
-    for block in reversed(
-        state.unverified.values()
-    ):  # enters the order of DRAM, least recently used first
+    # They enter DRAM's eviction order as they were used: least recently used first.
+    for block in reversed(state.unverified.values()):
         state.settle(block)
     state.outbox.count("adopted_blocks", len(used))
 
@@ -67,6 +73,7 @@ def _is_free(state: CacheState, slot_id: int) -> bool:
 
 
 def _quarantine(state: CacheState, orphan: OrphanSlot) -> None:
+    """Reserve a slot for the engine that was filling it."""
     writing = orphan.writing
     lease = state.leases.get(writing.lease_id)
     if not isinstance(lease, RestoredLease):
@@ -78,6 +85,7 @@ def _quarantine(state: CacheState, orphan: OrphanSlot) -> None:
 
 
 def _is_sound(state: CacheState, slot: AdoptedSlot) -> bool:
+    """Whether a slot's journal record is plausible, and its block is not adopted already."""
     block = slot.block
     fewest = state.layout.fewest_block_tokens
     return (
@@ -90,6 +98,7 @@ def _is_sound(state: CacheState, slot: AdoptedSlot) -> bool:
 
 
 def _add_block(state: CacheState, slot: AdoptedSlot) -> None:
+    """Make an unverified block of a committed slot."""
     record = slot.block
     block = Block(record.key, record.num_tokens)
     state.slots.adopt(slot.slot_id, record.generation, is_committed=True)

@@ -1,6 +1,6 @@
-"""All blocks that a restart finds, as columns: those of the index, and those in DRAM.
+"""BlockEntries: all blocks that a restart finds, those of the index and those in DRAM, as columns.
 
-Pure. There may be millions, of which few become objects.
+Pure. There may be millions, and few of them become `Block` objects: hence numpy columns.
 """
 
 from collections.abc import Sequence
@@ -27,10 +27,14 @@ Number = TypeVar("Number", np.int32, np.int64)
 
 
 class BlockEntries:
-    """All blocks there are: the entries of the index, which are taken, and then those in DRAM.
+    """All blocks by number: first the entries of the index, then the adopted blocks in DRAM.
+
+    Args:
+        state: the cache's tables, with the adopted blocks in its index of blocks.
+        entries: the entries of the index; those of blocks are taken out of it, to save memory.
 
     Attributes:
-        is_sound: which may be used.
+        is_sound: by block: whether it may be used.
     """
 
     def __init__(self, state: CacheState, entries: IndexEntries) -> None:
@@ -40,7 +44,7 @@ class BlockEntries:
         adopted = list(state.blocks)
         self._made: dict[int, Block] = {}
         self._keys = keys + b"".join(block.key for block in adopted)
-        self._num_tokens = _extended(
+        self._num_tokens = _extend(
             np.asarray(of_tokens, dtype=np.int32), [b.num_tokens for b in adopted]
         )
         extents = np.asarray(of_extents).astype(np.int64, copy=False)  # -1: not on SSD
@@ -50,33 +54,33 @@ class BlockEntries:
         self._index: BlockColumns | None = index_blocks(self._keys, self._num_tokens)
         same_as = self._index.same_as
         self._is_copy: Flags = (same_as != np.arange(num_blocks)) & (same_as >= 0)
-        self._take_extents(extents, same_as)
+        self._reserve_extents(extents, same_as)
         is_on_ssd = self.is_sound[: self._num_entries]
         if not is_on_ssd.all():
             extents = np.where(is_on_ssd, extents, -1)
-        self._extents: Ints = _extended(extents, [-1] * len(adopted))
+        self._extents: Ints = _extend(extents, [-1] * len(adopted))
         for index, block in enumerate(adopted, start=self._num_entries):
             self._join_adopted(int(same_as[index]), block)
 
     def join(self) -> SpanJoin:
-        """Have the blocks of spans found."""
+        """Return a join that finds the blocks of spans."""
         assert self._index is not None, "blocks are found before they are used"
         return SpanJoin(self._index, self.is_sound)
 
     @property
     def is_object(self) -> Flags:
-        """Which blocks are in DRAM, and so cannot be packed."""
+        """By block: whether it is a `Block` object, being in DRAM, and so cannot be packed."""
         is_object = np.zeros(len(self._extents), dtype=np.bool_)
         is_object[list(self._made)] = True
         return is_object
 
     def use(self, num_users: Ints) -> None:
-        """Record how many spans use each block; none is to be found any more."""
+        """Record how many spans use each block; after that no block can be found by key."""
         self._is_used = num_users > 0
-        self._index = None  # it takes as much memory as all the rest
+        self._index = None  # free it: it takes as much memory as all other columns
 
     def block(self, index: int) -> Block:
-        """Find a block, or make it."""
+        """Return a block's object, made if needed."""
         block = self._made.get(index)
         if block is None:
             block = self._made[index] = Block(self._key(index), int(self._num_tokens[index]))
@@ -86,38 +90,37 @@ class BlockEntries:
         return block
 
     def unneeded(self) -> list[BlockRecord]:
-        """Return the entries that nothing needs, or that cannot be: those have the extent -1."""
-        is_needed = self._is_copy | (
-            self._is_used & (self._extents >= 0)
-        )  # or its entry is another's
+        """Return the entries that no session uses, or that are impossible (with extent -1)."""
+        # Copies of an entry are kept: to drop one by its key would drop the first one, too.
+        is_needed = self._is_copy | (self._is_used & (self._extents >= 0))
         return [
             BlockRecord(self._key(index), int(self._extents[index]), int(self._num_tokens[index]))
             for index in np.flatnonzero(~is_needed[: self._num_entries]).tolist()
         ]
 
     def pack_places(self, some: EntryIndexes) -> bytes:
-        """Pack the places of some of them, which have one."""
+        """Pack the places on SSD of some blocks, all of which have one."""
         return pack_places_of(self._keys, self._num_tokens, self._extents, some)
 
     def _key(self, index: int) -> bytes:
         return self._keys[index * KEY_BYTES : (index + 1) * KEY_BYTES]
 
-    def _take_extents(self, extents: Ints, same_as: EntryIndexes) -> None:
-        """Let entries of the index own what they say they do, as far as that can be."""
+    def _reserve_extents(self, extents: Ints, same_as: EntryIndexes) -> None:
+        """Reserve the extents of the index's entries; impossible entries become unsound."""
         shape, num_entries = self._state.shape, self._num_entries
         block_tokens = self._state.layout.block_tokens
         num_tokens = self._num_tokens[:num_entries]
         fewest = self._state.layout.fewest_block_tokens
-        sectors = [*map(shape.num_sectors, range(block_tokens + 1)), 0]  # the last: none can be
+        sectors = [*map(shape.num_sectors, range(block_tokens + 1)), 0]  # last: impossible entries
         is_possible = (num_tokens >= fewest) & (num_tokens <= block_tokens)
         is_possible &= same_as[:num_entries] == np.arange(num_entries)
         num_sectors = np.array(sectors, dtype=np.int32)[np.where(is_possible, num_tokens, -1)]
         self.is_sound[:num_entries] = self._state.extents.restore(extents, num_sectors)
 
     def _join_adopted(self, entry: int, block: Block) -> None:
-        """Record which of all blocks one in DRAM is: that of an entry, or one of its own.
+        """Join an adopted block with its entry: one of the index, or its own.
 
-        One that has a key in common with an entry, and no more, is not found, and forgotten.
+        A block that has the same key as an entry but another number of tokens is forgotten.
         """
         if entry < 0 or self._num_tokens[entry] != block.num_tokens:
             self._state.forget(block)
@@ -126,6 +129,6 @@ class BlockEntries:
             self._made[entry] = block
 
 
-def _extended(column: NDArray[Number], more: Sequence[int]) -> NDArray[Number]:
-    """Put more numbers behind a column; one that gets none is not copied."""
+def _extend(column: NDArray[Number], more: Sequence[int]) -> NDArray[Number]:
+    """Return a column with more numbers behind it; not copied if there are none."""
     return np.concatenate((column, np.array(more, dtype=column.dtype))) if more else column

@@ -1,7 +1,8 @@
-"""The entries of sessions by columns, joined with the blocks there are: millions in a second.
+"""Join of the sessions' entries with the blocks there are, as columns: millions per second.
 
-Pure. Keys are compared by their first 8 bytes and then verified by the others. Of two keys with
-equal first bytes (never, in practice: keys are keyed hashes) one is not found, which is a miss.
+Pure. Keys are found by their first 8 bytes and then compared by the others. Of two keys with equal
+first bytes one is not found, which is a miss. (It never happens in practice: keys are keyed
+hashes.)
 """
 
 from array import array
@@ -28,12 +29,12 @@ from kvd.core.state.stored_parts import is_window
 from shared.types.session_key import SessionKey
 
 Ints = NDArray[np.int64]
-EntryIndexes = NDArray[np.int32]  # which block; there are never more than 2^31
+EntryIndexes = NDArray[np.int32]  # numbers of blocks; there are never more than 2^31
 Words = NDArray[np.uint64]
 Flags = NDArray[np.bool_]
 
 PARTIAL = 1 << 31  # flag in a span's token count: it may use less than the whole block
-JOINED_BYTES = PLAIN_SPAN_BYTES << 18  # at once: these and their like need not all be there
+JOINED_BYTES = PLAIN_SPAN_BYTES << 18  # packed spans joined at a time, which bounds the memory
 
 _KEY = np.dtype([("first", ">u8"), ("last", ">u8")])
 _SPAN = np.dtype([("key", _KEY), ("num_tokens", "<u4")])
@@ -43,11 +44,14 @@ assert (_SPAN.itemsize, _PLACE.itemsize) == (PLAIN_SPAN_BYTES, PLACE_BYTES)
 
 @dataclass(frozen=True, slots=True)
 class BlockColumns:
-    """Blocks, found by key.
+    """Blocks as columns, to be found by key.
 
     Attributes:
+        first: by block: the first 8 bytes of its key.
+        last: by block: the other 8 bytes.
+        num_tokens: by block: its tokens.
         order: blocks by ascending first half of their keys.
-        same_as: by block: the first one of the same key; itself, usually. -1: it cannot be found.
+        same_as: by block: the first block of the same key, usually itself; -1: it cannot be found.
         in_order: `first` of the blocks of `order`.
     """
 
@@ -64,8 +68,8 @@ class SpanColumns:
     """The spans of many sessions, one session after the other.
 
     Attributes:
-        starts: index of each session's first span, and the number of spans.
-        entries: the block of each span, as far as the session is sound.
+        starts: index of each session's first span; at the end the number of all spans.
+        entries: the block of each span, valid for sound spans.
         lengths: how many spans of each session are sound: all before the first that is not.
     """
 
@@ -75,7 +79,7 @@ class SpanColumns:
 
 
 def index_blocks(keys: bytes, num_tokens: EntryIndexes) -> BlockColumns:
-    """Make blocks findable; of several with one key the first one counts."""
+    """Index blocks by key; of several blocks with one key the first one counts."""
     halves = np.frombuffer(keys, dtype=_KEY)
     first, last = halves["first"].astype(np.uint64), halves["last"].astype(np.uint64)
     is_sorted = bool(np.all(first[:-1] <= first[1:]))
@@ -90,11 +94,11 @@ def index_blocks(keys: bytes, num_tokens: EntryIndexes) -> BlockColumns:
 
 
 class SpanJoin:
-    """Finds the blocks of spans as their sessions come, and forgets what they were found by.
+    """Finds the blocks of spans, batch by batch, and frees each batch's packed spans.
 
     Args:
-        blocks: where to find them.
-        is_sound: which of the blocks may be used.
+        blocks: the index of blocks.
+        is_sound: by block: whether it may be used.
     """
 
     def __init__(self, blocks: BlockColumns, is_sound: Flags) -> None:
@@ -106,10 +110,10 @@ class SpanJoin:
         self._is_found: list[Flags] = []
 
     def add(self, packed: Sequence[bytes]) -> None:
-        """Take sessions' spans as kind 0 packs them.
+        """Add sessions' spans, as kind 0 packs them.
 
-        Where one may use a part of its block, PARTIAL says so and num_tokens is the end of its
-        entries.
+        If a span may use only a part of its block it has the flag PARTIAL, and num_tokens is the
+        end of the tokens that it uses.
         """
         self._packed += b"".join(packed)
         self._num_spans.extend(len(spans) // PLAIN_SPAN_BYTES for spans in packed)
@@ -117,7 +121,7 @@ class SpanJoin:
             self._join()
 
     def has_parts(self, keys: Sequence[bytes]) -> list[bool]:
-        """Whether blocks are there, sound and parts of a state or a window."""
+        """Return by key whether a sound block with it is a part of a state or window."""
         entries = _find(self._blocks, np.frombuffer(b"".join(keys), dtype=_KEY))
         if not len(self._blocks.first):
             return [False] * len(keys)
@@ -125,17 +129,18 @@ class SpanJoin:
         return list(is_part & (entries >= 0))
 
     def finish(self) -> SpanColumns:
-        """Tell what was found, of all sessions."""
+        """Join the last batch and return the result for all sessions."""
         self._join()
         num_spans = np.frombuffer(self._num_spans, dtype=np.int64)
         starts = np.concatenate(([0], np.cumsum(num_spans, dtype=np.int64)))
         missing = np.flatnonzero(~np.concatenate(self._is_found))[::-1]
         lengths = np.diff(starts)
         sessions = np.searchsorted(starts, missing, side="right") - 1
-        lengths[sessions] = missing - starts[sessions]  # the first one of a session comes last
+        lengths[sessions] = missing - starts[sessions]  # a session's first miss is assigned last
         return SpanColumns(starts, np.concatenate(self._entries), lengths)
 
     def _join(self) -> None:
+        """Find the blocks of the spans added since the last join."""
         spans = np.frombuffer(bytes(self._packed), dtype=_SPAN)
         entries = _find(self._blocks, spans["key"])
         is_found = entries >= 0
@@ -159,7 +164,10 @@ def count_users(spans: SpanColumns, num_blocks: int) -> Ints:
 
 
 def head_lengths(spans: SpanColumns, is_private: Flags) -> Ints:
-    """Return how many spans of each session come up to its last one whose block is not private."""
+    """Return how many of each session's spans come before its private tail.
+
+    They end with the session's last span whose block is not private.
+    """
     lengths = np.zeros(len(spans.lengths), dtype=np.int64)
     if not len(is_private):
         return lengths  # there is no block, so there is no sound span
@@ -169,8 +177,8 @@ def head_lengths(spans: SpanColumns, is_private: Flags) -> Ints:
     return lengths
 
 
-def gathered(starts: Ints, lengths: Ints) -> Ints:
-    """Join ranges: each start, and the numbers that follow it, so many in all."""
+def expand_ranges(starts: Ints, lengths: Ints) -> Ints:
+    """Return the numbers of all ranges [start, start + length), one range after the other."""
     before = np.cumsum(lengths) - lengths
     return np.repeat(starts - before, lengths) + np.arange(int(lengths.sum()))
 
@@ -178,7 +186,7 @@ def gathered(starts: Ints, lengths: Ints) -> Ints:
 def pack_places_of(
     keys: bytes, num_tokens: EntryIndexes, extents: Ints, entries: EntryIndexes
 ) -> bytes:
-    """Pack the places of some of all blocks; they have one."""
+    """Pack the places on SSD of some blocks (`entries`), all of which have one."""
     places = np.empty(len(entries), dtype=_PLACE)
     places["key"] = np.frombuffer(keys, dtype=_KEY)[entries]
     places["num_tokens"] = num_tokens[entries]
@@ -187,7 +195,7 @@ def pack_places_of(
 
 
 def _is_kept(spans: SpanColumns) -> Flags:
-    """Return which spans are sound, as are all before them in their session."""
+    """Return which spans are sound, together with all before them in their session."""
     num_spans = np.diff(spans.starts)
     if np.array_equal(num_spans, spans.lengths):
         return np.ones(len(spans.entries), dtype=np.bool_)  # as after nearly every start
@@ -196,7 +204,7 @@ def _is_kept(spans: SpanColumns) -> Flags:
 
 
 def _find(blocks: BlockColumns, keys: NDArray[np.void]) -> EntryIndexes:
-    """Index of each key's block, -1 if there is none."""
+    """Return the block of each key, -1 if there is none."""
     if not len(blocks.first):
         return np.full(len(keys), -1, dtype=np.int32)
     first, last = keys["first"].astype(np.uint64), keys["last"].astype(np.uint64)
@@ -213,14 +221,16 @@ _PLAIN_KIND = bytes((PLAIN,))
 
 @dataclass(slots=True)
 class SessionEntries:
-    """The entries of sessions by columns.
+    """The entries of sessions, as columns.
 
     Attributes:
-        part_slots: of the layout.
-        full: by index: the spans of a session that are not all plain.
-        settings: by index: a session's entry, if its settings are not the default ones.
+        part_slots: number of parts of a state or window in the layout; 0: it has none.
+        keys: the sessions' keys.
+        last_access_ns: times of their last uses.
+        full: by index: the spans of sessions that have others than plain ones.
+        settings: by index: the entries of sessions with settings of their own.
         damaged: indexes of sessions whose entry could not be read to its end, or names states or
-            windows that are not there.
+            windows that do not exist.
     """
 
     part_slots: int = 0
@@ -231,7 +241,7 @@ class SessionEntries:
     damaged: set[int] = field(default_factory=set)
 
     def collect(self, sessions: Iterable[SessionColumns], spans: SpanJoin) -> None:
-        """Take the entries in; their spans are needed for a moment only."""
+        """Add all entries, and pass their spans to the join, so that they are soon freed."""
         for some in sessions:
             first = len(self.keys)
             self.keys.extend(some.keys)
@@ -242,13 +252,13 @@ class SessionEntries:
                 [
                     packed[1:]
                     if packed[:1] == _PLAIN_KIND and len(packed) % PLAIN_SPAN_BYTES == 1
-                    else self._joinable(index, packed, spans)
+                    else self._joinable_spans(index, packed, spans)
                     for index, packed in enumerate(some.spans, first)
                 ]
             )
 
     def in_order(self) -> Ints:
-        """Indexes of the sessions, least recently used first."""
+        """Return the indexes of the sessions, least recently used first."""
         return np.argsort(np.frombuffer(self.last_access_ns, dtype=np.int64), kind="stable")
 
     def are_plain(self) -> Flags:
@@ -258,7 +268,8 @@ class SessionEntries:
             are_plain[list(others)] = False
         return are_plain
 
-    def _joinable(self, index: int, packed: bytes, join: SpanJoin) -> bytes:
+    def _joinable_spans(self, index: int, packed: bytes, join: SpanJoin) -> bytes:
+        """Return spans that are not all plain in the form of kind 0, and note what is special."""
         spans = unpack_spans(packed)
         if self.part_slots:
             spans = list(_whole_parts(spans, self.part_slots, join))
@@ -270,7 +281,7 @@ class SessionEntries:
 
 
 def _coded(span: Span) -> int:
-    """Return what SpanJoin is to be told of a span's tokens."""
+    """Return a span's token count as SpanJoin reads it: with PARTIAL if it is not plain."""
     if not span.num_tokens:
         return 0
     end = span.start + span.num_tokens
@@ -278,15 +289,15 @@ def _coded(span: Span) -> int:
 
 
 def _whole_parts(spans: Sequence[Span], num_parts: int, join: SpanJoin) -> Iterator[Span]:
-    """Yield the spans, but for states and windows that lack a part, or are in a wrong place.
+    """Yield the spans without states and windows that lack a part or are misplaced.
 
-    So a session loses no tokens because of them.
+    So a session does not lose tokens because of them.
     """
     part_keys = [span.block_key for span in spans if not span.num_tokens]
     is_there = dict(zip(part_keys, join.has_parts(part_keys), strict=True))
     seen: set[bytes] = set()  # states and windows
     blocks: set[bytes] = set()
-    last_block = b""  # of the last run, if it is the first one on that
+    last_block = b""  # block of the last run, if that is the first run on it
     start = end = index = 0
     while index < len(spans):
         span = spans[index]

@@ -1,12 +1,11 @@
-"""Recovery: from the entries of the index to the state they describe.
+"""Recovery: rebuild the cache's state from the entries of the index.
 
-Pure. Reads no data: blocks are verified when they are used (D11). Impossible entries are removed,
-not trusted: blocks outside the tier, two blocks on one place, sessions beyond the prefix whose
-blocks exist. Blocks that adoption has found in DRAM are there already
-(kvd/core/recovery/adopting.py).
+Pure. It reads no KV: blocks are verified when they are used (D11). Impossible entries are removed:
+blocks outside of the tier, two blocks in one place, sessions beyond the prefix whose blocks exist.
+Blocks that adoption has found in DRAM are in the state already (kvd/core/recovery/adopting.py).
 
-Sessions begin packed, as far as they may be, and rest until they are used. What is needed of a
-million of them at once is columns (entry_join.py); `kvd bench --only control` shows what they take.
+Restored sessions are packed as far as possible, until they are used. A million of them is handled
+as columns (entry_join.py); `kvd bench --only control` shows the cost.
 """
 
 from collections import Counter, deque
@@ -32,7 +31,7 @@ from kvd.core.recovery.entry_join import (
     SessionEntries,
     SpanColumns,
     count_users,
-    gathered,
+    expand_ranges,
     head_lengths,
 )
 from kvd.core.state.block import Block
@@ -41,13 +40,16 @@ from kvd.core.state.cache_state import CacheState
 from kvd.core.state.session import Session
 from shared.types.session_key import SessionKey
 
-Settings: TypeAlias = dict[SessionKey, SessionRecord]  # of sessions that have some of their own
+Settings: TypeAlias = dict[SessionKey, SessionRecord]  # of sessions with settings of their own
 
-MADE_AT_ONCE = 1 << 14  # sessions whose places are packed together
+MADE_AT_ONCE = 1 << 14  # sessions made per batch, whose places are packed together
 
 
 def restore(state: CacheState, entries: IndexEntries) -> None:
-    """See CacheEngine.restore; adopted blocks are in the index of blocks, and nothing else is."""
+    """Restore sessions and blocks; see CacheEngine.restore.
+
+    Before it the index of blocks has the adopted blocks and no others.
+    """
     assert not state.sessions, "a cache is restored before it is used"
     sessions = SessionEntries(state.layout.part_slots)
     joined = _join(state, sessions, entries)
@@ -75,14 +77,14 @@ def restore(state: CacheState, entries: IndexEntries) -> None:
 
 
 class _Batch(NamedTuple):
-    """Some of the sessions to be made, by columns.
+    """Some of the sessions to be made, as columns.
 
     Attributes:
-        indexes: which of all entries they are.
-        num_spans: how many of each are left.
+        indexes: their indexes among all entries.
+        num_spans: how many spans each one has left.
         num_packed: how many of these are packed, the last ones.
-        is_cut: whether there were more.
-        places: all that is packed, joined.
+        is_cut: whether it has lost spans.
+        places: the packed places of all of them, joined.
     """
 
     indexes: Ints
@@ -93,13 +95,13 @@ class _Batch(NamedTuple):
 
 
 class _Joined(NamedTuple):
-    """What all sessions are to be made of.
+    """All entries of sessions, joined with the blocks there are.
 
     Attributes:
         batches: the sessions, least recently used first.
-        of_heads: by index of a session: its first blocks, those that are not packed.
-        unneeded: entries of blocks to be removed.
-        num_spans: of all sessions.
+        of_heads: by index of a session: its first blocks, which are not packed.
+        unneeded: entries of blocks to be removed from the index.
+        num_spans: number of spans of all sessions.
     """
 
     batches: deque[_Batch]
@@ -109,10 +111,10 @@ class _Joined(NamedTuple):
 
 
 def _join(state: CacheState, sessions: SessionEntries, entries: IndexEntries) -> _Joined:
-    """Read all entries, and find out what is left of each session.
+    """Join all entries with the blocks, and find out what is left of each session.
 
-    The columns of all blocks are not kept, and no session is made before they are gone: it has
-    copies of all that they hold.
+    The columns of blocks are freed when this returns, before any session is made: sessions hold
+    copies of all that they need, and both at once would double the memory.
     """
     blocks = BlockEntries(state, entries)
     join = blocks.join()
@@ -141,17 +143,19 @@ def _join(state: CacheState, sessions: SessionEntries, entries: IndexEntries) ->
 
 
 def _batch(some: Ints, heads: Ints, spans: SpanColumns, blocks: BlockEntries) -> _Batch:
-    """Pack the places of some sessions, all at once."""
+    """Return the batch of some sessions, with their places packed at once."""
     lengths, num_stored = spans.lengths[some], np.diff(spans.starts)[some]
     num_packed = lengths - heads[some]
-    packed = spans.entries[gathered(spans.starts[some] + heads[some], num_packed)]
+    packed = spans.entries[expand_ranges(spans.starts[some] + heads[some], num_packed)]
     return _Batch(some, lengths, num_packed, lengths < num_stored, blocks.pack_places(packed))
 
 
 class _SessionMaker:
-    """Makes the sessions of entries.
+    """Makes sessions from their entries.
 
     Args:
+        state: the cache's tables.
+        sessions: the entries.
         of_heads: see _Joined.
     """
 
@@ -166,13 +170,13 @@ class _SessionMaker:
         self._with_blocks: list[Session] = []
 
     def make(self, batches: deque[_Batch]) -> list[Session]:
-        """Make all sessions, and forget the batches; returns those that have unpacked blocks."""
+        """Make all sessions, freeing the batches; returns sessions that have unpacked blocks."""
         while batches:
             self._make(batches.popleft())
         return self._with_blocks
 
     def _make(self, batch: _Batch) -> None:
-        """Make the sessions of a batch, in order: all at once, as far as they are alike."""
+        """Make the sessions of a batch in order, those with nothing special all at once."""
         keys, places = self._sessions.keys, batch.places
         ends = np.cumsum(batch.num_packed) * PLACE_BYTES
         starts = ends - batch.num_packed * PLACE_BYTES
@@ -190,23 +194,23 @@ class _SessionMaker:
         for place in np.flatnonzero(~is_alike).tolist():
             if batch.num_spans[place]:
                 index, is_cut = int(batch.indexes[place]), bool(batch.is_cut[place])
-                self._settle(made[place], index, is_cut=is_cut)
+                self._complete(made[place], index, is_cut=is_cut)
             else:
                 self._state.outbox.index.session_gone(made[place].key, is_indexed=True)
 
-    def _settle(self, session: Session, index: int, *, is_cut: bool) -> None:
-        """Do for a session what few need."""
+    def _complete(self, session: Session, index: int, *, is_cut: bool) -> None:
+        """Complete a session that has unpacked blocks, settings, or a damaged or cut entry."""
         if index in self._of_heads:
             self._use_blocks(session, index)
         if index in self._sessions.settings:
-            self._set(session, self._sessions.settings[index])
+            self._apply_settings(session, self._sessions.settings[index])
         if is_cut:
             session.lost = "evicted"
         if is_cut or index in self._sessions.damaged:
             self._state.outbox.index.session_changed(session.key)
 
     def _use_blocks(self, session: Session, index: int) -> None:
-        """Give a session the spans whose blocks are not packed."""
+        """Give a session its spans whose blocks are not packed."""
         blocks = self._of_heads.pop(index)
         full = self._sessions.full.get(index)
         if full is None:
@@ -223,14 +227,14 @@ class _SessionMaker:
         self._state.users.add(session, blocks)
         self._with_blocks.append(session)
 
-    def _set(self, session: Session, settings: SessionRecord) -> None:
+    def _apply_settings(self, session: Session, settings: SessionRecord) -> None:
         """Give a session its settings."""
         state = self._state
         session.ttl_ns, session.pin, session.ended = settings.ttl_ns, settings.pin, settings.ended
         state.count_pin(session, 1)
         session.retain_ns = settings.retain_ns
         until_ns = session.retained_until_ns
-        if until_ns is not None and until_ns <= state.now_ns:  # it ended while nobody looked
+        if until_ns is not None and until_ns <= state.now_ns:  # it ended while kvd was down
             session.retain_ns = None
             state.outbox.index.session_changed(session.key)
         state.num_retained += session.retain_ns is not None
@@ -239,7 +243,7 @@ class _SessionMaker:
 def _rank_all(
     state: CacheState, settings: Settings, tenants: Iterable[str], with_blocks: list[Session]
 ) -> None:
-    """Give sessions their places in the orders."""
+    """Give all sessions their places in the eviction orders."""
     pinned = {key for key, entry in settings.items() if entry.pin is Pin.HARD}
     ranked = [key for key in state.sessions if key not in pinned] if pinned else [*state.sessions]
     state.policy.on_restore(ranked)
@@ -253,7 +257,7 @@ def _rank_all(
 
 
 def _rank(state: CacheState, session: Session) -> None:
-    """Give a session the place in the orders that its settings ask for."""
+    """Give a session the place in the eviction orders that its settings ask for."""
     key = session.key
     if session.pin is Pin.HARD:
         return
@@ -266,7 +270,7 @@ def _rank(state: CacheState, session: Session) -> None:
 
 
 def _schedule(state: CacheState, settings: Settings, tenants: Iterable[str]) -> None:
-    """Have sessions expire, and their retentions end, in time."""
+    """Schedule the expiry of sessions and the end of their retentions."""
     inherited = {name: state.inherited_ttl_ns(name) for name in tenants}
     ttl_ns = {name: ttl for name, ttl in inherited.items() if ttl not in (None, TTL_NEVER_NS)}
     deadlines = [
@@ -284,12 +288,12 @@ def _schedule(state: CacheState, settings: Settings, tenants: Iterable[str]) -> 
 
 
 def _count(state: CacheState, tenants: Counter[str], num_spans: int) -> None:
-    """Count sessions, and what is packed of them, by tenant."""
+    """Count sessions and their packed blocks by tenant."""
     num_packed_bytes: Counter[str] = Counter()
     for key, session in state.sessions.items():
         num_packed_bytes[key.tenant] += len(session.packed)
     for tenant, num_sessions in tenants.items():
         state.tenants.charge(tenant, num_packed_bytes[tenant] // PLACE_BYTES)
         state.tenants.count_session(tenant, num_sessions)
-    if num_spans:  # about one block each
+    if num_spans:  # estimate about one block per span
         state.placement.observe_size(num_spans * state.layout.block_bytes // len(state.sessions))

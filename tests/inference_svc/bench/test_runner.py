@@ -159,7 +159,7 @@ def test_copies_are_compared_by_a_copier_too(measure, monkeypatch):
 
     def open_arena_by_copier(device, client, counters):
         link = CopierLink(HostDriver(), GPUS[0], counters, 1 << 16)
-        client.beside.append(link.run)
+        client.run_while_attached.append(link.run)
         return partial(CopierArena, driver=HostDriver(), device=device, link=link)
 
     monkeypatch.setattr(copied_slots, "open_arena_by_copier", open_arena_by_copier)

@@ -52,7 +52,7 @@ async def test_an_action_that_cannot_be_begun_ends_the_daemon(tmp_path):
         cache._on_broken = reported.append
         before, cache._on_event = cache._on_event, _fail
         with pytest.raises(ZeroDivisionError):
-            cache.act(lambda core: core.engines.gone(1))
+            cache.act(lambda core: core.engines.remove(1))
         cache._on_event = before
     assert [type(error) for error in reported] == [ZeroDivisionError]
 

@@ -51,7 +51,7 @@ def test_damage_is_found_out(
 ) -> None:
     """Of the stamp or of the bytes: it is said, listed without size and age, and can be mended."""
     store.put("v1/chunk", b"0123456789")
-    bare, key = connection.connected().client, _key(request, "v1/chunk")
+    bare, key = connection.connect().client, _key(request, "v1/chunk")
     sound = bytes(memoryview(bare.get_buffer(key)))
     for damaged in (sound[:-1] + b"x", b"x" + sound[1:], b"short"):
         assert bare.upsert_parts(key, damaged) == 0
@@ -69,7 +69,7 @@ def test_what_another_one_is_storing(
     store: MooncakeBlobStore, connection: Connection, request: pytest.FixtureRequest
 ) -> None:
     """It is not there yet; nobody makes it, or waits for it for ever; whoever replaces it wins."""
-    bare, key = connection.connected().client, _key(request, "v1/slow")
+    bare, key = connection.connect().client, _key(request, "v1/slow")
     assert bare.batch_put_session_start([key], [100]) == [0]
     assert store.find("v1/slow") is None
     assert list(store.list("v1/")) == []

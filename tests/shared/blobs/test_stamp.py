@@ -15,8 +15,8 @@ def test_a_stamp_tells_what_was_stored_and_when(key: str, data: bytes, unix_ns: 
     stamp = read_stamp(key, head)
     assert len(head) == STAMP_BYTES
     assert stamp is not None
-    assert (stamp.unix_ns, stamp.num_bytes, stamp.is_of(data)) == (unix_ns, len(data), True)
-    assert not stamp.is_of(data + b"x")
+    assert (stamp.unix_ns, stamp.num_bytes, stamp.matches(data)) == (unix_ns, len(data), True)
+    assert not stamp.matches(data + b"x")
 
 
 @given(st.binary(min_size=1, max_size=100), st.data())
@@ -27,7 +27,7 @@ def test_no_damage_goes_unnoticed(data: bytes, draw: st.DataObject) -> None:
     bit = draw.draw(st.integers(0, 8 * len(whole) - 1))
     whole[bit // 8] ^= 1 << (bit % 8)
     stamp = read_stamp("key", bytes(whole[:STAMP_BYTES]))
-    assert stamp is None or not stamp.is_of(bytes(whole[STAMP_BYTES:]))
+    assert stamp is None or not stamp.matches(bytes(whole[STAMP_BYTES:]))
 
 
 def test_a_stamp_is_of_its_key_alone() -> None:

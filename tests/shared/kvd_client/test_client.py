@@ -12,7 +12,7 @@ from shared.kvd_client import client as client_module
 from shared.kvd_client import queue_sender
 from shared.kvd_client.attachment import KvdUnavailableError
 from shared.kvd_client.client import MOST_ENDED, KvdClient
-from shared.kvd_client.connection import _cancelled
+from shared.kvd_client.connection import _cancel_until_done
 from shared.types.errors import LoadFailedError
 from shared.types.graft_source import GraftSource
 from shared.types.granted_slots import Lookup
@@ -371,7 +371,7 @@ async def test_what_swallows_a_cancellation_is_cancelled_again():
 
     task = asyncio.create_task(stubborn())
     await asyncio.sleep(0)
-    await _cancelled(task)
+    await _cancel_until_done(task)
     assert task.cancelled()
     assert len(swallowed) == 2
 

@@ -10,7 +10,7 @@ def test_pauses_grow_up_to_a_bound():
     backoff = Backoff(Random(1), first_s=1.0, longest_s=8.0)  # noqa: S311
     pauses, news = [], []
     for _ in range(6):
-        news.append(backoff.failed(100.0))
+        news.append(backoff.record_failure(100.0))
         pauses.append(backoff.retry_at_s - 100.0)
     for pause_s, most_s in zip(pauses, [1, 2, 4, 8, 8, 8], strict=True):
         assert most_s / 2 <= pause_s <= most_s
@@ -21,14 +21,14 @@ def test_pauses_grow_up_to_a_bound():
 def test_a_success_ends_it():
     """That is news if it had failed; the next failure begins anew."""
     backoff = Backoff(Random(1))  # noqa: S311
-    assert not backoff.succeeded()
+    assert not backoff.record_success()
     for _ in range(5):
-        backoff.failed(0.0)
+        backoff.record_failure(0.0)
     assert backoff.is_failing
-    assert backoff.succeeded()
+    assert backoff.record_success()
     assert not backoff.is_failing
     assert backoff.retry_at_s == 0.0
-    assert backoff.failed(0.0)
+    assert backoff.record_failure(0.0)
     assert backoff.retry_at_s <= 1.0
 
 
@@ -36,5 +36,5 @@ def test_no_number_of_failures_is_too_many():
     """Of a store that is gone for years."""
     backoff = Backoff(Random(1))  # noqa: S311
     for _ in range(5000):
-        backoff.failed(0.0)
+        backoff.record_failure(0.0)
     assert backoff.retry_at_s <= 300.0

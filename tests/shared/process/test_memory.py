@@ -25,7 +25,7 @@ def is_looked_at(thing):
 def test_what_survives_a_long_pass_is_left_alone():
     """The next pass does not look at it; what comes later is looked at."""
     before = []
-    with memory.sparing_survivors(long_pass_s=0.0):
+    with memory.freezing_survivors(long_pass_s=0.0):
         assert is_looked_at(before)
         gc.collect(1)
         assert is_looked_at(before), "only full passes take long"
@@ -38,14 +38,14 @@ def test_what_survives_a_long_pass_is_left_alone():
 def test_what_survives_a_short_pass_is_looked_at_again():
     """A small kvd loses no cycle."""
     kept = []
-    with memory.sparing_survivors(long_pass_s=inf):
+    with memory.freezing_survivors(long_pass_s=inf):
         gc.collect()
         assert is_looked_at(kept)
 
 
 def test_nothing_is_left_alone_afterwards():
     """The collector is again as it was."""
-    with memory.sparing_survivors(long_pass_s=0.0):
+    with memory.freezing_survivors(long_pass_s=0.0):
         pass
     kept = []
     gc.collect()

@@ -134,7 +134,7 @@ def test_nothing_more_is_read_for_a_turn_that_left():
     assert world.engine._state.sessions[A].num_packed == 3
 
 
-@pytest.mark.parametrize("how", ["gone", "detach"])
+@pytest.mark.parametrize("how", ["remove", "detach"])
 def test_a_lost_engine_stops_it(how):
     """Its queue goes with its connection; another engine's stays."""
     world = reading_world(prefetch_bytes=ONE)

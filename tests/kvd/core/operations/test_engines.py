@@ -46,7 +46,7 @@ def test_a_dead_engine_holds_nothing():
     engine = world.engine
     engine.engines.replace_queue(ENGINE_ID, queue_of(A, B))
     assert leases(world) == {loading.lease_id, storing.lease_id}
-    found = emitted(world, lambda: engine.engines.gone(ENGINE_ID))
+    found = emitted(world, lambda: engine.engines.remove(ENGINE_ID))
     assert found[OWNER_GONE] == {"owner": str(ENGINE_ID), "num_leases": "2"}
     assert not leases(world)
     assert engine.engines.num_requests(ENGINE_ID) == (0, 0)

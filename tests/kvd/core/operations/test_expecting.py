@@ -314,6 +314,6 @@ def test_turns_that_are_there_before_kvd_has_the_queue_are_no_returns():
     world = new_world()
     store(world, A, ONES)
     world.engine.engines.replace_queue(ENGINE_ID, queue_of(A))
-    world.engine.engines.gone(ENGINE_ID)
+    world.engine.engines.remove(ENGINE_ID)
     wait(world, 1)
     assert returns(world) == (0, 0, 0)

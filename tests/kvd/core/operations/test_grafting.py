@@ -220,7 +220,7 @@ def test_a_session_with_a_graft_is_exported_whole():
     export, rows = files.begin_export(B), []
     while not export.is_done:
         answer = files.prepare_export(export, 2, ENGINE_ID)
-        for part in files.exported(export, answer.lease_id):
+        for part in files.confirm_export(export, answer.lease_id):
             rows += world.slots[part.slot_id][part.start :][: part.num_tokens]
         world.engine.loads.complete(answer.lease_id, ENGINE_ID)
     assert rows == compute([], NEW) + compute([], OLD)[4:12]

@@ -136,7 +136,7 @@ def test_a_gone_engine_loses_its_leases():
     world = world_with_a_on_ssd(num_slots=3)
     pending = prepare_load(world, A, ONES)
     storing = prepare_store(world, C, [7, 7, 7, 7])
-    world.engine.engines.gone(ENGINE_ID)
+    world.engine.engines.remove(ENGINE_ID)
     world.pump()
     assert LeaseReady(pending.lease_id) in world.events
     assert world.engine.loads.state_of(pending.lease_id) is LeaseState.LOST

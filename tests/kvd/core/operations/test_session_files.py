@@ -43,7 +43,7 @@ def take(world, export, max_spans=1):
     """Export the next spans; returns their tokens and rows."""
     answer = lease(world, export, max_spans)
     tokens, rows = [], []
-    for part in world.engine.session_files.exported(export, answer.lease_id):
+    for part in world.engine.session_files.confirm_export(export, answer.lease_id):
         rows += world.slots[part.slot_id][part.start : part.start + part.num_tokens]
         tokens += struct.unpack(f"<{part.num_tokens}I", part.token_ids)
     world.engine.loads.complete(answer.lease_id, OPERATOR)
@@ -110,7 +110,7 @@ def test_a_lineage_that_is_not_known_ends_the_export():
     assert take(world, export, 9) == (ONES, compute([], ONES))
     answer = lease(world, export)
     with pytest.raises(UnknownLineageError, match="from 4 on"):
-        world.engine.session_files.exported(export, answer.lease_id)
+        world.engine.session_files.confirm_export(export, answer.lease_id)
 
 
 def test_memory_is_verified_before_it_is_given_out():
@@ -149,7 +149,7 @@ def test_rows_that_turn_out_corrupt_are_not_given_out():
     answer = lease(world, export)
     assert (answer.lookup, answer.miss_reason) == (Lookup.MISS, "corrupt")
     with pytest.raises(LeaseLostError):
-        world.engine.session_files.exported(export, answer.lease_id)
+        world.engine.session_files.confirm_export(export, answer.lease_id)
 
 
 def test_a_tenant_that_is_erased_is_neither_exported_nor_imported():

@@ -71,7 +71,7 @@ def test_an_erased_tenant_leaves_no_state():
     store_with(world, A, TOKENS, [6, 22])
     prepare_with(world, B, [*TOKENS, 1], [23], 20)
     world.engine.erasing.begin(lambda tenant: tenant == A.tenant)
-    world.engine.engines.gone(ENGINE_ID)
+    world.engine.engines.remove(ENGINE_ID)
     while not world.engine.erasing.is_gone():
         world.engine.erasing.step(8)
         world.pump()
@@ -163,7 +163,7 @@ def _exported(world):
     while not export.is_done:
         answer = files.prepare_export(export, 2, OPERATOR)
         answer = _settled(world, answer)
-        for part in files.exported(export, answer.lease_id):
+        for part in files.confirm_export(export, answer.lease_id):
             rows += world.slots[part.slot_id][part.start : part.start + part.num_tokens]
             tokens += struct.unpack(f"<{part.num_tokens}I", part.token_ids)
         world.engine.loads.complete(answer.lease_id, OPERATOR)
@@ -195,7 +195,7 @@ def test_an_export_has_the_newest_state(is_packed):
     while export.next_part < len(export.parts):
         answer = world.engine.session_files.prepare_export_parts(export, 1, OPERATOR)
         answer = _settled(world, answer)
-        slot_ids = world.engine.session_files.parts_exported(export, answer.lease_id)
+        slot_ids = world.engine.session_files.confirm_export_parts(export, answer.lease_id)
         parts += [world.slots[slot_id] for slot_id in slot_ids]
         world.engine.loads.complete(answer.lease_id, OPERATOR)
         world.pump()

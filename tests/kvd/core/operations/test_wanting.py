@@ -143,7 +143,7 @@ def is_awaited(world, key=B, history=4, token_ns=inf):
 
 def answer(world, key=B, *, coming):
     world.events.clear()
-    world.engine.wanting.answered(key, is_coming=coming)
+    world.engine.wanting.on_answer(key, is_coming=coming)
     world.pump()
 
 

@@ -67,7 +67,7 @@ def test_an_erased_tenant_leaves_no_window():
     store_with(world, A, TOKENS, [8, 22])
     prepare_with(world, B, [*TOKENS, 1], [23], 20)
     world.engine.erasing.begin(lambda tenant: tenant == A.tenant)
-    world.engine.engines.gone(ENGINE_ID)
+    world.engine.engines.remove(ENGINE_ID)
     while not world.engine.erasing.is_gone():
         world.engine.erasing.step(8)
         world.pump()
@@ -198,13 +198,13 @@ def _exported(world):
     tokens, parts = [], []
     while not export.is_done:
         answer = _settled(world, files.prepare_export(export, 2, OPERATOR))
-        for part in files.exported(export, answer.lease_id):
+        for part in files.confirm_export(export, answer.lease_id):
             tokens += struct.unpack(f"<{part.num_tokens}I", part.token_ids)
         world.engine.loads.complete(answer.lease_id, OPERATOR)
         world.pump()
     while export.next_part < len(export.parts):
         answer = _settled(world, files.prepare_export_parts(export, 3, OPERATOR))
-        slot_ids = files.parts_exported(export, answer.lease_id)
+        slot_ids = files.confirm_export_parts(export, answer.lease_id)
         parts += [world.slots[slot_id] for slot_id in slot_ids]
         world.engine.loads.complete(answer.lease_id, OPERATOR)
         world.pump()

@@ -85,7 +85,7 @@ def test_a_dead_orphan_is_released():
     world = new_world()
     prepare_store(world, A, ONES)
     world.engine.engines.detach(ENGINE_ID)
-    world.engine.engines.gone(ENGINE_ID)
+    world.engine.engines.remove(ENGINE_ID)
     world.pump()
     stats = world.engine.inspection.stats()
     assert (stats.num_leases, stats.num_quarantined_slots) == (0, 0)

@@ -250,7 +250,7 @@ def test_a_request_reaches_the_log_through_the_engine() -> None:
     world.now_ns = 4000
     world.engine.engines.replace_queue(ENGINE_ID, QueueChange([QueuedRequest((0, 0.0, 6), B, 3)]))
     world.now_ns = 5000
-    world.engine.engines.gone(ENGINE_ID)
+    world.engine.engines.remove(ENGINE_ID)
     world.now_ns = 6000
     world.engine.engines.change_queue(ENGINE_ID, QueueChange(running=[RunningRequest(6, B)]))
     world.engine.loads.prepare(B, to_bytes(ONES), 0, ENGINE_ID)

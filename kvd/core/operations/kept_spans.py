@@ -1,8 +1,8 @@
-"""What a change of a context leaves of a session's spans, under the lineage after it.
+"""The spans that remain of a session after a discard or graft, chained to the new lineage.
 
-Pure. Before the first token that the change concerns everything stays as it is, and is shared as
-before. Behind it each span gets a digest of its tokens and a chain key of its own: what is computed
-after it must never be shared with a session whose context did not change so (D5).
+Pure. Before the first changed token all spans stay as they are, and are shared as before. Behind it
+each span gets a digest of its tokens and a chain key of its own: KV that is computed after it must
+never be shared with a session whose context did not change in the same way (D5).
 """
 
 from dataclasses import dataclass
@@ -17,15 +17,28 @@ Range = tuple[int, int]  # half-open, in token positions before the change
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What a change makes of the lineage of a context."""
+    """A change of a context's lineage, by a discard or a graft.
+
+    Attributes:
+        before: the lineage before the change.
+        after: the lineage after it.
+        first_changed: position of the first token that is dropped, or where the graft begins.
+    """
 
     before: Lineage
     after: Lineage
-    first_changed: int  # token
+    first_changed: int
 
 
-class Remains:
-    """What is left of pieces once ranges of tokens are dropped, asked for in order."""
+class KeptSpans:
+    """Computes the spans that remain of matched pieces, piece by piece in token order.
+
+    Args:
+        chaining: a chaining of the session's tenant.
+        change: the lineages before and after.
+        token_ids: the context before the change.
+        ranges: sorted token ranges that are dropped.
+    """
 
     def __init__(
         self, chaining: Chaining, change: Change, token_ids: bytes, ranges: list[Range]
@@ -36,18 +49,18 @@ class Remains:
         self._token_ids = token_ids
         num_tokens = num_tokens_of(token_ids)
         self._ranges = [*ranges, (num_tokens, num_tokens)]  # the last one is behind all pieces
-        self._next_range = 0  # the first one that may reach into what is asked for
-        self._chain = self._before.root  # of the piece before
-        self._num_kept = 0  # tokens
+        self._next_range = 0  # the first range that may overlap the next piece
+        self._chain = self._before.root  # chain key of the piece before
+        self._num_kept = 0  # tokens kept so far
 
     def of(self, piece: Piece) -> list[Span]:
-        """Return the spans on the tokens of the next piece that stay."""
+        """Return the spans on the kept tokens of the next piece."""
         spans = [self._span(piece, start, end) for start, end in self._kept(piece)]
         self._chain = piece.span.chain
         return spans
 
     def _kept(self, piece: Piece) -> list[Range]:
-        """Return what stays of a piece, in token positions before the change."""
+        """Return the kept token ranges of a piece, in positions before the change."""
         kept = []
         start, piece_end = piece.token_offset, piece.end
         while start < piece_end:
@@ -61,7 +74,7 @@ class Remains:
         return kept
 
     def _span(self, piece: Piece, start: int, end: int) -> Span:
-        """Rows of a piece that stay, as the next span of the session."""
+        """Return the span on kept tokens [start, end) of a piece, the next one of the session."""
         position = self._num_kept
         self._num_kept += end - start
         is_whole = (start, end) == (piece.token_offset, piece.end)
@@ -77,7 +90,7 @@ class Remains:
         )
 
     def _is_untouched(self, piece: Piece, position: int) -> bool:
-        """Whether a piece lies before all discards, where sessions without any have it, too."""
+        """Whether a piece lies before all discards, so that other sessions may share it."""
         is_before = position == piece.token_offset and self._after.lineage.is_clean(piece.end)
         return is_before and self._is_plain(piece)
 
@@ -86,7 +99,7 @@ class Remains:
         return self._before.follows(piece.span, self._chain, piece.token_offset, tokens)
 
     def _chain_of(self, piece: Piece, tokens: bytes) -> bytes:
-        """Return the parent key of what comes behind the tokens that were kept last."""
+        """Return the chain key of the span on the tokens that were kept last."""
         if self._matters and not self._after.lineage.is_whole:
             return self._after.after_discards(self._num_kept)
         if self._after.lineage.is_whole or self._is_plain(piece):
