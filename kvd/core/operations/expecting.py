@@ -32,8 +32,9 @@ class Expectations:
     def expect(self, key: SessionKey, tools: Sequence[str], *, superseded: bool) -> bool:
         """Apply an engine's hint about a session after a turn.
 
-        If the session's next turn waits already, the hint comes too late and changes nothing. A
-        policy may learn from sessions that are not stored.
+        If the session's next turn waits already, the hint comes too late and changes nothing; so
+        does one about tools of a session that was superseded meanwhile. A policy may learn from
+        sessions that are not stored.
 
         Args:
             key: the session.
@@ -55,7 +56,7 @@ class Expectations:
             return session is not None
         if superseded:
             self._supersede(key, session)
-        elif names:
+        elif names and not (session is not None and session.superseded):
             self._await(key, session, names)
         return session is not None
 

@@ -229,6 +229,17 @@ def test_what_is_superseded_awaits_nothing():
     assert not supersede(world, B)
 
 
+def test_a_hint_about_tools_that_comes_after_is_of_an_earlier_turn():
+    """A superseded session was not used since: its tools belong to a turn before that."""
+    world = new_world()
+    store(world, A, ONES)
+    supersede(world, A)
+    assert await_tools(world, A, "bash")
+    world.engine.check()
+    assert expected(world, A) == ((), True)
+    assert counter(world, "awaits") == 0
+
+
 def test_a_tenants_quota_takes_it_first():
     limits = TenantLimits(quota_bytes=2 * LAYOUT.block_bytes)
     world = new_world(tenant_limits=lambda _: limits)
