@@ -1,4 +1,4 @@
-"""`kvd key`: make a master key, put another one in its place. kvd does not run meanwhile."""
+"""The commands `kvd key new` and `kvd key rotate`, for master keys. No kvd may run meanwhile."""
 
 import os
 from collections.abc import Iterator
@@ -71,10 +71,14 @@ def key_rotate(
 
 @contextmanager
 def _stopped(state_dir: Path) -> Iterator[None]:
-    """Hold a state directory that there is; raises RunningError while a kvd does."""
+    """Hold the lock of an existing state directory, so that no kvd can start.
+
+    Raises:
+        RunningError: a kvd holds it.
+    """
     from kvd.host.directories import claim_directory
 
-    if not state_dir.is_dir():  # to be claimed is to be made
+    if not state_dir.is_dir():  # claiming it would make it
         raise KeyFileError(f"there is no {state_dir}", "name the directory with --state-dir")
     lock_fd = claim_directory(state_dir, "state", "--state-dir")
     try:

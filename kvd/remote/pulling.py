@@ -120,8 +120,8 @@ class Puller:
             now_unix_s: the time, to know whether it has expired.
             copies: do not become its owner.
             replaces: replace a session of this key.
-            replaces_up_to: replace one of at most so many tokens, fewer than are pulled. If they are
-                its first tokens, they are not fetched.
+            replaces_up_to: replace one of at most so many tokens, fewer than are pulled. The first
+                tokens are not fetched if kvd has them.
             may_add_layout: import even if kvd does not know the layout.
             grows: extend the session while chunks arrive; it keeps them if later ones fail.
 
