@@ -115,12 +115,12 @@ def why(
     Also of a session that is not stored any more, as long as kvd remembers it. What its client
     sent in other words is shown by `inference-svc why`.
     """
-    from kvd.views.misses import explained
+    from kvd.views.misses import explain_miss
 
     with open_client(runtime_dir) as client:
         describe = partial(client.describe, may_be_gone=True)
         key, found = Named(session, tenant, model).call(client, describe)
-    explanation = explained(found)
+    explanation = explain_miss(found)
     if as_json:
         print_json({"session": printing.plain(key), **explanation.as_document()})
         return

@@ -1,4 +1,4 @@
-"""Files: the state and the runtime directory, the disk below, and descriptors."""
+"""Checks of storage: the state and runtime directories, their disk, and file descriptors."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -17,12 +17,12 @@ from shared.types.errors import ReportedError
 from shared.types.units import ceil_div, format_bytes
 
 REMOTE_FILE_SYSTEMS = ("nfs", "nfs4", "cifs", "smb3", "9p", "fuse.sshfs", "ceph", "glusterfs")
-FDS_OF_ENGINE = 8  # its connections, its arena, what watches it
-OTHER_FDS = 256  # index, sockets, calls
+FDS_OF_ENGINE = 8  # descriptors per engine: connections, the arena, pidfd
+OTHER_FDS = 256  # descriptors of the index, sockets and RPCs
 
 
 def check_directories(settings: Settings) -> Iterator[Finding]:
-    """May kvd use its directories, as far as can be told without taking them?"""
+    """Check that kvd may use its directories, without creating or locking them."""
     for check, path, flag in (
         ("runtime_dir", settings.runtime_dir, "--runtime-dir"),
         ("state_dir", settings.state_dir, "--state-dir"),
@@ -37,7 +37,7 @@ def check_directories(settings: Settings) -> Iterator[Finding]:
 def check_state_disk(
     settings: Settings, machine: Machine, probe: Callable[[Path], bool] = probe_direct
 ) -> Iterator[Finding]:
-    """Is the disk under the state directory one for an index and volumes, and has it room?"""
+    """Check that the disk under the state directory suits an index and volumes, and has room."""
     path = _existing(settings.state_dir)
     kind = file_system_of(path, machine.proc)
     if kind in REMOTE_FILE_SYSTEMS:
@@ -55,13 +55,13 @@ def check_state_disk(
     else:
         yield ok("state_disk", f"state_dir {path} is on {kind}")
     if not may_write(path):
-        return  # see the finding about the directory
+        return  # check_directories reports this
     yield from _space(settings, path)
     yield from _direct_io(settings, path, probe)
 
 
 def check_descriptors(settings: Settings, limits: ProcessLimits) -> Iterator[Finding]:
-    """May a process open as many files as the settings can come to ask for?"""
+    """Check that the limit of open files allows as many as the settings can need."""
     limit = limits.open_files
     path = _existing(settings.state_dir)
     tier = (
@@ -107,7 +107,7 @@ def _directory(check: str, path: Path, flag: str) -> Finding:
 
 
 def _of_another(check: str, path: Path) -> Finding:
-    """A directory of kvd's, looked at by somebody else."""
+    """Return the finding on a directory of kvd's that another user looks at."""
     owner = user_name(path.stat().st_uid)
     if check == "runtime_dir":
         return ok(check, f"{path} belongs to {owner}")
@@ -165,7 +165,7 @@ def _direct_io(settings: Settings, path: Path, probe: Callable[[Path], bool]) ->
 
 
 def _existing(path: Path) -> Path:
-    """The path itself, or as much of it as this user can see."""
+    """Return the path, or its closest parent that this user can see."""
     return next(
         parent for parent in (path, *path.parents) if os.access(parent, os.F_OK, effective_ids=True)
     )
