@@ -2,8 +2,7 @@
 
 There are two charts over the capacity of both tiers, with a line per curve: the share of history
 tokens that hit, with the knees marked; and the cost, with the cheapest points marked and the cost
-of
-recomputing as a level. The page has the charts as inline SVG, and the tables; it loads nothing.
+of recomputing as a level. The page has the charts as inline SVG, and the tables; it loads nothing.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

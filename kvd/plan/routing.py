@@ -2,8 +2,7 @@
 
 random    any server, as a balancer that does not know sessions
 ring      the session's own, by consistent hashing, as HAProxy is set up in examples/haproxy
-session   as `shared.routing.session_router` chooses, with reports like those of Ray Serve's
-replicas
+session   as `shared.routing.session_router` chooses, with reports as from Ray Serve's replicas
 
 If only some servers of a fleet are replayed, a random turn has to meet a server that has its
 session as rarely as among all servers: see `Routing.forgets`.

@@ -1,10 +1,9 @@
 """DRAM and SSD as byte counts: which session is in which tier. Pure.
 
 A session is in a tier as a whole, or not at all. `SessionPlacement.victims` chooses what makes
-room,
-as in the daemon. The KV of running sessions is in the engine's memory: they hold nothing in DRAM
-and, with exclusive tiers, nothing on SSD. With inclusive tiers a session is written to SSD when it
-is stored, and stays there: later only new bytes are written.
+room, as in the daemon. The KV of running sessions is in the engine's memory: they hold nothing in
+DRAM and, with exclusive tiers, nothing on SSD. With inclusive tiers a session is written to SSD
+when it is stored, and stays there: later only new bytes are written.
 
 A session that is being stored is a candidate for eviction itself: if it ranks below every session
 that would have to make room, it is demoted at once, or is not kept.

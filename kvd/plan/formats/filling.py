@@ -2,12 +2,10 @@
 
 Requests without a session are grouped into sessions. The number of turns and the think times are
 drawn as for generated sessions (`generate.py`). A turn's successor is chosen among the requests
-that
-are in no session yet, are longer than its prompt and answer, and add at most MAX_NEW_TOKENS: the
-one nearest to the time that was drawn. Without such a request the session ends. So times and
-lengths
-are those of the trace, but the grouping is an assumption: another seed shows how much depends on
-it.
+that are in no session yet, are longer than its prompt and answer, and add at most MAX_NEW_TOKENS:
+the one nearest to the time that was drawn. Without such a request the session ends. So times and
+lengths are those of the trace, but the grouping is an assumption: another seed shows how much
+depends on it.
 """
 
 from bisect import bisect_left

@@ -1,8 +1,7 @@
 """The numbers that the paper and its preprint state, each with its place in the text. Pure.
 
 Only numbers in the text are here. Most figures show more (absolute TTFTs by model, the rates
-between
-the ends of Figure 25, …), but bars and curves are not measured off the page.
+between the ends of Figure 25, …), but bars and curves are not measured off the page.
 
 *Source:* CachedAttention (USENIX ATC 2024), §4; AttentionStore (its earlier
 preprint), §4. The two differ in the workload: the paper's 9K sessions have 5.75 turns on average

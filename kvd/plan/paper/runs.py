@@ -5,8 +5,7 @@ the warm-up, at the same arrival rate: the queue grows as long as sessions arriv
 proportion to the tiers.
 
 The models differ only in their bytes per token and their window. The engine's constants are those
-of
-LLaMA-13B: the text has no prefill or decode times of the other models.
+of LLaMA-13B: the text has no prefill or decode times of the other models.
 """
 
 from dataclasses import dataclass
