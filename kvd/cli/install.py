@@ -17,7 +17,7 @@ from kvd.install.units import (
     COMPLETIONS,
     Planned,
     UserDirectories,
-    found_by_name,
+    command_files,
     man_pages,
     read_shipped,
     system_files,
@@ -113,7 +113,7 @@ def _plan(programs: Path, root: Path | None, *, user: bool) -> list[Planned]:
     shipped, pages = read_shipped(), man_pages()
     if user:
         own = _own_directories()
-        by_name = found_by_name(programs, pages, own.programs, own.data)
+        by_name = command_files(programs, pages, own.programs, own.data)
         return [*user_files(shipped, programs, own), *by_name]
     inside = programs
     if root is not None:
@@ -127,7 +127,7 @@ def _plan(programs: Path, root: Path | None, *, user: bool) -> list[Planned]:
         )
     top = root or Path("/")
     local = top / "usr/local"
-    by_name = found_by_name(inside, pages, local / "bin", local / "share")
+    by_name = command_files(inside, pages, local / "bin", local / "share")
     return [*system_files(shipped, inside, top), *by_name]
 
 

@@ -59,7 +59,7 @@ def key_rotate(
     if not name:
         raise KeyFileError("no key until now is named", "name its file with --old")
     before, after = read_key(name), read_key(str(file.absolute()))
-    with _stopped(settings.state_dir):
+    with _no_kvd_running(settings.state_dir):
         index, volumes = settings.state_dir / MANIFEST_NAME, settings.state_dir / VOLUMES
         num_tenants = rotate_master_key(index, volumes, before, after, NoFaults())
     if as_json:
@@ -70,7 +70,7 @@ def key_rotate(
 
 
 @contextmanager
-def _stopped(state_dir: Path) -> Iterator[None]:
+def _no_kvd_running(state_dir: Path) -> Iterator[None]:
     """Hold the lock of an existing state directory, so that no kvd can start.
 
     Raises:

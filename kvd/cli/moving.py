@@ -97,7 +97,7 @@ def push(
         print_json({"url": url, "sessions": results, "failed": failed})
     else:
         typer.echo(_summary(results, url))
-    _judge(failed, len(found), "pushed")
+    _check_all_moved(failed, len(found), "pushed")
 
 
 def pull(
@@ -157,7 +157,7 @@ def pull(
     else:
         num_bytes = sum(result["num_bytes"] for result in results)
         typer.echo(f"pulled {counted(len(results), 'session')} ({format_bytes(num_bytes)})")
-    _judge(failed, len(sessions), "pulled")
+    _check_all_moved(failed, len(sessions), "pulled")
 
 
 def open_named_store(url: str, client: OperatorClient | None, option: str) -> tuple[str, BlobStore]:
@@ -248,16 +248,16 @@ def _move_each(
             if len(moves) == 1:
                 raise
             sys.stderr.write(f"kvd: {name_of(key)}: {error}\n")
-            failed.append({**_names(key), "reason": error.reason, "message": str(error)})
+            failed.append({**_key_document(key), "reason": error.reason, "message": str(error)})
             continue
         finally:
             progress.session_done()
-        results.append({**_names(result.pop("session", key)), **result})
+        results.append({**_key_document(result.pop("session", key)), **result})
     progress.clear()
     return results, failed
 
 
-def _names(key: kvd_pb2.SessionKey) -> dict[str, str]:
+def _key_document(key: kvd_pb2.SessionKey) -> dict[str, str]:
     return {"tenant": key.tenant, "model": key.model, "session": key.session_id}
 
 
@@ -270,7 +270,7 @@ def _summary(results: Sequence[dict[str, Any]], url: str) -> str:
     return f"pushed {counted(len(results), 'session')} to {url} ({what})"
 
 
-def _judge(failed: Sequence[dict[str, Any]], num_sessions: int, done: str) -> None:
+def _check_all_moved(failed: Sequence[dict[str, Any]], num_sessions: int, done: str) -> None:
     if failed:
         raise NotAllMovedError(
             f"{len(failed)} of {num_sessions} sessions were not {done}",

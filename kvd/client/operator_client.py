@@ -79,7 +79,7 @@ class OperatorClient:
     ) -> list[str]:
         """Return ids of sessions, last used first; for shell completion, which cannot wait."""
         request = kvd_pb2.ListSessionsRequest(filter=filter_, limit=limit, reverse=True)
-        with self._reported():
+        with self._translated_errors():
             page = self._reader.ListSessions(request, timeout=timeout_s)
         return [info.session.session_id for info in page.sessions]
 
@@ -98,7 +98,7 @@ class OperatorClient:
 
     def stats(self, timeout_s: float = TIMEOUT_S) -> kvd_pb2.GetStatsResponse:
         """Return the fill of the tiers, counters, engines, and the process."""
-        with self._reported():
+        with self._translated_errors():
             answer: kvd_pb2.GetStatsResponse = self._reader.GetStats(
                 kvd_pb2.GetStatsRequest(), timeout=timeout_s
             )
@@ -110,7 +110,7 @@ class OperatorClient:
         A secure flush zeroes memory and waits for running turns: it has no deadline.
         """
         timeout_s = None if request.secure else TIMEOUT_S
-        with self._reported():
+        with self._translated_errors():
             answer: kvd_pb2.FlushResponse = self._operator.Flush(request, timeout=timeout_s)
         return answer
 
@@ -125,7 +125,7 @@ class OperatorClient:
             request: the events to yield.
             watching: called before the first event, once kvd misses none any more.
         """
-        with self._reported():
+        with self._translated_errors():
             call = self._reader.WatchEvents(request)
             if watching is not None:
                 call.initial_metadata()  # blocks until kvd has subscribed this call
@@ -163,7 +163,7 @@ class OperatorClient:
     def recent_turns(self, model: str) -> list[kvd_pb2.RecentTurns]:
         """Return the recent turns that kvd remembers, one message per layout."""
         of_layout: dict[str, kvd_pb2.RecentTurns] = {}
-        with self._reported():
+        with self._translated_errors():
             request = kvd_pb2.ListRecentTurnsRequest(model=model)
             for part in self._reader.ListRecentTurns(request, timeout=TIMEOUT_S):
                 if part.layout in of_layout:
@@ -188,13 +188,13 @@ class OperatorClient:
 
     def export_session(self, request: kvd_pb2.ExportSessionRequest) -> Iterator[bytes | bytearray]:
         """Yield a session's file, piece by piece. Without a deadline."""
-        for data, _ in self._exported(request):
+        for data, _ in self._export_parts(request):
             yield data
 
     def export_chunks(self, request: kvd_pb2.ExportSessionRequest) -> Iterator[Chunk]:
         """Yield a session in chunks of about the request's `chunk_bytes`. Without a deadline."""
         pieces: list[bytes | bytearray] = []
-        for data, part in self._exported(request):
+        for data, part in self._export_parts(request):
             if data:
                 pieces.append(data)
             if part.HasField("chunk_end"):
@@ -204,11 +204,11 @@ class OperatorClient:
             if part.HasField("seal"):
                 yield Chunk(b"", 0, part.seal)
 
-    def _exported(
+    def _export_parts(
         self, request: kvd_pb2.ExportSessionRequest
     ) -> Iterator[tuple[bytes | bytearray, kvd_pb2.SessionFilePart]]:
         """Yield the parts of a session with their data, received over a stream if possible."""
-        with self._reported(), open_stream(self._address) as stream:
+        with self._translated_errors(), open_stream(self._address) as stream:
             asked = kvd_pb2.ExportSessionRequest()
             asked.CopyFrom(request)
             asked.stream = b"" if stream is None else stream.token
@@ -230,11 +230,11 @@ class OperatorClient:
         self, target: kvd_pb2.ImportTarget, pieces: Iterator[bytes | memoryview]
     ) -> kvd_pb2.ImportSessionResponse:
         """Send a session's file. Without a deadline."""
-        with self._reported(), open_stream(self._address) as stream:
+        with self._translated_errors(), open_stream(self._address) as stream:
             to = kvd_pb2.ImportTarget()
             to.CopyFrom(target)
             to.stream = b"" if stream is None else stream.token
-            sent = _messages(pieces) if stream is None else _streamed(pieces, stream)
+            sent = _messages(pieces) if stream is None else _stream_messages(pieces, stream)
             requests = chain([kvd_pb2.ImportSessionRequest(target=to)], sent)
             answer: kvd_pb2.ImportSessionResponse = self._operator.ImportSession(requests)
         return answer
@@ -251,15 +251,15 @@ class OperatorClient:
 
     def verify(self, *, repair: bool, model: str) -> Iterator[kvd_pb2.VerifyProgress]:
         """Check every copy; yield progress each second, the final report last. No deadline."""
-        with self._reported():
+        with self._translated_errors():
             yield from self._operator.Verify(kvd_pb2.VerifyRequest(repair=repair, model=model))
 
     def _call(self, method: Any, request: Any) -> Any:
-        with self._reported():
+        with self._translated_errors():
             return method(request, timeout=TIMEOUT_S)
 
     @contextmanager
-    def _reported(self) -> Iterator[None]:
+    def _translated_errors(self) -> Iterator[None]:
         """Turn gRPC errors into ReportedErrors."""
         try:
             yield
@@ -304,7 +304,7 @@ def _messages(pieces: Iterator[bytes | memoryview]) -> Iterator[kvd_pb2.ImportSe
             yield kvd_pb2.ImportSessionRequest(data=bytes(piece[start : start + MESSAGE_BYTES]))
 
 
-def _streamed(
+def _stream_messages(
     pieces: Iterator[bytes | memoryview], stream: ByteStream
 ) -> Iterator[kvd_pb2.ImportSessionRequest]:
     """Send a file over a stream; yield the message that announces each piece before it."""

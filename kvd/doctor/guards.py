@@ -143,7 +143,7 @@ def check_encryption(
     if not key_file:
         yield ok("encryption", "the SSD tier is not encrypted (encryption.key_file is not set)")
         return
-    if _is_systemds("/" not in key_file):
+    if _is_credential("/" not in key_file):
         yield _credential("encryption", key_file, f"kvd key new {stores[0] / key_file}", stores)
         return
     if _is_hidden(Path(key_file)):
@@ -167,7 +167,7 @@ def check_certificates(
             ports = ", ".join(settings.access.tcp)
             yield ok("certificates", f"access.tcp {ports} has no TLS (loopback only)")
         return
-    if _is_systemds(len(tls.certificate.parts) == 1):
+    if _is_credential(len(tls.certificate.parts) == 1):
         place = f"put the PEM file at {stores[0] / tls.certificate}"
         yield _credential("certificates", str(tls.certificate), place, stores)
         return
@@ -210,7 +210,7 @@ def _unreadable(check: str, name: str) -> Finding:
     )
 
 
-def _is_systemds(is_name: bool) -> bool:
+def _is_credential(is_name: bool) -> bool:
     """Return whether systemd passes this credential to kvd but not to this process."""
     return is_name and CREDENTIALS not in os.environ
 

@@ -38,7 +38,7 @@ def check_state_disk(
     settings: Settings, machine: Machine, probe: Callable[[Path], bool] = probe_direct
 ) -> Iterator[Finding]:
     """Check that the disk under the state directory suits an index and volumes, and has room."""
-    path = _existing(settings.state_dir)
+    path = _nearest_existing(settings.state_dir)
     kind = file_system_of(path, machine.proc)
     if kind in REMOTE_FILE_SYSTEMS:
         yield problem(
@@ -63,7 +63,7 @@ def check_state_disk(
 def check_descriptors(settings: Settings, limits: ProcessLimits) -> Iterator[Finding]:
     """Check that the limit of open files allows as many as the settings can need."""
     limit = limits.open_files
-    path = _existing(settings.state_dir)
+    path = _nearest_existing(settings.state_dir)
     tier = (
         ssd_bytes(settings.ssd.bytes, path / VOLUMES)
         if path == settings.state_dir and may_write(path)
@@ -85,14 +85,14 @@ def check_descriptors(settings: Settings, limits: ProcessLimits) -> Iterator[Fin
 
 
 def _directory(check: str, path: Path, flag: str) -> Finding:
-    existing = _existing(path)
+    existing = _nearest_existing(path)
     name = check.replace("_", " ").replace("dir", "directory")
     own = f"name a directory of your own with {flag}"
     if not is_directory(existing):
         return problem(check, f"{existing} is no directory", own)
     if not may_write(existing):
         if existing == path and existing.stat().st_uid != os.geteuid():
-            return _of_another(check, path)
+            return _foreign_directory(check, path)
         owner = user_name(existing.stat().st_uid)
         return problem(
             check,
@@ -106,7 +106,7 @@ def _directory(check: str, path: Path, flag: str) -> Finding:
     return ok(check, f"{name} {path}" + ("" if existing == path else " can be made"))
 
 
-def _of_another(check: str, path: Path) -> Finding:
+def _foreign_directory(check: str, path: Path) -> Finding:
     """Return the finding on a directory of kvd's that another user looks at."""
     owner = user_name(path.stat().st_uid)
     if check == "runtime_dir":
@@ -164,7 +164,7 @@ def _direct_io(settings: Settings, path: Path, probe: Callable[[Path], bool]) ->
         )
 
 
-def _existing(path: Path) -> Path:
+def _nearest_existing(path: Path) -> Path:
     """Return the path, or its closest parent that this user can see."""
     return next(
         parent for parent in (path, *path.parents) if os.access(parent, os.F_OK, effective_ids=True)

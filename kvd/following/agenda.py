@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush, nsmallest
 from typing import Literal
 
-from kvd.following.steps import Drop, Push, Step, Terms, Unpushed, found, terms_of
+from kvd.following.steps import Drop, Push, Step, Terms, Unpushed, terms_of, unpushed_of
 from kvd.remote.pushing import rank_of
 from shared.pb.kvd.v1 import kvd_pb2 as pb
 from shared.types.session_key import SessionKey
@@ -188,7 +188,7 @@ class Agenda:
                 self.on_deleted(key, unix_s, of_others=True)
                 self._in_store[key] = (terms, now_s)
             elif self._must_push(info) and key not in self._unpushed:
-                self._add(key, found(info, used_s))
+                self._add(key, unpushed_of(info, used_s))
 
     def drain(self) -> None:
         """Make all sessions due at once, as the follower ends."""

@@ -89,14 +89,14 @@ async def _serve_metrics(
     """Serve metrics at the address in the settings, for ever; follow its changes."""
     settings = await changes.get()
     while True:
-        async with _served(exporter, figures, settings):
+        async with _metrics_server(exporter, figures, settings):
             listen = settings.metrics
             while settings.metrics == listen:
                 settings = await changes.get()
 
 
 @asynccontextmanager
-async def _served(
+async def _metrics_server(
     exporter: MetricExporter, figures: Figures, settings: RemoteSettings
 ) -> AsyncIterator[None]:
     """Serve metrics inside the block; an address that cannot be used is logged, not raised."""

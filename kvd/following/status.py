@@ -1,4 +1,4 @@
-"""The follower's status file: written anew every few seconds, read by `kvd remote status`.
+"""The follower's status file: rewritten every few seconds, read by `kvd remote status`.
 
 It is in the runtime directory that systemd gives the follower, or else in kvd's own. Everyone who
 can enter that directory may read it: it has numbers, reasons and the store's messages, nothing of

@@ -78,7 +78,7 @@ class Unpushed:
     not_before_s: float = 0.0
 
 
-def found(info: pb.SessionInfo, used_s: float) -> Unpushed:
+def unpushed_of(info: pb.SessionInfo, used_s: float) -> Unpushed:
     """Return the record of a session that a listing shows; it was last used at `used_s`."""
     return Unpushed(
         used_s,

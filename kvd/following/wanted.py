@@ -13,7 +13,7 @@ from collections import OrderedDict
 from shared.types.session_key import SessionKey
 
 MOST = 1000
-STALE_S = 60.0  # by then its turn has computed the history anew
+STALE_S = 60.0  # by then its turn has recomputed the history
 
 
 class Wanted:

@@ -147,7 +147,7 @@ class Work:
         async with self._opening:
             if not self._settings.url or time.monotonic() < self._pause.retry_at_s:
                 return None
-            # After failures it is opened again, even if it was open: it may have been made anew.
+            # After failures it is opened again, even if it was open: it may have been recreated.
             if self._transfers is None or self._pause.is_failing:
                 settings, transfers = self._settings, self._transfers
                 try:

@@ -128,7 +128,7 @@ def system_files(shipped: Mapping[str, str], programs: Path, root: Path) -> list
     local, etc = root / LOCAL, root / "etc"
     paths = {SHIPPED_PROGRAMS: str(programs)}
     files = [
-        PlannedFile(local / "systemd/system" / name, moved(shipped[name], paths), local)
+        PlannedFile(local / "systemd/system" / name, replace_paths(shipped[name], paths), local)
         for name in UNITS
     ]
     for name, (directory, installed) in SYSTEM_FILES.items():
@@ -156,7 +156,7 @@ def user_files(
             own.data
             / "systemd/user"
             / name,  # not in config, which is for the user's own edits and masks
-            moved(without_system_only(shipped[name]), paths),
+            replace_paths(without_system_only(shipped[name]), paths),
             own.data,
         )
         for name in UNITS
@@ -165,7 +165,7 @@ def user_files(
         PlannedFile(
             own.config / "kvd" / name,
             "".join(
-                line if line.startswith("#") else moved(line, paths)
+                line if line.startswith("#") else replace_paths(line, paths)
                 for line in shipped[name].splitlines(keepends=True)
             ),
             own.config,
@@ -176,7 +176,7 @@ def user_files(
     return [*units, *settings]
 
 
-def found_by_name(
+def command_files(
     programs: Path,
     pages: Iterable[Path],
     bin_dir: Path,
@@ -201,7 +201,7 @@ def found_by_name(
     return [*links, *scripts]
 
 
-def moved(text: str, paths: Mapping[str, str]) -> str:
+def replace_paths(text: str, paths: Mapping[str, str]) -> str:
     """Replace paths in one pass: a replacement is not replaced again."""
     pattern = "|".join(re.escape(path) for path in sorted(paths, key=len, reverse=True))
     return re.sub(pattern, lambda match: paths[match[0]], text)
@@ -227,7 +227,7 @@ def with_values(settings: str, values: Mapping[str, str]) -> str:
     """
     left = dict(values)
     lines = []
-    for key, line in _with_keys(settings):
+    for key, line in _keyed_lines(settings):
         if key in left:
             lines.append(f"{line.partition('=')[0]}= {left.pop(key)}")
         else:
@@ -239,7 +239,7 @@ def with_values(settings: str, values: Mapping[str, str]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _with_keys(settings: str) -> Iterator[tuple[str, str]]:
+def _keyed_lines(settings: str) -> Iterator[tuple[str, str]]:
     """Yield each line with the dotted key that it sets; "": it sets none."""
     section = ""
     for line in settings.splitlines():

@@ -118,7 +118,7 @@ def observe(
         is_log_full=len(turns) >= max_turns,
         is_too_few=len(judged) < MIN_JUDGED or num_sessions < MIN_SESSIONS,
         footprint_bytes=footprint,
-        had=_rates(cache, [_had(turns[index]) for index in judged]),
+        had=_rates(cache, [_granted(turns[index]) for index in judged]),
         reachable=tuple(reachable),
     )
 
@@ -138,7 +138,7 @@ def _sizes(cache: ObservedCache) -> list[tuple[int, int]]:
     return [(dram, ssd) for ssd in ssd_scales for dram in SCALES]
 
 
-def _had(turn: RecordedTurn) -> tuple[int, int, int]:
+def _granted(turn: RecordedTurn) -> tuple[int, int, int]:
     return turn.wanted_tokens, turn.dram_tokens + turn.ssd_tokens, turn.dram_tokens
 
 

@@ -186,7 +186,7 @@ class Pusher:
 
         def put(data: Data, end_token: int) -> tuple[pb.RemoteChunk, int]:
             # A server that stored a chunk has stored all chunks before it. So behind a missing one
-            # none is looked for, except where `known` says that it may be there.
+            # there is none to find, except what an interrupted push sent: that is sent again.
             chunk, num_bytes = chunks.put(data, end_token, known, send, looks=not is_new)
             self._on_bytes(chunk.num_bytes)
             return chunk, num_bytes

@@ -48,7 +48,7 @@ def rates(
     with open_client(runtime_dir) as client:
         for number in range(rounds):
             store = open_store(f"{url.rstrip('/')}/rates-{secrets.token_hex(4)}")
-            put, get = _bare(store)
+            put, get = _raw_calls(store)
             info = client.describe(pb.SessionKey(session_id=session)).info
             pusher = Pusher(store, client, OWNER, SharedPace())
             puller = Puller(store, client, OWNER, SharedPace())
@@ -67,7 +67,7 @@ def rates(
                 store.delete(names)
                 if what in ("pull", "bare get"):
                     push()
-                seconds[what].append(_timed(do))
+                seconds[what].append(_time_call(do))
             for what, there in (("rest", found), ("all", _without_tokens(found))):
                 fetched[what], took_s = _pull_rest(puller, there)
                 seconds[what].append(took_s)
@@ -107,13 +107,13 @@ def _without_tokens(found: PushedSession) -> PushedSession:
     return replace(found, manifest=manifest)
 
 
-def _timed(do: Callable[[], object]) -> float:
+def _time_call(do: Callable[[], object]) -> float:
     begun_s = time.perf_counter()
     do()
     return time.perf_counter() - begun_s
 
 
-def _bare(store: BlobStore) -> tuple[Callable[[str, bytes], object], Callable[[str], object]]:
+def _raw_calls(store: BlobStore) -> tuple[Callable[[str, bytes], object], Callable[[str], object]]:
     """Return put and get of the store's own package; for obstore our store's are these already."""
     if not isinstance(store, MooncakeBlobStore):
         return store.put, store.view

@@ -19,7 +19,7 @@ from kvd.core.records.errors import InvalidRequestError
 from kvd.errors import BrokenTransferError, StalledTransferError
 from kvd.host.listening import accepted
 from kvd.host.memory_pipe import MemoryPipe, map_memory
-from kvd.session_files.in_thread import finished
+from kvd.session_files.in_thread import wait_for_end
 from shared.process.packets import close_fds, receive
 from shared.process.runtime_dir import STREAM_TOKEN_BYTES
 
@@ -68,7 +68,7 @@ class ByteStream:
     async def _call(self, do: Callable[[], None]) -> None:
         work = asyncio.get_running_loop().run_in_executor(self._threads, do)
         try:
-            await finished(work, self._interrupt)
+            await wait_for_end(work, self._interrupt)
         except TimeoutError as error:
             raise StalledTransferError(
                 f"the stream of a session file stood still for {SILENCE_S:g} s", "transfer it again"
@@ -113,7 +113,7 @@ class ByteStreams:
             async for sock in accepted(listener):
                 if self._num_unclaimed < MOST_UNCLAIMED:
                     self._num_unclaimed += 1
-                    connections.create_task(self._keep(sock))
+                    connections.create_task(self._keep_until_claimed(sock))
                 else:
                     sock.close()
 
@@ -136,7 +136,7 @@ class ByteStreams:
         with offer.sock:
             yield ByteStream(offer.sock, offer.memory, self._threads)
 
-    async def _keep(self, sock: socket.socket) -> None:
+    async def _keep_until_claimed(self, sock: socket.socket) -> None:
         """Keep a connection until its RPC claims it, for at most CLAIM_S."""
         token, offer = b"", None
         try:

@@ -30,7 +30,7 @@ from kvd.session_files.file_format import (
     row_bytes,
 )
 from kvd.session_files.frame_writer import FrameBatch, FrameWriter, end_bytes
-from kvd.session_files.in_thread import finished_in_thread
+from kvd.session_files.in_thread import run_in_thread
 from kvd.session_files.pieces import Piece
 from kvd.session_files.slot_runs import SlotRuns
 from shared.types.granted_slots import Lookup
@@ -95,7 +95,7 @@ class Exporter:
         """
         yield Piece(self.header, 0)
         pieces = self._plain_chunks(chunk_bytes, prefix=prefix)
-        async with aclosing(pieces if sealer is None else _sealed(pieces, sealer)) as chunks:
+        async with aclosing(pieces if sealer is None else _seal_chunks(pieces, sealer)) as chunks:
             async for piece in chunks:
                 yield piece
 
@@ -152,7 +152,7 @@ class Exporter:
             slot_ids = cache.act(
                 lambda core: core.session_files.parts_exported(export, answer.lease_id)
             )
-            batch = await finished_in_thread(self._write_parts, first, slot_ids)
+            batch = await run_in_thread(self._write_parts, first, slot_ids)
             cache.act(lambda core: core.loads.complete(answer.lease_id, engine_id))
         return batch
 
@@ -187,7 +187,7 @@ class Exporter:
             )
             token_offset = export.num_tokens
             rows = cache.act(lambda core: core.session_files.exported(export, answer.lease_id))
-            batch = await finished_in_thread(self._write_rows, token_offset, rows)
+            batch = await run_in_thread(self._write_rows, token_offset, rows)
             # This raises if a slot was reused meanwhile, or is corrupt: then the batch is not sent.
             cache.act(lambda core: core.loads.complete(answer.lease_id, engine_id))
         return batch
@@ -225,7 +225,7 @@ class Exporter:
         return self._frames.take()
 
 
-async def _sealed(
+async def _seal_chunks(
     pieces: AsyncGenerator[Piece, None], sealer: ChunkSealer
 ) -> AsyncGenerator[Piece, None]:
     """Yield each chunk sealed, as one piece."""
@@ -234,7 +234,7 @@ async def _sealed(
         async for data, end_token in pieces:
             chunk += data
             if end_token is not None:
-                yield Piece(await finished_in_thread(sealer.seal, chunk), end_token)
+                yield Piece(await run_in_thread(sealer.seal, chunk), end_token)
                 chunk.clear()
 
 

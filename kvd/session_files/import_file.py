@@ -13,7 +13,7 @@ from kvd.session_files.file_format import (
 )
 from kvd.session_files.file_reader import AnyFrame, FileReader
 from kvd.session_files.importer import Import
-from kvd.session_files.in_thread import finished_in_thread
+from kvd.session_files.in_thread import run_in_thread
 from kvd.session_files.target import Target
 from shared.access.identity import TenantDeniedError
 from shared.types.kv_layout import KVLayout
@@ -87,12 +87,12 @@ async def read_file(
     is_done = False
     try:
         async for piece in pieces:
-            for frame in await finished_in_thread(lambda data: list(reader.feed(data)), piece):
+            for frame in await run_in_thread(lambda data: list(reader.feed(data)), piece):
                 if current is None:
                     current = await begin_import(caches, _header(reader), target)
                 await _import_frame(current, frame)
             if current is None and reader.header is not None:
-                # Not only with the first frame: a refused layout costs no memory for one.
+                # Begun with the header: a refused layout is refused before a frame is kept.
                 current = await begin_import(caches, reader.header, target)
             if current is not None:
                 await current.keep()

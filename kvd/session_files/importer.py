@@ -29,7 +29,7 @@ from kvd.errors import (
 )
 from kvd.runtime.cache import Cache
 from kvd.session_files.file_format import Frame, HeldTokens, StatePart, WindowRows, row_bytes
-from kvd.session_files.in_thread import finished_in_thread
+from kvd.session_files.in_thread import run_in_thread
 from kvd.session_files.slot_runs import RowBuffer, SlotRuns
 from kvd.session_files.target import Target, unfinished_name
 from shared.process.log import get_logger
@@ -83,7 +83,7 @@ class Import:
         self._token_ids += tokens.token_ids
         num_tokens = len(self._token_ids) // TOKEN_BYTES
         self._cache, _ = await self._caches.open(self._cache.layout, prefault=False)
-        if not self._cache.act(self._holds):
+        if not self._cache.act(self._reuse_stored):
             raise NotHeldError(
                 f"kvd does not have the first {num_tokens} tokens of session {self.key}, computed "
                 "as this one's",
@@ -118,7 +118,7 @@ class Import:
             is_worth_it = num_tokens * MOST_STEPS >= self._grown_tokens
             if num_bytes >= self._target.grow_bytes and is_worth_it:
                 await self._grow()
-        await finished_in_thread(self._buffer.keep)
+        await run_in_thread(self._buffer.keep)
 
     async def keep_begun(self) -> None:
         """Give the session what has arrived, as far as possible: no more will come."""
@@ -142,7 +142,7 @@ class Import:
         if answer is None or not answer.states:
             return
         slot_ids = answer.states[0].slot_ids
-        await finished_in_thread(self._fill_part, slot_ids[part.index], part.data)
+        await run_in_thread(self._fill_part, slot_ids[part.index], part.data)
         if part.index == len(slot_ids) - 1:
             cache.act(partial(self._complete, answer.lease_id))
 
@@ -161,7 +161,7 @@ class Import:
         answer = self._parts
         if not answer.windows:
             return
-        await finished_in_thread(self._fill_rows, answer, rows)
+        await run_in_thread(self._fill_rows, answer, rows)
         is_last_part = rows.index == len(self._window_runs) - 1
         if is_last_part and rows.token_offset + rows.num_tokens == rows.position:
             self._cache.act(partial(self._complete, answer.lease_id))
@@ -178,10 +178,10 @@ class Import:
             lease_id, engine_id, end = answer.lease_id, self._engine_id, last.token_offset
             self._cache.act(lambda core: core.stores.complete(lease_id, engine_id, success=False))
             answer = await self._lease_slots(num_tokens, [end] if end else [], rows.token_offset)
-        await finished_in_thread(self._clear, answer)
+        await run_in_thread(self._zero_windows, answer)
         return answer
 
-    def _clear(self, answer: StoreAnswer) -> None:
+    def _zero_windows(self, answer: StoreAnswer) -> None:
         """Zero the slots of windows, as not all of their rows need to arrive."""
         for slot_id in (slot_id for window in answer.windows for slot_id in window.slot_ids):
             self._fill_part(slot_id, memoryview(b""))
@@ -216,7 +216,7 @@ class Import:
         await self._store(len(self._token_ids) // TOKEN_BYTES)
         num_tokens = self._cache.act(self._rename)
         self._end_growth(is_whole=True)
-        self._forget()
+        self._drop_unfinished()
         await self._caches.committed()
         log.info("session_imported", session=str(self.key), num_tokens=num_tokens)
         return num_tokens
@@ -225,17 +225,17 @@ class Import:
         """End the import. Of it only what a growing session has got stays."""
         self._cache.act(lambda core: core.engines.gone(self._engine_id))
         self._end_growth(is_whole=False)
-        self._forget()
+        self._drop_unfinished()
 
     # ------------------------------------------------------------------------------------ internal
 
     async def _grow(self) -> None:
         """Store whole blocks, and give them to the session."""
         await self._store(self._end_of_blocks())
-        self._cache.act(self._give)
+        self._cache.act(self._extend_session)
         self._grown_tokens = self._buffer.token_offset
 
-    def _holds(self, core: CacheEngine) -> bool:
+    def _reuse_stored(self, core: CacheEngine) -> bool:
         """Give the temporary session the stored KV of its tokens; return whether all is stored."""
         num_tokens = len(self._token_ids) // TOKEN_BYTES
         if core.layout.part_slots:
@@ -246,7 +246,7 @@ class Import:
         is_stored = stored is not None and stored.num_tokens == num_tokens
         return is_stored and not (answer.lease_id or answer.refused)
 
-    def _give(self, core: CacheEngine) -> bool:
+    def _extend_session(self, core: CacheEngine) -> bool:
         """Give the session what is stored; return whether it has it."""
         growth = self._growth
         if growth is None:
@@ -275,7 +275,7 @@ class Import:
         while self._buffer.token_offset < end:
             answer = await self._lease_slots(end)
             if answer.lease_id:
-                await finished_in_thread(self._fill, answer)
+                await run_in_thread(self._fill_blocks, answer)
                 self._cache.act(partial(self._complete, answer.lease_id))
             self._buffer.drop(answer.end_token - self._buffer.token_offset)
 
@@ -317,7 +317,7 @@ class Import:
         slot[: len(data)] = data
         slot[len(data) :] = bytes(len(slot) - len(data))
 
-    def _fill(self, answer: StoreAnswer) -> None:
+    def _fill_blocks(self, answer: StoreAnswer) -> None:
         arena = self._cache.arena
         for block in answer.blocks:
             assert arena is not None, "slots are leased where there is an arena"  # noqa: S101
@@ -338,7 +338,7 @@ class Import:
         num_tokens = len(self._token_ids) // TOKEN_BYTES
         if stored is None or stored.num_tokens != num_tokens:
             raise self._lost_error()
-        if self._growth is not None and self._growth.spans and self._give(core):
+        if self._growth is not None and self._growth.spans and self._extend_session(core):
             return num_tokens
         self._target.check(existing)
         if existing is not None and existing.leases:
@@ -367,7 +367,7 @@ class Import:
             "make the tiers larger, or import it when less is stored: kvd stats",
         )
 
-    def _forget(self) -> None:
+    def _drop_unfinished(self) -> None:
         """Drop the temporary session; the named one keeps the blocks."""
         try:
             self._cache.act(

@@ -8,15 +8,17 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-async def finished_in_thread(function: Callable[..., T], *arguments: Any) -> T:
+async def run_in_thread(function: Callable[..., T], *arguments: Any) -> T:
     """Call a function in a thread; when this returns or is cancelled, the thread is done.
 
     So the caller may release slots afterwards in every case.
     """
-    return await finished(asyncio.ensure_future(asyncio.to_thread(function, *arguments)))
+    return await wait_for_end(asyncio.ensure_future(asyncio.to_thread(function, *arguments)))
 
 
-async def finished(work: "asyncio.Future[T]", interrupt: Callable[[], object] = lambda: None) -> T:
+async def wait_for_end(
+    work: "asyncio.Future[T]", interrupt: Callable[[], object] = lambda: None
+) -> T:
     """Wait for a call in a thread; when this returns or is cancelled, the call has ended.
 
     Args:

@@ -13,7 +13,7 @@ from kvd.session_files.byte_streams import SILENCE_S, ByteStream, ByteStreams
 from kvd.session_files.chunks import ChunkOpener, ChunkSealer
 from kvd.session_files.exporter import Exporter
 from kvd.session_files.import_file import read_file
-from kvd.session_files.in_thread import finished_in_thread
+from kvd.session_files.in_thread import run_in_thread
 from kvd.session_files.pieces import Piece
 from kvd.session_files.target import Target
 from kvd.wire.messages import key_of
@@ -203,7 +203,7 @@ async def _data(
 
 async def _open_chunks(pieces: Pieces, opener: ChunkOpener) -> AsyncIterator[bytes]:
     async for piece in pieces:
-        for part in await finished_in_thread(lambda data: list(opener.feed(data)), piece):
+        for part in await run_in_thread(lambda data: list(opener.feed(data)), piece):
             yield part
 
 
