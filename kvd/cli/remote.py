@@ -173,8 +173,8 @@ def remote_status(runtime_dir: RuntimeDir = None, as_json: AsJson = False) -> No
 def status_table(status: FollowerStatus, now_unix_s: float) -> Table:
     """Return the table that shows a follower's status: a label and a text per line."""
     table = Table.grid(padding=(0, 2))
-    for word, said in _lines(status, now_unix_s):
-        table.add_row(word, Text(said))
+    for word, text in _lines(status, now_unix_s):
+        table.add_row(word, Text(text))
     return table
 
 
@@ -182,8 +182,8 @@ def _lines(status: FollowerStatus, now_unix_s: float) -> Iterator[tuple[str, str
     def ago(unix_s: float) -> str:
         return format_duration(max(0.0, now_unix_s - unix_s))
 
-    age, said = ago(status.started_unix_s), ago(status.unix_s)
-    yield "follower", f"pid {status.pid}, runs for {age}; it said this {said} ago"
+    age, updated = ago(status.started_unix_s), ago(status.unix_s)
+    yield "follower", f"pid {status.pid}, runs for {age}; it said this {updated} ago"
     yield "kvd", "is followed" if status.kvd_up else "DOES NOT ANSWER"
     is_off = "none: remote.url is not set"
     yield "store", f"{status.url} {_STORE[status.store_up]}" if status.url else is_off

@@ -181,8 +181,8 @@ def flush(
     if as_json:
         print_json(printing.plain(answer))
     else:
-        whose = f"session {name_of(key)}" if session is not None else ""
-        _print_flushed(answer, whose, dry_run=dry_run)
+        subject = f"session {name_of(key)}" if session is not None else ""
+        _print_flushed(answer, subject, dry_run=dry_run)
         if secure and not answer.erased_tenants:  # perhaps the tenant's name was mistyped
             typer.echo("no such tenant has a key: there is nothing of it to erase")
     if session is not None and answer.skipped_leased:
@@ -255,11 +255,11 @@ def _confirm_flush(client: OperatorClient, request: kvd_pb2.FlushRequest) -> Non
         confirm(f"Drop the KV of {printing.counted(found.sessions, 'session')} ({size}){how}?")
 
 
-def _print_flushed(answer: kvd_pb2.FlushResponse, whose: str, *, dry_run: bool) -> None:
+def _print_flushed(answer: kvd_pb2.FlushResponse, subject: str, *, dry_run: bool) -> None:
     verb = "would free" if dry_run else "freed"
     of_many = printing.counted(answer.sessions, "session")
-    whose = whose if whose and answer.sessions else of_many
-    typer.echo(f"{verb} {format_bytes(answer.bytes)} of {whose}")
+    subject = subject if subject and answer.sessions else of_many
+    typer.echo(f"{verb} {format_bytes(answer.bytes)} of {subject}")
     if answer.erased_tenants:
         typer.echo(f"keys deleted: {', '.join(answer.erased_tenants)}")
     for skipped in answer.skipped_leased:

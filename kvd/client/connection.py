@@ -99,9 +99,9 @@ def open_client(runtime_dir: Path | None) -> Iterator["OperatorClient"]:
     """
     from kvd.client.operator_client import connect_to
 
-    given = _CONNECTION.get(Connection())
-    address = given.address or f"unix:{_nearest_socket(runtime_dir)}"
-    with connect_to(address, given.credentials) as client:
+    connection = _CONNECTION.get(Connection())
+    address = connection.address or f"unix:{_nearest_socket(runtime_dir)}"
+    with connect_to(address, connection.credentials) as client:
         yield client
 
 

@@ -209,10 +209,10 @@ class OperatorClient:
     ) -> Iterator[tuple[bytes | bytearray, kvd_pb2.SessionFilePart]]:
         """Yield the parts of a session with their data, received over a stream if possible."""
         with self._translated_errors(), open_stream(self._address) as stream:
-            asked = kvd_pb2.ExportSessionRequest()
-            asked.CopyFrom(request)
-            asked.stream = b"" if stream is None else stream.token
-            parts = self._operator.ExportSession(asked)
+            streamed_request = kvd_pb2.ExportSessionRequest()
+            streamed_request.CopyFrom(request)
+            streamed_request.stream = b"" if stream is None else stream.token
+            parts = self._operator.ExportSession(streamed_request)
             for part in parts:
                 if stream is None or not part.stream_bytes:
                     yield part.data, part

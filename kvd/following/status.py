@@ -122,7 +122,7 @@ def read_status(runtime_dir: Path, now_unix_s: float) -> FollowerStatus:
 def _read(path: Path) -> FollowerStatus | None:
     with suppress(OSError, ValueError, KeyError, TypeError):
         values = json.loads(path.read_text(encoding="utf-8"))
-        values["failures"] = [Failure(**one) for one in values["failures"]]
+        values["failures"] = [Failure(**failure) for failure in values["failures"]]
         return FollowerStatus(**values)
     return None
 

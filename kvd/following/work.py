@@ -217,9 +217,9 @@ class Work:
             return
         except ReportedError as error:
             result = "failed"
-            what = "session_not_dropped" if isinstance(step, Drop) else "session_not_pushed"
-            self._figures.record_failure(what, error.reason)
-            log.warning(what, session=str(step.key), reason=error.reason, error=str(error))
+            event = "session_not_dropped" if isinstance(step, Drop) else "session_not_pushed"
+            self._figures.record_failure(event, error.reason)
+            log.warning(event, session=str(step.key), reason=error.reason, error=str(error))
             self._agenda.on_failed(time.monotonic())
         counted.add(result)
         self._record_success()

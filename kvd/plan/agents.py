@@ -95,8 +95,8 @@ def agents(num_sessions: int, rate: float, seed: int) -> list[Session]:
     starts_s = np.cumsum(random.exponential(1 / rate, num_sessions)).tolist()
     ranks = (random.permutation(num_sessions) + random.random(num_sessions)) / num_sessions
     requests = quantiles(REQUESTS, ranks)
-    (others,) = np.nonzero(random.random(num_sessions) >= LIKE_SHARE)
-    ranks[others] = random.permutation(ranks[others])
+    (unlike,) = np.nonzero(random.random(num_sessions) >= LIKE_SHARE)
+    ranks[unlike] = random.permutation(ranks[unlike])
     tool_steps = quantiles(TOOL_STEPS, ranks)
     parts = [
         part

@@ -111,7 +111,7 @@ def fleets_of(arguments: ServerArguments, seed: int) -> list[FleetOptions]:
     """
     numbers = numbers_of(arguments.servers, "--servers")
     routings = names_of(arguments.routing, ROUTINGS, "routing")
-    given = FleetOptions(
+    template = FleetOptions(
         remote_bytes_per_s=rate_of(arguments.remote, "--remote") if arguments.remote else 0.0,
         remote_write=arguments.remote_write,
         remote_wait=arguments.remote_wait,
@@ -123,7 +123,10 @@ def fleets_of(arguments: ServerArguments, seed: int) -> list[FleetOptions]:
     )
     return [
         replace(
-            given, num_servers=number, num_replayed=min(number, arguments.replayed), routing=routing
+            template,
+            num_servers=number,
+            num_replayed=min(number, arguments.replayed),
+            routing=routing,
         )
         for number in numbers
         for routing in (routings if number > 1 else routings[:1])

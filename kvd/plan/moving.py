@@ -50,8 +50,8 @@ class RemoteStore:
 
     def put(self, session: int, stored: Stored) -> None:
         """Store a version of a session, unless there is a later one: then the writer is fenced."""
-        there = self._stored.get(session)
-        if there is None or there.number < stored.number:
+        remote = self._stored.get(session)
+        if remote is None or remote.number < stored.number:
             self._stored[session] = stored
 
 
@@ -159,11 +159,11 @@ class Mover:
 
     def push(self, session: int, now_ns: int) -> None:
         """Send what the store lacks of a session."""
-        stored, there = self._kept.pop(session, None), self._store.find(session, now_ns)
+        stored, remote = self._kept.pop(session, None), self._store.find(session, now_ns)
         if stored is None:
             return
         kept = stored.kept
-        clean = Kept(min(there.num_tokens, kept.num_tokens), there.ends_in(kept))
+        clean = Kept(min(remote.num_tokens, kept.num_tokens), remote.ends_in(kept))
         num_bytes = sum(self._costs.new_bytes(kept, clean))
         self._num_puts += _num_requests(num_bytes)
         self._pushing[self._out.move(session, num_bytes, now_ns)] = stored
@@ -208,9 +208,9 @@ class Mover:
         if (sent := self._out.end(now_ns)) is not None:
             self._store.put(sent.session, self._pushing.pop(sent))
             return None
-        came = self._in.end(now_ns)
-        if came is not None and (fetch := self._fetches.get(came.session)) is not None:
-            return came.session if fetch.transfer == came else None
+        arrived = self._in.end(now_ns)
+        if arrived is not None and (fetch := self._fetches.get(arrived.session)) is not None:
+            return arrived.session if fetch.transfer == arrived else None
         return None
 
 

@@ -127,20 +127,20 @@ class Replay:
 
     def step(self) -> bool:
         """Process one event; return whether a turn is complete with it."""
-        at_ns, what, number = heappop(self._events)
-        if what in (ENDS, EXPIRES):
-            if at_ns != self._expected[what].get(number):
+        at_ns, kind, number = heappop(self._events)
+        if kind in (ENDS, EXPIRES):
+            if at_ns != self._expected[kind].get(number):
                 return False  # outdated
-            del self._expected[what][number]
+            del self._expected[kind][number]
         self._now_ns = max(self._now_ns, at_ns)
         is_complete = False
-        if what == ENDS:
+        if kind == ENDS:
             is_complete = self._end(number)
-        elif what == LEAVES:
+        elif kind == LEAVES:
             self._leave(self._outages[number])
-        elif what == RETURNS:
+        elif kind == RETURNS:
             self._return(number)
-        elif what == ARRIVES:
+        elif kind == ARRIVES:
             self._arrive(number)
         else:
             self._servers[number].expire(self._now_ns)
@@ -292,13 +292,13 @@ class Replay:
     def _expect(self, number: int) -> None:
         """Schedule the server's next events, after something happened there."""
         server = self._servers[number]
-        for what, at_ns in ((ENDS, server.next_ns()), (EXPIRES, server.expires_ns())):
-            expected = self._expected[what]
+        for kind, at_ns in ((ENDS, server.next_ns()), (EXPIRES, server.expires_ns())):
+            expected = self._expected[kind]
             if at_ns is None:
                 expected.pop(number, None)
             elif expected.get(number) != at_ns:
                 expected[number] = at_ns
-                heappush(self._events, (at_ns, what, number))
+                heappush(self._events, (at_ns, kind, number))
 
     # ------------------------------------------------------------------------------------- helpers
 

@@ -86,9 +86,11 @@ class Catalog:
         places = self._places(sessions_named(tenant, session_id))
         read = [self.read(place) for place in sorted(places)]
         found = [
-            one
-            for one in read
-            if one and not one.manifest.dropped and one.manifest.session.model.startswith(model)
+            pushed
+            for pushed in read
+            if pushed
+            and not pushed.manifest.dropped
+            and pushed.manifest.session.model.startswith(model)
         ]
         if not found:
             raise NotPushedError(
@@ -96,7 +98,7 @@ class Catalog:
                 "list what it has with: kvd remote ls",
             )
         if len(found) > 1:
-            models = ", ".join(one.manifest.session.model[:12] for one in found)
+            models = ", ".join(pushed.manifest.session.model[:12] for pushed in found)
             raise SeveralPushedError(
                 f"the store has session {session_id!r} of several models ({models})",
                 "name one with --model",

@@ -63,26 +63,26 @@ def rates(
                 ("pull", partial(puller.pull, found, time.time(), copies=True, replaces=True)),
                 ("bare get", partial(_for_each, get, names)),
             ]
-            for what, do in reversed(steps) if number % 2 else steps:
+            for name, do in reversed(steps) if number % 2 else steps:
                 store.delete(names)
-                if what in ("pull", "bare get"):
+                if name in ("pull", "bare get"):
                     push()
-                seconds[what].append(_time_call(do))
-            for what, there in (("rest", found), ("all", _without_tokens(found))):
-                fetched[what], took_s = _pull_rest(puller, there)
-                seconds[what].append(took_s)
+                seconds[name].append(_time_call(do))
+            for name, pushed in (("rest", found), ("all", _without_tokens(found))):
+                fetched[name], took_s = _pull_rest(puller, pushed)
+                seconds[name].append(took_s)
             store.delete(names)
     typer.echo(f"{num_bytes / 1e6:.0f} MB, {rounds} rounds, medians:")
-    for what, bare in (("push", "bare put"), ("pull", "bare get")):
-        ours_s, alone_s = (statistics.median(seconds[one]) for one in (what, bare))
-        ratios = [alone / ours for ours, alone in zip(seconds[what], seconds[bare], strict=True)]
+    for name, bare in (("push", "bare put"), ("pull", "bare get")):
+        ours_s, alone_s = (statistics.median(seconds[label]) for label in (name, bare))
+        ratios = [alone / ours for ours, alone in zip(seconds[name], seconds[bare], strict=True)]
         typer.echo(
-            f"{what} {num_bytes / ours_s / 1e6:.0f} MB/s, {bare} {num_bytes / alone_s / 1e6:.0f}"
+            f"{name} {num_bytes / ours_s / 1e6:.0f} MB/s, {bare} {num_bytes / alone_s / 1e6:.0f}"
             f" MB/s, ratio {statistics.median(ratios):.2f}"
         )
-    for what, some in fetched.items():
-        took_s = statistics.median(seconds[what])
-        typer.echo(f"pull with 7/8 here, {what}: {some / 1e6:.1f} MB in {took_s:.3f} s")
+    for name, some in fetched.items():
+        took_s = statistics.median(seconds[name])
+        typer.echo(f"pull with 7/8 here, {name}: {some / 1e6:.1f} MB in {took_s:.3f} s")
 
 
 def _pull_rest(puller: Puller, found: PushedSession) -> tuple[int, float]:

@@ -58,7 +58,7 @@ class FileReader:
         self.header: FileHeader | None = None
         self.num_tokens = 0
         self._num_held = 0  # of these, tokens in held frames, which come first
-        self._rest = bytearray()  # the beginning of an incomplete header or frame
+        self._incomplete = bytearray()  # the beginning of an incomplete header or frame
         self._next_part = 0
         self._position = 0  # of the state or the windows whose parts arrive now
         self._window_start = 0  # first token of the window whose parts arrive now
@@ -73,9 +73,9 @@ class FileReader:
         Raises:
             SessionFileError: the bytes cannot follow those before.
         """
-        if self._rest:
-            self._rest += data
-        source = memoryview(self._rest or data)
+        if self._incomplete:
+            self._incomplete += data
+        source = memoryview(self._incomplete or data)
         at = 0
         if self.header is None:
             at = self._read_header(source)
@@ -87,8 +87,8 @@ class FileReader:
             yield frame
         if self._is_over and at < len(source):
             raise damaged("something follows its end")
-        if at or not self._rest:
-            self._rest = bytearray(source[at:])  # a new one: the frames refer to the old one
+        if at or not self._incomplete:
+            self._incomplete = bytearray(source[at:])  # a new one: the frames refer to the old one
 
     def close(self) -> FileHeader:
         """Check that the file has ended.

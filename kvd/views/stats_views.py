@@ -178,8 +178,8 @@ def _returns_table(stats: kvd_pb2.GetStatsResponse, rates: Rates, width: int) ->
     for layout in stats.layouts:
         all_of = [rates.count(layout.layout, f"returns_{where}") for where in PLACES]
         tools = [rates.count(layout.layout, f"tool_returns_{where}") for where in PLACES]
-        others = [every - tool for every, tool in zip(all_of, tools, strict=True)]
-        for after, counts in (("tools", tools), ("all else", others)):
+        other_returns = [every - tool for every, tool in zip(all_of, tools, strict=True)]
+        for after, counts in (("tools", tools), ("all else", other_returns)):
             num_turns = sum(counts)
             share = percent(counts[0] / num_turns if num_turns else None)
             rows.append((layout.model[:12], after, str(num_turns), share, *map(str, counts)))

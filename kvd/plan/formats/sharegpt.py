@@ -82,16 +82,16 @@ def _lengths(where: str, entry: dict[str, Any]) -> list[tuple[int, int]]:
     prompt_bytes = answer_bytes = 0
     has_prompt = False
     for message in messages:
-        who, text = _message(where, message)
+        sender, text = _message(where, message)
         num_bytes = len(text.encode(errors="replace"))
-        if who.lower() in ANSWERING and has_prompt:
+        if sender.lower() in ANSWERING and has_prompt:
             answer_bytes += num_bytes
             continue
         if answer_bytes:
             turns.append((_tokens(prompt_bytes), _tokens(answer_bytes)))
             prompt_bytes = answer_bytes = 0
         prompt_bytes += num_bytes
-        has_prompt = has_prompt or who.lower() not in {*ANSWERING, "system"}
+        has_prompt = has_prompt or sender.lower() not in {*ANSWERING, "system"}
     if answer_bytes and prompt_bytes:
         turns.append((_tokens(prompt_bytes), _tokens(answer_bytes)))
     return turns
@@ -99,9 +99,9 @@ def _lengths(where: str, entry: dict[str, Any]) -> list[tuple[int, int]]:
 
 def _message(where: str, message: object) -> tuple[str, str]:
     if isinstance(message, dict):
-        who, text = message.get("from"), message.get("value")
-        if isinstance(who, str) and isinstance(text, str):
-            return who, text
+        sender, text = message.get("from"), message.get("value")
+        if isinstance(sender, str) and isinstance(text, str):
+            return sender, text
     raise BadTraceError(f'{where}: a message without "from" and "value"', _REMEDY)
 
 
