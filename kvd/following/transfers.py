@@ -100,6 +100,7 @@ class Transfers:
         self._store = PacedStore(store, before)
         self._catalog = Catalog(self._store)
 
+        # A thread cannot be interrupted: a stopped transfer ends at its next chunk or pause.
         def stoppable(report: Callable[[int], None]) -> Callable[[int], None]:
             def on_bytes(num_bytes: int) -> None:
                 self._check_running()

@@ -316,6 +316,7 @@ async def in_thread(do: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     try:
         return await asyncio.shield(done)
     except asyncio.CancelledError:
+        # A thread cannot be cancelled: without this wait it would use a client that is closed.
         await asyncio.wait([done])
         if not done.cancelled():
             done.exception()

@@ -91,7 +91,7 @@ class Replay:
         # By kind and server: the time of its next event. Events of another time are outdated.
         self._expected: dict[int, dict[int, int]] = {ENDS: {}, EXPIRES: {}}
         self._next_turn = [0] * len(sessions)
-        self._came_ns: dict[int, int] = {}  # by session: arrival of a turn without a server
+        self._arrived_ns: dict[int, int] = {}  # by session: arrival of a turn without a server
         self._last_server: list[int | None] = [None] * len(sessions)
         self._successors = {
             session.supersedes: number
@@ -168,7 +168,7 @@ class Replay:
 
     def _arrive(self, session: int) -> None:
         """Give a session's turn to a server, or let it wait until one is back."""
-        self._came_ns.setdefault(session, self._now_ns)
+        self._arrived_ns.setdefault(session, self._now_ns)
         if len(self._away) == len(self._servers):
             heappush(self._events, (min(self._away.values()), ARRIVES, session))
             return
@@ -184,7 +184,7 @@ class Replay:
         if not index and superseded is not None and self._options.tool_hints:
             server.supersede(self._keys[superseded])
         record = TurnRecord(
-            self._came_ns.pop(session),
+            self._arrived_ns.pop(session),
             server.num_waiting,
             turn.history_tokens,
             turn.new_tokens,
@@ -253,7 +253,7 @@ class Replay:
         self._expect(number)
         self._num_retried += len(abandoned)
         for request in abandoned:
-            self._came_ns[request.session] = request.record.arrived_ns
+            self._arrived_ns[request.session] = request.record.arrived_ns
             self._arrive(request.session)
 
     def _return(self, number: int) -> None:

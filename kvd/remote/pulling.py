@@ -139,6 +139,7 @@ class Puller:
                 f"session {manifest.session.session_id!r} has expired in the store",
                 "its next turn computes its history anew",
             )
+        # Before any chunk is read: from now on the owner before is fenced, and cannot push.
         if not copies and manifest.owner != self._owner.server_id:
             manifest = with_owner(manifest, self._owner)
             self._catalog.replace(found.place, found, manifest)

@@ -152,6 +152,7 @@ class Pusher:
             manifest.seal.CopyFrom(content.seal)
         if not manifest.num_tokens:
             raise StateError(f"session {key} has no tokens", "push it after its first turn")
+        # The manifest comes last, and only while no sweep can have removed a chunk that it names.
         chunks.check_time()
         self._catalog.replace(place, before, manifest)
         return _result(Outcome.PUSHED, manifest, content.sent_bytes)
