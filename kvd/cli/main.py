@@ -292,9 +292,8 @@ def main(arguments: list[str] | None = None) -> None:
         SystemExit: always.
     """
     if arguments is None:
-        atexit.register(
-            gc.freeze
-        )  # a last search for garbage cycles would only delay the end of the process
+        # A last search for garbage cycles would only delay the end of the process.
+        atexit.register(gc.freeze)
     try:
         root = root_command()
         root(
