@@ -16,7 +16,7 @@ from kvd.client.operator_client import OperatorClient, connect_to
 from kvd.following.transfers import Transfers
 from kvd.host.pacing import SharedPace
 from kvd.remote.catalog import Catalog
-from kvd.remote.manifest import Owner, taken
+from kvd.remote.manifest import Owner, with_owner
 from kvd.remote.names import session_place
 from kvd.remote.pulling import PullResult
 from kvd.remote.pushing import Pusher
@@ -113,7 +113,7 @@ class Place:
         catalog = Catalog(View(self.blobs, is_calm=True))
         found = catalog.read(session_place(KEY))
         assert found is not None
-        manifest = taken(found.manifest, ELSEWHERE)
+        manifest = with_owner(found.manifest, ELSEWHERE)
         if not names_tokens:
             manifest.ClearField("token_ids")
         catalog.replace(found.place, found, manifest)

@@ -1,12 +1,12 @@
-"""kvd bench: how close kvd comes to the machine, measured on a kvd of the bench's own.
+"""kvd bench: how close kvd comes to the machine's limits, measured with a kvd of its own.
 
     kvd bench [--json] [--quick] [--directory DIR] [--only PART] [--sessions N] [--blocks N]
 
-starts real `kvd serve` processes in new directories (under DIR: the disk to measure), drives them
-with the project's own client, and removes everything at the end. No other kvd is touched. All parts
-take a few minutes; --quick takes half a minute and says less: smaller sizes, fewer rounds.
+It starts real `kvd serve` processes in new directories (under DIR: the disk to measure), drives
+them with the project's own client, and removes everything at the end. No other kvd is touched. All
+parts take a few minutes; --quick takes half a minute and says less: smaller sizes, fewer rounds.
 
-What the figures mean:
+The measurements:
 
     arena    store and load of a session through leases (prepare, memcpy of every layer slice
              between the engine's memory and the slots, complete), as bytes per second. Floor: the
@@ -18,26 +18,26 @@ What the figures mean:
              to files of the same size on the same file system, with the same cadence of
              fdatasync, with memory of the arena's kind; no kvd, no checksums, no index.
              write_huge, read_huge: against that floor with private huge pages.
-    encryption  the same of a kvd with a key (docs/encryption.md); floor: of a kvd without, on the
-             same disk at the same time.
+    encryption  the same with a kvd that has a key (docs/encryption.md). Floor: a kvd without a key,
+             on the same disk at the same time.
     control  p50 and p99 of single calls. Level "rpc": client, socket, kvd and back. Level "core":
              the pure engine in this process, its I/O done in memory. Growth: how many times longer
              the median call takes with the largest number of sessions than with the middle one.
              Longest calls: processor time of single calls of the pure engine over the fullest
-             index, each of which would stop the loop. With them comes what `restart` measures.
-    queue    what a queue of ten thousand requests costs the pure engine, parsed, decoded and
-             taken: reported at once, and one change of it.
-    restart  exec to SERVING over an index full of sessions, and the memory that one idle session
-             costs: (RSS with them - RSS without) / their number; the same of the peak of the start.
+             index, each of which would stop the loop. They include what `restart` measures.
+    queue    the cost of a queue of ten thousand requests for the pure engine, parsed, decoded and
+             applied: the whole queue at once, and one change of it.
+    restart  exec to SERVING over an index full of sessions, and the memory of one idle session:
+             (RSS with them - RSS without) / their number; the same for the peak of the start.
 
-How it is measured: kvd and the floor, or the different numbers of sessions, take turns, and are
-compared turn by turn; what is shown is the median of these ratios with their quartiles. Every
-buffer is pre-faulted and full of random bytes, every file written once before it is timed, kvd idle
-before each half of a pair, all numbers of threads given. The goals (report.py) are shown, not
-asserted: a busy machine misses them.
+The method: kvd and the floor, or the different numbers of sessions, take turns, and are compared
+turn by turn; the result is the median of these ratios, with their quartiles. All buffers are
+pre-faulted and full of random bytes; all files are written once before anything is timed; kvd is
+idle before each half of a pair; all numbers of threads are fixed. The goals (report.py) are shown,
+not asserted: a busy machine misses them.
 
-*Hashing* after a store is in the write figures, not in the arena's: no engine waits for it.
+*Hashing* after a store counts in the write figures, not in the arena's: no engine waits for it.
 
-Where to begin reading: runner.py; then arena.py, ssd.py with floor.py, control.py and lookups.py
-over filled_index.py. figures.py, report.py and options.py are pure.
+Start reading with runner.py; then arena.py, ssd.py with floor.py, control.py and lookups.py over
+filled_index.py. figures.py, report.py and options.py are pure.
 """

@@ -1,8 +1,8 @@
-"""How fast an engine stores to and loads from the arena, against memcpy.
+"""The speed of an engine's stores to and loads from the arena, against memcpy.
 
-One half of a pair is what an engine does: prepare, copy every slice between its own memory and the
-leased slots, complete. The other half is the same copy between two pieces of private memory. What
-of the difference is the memory's, and what is the calls', shows in the copy by itself.
+One half of a pair is an engine's work: prepare, copy every slice between its own memory and the
+leased slots, complete. The other half is the same copy between two pieces of private memory. The
+copy alone is measured, too: it separates the cost of the memory from the cost of the calls.
 """
 
 import time
@@ -25,13 +25,13 @@ from shared.measuring.statistics import Pair, Sample
 from shared.types.kv_layout import KVLayout
 from shared.types.units import SECTOR_BYTES
 
-SPARE = 1.25  # of the arena: no store waits for room
+SPARE = 1.25  # size of the arena, relative to the session: no store waits for room
 
 Half = Callable[[], Awaitable[None]]
 
 
 async def measure_arena(options: BenchOptions, work: Workspace) -> tuple[Comparison, ...]:
-    """Store and load, for each layout."""
+    """Measure store and load, for each layout."""
     return await of_layouts(
         "arena", options, work, _measure_arena, num_threads=options.copy_threads
     )
@@ -77,23 +77,23 @@ async def _take_turns(engine: "_CopyingEngine", num_pairs: int) -> dict[str, lis
 async def _pair(
     engine: "_CopyingEngine", with_kvd: Half, floor: Half, *, kvd_first: bool
 ) -> tuple[Pair, Pair]:
-    """Time both halves: as a whole, and the copies in them."""
+    """Time both halves of a pair: as a whole, and the copies in them."""
     halves = [with_kvd, floor] if kvd_first else [floor, with_kvd]
     timings = [await engine.timed(half) for half in halves]
-    kvd, alone = timings if kvd_first else reversed(timings)
-    return Pair(kvd.whole, alone.whole), Pair(kvd.copy, alone.whole)
+    kvd, floor_timing = timings if kvd_first else reversed(timings)
+    return Pair(kvd.whole, floor_timing.whole), Pair(kvd.copy, floor_timing.whole)
 
 
 @dataclass(frozen=True)
 class _Timing:
-    """One half of a pair, and the copy in it."""
+    """The times of one half of a pair, and of the copy in it."""
 
     whole: Sample
     copy: Sample
 
 
 class _CopyingEngine:
-    """Moves one session's blocks between its own memory and the arena, or other memory."""
+    """Copies one session's blocks between its own memory and the arena, or other memory."""
 
     def __init__(
         self,
@@ -117,14 +117,14 @@ class _CopyingEngine:
 
     @asynccontextmanager
     async def new_session(self) -> AsyncIterator[None]:
-        """Yield the session that store and load are about; dropped at the end."""
+        """Begin a new session for store and load; drop it at the end."""
         self._seed += 1
         self._token_ids = token_ids_of(self._seed, self._num_blocks * self._layout.block_tokens)
         yield
         await self._kvd.flush(None)
 
     async def timed(self, half: Half) -> _Timing:
-        """Time one half of a pair, while kvd has nothing else to do."""
+        """Time one half of a pair, once kvd is idle."""
         await self._kvd.until_quiet()
         started = time.perf_counter()
         await half()
@@ -133,7 +133,7 @@ class _CopyingEngine:
         return _Timing(Sample(num_bytes, seconds), Sample(num_bytes, self._copy_s))
 
     async def store(self) -> None:
-        """Prepare, copy, complete."""
+        """Store the session: prepare, copy, complete."""
         grant = await self._client.prepare_store(bench_key("arena"), self._token_ids, 0, CALL_S)
         self._expect(len(grant.blocks))
         slots = [block.slot_id for block in grant.blocks]
@@ -142,7 +142,7 @@ class _CopyingEngine:
         await self._client.complete_store(grant, success=True)
 
     async def load(self) -> None:
-        """Prepare, copy, complete."""
+        """Load the session: prepare, copy, complete."""
         grant = await self._client.prepare_load(bench_key("arena"), self._token_ids, 0, CALL_S)
         self._expect(len(grant.spans))
         slots = [span.slot_id for span in grant.spans]
@@ -150,11 +150,11 @@ class _CopyingEngine:
         await self._client.complete_load(grant)
 
     async def floor_store(self) -> None:
-        """Copy what store copies."""
+        """Copy as many bytes as a store."""
         await self._copy(self._other.block, self._own.block)
 
     async def floor_load(self) -> None:
-        """Copy what load copies."""
+        """Copy as many bytes as a load."""
         await self._copy(self._own.block, self._other.block)
 
     async def _copy(self, target: BlockAt, source: BlockAt) -> None:
@@ -163,7 +163,7 @@ class _CopyingEngine:
         self._copy_s = time.perf_counter() - started
 
     def _touch(self, arena: ArenaMap) -> None:
-        """Map every page of the arena, once: an engine does so before it serves."""
+        """Map every page of the arena, once, as an engine does before it serves."""
         if self._touched is not arena:
             self._touched = arena
             for slot_id in range(arena.num_slots):

@@ -1,20 +1,20 @@
-"""What very many sessions cost kvd: an engine's calls, starts, memory, the loop's longest calls.
+"""The cost of very many sessions for kvd: calls, starts, memory, and the loop's longest calls.
 
-One kvd for each number of idle sessions; they take turns. Nothing is copied, and nothing is written
-to SSD meanwhile (admission on_evict): the figures are those of the control plane.
+There is one kvd for each number of idle sessions; they take turns. Nothing is copied, and nothing
+is written to SSD meanwhile (admission on_evict): the results are those of the control plane.
 
     prepare_load    of a session that is in DRAM: a hit
     look_up         of an idle session, with other tokens than it has: found, compared, a miss
     prepare_store   of a new session; complete_load and complete_store end the leases
 
-Starts are over a full and over an empty index, in turns; the difference of both is what an idle
-session costs in memory.
+Starts are measured over a full and an empty index, in turns; the difference gives the memory of an
+idle session.
 
-The longest calls of the event loop each stop every engine. The pure engine is started from a real
-index, and what a kvd's loop would call is called: every call with the actions that come of it
-drained, but not carried out. Processor time of this thread is measured, so that a busy machine
-costs no more. The garbage collector does not look at restored sessions, nor again at what it looked
-at for long, as in a kvd.
+Each of the event loop's longest calls stops every engine. To measure them, the pure engine is
+started over a real index, and gets the calls of a kvd's loop: each call includes draining the
+actions that follow, but not performing them. The processor time of this thread is measured, so a
+busy machine does not matter. The garbage collector skips restored sessions and other old objects,
+as in a kvd.
 """
 
 import random
@@ -55,30 +55,30 @@ T = TypeVar("T")
 
 OPERATIONS = ("prepare_load", "complete_load", "look_up", "prepare_store", "complete_store")
 NUM_HOT = 8  # sessions in DRAM that are loaded
-HOT_SEED = 1 << 24  # token ids: not those of an idle session
+HOT_SEED = 1 << 24  # seeds of token ids; above those of idle sessions
 NEW_SEED = 1 << 25
 OTHER_SEED = 1 << 26
-# Of the pure engine, for the longest calls of the loop.
+# For the pure engine, to measure the longest calls of the loop.
 POLICY = "predictive"  # the default one
 ENGINE_ID = 1
 NUM_SLOTS = 512
-NUM_STORES = 100  # of new sessions where the SSD tier is full
-TICKS_SHARE = 500  # one call for so many sessions, until a reload is brought about
-NUM_TICKS = 200  # at most, of those that expire sessions
+NUM_STORES = 100  # of new sessions while the SSD tier is full
+TICKS_SHARE = 500  # sessions per timer call until a reload's quota is enforced
+NUM_TICKS = 200  # timer calls, at most, that expire sessions
 TTL_NS = 3600 * NS_PER_S
 NOW_NS = 1 << 40
 STORED_SEED = 1 << 27
 
 
 async def measure_calls(options: BenchOptions, work: Workspace, indexes: FilledIndexes) -> Rounds:
-    """Take turns between kvds of all sizes."""
+    """Measure kvds with all numbers of sessions, in turns."""
     scale = options.scale
     rounds = Rounds("rpc")
     async with AsyncExitStack() as stack:
         engines = []
         for num_sessions in scale.session_counts:
             options.on_progress(f"control plane, {num_sessions} sessions")
-            engines.append(await _attached(options, work, indexes, num_sessions, stack))
+            engines.append(await _attach(options, work, indexes, num_sessions, stack))
         for engine in engines:
             await engine.take(scale.calls_per_round, Rounds("rpc"))  # to warm up
         options.on_progress("control plane, calls")
@@ -88,7 +88,7 @@ async def measure_calls(options: BenchOptions, work: Workspace, indexes: FilledI
     return rounds
 
 
-async def _attached(
+async def _attach(
     options: BenchOptions,
     work: Workspace,
     indexes: FilledIndexes,
@@ -107,7 +107,7 @@ async def _attached(
 
 
 class _CallingEngine:
-    """An engine that asks and answers, and copies nothing."""
+    """An engine that makes calls, and copies nothing."""
 
     def __init__(self, kvd: ChildKvd, client: KvdClient, num_sessions: int) -> None:
         self._kvd = kvd
@@ -123,7 +123,7 @@ class _CallingEngine:
             await self._store(f"hot-{number}", HOT_SEED + number, ignored)
 
     async def take(self, num_calls: int, rounds: Rounds) -> None:
-        """Do one turn."""
+        """Measure one kvd's turn of a round."""
         await self._kvd.until_quiet()
         turn = rounds.begin(OPERATIONS, self._num_sessions)
         stored = []
@@ -171,7 +171,7 @@ async def _timed(seconds: list[float], call: Awaitable[T]) -> T:
 async def measure_restart(
     options: BenchOptions, work: Workspace, indexes: FilledIndexes
 ) -> Restart:
-    """Start kvd over a full and over an empty index, in turns."""
+    """Measure starts over a full and an empty index, in turns."""
     num_sessions = max(options.scale.session_counts)
     options.on_progress(f"restart, an index of {num_sessions} sessions")
     full_dir = await indexes.state_dir(num_sessions)
@@ -207,7 +207,7 @@ async def measure_restart(
 
 
 class _Starts:
-    """What was seen at the starts over one index."""
+    """Measurements of the starts over one index."""
 
     def __init__(self) -> None:
         self.ready_s: list[float] = []
@@ -222,15 +222,15 @@ class _Starts:
 
 
 def measure_loop_calls(options: BenchOptions, indexes: FilledIndexes, state_dir: Path) -> LoopCalls:
-    """Start the engine over an index, and make its calls."""
+    """Start the pure engine over an index, and time the loop's longest calls."""
     num_sessions = max(options.scale.session_counts)
     options.on_progress(f"the loop's longest calls, {num_sessions} sessions")
     with memory.freezing_survivors():
-        return _measured(opened(options, indexes, state_dir), num_sessions, indexes)
+        return _measure_run(open_run(options, indexes, state_dir), num_sessions, indexes)
 
 
-def _measured(run: "LoopRun", num_sessions: int, indexes: FilledIndexes) -> LoopCalls:
-    attach_s = run.longest(lambda: run.engine.add_slots(NUM_SLOTS, 1))
+def _measure_run(run: "LoopRun", num_sessions: int, indexes: FilledIndexes) -> LoopCalls:
+    attach_s = run.time_call(lambda: run.engine.add_slots(NUM_SLOTS, 1))
     look_s = run.expire(NUM_TICKS, NS_PER_S)
     store_s = max(run.store(number) for number in range(NUM_STORES))
     reload_s = run.give_quota(num_sessions * indexes.blocks_per_session)
@@ -250,14 +250,14 @@ def _measured(run: "LoopRun", num_sessions: int, indexes: FilledIndexes) -> Loop
     )
 
 
-def opened(options: BenchOptions, indexes: FilledIndexes, state_dir: Path) -> "LoopRun":
+def open_run(options: BenchOptions, indexes: FilledIndexes, state_dir: Path) -> "LoopRun":
     """Start an engine over an index whose sessions fill the SSD tier."""
     num_sessions = max(options.scale.session_counts)
     limits = Limits(
         num_slots=0,
         num_extents=num_sessions * indexes.blocks_per_session,
         max_sessions=num_sessions,
-        default_ttl_ns=NOW_NS + TTL_NS,  # they were used when the clock began
+        default_ttl_ns=NOW_NS + TTL_NS,  # the sessions were last used at time 0
         prefetch_bytes=32 << 20,
         watermark=0.02,
     )
@@ -266,7 +266,7 @@ def opened(options: BenchOptions, indexes: FilledIndexes, state_dir: Path) -> "L
 
 
 class LoopRun:
-    """An engine over an index, and its clock."""
+    """An engine over an index, with a clock of its own."""
 
     def __init__(self, limits: Limits, state_dir: Path) -> None:
         self.now_ns = NOW_NS
@@ -285,8 +285,8 @@ class LoopRun:
         finally:
             manifest.close()
 
-    def longest(self, call: Callable[[], object]) -> float:
-        """Make a call, carry out what comes of it, and say how long the call itself took."""
+    def time_call(self, call: Callable[[], object]) -> float:
+        """Make a call, perform its actions, and return the time of the call alone, in seconds."""
         started = time.thread_time()
         self.engine.advance(self.now_ns)
         call()
@@ -298,21 +298,21 @@ class LoopRun:
         return took_s
 
     def expire(self, num_ticks: int, step_ns: int) -> float:
-        """Let time pass, so many times; returns how long the longest of these calls took."""
+        """Advance the clock step by step; return the time of the longest call."""
         longest_s = 0.0
         for _ in range(num_ticks):
             self.now_ns += step_ns
-            longest_s = max(longest_s, self.longest(self.engine.expire))
+            longest_s = max(longest_s, self.time_call(self.engine.expire))
         return longest_s
 
     def give_quota(self, num_blocks: int) -> float:
-        """Give the tenant with all the sessions its first quota; returns how long that took."""
+        """Give the tenant with all the sessions its first quota; return the time of the call."""
         quota = TenantLimits(quota_bytes=num_blocks * SMALL_LAYOUT.block_bytes)
         self._limits = replace(self._limits, tenant_limits=lambda _tenant: quota)
-        return self.longest(lambda: self.engine.set_limits(self._limits))
+        return self.time_call(lambda: self.engine.set_limits(self._limits))
 
     def store(self, number: int) -> float:
-        """Store a new session, for which the coldest one has to go."""
+        """Store a new session, which evicts an idle one; return the time of the longest call."""
         self.now_ns += 1
         key, tokens = (
             bench_key(f"longest-{number}"),
@@ -324,10 +324,10 @@ class LoopRun:
             nonlocal lease_id
             lease_id = self.engine.stores.prepare(key, tokens, 0, ENGINE_ID).lease_id
 
-        took_s = self.longest(prepare)
+        took_s = self.time_call(prepare)
         if not lease_id:
             return took_s
-        complete = self.longest(
+        complete = self.time_call(
             lambda: self.engine.stores.complete(lease_id, ENGINE_ID, success=True)
         )
         return max(took_s, complete)

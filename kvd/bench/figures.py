@@ -1,8 +1,8 @@
-"""What a run of the bench finds. Frozen values; report.py writes them down.
+"""The results of a run of the bench. Frozen values, which report.py writes. Pure.
 
-Pure. The names of the fields are the names in the JSON document, which scripts read: a field is
-added freely, but renamed or removed only with a new number in SCHEMA. Latencies are taken in
-rounds, in which caches of different sizes take turns.
+Field names are the names in the JSON document, which scripts read: fields may be added freely, but
+renamed or removed only with a new number in SCHEMA. Latencies are measured in rounds, in which
+caches of different sizes take turns.
 """
 
 from collections import defaultdict
@@ -15,17 +15,18 @@ SCHEMA = "kvd.bench/1"
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """kvd against the machine's floor.
+    """The speed of kvd against the machine's floor.
 
     Attributes:
-        operation: "store" or "load" (arena), and the copies in them by themselves, "store_copy" and
+        operation: "store" or "load" (arena), and the copies in them alone, "store_copy" and
             "load_copy"; "write" or "read" (SSD) against I/O with memory of the arena's kind, and
             "write_huge", "read_huge" against I/O with private huge pages. Under `encryption` the
             floor is a kvd that does not encrypt.
-        slice_bytes: size of one layer of one block: what is copied at once in the arena.
-        io_bytes: size of one system call of the floor; 0 where there is none.
-        pass_bytes: moved in one half of a pair.
-        ratio: kvd's speed by the floor's, of pairs.
+        slice_bytes: size of one layer of one block, which one copy in the arena moves.
+        io_bytes: size of one system call of the floor; 0: it makes none.
+        pass_bytes: bytes moved in one half of a pair.
+        num_threads, num_pairs: threads that move them, and pairs measured.
+        ratio: kvd's speed divided by the floor's, over the pairs.
         kvd_bytes_per_s, floor_bytes_per_s: medians.
     """
 
@@ -42,12 +43,15 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class Latency:
-    """How long calls take, one at a time.
+    """The times of calls, made one at a time.
 
     Attributes:
         level: "rpc" (the project's client to a kvd process and back) or "core" (the pure engine in
             this process).
-        num_sessions: stored meanwhile.
+        operation: the call.
+        num_sessions: sessions that are stored meanwhile.
+        num_calls: number of calls.
+        p50_us, p99_us: percentiles, in microseconds.
     """
 
     level: str
@@ -60,7 +64,7 @@ class Latency:
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """How many times longer the median call takes when more sessions are stored."""
+    """The factor by which the median call is slower with more stored sessions."""
 
     level: str
     operation: str
@@ -71,13 +75,13 @@ class Growth:
 
 @dataclass(frozen=True, slots=True)
 class QueueCosts:
-    """An engine's queue, reported to the pure engine: message parsed, decoded, applied.
+    """The cost of an engine's queue for the pure engine: message parsed, decoded, applied.
 
     Attributes:
         num_jobs: number of requests that wait.
         policy: name of the eviction policy.
-        full_s: seconds of a processor for the whole queue at once.
-        change_s: the same, for one request that leaves and one that joins.
+        full_s: seconds of processor time for the whole queue at once.
+        change_s: the same for one change: one request leaves and one joins.
     """
 
     num_jobs: int
@@ -91,14 +95,15 @@ class Restart:
     """A start over a full index.
 
     Attributes:
+        num_sessions, blocks_per_session: the content of the index.
+        num_restored: sessions that kvd reports after the start.
         ready_s: seconds from exec to a health check that says SERVING.
-        ready_cpu_s: processor time of that: what it would take on a machine with nothing else to do
-            and a disk that never makes it wait.
+        ready_cpu_s: processor time of that: the time on an idle machine whose disk never makes it
+            wait.
         empty_ready_s: ready_s with an empty index.
         rss_bytes: resident memory once idle; empty_rss_bytes: with an empty index.
-        rss_per_session_bytes: the difference of both, divided by the sessions.
-        peak_rss_per_session_bytes: the same of the most memory that the start took.
-        num_restored: sessions that kvd then says it has.
+        rss_per_session_bytes: their difference, divided by the number of sessions.
+        peak_rss_per_session_bytes: the same for the peak memory of the start.
         index_bytes: size of the index file.
     """
 
@@ -117,16 +122,18 @@ class Restart:
 
 @dataclass(frozen=True, slots=True)
 class LoopCalls:
-    """The longest calls of the event loop with very many idle sessions, by processor time.
+    """The longest calls of the event loop with very many idle sessions, in processor time.
 
     Attributes:
-        restore_cpu_s: reading the index and restoring what it says; before anybody is served.
-        attach_ms: the first engine's attach, which is the first look for sessions to read ahead.
-        look_ms: the calls of the timer after it, while nothing expires.
-        store_ms: stores of new sessions for which idle ones have to go.
+        num_sessions, blocks_per_session: the idle sessions.
+        policy: the eviction policy.
+        restore_cpu_s: reading the index and restoring its sessions, before any engine is served.
+        attach_ms: the first engine's attach, which includes the first choice of prefetches.
+        look_ms: the timer's calls after it, while nothing expires.
+        store_ms: stores of new sessions that evict idle ones.
         reload_ms: a reload that gives a tenant with all the sessions its first quota, and the calls
-            that bring it about.
-        expire_ms: the calls of the timer that find all sessions expired.
+            that enforce it.
+        expire_ms: the timer's calls that find all sessions expired.
     """
 
     num_sessions: int
@@ -142,16 +149,17 @@ class LoopCalls:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Where it was measured.
+    """The machine on which the bench ran.
 
     Attributes:
+        cpu: its name.
         cpus: number of CPUs that this process may use.
         load_average: load of the last minute before the run; much above 0 is a busy machine.
         huge_pages: when private memory gets transparent ones: "always", "madvise" or "never".
-        shared_huge_pages: the same for shared memory, as arenas are: "advise", "never", …
-        reserved_huge_pages: number that an arena can have, if they suffice for it.
-        direct_io: whether the file system takes O_DIRECT; without, the SSD figures are the page
-            cache's.
+        shared_huge_pages: the same for shared memory, which arenas are: "advise", "never", …
+        reserved_huge_pages: huge pages that an arena can have, if they are enough for it.
+        direct_io: the file system supports O_DIRECT; otherwise the SSD's figures are those of the
+            page cache.
     """
 
     cpu: str
@@ -172,7 +180,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Everything of one run; a part that was not run is None."""
+    """All results of a run; None: the part was not run."""
 
     started_unix_s: float
     elapsed_s: float
@@ -192,7 +200,7 @@ class Report:
 def comparison(
     operation: str, pairs: list[Pair], *, slice_bytes: int, io_bytes: int, num_threads: int
 ) -> Comparison:
-    """Sum up interleaved pairs."""
+    """Return the summary of interleaved pairs."""
     return Comparison(
         operation=operation,
         slice_bytes=slice_bytes,
@@ -207,7 +215,7 @@ def comparison(
 
 
 def latency(level: str, operation: str, num_sessions: int, seconds: list[float]) -> Latency:
-    """Sum up the calls of all rounds."""
+    """Return the summary of the calls of all rounds."""
     return Latency(
         level=level,
         operation=operation,
@@ -219,7 +227,7 @@ def latency(level: str, operation: str, num_sessions: int, seconds: list[float])
 
 
 class Rounds:
-    """Seconds of each call, by operation, number of sessions stored, and round.
+    """The times of single calls, by operation, number of stored sessions, and round.
 
     Args:
         level: "rpc" or "core", see Latency.
@@ -230,21 +238,21 @@ class Rounds:
         self._seconds: defaultdict[tuple[str, int], list[list[float]]] = defaultdict(list)
 
     def begin(self, operations: tuple[str, ...], num_sessions: int) -> dict[str, list[float]]:
-        """Open one cache's turn of a round: lists to append seconds to, one per operation."""
+        """Begin a cache's turn of a round; return lists to append seconds to, by operation."""
         turn: dict[str, list[float]] = {operation: [] for operation in operations}
         for operation, seconds in turn.items():
             self._seconds[operation, num_sessions].append(seconds)
         return turn
 
     def latencies(self) -> list[Latency]:
-        """Return a latency for each operation and size, over all rounds."""
+        """Return a latency for each operation and number of sessions, over all rounds."""
         return [
             latency(self._level, operation, num_sessions, [s for turn in turns for s in turn])
             for (operation, num_sessions), turns in sorted(self._seconds.items())
         ]
 
     def growths(self, from_sessions: int, to_sessions: int) -> list[Growth]:
-        """Return how the median call grows between two sizes, for each operation."""
+        """Return the growth of the median call between two numbers of sessions, per operation."""
         operations = sorted({operation for operation, _ in self._seconds})
         return [
             Growth(

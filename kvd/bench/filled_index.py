@@ -1,8 +1,8 @@
-"""State directories with very many idle sessions: an index of its own making, filled at once.
+"""State directories with very many idle sessions: an index that the bench fills itself.
 
-Chain keys are true, extents lie side by side. The volumes have the size that the rows say, and no
-data: segments with nothing but a hole. A start reads the index only, and a block is verified when
-it is used (D11).
+The keys are properly chained, and the extents lie side by side. The volumes have the size that the
+index says, but no data: each segment is a hole. This is enough, because a start reads only the
+index, and a block is verified when it is used (D11).
 """
 
 import asyncio
@@ -31,25 +31,25 @@ TENANT = "bench"
 
 
 def bench_key(name: str) -> SessionKey:
-    """Return a session of the bench's layouts."""
+    """Return the key of a session of the bench's layouts."""
     return SessionKey(TENANT, MODEL, name)
 
 
 def token_ids_of(seed: int, num_tokens: int) -> bytes:
-    """Make token ids (little-endian uint32) of which no two seeds share the first one."""
+    """Return token ids (little-endian uint32); with different seeds the first ones differ."""
     tokens = np.arange(num_tokens, dtype="<u4")
     tokens[0] = 0x8000_0000 + seed
     return tokens.tobytes()
 
 
-SALT = bytes(range(SALT_BYTES))  # a secret of nobody: these sessions are the bench's own
+SALT = bytes(range(SALT_BYTES))  # needs no secrecy: these sessions are the bench's own
 TOKENS_PER_SESSION = BLOCKS_PER_SESSION * SMALL_LAYOUT.block_tokens
 SECTORS_PER_BLOCK = ExtentShape(SMALL_LAYOUT).sectors_per_extent
 NUM_SEGMENT_BLOCKS = 1 << 16
 
 
 def idle_key(number: int) -> SessionKey:
-    """Return the key of one of the idle sessions."""
+    """Return the key of the idle session of this number."""
     return bench_key(f"idle-{number:06}")
 
 
@@ -72,14 +72,14 @@ def block_keys_of(number: int, num_blocks: int = BLOCKS_PER_SESSION) -> list[byt
 
 
 def session_record(number: int, keys: list[bytes]) -> SessionRecord:
-    """Make the row of a session; the higher its number the later its last use."""
+    """Return the index entry of a session; a higher number means a later last use."""
     step = SMALL_LAYOUT.block_tokens
     spans = [plain_span(key, step) for key in keys]
     return SessionRecord(idle_key(number), pack_spans(spans), last_access_ns=1 + number)
 
 
 def population(num_sessions: int) -> IndexEntries:
-    """Make the rows of sessions 0 … num_sessions - 1."""
+    """Return the index entries of sessions 0 … num_sessions - 1."""
     keys: list[bytes] = []
     sessions: list[SessionRecord] = []
     for number in range(num_sessions):
@@ -92,21 +92,25 @@ def population(num_sessions: int) -> IndexEntries:
 
 
 def extents_of(num_blocks: int) -> Iterator[int]:
-    """Return where the blocks lie: one after the other."""
+    """Return the blocks' extents: one after the other."""
     return iter(range(0, num_blocks * SECTORS_PER_BLOCK, SECTORS_PER_BLOCK))
 
 
 MANIFEST_NAME = "manifest.db"
 DRAM_BYTES = 64 << 20
 SPARE_BYTES = 1 << 30
-INDEX_BYTES_PER_BLOCK = 512  # of the index file and its log, amply
+INDEX_BYTES_PER_BLOCK = 512  # of the index file and its log: an upper bound
 
 _BLOCK_BYTES = ExtentShape(SMALL_LAYOUT).full_bytes
 _SEGMENT_BYTES = NUM_SEGMENT_BLOCKS * _BLOCK_BYTES
 
 
 class FilledIndexes:
-    """One state directory for each number of sessions, made when it is first wanted."""
+    """A state directory for each number of sessions, made when it is first used.
+
+    Attributes:
+        blocks_per_session: blocks of each idle session.
+    """
 
     def __init__(self, directory: Path, max_sessions: int, blocks_per_session: int) -> None:
         self._directory = directory
@@ -114,7 +118,7 @@ class FilledIndexes:
         self._ssd_bytes = max_sessions * blocks_per_session * _BLOCK_BYTES + SPARE_BYTES
 
     def sizes(self, io_threads: int) -> KvdSizes:
-        """Return the sizes of a kvd over any of them: small memory, room for all its extents."""
+        """Return the sizes of a kvd over any of them: little memory, room for all extents."""
         return KvdSizes(
             dram_bytes=DRAM_BYTES,
             ssd_bytes=self._ssd_bytes,
@@ -125,7 +129,7 @@ class FilledIndexes:
         )
 
     async def state_dir(self, num_sessions: int) -> Path:
-        """Return the directory; filling it takes seconds."""
+        """Return the directory of an index with so many sessions; filling it takes seconds."""
         path = self._directory / f"index-{num_sessions}"
         if not path.exists():
             path.mkdir(parents=True, mode=0o700)
@@ -134,13 +138,13 @@ class FilledIndexes:
 
 
 def needed_bytes(max_sessions: int, blocks_per_session: int) -> int:
-    """Return what the state directories take on disk, each as full as the fullest."""
+    """Return the disk space of the state directories, each as full as the fullest."""
     num_blocks = max_sessions * blocks_per_session
     return SPARE_BYTES + 3 * num_blocks * INDEX_BYTES_PER_BLOCK
 
 
 def fill_index(state_dir: Path, num_sessions: int, blocks_per_session: int) -> None:
-    """Write the rows of `num_sessions` sessions, in one transaction."""
+    """Write the entries of `num_sessions` sessions, in one transaction."""
     path, volumes = state_dir / MANIFEST_NAME, state_dir / "volumes"
     manifest = Manifest(path, volumes, NoFaults())
     manifest.open()
@@ -176,7 +180,7 @@ def _put_all(db: sqlite3.Connection, num_sessions: int, blocks_per_session: int)
             yield (*identity, row.spans, row.last_access_ns, row.ttl_ns, row.pin.value, row.ended)
 
     db.executemany(PUT_SESSION, session_entries())
-    # In the order of the index: many times faster than as they come.
+    # Inserting in the order of the index is many times faster than in the order of sessions.
     halves = np.frombuffer(bytes(joined), dtype=[("first", ">u8"), ("last", ">u8")])
     order = np.lexsort((halves["last"], halves["first"])).tolist()
     keys = (bytes(joined[index * KEY_BYTES : (index + 1) * KEY_BYTES]) for index in order)

@@ -1,12 +1,13 @@
-"""The floor: memory, memcpy on threads, and the disk I/O that kvd does for a pass, without kvd.
+"""The floor: memory, memcpy on threads, and the disk I/O of a pass of kvd, without kvd.
 
-The same extents (header and block in one pwritev or preadv, straight from and to memory, with
-O_DIRECT where the file system takes it), in files of the same size, preallocated in the same way
-and written once before anything is timed; the same number of threads; the same cadence of
-fdatasync: whenever a sync has ended, the next one is begun for all that was written meanwhile. No
-checksums, no index, no other process.
+The disk I/O moves the same extents (header and block in one pwritev or preadv, directly from and to
+memory, with O_DIRECT if the file system supports it), in files of the same size, preallocated in
+the same way and written once before anything is timed. It has the same number of threads and the
+same cadence of fdatasync: when a sync has ended, the next one begins for all that was written
+meanwhile. There are no checksums, no index, no other process.
 
-Memory is page-aligned, and every page of it allocated and random before anything is timed.
+Memory is page-aligned. Every page of it is allocated, and has random bytes, before anything is
+timed.
 """
 
 import asyncio
@@ -28,17 +29,17 @@ from shared.types.units import SECTOR_BYTES, align_up, ceil_div
 
 _FILL_BYTES = 8 << 20
 
-BlockAt: TypeAlias = Callable[[int], memoryview]  # block number → its memory
+BlockAt: TypeAlias = Callable[[int], memoryview]  # returns the memory of a block
 
-# What the pages are matters as much as who copies: direct I/O into huge pages, or into pages that
-# happen to lie side by side, is up to twice as fast. private: as a process gets them. huge: the
-# same, with transparent huge pages. shared: as kvd's arena has them without reserved huge pages, a
-# memfd with the same advice, allocated in the same way.
+# The kind of pages matters as much as the copying code: direct I/O into huge pages, or into pages
+# that happen to be contiguous, is up to twice as fast. private: as a process gets them. huge: the
+# same, with transparent huge pages. shared: as in kvd's arena without reserved huge pages: a memfd
+# with the same advice, allocated in the same way.
 Pages = Literal["private", "huge", "shared"]
 
 
 class Buffer:
-    """`num_blocks` blocks of random bytes: neither a disk nor a file system can shrink them."""
+    """`num_blocks` blocks of random bytes, which no disk or file system can compress."""
 
     def __init__(self, num_blocks: int, block_bytes: int, pages: Pages = "private") -> None:
         self._block_bytes = block_bytes
@@ -46,11 +47,11 @@ class Buffer:
         memory = _shared(size) if pages == "shared" else _private(size)
         self._view = memoryview(memory)
         if pages != "private":
-            with contextlib.suppress(OSError):  # a kernel without them gives what it has
+            with contextlib.suppress(OSError):  # a kernel without them gives normal pages
                 ask_huge_pages(self._view)
                 populate(self._view)
         random = np.random.default_rng(0)
-        for start in range(0, size, _FILL_BYTES):  # which allocates every page
+        for start in range(0, size, _FILL_BYTES):  # allocates every page
             part = self._view[start : start + _FILL_BYTES]
             part[:] = random.bytes(len(part))
 
@@ -74,10 +75,10 @@ def _shared(size: int) -> mmap.mmap:
 
 
 class Copier:
-    """Copies block after block, slice by slice; each thread has a run of blocks.
+    """Copies blocks, slice by slice; each thread copies a contiguous run of blocks.
 
     Invariant: the work per slice is the same whatever memory is behind the blocks, so that two
-    copies differ by that memory only.
+    copies differ only in that memory.
     """
 
     def __init__(self, num_threads: int, block_bytes: int, slice_bytes: int) -> None:
@@ -87,7 +88,7 @@ class Copier:
         self._pool = ThreadPoolExecutor(num_threads, "bench-copy")
 
     async def copy(self, target: BlockAt, source: BlockAt, num_blocks: int) -> None:
-        """Copy blocks 0 … num_blocks - 1; returns when all threads are done."""
+        """Copy blocks 0 … num_blocks - 1; return when all threads are done."""
         loop = asyncio.get_running_loop()
         share = ceil_div(num_blocks, self.num_threads)
         starts = range(0, num_blocks, share)
@@ -100,27 +101,28 @@ class Copier:
     def _copy_run(self, target: BlockAt, source: BlockAt, run: range) -> None:
         for index in run:
             to = np.frombuffer(target(index), np.uint8)
-            came_from = np.frombuffer(source(index), np.uint8)
+            from_ = np.frombuffer(source(index), np.uint8)
             for start in range(0, self._block_bytes, self._slice_bytes):
                 end = start + self._slice_bytes
-                np.copyto(to[start:end], came_from[start:end])  # a memcpy, without the GIL
+                np.copyto(to[start:end], from_[start:end])  # a memcpy, without the GIL
 
     def close(self) -> None:
-        """End the threads; waits for what they are copying."""
+        """Stop the threads; wait for their current copies."""
         self._pool.shutdown(wait=True, cancel_futures=True)
 
 
-MAX_SYNC_BATCH = 64  # extents in one sync; as many are never in flight
+MAX_SYNC_BATCH = 64  # extents in one sync; fewer are in flight at any time
 
 
 class DirectFloor:
-    """Extents in preallocated files, moved by `num_threads` threads.
+    """Writes and reads extents in preallocated files, with `num_threads` threads.
 
     Args:
-        directory: made, if it is not there; on the file system to measure.
+        directory: on the file system to measure; created if it does not exist.
         header_bytes, block_bytes: sizes of an extent's two parts, whole sectors.
-        num_extents: all of them are written and read by a pass.
-        segment_bytes: size of one file, at most; kvd's ssd.segment_bytes.
+        num_extents: extents that a pass writes or reads, which is all of them.
+        segment_bytes: the largest size of a file; kvd's ssd.segment_bytes.
+        num_threads: threads that do I/O.
     """
 
     def __init__(
@@ -140,11 +142,11 @@ class DirectFloor:
         self._per_segment = max(1, segment_bytes // self._extent_bytes)
         self._num_threads = num_threads
         self._fds: list[int] = []
-        self._failed: list[OSError] = []  # in the threads; the first one is raised
+        self._failed: list[OSError] = []  # of syncs in a thread; the first one is raised
         self.is_direct = False
 
     def open(self) -> None:
-        """Make and preallocate the files; raises OSError when the disk is full."""
+        """Create and preallocate the files; raises OSError when the disk is full."""
         self._directory.mkdir(parents=True, exist_ok=True)
         for segment, first in enumerate(range(0, self._num_extents, self._per_segment)):
             num_extents = min(self._per_segment, self._num_extents - first)
@@ -154,7 +156,7 @@ class DirectFloor:
             os.posix_fallocate(fd, 0, num_extents * self._extent_bytes)
 
     def write(self, block_at: BlockAt) -> None:
-        """Write every extent; returns when all of it is durable."""
+        """Write every extent; return when all are durable."""
         syncer: BatchWorker[int] = BatchWorker("bench-sync", self._sync, MAX_SYNC_BATCH)
         syncer.start()
 
@@ -167,7 +169,7 @@ class DirectFloor:
         try:
             self._on_threads(write_one)
         finally:
-            syncer.close()  # syncs what is left
+            syncer.close()  # syncs the remaining extents
         if self._failed:
             raise self._failed[0]
 
@@ -188,7 +190,7 @@ class DirectFloor:
             path.unlink()
 
     def _on_threads(self, move: Callable[[int, memoryview], None]) -> None:
-        """Give extent after extent to whichever thread is free."""
+        """Move each extent in the next free thread."""
         extents = itertools.count()
 
         def work(_thread: int) -> None:
@@ -218,7 +220,7 @@ class DirectFloor:
 
 
 def open_direct(path: Path) -> tuple[int, bool]:
-    """Create a file for direct I/O; (descriptor, whether the file system takes it)."""
+    """Create a file for direct I/O; return its descriptor, and whether that is supported."""
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
     try:
         return os.open(path, flags | os.O_DIRECT, 0o600), True

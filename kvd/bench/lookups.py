@@ -1,15 +1,16 @@
-"""What the pure engine's calls cost as more sessions are stored: no process, no RPC, no I/O.
+"""The cost of the pure engine's calls as more sessions are stored: no process, no RPC, no I/O.
 
-Every engine holds its sessions on SSD and has room for few in DRAM. Loaded are random ones, so that
-each load finds a session that has been idle, promotes its blocks, and evicts another's. Stored are
-new ones, dropped again between the rounds. What the engine asks for is done in memory, at once.
+Each engine has its sessions on SSD, and room for few of them in DRAM. Loads are of random sessions,
+so that each load finds an idle session, promotes its blocks, and evicts another session's. Stores
+are of new sessions, which are dropped between the rounds. The engine's I/O is done in memory, at
+once.
 
-An engine's queue is sent whole, and one change of it: a message is parsed, decoded, checked and
-taken by the pure engine with its default policy, as the service does it; nothing is stored of the
-sessions that wait.
+An engine's queue is reported as a whole, and then change by change. A message is parsed, decoded,
+checked and applied by the pure engine with its default policy, as in the service. Nothing is stored
+of the sessions in the queue.
 
-Python's garbage collector is held off while timing: its full passes would charge one engine for the
-objects of all. (The RPC figures contain it.)
+Python's garbage collector is off while anything is timed: its full passes would charge one engine
+for the objects of all. (The RPC figures include it.)
 """
 
 import gc
@@ -60,23 +61,23 @@ from shared.types.queue_feed import QueueFeed
 
 
 class MemoryPerformer:
-    """Performs for one engine."""
+    """Performs the actions of one engine in memory."""
 
     def __init__(self, engine: CacheEngine) -> None:
         self._engine = engine
         self._checksums = bytes(CHECKSUM_BYTES * len(engine.layout.layers))
 
     def settle(self, token_ids: Mapping[bytes, bytes]) -> None:
-        """Perform until the engine asks for nothing more.
+        """Perform actions until the engine has no more.
 
         Args:
-            token_ids: token ids of the blocks that may be read, by key.
+            token_ids: token ids of the blocks that may be read, by block key.
         """
         while actions := self._engine.drain():
             self.perform(actions, token_ids)
 
     def perform(self, actions: Sequence[Action], token_ids: Mapping[bytes, bytes]) -> None:
-        """Perform what was drained; what comes of it is to be drained again."""
+        """Perform drained actions; their completions may lead to new actions."""
         for action in actions:
             self._perform(action, token_ids)
 
@@ -93,8 +94,8 @@ class MemoryPerformer:
             case WriteBlock():
                 engine.writes.write_done(action.op_id, IoOutcome.OK)
             case CompactTokens():
-                made = [self._checksums] * len(action.blocks)
-                engine.compactions.copy_done(action.op_id, IoOutcome.OK, made)
+                checksums = [self._checksums] * len(action.blocks)
+                engine.compactions.copy_done(action.op_id, IoOutcome.OK, checksums)
             case CommitIndex():
                 engine.compactions.commit_done(action.op_id)
             case DropBlock():
@@ -108,12 +109,12 @@ T = TypeVar("T")
 OPERATIONS = ("prepare_load", "complete_load", "prepare_store", "complete_store")
 ENGINE_ID = 1
 SLOTS_IN_SESSIONS = 64
-SPARE_SESSIONS = 10_000  # room on SSD for those that are stored meanwhile
-NEW_SEED = 1 << 24  # token ids of new sessions: not those of an idle one
+SPARE_SESSIONS = 10_000  # room on SSD for sessions that are stored meanwhile
+NEW_SEED = 1 << 24  # of new sessions' token ids; above the seeds of idle sessions
 
 
 def measure_lookups(options: BenchOptions) -> Rounds:
-    """Take turns between engines of all sizes."""
+    """Measure engines with all numbers of sessions, in turns."""
     scale = options.scale
     engines = [TimedEngine(num_sessions) for num_sessions in scale.session_counts]
     rounds = Rounds("core")
@@ -128,7 +129,7 @@ def measure_lookups(options: BenchOptions) -> Rounds:
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Hold the garbage collector off."""
+    """Turn the garbage collector off for the block inside."""
     gc.collect()
     gc.disable()
     try:
@@ -138,7 +139,7 @@ def uncollected() -> Iterator[None]:
 
 
 class TimedEngine:
-    """An engine with `num_sessions` idle sessions, and its in-memory world."""
+    """An engine with `num_sessions` idle sessions, whose I/O is done in memory."""
 
     def __init__(self, num_sessions: int) -> None:
         self._num_sessions = num_sessions
@@ -157,7 +158,7 @@ class TimedEngine:
         self._performer.settle({})
 
     def take(self, operations: tuple[str, ...], num_calls: int, rounds: Rounds) -> None:
-        """Do one turn."""
+        """Measure one engine's turn of a round."""
         turn = rounds.begin(operations, self._num_sessions)
         stored = []
         for _ in range(num_calls):
@@ -223,7 +224,7 @@ INTERVAL_S = 0.1  # between two starts
 
 
 def measure_queues(options: BenchOptions) -> QueueCosts:
-    """Report a queue whole, then change by change, so many times."""
+    """Measure reports of a whole queue, and of single changes, in each round."""
     policy, num_jobs = EvictionSettings().policy, options.scale.queue_jobs
     full_s, change_s = [], []
     for _ in range(options.scale.rounds):
@@ -250,12 +251,12 @@ class _QueueReports:
         self._replica = QueueReplica(self._apply)
 
     def change(self, number: int) -> None:
-        """Let a request leave, and another join somewhere."""
+        """Let a request leave, and another one join at some place."""
         self._feed.left(number)
         self._add(self._num_jobs + number, number * 0.618 % 1 * self._num_jobs)
 
     def report(self) -> float:
-        """Report what has changed; return the seconds of a processor that kvd takes for it."""
+        """Report the changes; return kvd's processor time for the report, in seconds."""
         update = self._feed.next_update(self._num_jobs)
         assert update is not None, "something has changed"  # noqa: S101
         sent = snapshot_message(ENGINE_ID, update).SerializeToString()

@@ -1,4 +1,4 @@
-"""What to measure, how much of it, and the shapes of the blocks it is measured with. Pure."""
+"""The options of the bench: what and how much to measure, and the shapes of its blocks. Pure."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -13,13 +13,13 @@ Part = Literal["arena", "ssd", "encryption", "control", "queue", "restart"]
 PARTS: tuple[Part, ...] = ("arena", "ssd", "encryption", "control", "queue", "restart")
 
 MODEL = "be" * 16  # the fingerprint of no model
-BLOCKS_PER_SESSION = 8  # of the sessions that fill an index
-MIN_PASS_BYTES = 64 * MIB  # below it a pass is all latency
+BLOCKS_PER_SESSION = 8  # of the sessions in a filled index
+MIN_PASS_BYTES = 64 * MIB  # a smaller pass would measure latency, not bandwidth
 BLOCK_TOKENS = 16
 
 
 def layout_with(slice_bytes: int, num_layers: int) -> KVLayout:
-    """Make a layout of K and V in equal halves, `slice_bytes` for one layer of one block."""
+    """Return a layout with K and V in equal halves, and `slice_bytes` per layer and block."""
     width = slice_bytes // (2 * BLOCK_TOKENS * 4)
     components = (Component("k", (1, width), "float32"), Component("v", (1, width), "float32"))
     return KVLayout(MODEL, (Layer(components),) * num_layers, BLOCK_TOKENS)
@@ -28,7 +28,7 @@ def layout_with(slice_bytes: int, num_layers: int) -> KVLayout:
 # The smallest slice that a real layout has (D6), and one of a large model.
 NUM_LAYERS = 16
 DATA_LAYOUTS = (layout_with(64 << 10, NUM_LAYERS), layout_with(MIB, NUM_LAYERS))
-# As small as can be: where sessions are counted, bytes only cost time.
+# As small as possible: where only the number of sessions matters, bytes cost time.
 SMALL_LAYOUT = layout_with(4 << 10, 1)
 
 
@@ -37,14 +37,16 @@ class Scale:
     """How much is measured.
 
     Attributes:
-        arena_bytes: copied in one pass.
-        ssd_pass_s: how long one pass should take; its bytes follow from the disk's speed.
-        ssd_max_bytes: but never more than these.
+        name: the scale's name.
+        arena_bytes, arena_pairs: bytes of one pass in the arena, and number of pairs.
+        ssd_pass_s: the wanted time of a pass on SSD; its bytes follow from the disk's speed.
+        ssd_max_bytes: the most bytes of such a pass.
+        ssd_pairs: number of pairs on SSD.
         layouts: layouts of the arena's and the SSD's blocks.
-        session_counts: small, and the two whose costs are compared.
+        session_counts: a small number of sessions, and the two whose costs are compared.
         rounds: the session counts take turns this often, with calls_per_round calls each.
         restarts: starts over the fullest index.
-        blocks_per_session: number of blocks of each session that fills an index.
+        blocks_per_session: blocks of each session in a filled index.
         queue_jobs: requests in the queue that is reported to kvd.
     """
 
@@ -90,7 +92,7 @@ QUICK = Scale(
 
 
 def fitted(scale: Scale, memory_bytes: int, disk_bytes: int) -> Scale:
-    """Cut a scale down to what a small machine has to give; a quarter of its memory, and less."""
+    """Reduce a scale to a quarter of a small machine's memory, or less, and to its disk."""
     return replace(
         scale,
         arena_bytes=min(scale.arena_bytes, max(MIN_PASS_BYTES, memory_bytes // 8)),
@@ -101,7 +103,7 @@ def fitted(scale: Scale, memory_bytes: int, disk_bytes: int) -> Scale:
 
 
 def resized(scale: Scale, num_sessions: int | None, num_blocks: int | None) -> Scale:
-    """Have the fullest index hold so many sessions of so many blocks; None: as the scale says."""
+    """Set the number of sessions and their blocks in the fullest index; None: as in the scale."""
     small, middle, largest = scale.session_counts
     largest = num_sessions or largest
     return replace(
@@ -113,13 +115,16 @@ def resized(scale: Scale, num_sessions: int | None, num_blocks: int | None) -> S
 
 @dataclass(frozen=True, slots=True)
 class BenchOptions:
-    """What the command line says.
+    """The options of one run.
 
     Attributes:
-        directory: the file system to measure; a directory of its own is made there, and removed.
+        directory: on the file system to measure; a new directory in it is used, and removed.
+        parts: the parts to measure.
+        scale: how much is measured.
         copy_threads: number of threads that copy into and out of the arena.
         io_threads: kvd's ssd.io_threads, and the floor's.
-        on_progress: called with the name of what is measured next.
+        command: the command line.
+        on_progress: called with the name of the next measurement.
     """
 
     directory: Path

@@ -1,11 +1,11 @@
-"""A report as a JSON document, and as tables for people. Pure.
+"""The bench's report as a JSON document, and as tables for people. Pure.
 
-The document is the Report of figures.py, field by field, with `schema` before it and `goals`
-behind it. Sizes are bytes, durations seconds unless the name ends in `_us`; a part that
-was not run is null.
+The document is the Report of figures.py, field by field, with `schema` before it and `goals` behind
+it. Sizes are in bytes, durations in seconds unless the name ends in `_us`; a part that was not run
+is null.
 
-Goals are what the project promises of these figures, and whether a run shows it. They are shown,
-never asserted: a machine that is busy with something else misses them.
+Goals are the project's promises about these results. They are shown, never asserted: a machine that
+is busy with something else misses them.
 """
 
 from collections.abc import Iterator
@@ -23,17 +23,17 @@ from shared.types.units import format_bytes, format_duration
 MIN_RATIO = 0.9
 MAX_GROWTH = 1.3
 MAX_QUEUE_MS = 20.0
-MAX_READY_S = 5.0  # of processor time, and MAX_READY_US more for each session
+MAX_READY_S = 5.0  # of processor time, plus MAX_READY_US for each session
 MAX_READY_US = 10.0
 MAX_SESSION_BYTES = 1024
-MAX_PEAK = 1.3  # times what sessions take at rest
+MAX_PEAK = 1.3  # times the memory of the sessions at rest
 MAX_CALL_MS = 50.0
 BIG_SLICE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """One promise. `measured` is in the unit of the bound."""
+    """A promise, and whether a run meets it. `measured` is in the unit of the bound."""
 
     what: str
     bound: str
@@ -111,45 +111,45 @@ def _at_most(what: str, measured: float, bound: float) -> Goal:
 
 
 _COMPARISON = (
-    (Column("operation"), lambda each: each.operation),
-    (number("slice"), lambda each: format_bytes(each.slice_bytes)),
-    (number("pass", 2), lambda each: format_bytes(each.pass_bytes)),
-    (number("threads"), lambda each: str(each.num_threads)),
-    (number("kvd"), lambda each: f"{format_bytes(int(each.kvd_bytes_per_s))}/s"),
-    (number("floor"), lambda each: f"{format_bytes(int(each.floor_bytes_per_s))}/s"),
-    (number("kvd / floor"), lambda each: f"{each.ratio.median:.2f}"),
-    (number("quartiles", 1), lambda each: quartiles(each.ratio)),
+    (Column("operation"), lambda row: row.operation),
+    (number("slice"), lambda row: format_bytes(row.slice_bytes)),
+    (number("pass", 2), lambda row: format_bytes(row.pass_bytes)),
+    (number("threads"), lambda row: str(row.num_threads)),
+    (number("kvd"), lambda row: f"{format_bytes(int(row.kvd_bytes_per_s))}/s"),
+    (number("floor"), lambda row: f"{format_bytes(int(row.floor_bytes_per_s))}/s"),
+    (number("kvd / floor"), lambda row: f"{row.ratio.median:.2f}"),
+    (number("quartiles", 1), lambda row: quartiles(row.ratio)),
 )
 _LATENCY = (
-    (Column("call", may_be_cut=True, least=20), lambda each: each.operation),
-    (Column("level"), lambda each: each.level),
-    (number("sessions"), lambda each: f"{each.num_sessions:,}"),
-    (number("calls", 1), lambda each: f"{each.num_calls:,}"),
-    (number("p50"), lambda each: f"{each.p50_us:,.0f} us"),
-    (number("p99"), lambda each: f"{each.p99_us:,.0f} us"),
+    (Column("call", may_be_cut=True, least=20), lambda row: row.operation),
+    (Column("level"), lambda row: row.level),
+    (number("sessions"), lambda row: f"{row.num_sessions:,}"),
+    (number("calls", 1), lambda row: f"{row.num_calls:,}"),
+    (number("p50"), lambda row: f"{row.p50_us:,.0f} us"),
+    (number("p99"), lambda row: f"{row.p99_us:,.0f} us"),
 )
 _GROWTH = (
-    (Column("call", may_be_cut=True, least=20), lambda each: each.operation),
-    (Column("level"), lambda each: each.level),
-    (number("from"), lambda each: f"{each.from_sessions:,}"),
-    (number("to sessions"), lambda each: f"{each.to_sessions:,}"),
-    (number("median"), lambda each: f"x {each.ratio.median:.2f}"),
-    (number("quartiles", 1), lambda each: quartiles(each.ratio)),
+    (Column("call", may_be_cut=True, least=20), lambda row: row.operation),
+    (Column("level"), lambda row: row.level),
+    (number("from"), lambda row: f"{row.from_sessions:,}"),
+    (number("to sessions"), lambda row: f"{row.to_sessions:,}"),
+    (number("median"), lambda row: f"x {row.ratio.median:.2f}"),
+    (number("quartiles", 1), lambda row: quartiles(row.ratio)),
 )
 _QUEUE = (  # what is reported, and milliseconds
-    (Column("reported"), lambda each: each[0]),
-    (number("median"), lambda each: f"{each[1].median:.2f} ms"),
-    (number("quartiles, ms", 1), lambda each: quartiles(each[1])),
+    (Column("reported"), lambda row: row[0]),
+    (number("median"), lambda row: f"{row[1].median:.2f} ms"),
+    (number("quartiles, ms", 1), lambda row: quartiles(row[1])),
 )
 _LOOP_CALLS = (
-    (Column("call"), lambda each: each[0]),
-    (number("processor time"), lambda each: each[1]),
+    (Column("call"), lambda row: row[0]),
+    (number("processor time"), lambda row: row[1]),
 )
 _GOALS = (
-    (Column("what", may_be_cut=True, least=30), lambda each: each.what),
-    (number("goal"), lambda each: each.bound),
-    (number("measured"), lambda each: f"{each.measured:.2f}"),
-    (Column(""), lambda each: verdict(each.met)),
+    (Column("what", may_be_cut=True, least=30), lambda row: row.what),
+    (number("goal"), lambda row: row.bound),
+    (number("measured"), lambda row: f"{row.measured:.2f}"),
+    (Column(""), lambda row: verdict(row.met)),
 )
 
 
@@ -163,7 +163,7 @@ def as_document(report: Report) -> dict[str, Any]:
 
 
 def tables(report: Report, width: int) -> Iterator[Table]:
-    """Yield what was run, one table a part, for a terminal of so many columns."""
+    """Yield a table for each part that was run, for a terminal of `width` columns."""
     yield facts(_machine_facts(report), width)
     for title, found in (
         ("arena: through leases, against memcpy", report.arena),

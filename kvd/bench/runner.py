@@ -1,4 +1,4 @@
-"""One run of the bench: its directories, its parts in order, its end on Ctrl-C."""
+"""One run of the bench: its directories, its parts in order, and its end on Ctrl-C."""
 
 import asyncio
 import time
@@ -12,9 +12,9 @@ from shared.measuring.workspace import check_memory, run_until_signal
 
 
 def run(options: BenchOptions) -> Report:
-    """Measure what the options say; takes minutes.
+    """Measure the parts that the options name; takes minutes.
 
-    Everything it made is removed at the end, also when it is interrupted.
+    All files and processes of the bench are removed at the end, even if it is interrupted.
 
     Raises:
         NoRoomError: the disk or the memory is too small for the scale.
@@ -33,7 +33,7 @@ def run(options: BenchOptions) -> Report:
 
 
 def needed_disk_bytes(options: BenchOptions) -> int:
-    """Return what the largest of the parts takes; they follow one another."""
+    """Return the bytes of disk that all parts need; they are added up."""
     needed = 64 << 20
     if "ssd" in options.parts:
         needed += ssd.needed_bytes(options)
@@ -46,7 +46,7 @@ def needed_disk_bytes(options: BenchOptions) -> int:
 
 
 def needed_memory_bytes(options: BenchOptions) -> int:
-    """Add up the arena and buffers of one layout, kvd itself and the bench."""
+    """Return the bytes of memory for kvd, the bench and the largest part."""
     needed = 512 << 20
     if "arena" in options.parts:
         needed = max(needed, 4 * options.scale.arena_bytes)
@@ -77,7 +77,7 @@ async def _measure(options: BenchOptions, work: Workspace) -> Report:
         report = replace(report, ssd=await ssd.measure_ssd(options, work))
     if "encryption" in options.parts:
         report = replace(report, encryption=await ssd.measure_encryption(options, work))
-    # Before control, which adds sessions to the indexes.
+    # This comes before control, which adds sessions to the indexes.
     if "restart" in options.parts or "control" in options.parts:
         report = replace(report, restart=await control.measure_restart(options, work, indexes))
     if "control" in options.parts:

@@ -1,16 +1,16 @@
-"""How fast kvd writes to and reads from SSD, against the same I/O without kvd.
+"""The speed of kvd's writes to and reads from SSD, against the same I/O without kvd.
 
-A pass is one session. *Write*: the session is in the arena already; timed is from `complete_store`
-until kvd says that nothing is dirty: hashed, written, synced, and in the index. *Read*: two
-sessions take turns in an arena that holds one of them, so that each load finds its blocks on SSD
-only; timed is `prepare_load`: read, verified, in the arena. The floor is kvd/bench/floor.py, from
-and to memory of the arena's kind; and once more in private huge pages, which shows what reserved
-huge pages would give kvd. All extents are written once before anything is timed: new files are
-slow.
+A pass moves one session. *Write*: the session is in the arena already. The time is measured from
+`complete_store` until kvd reports nothing dirty: hashed, written, synced, and in the index. *Read*:
+two sessions take turns in an arena that has room for one, so that each load finds its blocks on SSD
+only. The time is that of `prepare_load`: read, verified, in the arena. The floor is
+kvd/bench/floor.py, with memory of the arena's kind, and again with private huge pages: this shows
+what reserved huge pages would give kvd. All extents are written once before anything is timed,
+because new files are slow.
 
-What encryption costs is measured by two kvds with equal settings, one with a key, that take turns
-on the same disk. The ratio is the encrypted one's speed by the plain one's: below 1 where the disk
-is faster than the ciphers of all threads together.
+The cost of encryption is measured with two kvds with equal settings, one of them with a key, that
+take turns on the same disk. The ratio is the encrypted kvd's speed divided by the plain one's:
+below 1 where the disk is faster than the ciphers of all threads together.
 """
 
 import asyncio
@@ -34,29 +34,29 @@ from shared.measuring.statistics import Pair, Sample
 from shared.types.kv_layout import KVLayout
 
 SEGMENT_BYTES = 256 << 20  # kvd's default
-PROBE_BYTES = 64 << 20  # by which the disk's speed is estimated
+PROBE_BYTES = 64 << 20  # written to estimate the disk's speed
 MIN_BLOCKS = 4
-SPARE_BLOCKS = 2  # of the arena, beyond one session
-SESSIONS_KEPT = 3  # on SSD: two that are read in turn, and the one that is written
+SPARE_BLOCKS = 2  # of the arena, beside one session
+SESSIONS_KEPT = 3  # on SSD: two that are read in turn, and one that is written
 
 
 async def measure_ssd(options: BenchOptions, work: Workspace) -> tuple[Comparison, ...]:
-    """Write and read, for each layout."""
+    """Measure writes and reads, for each layout."""
     return await of_layouts("ssd", options, work, _measure_ssd)
 
 
 async def measure_encryption(options: BenchOptions, work: Workspace) -> tuple[Comparison, ...]:
-    """Write and read with a key, against a kvd without, for each layout."""
+    """Measure writes and reads with a key against a kvd without one, for each layout."""
     return await of_layouts("encryption", options, work, _measure_encryption)
 
 
 def needed_bytes(options: BenchOptions) -> int:
-    """Return what all of it takes on disk: kvd's sessions, and the floor's one."""
+    """Return the disk space of kvd's sessions and the floor's."""
     return (SESSIONS_KEPT + 1) * options.scale.ssd_max_bytes + 2 * SEGMENT_BYTES
 
 
 def encryption_bytes(options: BenchOptions) -> int:
-    """Return what encryption takes on disk: the sessions of two kvds."""
+    """Return the disk space of two kvds' sessions."""
     return (2 * SESSIONS_KEPT + 1) * options.scale.ssd_max_bytes + (1 << 30)
 
 
@@ -119,7 +119,7 @@ async def _measure_encryption(
 
 
 async def _pair(disks: list["KvdDisk"], turn: int, operation: str, session: str) -> Pair:
-    """Return each of the two, beginning with the other one every time."""
+    """Measure both kvds, in alternating order."""
     samples = {}
     for which in (0, 1) if turn % 2 else (1, 0):
         disk = disks[which]
@@ -159,7 +159,7 @@ class _Turns:
         session: str,
         alone: Callable[[BlockAt], None],
     ) -> None:
-        """Measure each of the three, beginning with another one every time."""
+        """Measure kvd and both floors, each turn in another order."""
         found: dict[int, Sample] = {}
         for step in range(3):
             which = (turn + step) % 3
@@ -176,7 +176,7 @@ class _Turns:
 
 
 class KvdDisk:
-    """Sessions of one pass each, through kvd."""
+    """Writes and reads sessions of one pass each, through kvd."""
 
     def __init__(
         self,

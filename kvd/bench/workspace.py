@@ -1,4 +1,4 @@
-"""What a run works on: new directories with room in them, a kvd of its own, the machine's facts."""
+"""The environment of a run: new directories, kvds of its own, and facts about the machine."""
 
 import asyncio
 import os
@@ -25,7 +25,7 @@ from shared.version import __version__
 
 @dataclass(frozen=True)
 class Workspace:
-    """Two directories that nobody else uses.
+    """The two directories of a run, which nothing else uses.
 
     Attributes:
         state: directory on the file system to measure.
@@ -38,11 +38,11 @@ class Workspace:
 
 @contextmanager
 def workspace(directory: Path, needed_bytes: int) -> Iterator[Workspace]:
-    """Make the directories; they are removed with all that is in them, however the block ends.
+    """Create the directories for the block inside, and remove them with their content.
 
     Raises:
-        NoRoomError: `directory` has less room than twice what is needed.
-        OSError: nothing can be made there.
+        NoRoomError: `directory` has less than twice the room that is needed.
+        OSError: nothing can be created there.
     """
     free = shutil.disk_usage(directory).free
     if free < 2 * needed_bytes:
@@ -56,7 +56,7 @@ def workspace(directory: Path, needed_bytes: int) -> Iterator[Workspace]:
 
 
 def room_of(directory: Path) -> tuple[int, int]:
-    """Return the bytes of memory, and of disk under the directory, that are there to be used."""
+    """Return the available bytes of memory, and of disk under the directory."""
     return psutil.virtual_memory().available, shutil.disk_usage(directory).free
 
 
@@ -65,7 +65,7 @@ ATTACH_S = 60.0
 
 @dataclass(frozen=True)
 class KvdSizes:
-    """What one kvd of the bench is given; everything else is as the bench's settings say."""
+    """The settings in which the bench's kvds differ."""
 
     dram_bytes: int
     ssd_bytes: int
@@ -76,7 +76,7 @@ class KvdSizes:
     key_file: Path | None = None
 
     def toml(self) -> str:
-        """Return settings by which nothing expires; only what is on SSD outlives the process."""
+        """Return a settings file: nothing expires, and only SSD outlives the process."""
         return f"""
 [dram]
 bytes = {self.dram_bytes}
@@ -103,7 +103,7 @@ format = "json"
 async def running_kvd(
     work: Workspace, name: str, sizes: KvdSizes, state_dir: Path | None = None
 ) -> AsyncIterator[ChildKvd]:
-    """Run a kvd, killed at the end; it keeps its state in `state_dir`, or a new directory."""
+    """Run a kvd for the block inside; it keeps its state in `state_dir`, or a new directory."""
     directory, runtime_dir = work.state / name, work.runtime / name
     state_dir = state_dir or directory / "state"
     for path in (directory, runtime_dir, state_dir):
@@ -114,7 +114,7 @@ async def running_kvd(
 
 @asynccontextmanager
 async def attached_client(kvd: ChildKvd, layout: KVLayout) -> AsyncIterator[KvdClient]:
-    """Yield an attached client, as an engine has it, whose arena is mapped and touched."""
+    """Attach a client, as an engine would: its arena is mapped."""
     client = KvdClient(kvd.runtime_dir, layout, "kvd-bench")
     running = asyncio.create_task(client.run())
     try:
@@ -136,13 +136,13 @@ async def of_layouts(
     *,
     num_threads: int = 0,
 ) -> tuple[Comparison, ...]:
-    """Measure with blocks of each layout, and sum up the pairs of each operation.
+    """Measure with the blocks of each layout; return a comparison per layout and operation.
 
     Args:
-        what: the run's name, for people.
+        what: the part's name, for people.
         options: the options of the run.
         work: the workspace of the run.
-        measure: returns pairs by operation for blocks of one layout.
+        measure: returns pairs by operation, for blocks of one layout.
         num_threads: threads that copy; 0: the disk's threads move whole extents.
     """
     found: list[Comparison] = []
@@ -166,7 +166,7 @@ _RESERVED = Path("/proc/sys/vm/nr_hugepages")
 
 
 def machine_facts(directory: Path) -> Machine:
-    """Look at the machine and at the file system of `directory`, which must be writable."""
+    """Return facts about the machine and the file system of `directory`, a writable one."""
     device, filesystem = _mounted_at(directory)
     return Machine(
         **common_facts(_LIBRARIES),
@@ -174,13 +174,13 @@ def machine_facts(directory: Path) -> Machine:
         reserved_huge_pages=int(_RESERVED.read_text(encoding="ascii")) if _RESERVED.exists() else 0,
         filesystem=filesystem,
         device=device,
-        direct_io=_takes_direct_io(directory),
+        direct_io=_supports_direct_io(directory),
         kvd=__version__,
     )
 
 
 def _mounted_at(directory: Path) -> tuple[str, str]:
-    """Return (device, type) of a directory's mount: the longest mount point above it."""
+    """Return device and type of a directory's mount: the longest mount point above it."""
     path = directory.resolve()
     mounts = {Path(part.mountpoint): part for part in psutil.disk_partitions(all=True)}
     for candidate in (path, *path.parents):
@@ -189,7 +189,7 @@ def _mounted_at(directory: Path) -> tuple[str, str]:
     return "", ""
 
 
-def _takes_direct_io(directory: Path) -> bool:
+def _supports_direct_io(directory: Path) -> bool:
     path = directory / "direct.probe"
     fd, is_direct = open_direct(path)
     os.close(fd)

@@ -1,4 +1,4 @@
-"""The command `kvd bench`: measures on a kvd of its own; see kvd/bench/__init__.py."""
+"""The command `kvd bench`: measures with a kvd of its own; see kvd/bench/__init__.py."""
 
 import sys
 from pathlib import Path
@@ -33,7 +33,7 @@ def bench(
     as_json: AsJson = False,
 ) -> None:
     """Measure arena, SSD, encryption, control plane, queue and restart, against a floor each."""
-    # Only this command needs these.
+    # Imported here, so that other commands start faster.
     from kvd.bench.options import FULL, PARTS, QUICK, BenchOptions, resized
     from kvd.bench.report import as_document, tables
     from kvd.bench.runner import run

@@ -1,4 +1,4 @@
-"""`kvd completion`: scripts for shells, and what they ask `kvd complete` at each Tab."""
+"""The command `kvd completion` prints a shell's script; the script calls `kvd complete`."""
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,7 +23,7 @@ from shared.config.completion import (
 from shared.pb.kvd.v1 import kvd_pb2
 from shared.types.errors import ReportedError
 
-# What an option or argument of this name may be, in all commands.
+# Values of options and arguments, by their names, in all commands.
 CHOICES: Mapping[str, tuple[str, ...]] = {
     "sort": tuple(SortName),
     "tier": tuple(TierName),
@@ -34,11 +34,11 @@ EVENT_NAMES = tuple(
     sorted(value for name, value in vars(actions).items() if name.isupper() and name[0] != "_")
 )
 
-# Stored ids of a kind ("session", "tenant", "model") that fit the last of the words: all words are
-# given, for they say where kvd is.
+# Returns stored ids of a kind ("session", "tenant", "model") that complete the last word. It gets
+# all words, because they may name the runtime directory.
 Ids = Callable[[str, Sequence[str]], list[str]]
 MOST_IDS = 200
-WAIT_S = 2.0  # nobody waits longer at a Tab
+WAIT_S = 2.0  # users do not wait longer after pressing Tab
 
 
 def completion(shell: ShellName) -> None:
@@ -56,7 +56,7 @@ def complete(context: typer.Context, words: TypedWords = None) -> None:
 
 
 def values_with(ids: Ids) -> Values:
-    """Return what says what an option or argument of kvd's commands may be."""
+    """Return the function that lists values of an option or argument of kvd's commands."""
 
     def values(param: Any, words: Sequence[str]) -> Iterable[str]:
         if param.name in CHOICES:
@@ -70,7 +70,7 @@ def values_with(ids: Ids) -> Values:
 
 
 def _stored_ids(kind: str, words: Sequence[str]) -> list[str]:
-    """Ids that the running kvd has; none if it does not answer at once."""
+    """Return ids that the running kvd has; none if it does not answer in time."""
     begun = words[-1].rpartition("=")[2]
     try:
         with open_client(_runtime_dir(words)) as client:
@@ -90,5 +90,5 @@ def _of_stats(client: OperatorClient, kind: str) -> list[str]:
 
 
 def _runtime_dir(words: Sequence[str]) -> Path | None:
-    said = value_of(words, "--runtime-dir") or os.environ.get("KVD_RUNTIME_DIR", "")
-    return Path(said).expanduser() if said else None
+    named = value_of(words, "--runtime-dir") or os.environ.get("KVD_RUNTIME_DIR", "")
+    return Path(named).expanduser() if named else None

@@ -1,4 +1,4 @@
-"""kvd config: what the settings are, whether they can be used, and putting new ones into force."""
+"""The commands `kvd config show`, `check` and `reload`."""
 
 import json
 from collections.abc import Iterable
@@ -39,7 +39,7 @@ def config_show(
         with open_client(runtime_dir) as client:
             answer = client.settings()
         rows = [(row.key, row.value, row.source, row.live) for row in answer.settings]
-        values = {  # a kvd of an earlier version has only what is for people
+        values = {  # an older kvd sends no JSON, only text for people
             row.key: json.loads(row.json) if row.json else row.value for row in answer.settings
         }
     else:

@@ -1,4 +1,4 @@
-"""kvd doctor: look at the machine, the settings and the running kvd, and say what to do."""
+"""The command `kvd doctor`: checks the machine, the settings and the running kvd."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -16,7 +16,7 @@ from shared.terminal.printing import counted
 from shared.types.errors import ReportedError
 
 EXIT_PROBLEM = 1
-SYSTEM_CONFIG = Path("/etc/kvd/kvd.toml")  # as kvd install-units puts it in place
+SYSTEM_CONFIG = Path("/etc/kvd/kvd.toml")  # where kvd install-units puts it
 _STYLES = {Level.OK: "green", Level.WARNING: "yellow", Level.PROBLEM: "bold red"}
 _SIGNS = {Level.OK: "ok", Level.WARNING: "warning", Level.PROBLEM: "PROBLEM"}
 
@@ -33,7 +33,7 @@ def doctor(
     as_json: AsJson = False,
 ) -> None:
     """Look for what stands in kvd's way on this machine, and say how to mend it."""
-    # It looks at the daemon's own parts, which no other command needs.
+    # Imported here: it imports parts of the daemon, which no other command needs.
     from kvd.doctor.examination import examine
 
     flags: dict[str, object] = {"runtime_dir": runtime_dir, "state_dir": state_dir}
@@ -50,7 +50,7 @@ def doctor(
 
 
 def _file_in_use(runtime_dir: Path | None) -> Path | None:
-    """Return the settings of the running kvd; else those that its unit reads, if there are any."""
+    """Return the settings file of the running kvd, or else of its installed unit; None: none."""
     try:
         with open_client(runtime_dir) as client:
             name = client.settings().file
@@ -70,7 +70,7 @@ def _row(finding: Finding) -> dict[str, str]:
 
 
 def print_findings(findings: Sequence[Finding]) -> None:
-    """A line each, its remedy below it, and how many there are."""
+    """Print each finding with its remedy, then the number of problems and warnings."""
     console = printing.console()
     for finding in findings:
         for line, style in finding_lines(finding, console.width):
@@ -82,7 +82,7 @@ def print_findings(findings: Sequence[Finding]) -> None:
 
 
 def finding_lines(finding: Finding, width: int) -> Iterator[tuple[str, str]]:
-    """A finding and its remedy, wrapped between words, with their styles; paths stay whole."""
+    """Yield the lines of a finding and its remedy, wrapped, with their styles; paths stay whole."""
     label = f"{_SIGNS[finding.level]:<8} {finding.check:<15} "
     style = "" if finding.level is Level.OK else _STYLES[finding.level]
     yield printing.hanging(label, finding.what, width), style

@@ -1,4 +1,4 @@
-"""kvd events: what happened lately, and what happens."""
+"""The command `kvd events`: prints past events, and follows new ones."""
 
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -12,7 +12,9 @@ from kvd.client.connection import open_client
 from shared.pb.kvd.v1 import kvd_pb2
 from shared.terminal.printing import PIPE_WIDTH, console, hanging, plain
 
-_IDS = frozenset({"block", "layout"})  # hexadecimal: some have no letter
+_IDS = frozenset(
+    {"block", "layout"}
+)  # fields with hexadecimal ids, some of which look like numbers
 
 
 def events(
@@ -52,7 +54,7 @@ def events(
 
 
 def _print(events: Iterator[kvd_pb2.Event], *, as_json: bool) -> int:
-    """Print events as they come; returns how many there were."""
+    """Print events as they arrive; return their number."""
     width, num_events = console().width, 0
     for event in events:
         num_events += 1
@@ -64,7 +66,7 @@ def _print(events: Iterator[kvd_pb2.Event], *, as_json: bool) -> int:
 
 
 def event_document(event: kvd_pb2.Event) -> dict[str, Any]:
-    """An event for programs: counts and sizes are numbers; ids are text, also if of digits."""
+    """Return an event for programs: counts and sizes are numbers, ids are strings."""
     document = plain(event)
     document["fields"] = {
         name: int(text) if text.isdecimal() and name not in _IDS else text
@@ -74,7 +76,7 @@ def event_document(event: kvd_pb2.Event) -> dict[str, Any]:
 
 
 def event_line(event: kvd_pb2.Event, width: int = PIPE_WIDTH) -> str:
-    """An event for people: local time with its zone, name, session, facts; wrapped if need be."""
+    """Return an event for people: local time with its zone, name, session, fields; wrapped."""
     at = datetime.fromtimestamp(event.unix_s, UTC).astimezone()
     clock = at.isoformat(sep=" ", timespec="seconds")
     fields = sorted(event.fields.items())

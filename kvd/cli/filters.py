@@ -1,8 +1,8 @@
-"""Which session, or sessions, a command line means, in which order, and how often it looks.
+"""Options that select sessions, their order, and the polling interval.
 
-An id of the default tenant (or of the one that is named) is taken as it stands, without a look at
-any other. Only if kvd has no such session is it looked for elsewhere: as an id of any tenant, then
-as the beginning of one. Several are never guessed between.
+A session id is first looked up exactly, in the default tenant or the named one. If kvd has no such
+session, the id is looked up in all tenants; then as the beginning of an id. If several sessions
+match, the command fails and lists them.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,13 +21,13 @@ from shared.types.units import parse_bytes, parse_duration_s
 
 T = TypeVar("T")
 DEFAULT_TENANT = "default"
-MOST_LOOKED_AT = 200  # sessions whose ids begin so
-MOST_NAMED = 6  # in the message that says which there are
+MOST_LOOKED_AT = 200  # sessions whose ids begin with the given text
+MOST_NAMED = 6  # sessions listed in the error message
 
 
 @dataclass(frozen=True)
 class Named:
-    """What a command line says of a session; what is empty it does not say."""
+    """The session that a command line names; an empty tenant or model: not given."""
 
     session: str
     tenant: str = ""
@@ -39,12 +39,15 @@ class Named:
         do: Callable[[kvd_pb2.SessionKey], T],
         approve: Callable[[kvd_pb2.SessionKey], None] = lambda _: None,
     ) -> tuple[kvd_pb2.SessionKey, T]:
-        """Call for the session that is meant; returns its key, too.
+        """Call `do` for the named session.
 
         Args:
-            client: calls the kvd that has it.
-            do: what asks kvd; it raises if kvd has no such session.
-            approve: asked before `do` where the command line has only the beginning of an id.
+            client: the client of the kvd that has the session.
+            do: makes the call; it raises an error if kvd has no such session.
+            approve: called before `do` if only the beginning of an id was given.
+
+        Returns:
+            The session's whole key, and the result of `do`.
 
         Raises:
             NotFoundError: no id begins so.
@@ -54,55 +57,57 @@ class Named:
         try:
             return key, do(key)
         except (NotFoundError, StateError) as error:
-            if not _names_no_one(error):
+            if not _is_no_match(error):
                 raise
-            found = self._found(client)
+            found = self._find(client)
             if not found:
                 raise
         if len(found) > 1:
-            raise _several(self.session, found)
+            raise _ambiguous_error(self.session, found)
         if found[0].session_id != self.session:
             approve(found[0])
         return found[0], do(found[0])
 
-    def _found(self, client: OperatorClient) -> list[kvd_pb2.SessionKey]:
-        """Return the sessions of exactly this id; if there are none those whose ids begin so."""
-        wanted = kvd_pb2.SessionFilter(tenant=self.tenant, model=self.model, id_prefix=self.session)
-        listed = client.sessions(wanted, MOST_LOOKED_AT, reverse=True)
+    def _find(self, client: OperatorClient) -> list[kvd_pb2.SessionKey]:
+        """Return the sessions with exactly this id; if there are none, those whose ids begin so."""
+        filter_ = kvd_pb2.SessionFilter(
+            tenant=self.tenant, model=self.model, id_prefix=self.session
+        )
+        listed = client.sessions(filter_, MOST_LOOKED_AT, reverse=True)
         keys = [info.session for info in listed.sessions]
         return [key for key in keys if key.session_id == self.session] or keys
 
 
 def name_of(key: kvd_pb2.SessionKey) -> str:
-    """Return a session for people: with its tenant, if that is not the default one."""
+    """Return a session's name for people: with its tenant, unless that is the default one."""
     is_other = key.tenant and key.tenant != DEFAULT_TENANT
     return f"{key.tenant}/{key.session_id}" if is_other else key.session_id
 
 
-def _names_no_one(error: NotFoundError | StateError) -> bool:
+def _is_no_match(error: NotFoundError | StateError) -> bool:
     return isinstance(error, NotFoundError) or error.reason == AmbiguousSessionError.reason
 
 
-def _several(said: str, found: Sequence[kvd_pb2.SessionKey]) -> AmbiguousSessionError:
+def _ambiguous_error(typed: str, found: Sequence[kvd_pb2.SessionKey]) -> AmbiguousSessionError:
     names = [f"{name_of(key)} (model {key.model[:12]})" for key in found]
     if len({key.model for key in found}) == 1:
         names = [name_of(key) for key in found]
     more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
     return AmbiguousSessionError(
-        f"{said!r} may be any of {', '.join(names[:MOST_NAMED])}{more}",
+        f"{typed!r} may be any of {', '.join(names[:MOST_NAMED])}{more}",
         "name one by its whole id, with --tenant or --model where ids are the same",
     )
 
 
 class TierName(StrEnum):
-    """Where sessions are, on a command line."""
+    """Tiers, as options name them."""
 
     DRAM = "dram"
     SSD = "ssd"
 
 
 class SortName(StrEnum):
-    """Orders of a listing, on a command line."""
+    """Orders of a listing, as options name them."""
 
     IDLE = "idle"
     BYTES = "bytes"
@@ -147,7 +152,7 @@ _TIERS = {
     TierName.DRAM: kvd_pb2.TIER_DRAM,
     TierName.SSD: kvd_pb2.TIER_SSD,
 }
-_LEAST_INTERVAL_S = 0.1
+_MIN_INTERVAL_S = 0.1
 
 
 def filter_of(
@@ -160,17 +165,17 @@ def filter_of(
     pinned: bool,
     ended: bool,
 ) -> kvd_pb2.SessionFilter:
-    """Return the sessions that a command line is about.
+    """Return the filter for a command's options.
 
     Raises:
-        UnclearSelectionError: a time or size that is none.
+        UnclearSelectionError: a time or size is invalid.
     """
     return kvd_pb2.SessionFilter(
         tenant=tenant,
         model=model,
         tier=_TIERS[tier],
-        idle_s=parsed("--idle", idle, parse_duration_s, '"10m"') if idle else 0.0,
-        larger_than_bytes=parsed("--larger-than", larger_than, parse_bytes, '"1GB"')
+        idle_s=parse_option("--idle", idle, parse_duration_s, '"10m"') if idle else 0.0,
+        larger_than_bytes=parse_option("--larger-than", larger_than, parse_bytes, '"1GB"')
         if larger_than
         else 0,
         pinned=pinned,
@@ -179,30 +184,30 @@ def filter_of(
 
 
 def interval_s(text: str) -> float:
-    """Seconds between two looks.
+    """Return the polling interval in seconds.
 
     Raises:
-        UnclearSelectionError: it is no time, or none to speak of.
+        UnclearSelectionError: it is invalid, or too short.
     """
-    seconds = parsed("--interval", text, parse_duration_s, '"2s"')
-    if seconds < _LEAST_INTERVAL_S:
+    seconds = parse_option("--interval", text, parse_duration_s, '"2s"')
+    if seconds < _MIN_INTERVAL_S:
         raise UnclearSelectionError(
-            f"--interval {text} is too short", f"give {_LEAST_INTERVAL_S} s or more"
+            f"--interval {text} is too short", f"give {_MIN_INTERVAL_S} s or more"
         )
     return seconds
 
 
 def check_chosen(what: str, named: Sequence[str], tenant: str, *, everything: bool) -> None:
-    """Check that a command line says whose sessions are meant: some, a tenant's, or all.
+    """Check that a command line selects sessions in exactly one way.
 
     Args:
-        what: is done with them.
+        what: the verb of the command, for the message.
         named: ids of sessions; a tenant beside them is theirs.
-        tenant: whose are meant, or all whose.
-        everything: all sessions are.
+        tenant: the tenant of the named sessions, or of all sessions that are meant.
+        everything: all sessions are meant.
 
     Raises:
-        UnclearSelectionError: it says that not at all, or in two ways.
+        UnclearSelectionError: it selects none, or in several ways.
     """
     if bool(named) + everything + bool(tenant and not named) != 1:
         raise UnclearSelectionError(
@@ -210,11 +215,11 @@ def check_chosen(what: str, named: Sequence[str], tenant: str, *, everything: bo
         )
 
 
-def parsed(option: str, text: str, parse: Callable[[str], T], example: str) -> T:
-    """Read the value of an option.
+def parse_option(option: str, text: str, parse: Callable[[str], T], example: str) -> T:
+    """Parse the value of an option.
 
     Raises:
-        UnclearSelectionError: it is none such.
+        UnclearSelectionError: the value is invalid.
     """
     try:
         return parse(text)

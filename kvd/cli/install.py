@@ -1,4 +1,4 @@
-"""`kvd install-units`: units, users and settings, put where systemd looks for them."""
+"""The command `kvd install-units`: installs units, users and settings for systemd."""
 
 import json
 import os
@@ -17,18 +17,18 @@ from kvd.install.units import (
     COMPLETIONS,
     Planned,
     UserDirectories,
-    found_by_name,
+    command_files,
     man_pages,
     read_shipped,
     system_files,
     user_files,
 )
 
-# What system services do not see (ProtectHome=).
+# Directories that are hidden from system services (ProtectHome=).
 HOMES = (Path("/home"), Path("/root"), Path("/run/user"))
 COMMAND_S = 60.0
 
-# How systemd learns of it; nothing of this touches a service that runs. Each with what it does.
+# The commands that apply the files, with what they do. None of them touches a running service.
 _MAKES = {
     "systemd-sysusers": "makes users and groups",
     "systemd-tmpfiles": "makes directories",
@@ -41,7 +41,7 @@ SYSTEM_COMMANDS: tuple[tuple[str, ...], ...] = (
 )
 USER_COMMANDS: tuple[tuple[str, ...], ...] = (("systemctl", "--user", "daemon-reload"),)
 
-_SAID: dict[Deed, str] = {
+_DONE: dict[Deed, str] = {
     "beside": f"kept: what is shipped is now in …{NEW} beside it",
     "foreign": "kept: it is not a link of ours",
 }
@@ -54,7 +54,7 @@ _WOULD: dict[Deed, str] = {
     "beside": f"would be kept: what is shipped would go to …{NEW} beside it",
     "foreign": "would be kept: it is not a link of ours",
 }
-# Directories whose files are counted, not named.
+# Directories whose files are counted in the output, not listed.
 _MANY: dict[str, str] = {
     "man1": "man pages",
     **{Path(place).parent.name: "scripts" for place in COMPLETIONS.values()},
@@ -113,7 +113,7 @@ def _plan(programs: Path, root: Path | None, *, user: bool) -> list[Planned]:
     shipped, pages = read_shipped(), man_pages()
     if user:
         own = _own_directories()
-        by_name = found_by_name(programs, pages, own.programs, own.data)
+        by_name = command_files(programs, pages, own.programs, own.data)
         return [*user_files(shipped, programs, own), *by_name]
     inside = programs
     if root is not None:
@@ -127,12 +127,12 @@ def _plan(programs: Path, root: Path | None, *, user: bool) -> list[Planned]:
         )
     top = root or Path("/")
     local = top / "usr/local"
-    by_name = found_by_name(inside, pages, local / "bin", local / "share")
+    by_name = command_files(inside, pages, local / "bin", local / "share")
     return [*system_files(shipped, inside, top), *by_name]
 
 
 def _inside(path: Path, root: Path) -> Path:
-    """Return what a path of ours is called where `root` is /."""
+    """Return the path of a file as seen where `root` is /."""
     return Path("/") / path.relative_to(root) if path.is_relative_to(root) else path
 
 
@@ -163,14 +163,14 @@ def _run(command: tuple[str, ...]) -> None:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise InstallError(f"{command[0]} could not be run ({error})", remedy) from error
     if done.returncode:
-        said = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
-        raise InstallError(f"the files are done with, but {command[0]} failed ({said})", remedy)
+        words = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
+        raise InstallError(f"the files are done with, but {command[0]} failed ({words})", remedy)
 
 
-def _together(
+def _grouped(
     deeds: Iterable[tuple[Path, Deed]],
 ) -> Mapping[tuple[Path, Deed], Sequence[Path]]:
-    """What is named together: of one directory, and the same was done to it; else each alone."""
+    """Group deeds of the same kind in directories of many files; all others stay alone."""
     found: dict[tuple[Path, Deed], list[Path]] = {}
     for path, deed in deeds:
         place = path.parent if path.parent.name in _MANY else path
@@ -181,11 +181,11 @@ def _together(
 def _show(
     deeds: Iterable[tuple[Path, Deed]], commands: Iterable[tuple[str, ...]], *, dry_run: bool
 ) -> None:
-    said = _WOULD if dry_run else _SAID
-    for (there, deed), paths in _together(deeds).items():
-        many = _MANY.get(there.name)
-        named = there if many is None else f"{there} ({len(paths)} {many})"
-        typer.echo(f"{named}: {said.get(deed, deed)}")
+    words = _WOULD if dry_run else _DONE
+    for (group, deed), paths in _grouped(deeds).items():
+        plural = _MANY.get(group.name)
+        named = group if plural is None else f"{group} ({len(paths)} {plural})"
+        typer.echo(f"{named}: {words.get(deed, deed)}")
     for command in commands:
         what = "would be run" if dry_run else "done"
         typer.echo(f"{what}: {' '.join(command)} ({_MAKES[command[0]]})")

@@ -1,4 +1,4 @@
-"""`kvd key`: make a master key, put another one in its place. kvd does not run meanwhile."""
+"""The commands `kvd key new` and `kvd key rotate`, for master keys. No kvd may run meanwhile."""
 
 import os
 from collections.abc import Iterator
@@ -59,7 +59,7 @@ def key_rotate(
     if not name:
         raise KeyFileError("no key until now is named", "name its file with --old")
     before, after = read_key(name), read_key(str(file.absolute()))
-    with _stopped(settings.state_dir):
+    with _no_kvd_running(settings.state_dir):
         index, volumes = settings.state_dir / MANIFEST_NAME, settings.state_dir / VOLUMES
         num_tenants = rotate_master_key(index, volumes, before, after, NoFaults())
     if as_json:
@@ -70,11 +70,15 @@ def key_rotate(
 
 
 @contextmanager
-def _stopped(state_dir: Path) -> Iterator[None]:
-    """Hold a state directory that there is; raises RunningError while a kvd does."""
+def _no_kvd_running(state_dir: Path) -> Iterator[None]:
+    """Hold the lock of an existing state directory, so that no kvd can start.
+
+    Raises:
+        RunningError: a kvd holds it.
+    """
     from kvd.host.directories import claim_directory
 
-    if not state_dir.is_dir():  # to be claimed is to be made
+    if not state_dir.is_dir():  # claiming it would make it
         raise KeyFileError(f"there is no {state_dir}", "name the directory with --state-dir")
     lock_fd = claim_directory(state_dir, "state", "--state-dir")
     try:

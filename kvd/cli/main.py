@@ -1,7 +1,7 @@
 """The `kvd` command: its commands as data, in the order of its help, and its entry point.
 
-The tables have modules, help, examples and exit codes: help, man pages, docs and completion are
-all made from them.
+The tables have modules, help, examples and exit codes. Help, man pages, docs and shell completion
+are made from them.
 """
 
 import atexit
@@ -119,7 +119,7 @@ EXIT_CODES: Mapping[int, str] = {
     130: "interrupted with Ctrl-C",
 }
 
-# Headings of its list of commands.
+# Headings of the help's list of commands.
 SESSIONS = "Sessions"
 LOOKING = "What goes on"
 DAEMON = "The daemon"
@@ -278,23 +278,22 @@ app.callback()(connection_options)
 
 
 def root_command() -> Any:
-    """Return the tree of all commands, as completion and man pages walk it."""
+    """Return the tree of all commands, for completion and man pages."""
     return typer.main.get_command(app)
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Entry point: errors become one line on stderr and their exit code.
+    """Run the command; errors become one line on stderr and their exit code.
 
     Args:
-        arguments: of the command; None: those of the process.
+        arguments: the arguments of the command; None: those of the process.
 
     Raises:
         SystemExit: always.
     """
     if arguments is None:
-        atexit.register(
-            gc.freeze
-        )  # as a process ends, looking for cycles takes it a while for nothing
+        # A last search for garbage cycles would only delay the end of the process.
+        atexit.register(gc.freeze)
     try:
         root = root_command()
         root(

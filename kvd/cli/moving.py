@@ -1,4 +1,4 @@
-"""kvd push and kvd pull: sessions to an object store, and from one to this kvd."""
+"""The commands `kvd push` and `kvd pull`: sessions to an object store, and from it to this kvd."""
 
 import json
 import sys
@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvd.cli.filters import DEFAULT_TENANT, Named, check_chosen, name_of, parsed
+from kvd.cli.filters import DEFAULT_TENANT, Named, check_chosen, name_of, parse_option
 from kvd.cli.options import AsJson, RuntimeDir, print_json, warn_of_unavailable
 from kvd.client.connection import open_client
 from kvd.client.operator_client import OperatorClient
@@ -34,7 +34,7 @@ from shared.types.errors import (
 )
 from shared.types.units import format_bytes, parse_bytes
 
-LINE_EVERY_S = 0.2  # of progress, on a terminal
+LINE_EVERY_S = 0.2  # between two updates of the progress line
 
 Sessions = Annotated[
     list[str] | None,
@@ -80,8 +80,8 @@ def push(
     pace = SharedPace(_bytes_of(rate))
     with open_client(runtime_dir) as client:
         stats = client.stats()
-        url, store = opened(to, client, "--to")
-        found = _found(client, named, tenant, model)
+        url, store = open_named_store(to, client, "--to")
+        found = _selected(client, named, tenant, model)
         progress = _Progress("pushed", len(found), sum(info.bytes for info in found), as_json)
         owner = Owner(stats.server_id, stats.server_name)
         pusher = Pusher(store, client, owner, pace, progress.add)
@@ -92,12 +92,12 @@ def push(
             )
             for info in in_order(found)
         ]
-        results, failed = _each(moved, progress)
+        results, failed = _move_each(moved, progress)
     if as_json:
         print_json({"url": url, "sessions": results, "failed": failed})
     else:
         typer.echo(_summary(results, url))
-    _judge(failed, len(found), "pushed")
+    _check_all_moved(failed, len(found), "pushed")
 
 
 def pull(
@@ -128,13 +128,13 @@ def pull(
     pace = SharedPace(_bytes_of(rate))
     with open_client(runtime_dir) as client:
         stats = client.stats()
-        url, store = opened(from_, client, "--from")
+        url, store = open_named_store(from_, client, "--from")
         progress = _Progress("pulled", len(sessions), 0, as_json)
         owner = Owner(stats.server_id, stats.server_name)
         puller = Puller(store, client, owner, pace, progress.add)
         catalog = Catalog(store)
 
-        def pulled(session: str) -> PullResult:
+        def pull_one(session: str) -> PullResult:
             found = catalog.find(tenant, session, model)
             if not replace and _is_stored(client, found.manifest.session):
                 raise SessionExistsError(
@@ -147,26 +147,29 @@ def pull(
         moved = [
             (
                 kvd_pb2.SessionKey(tenant=tenant, session_id=session),
-                lambda session=session: pulled(session),
+                lambda session=session: pull_one(session),
             )
             for session in sessions
         ]
-        results, failed = _each(moved, progress)
+        results, failed = _move_each(moved, progress)
     if as_json:
         print_json({"url": url, "sessions": results, "failed": failed})
     else:
         num_bytes = sum(result["num_bytes"] for result in results)
         typer.echo(f"pulled {counted(len(results), 'session')} ({format_bytes(num_bytes)})")
-    _judge(failed, len(sessions), "pulled")
+    _check_all_moved(failed, len(sessions), "pulled")
 
 
-def opened(url: str, client: OperatorClient | None, option: str) -> tuple[str, BlobStore]:
-    """Open the store that a command line names, or else the settings; returns its URL, too.
+def open_named_store(url: str, client: OperatorClient | None, option: str) -> tuple[str, BlobStore]:
+    """Open the store that the command line or the settings name.
 
     Args:
-        url: of the command line.
-        client: of the kvd whose settings count; None: there is none to ask.
-        option: that names a store, for messages.
+        url: the URL on the command line; "": use the setting.
+        client: the client of the kvd whose setting counts; None: there is none.
+        option: the option that names a store, for messages.
+
+    Returns:
+        The store's URL, and the store.
     """
     if not url and client is not None:
         url = _setting(client)
@@ -179,7 +182,7 @@ def opened(url: str, client: OperatorClient | None, option: str) -> tuple[str, B
     return url, store
 
 
-# ---------------------------------------------------------------------------------------- inside
+# -------------------------------------------------------------------------------------- internal
 
 
 def _setting(client: OperatorClient) -> str:
@@ -190,20 +193,20 @@ def _setting(client: OperatorClient) -> str:
 def _bytes_of(rate: str) -> int:
     if not rate:
         return 0
-    found = parsed("--rate", rate, parse_bytes, '"100MB"')
+    found = parse_option("--rate", rate, parse_bytes, '"100MB"')
     if not found:
         raise UnclearSelectionError("--rate 0 moves nothing", "leave it out for no bound")
     return found
 
 
-def _found(
+def _selected(
     client: OperatorClient, named: Sequence[str], tenant: str, model: str
 ) -> list[kvd_pb2.SessionInfo]:
-    """Return the sessions that a command line is about."""
+    """Return the sessions that a command line selects."""
     if named:
         return [
-            Named(one, tenant, model).call(client, lambda key: client.describe(key).info)[1]
-            for one in named
+            Named(name, tenant, model).call(client, lambda key: client.describe(key).info)[1]
+            for name in named
         ]
     listed = client.sessions(kvd_pb2.SessionFilter(tenant=tenant, model=model))
     warn_of_unavailable(listed.num_unavailable, "pushed")
@@ -221,13 +224,16 @@ def _is_stored(client: OperatorClient, key: kvd_pb2.SessionKey) -> bool:
 Move = tuple[kvd_pb2.SessionKey, Callable[[], PushResult | PullResult]]
 
 
-def _each(
+def _move_each(
     moves: Sequence[Move], progress: "_Progress"
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Move one session after the other; returns what became of each, and of those that failed.
+    """Move one session after the other.
 
-    What concerns no single session ends it: a store that does not answer, say. One session's error
-    is raised if it is the only one.
+    An error of one session does not stop the others, unless it is the only session. Other errors
+    (the store does not answer, access is denied) are raised at once.
+
+    Returns:
+        A document for each session that was moved, and one for each that failed.
     """
     results: list[dict[str, Any]] = []
     failed: list[dict[str, Any]] = []
@@ -242,16 +248,16 @@ def _each(
             if len(moves) == 1:
                 raise
             sys.stderr.write(f"kvd: {name_of(key)}: {error}\n")
-            failed.append({**_names(key), "reason": error.reason, "message": str(error)})
+            failed.append({**_key_document(key), "reason": error.reason, "message": str(error)})
             continue
         finally:
             progress.session_done()
-        results.append({**_names(result.pop("session", key)), **result})
+        results.append({**_key_document(result.pop("session", key)), **result})
     progress.clear()
     return results, failed
 
 
-def _names(key: kvd_pb2.SessionKey) -> dict[str, str]:
+def _key_document(key: kvd_pb2.SessionKey) -> dict[str, str]:
     return {"tenant": key.tenant, "model": key.model, "session": key.session_id}
 
 
@@ -264,7 +270,7 @@ def _summary(results: Sequence[dict[str, Any]], url: str) -> str:
     return f"pushed {counted(len(results), 'session')} to {url} ({what})"
 
 
-def _judge(failed: Sequence[dict[str, Any]], num_sessions: int, done: str) -> None:
+def _check_all_moved(failed: Sequence[dict[str, Any]], num_sessions: int, done: str) -> None:
     if failed:
         raise NotAllMovedError(
             f"{len(failed)} of {num_sessions} sessions were not {done}",
@@ -273,12 +279,12 @@ def _judge(failed: Sequence[dict[str, Any]], num_sessions: int, done: str) -> No
 
 
 class _Progress:
-    """A line on the terminal of stderr that says how far it has come; any thread.
+    """A progress line on stderr's terminal. Any thread may update it.
 
     Args:
-        done: what is done with sessions.
-        num_sessions: of all.
-        num_bytes: of all, about; 0: not known.
+        done: the verb, in the past tense.
+        num_sessions: all sessions.
+        num_bytes: about how many bytes they have; 0: unknown.
         is_quiet: show nothing.
     """
 
@@ -292,7 +298,7 @@ class _Progress:
         self._num_done = 0
 
     def add(self, num_bytes: int) -> None:
-        """Account for bytes."""
+        """Count bytes, and update the line."""
         self._num_bytes += num_bytes
         now_s = time.monotonic()
         if self._is_shown and now_s >= self._shown_s + LINE_EVERY_S:
@@ -300,11 +306,11 @@ class _Progress:
             self._show(now_s)
 
     def session_done(self) -> None:
-        """Account for a session, whatever became of it."""
+        """Count a session, moved or failed."""
         self._num_done += 1
 
     def clear(self) -> None:
-        """Take the line away."""
+        """Erase the line."""
         if self._is_shown:
             sys.stderr.write("\r\x1b[K")
             sys.stderr.flush()

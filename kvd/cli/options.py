@@ -1,4 +1,4 @@
-"""What the commands of `kvd` share: options, how sessions are named, JSON, questions."""
+"""Options and output that the commands of `kvd` share: session names, JSON, confirmations."""
 
 import json
 import sys
@@ -18,7 +18,7 @@ RuntimeDir = Annotated[
         "--runtime-dir",
         envvar="KVD_RUNTIME_DIR",
         help="Directory of kvd's sockets.",
-        readable=False,  # to be entered, not listed
+        readable=False,  # kvd's users may enter it but not list it
     ),
 ]
 Config = Annotated[
@@ -43,31 +43,31 @@ def key_of(session: str, tenant: str, model: str) -> "kvd_pb2.SessionKey":
 
 
 def print_json(document: dict[str, Any]) -> None:
-    """Print the one document of --json."""
+    """Print the single document of --json."""
     typer.echo(json.dumps(document, indent=2))
 
 
 def print_json_line(document: dict[str, Any]) -> None:
-    """Print one of many documents, on a line of its own, at once."""
+    """Print one of several documents, on its own line, unbuffered."""
     sys.stdout.write(json.dumps(document) + "\n")
     sys.stdout.flush()
 
 
 def require_terminal() -> None:
-    """See to it that there is somebody to ask.
+    """Check that there is a terminal to ask on.
 
     Raises:
-        NotConfirmedError: there is not.
+        NotConfirmedError: there is none.
     """
     if not sys.stdin.isatty():
         raise NotConfirmedError("this needs a confirmation", "say --yes")
 
 
 def confirm(question: str) -> None:
-    """Ask on a terminal.
+    """Ask for a confirmation on the terminal.
 
     Raises:
-        NotConfirmedError: the answer is no, or there is nobody to ask.
+        NotConfirmedError: the answer is no, or there is no terminal.
     """
     require_terminal()
     if not typer.confirm(question):
@@ -75,7 +75,7 @@ def confirm(question: str) -> None:
 
 
 def warn_of_unavailable(num_layouts: int, what: str) -> None:
-    """Say on stderr that the sessions of some layouts were none of a command's."""
+    """Warn on stderr that a command did not reach the sessions of some layouts."""
     if num_layouts:
         typer.echo(
             f"kvd: {num_layouts} layouts are unavailable, their sessions not {what}: see kvd stats",

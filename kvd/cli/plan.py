@@ -1,4 +1,4 @@
-"""The command `kvd plan`: how much DRAM and SSD, answered by replaying a trace; see kvd/PLAN.md."""
+"""The command `kvd plan`: replays a trace to find how much DRAM and SSD pay; see kvd/PLAN.md."""
 
 import os
 import sys
@@ -41,7 +41,7 @@ class NothingObservedError(StateError):
 
 @dataclass(frozen=True, slots=True)
 class InsteadArguments:
-    """What else can be asked than a plan."""
+    """Options that ask for something else than a plan."""
 
     paper: Annotated[
         bool, option(_INSTEAD, "The paper's experiments, beside its numbers.", "--paper")
@@ -74,7 +74,7 @@ def plan(
     instead: InsteadArguments,
 ) -> None:
     """Replay a trace: hits, times and cost by policy and capacity. How much DRAM and SSD?"""
-    # Only this command needs these.
+    # Imported here, so that other commands start faster.
     from kvd.plan.arguments import request_of
     from kvd.plan.planning import make_plan
     from kvd.plan.plots import check_plot, plot
@@ -107,7 +107,7 @@ def plan(
 
 
 def _check_alone(*parts: object) -> None:
-    """Raise UnclearSelectionError if more than one thing is asked for."""
+    """Raise UnclearSelectionError if more than one of the parts is given."""
     if sum(map(bool, parts)) > 1:
         raise UnclearSelectionError(
             "--paper and --observe stand alone",
@@ -116,13 +116,13 @@ def _check_alone(*parts: object) -> None:
 
 
 def show_paper(*, seed: int, is_quick: bool, num_workers: int, json_to: str) -> None:
-    """Replay the paper's experiments, beside its numbers; minutes, with is_quick seconds.
+    """Replay the paper's experiments and print them beside its numbers; takes minutes.
 
     Args:
-        seed: draws the sessions; the same seed, the same sessions.
-        is_quick: a twentieth of the sessions, in a twentieth of the tiers.
+        seed: seed of the sessions.
+        is_quick: use a twentieth of the sessions and of the tiers; takes seconds.
         num_workers: processes; 0: as many as there are processors.
-        json_to: file for the document, "-" for it alone, "" for none.
+        json_to: file for the document; "-": print it alone; "": none.
     """
     from kvd.plan.paper.reproduction import Reproduction
     from kvd.plan.paper.runs import QUICK_SCALE, Sample
@@ -138,16 +138,16 @@ def show_paper(*, seed: int, is_quick: bool, num_workers: int, json_to: str) -> 
 def show_observation(
     runtime_dir: Path | None, *, ssd_bytes_per_s: float, json_to: str, model: str = ""
 ) -> None:
-    """Ask the daemon for its recent turns, replay them, and print the tables or the document.
+    """Replay the daemon's recent turns, and print the tables or the document.
 
     Args:
-        runtime_dir: of the daemon; None: the default.
-        ssd_bytes_per_s: how fast the SSD reads, for what is read ahead.
-        json_to: file for the document, "-" for it alone, "" for none.
-        model: only models whose fingerprint starts so.
+        runtime_dir: the daemon's runtime directory; None: the default.
+        ssd_bytes_per_s: the SSD's read bandwidth, for prefetches.
+        json_to: file for the document; "-": print it alone; "": none.
+        model: only models whose fingerprint begins so.
 
     Raises:
-        NothingObservedError: it has seen no turn.
+        NothingObservedError: the daemon has seen no turn.
     """
     from kvd.plan.observe import num_replays, observation_tables, observe
 

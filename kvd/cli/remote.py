@@ -1,4 +1,4 @@
-"""`kvd remote`: what lies in an object store, without a kvd: ls, rm, sweep; and `follow`."""
+"""The commands `kvd remote`: ls, rm and sweep work on the store alone; follow and status."""
 
 import os
 import time
@@ -10,8 +10,8 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from kvd.cli.filters import DEFAULT_TENANT, check_chosen, parsed
-from kvd.cli.moving import opened
+from kvd.cli.filters import DEFAULT_TENANT, check_chosen, parse_option
+from kvd.cli.moving import open_named_store
 from kvd.cli.options import AsJson, RuntimeDir, Yes, confirm, print_json
 from kvd.client.connection import open_client
 from kvd.following.status import FollowerStatus, read_status
@@ -47,10 +47,10 @@ def remote_ls(
     url: Url = "", tenant: OfTenant = "", runtime_dir: RuntimeDir = None, as_json: AsJson = False
 ) -> None:
     """List the sessions in an object store."""
-    _, store = _opened(url, runtime_dir)
+    _, store = _open(url, runtime_dir)
     found = list(Catalog(store).sessions(tenant))
     now_s = time.time()
-    rows = [pushed_row(one.manifest, now_s - one.version.stored_unix_s) for one in found]
+    rows = [pushed_row(pushed.manifest, now_s - pushed.version.stored_unix_s) for pushed in found]
     if as_json:
         print_json({"sessions": [asdict(row) for row in rows]})
     elif not rows:
@@ -77,14 +77,14 @@ def remote_rm(
     """Remove sessions from an object store; sweeps then remove their data, after a day and more."""
     named = session or []
     check_chosen("remove", named, tenant, everything=everything)
-    where, store = _opened(url, runtime_dir)
+    where, store = _open(url, runtime_dir)
     catalog = Catalog(store)
-    found = [catalog.find(tenant or DEFAULT_TENANT, one) for one in named]
+    found = [catalog.find(tenant or DEFAULT_TENANT, pushed) for pushed in named]
     found = found or list(catalog.sessions(tenant))
     if found and not yes:
         confirm(f"Remove {printing.counted(len(found), 'session')} from {where}?")
-    for one in found:
-        catalog.drop(one)
+    for pushed in found:
+        catalog.drop(pushed)
     if as_json:
         print_json({"num_sessions": len(found)})
     else:
@@ -110,8 +110,8 @@ def remote_sweep(
     Run it once a day. Data is condemned by one sweep and removed by one at least a day later: what
     a push has just found there stays.
     """
-    unnamed_s = parsed("--unnamed", unnamed, parse_duration_s, '"30d"')
-    where, store = _opened(url, runtime_dir)
+    unnamed_s = parse_option("--unnamed", unnamed, parse_duration_s, '"30d"')
+    where, store = _open(url, runtime_dir)
     owner = Owner("", f"{os.uname().nodename}:{os.getpid()}")
     result = Sweeper(store, owner, unnamed_s=unnamed_s).sweep()
     if as_json:
@@ -171,10 +171,10 @@ def remote_status(runtime_dir: RuntimeDir = None, as_json: AsJson = False) -> No
 
 
 def status_table(status: FollowerStatus, now_unix_s: float) -> Table:
-    """Return what a follower says of itself: lines of a word, and what there is to say of it."""
+    """Return the table that shows a follower's status: a label and a text per line."""
     table = Table.grid(padding=(0, 2))
-    for word, said in _lines(status, now_unix_s):
-        table.add_row(word, Text(said))
+    for word, text in _lines(status, now_unix_s):
+        table.add_row(word, Text(text))
     return table
 
 
@@ -182,8 +182,8 @@ def _lines(status: FollowerStatus, now_unix_s: float) -> Iterator[tuple[str, str
     def ago(unix_s: float) -> str:
         return format_duration(max(0.0, now_unix_s - unix_s))
 
-    age, said = ago(status.started_unix_s), ago(status.unix_s)
-    yield "follower", f"pid {status.pid}, runs for {age}; it said this {said} ago"
+    age, updated = ago(status.started_unix_s), ago(status.unix_s)
+    yield "follower", f"pid {status.pid}, runs for {age}; it said this {updated} ago"
     yield "kvd", "is followed" if status.kvd_up else "DOES NOT ANSWER"
     is_off = "none: remote.url is not set"
     yield "store", f"{status.url} {_STORE[status.store_up]}" if status.url else is_off
@@ -213,8 +213,8 @@ def _counts(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{count:,} {word}" for word, count in counts.items()) or "none"
 
 
-def _opened(url: str, runtime_dir: RuntimeDir) -> tuple[str, BlobStore]:
+def _open(url: str, runtime_dir: RuntimeDir) -> tuple[str, BlobStore]:
     if url:
-        return opened(url, None, "URL")
+        return open_named_store(url, None, "URL")
     with open_client(runtime_dir) as client:
-        return opened("", client, "URL")
+        return open_named_store("", client, "URL")

@@ -1,4 +1,4 @@
-"""kvd serve: the daemon in this process, until a signal ends it."""
+"""The command `kvd serve`: runs the daemon in this process until a signal."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from kvd.config import Settings
     from shared.config.reload import LiveSettings
 
-PRIVATE_UMASK = 0o077  # files of the daemon are its own; sockets get their mode explicitly
+PRIVATE_UMASK = 0o077  # only the daemon's user reads its files; sockets get a mode of their own
 
 
 def serve(
@@ -46,7 +46,7 @@ def serve(
         "log.level": log_level,
         "log.format": log_format,
     }
-    # Only the daemon needs these: its help comes in a fraction of the time without.
+    # Imported here: the command's help needs none of these, and is much faster without.
     import asyncio
     import os
 
@@ -86,7 +86,7 @@ async def _serve_until_signal(live: "LiveSettings[Settings]") -> None:
     daemon = Daemon(live)
 
     def interrupt() -> None:
-        """Leave nothing behind in memory: whoever presses Ctrl-C looks after kvd by hand."""
+        """Stop, and free the DRAM: a user who presses Ctrl-C runs kvd by hand."""
         daemon.keeps_dram = False
         stop.set()
 

@@ -1,4 +1,4 @@
-"""kvd export and import: a session as a file, for a backup or for another kvd."""
+"""The commands `kvd export` and `kvd import`: a session as a file, for a backup or another kvd."""
 
 import os
 import secrets
@@ -20,7 +20,7 @@ from shared.types.errors import ConflictError
 from shared.types.units import format_bytes
 
 PIECE_BYTES = 1 << 20
-TRIES = 3  # of an export whose session changes meanwhile
+TRIES = 3  # to export a session that changes meanwhile
 
 Prefix = Annotated[
     bool,
@@ -55,7 +55,7 @@ def export_session(
 
         def export(key: kvd_pb2.SessionKey) -> tuple[int, int]:
             request = kvd_pb2.ExportSessionRequest(session=key, prefix=prefix)
-            return _exported(client, request, file)
+            return _export(client, request, file)
 
         key, (num_tokens, num_bytes) = named.call(client, export)
     if as_json:
@@ -75,15 +75,17 @@ def import_session(
     as_json: AsJson = False,
 ) -> None:
     """Store a session from a file that kvd export has written; damaged ones are refused."""
-    with _opened(file) as source:
-        for piece in _checked(file, source):  # all of it, before anything is changed
+    with _open(file) as source:
+        for piece in _verified_pieces(
+            file, source
+        ):  # read the whole file before kvd changes anything
             del piece
         source.seek(0)
         target = kvd_pb2.ImportTarget(
             tenant=tenant, session_id=session, replace=replace, new_layout=new_layout
         )
         with open_client(runtime_dir) as client:
-            answer = client.import_session(target, _checked(file, source))
+            answer = client.import_session(target, _verified_pieces(file, source))
     key = answer.session
     if as_json:
         print_json(
@@ -98,10 +100,10 @@ def import_session(
     typer.echo(f"imported {answer.num_tokens} tokens as {key.tenant}/{key.session_id}")
 
 
-def _exported(
+def _export(
     client: OperatorClient, request: kvd_pb2.ExportSessionRequest, file: Path
 ) -> tuple[int, int]:
-    """Export; once more if the session changes meanwhile."""
+    """Export a session; try again if it changes meanwhile."""
     for _ in range(TRIES - 1):
         try:
             return _write(file, client.export_session(request))
@@ -112,14 +114,14 @@ def _exported(
 
 
 def _write(file: Path, pieces: Iterator[bytes | bytearray]) -> tuple[int, int]:
-    """Write a file that is there whole or not at all; returns its tokens and bytes."""
+    """Write a file, completely or not at all; return its tokens and bytes."""
     reader = FileReader()
     part = file.with_name(f".{file.name}.{secrets.token_hex(4)}.part")
     try:
         with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as target:
             for piece in pieces:
                 for frame in reader.feed(piece):
-                    del frame  # it was checked
+                    del frame  # reading it has verified it
                 target.write(piece)
             reader.close()
             target.flush()
@@ -135,7 +137,7 @@ def _write(file: Path, pieces: Iterator[bytes | bytearray]) -> tuple[int, int]:
     return reader.num_tokens, num_bytes
 
 
-def _opened(file: Path) -> BinaryIO:
+def _open(file: Path) -> BinaryIO:
     try:
         source = file.open("rb")
     except OSError as error:
@@ -150,8 +152,8 @@ def _opened(file: Path) -> BinaryIO:
     return source
 
 
-def _checked(file: Path, source: BinaryIO) -> Iterator[bytes]:
-    """Yield the pieces of a file as far as they are sound."""
+def _verified_pieces(file: Path, source: BinaryIO) -> Iterator[bytes]:
+    """Yield the pieces of a file; raise an error before a damaged one."""
     reader = FileReader()
     try:
         while piece := source.read(PIECE_BYTES):

@@ -1,4 +1,4 @@
-"""Commands about sessions: ls, show, flush, pin, unpin, ttl."""
+"""Commands about sessions: ls, show, why, flush, pin, unpin, ttl."""
 
 from functools import partial
 from typing import Annotated
@@ -65,17 +65,17 @@ def list_sessions(
 
     All conditions given hold. A narrow terminal shows fewer columns; --json always has all.
     """
-    wanted = filter_of(tenant, model, tier, idle, larger_than, pinned=pinned, ended=ended)
-    wanted.id_prefix = prefix
+    filter_ = filter_of(tenant, model, tier, idle, larger_than, pinned=pinned, ended=ended)
+    filter_.id_prefix = prefix
     with open_client(runtime_dir) as client:
-        listed = client.sessions(wanted, limit, ORDERS[sort], reverse=reverse)
+        listed = client.sessions(filter_, limit, ORDERS[sort], reverse=reverse)
     sessions, total = listed.sessions, listed.total
     warn_of_unavailable(listed.num_unavailable, "listed")
     if as_json:
         print_json({"sessions": [printing.plain(info) for info in sessions], "total": total})
         return
     if not sessions:
-        typer.echo("no session is stored" + (" that fits" if wanted.ByteSize() else ""))
+        typer.echo("no session is stored" + (" that fits" if filter_.ByteSize() else ""))
         return
     console = printing.console()
     console.print(views.sessions_table(sessions, console.width))
@@ -115,17 +115,17 @@ def why(
     Also of a session that is not stored any more, as long as kvd remembers it. What its client
     sent in other words is shown by `inference-svc why`.
     """
-    from kvd.views.misses import explained
+    from kvd.views.misses import explain_miss
 
     with open_client(runtime_dir) as client:
         describe = partial(client.describe, may_be_gone=True)
         key, found = Named(session, tenant, model).call(client, describe)
-    told = explained(found)
+    explanation = explain_miss(found)
     if as_json:
-        print_json({"session": printing.plain(key), **told.as_document()})
+        print_json({"session": printing.plain(key), **explanation.as_document()})
         return
     width = printing.console().width
-    for label, text in told.lines():
+    for label, text in explanation.lines():
         typer.echo(printing.hanging(label, text, width, 10))
 
 
@@ -165,12 +165,12 @@ def flush(
     engine works with just now is left out, and named. A terminal is asked first if more than one
     may go, or if SESSION is only the beginning of an id.
     """
-    wanted = filter_of(tenant, model, tier, idle, larger_than, pinned=pinned, ended=ended)
-    request = flush_request(session, wanted, everything=everything, secure=secure)
+    filter_ = filter_of(tenant, model, tier, idle, larger_than, pinned=pinned, ended=ended)
+    request = flush_request(session, filter_, everything=everything, secure=secure)
     key = kvd_pb2.SessionKey()
     with open_client(runtime_dir) as client:
         if session is None and not (dry_run or yes):
-            _ask(client, request)
+            _confirm_flush(client, request)
         request.dry_run = dry_run
         if session is None:
             answer = client.flush(request)
@@ -181,25 +181,25 @@ def flush(
     if as_json:
         print_json(printing.plain(answer))
     else:
-        whose = f"session {name_of(key)}" if session is not None else ""
-        _say_flushed(answer, whose, dry_run=dry_run)
-        if secure and not answer.erased_tenants:  # perhaps a slip of the pen
+        subject = f"session {name_of(key)}" if session is not None else ""
+        _print_flushed(answer, subject, dry_run=dry_run)
+        if secure and not answer.erased_tenants:  # perhaps the tenant's name was mistyped
             typer.echo("no such tenant has a key: there is nothing of it to erase")
     if session is not None and answer.skipped_leased:
         raise InUseError(f"session {name_of(key)!r} is in use", "try again when its turn has ended")
 
 
 def flush_request(
-    session: str | None, wanted: kvd_pb2.SessionFilter, *, everything: bool, secure: bool
+    session: str | None, filter_: kvd_pb2.SessionFilter, *, everything: bool, secure: bool
 ) -> kvd_pb2.FlushRequest:
-    """Say what a command line wants flushed.
+    """Return the flush request for a command line.
 
     Raises:
-        UnclearSelectionError: it says that not at all, or in two ways.
+        UnclearSelectionError: it names no sessions, or names them in two ways.
     """
-    named = kvd_pb2.SessionFilter(tenant=wanted.tenant, model=wanted.model)
+    named = kvd_pb2.SessionFilter(tenant=filter_.tenant, model=filter_.model)
     if session is not None:
-        if everything or wanted != named:
+        if everything or filter_ != named:
             raise UnclearSelectionError(
                 "what to flush is not clear", "name one session, or conditions, or say --all"
             )
@@ -207,30 +207,30 @@ def flush_request(
             raise UnclearSelectionError(
                 "a single session has no key of its own", "say --secure with --tenant or --all"
             )
-        key = key_of(session, wanted.tenant, wanted.model)
+        key = key_of(session, filter_.tenant, filter_.model)
         return kvd_pb2.FlushRequest(session=key)
-    if everything == bool(wanted.ByteSize()):
+    if everything == bool(filter_.ByteSize()):
         raise UnclearSelectionError(
             "what to flush is not clear", "name one session, or conditions, or say --all"
         )
-    if secure and wanted != kvd_pb2.SessionFilter(tenant=wanted.tenant):
+    if secure and filter_ != kvd_pb2.SessionFilter(tenant=filter_.tenant):
         raise UnclearSelectionError(
             "a key is a whole tenant's", "say --secure with --tenant alone, or with --all"
         )
     if everything:
         return kvd_pb2.FlushRequest(all=True, secure=secure)
-    return kvd_pb2.FlushRequest(filter=wanted, secure=secure)
+    return kvd_pb2.FlushRequest(filter=filter_, secure=secure)
 
 
 def _flush_one(
     client: OperatorClient, named: Named, request: kvd_pb2.FlushRequest, *, asks: bool
 ) -> tuple[kvd_pb2.SessionKey, kvd_pb2.FlushResponse]:
-    """Flush the session that is meant; of one whose id is not given whole it is asked first.
+    """Flush the named session; ask first if only the beginning of its id was given.
 
-    It may be another than was meant, where that one is gone.
+    If the session that the user means is gone, the beginning may match another one.
     """
 
-    def flush_it(key: kvd_pb2.SessionKey) -> kvd_pb2.FlushResponse:
+    def flush_key(key: kvd_pb2.SessionKey) -> kvd_pb2.FlushResponse:
         request.session.CopyFrom(key)
         return client.flush(request)
 
@@ -238,11 +238,11 @@ def _flush_one(
         if asks:
             confirm(f"Drop the KV of session {name_of(key)}?")
 
-    return named.call(client, flush_it, approve)
+    return named.call(client, flush_key, approve)
 
 
-def _ask(client: OperatorClient, request: kvd_pb2.FlushRequest) -> None:
-    """Ask whether what it would free is to go; of nothing there is nothing to ask."""
+def _confirm_flush(client: OperatorClient, request: kvd_pb2.FlushRequest) -> None:
+    """Ask whether the sessions of the request may be dropped, unless there are none."""
     require_terminal()
     dry = kvd_pb2.FlushRequest()
     dry.CopyFrom(request)
@@ -255,11 +255,11 @@ def _ask(client: OperatorClient, request: kvd_pb2.FlushRequest) -> None:
         confirm(f"Drop the KV of {printing.counted(found.sessions, 'session')} ({size}){how}?")
 
 
-def _say_flushed(answer: kvd_pb2.FlushResponse, whose: str, *, dry_run: bool) -> None:
+def _print_flushed(answer: kvd_pb2.FlushResponse, subject: str, *, dry_run: bool) -> None:
     verb = "would free" if dry_run else "freed"
     of_many = printing.counted(answer.sessions, "session")
-    whose = whose if whose and answer.sessions else of_many
-    typer.echo(f"{verb} {format_bytes(answer.bytes)} of {whose}")
+    subject = subject if subject and answer.sessions else of_many
+    typer.echo(f"{verb} {format_bytes(answer.bytes)} of {subject}")
     if answer.erased_tenants:
         typer.echo(f"keys deleted: {', '.join(answer.erased_tenants)}")
     for skipped in answer.skipped_leased:
@@ -280,7 +280,7 @@ def pin(
     with open_client(runtime_dir) as client:
         named = Named(session, tenant, model)
         key, _ = named.call(client, partial(client.pin, soft=soft))
-    _say_done(key, "soft-pinned" if soft else "pinned", as_json=as_json)
+    _print_state(key, "soft-pinned" if soft else "pinned", as_json=as_json)
 
 
 def unpin(
@@ -293,7 +293,7 @@ def unpin(
     """Take the protection away."""
     with open_client(runtime_dir) as client:
         key, _ = Named(session, tenant, model).call(client, client.unpin)
-    _say_done(key, "unpinned", as_json=as_json)
+    _print_state(key, "unpinned", as_json=as_json)
 
 
 def ttl(
@@ -310,13 +310,13 @@ def ttl(
         named = Named(session, tenant, model)
         key, expires_in_s = named.call(client, lambda key: client.set_ttl(key, ttl_s))
     if as_json:
-        print_json({**_names(key), "expires_in_s": expires_in_s})
+        print_json({**_key_document(key), "expires_in_s": expires_in_s})
     else:
         typer.echo(f"{name_of(key)} expires in: {views.expiry(expires_in_s)}")
 
 
 def _ttl_s(duration: str) -> float:
-    """SetTtlRequest's value: 0 for the default, negative for never."""
+    """Return the TTL in seconds for SetTtlRequest: 0 for the default, negative for never."""
     words = {"default": 0.0, "never": -1.0}
     if duration in words:
         return words[duration]
@@ -329,12 +329,12 @@ def _ttl_s(duration: str) -> float:
     return seconds
 
 
-def _say_done(key: kvd_pb2.SessionKey, what: str, *, as_json: bool) -> None:
+def _print_state(key: kvd_pb2.SessionKey, what: str, *, as_json: bool) -> None:
     if as_json:
-        print_json({**_names(key), "state": what})
+        print_json({**_key_document(key), "state": what})
     else:
         typer.echo(f"{name_of(key)}: {what}")
 
 
-def _names(key: kvd_pb2.SessionKey) -> dict[str, str]:
+def _key_document(key: kvd_pb2.SessionKey) -> dict[str, str]:
     return {"session_id": key.session_id, "tenant": key.tenant or DEFAULT_TENANT}

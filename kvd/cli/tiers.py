@@ -1,7 +1,7 @@
-"""Commands about the daemon's tiers and engines: stats, leases, verify.
+"""Commands about the daemon's tiers and engines: stats, leases, verify, reopen.
 
-With `--watch` a command looks again and again: on a terminal in place, into a pipe one look after
-the other.
+With `--watch` a command polls: a terminal shows the latest view in place, a pipe gets one view
+after the other.
 """
 
 import sys
@@ -38,17 +38,17 @@ from shared.types.units import format_bytes, format_duration
 
 
 def poll(look: Callable[[], Any], every_s: float) -> Iterator[Any]:
-    """Yield what `look` returns, every `every_s` seconds until Ctrl-C."""
+    """Yield the result of `look` every `every_s` seconds, until Ctrl-C."""
     while True:
         yield look()
         time.sleep(every_s)
 
 
 def show_in_place(views: Iterator[Callable[[int], Sequence[RenderableType]]]) -> None:
-    """Show each view where the one before was; what the terminal has no room for is left out.
+    """Show each view in place of the one before, cropped to the terminal.
 
     Args:
-        views: each is asked for what to show at the terminal's width.
+        views: functions that return what to show at a terminal width.
     """
     screen = console()
     if not sys.stdout.isatty():
@@ -96,7 +96,7 @@ def stats(
 
 
 def _follower(runtime_dir: Path | None, now_unix_s: float) -> FollowerStatus | None:
-    """Return what the follower of a kvd on this machine says of itself; None: there is none."""
+    """Return the status of this machine's follower; None: there is none."""
     directory = local_directory(runtime_dir)
     with suppress(NotFollowedError):
         return None if directory is None else read_status(directory, now_unix_s)
@@ -104,7 +104,7 @@ def _follower(runtime_dir: Path | None, now_unix_s: float) -> FollowerStatus | N
 
 
 def remote_line(follower: FollowerStatus, now_unix_s: float) -> Text:
-    """Return what a store bills: bytes and requests."""
+    """Return the store's traffic that its operator bills: bytes and requests."""
     moved = ", ".join(f"{format_bytes(n)} {way}" for way, n in follower.num_bytes.items())
     kinds = ", ".join(f"{num:,} {kind}" for kind, num in follower.requests.items()) or "none"
     age = format_duration(max(0.0, now_unix_s - follower.started_unix_s))
@@ -114,20 +114,20 @@ def remote_line(follower: FollowerStatus, now_unix_s: float) -> Text:
     )
 
 
-def _watch(looks: Iterator[kvd_pb2.GetStatsResponse], *, as_json: bool) -> None:
+def _watch(polls: Iterator[kvd_pb2.GetStatsResponse], *, as_json: bool) -> None:
     if as_json:
-        for found in looks:
+        for found in polls:
             print_json_line(printing.plain(found))
         return
-    show_in_place(_views(looks))
+    show_in_place(_views(polls))
 
 
 def _views(
-    looks: Iterator[kvd_pb2.GetStatsResponse],
+    polls: Iterator[kvd_pb2.GetStatsResponse],
 ) -> Iterator[Callable[[int], list[RenderableType]]]:
-    """Yield what to show of each look, with what has changed since the one before."""
+    """Yield the view of each poll, with the changes since the one before."""
     before: kvd_pb2.GetStatsResponse | None = None
-    for found in looks:
+    for found in polls:
         yield partial(_tables, found, before)
         before = found
 
@@ -194,7 +194,7 @@ def verify(
         print_json(printing.plain(last))
     else:
         printing.console().print(views.verify_table(last))
-    judge(last, repair=repair)
+    check_report(last, repair=repair)
 
 
 def reopen(
@@ -232,8 +232,13 @@ def reopen(
         typer.echo(f"set aside as {name}" if set_aside else f"layout {name} is open")
 
 
-def judge(report: kvd_pb2.VerifyProgress, *, repair: bool) -> None:
-    """Turn what verify found into the exit code; with repair, what was replaced is fine again."""
+def check_report(report: kvd_pb2.VerifyProgress, *, repair: bool) -> None:
+    """Raise the error for what verify found; with `repair`, replaced copies are no error.
+
+    Raises:
+        CorruptionFoundError: copies were corrupt, or with `repair` had no good copy.
+        UnverifiedError: copies could not be read.
+    """
     num_corrupt = report.dram.num_corrupt + report.ssd.num_corrupt
     if repair and report.num_lost:
         raise CorruptionFoundError(

@@ -1,4 +1,4 @@
-"""The command `kvd token`."""
+"""The command `kvd token`: makes a token for a client."""
 
 from pathlib import Path
 from typing import Annotated
@@ -21,8 +21,8 @@ def token(
     Nothing is kept but the file: the settings need only the digest. Put two digests into the list
     while one token is being replaced by another.
     """
-    made = make_token(file)
+    new_token = make_token(file)
     if as_json:
-        print_json(dict(made))
+        print_json(dict(new_token))
     else:
-        typer.echo(token_text(name, made))
+        typer.echo(token_text(name, new_token))

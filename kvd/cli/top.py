@@ -1,4 +1,4 @@
-"""kvd top: what a kvd does, live."""
+"""The command `kvd top`: a live view of a running kvd."""
 
 import sys
 import time
@@ -50,15 +50,15 @@ def top(
     i, b, t, e sort by last use, bytes, tokens, expiry, r reverses, Space holds still, h helps,
     q quits. Without a terminal --json prints one document, with the rates of one interval.
     """
-    wanted = filter_of(tenant, model, tier, idle, larger_than, pinned=pinned, ended=ended)
+    filter_ = filter_of(tenant, model, tier, idle, larger_than, pinned=pinned, ended=ended)
     every_s = interval_s(interval)
     order = ORDERS[sort]
     screen = Screen(order=order, is_reversed=reverse != starts_reversed(order))
     with open_client(runtime_dir) as client:
         if as_json:
-            print_json(_snapshot(client, wanted, screen, every_s))
+            print_json(_snapshot(client, filter_, screen, every_s))
         elif _is_terminal():
-            Top(client, wanted, screen, every_s).run(printing.console())
+            Top(client, filter_, screen, every_s).run(printing.console())
         else:
             raise NoTerminalError(
                 "kvd top needs a terminal that can move its cursor",
@@ -67,20 +67,20 @@ def top(
 
 
 def _is_terminal() -> bool:
-    """Whether it can show a screen: on one that is dumb keys would act unseen."""
+    """Return whether a screen can be shown; on a dumb terminal the user would not see it."""
     has_both = sys.stdin.isatty() and sys.stdout.isatty()
     return has_both and not printing.console().is_dumb_terminal
 
 
 def _snapshot(
-    client: OperatorClient, wanted: kvd_pb2.SessionFilter, screen: Screen, every_s: float
+    client: OperatorClient, filter_: kvd_pb2.SessionFilter, screen: Screen, every_s: float
 ) -> dict[str, Any]:
-    """Return what the screen would show after its first interval."""
+    """Return, as a document, what the screen would show after its first interval."""
     before = client.stats()
     time.sleep(every_s)
     stats = client.stats()
-    how = (MOST_SESSIONS, screen.order)
-    sessions, total, _ = client.sessions(wanted, *how, reverse=screen.is_reversed)
+    listing = (MOST_SESSIONS, screen.order)
+    sessions, total, _ = client.sessions(filter_, *listing, reverse=screen.is_reversed)
     rates = Rates(stats, before)
     return {
         "stats": printing.plain(stats),

@@ -1,1 +1,1 @@
-"""An operator's side of kvd: where it listens, and calling it."""
+"""The operators' side of kvd: finding its sockets, and calling its Operator and Reader services."""

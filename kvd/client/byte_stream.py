@@ -1,4 +1,4 @@
-"""The caller's end of a byte stream (kvd/session_files/byte_streams.py): data beside an RPC."""
+"""The caller's end of a byte stream (kvd/session_files/byte_streams.py), for data beside an RPC."""
 
 import os
 import secrets
@@ -11,21 +11,21 @@ from kvd.host.memory_pipe import MemoryPipe, make_memory, map_memory
 from shared.access.addresses import UNIX, is_unix
 from shared.process.runtime_dir import FILES_SOCKET, STREAM_TOKEN_BYTES
 
-SILENCE_S = 90.0  # more than kvd waits for anything in the course of a transfer
+SILENCE_S = 90.0  # longer than kvd itself waits for anything during a transfer
 
 
 class ByteStream:
-    """A connection that an RPC is to use, in one direction. Calls block.
+    """The data connection of one RPC, in one direction. Calls block.
 
     Attributes:
-        token: by which the RPC names it.
+        token: the name by which the RPC refers to it.
     """
 
     def __init__(self, sock: socket.socket) -> None:
-        """Take over a connection, which is announced to kvd.
+        """Take over a connection, and announce it to kvd.
 
         Raises:
-            OSError: it cannot be.
+            OSError: kvd does not accept it.
         """
         self.token = secrets.token_bytes(STREAM_TOKEN_BYTES)
         sock.settimeout(SILENCE_S)
@@ -40,15 +40,15 @@ class ByteStream:
         """Send bytes.
 
         Raises:
-            OSError: kvd takes no more.
+            OSError: kvd has closed the connection, or reads nothing for SILENCE_S.
         """
         self._pipe.write(data)
 
     def receive(self, num_bytes: int) -> bytearray:
-        """Receive so many bytes.
+        """Receive exactly `num_bytes` bytes.
 
         Raises:
-            OSError: they do not come.
+            OSError: kvd has closed the connection, or sends nothing for SILENCE_S.
         """
         data = bytearray(num_bytes)
         self._pipe.read_into(memoryview(data))
@@ -57,7 +57,10 @@ class ByteStream:
 
 @contextmanager
 def open_stream(address: str) -> Iterator[ByteStream | None]:
-    """Open a stream to a kvd; None if it is elsewhere, of an older release, or lets us not."""
+    """Open a stream to a kvd, for the block inside.
+
+    None if the kvd is on another machine, is of an older release, or denies access.
+    """
     stream = None
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
         if is_unix(address):
@@ -65,5 +68,5 @@ def open_stream(address: str) -> Iterator[ByteStream | None]:
                 sock.connect(str(Path(address.removeprefix(UNIX)).with_name(FILES_SOCKET)))
                 stream = ByteStream(sock)
             except OSError:
-                stream = None  # then all comes in messages
+                stream = None  # the data then goes in the RPC's messages
         yield stream

@@ -1,4 +1,4 @@
-"""How the commands of `kvd` reach a daemon: its sockets on this machine, or a port elsewhere."""
+"""The connection of the `kvd` commands to a daemon: its sockets on this machine, or a TCP port."""
 
 import os
 from collections.abc import Iterator
@@ -20,32 +20,33 @@ from shared.process.runtime_dir import (
 )
 from shared.version import __version__
 
-# Imported where they are used: --help and version do without gRPC.
+# Imported where they are used, so that --help and --version need not import gRPC.
 if TYPE_CHECKING:
     from kvd.client.operator_client import OperatorClient
     from shared.access.channels import ClientCredentials
 
-# May stand before or after the command's name: who types a command twice changes its end.
+# These options may come before or after the command's name: a retyped command is edited at its end.
 MOVABLE = ("--runtime-dir", "--address", "--token-file", "--tls-ca", "--tls-cert", "--tls-key")
 _USABLE = os.R_OK | os.W_OK
 
 
 @dataclass(frozen=True)
 class Connection:
-    """What stands before the command's name.
+    """The connection options that come before the command's name.
 
     Attributes:
-        address: "" for the sockets in the runtime directory.
+        address: of the TCP port; "": use the sockets in the runtime directory.
+        credentials: token and certificates; None: none were named.
     """
 
     address: str = ""
     credentials: "ClientCredentials | None" = None
 
 
-_CONNECTION: ContextVar[Connection] = ContextVar("connection")  # set once, by what stands first
+_CONNECTION: ContextVar[Connection] = ContextVar("connection")  # set once, by connection_options
 
 
-def _say_version(is_asked: bool) -> None:
+def _print_version(is_asked: bool) -> None:
     if is_asked:
         typer.echo(__version__)
         raise typer.Exit
@@ -75,7 +76,9 @@ def connection_options(
     ] = None,
     version: Annotated[  # noqa: ARG001
         bool,
-        typer.Option("--version", is_eager=True, callback=_say_version, help="Print the version."),
+        typer.Option(
+            "--version", is_eager=True, callback=_print_version, help="Print the version."
+        ),
     ] = False,
 ) -> None:
     """Keep what stands at the program itself for open_client."""
@@ -89,42 +92,44 @@ def connection_options(
 
 @contextmanager
 def open_client(runtime_dir: Path | None) -> Iterator["OperatorClient"]:
-    """Open a channel to the kvd that the command line names; it connects at the first call.
+    """Open a client of the kvd that the command line names; it connects at the first call.
 
     Raises:
         SocketDeniedError: this user may open none of its sockets.
     """
     from kvd.client.operator_client import connect_to
 
-    given = _CONNECTION.get(Connection())
-    address = given.address or f"unix:{_nearest_socket(runtime_dir)}"
-    with connect_to(address, given.credentials) as client:
+    connection = _CONNECTION.get(Connection())
+    address = connection.address or f"unix:{_nearest_socket(runtime_dir)}"
+    with connect_to(address, connection.credentials) as client:
         yield client
 
 
 def local_directory(runtime_dir: Path | None) -> Path | None:
-    """Return the runtime directory of the kvd that is named; None: it is on another machine."""
+    """Return the runtime directory of the named kvd; None: it is on another machine."""
     is_elsewhere = bool(_CONNECTION.get(Connection()).address)
     return None if is_elsewhere else _nearest_socket(runtime_dir).parent
 
 
 def _nearest_socket(runtime_dir: Path | None) -> Path:
-    """Return a socket in the directory that is named, else in the one that a kvd of this user has.
+    """Return a socket in the named directory; if none is named, in the user's or the system's.
 
     Raises:
-        SocketDeniedError: this user may open none; or has none, and may not enter the system's.
+        SocketDeniedError: the user may open no socket there, or may not enter the directory.
     """
     path = socket_of(runtime_dir or default_runtime_dir())
     if runtime_dir is None and not os.access(path, os.F_OK, effective_ids=True):
-        socket_of(SYSTEM_RUNTIME_DIR)  # who may not enter it gets that error, not: start a kvd
+        socket_of(SYSTEM_RUNTIME_DIR)  # so that a denial is reported, and not that no kvd runs
     return path
 
 
 def socket_of(runtime_dir: Path) -> Path:
-    """Return the socket that allows most, of those this user may open; else the operators'.
+    """Return the socket with the most rights among those the user may open.
+
+    If there is no socket at all, return the operators'.
 
     Raises:
-        SocketDeniedError: there are sockets, and this user may open none.
+        SocketDeniedError: there are sockets, and the user may open none.
     """
     found = [runtime_dir / name for name in (OPERATOR_SOCKET, READER_SOCKET)]
     usable = [path for path in found if os.access(path, _USABLE, effective_ids=True)]

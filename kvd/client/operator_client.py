@@ -1,4 +1,4 @@
-"""Synchronous client of the Operator and Reader services, for the command line."""
+"""A synchronous client of kvd's Operator and Reader services, for commands and the follower."""
 
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -20,17 +20,18 @@ from shared.process.runtime_dir import OPERATOR_SOCKET, READER_SOCKET, channel_o
 from shared.serving.grpc_status import error_from_rpc
 from shared.types.errors import ReportedError, UnavailableError
 
-MAX_WHY = 300  # of gRPC's own words about a connection
-MESSAGE_BYTES = 1 << 20  # of a session file: a small part of what gRPC lets through
-TIMEOUT_S = 30.0  # a flush of everything walks over every session
+MAX_WHY = 300  # characters of gRPC's message about a failed connection
+MESSAGE_BYTES = 1 << 20  # of a session file in one message: well below gRPC's limit
+TIMEOUT_S = 30.0  # enough to flush all sessions
 
 
 class Listed(NamedTuple):
-    """Sessions of a listing.
+    """A listing of sessions.
 
     Attributes:
-        total: sessions that its filter is for.
-        num_unavailable: layouts whose sessions are not in it.
+        sessions: the sessions, at most as many as the limit.
+        total: all sessions that match the filter.
+        num_unavailable: layouts that could not be opened; their sessions are not listed.
     """
 
     sessions: list[kvd_pb2.SessionInfo]
@@ -39,7 +40,7 @@ class Listed(NamedTuple):
 
 
 class OperatorClient:
-    """Calls on one channel; each raises a ReportedError if kvd refuses or is not there."""
+    """Calls kvd over one channel; a call raises a ReportedError if kvd refuses or is not there."""
 
     def __init__(self, address: str, channel: grpc.Channel) -> None:
         self._address = address
@@ -48,19 +49,19 @@ class OperatorClient:
 
     def sessions(
         self,
-        wanted: kvd_pb2.SessionFilter,
+        filter_: kvd_pb2.SessionFilter,
         limit: int = 0,
         order: kvd_pb2.SessionOrder = kvd_pb2.SESSION_ORDER_IDLE,
         *,
         reverse: bool = False,
     ) -> Listed:
-        """Return up to `limit` sessions of a filter (0: all), and how many it is for."""
+        """Return up to `limit` (0: all) of the sessions that match a filter."""
         found: list[kvd_pb2.SessionInfo] = []
         total = 0
         page_token = ""
         while True:
             request = kvd_pb2.ListSessionsRequest(
-                filter=wanted,
+                filter=filter_,
                 order=order,
                 reverse=reverse,
                 limit=max(0, limit - len(found)),
@@ -73,36 +74,43 @@ class OperatorClient:
             if not page_token or (limit and len(found) >= limit):
                 return Listed(found, total, page.unavailable_layouts)
 
-    def session_ids(self, wanted: kvd_pb2.SessionFilter, limit: int, timeout_s: float) -> list[str]:
-        """Return ids of sessions, most recently used first; for completion, which cannot wait."""
-        request = kvd_pb2.ListSessionsRequest(filter=wanted, limit=limit, reverse=True)
-        with self._reported():
+    def session_ids(
+        self, filter_: kvd_pb2.SessionFilter, limit: int, timeout_s: float
+    ) -> list[str]:
+        """Return ids of sessions, last used first; for shell completion, which cannot wait."""
+        request = kvd_pb2.ListSessionsRequest(filter=filter_, limit=limit, reverse=True)
+        with self._translated_errors():
             page = self._reader.ListSessions(request, timeout=timeout_s)
         return [info.session.session_id for info in page.sessions]
 
     def describe(
         self, key: kvd_pb2.SessionKey, *, may_be_gone: bool = False
     ) -> kvd_pb2.DescribeSessionResponse:
-        """Return one session with its blocks; only its history, if it may be, and is, gone."""
+        """Return one session with its blocks.
+
+        Args:
+            key: the session.
+            may_be_gone: if kvd has it no longer, return the history that it remembers.
+        """
         request = kvd_pb2.DescribeSessionRequest(session=key, may_be_gone=may_be_gone)
         answer: kvd_pb2.DescribeSessionResponse = self._call(self._reader.DescribeSession, request)
         return answer
 
     def stats(self, timeout_s: float = TIMEOUT_S) -> kvd_pb2.GetStatsResponse:
-        """Return fill, counters, engines, process."""
-        with self._reported():
+        """Return the fill of the tiers, counters, engines, and the process."""
+        with self._translated_errors():
             answer: kvd_pb2.GetStatsResponse = self._reader.GetStats(
                 kvd_pb2.GetStatsRequest(), timeout=timeout_s
             )
         return answer
 
     def flush(self, request: kvd_pb2.FlushRequest) -> kvd_pb2.FlushResponse:
-        """Drop what the request names: a session, those of a filter, or all.
+        """Drop the sessions that the request names.
 
-        A secure one zeroes memory, and waits for what is under way: it has no deadline.
+        A secure flush zeroes memory and waits for running turns: it has no deadline.
         """
         timeout_s = None if request.secure else TIMEOUT_S
-        with self._reported():
+        with self._translated_errors():
             answer: kvd_pb2.FlushResponse = self._operator.Flush(request, timeout=timeout_s)
         return answer
 
@@ -111,16 +119,16 @@ class OperatorClient:
         request: kvd_pb2.WatchEventsRequest,
         watching: Callable[[], None] | None = None,
     ) -> Iterator[kvd_pb2.Event]:
-        """Yield events as they come, or those of the past; without a deadline.
+        """Yield events as they happen, or past ones, without a deadline.
 
         Args:
-            request: which.
-            watching: called once none is missed any more, before the first one comes.
+            request: the events to yield.
+            watching: called before the first event, once kvd misses none any more.
         """
-        with self._reported():
+        with self._translated_errors():
             call = self._reader.WatchEvents(request)
             if watching is not None:
-                call.initial_metadata()  # waits for it
+                call.initial_metadata()  # blocks until kvd has subscribed this call
                 watching()
             yield from call
 
@@ -129,11 +137,11 @@ class OperatorClient:
         self._call(self._operator.Pin, kvd_pb2.PinRequest(session=key, soft=soft))
 
     def unpin(self, key: kvd_pb2.SessionKey) -> None:
-        """Take the protection away."""
+        """Remove a session's protection."""
         self._call(self._operator.Unpin, kvd_pb2.PinRequest(session=key))
 
     def set_ttl(self, key: kvd_pb2.SessionKey, ttl_s: float) -> float:
-        """Set a TTL (0: default, negative: never); return when it expires, in seconds."""
+        """Set a TTL (0: the default, negative: none); return when it expires; all in seconds."""
         request = kvd_pb2.SetTtlRequest(session=key, ttl_s=ttl_s)
         return float(self._call(self._operator.SetTtl, request).expires_in_s)
 
@@ -143,19 +151,19 @@ class OperatorClient:
         return list(self._call(self._reader.ListLeases, request).leases)
 
     def kill_holder(self, pid: int) -> kvd_pb2.KillHolderResponse:
-        """End a process that holds leases."""
+        """Kill a process that holds leases."""
         request = kvd_pb2.KillHolderRequest(pid=pid)
         answer: kvd_pb2.KillHolderResponse = self._call(self._operator.KillHolder, request)
         return answer
 
     def reopen(self, request: kvd_pb2.ReopenLayoutRequest) -> str:
-        """Open an unavailable layout, or decide about it; returns its name from now on."""
+        """Open an unavailable layout, or abandon it; return its name from now on."""
         return str(self._call(self._operator.ReopenLayout, request).name)
 
     def recent_turns(self, model: str) -> list[kvd_pb2.RecentTurns]:
-        """Return what kvd remembers of its recent turns, one message a layout."""
+        """Return the recent turns that kvd remembers, one message per layout."""
         of_layout: dict[str, kvd_pb2.RecentTurns] = {}
-        with self._reported():
+        with self._translated_errors():
             request = kvd_pb2.ListRecentTurnsRequest(model=model)
             for part in self._reader.ListRecentTurns(request, timeout=TIMEOUT_S):
                 if part.layout in of_layout:
@@ -172,21 +180,21 @@ class OperatorClient:
         return answer
 
     def reload_settings(self) -> kvd_pb2.ReloadSettingsResponse:
-        """Have the settings read again; return what came of it."""
+        """Make kvd read its settings again; return what has changed."""
         answer: kvd_pb2.ReloadSettingsResponse = self._call(
             self._operator.ReloadSettings, kvd_pb2.ReloadSettingsRequest()
         )
         return answer
 
     def export_session(self, request: kvd_pb2.ExportSessionRequest) -> Iterator[bytes | bytearray]:
-        """Yield the file of a session, piece by piece. Takes its time."""
-        for data, _ in self._exported(request):
+        """Yield a session's file, piece by piece. Without a deadline."""
+        for data, _ in self._export_parts(request):
             yield data
 
     def export_chunks(self, request: kvd_pb2.ExportSessionRequest) -> Iterator[Chunk]:
-        """Yield a session in chunks, as `chunk_bytes` asks for. Takes its time."""
+        """Yield a session in chunks of about the request's `chunk_bytes`. Without a deadline."""
         pieces: list[bytes | bytearray] = []
-        for data, part in self._exported(request):
+        for data, part in self._export_parts(request):
             if data:
                 pieces.append(data)
             if part.HasField("chunk_end"):
@@ -196,15 +204,15 @@ class OperatorClient:
             if part.HasField("seal"):
                 yield Chunk(b"", 0, part.seal)
 
-    def _exported(
+    def _export_parts(
         self, request: kvd_pb2.ExportSessionRequest
     ) -> Iterator[tuple[bytes | bytearray, kvd_pb2.SessionFilePart]]:
-        """Yield the parts of a session with their data, which comes over a stream if it can."""
-        with self._reported(), open_stream(self._address) as stream:
-            asked = kvd_pb2.ExportSessionRequest()
-            asked.CopyFrom(request)
-            asked.stream = b"" if stream is None else stream.token
-            parts = self._operator.ExportSession(asked)
+        """Yield the parts of a session with their data, received over a stream if possible."""
+        with self._translated_errors(), open_stream(self._address) as stream:
+            streamed_request = kvd_pb2.ExportSessionRequest()
+            streamed_request.CopyFrom(request)
+            streamed_request.stream = b"" if stream is None else stream.token
+            parts = self._operator.ExportSession(streamed_request)
             for part in parts:
                 if stream is None or not part.stream_bytes:
                     yield part.data, part
@@ -212,7 +220,7 @@ class OperatorClient:
                 try:
                     data = stream.receive(part.stream_bytes)
                 except OSError as error:
-                    deque(parts, 0)  # kvd says why
+                    deque(parts, 0)  # the RPC's own error says more: it is raised here
                     raise BrokenTransferError(
                         "kvd has closed the stream of a session file", "transfer it again"
                     ) from error
@@ -221,18 +229,18 @@ class OperatorClient:
     def import_session(
         self, target: kvd_pb2.ImportTarget, pieces: Iterator[bytes | memoryview]
     ) -> kvd_pb2.ImportSessionResponse:
-        """Send the file of a session; return what came of it. Takes its time."""
-        with self._reported(), open_stream(self._address) as stream:
+        """Send a session's file. Without a deadline."""
+        with self._translated_errors(), open_stream(self._address) as stream:
             to = kvd_pb2.ImportTarget()
             to.CopyFrom(target)
             to.stream = b"" if stream is None else stream.token
-            sent = _messages(pieces) if stream is None else _streamed(pieces, stream)
+            sent = _messages(pieces) if stream is None else _stream_messages(pieces, stream)
             requests = chain([kvd_pb2.ImportSessionRequest(target=to)], sent)
             answer: kvd_pb2.ImportSessionResponse = self._operator.ImportSession(requests)
         return answer
 
     def answer_wanted(self, key: kvd_pb2.SessionKey, *, coming: bool) -> None:
-        """Say whether a session comes that turns want; an older kvd does not hear it."""
+        """Report whether a wanted session comes; an older kvd ignores it."""
         request = kvd_pb2.AnswerWantedRequest(session=key, coming=coming)
         try:
             self._operator.AnswerWanted(request, timeout=TIMEOUT_S)
@@ -242,17 +250,17 @@ class OperatorClient:
                 raise self._error_of(error) from error
 
     def verify(self, *, repair: bool, model: str) -> Iterator[kvd_pb2.VerifyProgress]:
-        """Check every copy; yields about once a second, the final report last. Takes its time."""
-        with self._reported():
+        """Check every copy; yield progress each second, the final report last. No deadline."""
+        with self._translated_errors():
             yield from self._operator.Verify(kvd_pb2.VerifyRequest(repair=repair, model=model))
 
     def _call(self, method: Any, request: Any) -> Any:
-        with self._reported():
+        with self._translated_errors():
             return method(request, timeout=TIMEOUT_S)
 
     @contextmanager
-    def _reported(self) -> Iterator[None]:
-        """Raise what kvd says, or that it is not there, as a ReportedError."""
+    def _translated_errors(self) -> Iterator[None]:
+        """Turn gRPC errors into ReportedErrors."""
         try:
             yield
         except grpc.RpcError as error:
@@ -260,7 +268,7 @@ class OperatorClient:
 
     def _error_of(self, error: grpc.RpcError) -> ReportedError:
         reported = error_from_rpc(error)
-        if isinstance(reported, UnavailableError) and not reported.remedy:  # nobody's word
+        if isinstance(reported, UnavailableError) and not reported.remedy:  # gRPC's, not kvd's
             return self._no_answer(reported)
         code: Any = error
         if code.code() is grpc.StatusCode.UNIMPLEMENTED and self._address.endswith(READER_SOCKET):
@@ -290,27 +298,27 @@ class OperatorClient:
 
 
 def _messages(pieces: Iterator[bytes | memoryview]) -> Iterator[kvd_pb2.ImportSessionRequest]:
-    """Yield a file in messages."""
+    """Yield a file as messages."""
     for piece in pieces:
         for start in range(0, len(piece), MESSAGE_BYTES):
             yield kvd_pb2.ImportSessionRequest(data=bytes(piece[start : start + MESSAGE_BYTES]))
 
 
-def _streamed(
+def _stream_messages(
     pieces: Iterator[bytes | memoryview], stream: ByteStream
 ) -> Iterator[kvd_pb2.ImportSessionRequest]:
-    """Send a file over a stream, each piece once it is announced."""
+    """Send a file over a stream; yield the message that announces each piece before it."""
     for piece in pieces:
         yield kvd_pb2.ImportSessionRequest(stream_bytes=len(piece))
         try:
             stream.send(piece)
         except OSError:
-            return  # kvd says why it takes no more
+            return  # the RPC's own error says why
 
 
 @contextmanager
 def connect(runtime_dir: Path) -> Iterator[OperatorClient]:
-    """Open a channel to the kvd of `runtime_dir`; it connects at the first call."""
+    """Open a client of the kvd in `runtime_dir`; it connects at the first call."""
     with connect_to(f"{UNIX}{runtime_dir / OPERATOR_SOCKET}") as client:
         yield client
 
@@ -319,10 +327,10 @@ def connect(runtime_dir: Path) -> Iterator[OperatorClient]:
 def connect_to(
     address: str, credentials: ClientCredentials | None = None
 ) -> Iterator[OperatorClient]:
-    """Open a channel to a kvd's Unix socket, or its TCP port; it connects at the first call.
+    """Open a client of a kvd's Unix socket or TCP port; it connects at the first call.
 
     Raises:
-        InvalidInputError: the address is none.
+        InvalidInputError: this is no address.
     """
     with channel_of(address, credentials, channel_options()) as channel:
         yield OperatorClient(address, channel)

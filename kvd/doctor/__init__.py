@@ -1,1 +1,1 @@
-"""kvd doctor: what on this machine stands in kvd's way, and what to do about it."""
+"""kvd doctor: checks of the machine, the settings and the running kvd, with remedies."""

@@ -1,4 +1,4 @@
-"""All checks, in the order in which one would mend what they find."""
+"""All checks of `kvd doctor`, in the order in which an operator would fix their findings."""
 
 import datetime as dt
 from collections.abc import Iterator
@@ -39,12 +39,12 @@ def examine(
     machine: Machine,
     limits: ProcessLimits,
 ) -> Iterator[Finding]:
-    """Look at everything; nothing is changed.
+    """Run all checks; they change nothing.
 
     Args:
-        config_file: the settings file of kvd.
-        flags: as kvd serve is given them: runtime_dir, state_dir.
-        machine: where the machine says what it has.
+        config_file: kvd's settings file; None: defaults and environment.
+        flags: flags of kvd serve: runtime_dir, state_dir.
+        machine: where the machine's files are.
         limits: the limits of this process.
     """
     yield from check_kernel()

@@ -1,4 +1,4 @@
-"""What a check has found. Pure."""
+"""The finding of a check. Pure."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -6,21 +6,22 @@ from enum import Enum
 
 
 class Level(Enum):
-    """How bad it is."""
+    """The severity of a finding."""
 
     OK = "ok"
-    WARNING = "warning"  # it works, but not as well, as safely or as long as it could
-    PROBLEM = "problem"  # kvd, or an engine, does not start or does not do what the settings say
+    WARNING = "warning"  # it works, but could be faster, safer or more durable
+    PROBLEM = "problem"  # kvd or an engine does not start, or does not do what the settings say
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the doctor's.
+    """The result of a check.
 
     Attributes:
-        check: slug of what was looked at.
-        what: what was found, one line, with values.
-        remedy: what to do about it, one line; "" if it is OK.
+        check: the name of the check, a slug.
+        level: its severity.
+        what: what was found, in one line, with values.
+        remedy: what to do about it, in one line; "" if the level is OK.
     """
 
     check: str
@@ -30,21 +31,21 @@ class Finding:
 
 
 def ok(check: str, what: str) -> Finding:
-    """Nothing is to be done."""
+    """Return a finding that needs no action."""
     return Finding(check, Level.OK, what)
 
 
 def warning(check: str, what: str, remedy: str) -> Finding:
-    """It could be better."""
+    """Return a finding that something could be better."""
     return Finding(check, Level.WARNING, what, remedy)
 
 
 def problem(check: str, what: str, remedy: str) -> Finding:
-    """It does not work."""
+    """Return a finding that something does not work."""
     return Finding(check, Level.PROBLEM, what, remedy)
 
 
 def worst(findings: Iterable[Finding]) -> Level:
-    """The worst level of all."""
+    """Return the worst level of the findings; OK if there are none."""
     order = list(Level)
     return max((finding.level for finding in findings), key=order.index, default=Level.OK)

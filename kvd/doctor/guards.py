@@ -1,6 +1,6 @@
-"""Secrets, certificates and kvd's unit: are they there, fit, and for how long?
+"""Checks of kvd's unit, encryption key and certificates.
 
-Asks systemctl what the unit gives kvd; changes nothing.
+They run systemctl to read the unit's properties, and change nothing.
 """
 
 import datetime as dt
@@ -24,8 +24,8 @@ from shared.types.units import GIB, format_bytes
 
 UNIT = "kvd.service"
 BOOTED = Path("/run/systemd/system")
-SPARE_BYTES = GIB  # of kvd itself, beside the arenas
-FDS_OF_LAYOUT = 2  # slots and journal
+SPARE_BYTES = GIB  # memory of kvd itself, beside the arenas
+FDS_OF_LAYOUT = 2  # in systemd's fd store: slots and journal
 _PROPERTIES = (
     "LoadState",
     "ActiveState",
@@ -41,7 +41,7 @@ _ASK_S = 10.0
 
 
 def unit_properties(*, user: bool = False) -> Mapping[str, str]:
-    """What systemd knows of kvd's unit; empty if there is no systemd, or no such unit."""
+    """Return systemd's properties of kvd's unit; empty: no systemd, or no such unit."""
     systemctl = shutil.which("systemctl")
     if systemctl is None or not BOOTED.exists():
         return {}
@@ -56,20 +56,20 @@ def unit_properties(*, user: bool = False) -> Mapping[str, str]:
 
 
 def limits_of_service(unit: Mapping[str, str], own: ProcessLimits) -> ProcessLimits:
-    """Return what kvd may do: its unit bounds open files, the shell that asks does where is none.
+    """Return the limits of kvd's process: the unit's limit of open files, or else the shell's.
 
     Args:
-        unit: what `unit_properties` found.
+        unit: the result of `unit_properties`.
         own: the limits of this process.
     """
-    said = unit.get("LimitNOFILESoft", "")
-    if not said:
+    limit = unit.get("LimitNOFILESoft", "")
+    if not limit:
         return own
-    return replace(own, open_files=int(said) if said.isdigit() else None)
+    return replace(own, open_files=int(limit) if limit.isdigit() else None)
 
 
 def check_unit(unit: Mapping[str, str], settings: Settings) -> Iterator[Finding]:
-    """Compare the unit with the settings."""
+    """Check that the unit runs, and that its limits suit the settings."""
     if not unit:
         yield ok("unit", f"{UNIT} is not installed (see: kvd install-units)")
         return
@@ -77,8 +77,8 @@ def check_unit(unit: Mapping[str, str], settings: Settings) -> Iterator[Finding]
     findings = [
         *_state(unit),
         *_descriptor_store(unit, settings),
-        *_bound(unit, "MemoryMax", wanted, "is killed"),
-        *_bound(unit, "MemoryHigh", wanted, "is slowed down"),
+        *_memory_limit(unit, "MemoryMax", wanted, "is killed"),
+        *_memory_limit(unit, "MemoryHigh", wanted, "is slowed down"),
     ]
     yield from findings or [ok("unit", f"{UNIT} is {unit.get('ActiveState')}")]
 
@@ -113,7 +113,7 @@ def _descriptor_store(unit: Mapping[str, str], settings: Settings) -> Iterator[F
         )
 
 
-def _bound(unit: Mapping[str, str], name: str, wanted: int, what: str) -> Iterator[Finding]:
+def _memory_limit(unit: Mapping[str, str], name: str, wanted: int, what: str) -> Iterator[Finding]:
     text = unit.get(name, "infinity")
     if text.isdigit() and int(text) < wanted + SPARE_BYTES:
         yield problem(
@@ -125,7 +125,7 @@ def _bound(unit: Mapping[str, str], name: str, wanted: int, what: str) -> Iterat
         )
 
 
-# Where LoadCredential= looks for a credential that is given by name only.
+# Directories in which LoadCredential= looks for a credential that is given by name.
 CREDENTIAL_STORES = (
     Path("/etc/credstore"),
     Path("/etc/credstore.encrypted"),
@@ -138,16 +138,16 @@ SOON = dt.timedelta(days=14)
 def check_encryption(
     settings: Settings, stores: Sequence[Path] = CREDENTIAL_STORES
 ) -> Iterator[Finding]:
-    """Can the key of the SSD tier be read, and by nobody else?"""
+    """Check that the key of the SSD tier can be read, and only by its owner."""
     key_file = settings.encryption.key_file
     if not key_file:
         yield ok("encryption", "the SSD tier is not encrypted (encryption.key_file is not set)")
         return
-    if _is_systemds("/" not in key_file):
+    if _is_credential("/" not in key_file):
         yield _credential("encryption", key_file, f"kvd key new {stores[0] / key_file}", stores)
         return
     if _is_hidden(Path(key_file)):
-        yield _not_ours("encryption", key_file)
+        yield _unreadable("encryption", key_file)
         return
     try:
         key = read_key(key_file)
@@ -160,19 +160,19 @@ def check_encryption(
 def check_certificates(
     settings: Settings, now: dt.datetime, stores: Sequence[Path] = CREDENTIAL_STORES
 ) -> Iterator[Finding]:
-    """Do certificate and key fit, and how long does the certificate hold?"""
+    """Check that certificate and key match, and when the certificate expires."""
     tls = settings.tls
     if tls.certificate is None:
         if settings.access.tcp:
             ports = ", ".join(settings.access.tcp)
             yield ok("certificates", f"access.tcp {ports} has no TLS (loopback only)")
         return
-    if _is_systemds(len(tls.certificate.parts) == 1):
+    if _is_credential(len(tls.certificate.parts) == 1):
         place = f"put the PEM file at {stores[0] / tls.certificate}"
         yield _credential("certificates", str(tls.certificate), place, stores)
         return
     if tls.key is not None and _is_hidden(file_of(tls.key)):
-        yield _not_ours("certificates", str(tls.key))
+        yield _unreadable("certificates", str(tls.key))
         return
     try:
         TlsFiles(tls).context()
@@ -196,7 +196,7 @@ def check_certificates(
 
 
 def _is_hidden(path: Path) -> bool:
-    """Whether a file may be there, and is not for this user to read."""
+    """Return whether a file may exist but is not readable for this user."""
     if os.access(path, os.R_OK, effective_ids=True):
         return False
     is_there = os.access(path, os.F_OK, effective_ids=True)
@@ -204,14 +204,14 @@ def _is_hidden(path: Path) -> bool:
     return is_there or (not may_look and os.access(path.parent, os.F_OK, effective_ids=True))
 
 
-def _not_ours(check: str, name: str) -> Finding:
+def _unreadable(check: str, name: str) -> Finding:
     return warning(
         check, f"this user may not read {name}", "ask as kvd's user, or root: sudo kvd doctor"
     )
 
 
-def _is_systemds(is_name: bool) -> bool:
-    """Whether a name is that of a credential which systemd shows to kvd, and not to us."""
+def _is_credential(is_name: bool) -> bool:
+    """Return whether systemd passes this credential to kvd but not to this process."""
     return is_name and CREDENTIALS not in os.environ
 
 

@@ -1,4 +1,7 @@
-"""What the machine has, and this process may: where checks look it up. Tests have another one."""
+"""Files in which the machine describes itself, and the limits of this process.
+
+Checks read them through `Machine`, for which tests substitute files of their own.
+"""
 
 import os
 import resource
@@ -7,18 +10,18 @@ from pathlib import Path
 
 PROC = Path("/proc")
 SYS = Path("/sys")
-_UNLIMITED = 1 << 60  # what cgroups and rlimits mean by "no bound"
+_UNLIMITED = 1 << 60  # cgroup limits from here on mean "no limit"
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Where the machine says what it has; tests have files of their own."""
+    """The roots of the file systems in which the kernel describes the machine."""
 
     proc: Path = PROC
     sys: Path = SYS
 
     def memory(self, field: str) -> int:
-        """A field of /proc/meminfo, in bytes or as the number it is; 0 if there is none."""
+        """Return a field of /proc/meminfo, in bytes if it has a unit; 0: there is no such field."""
         for line in text_of(self.proc / "meminfo").splitlines():
             name, _, value = line.partition(":")
             words = value.split()
@@ -27,7 +30,7 @@ class Machine:
         return 0
 
     def cgroup_bytes(self, bound: str = "memory.max") -> int | None:
-        """The lowest such bound of the control groups this process is in; None: no bound."""
+        """Return the lowest such limit of this process's control groups; None: no limit."""
         _, _, path = text_of(self.proc / "self/cgroup").strip().rpartition("0::/")
         group = self.sys / "fs/cgroup" / path
         bounds = []
@@ -39,7 +42,7 @@ class Machine:
         return min(bounds, default=None)
 
     def shared_huge_pages(self) -> str:
-        """What shared memory gets: "advise", "never", …; "" if the kernel does not say."""
+        """Return the huge page mode of shared memory: "advise", "never", …; "": unknown."""
         text = text_of(self.sys / "kernel/mm/transparent_hugepage/shmem_enabled")
         return text.partition("[")[2].partition("]")[0]
 
@@ -50,7 +53,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class ProcessLimits:
-    """What this process may do; None: no bound."""
+    """Limits of a process; None: no limit."""
 
     locked_bytes: int | None
     open_files: int | None
@@ -58,7 +61,7 @@ class ProcessLimits:
 
 
 def limits_of_this_process() -> ProcessLimits:
-    """As the shell, or the unit, has set them."""
+    """Return the limits that the shell or the unit has set for this process."""
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     unbounded = resource.RLIM_INFINITY
@@ -70,17 +73,17 @@ def limits_of_this_process() -> ProcessLimits:
 
 
 def may_write(directory: Path) -> bool:
-    """Whether this process may make files in a directory."""
+    """Return whether this process may create files in a directory."""
     return os.access(directory, os.W_OK | os.X_OK, effective_ids=True)
 
 
 def may_open(path: Path) -> bool:
-    """Whether this process may read and write a file."""
+    """Return whether this process may read and write a file."""
     return os.access(path, os.R_OK | os.W_OK, effective_ids=True)
 
 
 def may_read(path: Path) -> bool:
-    """Whether this process may read a file, or may see that it is not there: another matter."""
+    """Return whether this process may read a file, or can see that it does not exist."""
     if os.access(path, os.F_OK, effective_ids=True):
         return os.access(path, os.R_OK, effective_ids=True)
     seen = next(p for p in path.absolute().parents if os.access(p, os.F_OK, effective_ids=True))
@@ -88,7 +91,7 @@ def may_read(path: Path) -> bool:
 
 
 def is_directory(path: Path) -> bool:
-    """Whether it is one, as far as this process can see."""
+    """Return whether a path is a directory, as far as this process can see."""
     try:
         return path.is_dir()
     except OSError:  # in a directory that we may not enter
@@ -96,7 +99,7 @@ def is_directory(path: Path) -> bool:
 
 
 def text_of(path: Path) -> str:
-    """What a file of the kernel's says; "" if it is not there."""
+    """Return the text of a file of the kernel's; "": there is no such file."""
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -1,4 +1,4 @@
-"""Memory, kernel and GPU: room of the kind that the settings ask for, and what engines need."""
+"""Checks of kernel, memory and GPU: enough memory of the kind that the settings want."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -25,7 +25,7 @@ DEV = Path("/dev")
 
 
 def check_kernel() -> Iterator[Finding]:
-    """Processes that can be watched, memory that can be sealed."""
+    """Check that processes can be watched (pidfd) and memory can be sealed (memfd)."""
     release = os.uname().release
     newer = "run Linux 5.4 or later, or allow it in the sandbox (seccomp) that this runs in"
     try:
@@ -41,7 +41,7 @@ def check_kernel() -> Iterator[Finding]:
 
 
 def check_numa(node: int | None) -> Iterator[Finding]:
-    """Is there the NUMA node that dram.numa_node names?"""
+    """Check that the NUMA node in dram.numa_node exists."""
     if node is None:
         return
     import mmap
@@ -59,7 +59,7 @@ def check_numa(node: int | None) -> Iterator[Finding]:
 
 
 def check_cuda(machine: Machine, dev: Path = DEV) -> Iterator[Finding]:
-    """Can an engine of this user see the GPUs?"""
+    """Check that an engine of this user can open the GPUs."""
     devices = sorted(path for path in dev.glob("nvidia[0-9]*"))
     control = dev / "nvidiactl"
     closed = [p for p in (control, *devices) if p.exists() and not may_open(p)]
@@ -105,7 +105,7 @@ MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs", "hugetlbfs")
 
 
 def check_memory(settings: Settings, machine: Machine) -> Iterator[Finding]:
-    """Compare dram.bytes with what there is."""
+    """Check that the machine has the memory that dram.bytes asks for."""
     wanted = settings.dram.total_bytes or dram_bytes(settings.dram.bytes)
     total, available = machine.memory("MemTotal"), machine.memory("MemAvailable")
     bound = machine.cgroup_bytes()
@@ -130,11 +130,11 @@ def check_memory(settings: Settings, machine: Machine) -> Iterator[Finding]:
 
 
 def check_swap(machine: Machine, unit: Mapping[str, str]) -> Iterator[Finding]:
-    """May what is in DRAM come to lie on a disk?
+    """Check that KV in DRAM cannot be swapped to a disk.
 
     Args:
         machine: the machine that kvd runs on.
-        unit: what systemd knows of kvd's unit; empty if it is not there.
+        unit: systemd's properties of kvd's unit; empty: it is not installed.
     """
     swap = machine.memory("SwapTotal")
     if not swap:
@@ -150,7 +150,7 @@ def check_swap(machine: Machine, unit: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def check_shared_memory(settings: Settings, machine: Machine) -> Iterator[Finding]:
-    """Where DRAM is kept over restarts: is it memory, and is there room?"""
+    """Check the directory that keeps DRAM over restarts: that it is memory, and has room."""
     keep = resolve_keep(settings.dram.keep, settings.engine_uids())
     directory = settings.dram.directory
     if keep != "file":
@@ -193,7 +193,7 @@ def check_shared_memory(settings: Settings, machine: Machine) -> Iterator[Findin
 
 
 def check_huge_pages(settings: Settings, machine: Machine) -> Iterator[Finding]:
-    """Are there huge pages of the kind that dram.hugepages asks for?"""
+    """Check that there are huge pages of the kind that dram.hugepages asks for."""
     wanted = dram_bytes(settings.dram.bytes)
     page_bytes = machine.memory("Hugepagesize") or 2 << 20
     pool_bytes = machine.memory("HugePages_Free") * page_bytes
@@ -226,12 +226,12 @@ def check_huge_pages(settings: Settings, machine: Machine) -> Iterator[Finding]:
 def check_locked_memory(
     settings: Settings, machine: Machine, limits: ProcessLimits
 ) -> Iterator[Finding]:
-    """Engines that copy to a GPU lock the arena in memory: may this user's?"""
+    """Check that this user's engines on a GPU may lock the arena in memory."""
     limit = limits.locked_bytes
     wanted = dram_bytes(settings.dram.bytes)
     if limit is None or limit >= wanted or limits.is_root or not machine.has_cuda():
-        said = "no bound" if limit is None else format_bytes(limit)
-        yield ok("locked_memory", f"memory that may be locked: {said}")
+        limit_text = "no bound" if limit is None else format_bytes(limit)
+        yield ok("locked_memory", f"memory that may be locked: {limit_text}")
         return
     yield problem(
         "locked_memory",
@@ -243,7 +243,7 @@ def check_locked_memory(
 
 
 def file_system_of(path: Path, proc: Path = PROC) -> str:
-    """The kind of file system that a path lies on, such as "ext4" or "tmpfs"."""
+    """Return the type of the file system of a path, such as "ext4" or "tmpfs"."""
     resolved = path.resolve()
     best, kind = -1, "unknown"
     for line in text_of(proc / "self/mounts").splitlines():

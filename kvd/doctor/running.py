@@ -1,4 +1,4 @@
-"""The running kvd: does it answer, may we ask it, is it of this release and of these settings?"""
+"""Checks of the running kvd: its sockets, its release, its tiers, and the settings in force."""
 
 import grp
 import os
@@ -17,11 +17,11 @@ from shared.version import __version__
 
 _OPEN = os.R_OK | os.W_OK
 _OTHERS = 0o007
-_MAX_KEYS = 8  # of a list in one line
+_MAX_KEYS = 8  # settings listed in one line
 
 
 def check_sockets(settings: Settings) -> Iterator[Finding]:
-    """Which sockets are there, whose are they, and may this user open them?"""
+    """Check the sockets' mode and group, and which of them this user may open."""
     access = settings.access
     roles = {
         "operator": (OPERATOR_SOCKET, access.operator_group),
@@ -33,20 +33,20 @@ def check_sockets(settings: Settings) -> Iterator[Finding]:
         path = settings.runtime_dir / name
         if not _is_there(path):
             continue
-        yield from _guards(path, group)
+        yield from _check_access(path, group)
         if os.access(path, _OPEN, effective_ids=True):
             mine.append(role)
         elif role == "operator":
             yield warning(
                 "sockets",
                 f"you ({_user()}) may not open {path}: no flush, pin, ttl, verify, export",
-                _way_in(path),
+                _access_remedy(path),
             )
     if not _may_enter(settings.runtime_dir):
         yield problem(
             "sockets",
             f"you ({_user()}) may not enter {settings.runtime_dir}",
-            _way_in(settings.runtime_dir),
+            _access_remedy(settings.runtime_dir),
         )
     elif mine:
         yield ok("sockets", f"you ({_user()}) may come as {', '.join(mine)}")
@@ -54,7 +54,7 @@ def check_sockets(settings: Settings) -> Iterator[Finding]:
 
 
 def check_answer(answer: kvd_pb2.GetStatsResponse) -> Iterator[Finding]:
-    """Is everything that runs of this release?"""
+    """Check that kvd, the engines and this installation are of one release."""
     if answer.version != __version__:
         yield warning(
             "versions",
@@ -82,7 +82,7 @@ def check_answer(answer: kvd_pb2.GetStatsResponse) -> Iterator[Finding]:
 def check_tiers(
     answer: kvd_pb2.GetStatsResponse, running: Mapping[str, kvd_pb2.Setting]
 ) -> Iterator[Finding]:
-    """Does each layout's cache do what it is there for?"""
+    """Check that each layout's cache is available and not degraded."""
     for missing in answer.unavailable:
         yield problem(
             "tiers",
@@ -110,7 +110,7 @@ def check_tiers(
 def check_settings_in_force(
     loaded: LoadedSettings[Settings], running: Mapping[str, kvd_pb2.Setting]
 ) -> Iterator[Finding]:
-    """Is what the file says in force? Flags and the environment of the daemon are its own."""
+    """Check that the file's settings are in force, except where flags or the environment differ."""
     comparable = ("file", "default")
     changed = [
         key
@@ -126,26 +126,26 @@ def check_settings_in_force(
     restart = [key for key in changed if not is_live(key)]
     if reload:
         yield warning(
-            "settings", f"{_some(reload)} changed, and not in force yet", "kvd config reload"
+            "settings", f"{_shortened(reload)} changed, and not in force yet", "kvd config reload"
         )
     if restart:
         yield warning(
             "settings",
-            f"{_some(restart)} changed, and not in force before a restart",
+            f"{_shortened(restart)} changed, and not in force before a restart",
             "systemctl restart kvd (DRAM is kept)",
         )
 
 
-def _way_in(path: Path) -> str:
-    """What lets this user open or enter something of kvd's."""
+def _access_remedy(path: Path) -> str:
+    """Return the remedy that lets this user open a socket, or enter a directory, of kvd's."""
     status, group = path.stat(), _group_of(path)
-    if not status.st_gid or not status.st_mode & stat.S_IRWXG:  # of no group but its owner's
+    if not status.st_gid or not status.st_mode & stat.S_IRWXG:  # no group has access
         return "use sudo; or name a group of yours in access.operator_group, and restart kvd"
     return f"sudo usermod -aG {group} {_user()}, and log in again; or use sudo"
 
 
-def _guards(path: Path, group: str) -> Iterator[Finding]:
-    """Mode and group of a socket, against what the settings say."""
+def _check_access(path: Path, group: str) -> Iterator[Finding]:
+    """Check a socket's mode and group against the settings."""
     status = path.stat()
     if stat.S_IMODE(status.st_mode) & _OTHERS:
         yield problem(
@@ -220,7 +220,7 @@ def _damage(layout: str, stats: kvd_pb2.LayoutStats) -> Iterator[Finding]:
 def _is_there(path: Path) -> bool:
     try:
         return path.is_socket()
-    except OSError:  # in a directory that we may not enter
+    except OSError:  # in a directory that this user may not enter
         return False
 
 
@@ -240,6 +240,6 @@ def _group_of(path: Path) -> str:
         return str(gid)
 
 
-def _some(keys: list[str]) -> str:
+def _shortened(keys: list[str]) -> str:
     more = len(keys) - _MAX_KEYS
     return ", ".join(keys[:_MAX_KEYS]) + (f" and {more} more" if more > 0 else "")

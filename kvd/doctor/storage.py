@@ -1,4 +1,4 @@
-"""Files: the state and the runtime directory, the disk below, and descriptors."""
+"""Checks of storage: the state and runtime directories, their disk, and file descriptors."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -17,12 +17,12 @@ from shared.types.errors import ReportedError
 from shared.types.units import ceil_div, format_bytes
 
 REMOTE_FILE_SYSTEMS = ("nfs", "nfs4", "cifs", "smb3", "9p", "fuse.sshfs", "ceph", "glusterfs")
-FDS_OF_ENGINE = 8  # its connections, its arena, what watches it
-OTHER_FDS = 256  # index, sockets, calls
+FDS_OF_ENGINE = 8  # descriptors per engine: connections, the arena, pidfd
+OTHER_FDS = 256  # descriptors of the index, sockets and RPCs
 
 
 def check_directories(settings: Settings) -> Iterator[Finding]:
-    """May kvd use its directories, as far as can be told without taking them?"""
+    """Check that kvd may use its directories, without creating or locking them."""
     for check, path, flag in (
         ("runtime_dir", settings.runtime_dir, "--runtime-dir"),
         ("state_dir", settings.state_dir, "--state-dir"),
@@ -37,8 +37,8 @@ def check_directories(settings: Settings) -> Iterator[Finding]:
 def check_state_disk(
     settings: Settings, machine: Machine, probe: Callable[[Path], bool] = probe_direct
 ) -> Iterator[Finding]:
-    """Is the disk under the state directory one for an index and volumes, and has it room?"""
-    path = _existing(settings.state_dir)
+    """Check that the disk under the state directory suits an index and volumes, and has room."""
+    path = _nearest_existing(settings.state_dir)
     kind = file_system_of(path, machine.proc)
     if kind in REMOTE_FILE_SYSTEMS:
         yield problem(
@@ -55,15 +55,15 @@ def check_state_disk(
     else:
         yield ok("state_disk", f"state_dir {path} is on {kind}")
     if not may_write(path):
-        return  # see the finding about the directory
+        return  # check_directories reports this
     yield from _space(settings, path)
     yield from _direct_io(settings, path, probe)
 
 
 def check_descriptors(settings: Settings, limits: ProcessLimits) -> Iterator[Finding]:
-    """May a process open as many files as the settings can come to ask for?"""
+    """Check that the limit of open files allows as many as the settings can need."""
     limit = limits.open_files
-    path = _existing(settings.state_dir)
+    path = _nearest_existing(settings.state_dir)
     tier = (
         ssd_bytes(settings.ssd.bytes, path / VOLUMES)
         if path == settings.state_dir and may_write(path)
@@ -85,14 +85,14 @@ def check_descriptors(settings: Settings, limits: ProcessLimits) -> Iterator[Fin
 
 
 def _directory(check: str, path: Path, flag: str) -> Finding:
-    existing = _existing(path)
+    existing = _nearest_existing(path)
     name = check.replace("_", " ").replace("dir", "directory")
     own = f"name a directory of your own with {flag}"
     if not is_directory(existing):
         return problem(check, f"{existing} is no directory", own)
     if not may_write(existing):
         if existing == path and existing.stat().st_uid != os.geteuid():
-            return _of_another(check, path)
+            return _foreign_directory(check, path)
         owner = user_name(existing.stat().st_uid)
         return problem(
             check,
@@ -106,8 +106,8 @@ def _directory(check: str, path: Path, flag: str) -> Finding:
     return ok(check, f"{name} {path}" + ("" if existing == path else " can be made"))
 
 
-def _of_another(check: str, path: Path) -> Finding:
-    """A directory of kvd's, looked at by somebody else."""
+def _foreign_directory(check: str, path: Path) -> Finding:
+    """Return the finding on a directory of kvd's that another user looks at."""
     owner = user_name(path.stat().st_uid)
     if check == "runtime_dir":
         return ok(check, f"{path} belongs to {owner}")
@@ -164,8 +164,8 @@ def _direct_io(settings: Settings, path: Path, probe: Callable[[Path], bool]) ->
         )
 
 
-def _existing(path: Path) -> Path:
-    """The path itself, or as much of it as this user can see."""
+def _nearest_existing(path: Path) -> Path:
+    """Return the path, or its closest parent that this user can see."""
     return next(
         parent for parent in (path, *path.parents) if os.access(parent, os.F_OK, effective_ids=True)
     )

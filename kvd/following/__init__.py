@@ -1,1 +1,1 @@
-"""kvd remote follow: beside a running kvd, moves its sessions to a remote store and from it."""
+"""kvd remote follow: a process beside kvd that moves its sessions to and from a remote store."""

@@ -1,21 +1,24 @@
-"""The agenda: which session is pushed, or dropped from the store, next; and when. Pure.
+"""The follower's agenda: the session to push to, or drop from, the remote store next. Pure.
 
-    stored ─► unpushed ─ quiet for a while ─► next: Push ─► pushed, or back among the unpushed
+    stored ─► unpushed ─ quiet for a while ─► next: Push ─► pushed, or unpushed again
     near eviction ─► unpushed ─ at once ─► the same
     deleted ─► next: Drop ─► dropped
 
-Sessions that were stored are pushed once they have been left alone, most valuable first; or only
-those that kvd says are near eviction, at once and in that order, unless they are stored again
-before: then kvd says so again when they are near it again. At the end all are. What is dropped
-deliberately, flushed or ended, goes from the store, too, and before all else; what is evicted or
-expires does not. A listing of all sessions makes good what was not heard of: whatever is not known
-to be in the store is looked at there, by a push that sends nothing if nothing is missing.
+With `writes` = "all", a session is pushed once it has been quiet for a while, the most valuable
+session first. With "evicted", only sessions that kvd reports as near eviction are pushed: at once,
+in kvd's order. A session that is stored again before its push is forgotten; kvd reports it when it
+is near eviction again. A drain pushes all sessions. A deliberate deletion (flushed, ended) goes to
+the store as well, before any push; eviction and expiry do not.
 
-A session that another server owns in the store is *fenced*. It is pushed again only if it goes on
-here, stored anew, also before that was known, with more tokens than there: then it is taken over.
+A listing of all sessions makes up for missed events: each session that is not known to be in the
+store is pushed. The push sends nothing if nothing is missing there.
 
-Invariants: 1. one step is under way at a time, so that no session is pushed twice at once; 2. a
-session is unpushed, or to be dropped, or neither.
+A session that another server owns in the store is *fenced*. It is pushed again only if it continues
+on this server: a new turn was stored (perhaps before the fence was noticed), and it has more tokens
+than the store has. The push then takes it over.
+
+Invariants: 1. one step is under way at a time, so no session is pushed twice at once; 2. a session
+is unpushed, or to be dropped, or neither; never both.
 """
 
 from collections import deque
@@ -24,26 +27,28 @@ from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush, nsmallest
 from typing import Literal
 
-from kvd.following.steps import Drop, Push, Step, Terms, Unpushed, found, terms_of
+from kvd.following.steps import Drop, Push, Step, Terms, Unpushed, terms_of, unpushed_of
 from kvd.remote.pushing import rank_of
 from shared.pb.kvd.v1 import kvd_pb2 as pb
 from shared.types.session_key import SessionKey
 
 Writes = Literal["none", "drain", "evicted", "all"]
-MOST_QUIETS = 10  # a session that is never left alone is pushed after so many times that
-BATCH = 64  # sessions that are chosen together
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 30.0, 3600.0  # after a session's push failed
+MOST_QUIETS = 10  # a session that is in use all the time is pushed after so many quiet times
+BATCH = 64  # sessions that are ranked and chosen together
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 30.0, 3600.0  # between two tries to push a session that failed
 
 
 @dataclass
 class Agenda:
-    """See the module docstring. All instants are of one clock, in seconds, unless they say unix.
+    """Sessions that wait to be pushed or dropped, and the step that is under way.
+
+    Instants are in seconds of one monotonic clock, unless they are called unix.
 
     Attributes:
-        writes: what is pushed before the end: nothing, what is near eviction, or everything; at the
-            end everything, or nothing.
-        quiet_s: how long a session is left alone before.
-        num_evicted: sessions that were evicted, or a part of them was, before they were pushed.
+        writes: sessions that are pushed before the drain: none, those near eviction, or all. The
+            drain pushes none ("none") or all (otherwise).
+        quiet_s: seconds without a turn after which a session is pushed.
+        num_evicted: sessions that were evicted, wholly or in part, before they were pushed.
     """
 
     writes: Writes = "none"
@@ -51,29 +56,30 @@ class Agenda:
     num_evicted: int = 0
     _unpushed: dict[SessionKey, Unpushed] = field(default_factory=dict)
     _drops: dict[SessionKey, Drop] = field(default_factory=dict)
-    _there: dict[SessionKey, tuple[Terms, float]] = field(default_factory=dict)
-    _fenced: dict[SessionKey, int] = field(default_factory=dict)  # tokens that the owner has
-    _due: list[tuple[float, SessionKey]] = field(default_factory=list)  # a heap; may be outdated
+    _in_store: dict[SessionKey, tuple[Terms, float]] = field(default_factory=dict)
+    _fenced: dict[SessionKey, int] = field(default_factory=dict)  # tokens that the owner pushed
+    # A heap of (due time, key). Its entries may be outdated: `_pick` looks up the session again.
+    _due: list[tuple[float, SessionKey]] = field(default_factory=list)
     _ready: dict[SessionKey, None] = field(default_factory=dict)
     _batch: deque[SessionKey] = field(default_factory=deque)
     _under_way: tuple[Step, Unpushed | None] | None = None
     _is_draining: bool = False
 
-    # ------------------------------------------------------------------------------ what is known
+    # ------------------------------------------------------------------------------------- queries
 
     @property
     def num_unpushed(self) -> int:
-        """Sessions that are to be pushed, or looked at, that under way included."""
+        """Sessions to push, or to look up in the store; the one under way included."""
         return len(self._unpushed) + (self._pushing is not None)
 
     @property
     def num_drops(self) -> int:
-        """Sessions that are to be dropped from the store."""
+        """Sessions to drop from the store; the one under way excluded."""
         return len(self._drops)
 
     @property
     def is_done(self) -> bool:
-        """Whether nothing is left to do, or under way, whenever that would be."""
+        """Whether nothing is left to do, now or later, and nothing is under way."""
         return not (self._unpushed or self._drops or self._under_way)
 
     @property
@@ -82,9 +88,9 @@ class Agenda:
         return self._under_way is not None
 
     def oldest_s(self) -> float | None:
-        """Return since when something is not in the store that was stored here; O(sessions)."""
+        """Return since when the oldest new session waits for its push; None: none. O(sessions)."""
         pushing = self._pushing
-        found = [one.first_s for one in self._unpushed.values() if one.is_new]
+        found = [session.first_s for session in self._unpushed.values() if session.is_new]
         if pushing is not None and pushing.is_new:
             found.append(pushing.first_s)
         return min(found, default=None)
@@ -93,119 +99,125 @@ class Agenda:
     def _pushing(self) -> Unpushed | None:
         return self._under_way[1] if self._under_way else None
 
-    # ------------------------------------------------------------------------------- what happens
+    # ----------------------------------------------------------------------------- events from kvd
 
-    def stored(self, key: SessionKey, now_s: float, num_tokens: int | None = None) -> None:
-        """Take that a session was stored, or its tokens are others.
+    def on_stored(self, key: SessionKey, now_s: float, num_tokens: int | None = None) -> None:
+        """Record that a session was stored, or that its tokens have changed.
 
         Args:
-            key: whose.
-            now_s: when.
-            num_tokens: of it now; None: not told.
+            key: the session.
+            now_s: the time of the event.
+            num_tokens: tokens it has now; None: the event does not say.
         """
-        self.lives(key)
-        if not self._follows:
-            self._unpushed.pop(key, None)  # kvd says so if it is near eviction again
+        self.cancel_drop(key)
+        if not self._pushes_all:
+            self._unpushed.pop(key, None)  # kvd reports it again when it is near eviction again
             return
-        one = self._unpushed.get(key)
-        if one is None:
-            self._put(key, Unpushed(now_s, now_s, num_tokens or 0, is_new=True))
+        session = self._unpushed.get(key)
+        if session is None:
+            self._add(key, Unpushed(now_s, now_s, num_tokens or 0, is_new=True))
             return
-        if not one.is_new:
-            one.first_s, one.is_new = now_s, True
-        one.last_s = max(one.last_s, now_s)
-        one.num_tokens = one.num_tokens if num_tokens is None else num_tokens
-        one.num_failures, one.not_before_s, one.is_over = 0, 0.0, False
+        if not session.is_new:
+            session.first_s, session.is_new = now_s, True
+        session.last_s = max(session.last_s, now_s)
+        session.num_tokens = session.num_tokens if num_tokens is None else num_tokens
+        session.num_failures, session.not_before_s, session.is_superseded = 0, 0.0, False
 
-    def lives(self, key: SessionKey) -> None:
-        """Take that a session was stored again after it was dropped."""
+    def cancel_drop(self, key: SessionKey) -> None:
+        """Keep a session in the store: it was stored again after it was deleted."""
         self._drops.pop(key, None)
 
-    def near_eviction(
-        self, key: SessionKey, now_s: float, num_tokens: int, *, is_over: bool
+    def on_near_eviction(
+        self, key: SessionKey, now_s: float, num_tokens: int, *, is_superseded: bool
     ) -> None:
-        """Take that kvd evicts a session next; `is_over`: another one goes on in its place."""
+        """Record that kvd will evict a session soon."""
         if self.writes == "evicted" and key not in self._unpushed:
-            self._put(key, Unpushed(now_s, now_s, num_tokens, is_new=True, is_over=is_over))
+            self._add(
+                key, Unpushed(now_s, now_s, num_tokens, is_new=True, is_superseded=is_superseded)
+            )
 
-    def cut(self, key: SessionKey, num_tokens: int, *, evicted: bool = False) -> None:
-        """Take that a session has lost its end, perhaps to eviction."""
-        one = self._unpushed.get(key)
-        if one is not None:
-            one.num_tokens = num_tokens
-            self._count(one, evicted=evicted)
+    def on_cut(self, key: SessionKey, num_tokens: int, *, evicted: bool = False) -> None:
+        """Record that a session lost its last tokens, perhaps to eviction."""
+        session = self._unpushed.get(key)
+        if session is not None:
+            session.num_tokens = num_tokens
+            self._count_eviction(session, evicted=evicted)
 
-    def superseded(self, key: SessionKey) -> None:
-        """Take that another session goes on in a session's place: it can wait."""
+    def on_superseded(self, key: SessionKey) -> None:
+        """Record that another session continues in this one's place: its push can wait."""
         if key in self._unpushed:
-            self._unpushed[key].is_over = True
+            self._unpushed[key].is_superseded = True
 
-    def gone(self, key: SessionKey, *, evicted: bool = False) -> None:
-        """Take that a session was evicted, or has expired: there is nothing left to push."""
-        one = self._unpushed.pop(key, None)
-        if one is not None:
-            self._count(one, evicted=evicted)
-        self._there.pop(key, None)
+    def on_gone(self, key: SessionKey, *, evicted: bool = False) -> None:
+        """Record that a session was evicted or has expired: nothing is left to push."""
+        session = self._unpushed.pop(key, None)
+        if session is not None:
+            self._count_eviction(session, evicted=evicted)
+        self._in_store.pop(key, None)
         self._fenced.pop(key, None)
 
-    def deleted(self, key: SessionKey, unix_s: float, *, of_others: bool) -> None:
-        """Take that a session was dropped deliberately; see Drop."""
-        self.gone(key)
+    def on_deleted(self, key: SessionKey, unix_s: float, *, of_others: bool) -> None:
+        """Record that a session was deleted deliberately; for the arguments see Drop."""
+        self.on_gone(key)
         self._drops[key] = Drop(key, unix_s, of_others)
 
-    def pulled(self, info: pb.SessionInfo, num_tokens: int, now_s: float) -> None:
-        """Take that so many tokens were fetched: a turn may have stored more before we know."""
+    def on_pulled(self, info: pb.SessionInfo, num_tokens: int, now_s: float) -> None:
+        """Record that `num_tokens` of a session were pulled, from a pull begun at `now_s`.
+
+        A turn may have stored more during the pull: such a session stays unpushed.
+        """
         key = _key_of(info)
         newer = self._unpushed.get(key)
-        self.gone(key)
-        self._there[key] = (terms_of(info), now_s)
+        self.on_gone(key)
+        self._in_store[key] = (terms_of(info), now_s)
         if newer is not None and newer.num_tokens > num_tokens:
-            self._put(key, newer)
+            self._add(key, newer)
 
-    def listed(self, infos: Iterable[pb.SessionInfo], now_s: float, unix_s: float) -> None:
-        """Take all sessions, as they were listed after events were heard of again."""
-        there, self._there = self._there, {}
+    def on_listing(self, infos: Iterable[pb.SessionInfo], now_s: float, unix_s: float) -> None:
+        """Compare a listing of all sessions with what is known, as events may have been missed."""
+        known_before, self._in_store = self._in_store, {}
         for info in infos:
             key, terms = _key_of(info), terms_of(info)
             used_s = now_s - info.idle_s
-            known = there.get(key)
+            known = known_before.get(key)
             if known is not None and known[0] == terms and used_s <= known[1]:
-                self._there[key] = known
+                self._in_store[key] = known
             elif key in self._drops:
                 continue
             elif info.ended:
-                self.deleted(key, unix_s, of_others=True)
-                self._there[key] = (terms, now_s)
-            elif self._is_pushed(info) and key not in self._unpushed:
-                self._put(key, found(info, used_s))
+                self.on_deleted(key, unix_s, of_others=True)
+                self._in_store[key] = (terms, now_s)
+            elif self._must_push(info) and key not in self._unpushed:
+                self._add(key, unpushed_of(info, used_s))
 
     def drain(self) -> None:
-        """Hold nothing back from now on: the end is near."""
+        """Make all sessions due at once, as the follower ends."""
         self._is_draining = self.writes != "none"
         self._ready = dict.fromkeys(self._unpushed)
         self._due.clear()
 
-    def follow(self, writes: Writes, quiet_s: float) -> None:
-        """Go by other settings; a listing is to follow."""
+    def reconfigure(self, writes: Writes, quiet_s: float) -> None:
+        """Apply other settings. The caller owes a listing (`on_listing`)."""
         has_changed = writes != self.writes
         self.writes, self.quiet_s = writes, quiet_s
-        if has_changed and not self._follows:
+        if has_changed and not self._pushes_all:
             self._unpushed.clear()
             self._ready.clear()
-        self._due = [(self._due_s(one), key) for key, one in self._unpushed.items()]
+        self._due = [(self._due_s(session), key) for key, session in self._unpushed.items()]
         heapify(self._due)
 
     def forget_store(self) -> None:
-        """Know nothing of the store any more: it is another one."""
-        self._there.clear()
+        """Forget what the store has: another store takes its place."""
+        self._in_store.clear()
         self._fenced.clear()
 
-    # --------------------------------------------------------------------------- what is to be done
+    # ---------------------------------------------------------------------------------------- steps
 
     def next(self, now_s: float) -> Step | None:
-        """Return what to do now; then one of `pushed`, `dropped`, … is owed before the next call.
+        """Return the step to do now; None: none before `wait_until_s`, or another event.
 
-        None: nothing before `wait_until_s`, or another event.
+        The caller owes its result (`on_pushed`, `on_dropped`, … or `on_postponed`) before the next
+        call.
         """
         assert self._under_way is None, "one step at a time"  # noqa: S101
         if self._drops:
@@ -213,142 +225,147 @@ class Agenda:
             self._under_way = (step, None)
             return step
         while (key := self._pick(now_s)) is not None:
-            one = self._unpushed.pop(key)
-            takes = key in self._fenced and one.num_tokens > self._fenced[key]
+            session = self._unpushed.pop(key)
+            takes = key in self._fenced and session.num_tokens > self._fenced[key]
             if takes or key not in self._fenced:
                 push = Push(key, takes)
-                self._under_way = (push, one)
+                self._under_way = (push, session)
                 return push
         return None
 
     def wait_until_s(self) -> float | None:
-        """Return when `next` may have something, if nothing happens before; None: never."""
+        """Return when `next` may have a step, if no event comes before; None: never."""
         if self._drops or self._ready or self._batch:
             return 0.0
         return self._due[0][0] if self._due else None
 
-    # ---------------------------------------------------------------------------- what became of it
+    # ---------------------------------------------------------------------------- results of steps
 
-    def pushed(self, info: pb.SessionInfo, now_s: float) -> None:
-        """Take that the session is in the store as it was then."""
-        step, _ = self._ended()
-        self._there[step.key] = (terms_of(info), now_s)
+    def on_pushed(self, info: pb.SessionInfo, now_s: float) -> None:
+        """Record that the session is in the store as `info` describes it, at `now_s`."""
+        step, _ = self._end_step()
+        self._in_store[step.key] = (terms_of(info), now_s)
         self._fenced.pop(step.key, None)
 
-    def dropped(self) -> None:
-        """Take that nothing of the session is in the store, or is none of ours to drop."""
-        self._ended()
+    def on_dropped(self) -> None:
+        """Record that the store has nothing of the session, or that it is not ours to drop."""
+        self._end_step()
 
-    def missing(self) -> None:
-        """Take that the session to be pushed is not stored here any more."""
-        step, _ = self._ended()
-        self.gone(step.key)
+    def on_missing(self) -> None:
+        """Record that kvd does not store the session to be pushed any more."""
+        step, _ = self._end_step()
+        self.on_gone(step.key)
 
-    def fenced(self, owners_tokens: int) -> bool:
-        """Take that another server owns the session; returns whether that is news."""
-        step, one = self._ended()
+    def on_fenced(self, owners_tokens: int) -> bool:
+        """Record that another server owns the session, with so many tokens.
+
+        Returns:
+            Whether this was not known before.
+        """
+        step, session = self._end_step()
         is_news = step.key not in self._fenced
         self._fenced[step.key] = owners_tokens
-        if is_news and one and one.is_new and one.num_tokens > owners_tokens:
-            self._put_back(step, one)
+        if is_news and session and session.is_new and session.num_tokens > owners_tokens:
+            self._put_back(step, session)
         return is_news
 
-    def failed(self, now_s: float) -> None:
-        """Take that it could not be done, because of the session: it is tried again later."""
-        step, one = self._ended()
-        if one is None:
+    def on_failed(self, now_s: float) -> None:
+        """Record that the step failed because of its session: a push is tried again later."""
+        step, session = self._end_step()
+        if session is None:
             return
-        one.not_before_s = now_s + min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2**one.num_failures)
-        one.num_failures += 1
-        self._put_back(step, one)
+        session.not_before_s = now_s + min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2**session.num_failures)
+        session.num_failures += 1
+        self._put_back(step, session)
 
-    def postponed(self) -> None:
-        """Take that it was not done, which is not the session's fault."""
-        step, one = self._ended()
-        self._put_back(step, one)
+    def on_postponed(self) -> None:
+        """Record that the step was not done, for a reason that is not the session's."""
+        step, session = self._end_step()
+        self._put_back(step, session)
 
-    # -------------------------------------------------------------------------------------- inside
+    # ------------------------------------------------------------------------------------ internal
 
     @property
-    def _follows(self) -> bool:
-        """Whether everything is pushed."""
+    def _pushes_all(self) -> bool:
+        """Whether every session is pushed, not only those near eviction."""
         return self.writes == "all" or (self._is_draining and self.writes != "none")
 
-    def _is_pushed(self, info: pb.SessionInfo) -> bool:
-        return self._follows or (self.writes == "evicted" and info.near_eviction)
+    def _must_push(self, info: pb.SessionInfo) -> bool:
+        return self._pushes_all or (self.writes == "evicted" and info.near_eviction)
 
-    def _count(self, one: Unpushed, *, evicted: bool) -> None:
-        """Count a session that is evicted too early, once; one that is over is no loss."""
-        if evicted and one.is_new and not one.is_over and not one.is_late:
-            one.is_late = True
+    def _count_eviction(self, session: Unpushed, *, evicted: bool) -> None:
+        """Count a session evicted before its push, once; a superseded one is no loss."""
+        if evicted and session.is_new and not session.is_superseded and not session.is_late:
+            session.is_late = True
             self.num_evicted += 1
 
-    def _ended(self) -> tuple[Step, Unpushed | None]:
+    def _end_step(self) -> tuple[Step, Unpushed | None]:
         assert self._under_way is not None, "nothing is under way"  # noqa: S101
         ended, self._under_way = self._under_way, None
         return ended
 
-    def _put_back(self, step: Step, one: Unpushed | None) -> None:
+    def _put_back(self, step: Step, session: Unpushed | None) -> None:
+        """Schedule a step again, unless an event has replaced or cancelled it meanwhile."""
         newer = self._unpushed.get(step.key)
-        if one is None:
+        if session is None:
             if isinstance(step, Drop) and newer is None:
                 self._drops.setdefault(step.key, step)
         elif step.key in self._drops:
             return
         elif newer is None:
-            self._put(step.key, one)
+            self._add(step.key, session)
         else:
-            newer.first_s = min(newer.first_s, one.first_s) if one.is_new else newer.first_s
+            newer.first_s = min(newer.first_s, session.first_s) if session.is_new else newer.first_s
 
-    def _put(self, key: SessionKey, one: Unpushed) -> None:
-        self._unpushed[key] = one
-        if self._is_draining and not one.not_before_s:
+    def _add(self, key: SessionKey, session: Unpushed) -> None:
+        self._unpushed[key] = session
+        if self._is_draining and not session.not_before_s:
             self._ready[key] = None
         else:
-            heappush(self._due, (self._due_s(one), key))
+            heappush(self._due, (self._due_s(session), key))
 
-    def _due_s(self, one: Unpushed) -> float:
+    def _due_s(self, session: Unpushed) -> float:
         if self._is_draining or self.writes == "evicted":
-            return one.not_before_s
-        quiet_s = min(one.last_s + self.quiet_s, one.first_s + MOST_QUIETS * self.quiet_s)
-        return max(one.not_before_s, quiet_s)
+            return session.not_before_s
+        quiet_s = min(session.last_s + self.quiet_s, session.first_s + MOST_QUIETS * self.quiet_s)
+        return max(session.not_before_s, quiet_s)
 
     def _pick(self, now_s: float) -> SessionKey | None:
-        """Take the session that is to be pushed first, of those that are due."""
+        """Return the due session that is to be pushed first; None: none is due."""
         while self._due and self._due[0][0] <= now_s:
             self._ready[heappop(self._due)[1]] = None
         while True:
             if not self._batch:
-                self._choose(now_s)
+                self._fill_batch(now_s)
             if not self._batch:
                 return None
             key = self._batch.popleft()
-            one = self._unpushed.get(key)
-            if one is None:
+            session = self._unpushed.get(key)
+            if session is None:
                 continue
-            if self._due_s(one) <= now_s:
+            if self._due_s(session) <= now_s:
                 return key
-            heappush(self._due, (self._due_s(one), key))  # it was stored again meanwhile
+            heappush(self._due, (self._due_s(session), key))  # it was stored again meanwhile
 
-    def _choose(self, now_s: float) -> None:
-        """Take the first of those that are ready."""
+    def _fill_batch(self, now_s: float) -> None:
+        """Move the ready sessions of the best rank to the batch, at most BATCH."""
 
         def rank(key: SessionKey) -> tuple[bool, bool, bool, float]:
-            one = self._unpushed[key]
-            if not self._follows:  # who is near eviction, in this order
-                return one.is_over, False, False, one.first_s
+            session = self._unpushed[key]
+            if not self._pushes_all:  # only those near eviction: in the order kvd reported them
+                return session.is_superseded, False, False, session.first_s
             return rank_of(
-                is_over=one.is_over,
-                is_dirty=one.is_dirty,
-                is_pinned=one.is_pinned,
-                num_tokens=one.num_tokens,
-                idle_s=max(0.0, now_s - one.last_s),
+                is_superseded=session.is_superseded,
+                is_dirty=session.is_dirty,
+                is_pinned=session.is_pinned,
+                num_tokens=session.num_tokens,
+                idle_s=max(0.0, now_s - session.last_s),
             )
 
-        there = [key for key in self._ready if key in self._unpushed]
-        self._batch.extend(nsmallest(BATCH, there, key=rank))
+        candidates = [key for key in self._ready if key in self._unpushed]
+        self._batch.extend(nsmallest(BATCH, candidates, key=rank))
         chosen = set(self._batch)
-        self._ready = {key: None for key in there if key not in chosen}
+        self._ready = {key: None for key in candidates if key not in chosen}
 
 
 def _key_of(info: pb.SessionInfo) -> SessionKey:

@@ -1,4 +1,4 @@
-"""What the follower counts, and the table of its metrics: served by itself, at `remote.metrics`."""
+"""The follower's counters, and the metrics it exports itself, at the setting `remote.metrics`."""
 
 import os
 import time
@@ -81,14 +81,14 @@ METRICS = MetricTable(
 
 @dataclass
 class Figures:
-    """Counts since the start.
+    """Counters since the start, and the state of both connections.
 
     Attributes:
-        pushes, pulls, drops: by result.
-        bytes: by direction.
-        requests: of the store, by kind; from any thread, as `add_bytes`.
-        pulling: sessions that are being fetched now.
-        failures: what went wrong last, newest last.
+        pushes, pulls, drops: sessions by result.
+        bytes: bytes of sessions by direction.
+        requests: requests of the store by kind. Any thread counts them, like `add_bytes`.
+        pulling: sessions being pulled now.
+        failures: the last failures, newest last.
         store_up: whether the store's last call succeeded; None: none was made yet.
         kvd_up: whether kvd's events are followed.
     """
@@ -104,21 +104,24 @@ class Figures:
     kvd_up: bool = False
 
     def add_bytes(self, direction: str, num_bytes: int) -> None:
-        """Count bytes; from any thread, for what is lost to a race is little."""
+        """Count bytes, from any thread. Without a lock: a race loses few counts."""
         self.bytes[direction] += num_bytes
 
-    def failed(self, event: str, why: str) -> None:
-        """Remember that something went wrong just now."""
+    def record_failure(self, event: str, why: str) -> None:
+        """Record a failure that has just happened."""
         self.failures.append(Failure(time.time(), event, why))
 
 
 @dataclass(frozen=True)
-class Waiting:
-    """What is left to do at a moment, and what was left undone.
+class Backlog:
+    """What is left to do at a moment.
 
     Attributes:
-        oldest_s: for how long the oldest session has waited to be pushed, or 0.
-        num_evicted: sessions that were evicted meanwhile, since the start.
+        num_unpushed: sessions to push, or to look up in the store.
+        oldest_s: seconds for which the oldest of them has waited; 0: none has.
+        num_drops: sessions to drop from the store.
+        num_wanted: sessions to pull.
+        num_evicted: sessions evicted before they were pushed, since the start.
     """
 
     num_unpushed: int
@@ -128,23 +131,23 @@ class Waiting:
     num_evicted: int = 0
 
 
-def status_of(figures: Figures, waiting: Waiting) -> str:
-    """Say in a line how it goes."""
+def status_of(figures: Figures, backlog: Backlog) -> str:
+    """Return the follower's state as one line, for systemd."""
     if not figures.kvd_up:
         return "kvd does not answer"
     store = {None: "", True: ", the store answers", False: ", the store fails"}[figures.store_up]
-    oldest = f", the oldest for {format_duration(waiting.oldest_s)}" if waiting.oldest_s else ""
-    return f"{counted(waiting.num_unpushed, 'session')} to push{oldest}{store}"
+    oldest = f", the oldest for {format_duration(backlog.oldest_s)}" if backlog.oldest_s else ""
+    return f"{counted(backlog.num_unpushed, 'session')} to push{oldest}{store}"
 
 
 def follower_status(
     figures: Figures,
-    waiting: Waiting,
+    backlog: Backlog,
     settings: RemoteSettings,
     started_unix_s: float,
     unix_s: float,
 ) -> FollowerStatus:
-    """Say all of it, for `kvd remote status`."""
+    """Return the follower's state in full, for `kvd remote status`."""
     return FollowerStatus(
         pid=os.getpid(),
         started_unix_s=started_unix_s,
@@ -154,12 +157,12 @@ def follower_status(
         pull=settings.pull,
         kvd_up=figures.kvd_up,
         store_up=figures.store_up,
-        num_unpushed=waiting.num_unpushed,
-        oldest_s=waiting.oldest_s,
-        num_drops=waiting.num_drops,
-        num_wanted=waiting.num_wanted,
+        num_unpushed=backlog.num_unpushed,
+        oldest_s=backlog.oldest_s,
+        num_drops=backlog.num_drops,
+        num_wanted=backlog.num_wanted,
         num_pulling=figures.pulling,
-        num_evicted=waiting.num_evicted,
+        num_evicted=backlog.num_evicted,
         pushes=_by_label(figures.pushes),
         pulls=_by_label(figures.pulls),
         drops=_by_label(figures.drops),
@@ -173,12 +176,12 @@ def _by_label(tally: Tally) -> dict[str, int]:
     return {label: count for (label,), count in sorted(tally.counts.copy().items())}
 
 
-def make_exporter(figures: Figures, waiting: Callable[[], Waiting]) -> MetricExporter:
-    """Return the exporter of the table."""
-    return MetricExporter(METRICS, partial(_fill, figures, waiting))
+def make_exporter(figures: Figures, backlog: Callable[[], Backlog]) -> MetricExporter:
+    """Return the exporter of the follower's metrics."""
+    return MetricExporter(METRICS, partial(_fill, figures, backlog))
 
 
-def _fill(figures: Figures, waiting: Callable[[], Waiting], scrape: Scrape) -> None:
+def _fill(figures: Figures, backlog: Callable[[], Backlog], scrape: Scrape) -> None:
     scrape.put("kvd_remote_build_info", 1, __version__)
     scrape.put_tally("kvd_remote_pushes_total", figures.pushes)
     scrape.put_tally("kvd_remote_pulls_total", figures.pulls)
@@ -186,7 +189,7 @@ def _fill(figures: Figures, waiting: Callable[[], Waiting], scrape: Scrape) -> N
     for direction, num_bytes in figures.bytes.items():
         scrape.put("kvd_remote_bytes_total", num_bytes, direction)
     scrape.put_tally("kvd_remote_requests_total", figures.requests)
-    left = waiting()
+    left = backlog()
     scrape.put("kvd_remote_evicted_unpushed_total", left.num_evicted)
     scrape.put("kvd_remote_unpushed_sessions", left.num_unpushed)
     scrape.put("kvd_remote_oldest_unpushed_seconds", left.oldest_s)

@@ -1,11 +1,12 @@
-"""The follower: keeps up with a kvd's events, and has what follows from them done.
+"""The follower: follows the events of one kvd, and moves sessions to and from its remote store.
 
-    connected ─► hears of events ─► has listed all sessions ─► works ─┐
+    connected ─► receives events ─► has listed all sessions ─► works ─┐
         ▲                                                             │
         └────────── a pause ◄── kvd does not answer (any more) ◄──────┘
 
-kvd waits for none of this but for sessions that were said to come, or soon will be. The agenda
-outlives connections, so that after each only what has changed is looked at.
+kvd does not wait for the follower, except for wanted sessions: those announced to come, and for a
+moment those not yet looked up. The agenda outlives connections: after a reconnect only the sessions
+that have changed are looked up in the store.
 """
 
 import asyncio
@@ -23,8 +24,8 @@ from kvd.client.operator_client import OperatorClient
 from kvd.config import RemoteSettings
 from kvd.errors import NotRunningError
 from kvd.following.agenda import Agenda
-from kvd.following.figures import Figures, Waiting
-from kvd.following.hearing import EVENTS, hear, hear_deletion
+from kvd.following.event_effects import EVENTS, apply_deletion, apply_event
+from kvd.following.figures import Backlog, Figures
 from kvd.following.wanted import Wanted
 from kvd.following.work import Work, in_thread
 from kvd.remote.manifest import Owner
@@ -37,33 +38,34 @@ from shared.process.backoff import Backoff
 from shared.process.log import get_logger
 from shared.types.errors import ReportedError, StateError
 
-FETCHES = 32  # sessions that are looked for, or pulled, at once
-THREADS = 40  # for these, and the rest: one that waits for the store holds up nothing else
+FETCHES = 32  # tasks that look up or pull wanted sessions at once
+THREADS = 40  # for these and all other blocking calls: none waits for a free thread
 SETTINGS_EVERY_S = 2.0
-LIST_EVERY_S = 3600.0  # TTLs and pins change without an event
+LIST_EVERY_S = 3600.0  # TTLs and pins change without an event, so all sessions are listed again
 KVD_PAUSE_S = 5.0  # at most, between two tries to connect
-DRAIN_POLL_S = 0.05  # upper bound between two looks at whether all is done
+DRAIN_POLL_S = 0.05  # between two checks whether a drain is done
 SECTION = "remote."
 
 log = get_logger(__name__)
-Heard = pb.Event | ReportedError | None  # None: no event is missed from now on, and comes first
+# None comes first, and marks the point from which on no event is missed.
+Message = pb.Event | ReportedError | None
 
 
 class OtherReleaseError(StateError):
-    """kvd is of a release whose settings these are not."""
+    """kvd is of another release, whose settings this follower does not know."""
 
     reason = "other_release"
 
 
 class Follower:
-    """See the module docstring.
+    """Follows one kvd, over one connection after the other, until it is stopped.
 
     Args:
-        connect: opens a client of the kvd.
-        figures: are kept up.
-        settings_changed: called with the settings, at first and whenever they are others.
-        open_url: opens the store of a URL.
-        random: draws pauses.
+        connect: opens a client of kvd.
+        figures: counters and state that the follower updates.
+        settings_changed: called with the settings at first, and after each change.
+        open_url: opens the store at a URL.
+        random: source of random pauses.
     """
 
     def __init__(
@@ -78,7 +80,7 @@ class Follower:
         self._figures = figures
         self._settings_changed = settings_changed
         self._open_url = open_url
-        random = random or Random()  # noqa: S311  # it keeps no secret
+        random = random or Random()  # noqa: S311  # draws pauses only, nothing secret
         self._kvd_pause = Backoff(random, longest_s=KVD_PAUSE_S)
         self._store_pause = Backoff(random)
         self._agenda = Agenda()
@@ -86,25 +88,25 @@ class Follower:
         self._settings = RemoteSettings()
         self._knows_store = True
         self._store_since_unix_s: float | None = None
-        self._seen_unix_s = 0.0  # of the newest event that was heard of
+        self._seen_unix_s = 0.0  # time of the newest event that was received
 
     @property
     def settings(self) -> RemoteSettings:
-        """Those in force."""
+        """The section [remote] that is in force in kvd."""
         return self._settings
 
-    def waiting(self) -> Waiting:
-        """Return what is left to do."""
+    def backlog(self) -> Backlog:
+        """Return how much is left to do."""
         agenda, oldest_s = self._agenda, self._agenda.oldest_s()
         age_s = 0.0 if oldest_s is None else max(0.0, time.monotonic() - oldest_s)
-        return Waiting(
+        return Backlog(
             agenda.num_unpushed, age_s, agenda.num_drops, len(self._wanted), agenda.num_evicted
         )
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Follow kvd until `stop` is set, then push what is left as the settings say.
+        """Follow kvd until `stop` is set; then drain, as the settings say.
 
-        For that kvd is asked once more if it did not answer when `stop` was set.
+        If kvd does not answer when `stop` is set, one more try is made before draining is given up.
         """
         is_over = False
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(THREADS))
@@ -127,10 +129,10 @@ class Follower:
     # ------------------------------------------------------------------------------ one connection
 
     async def _follow(self, client: OperatorClient, stop: asyncio.Event) -> None:
-        """Follow kvd while it answers.
+        """Follow kvd over one connection, until `stop` is set.
 
         Raises:
-            ReportedError: it does not.
+            ReportedError: kvd does not answer.
         """
         stats = await in_thread(client.stats)
         work = Work(
@@ -142,10 +144,10 @@ class Follower:
             self._wanted,
             self._store_pause,
             self._figures,
-            self._store_opened,
+            self._on_store_opened,
         )
-        self._use(await in_thread(remote_settings, client), work)
-        jobs = [self._listen(client, work), self._look_after(client, work), work.push()]
+        self._apply_settings(await in_thread(remote_settings, client), work)
+        jobs = [self._listen(client, work), self._poll_settings(client, work), work.push()]
         jobs += [work.pull() for _ in range(FETCHES)]
         tasks = [asyncio.create_task(job) for job in jobs]
         stopped = asyncio.create_task(stop.wait())
@@ -163,35 +165,40 @@ class Follower:
                 raise error
 
     async def _listen(self, client: OperatorClient, work: Work) -> None:
-        """Hear of events until there are no more, which is an error."""
-        inbox: asyncio.Queue[Heard] = asyncio.Queue()
+        """Apply kvd's events for ever.
+
+        Raises:
+            ReportedError: the events have ended.
+        """
+        inbox: asyncio.Queue[Message] = asyncio.Queue()
         self._watch(client, inbox)
         while True:
-            one = await inbox.get()
-            if isinstance(one, ReportedError):
-                raise one
-            if one is None:
-                await self._look_back(client)
+            message = await inbox.get()
+            if isinstance(message, ReportedError):
+                raise message
+            if message is None:
+                # The subscription is in force: what happened before it is caught up on now.
+                await self._apply_missed_deletions(client)
                 await self._list(client)
                 self._figures.kvd_up = True
                 self._kvd_pause.record_success()
                 log.info("kvd_followed", num_to_look_at=self._agenda.num_unpushed)
-            elif one.name == EVENTS_LOST:
-                log.warning("events_lost", num_events=one.fields["num_events"])
+            elif message.name == EVENTS_LOST:
+                log.warning("events_lost", num_events=message.fields["num_events"])
                 await self._list(client)
             else:
-                hear(one, self._agenda, self._wanted, time.monotonic())
-                self._seen_unix_s = one.unix_s
+                apply_event(message, self._agenda, self._wanted, time.monotonic())
+                self._seen_unix_s = message.unix_s
             work.wake()
 
-    def _watch(self, client: OperatorClient, inbox: asyncio.Queue[Heard]) -> None:
-        """Have a thread of its own put kvd's events into the inbox; it ends with the client."""
+    def _watch(self, client: OperatorClient, inbox: asyncio.Queue[Message]) -> None:
+        """Start a thread that puts kvd's events into the inbox; it ends with the client."""
         loop = asyncio.get_running_loop()
         request = pb.WatchEventsRequest(names=EVENTS)
 
-        def put(one: Heard) -> None:
+        def put(message: Message) -> None:
             with suppress(RuntimeError):  # the loop has ended
-                loop.call_soon_threadsafe(inbox.put_nowait, one)
+                loop.call_soon_threadsafe(inbox.put_nowait, message)
 
         def watch() -> None:
             try:
@@ -203,25 +210,26 @@ class Follower:
 
         threading.Thread(target=watch, name="events", daemon=True).start()
 
-    async def _look_back(self, client: OperatorClient) -> None:
-        """Hear of deletions that nobody heard of, as far as kvd remembers them.
+    async def _apply_missed_deletions(self, client: OperatorClient) -> None:
+        """Apply deletions that happened without a connection, as far as kvd remembers them.
 
-        Before all events that were heard since: these are among them, and are taken once more.
+        This comes before the events received since: kvd's memory includes them, so they are
+        applied twice, which does no harm.
         """
         request = pb.WatchEventsRequest(names=EVENTS, num_recent=MAX_RECENT, recent_only=True)
         for event in await in_thread(lambda: list(client.events(request))):
             if event.unix_s > self._seen_unix_s:
-                hear_deletion(event, self._agenda)
+                apply_deletion(event, self._agenda)
                 self._seen_unix_s = event.unix_s
 
     async def _list(self, client: OperatorClient) -> None:
-        """Make good what was not heard of."""
+        """List all sessions, to make up for events that were missed."""
         listed = await in_thread(client.sessions, pb.SessionFilter())
-        found = [one for one in listed.sessions if not is_unfinished(one.session.session_id)]
-        self._agenda.listed(found, time.monotonic(), time.time())
+        found = [info for info in listed.sessions if not is_unfinished(info.session.session_id)]
+        self._agenda.on_listing(found, time.monotonic(), time.time())
 
-    async def _look_after(self, client: OperatorClient, work: Work) -> None:
-        """Keep up with the settings, and now and then with what no event tells."""
+    async def _poll_settings(self, client: OperatorClient, work: Work) -> None:
+        """Apply changed settings; now and then list all sessions, as some changes have no event."""
         listed_at_s = time.monotonic()
         while True:
             await asyncio.sleep(SETTINGS_EVERY_S)
@@ -230,39 +238,39 @@ class Follower:
             if is_same and time.monotonic() < listed_at_s + LIST_EVERY_S:
                 continue
             self._knows_store = True
-            self._use(found, work)
+            self._apply_settings(found, work)
             await self._list(client)
             listed_at_s = time.monotonic()
             work.wake()
 
-    def _store_opened(self, since_unix_s: float) -> None:
-        """Look at all sessions anew if the store was begun anew: what was there is lost."""
+    def _on_store_opened(self, since_unix_s: float) -> None:
+        """Forget what the store had if it was made again since: its content is lost."""
         if self._store_since_unix_s not in {None, since_unix_s}:
             self._agenda.forget_store()
             self._knows_store = False
         self._store_since_unix_s = since_unix_s
 
-    def _use(self, settings: RemoteSettings, work: Work) -> None:
-        """Go by settings; of another store nothing is known."""
+    def _apply_settings(self, settings: RemoteSettings, work: Work) -> None:
+        """Apply the settings; with another store, forget what the one before had."""
         before, self._settings = self._settings, settings
         if before == settings:
             return
         if before.url != settings.url:
             self._agenda.forget_store()
-        self._agenda.follow(settings.write, settings.quiet)
-        work.use(settings)
+        self._agenda.reconfigure(settings.write, settings.quiet)
+        work.reconfigure(settings)
         self._settings_changed(settings)
         log.info("remote_settings", **settings.model_dump(mode="json"))
 
     async def _drain(
         self, client: OperatorClient, work: Work, tasks: "list[asyncio.Task[None]]"
     ) -> None:
-        """Push what is left, for as long as the settings say."""
+        """Push what is left, for at most the time that the settings allow."""
         settings, agenda = self._settings, self._agenda
         if settings.write == "none" or not settings.url or not settings.drain:
             return
         agenda.drain()
-        self._store_pause.retry_at_s = 0.0  # there is no later
+        self._store_pause.retry_at_s = 0.0  # do not wait for the store: there is no later try
         await self._list(client)
         log.info("remote_draining", num_sessions=agenda.num_unpushed, deadline_s=settings.drain)
         work.wake()
@@ -275,11 +283,11 @@ class Follower:
 
 
 def remote_settings(client: OperatorClient) -> RemoteSettings:
-    """Ask kvd for its settings of the section [remote]: the follower's, as they are in force there.
+    """Return the section [remote] of kvd's settings, as it is in force there.
 
     Raises:
-        OtherReleaseError: kvd has others.
-        ReportedError: it does not answer.
+        OtherReleaseError: kvd is of a release with other settings.
+        ReportedError: kvd does not answer.
     """
     found = {
         setting.key.removeprefix(SECTION): json.loads(setting.json)

@@ -1,4 +1,4 @@
-"""The follower's process: signals, systemd, logs, metrics; until SIGTERM or SIGINT."""
+"""The follower's process: signals, systemd, logs and metrics around a Follower, until a signal."""
 
 import asyncio
 import os
@@ -34,13 +34,13 @@ log = get_logger(__name__)
 
 
 def follow(runtime_dir: Path | None, log_level: str, log_format: str) -> None:
-    """Follow the kvd that a command line names, until a signal ends it."""
+    """Run a follower of the kvd in a runtime directory until SIGTERM or SIGINT."""
     if log_level not in LEVELS:
         raise typer.BadParameter(f"choose one of {', '.join(LEVELS)}", param_hint="--log-level")
     if log_format not in _FORMATS:
         raise typer.BadParameter(f"choose one of {', '.join(_FORMATS)}", param_hint="--log-format")
     configure_logging(log_level, json=_FORMATS[log_format])
-    forbid_dumps()  # conversations pass through
+    forbid_dumps()  # KV of conversations passes through this process
     asyncio.run(_follow_until_signal(runtime_dir))
 
 
@@ -51,7 +51,7 @@ async def _follow_until_signal(runtime_dir: Path | None) -> None:
     figures, changes = Figures(), asyncio.Queue[RemoteSettings]()
     follower = Follower(partial(open_client, runtime_dir), figures, changes.put_nowait)
     serving = asyncio.create_task(
-        _serve_metrics(make_exporter(figures, follower.waiting), figures, changes)
+        _serve_metrics(make_exporter(figures, follower.backlog), figures, changes)
     )
     place = own_place(runtime_dir or default_runtime_dir(), os.environ)
     beating = asyncio.create_task(_beat(figures, follower, place))
@@ -67,17 +67,17 @@ async def _follow_until_signal(runtime_dir: Path | None) -> None:
 
 
 async def _beat(figures: Figures, follower: Follower, place: Path) -> None:
-    """Notify the watchdog for ever: the loop is alive; and whoever asks how it goes."""
+    """Write the status file and notify systemd's watchdog, every few seconds, for ever."""
     started_unix_s = time.time()
     beat_s = min(systemd.watchdog_interval_s() or BEAT_S, BEAT_S)
     while True:
-        status = status_of(figures, follower.waiting())
+        status = status_of(figures, follower.backlog())
         systemd.notify(systemd.WATCHDOG, f"STATUS={status}")
-        told = follower_status(
-            figures, follower.waiting(), follower.settings, started_unix_s, time.time()
+        full_status = follower_status(
+            figures, follower.backlog(), follower.settings, started_unix_s, time.time()
         )
         try:
-            write_status(place, told)
+            write_status(place, full_status)
         except OSError as error:
             log.debug("status_not_written", path=str(place), error=str(error))
         await asyncio.sleep(beat_s)
@@ -86,20 +86,20 @@ async def _beat(figures: Figures, follower: Follower, place: Path) -> None:
 async def _serve_metrics(
     exporter: MetricExporter, figures: Figures, changes: asyncio.Queue[RemoteSettings]
 ) -> None:
-    """Serve metrics where the settings say, for ever."""
+    """Serve metrics at the address in the settings, for ever; follow its changes."""
     settings = await changes.get()
     while True:
-        async with _served(exporter, figures, settings):
+        async with _metrics_server(exporter, figures, settings):
             listen = settings.metrics
             while settings.metrics == listen:
                 settings = await changes.get()
 
 
 @asynccontextmanager
-async def _served(
+async def _metrics_server(
     exporter: MetricExporter, figures: Figures, settings: RemoteSettings
 ) -> AsyncIterator[None]:
-    """Serve inside the block; an address that cannot be used is logged, and no more than that."""
+    """Serve metrics inside the block; an address that cannot be used is logged, not raised."""
 
     def not_ready() -> str:
         if not figures.kvd_up:

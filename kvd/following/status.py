@@ -1,9 +1,9 @@
-"""What a follower says of itself: a file that it writes anew every few seconds, and its readers.
+"""The follower's status file: rewritten every few seconds, read by `kvd remote status`.
 
-It is in the runtime directory that systemd gives the follower, else in kvd's own. Whoever gets
-there may read it: it has numbers, reasons and the store's own words, and nothing of sessions. It
-goes with the follower; one that was killed leaves it, but its process is not there then, and its
-time is old.
+It is in the runtime directory that systemd gives the follower, or else in kvd's own. Everyone who
+can enter that directory may read it: it has numbers, reasons and the store's messages, nothing of
+sessions. The follower removes it at its end. A follower that was killed leaves it behind; then its
+process does not exist, and its time is old.
 """
 
 import json
@@ -16,18 +16,18 @@ from pathlib import Path
 from kvd.errors import NotFollowedError
 
 FILE = "remote-status.json"
-FRESH_S = 30.0  # kvd-remote.service's watchdog: one that is silent for so long is ended, too
+FRESH_S = 30.0  # as long as kvd-remote.service's watchdog waits before it ends a silent follower
 _READABLE = 0o644
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Something that went wrong.
+    """A failure that the follower met.
 
     Attributes:
-        unix_s: when.
-        event: of the log, which has more.
-        why: the reason, or the store's own words.
+        unix_s: when it happened.
+        event: the name of its log event; the log has more.
+        why: the error's reason, or the store's message.
     """
 
     unix_s: float
@@ -37,24 +37,24 @@ class Failure:
 
 @dataclass(frozen=True)
 class FollowerStatus:
-    """What a follower does; ages in seconds are of the moment `unix_s`.
+    """The state of a follower at the moment `unix_s`.
 
     Attributes:
-        pid: of its process.
-        started_unix_s, unix_s: when it began, and when it said this.
-        url: of the store; "": none.
-        write: what it pushes: none, drain, evicted, all.
-        pull: whether it fetches what turns want.
-        kvd_up: whether it follows kvd.
+        pid: its process.
+        started_unix_s, unix_s: when it started, and when it wrote this.
+        url: the store; "": none.
+        write: sessions that it pushes: none, drain, evicted, all.
+        pull: whether it fetches wanted sessions.
+        kvd_up: whether it follows kvd's events.
         store_up: whether the store's last call succeeded; None: none was made.
-        num_unpushed, oldest_s: sessions to push, and for how long the oldest has been one.
-        num_drops, num_wanted, num_pulling: sessions to drop, to fetch, and being fetched.
-        num_evicted: sessions that were evicted, or a part of them was, before they were pushed;
-            since it began.
-        pushes, pulls, drops: since it began, by what became of them.
-        num_bytes: of sessions, by direction.
-        requests: of the store, by kind.
-        failures: the last ones, newest last.
+        num_unpushed: sessions to push.
+        oldest_s: seconds for which the oldest of them has waited.
+        num_drops, num_wanted, num_pulling: sessions to drop, to pull, and being pulled.
+        num_evicted: sessions evicted, wholly or in part, before they were pushed, since its start.
+        pushes, pulls, drops: sessions by result, since its start.
+        num_bytes: bytes of sessions by direction.
+        requests: requests of the store by kind.
+        failures: the last failures, newest last.
     """
 
     pid: int
@@ -80,17 +80,17 @@ class FollowerStatus:
 
     @property
     def is_well(self) -> bool:
-        """Whether nothing is wrong just now."""
+        """Whether kvd is followed and the store has not failed."""
         return self.kvd_up and self.store_up is not False
 
 
 def own_place(runtime_dir: Path, environ: Mapping[str, str]) -> Path:
-    """Return where a follower of the kvd of a runtime directory has its file."""
+    """Return the path of the status file that this process writes."""
     return Path(environ.get("RUNTIME_DIRECTORY") or runtime_dir) / FILE
 
 
 def write_status(path: Path, status: FollowerStatus) -> None:
-    """Write what a follower says of itself.
+    """Write the status file, atomically: a reader sees the old or the new one.
 
     Raises:
         OSError: it cannot be written.
@@ -102,10 +102,10 @@ def write_status(path: Path, status: FollowerStatus) -> None:
 
 
 def read_status(runtime_dir: Path, now_unix_s: float) -> FollowerStatus:
-    """Return what the follower of a kvd says of itself.
+    """Return the status of the follower of the kvd in a runtime directory.
 
     Raises:
-        NotFollowedError: none runs.
+        NotFollowedError: no follower runs, or it hangs.
     """
     places = (runtime_dir / FILE, runtime_dir.with_name(f"{runtime_dir.name}-remote") / FILE)
     found = [status for path in places if (status := _read(path)) is not None]
@@ -122,7 +122,7 @@ def read_status(runtime_dir: Path, now_unix_s: float) -> FollowerStatus:
 def _read(path: Path) -> FollowerStatus | None:
     with suppress(OSError, ValueError, KeyError, TypeError):
         values = json.loads(path.read_text(encoding="utf-8"))
-        values["failures"] = [Failure(**one) for one in values["failures"]]
+        values["failures"] = [Failure(**failure) for failure in values["failures"]]
         return FollowerStatus(**values)
     return None
 

@@ -1,4 +1,4 @@
-"""What the agenda has done, and what it knows of a session. Pure."""
+"""Records of the agenda: its steps, and its knowledge of a session. Pure."""
 
 from dataclasses import dataclass
 
@@ -8,10 +8,10 @@ from shared.types.session_key import SessionKey
 
 @dataclass(frozen=True)
 class Push:
-    """A session is to be pushed.
+    """The step to push a session to the store.
 
     Attributes:
-        takes: even if another server owns it there: it goes on here.
+        takes: take the session over if another server owns it in the store, as it continues here.
     """
 
     key: SessionKey
@@ -20,11 +20,12 @@ class Push:
 
 @dataclass(frozen=True)
 class Drop:
-    """A session is to be dropped from the store.
+    """The step to drop a session from the store.
 
     Attributes:
-        unix_s: when it was dropped here: what the store has of a later time is another life of it.
-        of_others: even if another server owns it there.
+        unix_s: when it was deleted here. What was stored there later is kept: the session began
+            again.
+        of_others: drop it even if another server owns it in the store.
     """
 
     key: SessionKey
@@ -37,7 +38,7 @@ Step = Push | Drop
 
 @dataclass(frozen=True)
 class Terms:
-    """What a session is, and for how long it is kept."""
+    """Properties of a session whose change makes a push necessary."""
 
     num_tokens: int
     ttl_s: float
@@ -46,26 +47,30 @@ class Terms:
 
 
 def terms_of(info: pb.SessionInfo) -> Terms:
-    """Return a session's terms."""
+    """Return the terms of a session that kvd has described."""
     return Terms(info.num_tokens, info.ttl_s, info.pin, info.retain_s)
 
 
 @dataclass(slots=True)
 class Unpushed:
-    """A session that may be missing in the store.
+    """A session that may be missing in the store, or be older there.
 
     Attributes:
-        first_s: when it was first stored since it was pushed, or said to be near eviction.
-        last_s: when it was stored last, or that was said.
-        is_new: whether that was heard of; else it was found in a listing.
+        first_s: when it was first stored, or reported as near eviction, since its last push.
+        last_s: when that happened last.
+        is_new: an event reported it; False: it was found in a listing.
+        is_superseded: another session continues in its place, so its push can wait.
+        is_dirty: it is not wholly on SSD yet.
         is_late: a part of it was evicted already.
+        num_failures: pushes of it that failed since it was stored.
+        not_before_s: the earliest time of the next try.
     """
 
     first_s: float
     last_s: float
     num_tokens: int
     is_new: bool
-    is_over: bool = False
+    is_superseded: bool = False
     is_dirty: bool = True
     is_pinned: bool = False
     is_late: bool = False
@@ -73,14 +78,14 @@ class Unpushed:
     not_before_s: float = 0.0
 
 
-def found(info: pb.SessionInfo, used_s: float) -> Unpushed:
-    """Return a session that was found in a listing, and was used then."""
+def unpushed_of(info: pb.SessionInfo, used_s: float) -> Unpushed:
+    """Return the record of a session that a listing shows; it was last used at `used_s`."""
     return Unpushed(
         used_s,
         used_s,
         info.num_tokens,
         is_new=False,
-        is_over=info.superseded,
+        is_superseded=info.superseded,
         is_dirty=bool(info.dirty_bytes),
         is_pinned=info.pin != pb.PIN_NONE,
     )

@@ -1,7 +1,7 @@
-"""Transfers between kvd and one store, a session each: pushes, drops, pulls. These calls block.
+"""Transfers of single sessions between kvd and one store: pushes, drops, pulls. Blocking calls.
 
-It owns no state but the bounds of bandwidth and requests. Any thread; pushes and drops from one at
-a time.
+It owns no state but the limits of bandwidth and requests. Any thread may call it; pushes and drops
+come from one thread at a time.
 """
 
 import threading
@@ -15,7 +15,7 @@ from kvd.core.records.errors import SessionChangedError
 from kvd.errors import InUseError, LimitReachedError, SessionExistsError
 from kvd.following.steps import Drop, Push
 from kvd.host.pacing import SharedPace
-from kvd.remote.catalog import Catalog, Pushed
+from kvd.remote.catalog import Catalog, PushedSession
 from kvd.remote.errors import FencedError, NotPushedError
 from kvd.remote.manifest import Owner, has_expired, is_remnant
 from kvd.remote.names import session_place
@@ -38,42 +38,43 @@ from shared.types.session_key import SessionKey
 
 T = TypeVar("T")
 
-BUSY_S, BUSY_TRIES = 0.1, 100  # while something is in the way that ends soon
-FULL = frozenset({LimitReachedError.reason})  # kvd has as many transfers as it may have
-# Of a pull also a turn that uses what is here, or another server that writes its manifest.
+BUSY_S, BUSY_TRIES = 0.1, 100  # between tries, and tries, while a transfer is refused for a moment
+FULL = frozenset({LimitReachedError.reason})  # kvd has as many transfers as its settings allow
+# A pull is also refused while a turn uses the session, or another server writes its manifest.
 IN_THE_WAY = FULL | {InUseError.reason, OvertakenError.reason, FencedError.reason}
-DROP_TRIES = 3  # of a session that is replaced at the same time
-# Why kvd keeps what it has of a session: a turn has stored it meanwhile, or uses it.
+DROP_TRIES = 3  # of a session that is replaced in the store at the same time
+# Reasons for kvd to keep what it has instead of what was pulled: a turn stored it, or uses it.
 KEPT = frozenset({SessionExistsError.reason, InUseError.reason, SessionChangedError.reason})
 
 
 class Kvd(Source, Sink, Protocol):
-    """The kvd whose sessions these are."""
+    """The kvd whose sessions are moved."""
 
     def describe(self, key: pb.SessionKey) -> pb.DescribeSessionResponse:
-        """Return a session; NotFoundError if it is not stored."""
+        """Return a session; raise NotFoundError if it is not stored."""
 
     def answer_wanted(self, key: pb.SessionKey, *, coming: bool) -> None:
-        """Say whether a session comes that turns want; an older kvd does not hear it."""
+        """Report whether a wanted session comes; an older kvd ignores it."""
 
 
 class StoppedError(UnavailableError):
-    """It was broken off, because the follower stops, or goes on with another store."""
+    """A transfer was stopped: the follower stops, or changes to another store."""
 
     reason = "stopped"
 
 
 class Transfers:
-    """See the module docstring.
+    """Pushes, drops and pulls sessions, within limits, until it is stopped.
 
     Args:
-        store: it is opened, or made, by `open`.
-        kvd: from which, and to which.
-        owner: that server.
-        rate: bytes a second each way; 0: no bound.
-        requests: of the store a second; 0: no bound.
-        on_sent, on_received: told of bytes of sessions, those that lie there already included.
-        on_request: told of each request, by its kind.
+        store: the store; `open` checks it, or makes it.
+        kvd: the kvd whose sessions are moved.
+        owner: the server of that kvd.
+        rate: bytes per second in each direction; 0: no limit.
+        requests: requests of the store per second; 0: no limit.
+        on_sent, on_received: called with numbers of bytes of sessions; bytes that the store has
+            already count as sent.
+        on_request: called with the kind of each request.
     """
 
     def __init__(
@@ -99,39 +100,44 @@ class Transfers:
         self._store = PacedStore(store, before)
         self._catalog = Catalog(self._store)
 
-        def told(tell: Callable[[int], None]) -> Callable[[int], None]:
+        # A thread cannot be interrupted: a stopped transfer ends at its next chunk or pause.
+        def stoppable(report: Callable[[int], None]) -> Callable[[int], None]:
             def on_bytes(num_bytes: int) -> None:
-                self._check()
-                tell(num_bytes)
+                self._check_running()
+                report(num_bytes)
 
             return on_bytes
 
         paces = [SharedPace(rate, sleep=self._sleep) for _ in range(2)]
-        self._pusher = Pusher(self._store, kvd, owner, paces[0], told(on_sent))
-        self._puller = Puller(self._store, kvd, owner, paces[1], told(on_received))
+        self._pusher = Pusher(self._store, kvd, owner, paces[0], stoppable(on_sent))
+        self._puller = Puller(self._store, kvd, owner, paces[1], stoppable(on_received))
 
     def stop(self) -> None:
-        """Break off what is under way, and refuse what comes."""
+        """Stop the transfers under way, and refuse further ones."""
         self._stopped.set()
 
     def open(self) -> float:
-        """Make sure that the store is one for sessions; returns since when, by its clock."""
+        """Check that the store is one for sessions, or make it one.
+
+        Returns:
+            When it was made, by its own clock (unix).
+        """
         claim(self._store)
         found = self._store.find(FORMAT)
         return 0.0 if found is None else found.stored_unix_s
 
     def push(self, step: Push) -> tuple[pb.SessionInfo, PushResult] | None:
-        """Push a session; None: kvd does not have it any more."""
-        self._check()
-        info = self._found(step.key)
+        """Push a session; return None if kvd does not have it any more."""
+        self._check_running()
+        info = self._describe(step.key)
         if info is None:
             return None
-        return info, self._in_the_end(FULL, lambda: self._pusher.push(info, takes=step.takes))
+        return info, self._retry(FULL, lambda: self._pusher.push(info, takes=step.takes))
 
     def drop(self, step: Drop) -> bool:
-        """Drop a session from the store; returns whether it was there, and is ours to drop."""
+        """Drop a session from the store; return whether it was there, and was ours to drop."""
         for _ in range(DROP_TRIES):
-            self._check()
+            self._check_running()
             found = self._catalog.read(session_place(step.key))
             if found is None or found.manifest.dropped:
                 return False
@@ -144,28 +150,30 @@ class Transfers:
                 return True
         raise OvertakenError(f"session {step.key} is replaced again and again", "drop it later")
 
-    def find(self, key: SessionKey) -> Pushed | None:
-        """Find a session that can be pulled; None: it is not there, or kvd has as much of it."""
-        self._check()
+    def find(self, key: SessionKey) -> PushedSession | None:
+        """Look up a session to pull; None: the store has none, or nothing that kvd lacks."""
+        self._check_running()
         found = self._catalog.read(session_place(key))
         if found is None or found.manifest.dropped:
             return None
         if has_expired(found.manifest, time.time() - found.version.stored_unix_s):
             return None
-        return found if self._lacks(self._found(key), found.manifest) else None
+        return found if self._lacks(self._describe(key), found.manifest) else None
 
-    def pull(self, key: SessionKey, found: Pushed) -> tuple[pb.SessionInfo, PullResult] | None:
-        """Fetch a session that was found; None: it has gone there, or kvd has as much by now.
+    def pull(
+        self, key: SessionKey, found: PushedSession
+    ) -> tuple[pb.SessionInfo, PullResult] | None:
+        """Pull a session that was found; None: the store or kvd has changed, nothing is to pull.
 
-        What kvd has of it, which is less, becomes what is pulled, unless a turn adds to it
-        meanwhile. What has come counts at once: turns wait for it.
+        kvd replaces what it has of the session, which is less, unless a turn adds to it meanwhile.
+        The tokens that have arrived can be used at once, as turns wait for them.
         """
-        self._check()
-        here = self._found(key)
+        self._check_running()
+        here = self._describe(key)
         if not self._lacks(here, found.manifest):
             return None
         most = 0 if here is None else here.num_tokens
-        # A try that came to nothing may have made this server the owner: each looks anew.
+        # A failed try may have made this server the owner: each further try reads the manifest.
         looks = chain([found], (self._catalog.read(found.place) for _ in repeat(None)))
 
         def pull() -> PullResult:
@@ -175,20 +183,21 @@ class Transfers:
             return self._puller.pull(latest, time.time(), replaces_up_to=most, grows=True)
 
         try:
-            pulled = self._in_the_end(IN_THE_WAY, pull)
-        except NotPushedError:  # it has expired
+            pulled = self._retry(IN_THE_WAY, pull)
+        except NotPushedError:  # the session has expired, or was dropped
             return None
         except (StateError, ConflictError) as error:
             if error.reason not in KEPT:
                 raise
             return None
-        info = self._found(key)
+        info = self._describe(key)
         return None if info is None else (info, pulled)
 
     def _lacks(self, here: pb.SessionInfo | None, manifest: pb.SessionManifest) -> bool:
-        """Whether a pushed session is worth more than what kvd has of it.
+        """Return whether the store has more of a session than kvd.
 
-        Of what this very server has pushed it has less by its own will, unless it has lost its end.
+        If this server pushed it, kvd has less on purpose (a discard), unless it lost its last
+        tokens to eviction.
         """
         if here is None:
             return True
@@ -196,14 +205,14 @@ class Transfers:
             return is_remnant(manifest, here)
         return here.num_tokens < manifest.num_tokens
 
-    def _found(self, key: SessionKey) -> pb.SessionInfo | None:
+    def _describe(self, key: SessionKey) -> pb.SessionInfo | None:
         try:
             return self._kvd.describe(key_message(key)).info
         except NotFoundError:
             return None
 
-    def _in_the_end(self, in_the_way: frozenset[str], do: Callable[[], T]) -> T:
-        """Do what may be refused for a reason that ends soon: again, for a while."""
+    def _retry(self, in_the_way: frozenset[str], do: Callable[[], T]) -> T:
+        """Call `do` until it is not refused for a reason that passes; for about ten seconds."""
         for _ in range(BUSY_TRIES):
             try:
                 return do()
@@ -215,8 +224,8 @@ class Transfers:
 
     def _sleep(self, seconds: float) -> None:
         self._stopped.wait(seconds)
-        self._check()
+        self._check_running()
 
-    def _check(self) -> None:
+    def _check_running(self) -> None:
         if self._stopped.is_set():
             raise StoppedError("the follower stops", "it goes on when it is started again")

@@ -1,10 +1,11 @@
-"""Which sessions are wanted from the store, and soon: turns wait for them. Pure.
+"""Sessions that waiting turns want from the remote store, and the answers kvd is owed. Pure.
 
-    asked ─► under way ─► done
-      └─► given up: there are too many, or it has waited for too long
+    wanted ─► under way ─► done
+      └─► given up: too many sessions are wanted, or this one has waited for too long
 
-Each ask is owed an answer: whoever fetches a session gives it. What `owed` returns nobody else
-answers: asks that were given up, and those for a session that is under way and was said to come.
+kvd is owed an answer for each request: the task that fetches a session gives it. `take_answers`
+returns the answers that no fetching task gives: for requests that were given up, and for requests
+of a session that is under way and was already announced to come.
 """
 
 from collections import OrderedDict
@@ -12,54 +13,54 @@ from collections import OrderedDict
 from shared.types.session_key import SessionKey
 
 MOST = 1000
-STALE_S = 60.0  # by then its turn has computed the history anew
+STALE_S = 60.0  # by then its turn has recomputed the history
 
 
 class Wanted:
-    """Sessions in the order in which they were asked for; of too many the oldest go."""
+    """The queue of wanted sessions, oldest first. At most MOST: beyond, the oldest are given up."""
 
     def __init__(self) -> None:
-        self._asked: OrderedDict[SessionKey, float] = OrderedDict()
-        self._under_way: dict[SessionKey, bool] = {}  # whether it was said to come
-        self._owed: dict[SessionKey, bool] = {}  # whether it comes
+        self._queue: OrderedDict[SessionKey, float] = OrderedDict()  # when it was wanted
+        self._under_way: dict[SessionKey, bool] = {}  # whether it was announced to come
+        self._answers: dict[SessionKey, bool] = {}  # whether it comes
 
     def __len__(self) -> int:
-        return len(self._asked)
+        return len(self._queue)
 
     def add(self, key: SessionKey, now_s: float) -> None:
-        """Take that a session is wanted; one that is being fetched is fetched once."""
+        """Add a wanted session, unless it waits or is fetched already."""
         if self._under_way.get(key):
-            self._owed[key] = True
-        if key in self._under_way or key in self._asked:
+            self._answers[key] = True
+        if key in self._under_way or key in self._queue:
             return
-        self._asked[key] = now_s
-        if len(self._asked) > MOST:
+        self._queue[key] = now_s
+        if len(self._queue) > MOST:
             self._give_up()
 
     def next(self, now_s: float) -> SessionKey | None:
-        """Return the session to be fetched now, if there is one; `done` is owed."""
-        while self._asked:
-            key, asked_s = next(iter(self._asked.items()))
-            if now_s < asked_s + STALE_S:
-                del self._asked[key]
+        """Return the session to fetch now; None: none. The caller owes `done`."""
+        while self._queue:
+            key, wanted_s = next(iter(self._queue.items()))
+            if now_s < wanted_s + STALE_S:
+                del self._queue[key]
                 self._under_way[key] = False
                 return key
             self._give_up()
         return None
 
-    def comes(self, key: SessionKey) -> None:
-        """Take that a session under way was found, and that this is said."""
+    def on_found(self, key: SessionKey) -> None:
+        """Record that a session under way was found, and will be announced to kvd."""
         self._under_way[key] = True
 
     def done(self, key: SessionKey) -> None:
-        """Take that a session is not being fetched any more."""
+        """Record that a session is not being fetched any more."""
         self._under_way.pop(key, None)
 
-    def owed(self) -> dict[SessionKey, bool]:
-        """Return the answers that are to be given now, each once: whether a session comes."""
-        owed, self._owed = self._owed, {}
-        return owed
+    def take_answers(self) -> dict[SessionKey, bool]:
+        """Return, and forget, the answers to give now: for each session, whether it comes."""
+        answers, self._answers = self._answers, {}
+        return answers
 
     def _give_up(self) -> None:
-        key, _ = self._asked.popitem(last=False)
-        self._owed[key] = False
+        key, _ = self._queue.popitem(last=False)
+        self._answers[key] = False

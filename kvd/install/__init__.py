@@ -1,1 +1,1 @@
-"""`kvd install-units`: what systemd needs, put where systemd looks for it."""
+"""kvd install-units: the files that systemd, shells and man need, and where they go."""

@@ -1,10 +1,10 @@
-"""Puts planned files in place, and takes them away again.
+"""Installs planned files, and removes them again.
 
-1. Each file appears whole: it is written beside its place and renamed.
-2. Settings that are there belong to the operator. What is shipped is then written beside them, with
-   NEW at the end of its name, unless it is the same.
-3. What is taken away is what was put there: settings that were changed stay.
-4. A link takes the place of a link, and of nothing else: a program of another's is left alone.
+1. A file is never seen half written: it is written beside its place and renamed.
+2. Existing settings belong to the operator. The shipped file is then written beside them, with NEW
+   at the end of its name, unless it is the same.
+3. Only files that were installed are removed: settings that were changed stay.
+4. A link replaces only a link: another program of the same name is left alone.
 """
 
 import os
@@ -19,16 +19,16 @@ from kvd.install.units import Planned, PlannedLink
 NEW = ".new"
 FILE_MODE = 0o644
 
-# What was done, or would be: "beside": kept, and the shipped one written with NEW; "foreign": left
-# alone, for it is not of an installation of ours.
+# The action on a file, done or planned. "beside": the file is kept, the shipped one written with
+# NEW; "foreign": left alone, as this program did not install it.
 Deed = Literal["written", "replaced", "unchanged", "beside", "removed", "kept", "linked", "foreign"]
 
 
 def place(files: Iterable[Planned], *, dry_run: bool) -> Iterator[tuple[Path, Deed]]:
-    """Write what is new or differs.
+    """Write files that are missing or differ.
 
     Yields:
-        Each path, with what was done or, in a dry run, would be.
+        Each path with its action, which in a dry run is only planned.
 
     Raises:
         InstallError: a file cannot be written.
@@ -63,20 +63,20 @@ def _place_link(link: PlannedLink, *, dry_run: bool) -> Deed:
             temporary.symlink_to(link.target)
             temporary.replace(link.path)
         except OSError as error:
-            raise _failed("link", link.path, error) from error
+            raise _install_error("link", link.path, error) from error
     return deed
 
 
 def _target(path: Path) -> Path | None:
-    """Return where a symbolic link leads; None if it is none."""
+    """Return the target of a symbolic link; None: it is no link."""
     return path.readlink() if path.is_symlink() else None
 
 
 def remove(files: Iterable[Planned], *, dry_run: bool) -> Iterator[tuple[Path, Deed]]:
-    """Take away what is there, and directories that are empty then.
+    """Remove installed files, and directories that are empty then.
 
     Yields:
-        As for place; what is not there is not mentioned.
+        As `place`; files that do not exist are skipped.
 
     Raises:
         InstallError: a file cannot be removed.
@@ -105,13 +105,13 @@ def _beside(path: Path) -> Path:
 
 
 def _read(path: Path) -> str | None:
-    """Text of a file, None if there is none; other bytes are another text than ours."""
+    """Return the text of a file; None: there is none. Invalid UTF-8 never equals our text."""
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise _failed("read", path, error) from error
+        raise _install_error("read", path, error) from error
 
 
 def _write(path: Path, text: str) -> None:
@@ -127,27 +127,27 @@ def _write(path: Path, text: str) -> None:
             Path(temporary).unlink(missing_ok=True)
             raise
     except OSError as error:
-        raise _failed("write", path, error) from error
+        raise _install_error("write", path, error) from error
 
 
 def _unlink(path: Path) -> None:
     try:
         path.unlink(missing_ok=True)
     except OSError as error:
-        raise _failed("remove", path, error) from error
+        raise _install_error("remove", path, error) from error
 
 
 def _remove_empty(directory: Path, top: Path) -> None:
-    """Remove a directory that holds nothing, and its parents below `top` that hold nothing else."""
+    """Remove a directory if it is empty, and its parents below `top` as far as they are."""
     while directory != top:
         try:
             directory.rmdir()
-        except OSError:  # not empty, not ours, or not there
+        except OSError:  # not empty, not permitted, or missing
             return
         directory = directory.parent
 
 
-def _failed(deed: str, path: Path, error: OSError) -> InstallError:
+def _install_error(deed: str, path: Path, error: OSError) -> InstallError:
     remedy = (
         "run it as root, or say --user for units of your own"
         if isinstance(error, PermissionError)

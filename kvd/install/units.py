@@ -1,13 +1,13 @@
-"""What is installed where, and with which text. Pure but for reading the shipped files.
+"""The files to install: their places and texts. Pure, except that it reads the shipped files.
 
-They are those of systemd/: in the package of an installed kvd, beside it in a working tree. They
-are whole: units name /opt/cachedattention, settings are the reference. Of them are made, without
-templates:
+The shipped files are those of systemd/: in the package of an installed kvd, beside it in a working
+tree. They are complete: units name /opt/cachedattention, and the settings are the reference. From
+them, without templates, are made:
 
 1. units and settings with this machine's paths,
-2. the system's settings with the groups and users of the shipped sysusers file, in place of the
-   defaults of a kvd that is alone on the machine,
-3. a user's units, which end where what only the system's manager can do begins.
+2. the system's settings with the groups and users of the shipped sysusers file, instead of the
+   defaults for a kvd that is alone on the machine,
+3. a user's units, without the part that only the system's manager supports.
 """
 
 import re
@@ -41,10 +41,10 @@ SYSTEM_FILES: Mapping[str, tuple[str, str]] = {
 }
 SHIPPED = (*UNITS, *SETTINGS, *SYSTEM_FILES)
 
-# Where what is ours to install goes: an administrator's own files, in /etc, come before it.
+# The directory of installed units: an administrator's own files, in /etc, take precedence over it.
 LOCAL = Path("usr/local/lib")
 PROGRAMS = ("kvd", "inference-svc")
-# Where a shell looks for what completes a program, below a share directory.
+# Places, below a share directory, in which shells look for a program's completions.
 COMPLETIONS: Mapping[Shell, str] = {
     Shell.BASH: "bash-completion/completions/{program}",
     Shell.ZSH: "zsh/site-functions/_{program}",
@@ -68,13 +68,14 @@ SYSTEM_VALUES: Mapping[str, Mapping[str, str]] = {
 
 @dataclass(frozen=True)
 class PlannedFile:
-    """One file.
+    """A file to install.
 
     Attributes:
-        path: where it goes.
-        text: the file's whole text.
-        top: a directory above it that is not ours; those below it go when they are empty.
-        is_settings: it belongs to the operator once it is there, and is never written over.
+        path: its place.
+        text: its whole text.
+        top: a directory above it that belongs to the system. Directories below `top` are removed
+            with the last file in them.
+        is_settings: once installed it belongs to the operator, and is never overwritten.
     """
 
     path: Path
@@ -85,10 +86,12 @@ class PlannedFile:
 
 @dataclass(frozen=True)
 class PlannedLink:
-    """One symbolic link, to something of this installation.
+    """A symbolic link to install.
 
     Attributes:
-        top: the same as PlannedFile.top.
+        path: its place.
+        target: a file of this installation.
+        top: as PlannedFile.top.
     """
 
     path: Path
@@ -101,10 +104,10 @@ Planned = PlannedFile | PlannedLink
 
 @dataclass(frozen=True)
 class UserDirectories:
-    """Where a user's own things are, by the XDG base directories.
+    """A user's directories, by the XDG base directory specification.
 
     Attributes:
-        programs: the one in a user's PATH.
+        programs: the directory in the user's PATH.
     """
 
     programs: Path
@@ -115,17 +118,17 @@ class UserDirectories:
 
 
 def system_files(shipped: Mapping[str, str], programs: Path, root: Path) -> list[PlannedFile]:
-    """Return what a machine gets.
+    """Return the files to install for the whole machine.
 
     Args:
-        shipped: name → text, of all SHIPPED.
-        programs: the directory of `kvd` and `inference-svc`, as the machine will see it.
-        root: the directory that is / to that machine.
+        shipped: the texts of all SHIPPED files, by name.
+        programs: the directory of `kvd` and `inference-svc`, as the machine sees it.
+        root: the directory that is / for the machine.
     """
     local, etc = root / LOCAL, root / "etc"
     paths = {SHIPPED_PROGRAMS: str(programs)}
     files = [
-        PlannedFile(local / "systemd/system" / name, moved(shipped[name], paths), local)
+        PlannedFile(local / "systemd/system" / name, replace_paths(shipped[name], paths), local)
         for name in UNITS
     ]
     for name, (directory, installed) in SYSTEM_FILES.items():
@@ -139,7 +142,7 @@ def system_files(shipped: Mapping[str, str], programs: Path, root: Path) -> list
 def user_files(
     shipped: Mapping[str, str], programs: Path, own: UserDirectories
 ) -> list[PlannedFile]:
-    """Return what one user gets, for the manager of their session."""
+    """Return the files to install for one user's systemd."""
     paths = {
         SHIPPED_PROGRAMS: str(programs),
         "/etc/kvd/": f"{own.config}/kvd/",
@@ -150,8 +153,10 @@ def user_files(
     }
     units = [
         PlannedFile(
-            own.data / "systemd/user" / name,  # not in config: there edits and masks of theirs lie
-            moved(without_system_only(shipped[name]), paths),
+            own.data
+            / "systemd/user"
+            / name,  # not in config, which is for the user's own edits and masks
+            replace_paths(without_system_only(shipped[name]), paths),
             own.data,
         )
         for name in UNITS
@@ -160,7 +165,7 @@ def user_files(
         PlannedFile(
             own.config / "kvd" / name,
             "".join(
-                line if line.startswith("#") else moved(line, paths)
+                line if line.startswith("#") else replace_paths(line, paths)
                 for line in shipped[name].splitlines(keepends=True)
             ),
             own.config,
@@ -171,19 +176,19 @@ def user_files(
     return [*units, *settings]
 
 
-def found_by_name(
+def command_files(
     programs: Path,
     pages: Iterable[Path],
     bin_dir: Path,
     share: Path,
 ) -> list[Planned]:
-    """Return what lets a shell, `man` and Tab find the commands, without the installation in PATH.
+    """Return links and scripts by which shells, `man` and completion find the commands.
 
     Args:
-        programs: the same as in system_files.
+        programs: as in system_files.
         pages: man pages of the installation.
         bin_dir: a directory in PATH.
-        share: the share directory that goes with it.
+        share: the share directory that belongs to it.
     """
     links = [PlannedLink(bin_dir / name, programs / name, bin_dir) for name in PROGRAMS]
     man = share / "man"
@@ -196,14 +201,14 @@ def found_by_name(
     return [*links, *scripts]
 
 
-def moved(text: str, paths: Mapping[str, str]) -> str:
-    """Replace paths, each at most once: what has been put in is not looked at again."""
+def replace_paths(text: str, paths: Mapping[str, str]) -> str:
+    """Replace paths in one pass: a replacement is not replaced again."""
     pattern = "|".join(re.escape(path) for path in sorted(paths, key=len, reverse=True))
     return re.sub(pattern, lambda match: paths[match[0]], text)
 
 
 def without_system_only(unit: str) -> str:
-    """Leave out what stands between the marker and [Install]."""
+    """Remove the part between the marker and [Install]."""
     head, marker, tail = unit.partition(SYSTEM_ONLY)
     if not marker:
         return unit
@@ -211,18 +216,18 @@ def without_system_only(unit: str) -> str:
 
 
 def with_values(settings: str, values: Mapping[str, str]) -> str:
-    """Set keys of a commented TOML text; everything else stays as it is.
+    """Set keys in a commented TOML text; everything else stays as it is.
 
     Args:
-        settings: every key on a line of its own, in its section.
-        values: dotted key → TOML value.
+        settings: a text with each key on its own line, in its section.
+        values: TOML values by dotted key.
 
     Raises:
-        InstallError: a key is not there.
+        InstallError: a key is missing in the text.
     """
     left = dict(values)
     lines = []
-    for key, line in _with_keys(settings):
+    for key, line in _keyed_lines(settings):
         if key in left:
             lines.append(f"{line.partition('=')[0]}= {left.pop(key)}")
         else:
@@ -234,8 +239,8 @@ def with_values(settings: str, values: Mapping[str, str]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _with_keys(settings: str) -> Iterator[tuple[str, str]]:
-    """Yield each line with the dotted key that it sets, "" if it sets none."""
+def _keyed_lines(settings: str) -> Iterator[tuple[str, str]]:
+    """Yield each line with the dotted key that it sets; "": it sets none."""
     section = ""
     for line in settings.splitlines():
         if header := re.match(r"\[([^\]]+)\]", line):
@@ -244,11 +249,11 @@ def _with_keys(settings: str) -> Iterator[tuple[str, str]]:
         yield (section + key[1] if key else ""), line
 
 
-PACKAGED = "units"  # where pyproject.toml has the wheel put them
+PACKAGED = "units"  # the directory in the wheel, as pyproject.toml has it
 
 
 def read_shipped() -> dict[str, str]:
-    """Name → text, of all SHIPPED.
+    """Return the texts of all SHIPPED files, by name.
 
     Raises:
         InstallError: this installation has none.
@@ -262,7 +267,7 @@ def read_shipped() -> dict[str, str]:
 
 
 def man_pages() -> list[Path]:
-    """Return the man pages of this installation; of a working tree the tree's."""
+    """Return the man pages of this installation, or of the working tree."""
     tree = Path(kvd.__file__).resolve().parents[1] / "docs" / "man"
     for place in (tree, Path(sys.prefix) / "share" / "man" / "man1"):
         found = (page for name in PROGRAMS for page in place.glob(f"{name}*.1"))

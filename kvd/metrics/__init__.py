@@ -1,1 +1,1 @@
-"""kvd's metrics: one table, and where its values come from."""
+"""kvd's metrics: the table of all metrics, and their values at a scrape."""

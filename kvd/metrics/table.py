@@ -1,7 +1,7 @@
-"""The one table of kvd's metrics. Pure; kvd/metrics/values.py fills it at each scrape.
+"""The table of all of kvd's metrics. Pure; kvd/metrics/values.py fills it at each scrape.
 
-`layout` is the first characters of a layout's fingerprint, which `kvd_layout_info` explains; there
-are few of them (limits.max_layouts). A tenant is a label only if the settings name it.
+The label `layout` is the beginning of a layout's fingerprint, which `kvd_layout_info` explains;
+there are few layouts (limits.max_layouts). Only tenants that the settings name are labels.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from shared.serving.process_metrics import PROCESS_METRICS, connection_metrics
 def _counter(
     name: str, explanation: str, *labels: str, counted: str | Mapping[str, str] | None = None
 ) -> Metric:
-    """Make a row of each layout; `counted`: as Metric.counters, or the one name without a label."""
+    """Return a counter per layout; `counted`: Metric.counters, or the name if it has no label."""
     names = {"": counted} if isinstance(counted, str) else counted or {}
     return Metric(name, "counter", explanation, ("layout", *labels), names)
 

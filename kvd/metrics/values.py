@@ -1,4 +1,4 @@
-"""Where the values of kvd's metrics come from, at a scrape. Nothing is counted here."""
+"""The values of kvd's metrics at a scrape, read from the parts that count them."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -19,12 +19,12 @@ from shared.serving.process_metrics import fill_connections, fill_process
 from shared.serving.rpc_observer import RpcMetrics
 from shared.version import __version__
 
-LAYOUT_CHARS = 12  # of a fingerprint, as `kvd stats` shows it
+LAYOUT_CHARS = 12  # of a fingerprint, as many as `kvd stats` shows
 
 
 @dataclass(frozen=True)
 class Sources:
-    """Where values come from."""
+    """The parts of the daemon whose counters are exported."""
 
     caches: Caches
     engines: Engines

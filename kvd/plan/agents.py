@@ -1,12 +1,11 @@
-"""Sessions drawn to look like coding agents', for planning without a trace. Pure; seeded.
+"""Random sessions that resemble those of coding agents, for plans without a trace. Pure; seeded.
 
-A person asks; the agent takes steps, each of which calls tools, and comes back with what they say,
-until it answers; the person reads, and asks again. When the context outgrows what the agent allows
-itself, it is compacted: a new session begins with the system prompt and a summary, and supersedes
-the one before.
+A person asks. The agent takes steps: each calls tools and continues with their results, until the
+agent answers. The person reads, and asks again. When the context outgrows the agent's own limit, it
+is compacted: a new session begins with the system prompt and a summary, and supersedes the old one.
 
-Published of 4,265 sessions of two agents (TraceLab, arXiv 2606.30560), and drawn so, within what
-tests/kvd/plan/test_agents.py states:
+The distributions below are published for 4,265 sessions of two agents (TraceLab, arXiv 2606.30560).
+The drawn sessions match them, within the tolerances in tests/kvd/plan/test_agents.py:
 
 requests    9 a session in the mean, median 1, P99 137
 tool steps  74 a session in the mean, P90 135; 1.36 calls each
@@ -16,10 +15,10 @@ human gaps  1.4 minutes median, 20.6 minutes P90, 13.9 hours P99
 compaction  of 64K tokens or more in 4.5 % of one agent's sessions and 18 % of the other's, 63 to
             92 % of them between two steps of one request
 
-Invented here: all that lies between these quantiles and beyond them, that half of the sessions are
-of each agent, the sizes of prompts, results and summaries, where contexts are compacted, and the
-tools (TOOLS): which there are, how often each is called, and how long it takes. They were chosen so
-that the gaps of all steps, each as long as its slowest call, are the published ones.
+Not published, therefore invented here: the values between and beyond these quantiles; that each
+agent has half of the sessions; the sizes of prompts, results and summaries; where contexts are
+compacted; and the tools (TOOLS), with how often they are called and how long they take. They were
+chosen so that the gaps of all steps, each as long as its slowest call, are the published ones.
 """
 
 from collections.abc import Iterator, Sequence
@@ -33,10 +32,11 @@ from kvd.plan.trace import Session, Turn
 
 
 class Tool(NamedTuple):
-    """One tool, whose time is LogNormal.
+    """A tool, whose time is LogNormal.
 
     Attributes:
-        share: of all calls.
+        share: its share of all calls.
+        median_s, sigma: the parameters of its time.
     """
 
     name: str
@@ -54,23 +54,23 @@ TOOLS = (
     Tool("web", 0.04, 2.5, 0.8),
     Tool("agent", 0.02, 130.0, 0.9),
 )
-CALLS = 1.36  # of tools a step, in the mean: geometric
+CALLS = 1.36  # mean of a step's calls of tools, which are geometric
 LONGEST_TOOL_S = 7200.0
-# Quantiles: share, value; between them it is linear in the value's logarithm.
+# Quantiles (share, value); between them the value's logarithm is linear.
 REQUESTS = ((0.0, 1.0), (0.56, 1.0), (0.75, 4.0), (0.9, 14.0), (0.99, 138.0), (1.0, 310.0))
 TOOL_STEPS = ((0.0, 0.5), (0.5, 16.0), (0.9, 136.0), (0.99, 780.0), (1.0, 3200.0))
 HUMAN_GAPS_S = ((0.0, 2.0), (0.5, 84.0), (0.9, 1236.0), (0.99, 50_040.0), (1.0, 259_200.0))
-LIKE_SHARE = 0.7  # of the sessions are as long in steps as in requests; of others that is chance
-# Tokens: median and sigma, LogNormal.
+LIKE_SHARE = 0.7  # of the sessions rank alike in steps and in requests; others at random
+# Tokens, LogNormal: median and sigma.
 SYSTEM_PROMPT = (22_000.0, 0.35)
 QUESTION = (60.0, 1.5)
 RESULT = (330.0, 1.6)
 ANSWER = (200.0, 1.386)
 SUMMARY = (6_000.0, 0.5)
-MOST_TOKENS = 25_000  # of one of them
+MOST_TOKENS = 25_000  # of each of these
 COMPACTED_AT = (680_000, 168_000)  # tokens of a prompt, by agent
-QUESTION_SHARE = 0.975  # of these, when a person asks: agents make room before they begin
-# A server without load, to say when sessions begin that go on after a compaction.
+QUESTION_SHARE = 0.975  # of these, when a person asks: agents compact early before a new task
+# The times of an idle server, to compute when sessions begin that continue after a compaction.
 PREFILL_S, DECODE_S = 0.2, 0.02
 
 Floats = NDArray[np.float64]
@@ -78,7 +78,7 @@ Quantiles = Sequence[tuple[float, float]]
 
 
 class Step(NamedTuple):
-    """One request to the model; `gap_s` is from the answer before it."""
+    """One request to the model; `gap_s` is the time since the answer before it."""
 
     tokens: int
     output_tokens: int
@@ -87,16 +87,16 @@ class Step(NamedTuple):
 
 
 def agents(num_sessions: int, rate: float, seed: int) -> list[Session]:
-    """Draw so many sessions that begin at `rate` a second (Poisson); the same for the same seed.
+    """Draw sessions that begin at `rate` a second (Poisson), the same ones for the same seed.
 
-    Those that go on after a compaction come on top of them.
+    Sessions that continue after a compaction come in addition to `num_sessions`.
     """
     random = np.random.default_rng(seed)
     starts_s = np.cumsum(random.exponential(1 / rate, num_sessions)).tolist()
     ranks = (random.permutation(num_sessions) + random.random(num_sessions)) / num_sessions
     requests = quantiles(REQUESTS, ranks)
-    (others,) = np.nonzero(random.random(num_sessions) >= LIKE_SHARE)
-    ranks[others] = random.permutation(ranks[others])
+    (unlike,) = np.nonzero(random.random(num_sessions) >= LIKE_SHARE)
+    ranks[unlike] = random.permutation(ranks[unlike])
     tool_steps = quantiles(TOOL_STEPS, ranks)
     parts = [
         part
@@ -113,14 +113,14 @@ def agents(num_sessions: int, rate: float, seed: int) -> list[Session]:
 
 
 def quantiles(table: Quantiles, shares: Floats) -> Floats:
-    """Look up the values at these shares."""
+    """Return the quantiles at these shares."""
     at, values = np.array(table).T
     found: Floats = np.exp(np.interp(shares, at, np.log(values)))
     return found
 
 
 def _steps(random: np.random.Generator, num_requests: int, num_tool_steps: int) -> list[Step]:
-    """Draw what is asked and said in one session."""
+    """Draw the steps of one session."""
     weights = random.exponential(1.0, num_requests)
     of_requests = random.multinomial(num_tool_steps, weights / weights.sum())
     total = num_requests + num_tool_steps
@@ -143,7 +143,7 @@ def _steps(random: np.random.Generator, num_requests: int, num_tool_steps: int) 
 
 
 def _calls(random: np.random.Generator, number: int) -> list[tuple[tuple[str, ...], float]]:
-    """Draw which tools steps call, and how long the slowest of them takes."""
+    """Draw for each step the tools it calls, and the time of the slowest."""
     counts = random.geometric(1 / CALLS, number)
     shares, medians, sigmas = np.array([tool[1:] for tool in TOOLS]).T
     which = random.choice(len(TOOLS), int(counts.sum()), p=shares)
@@ -167,11 +167,11 @@ def _sizes(random: np.random.Generator, of: tuple[float, float], number: int) ->
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A session, or what of it comes between two compactions; `goes_on`: after the one before."""
+    """A part of a session between two compactions; `is_continued`: it continues the part before."""
 
     start_s: float
     turns: tuple[Turn, ...]
-    goes_on: bool
+    is_continued: bool
 
 
 def _parts(
@@ -181,33 +181,33 @@ def _parts(
     compacted_at: int,
     random: np.random.Generator,
 ) -> Iterator[_Part]:
-    """Yield what of a session comes before, between and after its compactions."""
+    """Split a session's steps into parts, at its compactions."""
     turns: list[Turn] = []
     begins_s = now_s = start_s
-    context, first_tokens, goes_on, was_called = 0, system_tokens, False, False
+    context, first_tokens, is_continued, was_called = 0, system_tokens, False, False
     for step in steps:
         most_tokens = compacted_at if was_called else compacted_at * QUESTION_SHARE
         if turns and context + step.tokens > most_tokens:
-            yield _Part(begins_s, tuple(turns), goes_on)
+            yield _Part(begins_s, tuple(turns), is_continued)
             first_tokens = system_tokens + int(_sizes(random, SUMMARY, 1)[0])
-            turns, context, goes_on = [], 0, True
+            turns, context, is_continued = [], 0, True
             begins_s = now_s + step.gap_s
         new_tokens = step.tokens if turns else first_tokens + step.tokens
         turns.append(Turn(new_tokens, step.output_tokens, context, step.gap_s, step.tools))
         context, was_called = turns[-1].kept_tokens, bool(step.tools)
         now_s += step.gap_s + PREFILL_S + DECODE_S * step.output_tokens
-    yield _Part(begins_s, tuple(turns), goes_on)
+    yield _Part(begins_s, tuple(turns), is_continued)
 
 
 def _in_order(parts: Sequence[_Part]) -> list[Session]:
-    """Return them as sessions in the order in which they begin."""
+    """Return the parts as sessions, in the order in which they begin."""
     order = sorted(range(len(parts)), key=lambda number: parts[number].start_s)
     places = {number: place for place, number in enumerate(order)}
     return [
         Session(
             parts[number].start_s,
             parts[number].turns,
-            places[number - 1] if parts[number].goes_on else None,
+            places[number - 1] if parts[number].is_continued else None,
         )
         for number in order
     ]

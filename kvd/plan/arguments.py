@@ -1,7 +1,6 @@
-"""What the command line of `kvd plan` says, and the plan that it asks for.
+"""The request for a plan that a command line of `kvd plan` makes. Pure, but reads named files.
 
-Pure but for the files that it names. Everything that can be wrong with the options is found here,
-before the first replay.
+All errors in options are found here, before the first replay.
 """
 
 import math
@@ -52,7 +51,7 @@ from shared.types.kv_layout import MAX_STATE_BYTES
 GENERATORS = ("sharegpt-like", "agents")
 KNOWN_POLICIES = (*POLICIES, BeladyPolicy.name)
 POLICIES_TO_TRY = "lru,predictive,belady"
-SEVERAL_SERVERS_POLICY = "predictive"  # the daemon's own: servers are what is compared then
+SEVERAL_SERVERS_POLICY = "predictive"  # the daemon's default: such plans compare servers
 MS_PER_S = 1e3
 
 
@@ -65,7 +64,7 @@ def request_of(
     cost: CostArguments,
     command: tuple[str, ...],
 ) -> PlanRequest:
-    """Return the plan that is asked for.
+    """Return the request for the plan that a command line describes.
 
     Raises:
         ReportedError: an option or a file is not usable.
@@ -104,27 +103,30 @@ def request_of(
     )
 
 
-def fleets_of(asked: ServerArguments, seed: int) -> list[FleetOptions]:
-    """List the servers that are asked for: each number of them with each routing.
+def fleets_of(arguments: ServerArguments, seed: int) -> list[FleetOptions]:
+    """Return the fleets to replay: each number of servers with each routing.
 
     Raises:
         BadOptionError: an option is not usable.
     """
-    numbers = numbers_of(asked.servers, "--servers")
-    routings = names_of(asked.routing, ROUTINGS, "routing")
-    given = FleetOptions(
-        remote_bytes_per_s=rate_of(asked.remote, "--remote") if asked.remote else 0.0,
-        remote_write=asked.remote_write,
-        remote_wait=asked.remote_wait,
-        quiet_s=duration_of(asked.remote_quiet, "--remote-quiet"),
-        failures_per_day=positive(asked.failures, "--failures", may_be_zero=True),
-        drains_per_day=positive(asked.drains, "--drains", may_be_zero=True),
-        away_s=duration_of(asked.away, "--away"),
+    numbers = numbers_of(arguments.servers, "--servers")
+    routings = names_of(arguments.routing, ROUTINGS, "routing")
+    template = FleetOptions(
+        remote_bytes_per_s=rate_of(arguments.remote, "--remote") if arguments.remote else 0.0,
+        remote_write=arguments.remote_write,
+        remote_wait=arguments.remote_wait,
+        quiet_s=duration_of(arguments.remote_quiet, "--remote-quiet"),
+        failures_per_day=positive(arguments.failures, "--failures", may_be_zero=True),
+        drains_per_day=positive(arguments.drains, "--drains", may_be_zero=True),
+        away_s=duration_of(arguments.away, "--away"),
         seed=seed,
     )
     return [
         replace(
-            given, num_servers=number, num_replayed=min(number, asked.replayed), routing=routing
+            template,
+            num_servers=number,
+            num_replayed=min(number, arguments.replayed),
+            routing=routing,
         )
         for number in numbers
         for routing in (routings if number > 1 else routings[:1])
@@ -135,77 +137,77 @@ def _are_several(fleets: Sequence[FleetOptions]) -> bool:
     return any(fleet.num_servers > 1 for fleet in fleets)
 
 
-def _model(asked: EngineArguments) -> PlannedModel:
+def _model(arguments: EngineArguments) -> PlannedModel:
     kv_bytes = state_bytes = None
-    if asked.kv_bytes_per_token:
-        kv_bytes = size_of(asked.kv_bytes_per_token, "--kv-bytes-per-token")
-    if asked.state_bytes:
-        state_bytes = size_of(asked.state_bytes, "--state-bytes")
+    if arguments.kv_bytes_per_token:
+        kv_bytes = size_of(arguments.kv_bytes_per_token, "--kv-bytes-per-token")
+    if arguments.state_bytes:
+        state_bytes = size_of(arguments.state_bytes, "--state-bytes")
         if state_bytes > MAX_STATE_BYTES:
             most = format_size(MAX_STATE_BYTES)
-            raise BadOptionError(f"--state-bytes {asked.state_bytes}", f"give {most} at most")
-    model = choose_model(asked.model, kv_bytes, asked.window, state_bytes)
+            raise BadOptionError(f"--state-bytes {arguments.state_bytes}", f"give {most} at most")
+    model = choose_model(arguments.model, kv_bytes, arguments.window, state_bytes)
     if kv_bytes == 0 and not model.state_bytes:
         raise BadOptionError("--kv-bytes-per-token is 0", "give what a token takes, e.g. 320KB")
     return model
 
 
-def _workload(asked: ArrivalArguments, model: PlannedModel, share: float) -> Workload:
-    """Read the sessions, or draw the share of them that is replayed at most."""
-    if (asked.trace is None) == (not asked.generate):
+def _workload(arguments: ArrivalArguments, model: PlannedModel, share: float) -> Workload:
+    """Read the sessions, or draw the largest share of them that is replayed."""
+    if (arguments.trace is None) == (not arguments.generate):
         raise BadOptionError(
             "which sessions to replay is not clear",
             f"give --trace FILE, or --generate {' or '.join(GENERATORS)}",
         )
-    if asked.format not in FORMATS:
-        raise BadOptionError(f"no such format: {asked.format}", f"name {', '.join(FORMATS)}")
-    rate = positive(asked.rate, "--rate")
-    if asked.trace is not None:
-        filling = Filling(asked.seed, rate, model.window_tokens)
-        workload = read_workload(asked.trace, asked.format, filling)
+    if arguments.format not in FORMATS:
+        raise BadOptionError(f"no such format: {arguments.format}", f"name {', '.join(FORMATS)}")
+    rate = positive(arguments.rate, "--rate")
+    if arguments.trace is not None:
+        filling = Filling(arguments.seed, rate, model.window_tokens)
+        workload = read_workload(arguments.trace, arguments.format, filling)
     else:
-        drawn = _drawn(asked, max(1, round(asked.sessions * share)), rate * share, model)
-        workload = Workload(f"{asked.generate}, seed {asked.seed}", drawn, share)
-    if asked.arrival_rate is not None:
-        arrival_rate = positive(asked.arrival_rate, "--arrival-rate")
+        drawn = _draw(arguments, max(1, round(arguments.sessions * share)), rate * share, model)
+        workload = Workload(f"{arguments.generate}, seed {arguments.seed}", drawn, share)
+    if arguments.arrival_rate is not None:
+        arrival_rate = positive(arguments.arrival_rate, "--arrival-rate")
         return workload.with_arrival_rate(arrival_rate * workload.share)
     return workload
 
 
-def _drawn(
-    asked: ArrivalArguments, num_sessions: int, rate: float, model: PlannedModel
+def _draw(
+    arguments: ArrivalArguments, num_sessions: int, rate: float, model: PlannedModel
 ) -> list[Session]:
-    if asked.generate not in GENERATORS:
+    if arguments.generate not in GENERATORS:
         raise BadOptionError(
-            f"no such generator: {asked.generate}", f"name {', '.join(GENERATORS)}"
+            f"no such generator: {arguments.generate}", f"name {', '.join(GENERATORS)}"
         )
-    if asked.generate == "agents":
-        return agents(num_sessions, rate, asked.seed)
-    return sharegpt_like(num_sessions, rate, model.window_tokens, asked.seed)
+    if arguments.generate == "agents":
+        return agents(num_sessions, rate, arguments.seed)
+    return sharegpt_like(num_sessions, rate, model.window_tokens, arguments.seed)
 
 
 def _engine(
-    asked: EngineArguments, workload: Workload, fleets: Sequence[FleetOptions]
+    arguments: EngineArguments, workload: Workload, fleets: Sequence[FleetOptions]
 ) -> EngineConstants:
-    """Take defaults, then calibration, then what is given, then the load that is asked for."""
-    engine = calibrated(EngineConstants(), asked.calibration or ())
-    if asked.slots is not None:
-        engine = replace(engine, slots=asked.slots)
+    """Return the engine's constants: defaults, then calibration, then options, then --load."""
+    engine = calibrated(EngineConstants(), arguments.calibration or ())
+    if arguments.slots is not None:
+        engine = replace(engine, slots=arguments.slots)
     engine = replace(
         engine,
         prefill_s_per_token=_seconds(
-            asked.prefill_ms_per_token, "--prefill-ms-per-token", engine.prefill_s_per_token
+            arguments.prefill_ms_per_token, "--prefill-ms-per-token", engine.prefill_s_per_token
         ),
-        fixed_s=_seconds(asked.fixed_ms, "--fixed-ms", engine.fixed_s),
-        decode_step_s=_seconds(asked.decode_step_ms, "--decode-step-ms", engine.decode_step_s),
+        fixed_s=_seconds(arguments.fixed_ms, "--fixed-ms", engine.fixed_s),
+        decode_step_s=_seconds(arguments.decode_step_ms, "--decode-step-ms", engine.decode_step_s),
     )
-    if asked.load is None:
+    if arguments.load is None:
         return engine
     workload.check_rate("--load")
     numbers = {fleet.num_servers for fleet in fleets}
     if len(numbers) > 1:
         raise BadOptionError("--load is of one number of servers", "give one, or leave --load out")
-    load_of_all = positive(asked.load, "--load") * numbers.pop() * workload.share
+    load_of_all = positive(arguments.load, "--load") * numbers.pop() * workload.share
     return engine_at_load(workload.sessions, engine, load_of_all)
 
 
@@ -238,25 +240,25 @@ def _options(
 
 
 def _capacities(
-    asked: CapacityArguments, fleets: Sequence[FleetOptions], footprint: int
+    arguments: CapacityArguments, fleets: Sequence[FleetOptions], footprint: int
 ) -> list[Capacity]:
-    has_sizes = bool(asked.dram or asked.ssd)
-    if has_sizes and asked.capacity_share:
+    has_sizes = bool(arguments.dram or arguments.ssd)
+    if has_sizes and arguments.capacity_share:
         raise BadOptionError(
             "sizes and shares do not go together", "give --dram and --ssd, or --capacity-share"
         )
     if has_sizes:
-        return swept_capacities(asked.hbm, asked.dram, asked.ssd)
+        return swept_capacities(arguments.hbm, arguments.dram, arguments.ssd)
     if _are_several(fleets):
         raise BadOptionError(
             "what each server has is not said", "give --dram and --ssd: these are each server's"
         )
-    shares = asked.capacity_share or DEFAULT_SHARES
-    return shared_capacities(asked.hbm, shares, asked.dram_share, footprint)
+    shares = arguments.capacity_share or DEFAULT_SHARES
+    return shared_capacities(arguments.hbm, shares, arguments.dram_share, footprint)
 
 
 def swept_capacities(hbm: str, dram: str, ssd: str) -> list[Capacity]:
-    """Combine every HBM with every DRAM and every SSD; a tier that is not given is not there.
+    """Return all combinations of HBM, DRAM and SSD; a tier without sizes has none.
 
     Raises:
         BadOptionError: one of them is no size.
@@ -270,7 +272,7 @@ def swept_capacities(hbm: str, dram: str, ssd: str) -> list[Capacity]:
 def shared_capacities(
     hbm: str, shares: str, dram_share: str, footprint_bytes: int
 ) -> list[Capacity]:
-    """Combine every HBM with shares of the footprint, of which DRAM has a share and SSD the rest.
+    """Return combinations of HBM with shares of the footprint, split into DRAM and SSD.
 
     Raises:
         BadOptionError: one of them is no share.
@@ -286,7 +288,7 @@ def shared_capacities(
 
 
 def positive(value: float, option: str, *, may_be_zero: bool = False) -> float:
-    """Check a number of the command line.
+    """Check that a number of the command line is positive.
 
     Raises:
         BadOptionError: the value is not above 0, or not finite.

@@ -1,8 +1,9 @@
-"""Policy `belady`: knows when each session comes back. For the planner only. Pure.
+"""The policy `belady`, which knows when each session comes back. For the planner only. Pure.
 
-The bound that the other policies are measured against: sessions that never return go first, then
-those that return last; a queued one is as near as its place. Exact for sessions of equal size,
-greedy otherwise. Thinking sessions are read ahead in the order in which they return.
+It bounds what any policy can reach: sessions that never return are evicted first, then those that
+return last; a queued session is as near as its place in the queue. It is optimal for sessions of
+equal size, greedy otherwise. Sessions whose users think are prefetched in the order of their
+returns.
 
 *Source:* L. A. Belady, A study of replacement algorithms for a virtual-storage computer, 1966.
 """
@@ -27,11 +28,12 @@ from shared.types.session_key import SessionKey
 
 
 class BeladyPolicy(EvictionPolicy):
-    """The policy that knows when each session comes back.
+    """Evicts the session that returns last.
 
     Args:
-        returns_ns: time at which each session's KV is wanted next; absent: never. An entry is set
-            before the session is touched, and stays until its next turn comes.
+        context: see EvictionPolicy.
+        returns_ns: when each session's KV is needed next; absent: never. An entry is set before the
+            session's use is recorded, and stays until its next turn comes.
     """
 
     name = "belady"
@@ -40,7 +42,9 @@ class BeladyPolicy(EvictionPolicy):
     def __init__(self, context: PolicyContext, returns_ns: Mapping[SessionKey, int]) -> None:
         super().__init__(context)
         self._returns_ns = returns_ns
-        self._absent: SortedDict[tuple[int, SessionKey], None] = SortedDict()  # on SSD, thinking
+        self._absent: SortedDict[tuple[int, SessionKey], None] = (
+            SortedDict()
+        )  # only on SSD, no turn
         self._absent_until: dict[SessionKey, int] = {}
 
     def on_queue(self, keys: Touched, now_ns: int) -> None:
@@ -88,7 +92,7 @@ class BeladyPolicy(EvictionPolicy):
         return IDLE, -returns_ns, facts.first_use
 
     def _reorder(self, key: SessionKey) -> None:
-        """Record whether the session thinks and is on SSD only."""
+        """Update whether the session is only on SSD and will return."""
         before_ns = self._absent_until.pop(key, None)
         if before_ns is not None:
             del self._absent[before_ns, key]

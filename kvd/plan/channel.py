@@ -1,4 +1,4 @@
-"""Something that moves one session's bytes after another: an SSD that reads, a network. Pure."""
+"""A channel that moves the bytes of one session after another: an SSD's reads, a network. Pure."""
 
 from collections import deque
 from dataclasses import dataclass, field
@@ -8,12 +8,13 @@ from shared.types.units import NS_PER_S
 
 
 class Transfer(NamedTuple):
-    """One session's bytes on their way, or waiting for it.
+    """A transfer of a session's bytes, under way or waiting.
 
     Attributes:
         session: number of the session.
-        number: tells it from the session's other transfers.
-        ends_ns: when it is over if it is moved in its turn.
+        num_bytes: its bytes.
+        number: distinguishes the session's transfers.
+        ends_ns: when it ends, behind those before it.
     """
 
     session: int
@@ -24,9 +25,10 @@ class Transfer(NamedTuple):
 
 @dataclass(slots=True)
 class Channel:
-    """One transfer at a time, in the order in which they were asked for; none is broken off.
+    """Does one transfer at a time, in the order of requests; none is cancelled.
 
     Attributes:
+        bytes_per_s: the bandwidth.
         bytes_moved: bytes of all transfers that have begun.
     """
 
@@ -34,28 +36,28 @@ class Channel:
     bytes_moved: int = 0
     _current: Transfer | None = None
     _waiting: deque[Transfer] = field(default_factory=deque)
-    _ends_ns: int = 0  # of all that was asked for
+    _ends_ns: int = 0  # of the last transfer in the queue
     _num_transfers: int = 0
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is moved."""
+        """Whether nothing is being moved."""
         return self._current is None
 
     def duration_ns(self, num_bytes: int) -> int:
-        """Return how long so many bytes take."""
+        """Return how long moving so many bytes takes."""
         return round(num_bytes / self.bytes_per_s * NS_PER_S)
 
     def waits_ns(self, now_ns: int) -> int:
-        """Return how long a transfer that is asked for now waits for its begin."""
+        """Return how long a transfer that is requested now waits until it begins."""
         return 0 if self._current is None else self._ends_ns - now_ns
 
     def remaining_ns(self, now_ns: int) -> int:
-        """Return how long what is moved now still takes."""
+        """Return how long the transfer that is under way still takes."""
         return self._current.ends_ns - now_ns if self._current else 0
 
     def move(self, session: int, num_bytes: int, now_ns: int) -> Transfer:
-        """Move a session's bytes, at once or after what was asked for before."""
+        """Queue a transfer of a session's bytes."""
         self._num_transfers += 1
         self._ends_ns = now_ns + self.waits_ns(now_ns) + self.duration_ns(num_bytes)
         transfer = Transfer(session, num_bytes, self._num_transfers, self._ends_ns)
@@ -66,11 +68,11 @@ class Channel:
         return transfer
 
     def next_ns(self) -> int | None:
-        """Return when a transfer ends next; None: nothing is moved."""
+        """Return when the transfer under way ends; None: there is none."""
         return None if self._current is None else self._current.ends_ns
 
     def end(self, now_ns: int) -> Transfer | None:
-        """Take the transfer that ends now, and begin the next; None: none ends."""
+        """End the transfer that is due now, and begin the next; return it, or None."""
         ended = self._current
         if ended is None or ended.ends_ns > now_ns:
             return None

@@ -1,11 +1,11 @@
-"""What a plan finds, and where more capacity stops paying. Frozen values for report.py. Pure.
+"""The results of a plan, and where more capacity stops paying. Frozen values for report.py. Pure.
 
-The names of the fields are the names in the JSON document, which scripts read: a field is added
-freely, but renamed or removed only with a new number in SCHEMA.
+Field names are the names in the JSON document, which scripts read: fields may be added freely, but
+renamed or removed only with a new number in SCHEMA.
 
 The *knee* of a curve of hit rates is its point farthest above the straight line from its first
 point to its last, with both axes scaled to 0..1 and capacity in bytes: before it a byte brings more
-than in the mean, after it less. The *cheapest* point is that of the least cost: it knows prices.
+than on average, after it less. The *cheapest* point has the lowest cost: it depends on prices.
 
 *Source:* V. Satopää et al., Finding a "kneedle" in a haystack, 2011 (without its smoothing: a sweep
 has few points, and none of them is noise).
@@ -22,12 +22,12 @@ from kvd.plan.prices import Cost, Prices
 from kvd.plan.sizes import format_size
 
 SCHEMA = "kvd.plan/1"
-RECOMPUTE = "re"  # the name of the baseline among policies: nothing is kept
+RECOMPUTE = "re"  # the baseline's name among the policies: nothing is kept
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """Bytes of each tier; hbm_bytes 0: only slots bound what runs."""
+    """The bytes of each tier; hbm_bytes 0: only slots limit the running turns."""
 
     hbm_bytes: int
     dram_bytes: int
@@ -35,19 +35,21 @@ class Capacity:
 
     @property
     def total_bytes(self) -> int:
-        """What sessions are kept in between their turns."""
+        """DRAM and SSD, which keep sessions between their turns."""
         return self.dram_bytes + self.ssd_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One policy with one capacity.
+    """The result of one policy with one capacity.
 
     Attributes:
-        capacity: each server's.
-        outcome: what was measured of the servers that were replayed.
+        policy: the eviction policy.
+        capacity: each server's tiers.
+        outcome: measurements of the servers that were replayed.
         cost: cost of all servers.
         cost_ratio: cost, divided by that of recomputing everything; 0: that costs nothing.
+        fleet: the servers.
     """
 
     policy: str
@@ -58,24 +60,24 @@ class Result:
     fleet: FleetOptions = ONE_SERVER
 
     def of_all(self, value: float) -> float:
-        """Return what all servers have of what was measured of those that were replayed."""
+        """Scale a measurement of the replayed servers to all servers."""
         return value / self.fleet.share
 
     @property
     def store_requests_per_s(self) -> float:
-        """Requests of all servers to the remote store."""
+        """Requests of all servers to the remote store, per second."""
         outcome = self.outcome
         requests = self.of_all(outcome.store_puts + outcome.store_gets)
         return requests / outcome.span_s if outcome.span_s else 0.0
 
     @property
     def cost_of_million(self) -> float:
-        """Cost of a million prompt tokens; 0: there were none."""
+        """Cost per million prompt tokens; 0: there were none."""
         tokens = self.of_all(self.outcome.prompt_tokens)
         return self.cost.total / tokens * 1e6 if tokens else 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it flat, as a row of a table."""
+        """Return the result flat, as a row of a table."""
         return {
             "policy": self.policy,
             **asdict(self.capacity),
@@ -88,11 +90,14 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class WorkloadFacts:
-    """The sessions that were replayed, as they arrived.
+    """The sessions that were replayed.
 
     Attributes:
-        footprint_bytes: room that would never need an eviction, as tiers are charged.
+        origin: their origin, for people.
+        footprint_tokens, footprint_bytes: room that would never need an eviction, as tiers are
+            charged.
         longest_tokens: the largest context.
+        span_s: seconds from the first session's begin to the last one's.
         recompute_load: see kvd.plan.hardware.
         num_tool_turns: turns whose answer calls tools.
     """
@@ -110,12 +115,14 @@ class WorkloadFacts:
 
 @dataclass(frozen=True, slots=True)
 class PlanReport:
-    """Everything of one plan.
+    """A complete plan.
 
     Attributes:
-        options: what the replays were given, by name.
-        baselines: results of recomputing everything, one for each HBM.
-        results: results in the order of the sweep: capacities, and policies within each.
+        command: the command line.
+        version: kvd's version.
+        options: the replays' options, by name.
+        baselines: results of recomputing everything, one for each HBM and number of servers.
+        results: the other results, by capacity, then by policy.
     """
 
     command: tuple[str, ...]
@@ -131,9 +138,9 @@ class PlanReport:
     results: tuple[Result, ...]
 
 
-LEAST_POINTS = 3  # that a knee can be seen in
-LEAST_BEND = 0.05  # above the straight line, as a share of the axis: less is no knee
-LEAST_RISE = 0.01  # of a hit rate over the whole curve: less, and the least capacity will do
+LEAST_POINTS = 3  # with fewer points there is no knee
+LEAST_BEND = 0.05  # a knee's least height above the line, as a share of the axis
+LEAST_RISE = 0.01  # if hit rates differ by less, the smallest capacity is enough
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,9 +148,11 @@ class Curve:
     """One policy's results by capacity, smallest first.
 
     Attributes:
-        name: name of the policy, with what else tells it from the other curves.
-        knee: index into results; None: there is none.
-        cheapest: the same.
+        name: the policy, and what else distinguishes this curve.
+        policy: the policy.
+        results: the results.
+        knee: index of the knee in the results; None: there is none.
+        cheapest: index of the cheapest result.
     """
 
     name: str
@@ -154,7 +163,7 @@ class Curve:
 
 
 def curves_of(results: Sequence[Result]) -> list[Curve]:
-    """Return one curve for each policy and, if these were swept too, HBM and DRAM."""
+    """Return a curve for each policy, number of servers and, if they vary, HBM and DRAM."""
     hbms = {result.capacity.hbm_bytes for result in results}
     names: dict[str, list[Result]] = {}
     for result in results:
@@ -163,10 +172,10 @@ def curves_of(results: Sequence[Result]) -> list[Curve]:
 
 
 def knee_of(points: Sequence[tuple[float, float]]) -> int | None:
-    """Return the index of the knee of a rising curve, see above; None: too few points, or none.
+    """Return the index of the knee of a rising curve; None: it has none, or too few points.
 
     Args:
-        points: capacity and hit rate, by rising capacity.
+        points: (capacity, hit rate), by rising capacity.
     """
     if len(points) < LEAST_POINTS:
         return None
@@ -184,7 +193,7 @@ def knee_of(points: Sequence[tuple[float, float]]) -> int | None:
 
 
 def _name(result: Result, results: Sequence[Result], *, has_hbms: bool) -> str:
-    """Name a curve, by DRAM too if several sizes of it stand beside the same SSD."""
+    """Return the name of a result's curve, with its DRAM if that varies beside the same SSD."""
     parts = [result.policy]
     if result.fleet.num_servers > 1:
         parts.append(f"{result.fleet.num_servers} servers, {result.fleet.routing}")

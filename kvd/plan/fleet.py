@@ -1,4 +1,4 @@
-"""Several servers: who routes to them, what moves between them, when one is away. Pure."""
+"""The servers of a plan: how many, what moves between them, and when each is away. Pure."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,19 +17,19 @@ class FleetOptions:
 
     Attributes:
         num_servers: servers in all.
-        num_replayed: how many of these are replayed, with their share of the sessions.
-        routing: a name of `kvd.plan.routing.ROUTINGS`.
-        remote_bytes_per_s: of one server to the remote store, and the same from it; 0: there is
-            none.
-        remote_write: what is stored there: every session after its turns, what a server evicts, or
-            neither; and what a server holds that drains.
-        remote_wait: turns wait for what is fetched where that pays, as kvd does it; False, as it
-            does with remote.wait = "0s": what is not there when they start is computed.
-        quiet_s: how long a session is left alone before it is stored there.
+        num_replayed: servers that are replayed, with their share of the sessions.
+        routing: a name in `kvd.plan.routing.ROUTINGS`.
+        remote_bytes_per_s: bandwidth between a server and the remote store, in each direction; 0:
+            there is no store.
+        remote_write: sessions that are pushed there: all after their turns, those that are evicted,
+            or ("drain") neither; a draining server pushes all it holds in any case.
+        remote_wait: turns wait for a fetch where that pays, as with kvd. False: as with
+            remote.wait = "0s", what has not arrived when they start is computed.
+        quiet_s: seconds without a turn after which a session is pushed.
         failures_per_day: how often a server is lost, with all that it holds.
-        drains_per_day: how often a server is taken out, and comes back with what it held.
-        away_s: how long a server is away.
-        seed: of what is drawn.
+        drains_per_day: how often a server leaves, and comes back with what it held.
+        away_s: seconds for which a server is away.
+        seed: seed of all that is drawn.
     """
 
     num_servers: int = 1
@@ -46,7 +46,7 @@ class FleetOptions:
 
     @property
     def share(self) -> float:
-        """Share of the sessions that the servers that are replayed have."""
+        """Share of the sessions that the replayed servers get."""
         return self.num_replayed / self.num_servers
 
 
@@ -54,10 +54,12 @@ ONE_SERVER = FleetOptions()
 
 
 class Outage(NamedTuple):
-    """A server is away for a while.
+    """A server's absence.
 
     Attributes:
-        is_lost: all that it holds is gone, and its turns have to begin anew.
+        starts_ns: when it begins.
+        server: the server.
+        is_lost: all that it holds is lost, and its turns begin again elsewhere.
     """
 
     starts_ns: int
@@ -66,7 +68,7 @@ class Outage(NamedTuple):
 
 
 def draw_outages(fleet: FleetOptions, span_s: float) -> list[Outage]:
-    """Draw when servers are away, in order; none is away twice at a time."""
+    """Draw the outages, in order; a server's outages do not overlap."""
     random = Random(fleet.seed)  # noqa: S311 - draws need no secrecy
     drawn = sorted(
         Outage(round(at_s * NS_PER_S), server, is_lost)

@@ -1,13 +1,13 @@
-"""Sessions drawn to look like ShareGPT's, for planning without a trace. Pure; seeded.
+"""Random sessions that resemble ShareGPT's, for plans without a trace. Pure; seeded.
 
 turns      one with probability 0.27, else 2 + floor(LogNormal(mu, 1.2)), at most 40, with mu such
            that the sample's mean is the paper's 5.75
-answers    ShareGPT-90k's, by how many of its 733,551 replies are at least so long, times 1.6
-           (another tokenizer, other languages), times a factor that a session keeps, at most 2,048
-prompts    LogNormal(3.14, 1.45), 2 to 3,000: a fit to ShareGPT's
-thinking   LogNormal with a median of 110 s, 1 s to an hour: the fit of a public chat trace
+answers    the lengths of ShareGPT-90k's 733,551 replies, by how many are at least so long, times
+           1.6 (another tokenizer, other languages), times a factor per session, at most 2,048
+prompts    LogNormal(3.14, 1.45), 2 to 3,000: fitted to ShareGPT's
+thinking   LogNormal with a median of 110 s, 1 s to an hour: fitted to a public chat trace
 
-Contexts are truncated as the paper's: while history and new tokens outgrow the window, half a
+Contexts are truncated as in the paper: while history and new tokens exceed the window, half a
 window of history is dropped; the same after the answer.
 
 *Source:* CachedAttention §4.1 (sessions, turns, truncation); reply lengths published with
@@ -26,9 +26,9 @@ MEAN_TURNS = 5.75
 SINGLE_TURN_SHARE = 0.27
 TURNS_SIGMA = 1.2
 MAX_TURNS = 40
-MU_BOUNDS = (-6.0, 6.0)  # of the logarithm of turns, in which mu is looked for
-MU_STEPS = 60  # halvings of it
-# Length of a reply, and how many of the replies are at least so long.
+MU_BOUNDS = (-6.0, 6.0)  # of mu, which is found by bisection
+MU_STEPS = 60  # of the bisection
+# (length of a reply, number of replies that are at least so long)
 REPLIES = (
     (1, 733551), (100, 608557), (119, 582530), (141, 553357), (168, 520211), (200, 483996),
     (238, 441474), (283, 390390), (336, 330676), (400, 265532), (476, 208468), (566, 163379),
@@ -38,8 +38,8 @@ REPLIES = (
 )  # fmt: skip
 REPLY_SCALE = 1.6
 REPLY_BOUNDS = (1, 2048)
-SESSION_SIGMA = 0.7  # of how much longer one session's replies are than another's
-PROMPT = (3.14, 1.45)  # mean and sigma of the logarithm
+SESSION_SIGMA = 0.7  # of a session's factor of reply lengths
+PROMPT = (3.14, 1.45)  # mean and sigma of the length's logarithm
 PROMPT_BOUNDS = (2, 3000)
 THINK = (log(110.0), 1.14)
 THINK_BOUNDS_S = (1.0, 3600.0)
@@ -49,7 +49,7 @@ Counts = NDArray[np.int64]
 
 
 def sharegpt_like(num_sessions: int, rate: float, window_tokens: int, seed: int) -> list[Session]:
-    """Draw so many sessions that begin at `rate` a second (Poisson); the same for the same seed."""
+    """Draw sessions that begin at `rate` a second (Poisson), the same ones for the same seed."""
     random = np.random.default_rng(seed)
     starts_s = np.cumsum(random.exponential(1 / rate, num_sessions))
     num_turns = turn_counts(random, num_sessions)
@@ -74,12 +74,12 @@ def sharegpt_like(num_sessions: int, rate: float, window_tokens: int, seed: int)
 
 
 def think_times(random: np.random.Generator, number: int) -> Floats:
-    """Draw how long users think, in seconds."""
+    """Draw the times that users think, in seconds."""
     return np.clip(random.lognormal(*THINK, number), *THINK_BOUNDS_S)
 
 
 def turn_counts(random: np.random.Generator, num_sessions: int) -> Counts:
-    """Draw the turns of each session, MEAN_TURNS in the mean as nearly as this sample can."""
+    """Draw the number of turns of each session; their mean is MEAN_TURNS, as far as possible."""
     is_single = random.random(num_sessions) < SINGLE_TURN_SHARE
     normal = random.standard_normal(num_sessions)
 

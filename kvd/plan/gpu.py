@@ -1,8 +1,8 @@
-"""The engine's time: blocking prefills, and decodes that share one clock. Pure.
+"""The engine's time: prefills that block, and decodes that share one clock. Pure.
 
-One prefill runs at a time and stalls every decode. Decodes run in steps of a fixed length, whatever
-their number. So a clock that stands still during prefills says when each decode ends: a turn
-costs O(log turns), not O(steps).
+One prefill runs at a time, and stalls all decodes. Decodes run in steps of a fixed length, however
+many they are. A decode clock that stands still during prefills therefore tells when each decode
+ends: a turn costs O(log turns), not O(steps).
 
 Invariants: 1. decodes end in the order of their ends on the decode clock; 2. the decode clock and
 the prefills never advance together.
@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 
 class Prefill(NamedTuple):
-    """A turn that has its slot and its KV, and waits for its prefill or is in it."""
+    """A turn that has a slot and its KV, and waits for its prefill or is being prefilled."""
 
     session: int
     prefill_ns: int
@@ -27,18 +27,18 @@ class Prefill(NamedTuple):
 
 @dataclass(slots=True)
 class Gpu:
-    """The engine's time. Sessions are numbers; each has at most one turn here.
+    """The engine's prefills and decodes. Sessions are numbers; each has at most one turn here.
 
     Attributes:
-        busy_ns: time in which something was prefilled or decoded.
-        prefill_ns: the part of it that prefills took.
+        busy_ns: time in which a prefill or a decode ran.
+        prefill_ns: time in which a prefill ran.
     """
 
     busy_ns: int = 0
     prefill_ns: int = 0
     _now_ns: int = 0
     _decode_clock_ns: int = 0
-    _prefills: deque[Prefill] = field(default_factory=deque)  # the first one is being computed
+    _prefills: deque[Prefill] = field(default_factory=deque)  # the first one runs
     _prefill_ends_ns: int = 0
     _decodes: list[tuple[int, int]] = field(default_factory=list)  # heap: end on its clock, session
 
@@ -51,7 +51,7 @@ class Gpu:
 
     @property
     def num_turns(self) -> int:
-        """Number of turns that are prefilled or decode, or wait for that."""
+        """Turns that prefill or decode, or wait for that."""
         return len(self._prefills) + len(self._decodes)
 
     def backlog_ns(self, now_ns: int) -> int:
@@ -70,7 +70,7 @@ class Gpu:
         return None
 
     def end_prefill(self, now_ns: int) -> int | None:
-        """Take the session whose prefill ends now, and let it decode; None: no prefill ends."""
+        """End the prefill that is due now, and begin the decode; return its session, or None."""
         self.advance(now_ns)
         if not self._prefills or self._prefill_ends_ns > now_ns:
             return None
@@ -81,14 +81,14 @@ class Gpu:
         return ended.session
 
     def end_decode(self, now_ns: int) -> int | None:
-        """Take the session whose decode ends now; None: no decode does."""
+        """End the decode that is due now; return its session, or None."""
         self.advance(now_ns)
         if self._prefills or not self._decodes or self._decodes[0][0] > self._decode_clock_ns:
             return None
         return heappop(self._decodes)[1]
 
     def advance(self, now_ns: int) -> None:
-        """Let time pass, and count it."""
+        """Advance to `now_ns`, and count the time."""
         passed_ns = now_ns - self._now_ns
         self._now_ns = now_ns
         if self._prefills:

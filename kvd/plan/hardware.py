@@ -1,6 +1,4 @@
-"""What is planned for: the model by the bytes of its KV, the machine, what turns cost. Pure.
-
-With it comes how much work a trace is, as a share of one engine's time.
+"""The model, the machine and the costs of turns that a plan assumes; and the load of a trace. Pure.
 
 *Source:* the constants of the engine reproduce the paper's own TTFT and GPU hours (CachedAttention
 §4.2, LLaMA-13B on two A100): 0.9 s to prefill about 1.8K tokens.
@@ -17,14 +15,15 @@ from shared.types.units import NS_PER_S
 
 @dataclass(frozen=True, slots=True)
 class PlannedModel:
-    """A model as the planner sees it.
+    """A model, as the planner needs it.
 
     Attributes:
+        name: its name, for reports.
         kv_bytes_per_token: keys and values of all layers that keep them of all tokens.
         window_tokens: the longest context.
         state_bytes: a state of all recurrent layers; 0: it has none.
         windowed_bytes_per_token: keys and values of layers that keep them of the last tokens only.
-        attention_window: of how many; 0: there are no such layers.
+        attention_window: the number of these tokens; 0: there are no such layers.
     """
 
     name: str
@@ -35,9 +34,10 @@ class PlannedModel:
     attention_window: int = 0
 
 
-# Of the paper's models its own figures (Table 1, §4.1; MB = 10**6), so that its experiments can be
-# planned with its numbers: by the models' shapes they are 0.82, 2.62, 0.33 and 0.12 MB. Of the last
-# one what model_config.py makes of its config: 72 MiB of a state are recurrent, 2.25 convolutions'.
+# The paper's models have the paper's figures (Table 1, §4.1; MB = 10**6), so that its experiments
+# can be planned with its numbers; the models' shapes give 0.82, 2.62, 0.33 and 0.12 MB. The last
+# model's sizes are those that model_config.py computes: of a state, 72 MiB are recurrent and 2.25
+# MiB convolutions.
 MODELS = {
     model.name: model
     for model in (
@@ -53,12 +53,12 @@ MODELS = {
 
 @dataclass(frozen=True, slots=True)
 class EngineConstants:
-    """How long computing takes.
+    """The times of computing.
 
     Attributes:
         slots: turns that run at the same time.
-        prefill_s_per_token: seconds for each token of a prompt that is computed.
-        decode_step_s: one token of every turn that decodes.
+        prefill_s_per_token: seconds of a prefill per token that is computed.
+        decode_step_s: seconds of a step, which decodes one token of every turn.
         fixed_s: seconds of every prefill, however short.
     """
 
@@ -68,7 +68,7 @@ class EngineConstants:
     fixed_s: float = 20e-3
 
     def scaled(self, factor: float) -> "EngineConstants":
-        """Return an engine that takes so many times as long for everything."""
+        """Return an engine that takes `factor` times as long for everything."""
         return replace(
             self,
             prefill_s_per_token=self.prefill_s_per_token * factor,
@@ -79,12 +79,14 @@ class EngineConstants:
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """The machine.
+    """A server's tiers and speeds.
 
     Attributes:
-        hbm_bytes: room for the KV of turns that run; 0: only the slots bound them.
-        ssd_bytes_per_s: speed of reads; writes cost no time.
-        pcie_bytes_per_s: DRAM to HBM.
+        dram_bytes, ssd_bytes: sizes of the tiers.
+        hbm_bytes: room for the KV of turns that run; 0: only the slots limit them.
+        ssd_bytes_per_s: bandwidth of reads; writes cost no time.
+        pcie_bytes_per_s: bandwidth from DRAM to HBM.
+        engine: the times of computing.
     """
 
     dram_bytes: int
@@ -103,22 +105,24 @@ Positions = Literal["decoupled", "coupled"]
 
 @dataclass(frozen=True, slots=True)
 class ReplayOptions:
-    """What a replay assumes beside the machine.
+    """Assumptions of a replay about kvd, the engine and clients.
 
     Attributes:
         policy: the eviction policy's name, or `belady`.
-        charge: "packed": a session takes its bytes; "window": those of a full window.
-        window_tokens: the model's window; 0: no bound.
-        ttl_s: None: sessions stay.
+        kv_bytes_per_token: see PlannedModel.
+        charge: "packed": a session takes its bytes of a tier; "window": those of a full window.
+        window_tokens: the model's window; 0: no limit.
+        tiers: "inclusive": SSD keeps what DRAM has; "exclusive": it does not.
+        ttl_s: seconds that a session is kept; None: for ever.
         watermark: share of DRAM kept free.
-        warmup_turns: turns that are not measured.
-        load_policy: "auto": load where that pays (`loading_pays`); "never": recompute always (RE).
-        end_hints: a session's last turn says that it is the last.
-        tool_hints: the engine says which tools an answer calls, and which session another one
-            supersedes.
-        think_scale: multiplies think times; 0: no thinking.
-        state_bytes: of a state; 0: the model has none.
-        windowed_bytes_per_token: see `PlannedModel`; so `attention_window`.
+        warmup_turns: first turns, which are not measured.
+        load_policy: "auto": load where that pays (`loading_pays`); "never": always recompute (RE).
+        end_hints: a session's last turn is marked as the last.
+        tool_hints: the engine reports the tools that an answer calls, and sessions that supersede
+            another one.
+        think_scale: factor of think times; 0: users do not think.
+        state_bytes: bytes of a state; 0: the model has none.
+        windowed_bytes_per_token, attention_window: see PlannedModel.
     """
 
     policy: str
@@ -139,7 +143,7 @@ class ReplayOptions:
 
 
 class Costs:
-    """Bytes and times of turns, by the machine and the options."""
+    """The bytes and times of turns, for one machine and its options."""
 
     def __init__(
         self, sessions: Sequence[Session], hardware: Hardware, options: ReplayOptions
@@ -160,42 +164,42 @@ class Costs:
 
     @property
     def has_parts(self) -> bool:
-        """Whether the model has layers that keep something else of tokens than KV of each."""
+        """Whether the model keeps states or windows."""
         return self._state_bytes > 0 or self._attention_window > 0
 
     def held_bytes(self, num_tokens: int) -> int:
-        """Return what an engine holds of so many tokens: KV of all layers, and a state."""
+        """Return the bytes of HBM for so many tokens: KV of all layers, and a state."""
         of_token = self._bytes_per_token + self._windowed_bytes
         return round(num_tokens * of_token) + self._state_bytes
 
     def loaded_bytes(self, num_tokens: int) -> int:
-        """Return the bytes of a load of so many tokens: with the state behind them, or a window."""
+        """Return the bytes of a load of so many tokens, with a state or a window."""
         windowed = min(num_tokens, self._attention_window) * self._windowed_bytes
         state = self._state_bytes if num_tokens else 0
         return round(num_tokens * self._bytes_per_token + windowed) + state
 
     def parts_bytes(self, kept: Kept) -> int:
-        """Return the bytes of the states, or windows, that are kept of a session."""
+        """Return the bytes of the states or windows that are kept of a session."""
         if self._attention_window:
             return round(kept.num_windowed(self._attention_window) * self._windowed_bytes)
         return len(kept.ends) * self._state_bytes
 
     def kept_bytes(self, kept: Kept) -> int:
-        """Return the bytes of what is kept of a session."""
+        """Return the bytes of all that is kept of a session."""
         return round(kept.num_tokens * self._bytes_per_token) + self.parts_bytes(kept)
 
     def new_bytes(self, kept: Kept, clean: Kept) -> tuple[int, int]:
-        """Return the bytes of tokens and those of parts that are kept now and were not before."""
+        """Return the bytes of tokens, and of states or windows, in `kept` but not in `clean`."""
         tokens = max(0, kept.num_tokens - clean.num_tokens)
         parts = max(0, self.parts_bytes(kept) - self.parts_bytes(clean))
         return round(tokens * self._bytes_per_token), parts
 
     def charge(self, num_bytes: int) -> int:
-        """Return what a session of so many bytes takes of a tier."""
+        """Return the bytes of a tier that a session of so many bytes takes."""
         return num_bytes if self._window_bytes is None else self._window_bytes
 
     def kept_after(self, turn: Turn, before: Kept) -> Kept:
-        """Return what is stored after a turn, of whose prompt so much was kept before it."""
+        """Return what is stored after a turn; `before` was kept of its prompt."""
         num_tokens = turn.kept_tokens
         if self._is_truncated:
             num_tokens = truncated(num_tokens, 0, self._window_tokens)
@@ -204,9 +208,9 @@ class Costs:
         return before.with_states(turn, num_tokens) if self._state_bytes else Kept(num_tokens)
 
     def loadable(self, kept: Kept) -> int:
-        """Return how many of the tokens that are kept can be loaded.
+        """Return how many of the kept tokens can be loaded.
 
-        Those before the last state, if the model has states, or before a window that is kept.
+        With states: those before the last state. With windows: those before the last kept window.
         """
         if self._attention_window:
             return kept.last_window_end(self._attention_window)
@@ -215,25 +219,25 @@ class Costs:
         return kept.num_tokens
 
     def compute_ns(self, num_tokens: int) -> int:
-        """Prefill of so many tokens, without what every prefill takes."""
+        """Return the time to prefill so many tokens, without the fixed time."""
         return _ns(num_tokens * self._engine.prefill_s_per_token)
 
     def load_ns(self, num_tokens: int) -> int:
-        """Return the time from DRAM to HBM of a load of so many tokens."""
+        """Return the time to load so many tokens from DRAM to HBM."""
         return _ns(self.loaded_bytes(num_tokens) / self._pcie_bytes_per_s)
 
     def prefill_ns(self, turn: Turn, loaded_tokens: int) -> int:
-        """Prefill of a turn of which so much history is loaded meanwhile."""
+        """Return the time of a turn's prefill, during which `loaded_tokens` are loaded."""
         compute_ns = self._computed_ns(turn, loaded_tokens)
         return max(compute_ns, self.load_ns(loaded_tokens))
 
     def stall_ns(self, turn: Turn, loaded_tokens: int) -> int:
-        """Return how much of that prefill only waits for so much history from DRAM."""
+        """Return the part of that prefill that only waits for the load from DRAM."""
         compute_ns = self._computed_ns(turn, loaded_tokens)
         return max(0, self.load_ns(loaded_tokens) - compute_ns)
 
     def decode_ns(self, turn: Turn) -> int:
-        """Decode of a turn, while nothing is prefilled."""
+        """Return the time to decode a turn's answer, if no prefill interrupts it."""
         return _ns(turn.output_tokens * self._engine.decode_step_s)
 
     def _computed_ns(self, turn: Turn, loaded_tokens: int) -> int:
@@ -242,7 +246,7 @@ class Costs:
 
 
 def most_bytes(model: PlannedModel | ReplayOptions, num_tokens: int) -> int:
-    """Return the most bytes that are kept of a session of so many tokens."""
+    """Return the most bytes that can be kept of a session of so many tokens."""
     num_windowed = min(num_tokens, MOST_KEPT * model.attention_window)
     of_tokens = num_tokens * model.kv_bytes_per_token
     of_tokens += num_windowed * model.windowed_bytes_per_token
@@ -254,7 +258,7 @@ def _ns(seconds: float) -> int:
 
 
 def keep_to_window(sessions: Sequence[Session], window_tokens: int) -> bool:
-    """Whether the trace is of a model with such a window: only then is it truncated to it."""
+    """Return whether all prompts fit the window: only then the trace is truncated to it."""
     return all(
         turn.history_tokens + turn.new_tokens <= window_tokens
         for session in sessions
@@ -262,14 +266,14 @@ def keep_to_window(sessions: Sequence[Session], window_tokens: int) -> bool:
     )
 
 
-STRAY_SHARE = 0.01  # of the sessions, at either end, that may come long before or after the others
+STRAY_SHARE = 0.01  # of the sessions at either end, which may be far from all others
 
 
 def recompute_load(sessions: Sequence[Session], engine: EngineConstants) -> float:
-    """Return the engine time per second of arrivals without any load; above 1 queues grow.
+    """Return the engine time per second that the arrivals need without a cache.
 
-    How long the arrivals take is computed from all but the first and the last hundredth of the
-    sessions: a few stray ones would make a trace look idle. 0 if they all come at once.
+    Above 1, queues grow. The duration of the arrivals is computed without the first and the last
+    hundredth of the sessions: a few stray ones would make a trace look idle. 0: all arrive at once.
     """
     starts = sorted(session.start_s for session in sessions)
     num_stray = int(len(starts) * STRAY_SHARE)
@@ -284,16 +288,16 @@ def recompute_load(sessions: Sequence[Session], engine: EngineConstants) -> floa
 def engine_at_load(
     sessions: Sequence[Session], engine: EngineConstants, load: float
 ) -> EngineConstants:
-    """Return an engine so much faster or slower that the sessions are that much work for it.
+    """Return an engine so much faster or slower that the recompute load is `load`.
 
-    Arrivals and think times stay what they are: drawn apart, sessions would no longer overlap. An
-    engine for sessions that come all at once is the one given.
+    Arrivals and think times are not changed: with longer pauses, sessions would no longer overlap.
+    If all sessions arrive at once, the engine is returned as it is.
     """
     return engine.scaled(load / (recompute_load(sessions, engine) or load))
 
 
 def _recompute_s(turn: Turn, engine: EngineConstants) -> float:
-    """Return the seconds that recomputing takes; a decode's share of the engine is its slot's."""
+    """Return a turn's engine time without a cache; its decode takes one slot's share."""
     return (
         engine.fixed_s
         + (turn.history_tokens + turn.new_tokens) * engine.prefill_s_per_token

@@ -1,13 +1,13 @@
-"""Whose KV it is, and how fast its engine computes: by name, or from the files that say it.
+"""The model and the engine's speed of a plan: by name, or from files. Pure, but reads the files.
 
-Pure but for reading the files. A model directory is not loaded: its config.json says how large a
-token's KV and a state are (model_config.py). What `inference-svc bench … --json` has measured gives
-the engine's constants; what a document says is taken, the rest stays as it was:
+A model directory is not loaded: its config.json gives the bytes of a token's KV and of a state
+(model_config.py). Documents of `inference-svc bench … --json` give the engine's constants; those
+that no document gives keep their values:
 
-turns    time of a prefill, fixed and by token: the line through the times to the first token of re
-         (history and new tokens are computed) and resident (new ones only); the decode step, if
-         there is no document of part decode, is the time per output token of re
-decode   the decode step: steps a second of ours, in the largest batch
+turns    the time of a prefill, fixed and per token: a line fitted to the times to the first token
+         of re (history and new tokens are computed) and resident (new ones only). Without a
+         document of part decode also the decode step: the time per output token of re
+decode   the decode step: from our steps per second, in the largest batch
 """
 
 import json
@@ -27,16 +27,16 @@ CONFIG = "config.json"
 def choose_model(
     name: str, kv_bytes_per_token: int | None, window_tokens: int, state_bytes: int | None = None
 ) -> PlannedModel:
-    """Return the model of a command line: its name or directory, and what is said besides.
+    """Return the model that a command line names; given sizes replace its own.
 
     Args:
-        name: "": nothing is said but the size of a token.
+        name: its name or directory; "": only the size of a token is given.
         kv_bytes_per_token: None: the model's own.
         window_tokens: 0: the model's own.
         state_bytes: None: the model's own.
 
     Raises:
-        UnknownModelError: there is no such model, or its config lacks what is not said besides.
+        UnknownModelError: there is no such model, or its config lacks a size that is not given.
     """
     if name in MODELS:
         model = MODELS[name]
@@ -57,10 +57,10 @@ def choose_model(
 def read_model(
     place: Path, kv_bytes_per_token: int | None = None, state_bytes: int | None = None
 ) -> PlannedModel:
-    """Return a model by its directory, or by a config.json; sizes that are given are not computed.
+    """Return a model from its directory or a config.json; sizes that are given are not computed.
 
     Raises:
-        UnknownModelError: there is no such model, or its configuration lacks what is needed.
+        UnknownModelError: there is no such model, or its config lacks what is needed.
     """
     path = place if place.is_file() else place / CONFIG
     if not path.is_file():
@@ -97,19 +97,20 @@ Point = tuple[float, float]  # tokens, seconds
 
 
 class BadCalibrationError(InvalidInputError):
-    """A file that inference-svc bench has not written, or that says nothing of the engine."""
+    """The file is not from inference-svc bench, or has no times of the engine."""
 
     reason = "bad_calibration"
 
 
 def calibrated(engine: EngineConstants, paths: Sequence[Path]) -> EngineConstants:
-    """Return the constants, with what these files say.
+    """Return the constants, updated from these files.
 
     Raises:
-        BadCalibrationError: one is no such file, or says nothing.
+        BadCalibrationError: one is not from the bench, or has no times of the engine.
     """
     documents = [_read(path) for path in paths]
-    # A decode step of part turns is one sequence's; part decode has whole batches: it comes last.
+    # Part turns measures the decode step of one sequence, part decode that of whole batches, which
+    # is what a plan needs: so it is applied last.
     for path, document in sorted(
         zip(paths, documents, strict=True), key=lambda pair: pair[1]["part"] == "decode"
     ):
@@ -129,9 +130,9 @@ def calibrated(engine: EngineConstants, paths: Sequence[Path]) -> EngineConstant
 
 
 def fitted(points: Sequence[Point]) -> tuple[float, float]:
-    """Return the least-squares line: seconds per token, and fixed ones; neither below zero.
+    """Fit a line to (tokens, seconds); return seconds per token and fixed seconds, both >= 0.
 
-    Points of one length only have no line: all of their time is the tokens'.
+    If all points have the same tokens, all of the time counts as the tokens'.
     """
     num = len(points)
     mean_tokens = sum(tokens for tokens, _ in points) / num
@@ -141,7 +142,7 @@ def fitted(points: Sequence[Point]) -> tuple[float, float]:
         return mean_s / mean_tokens, 0.0
     slope = sum((tokens - mean_tokens) * (s - mean_s) for tokens, s in points) / spread
     fixed_s = mean_s - slope * mean_tokens
-    if slope <= 0 or fixed_s < 0:  # through the origin then
+    if slope <= 0 or fixed_s < 0:  # not physical: fit a line through the origin instead
         squares = sum(tokens**2 for tokens, _ in points)
         return sum(tokens * s for tokens, s in points) / squares, 0.0
     return slope, fixed_s
@@ -162,7 +163,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _with_document(engine: EngineConstants, document: dict[str, Any]) -> EngineConstants | None:
-    """Return the times with those of a bench's document; None: it says nothing of them."""
+    """Return the constants, updated from a document; None: it has none of them."""
     if document["part"] == "decode":
         return _with_decode(engine, document["cases"])
     return _with_turns(engine, document["cases"]) if document["part"] == "turns" else None

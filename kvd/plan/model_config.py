@@ -1,12 +1,13 @@
-"""How large a token's KV and a state are, by the fields of a model's config.json. Pure.
+"""The sizes of a token's KV and of a state, computed from a model's config.json. Pure.
 
-A token's KV is keys and values of the layers that attend: of all tokens, or of the last ones only
-in layers with a window (`KVLayout.window`). A state is what the others keep of all tokens so far:
-of each layer the newest inputs of its convolution, in the model's type, and a recurrent state,
-which Transformers keeps in float32. They are packed as the engine does it.
+A token's KV is the keys and values of the layers that attend: of all tokens, or in layers with a
+window (`KVLayout.window`) of the last tokens only. A state is what the other layers keep of all
+tokens so far: per layer the newest inputs of its convolution, in the model's type, and a recurrent
+state, which Transformers keeps in float32. States are packed as the engine packs them.
 
-What the others keep is computed for architectures that are listed here only: two of them give one
-name to different things. Where there is no list of layers, a few fields say which of them attend.
+States are computed only for the architectures that are listed here: two architectures use one field
+name for different things. If the config has no list of layers, a few fields tell which layers
+attend.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,16 +20,16 @@ from shared.types.kv_layout import WHOLE_EVERY
 from shared.types.units import align_up, ceil_div
 
 _BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
-DEFAULT_BYTES = 2  # of a number, if the configuration does not say
+DEFAULT_BYTES = 2  # of a number, if the config does not name its type
 RECURRENT_BYTES = 4  # of a number of a recurrent state
 STATE_ALIGNMENT = 64  # bytes, of each tensor of a packed state; its header takes as much
-DEFAULT_WINDOW = 4096  # of a model of which nothing is known
+DEFAULT_WINDOW = 4096  # tokens, if the config does not name it
 REMEDY = "say --kv-bytes-per-token instead"
 STATES_REMEDY = "say --kv-bytes-per-token and --state-bytes instead"
 
 
 class UnknownModelError(InvalidInputError):
-    """Neither a known name nor a model directory."""
+    """The model is neither a known name nor a model directory, or its config lacks a field."""
 
     reason = "unknown_model"
 
@@ -38,8 +39,8 @@ class ModelConfig:
     """A model's config.
 
     Attributes:
-        path: file that it is from.
-        fields: its fields, those of its text model if it has several.
+        path: its file.
+        fields: its fields; of a multimodal model those of its text model.
     """
 
     path: Path
@@ -58,15 +59,15 @@ class ModelConfig:
 
     @property
     def window_tokens(self) -> int:
-        """The longest context."""
+        """The longest context, in tokens."""
         window = self.fields.get("max_position_embeddings")
         return window if isinstance(window, int) and window > 0 else DEFAULT_WINDOW
 
     def count(self, *names: str) -> int:
-        """Return the first of these fields that counts something.
+        """Return the first of these fields that is a positive whole number.
 
         Raises:
-            UnknownModelError: none does.
+            UnknownModelError: none is.
         """
         for name in names:
             value = self.fields.get(name)
@@ -77,12 +78,12 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class TokenBytes:
-    """What the KV of a token takes.
+    """The bytes of a token's KV.
 
     Attributes:
         kept: keys and values of layers that keep them of all tokens.
-        windowed: those of layers that keep them of the last ones only.
-        window: of how many; 0: there are no such layers.
+        windowed: keys and values of layers that keep them of the last tokens only.
+        window: the number of these tokens; 0: there are no such layers.
     """
 
     kept: int
@@ -91,10 +92,10 @@ class TokenBytes:
 
 
 def token_bytes(config: ModelConfig) -> TokenBytes:
-    """Return the bytes of keys and values of all layers that attend.
+    """Return the bytes of a token's keys and values in all layers that attend.
 
     Raises:
-        UnknownModelError: the config does not say it.
+        UnknownModelError: the config does not tell.
     """
     if "kv_lora_rank" in config.fields:
         raise UnknownModelError(f"{config.path}: keeps latents, not keys and values", REMEDY)
@@ -114,14 +115,16 @@ def token_bytes(config: ModelConfig) -> TokenBytes:
 
 
 def _num_windowed(config: ModelConfig, num_layers: int) -> int:
-    """Return of how many layers KV is kept of the last tokens only; see `WHOLE_EVERY`."""
+    """Return the number of layers that keep KV of the last tokens only; see `WHOLE_EVERY`."""
     window = config.fields.get("sliding_window")
     if not isinstance(window, int) or not 0 < window < config.window_tokens:
         return 0
     pattern = config.fields.get("sliding_window_pattern")
     if kinds := _named_kinds(config):
         found = kinds.count("sliding_attention")
-    elif isinstance(pattern, int) and pattern > 1:  # the last layer of each so many attends to all
+    elif (
+        isinstance(pattern, int) and pattern > 1
+    ):  # the last layer of each period attends to all tokens
         found = num_layers - num_layers // pattern
     else:
         found = num_layers if config.model_type in _ALL_WINDOWED else 0
@@ -132,7 +135,7 @@ def state_bytes(config: ModelConfig) -> int:
     """Return the bytes of a state of all layers that keep one; 0: none does.
 
     Raises:
-        UnknownModelError: the config does not say it, or its architecture is not known here.
+        UnknownModelError: the config does not tell, or its architecture is not listed here.
     """
     num_layers = 0
     if _is_hybrid(config):
@@ -146,10 +149,10 @@ def state_bytes(config: ModelConfig) -> int:
 
 
 def _is_hybrid(config: ModelConfig) -> bool:
-    """Whether layers of this architecture keep states, in a way that is known here.
+    """Return whether layers of this architecture keep states; it is listed here then.
 
     Raises:
-        UnknownModelError: they do in another way.
+        UnknownModelError: they do, and it is not listed.
     """
     if config.model_type in _RULES:
         return True
@@ -161,7 +164,7 @@ def _is_hybrid(config: ModelConfig) -> bool:
 
 
 def _kv_width(config: ModelConfig) -> int:
-    """Return how many numbers the keys of a token are, in one layer."""
+    """Return the numbers in the keys of a token, in one layer: kv_heads * head_dim."""
     heads = config.count("num_attention_heads", "n_head", "n_heads")
     kv_heads = heads
     if config.fields.get("num_key_value_heads") or config.fields.get("num_kv_heads"):
@@ -171,7 +174,7 @@ def _kv_width(config: ModelConfig) -> int:
     if config.fields.get("head_dim") or config.fields.get("attention_head_dim"):
         return kv_heads * config.count("head_dim", "attention_head_dim")
     width = config.count("hidden_size", "n_embd", "d_model")
-    if config.model_type in ("zamba", "zamba2"):  # which attend to the embeddings as well
+    if config.model_type in ("zamba", "zamba2"):  # their attention sees the embeddings as well
         width *= 2
     return kv_heads * (width // heads)
 
@@ -188,7 +191,7 @@ _WITH_STATE = frozenset(
 _ATTENDING = frozenset(
     ("full_attention", "sliding_attention", "attention", "hybrid", "hybrid_sliding")
 )
-# All of whose layers have the window that their config names.
+# Architectures in which all layers have the config's window.
 _ALL_WINDOWED = ("ministral3", "mistral", "mixtral", "phi3", "phimoe", "starcoder2")
 _OF_PATTERN = {"M": "mamba", "*": "attention"}
 _OF_ONE_KIND = {
@@ -198,7 +201,7 @@ _OF_ONE_KIND = {
 
 
 def _named_kinds(config: ModelConfig) -> list[str]:
-    """Return the layers' kinds as the config names them; empty if it does not."""
+    """Return the layers' kinds as the config names them; empty: it does not."""
     for name in ("layer_types", "layers_block_type", "block_types"):
         kinds = config.fields.get(name)
         if isinstance(kinds, list):
@@ -208,7 +211,7 @@ def _named_kinds(config: ModelConfig) -> list[str]:
 
 
 def _kinds(config: ModelConfig) -> list[str]:
-    """Return the kinds of the layers of an architecture that is known here."""
+    """Return the kinds of the layers, of an architecture that is listed here."""
     if named := _named_kinds(config):
         return named
     num_layers = config.count(*_LAYERS)
@@ -219,7 +222,7 @@ def _kinds(config: ModelConfig) -> list[str]:
 
 
 def _attends(config: ModelConfig) -> Callable[[int], bool]:
-    """Say of a layer, counted from 0, whether it attends."""
+    """Return a function that tells whether a layer, counted from 0, attends."""
     layers = config.fields.get("attn_layer_indices") or config.fields.get("full_attn_idxs")
     if isinstance(layers, list):
         return layers.__contains__
@@ -232,11 +235,11 @@ def _attends(config: ModelConfig) -> Callable[[int], bool]:
     return lambda layer: (layer + 1) % interval == 0
 
 
-# ------------------------------------- numbers that a layer keeps of its convolution and recurrence
+# -------------------------------------- numbers in a layer's convolution state and recurrent state
 
 
 def _delta_rule(config: ModelConfig) -> tuple[int, int]:
-    """Queries, keys and values are convolved; each value head keeps a matrix."""
+    """Gated delta rule: queries, keys and values are convolved; a value head keeps a matrix."""
     key_dim = config.count("linear_key_head_dim")
     keys = config.count("linear_num_key_heads") * key_dim
     values = config.count("linear_num_value_heads") * config.count("linear_value_head_dim")
@@ -244,14 +247,14 @@ def _delta_rule(config: ModelConfig) -> tuple[int, int]:
 
 
 def _mamba(config: ModelConfig) -> tuple[int, int]:
-    """Only what is scanned is convolved."""
+    """Mamba: only the scanned inputs are convolved."""
     width = _mamba_width(config)
     kernel = config.count("mamba_d_conv", "conv_kernel")
     return width * kernel, width * config.count("mamba_d_state", "state_size")
 
 
 def _mamba2(config: ModelConfig) -> tuple[int, int]:
-    """B and C of each group are convolved, too."""
+    """Mamba 2: B and C of each group are convolved, too."""
     width = _mamba_width(config)
     state = config.count("mamba_d_state", "ssm_state_size", "state_size")
     groups = config.count("mamba_n_groups", "mamba_ngroups", "n_groups")

@@ -1,10 +1,9 @@
-"""Sessions on their way between servers, by a store that all of them reach. Pure.
+"""Sessions moving between servers, through a store that all of them can reach. Pure.
 
-A server stores a session there once it has been left alone for a while after its turn, as it is
-evicted, or when the server drains: only what the store does not have of it. As a turn arrives of
-whose session a server has nothing, it asks the store, and fetches what is there; both ways one
-session after another. What the store has stays for the session's TTL, and whoever fetches it leaves
-it there.
+A server stores a session there, as far as the store does not have it, when the session has been
+quiet for a while after its turn, when it is evicted, or when the server drains. When a turn arrives
+whose session a server does not have, the server asks the store, and fetches what is there. Each
+direction moves one session after another. The store keeps a session for its TTL, fetched or not.
 """
 
 from collections import deque
@@ -19,15 +18,16 @@ from kvd.plan.outcome import Totals
 from shared.types.session_key import SessionKey
 from shared.types.units import NS_PER_S, ceil_div
 
-CHUNK_BYTES = 8 << 20  # of an object, as kvd.remote has them
+CHUNK_BYTES = 8 << 20  # of an object, as in kvd.remote
 
 
 class Stored(NamedTuple):
-    """What a turn has left of a session.
+    """What was stored of a session after a turn.
 
     Attributes:
-        number: of the turn: of two states of a session that of the later turn counts.
-        expires_ns: None: never.
+        kept: its tokens, and states or windows.
+        number: the turn's number: of two versions, that of the later turn is valid.
+        expires_ns: when it expires; None: never.
     """
 
     kept: Kept
@@ -36,7 +36,7 @@ class Stored(NamedTuple):
 
 
 class RemoteStore:
-    """What is stored outside of the servers."""
+    """The sessions in the remote store."""
 
     def __init__(self) -> None:
         self._stored: dict[int, Stored] = {}
@@ -49,17 +49,19 @@ class RemoteStore:
         return found.kept
 
     def put(self, session: int, stored: Stored) -> None:
-        """Have this of a session, unless something later is there: who is late is fenced."""
-        there = self._stored.get(session)
-        if there is None or there.number < stored.number:
+        """Store a version of a session, unless there is a later one: then the writer is fenced."""
+        remote = self._stored.get(session)
+        if remote is None or remote.number < stored.number:
             self._stored[session] = stored
 
 
 class Fetch(NamedTuple):
-    """What a server fetches of a session.
+    """A server's fetch of a session.
 
     Attributes:
-        tokens: how many tokens can be loaded then.
+        kept: what it brings.
+        tokens: tokens that can be loaded with it.
+        transfer: its transfer.
     """
 
     kept: Kept
@@ -68,15 +70,18 @@ class Fetch(NamedTuple):
 
 
 class Mover:
-    """One server's way to the store, and from it.
+    """Moves one server's sessions to and from the store.
 
     Args:
-        quiet_s: how long a session is left alone before it is stored; None: until a drain.
-        takes_evicted: whether what is evicted is stored, too: kvd says so in time.
-        waits: whether turns wait for what is fetched.
+        store: the remote store.
+        costs: bytes and times of turns.
+        bytes_per_s: bandwidth in each direction.
+        quiet_s: seconds without a turn after which a session is pushed; None: only when draining.
+        takes_evicted: push sessions that are evicted, too; kvd reports them in time.
+        waits: turns wait for what is fetched.
 
     Attributes:
-        is_draining: sessions are stored as soon as their turns are over.
+        is_draining: push sessions as soon as their turns have ended.
     """
 
     def __init__(
@@ -99,13 +104,13 @@ class Mover:
         self._num_gets = 0
         self._out = Channel(bytes_per_s)
         self._in = Channel(bytes_per_s)
-        self._due: deque[tuple[int, int, int]] = deque()  # when, session, number of its turn
-        self._kept: dict[int, Stored] = {}  # of sessions that have no turn here
+        self._due: deque[tuple[int, int, int]] = deque()  # time, session, its turn's number
+        self._kept: dict[int, Stored] = {}  # unpushed sessions that have no turn here
         self._pushing: dict[Transfer, Stored] = {}
         self._fetches: dict[int, Fetch] = {}
 
     def totals(self) -> Totals:
-        """Return what was sent to the store, and what came from it."""
+        """Return the counters of traffic to and from the store."""
         return Totals(
             bytes_pushed=self._out.bytes_moved,
             bytes_fetched=self._in.bytes_moved,
@@ -115,63 +120,63 @@ class Mover:
 
     @property
     def fetch_s(self) -> float | None:
-        """Time for which a turn waits for a token that is fetched; None: it does not."""
+        """Seconds that a turn waits for each token that is fetched; None: it does not wait."""
         if not self._waits:
             return None
         return self._costs.loaded_bytes(1) / self._in.bytes_per_s
 
     @property
     def stored_after_s(self) -> float:
-        """How long after its turn a session is stored."""
+        """Seconds after its turn at which a session is pushed."""
         return inf if self._quiet_ns is None else self._quiet_ns / NS_PER_S
 
     # --------------------------------------------------------------------------------- to the store
 
-    def kept(self, session: int, stored: Stored, now_ns: int) -> None:
-        """Hear that a session was stored here after a turn."""
+    def on_store(self, session: int, stored: Stored, now_ns: int) -> None:
+        """Record that a session was stored here after a turn."""
         self._kept[session] = stored
         if self.is_draining:
             self.push(session, now_ns)
         elif self._quiet_ns is not None:
             self._due.append((now_ns + self._quiet_ns, session, stored.number))
 
-    def runs(self, session: int) -> None:
-        """Hear that a session has a turn here: as it was it is not pushed any more."""
+    def on_run(self, session: int) -> None:
+        """Record that a session has a turn here: its last version is not pushed any more."""
         self._kept.pop(session, None)
 
-    def due(self, now_ns: int) -> int | None:
-        """Take a session that was left alone for long enough, to be pushed; None: there is none."""
+    def pop_due(self, now_ns: int) -> int | None:
+        """Return a session that has been quiet long enough, to be pushed; None: there is none."""
         while self._due and self._due[0][0] <= now_ns:
             _, session, number = self._due.popleft()
             if session in self._kept and self._kept[session].number == number:
                 return session
         return None
 
-    def evicted(self, key: SessionKey, now_ns: int) -> None:
-        """Hear that a session goes from all tiers to make room."""
+    def on_evict(self, key: SessionKey, now_ns: int) -> None:
+        """Record that a session is being evicted from all tiers."""
         if self._takes_evicted:
             self.push(int(key.session_id), now_ns)
 
     def push(self, session: int, now_ns: int) -> None:
-        """Send what the store does not have of a session."""
-        stored, there = self._kept.pop(session, None), self._store.find(session, now_ns)
+        """Send what the store lacks of a session."""
+        stored, remote = self._kept.pop(session, None), self._store.find(session, now_ns)
         if stored is None:
             return
         kept = stored.kept
-        clean = Kept(min(there.num_tokens, kept.num_tokens), there.ends_in(kept))
+        clean = Kept(min(remote.num_tokens, kept.num_tokens), remote.ends_in(kept))
         num_bytes = sum(self._costs.new_bytes(kept, clean))
         self._num_puts += _num_requests(num_bytes)
         self._pushing[self._out.move(session, num_bytes, now_ns)] = stored
 
     @property
     def unpushed(self) -> list[int]:
-        """The sessions of which something was stored here and not pushed since."""
+        """Sessions that were stored here and not pushed since."""
         return [*self._kept]
 
     # ------------------------------------------------------------------------------- from the store
 
     def fetch(self, session: int, history_tokens: int, now_ns: int) -> None:
-        """Fetch what a turn can load of its session, of which nothing is held here."""
+        """Fetch what a turn can load of its session; the server holds none of it."""
         kept = self._store.find(session, now_ns).within(history_tokens)
         tokens = self._costs.loadable(kept)
         self._num_gets += 1
@@ -181,34 +186,34 @@ class Mover:
         self._num_gets += _num_requests(num_bytes) - 1
         self._fetches[session] = Fetch(kept, tokens, self._in.move(session, num_bytes, now_ns))
 
-    def fetched(self, session: int, now_ns: int) -> Fetch | None:
-        """Return what a turn has of its session from the store, or waits for; None: nothing."""
+    def fetch_of(self, session: int, now_ns: int) -> Fetch | None:
+        """Return the fetch that a turn can use or wait for; None: there is none."""
         fetch = self._fetches.get(session)
         if fetch is None or self._waits or fetch.transfer.ends_ns <= now_ns:
             return fetch
         return None
 
-    def forget(self, session: int) -> None:
-        """Hear that a session's turn has what it wanted."""
+    def drop_fetch(self, session: int) -> None:
+        """Drop the fetch of a session, whose turn does not need it any more."""
         self._fetches.pop(session, None)
 
     # ----------------------------------------------------------------------------------------- time
 
     def next_ns(self) -> Iterable[int | None]:
-        """Return when a push ends next, when a fetch does, and when a session is due."""
+        """Return when the next push ends, the next fetch ends, and the next session is due."""
         return self._out.next_ns(), self._in.next_ns(), self._due[0][0] if self._due else None
 
     def step(self, now_ns: int) -> int | None:
-        """Let one transfer end that ends now; returns the session that was fetched, if one was."""
+        """End one transfer that is due now; return the session that was fetched, if one was."""
         if (sent := self._out.end(now_ns)) is not None:
             self._store.put(sent.session, self._pushing.pop(sent))
             return None
-        came = self._in.end(now_ns)
-        if came is not None and (fetch := self._fetches.get(came.session)) is not None:
-            return came.session if fetch.transfer == came else None
+        arrived = self._in.end(now_ns)
+        if arrived is not None and (fetch := self._fetches.get(arrived.session)) is not None:
+            return arrived.session if fetch.transfer == arrived else None
         return None
 
 
 def _num_requests(num_bytes: int) -> int:
-    """Return how many objects so much of a session is, with what names them."""
+    """Return the requests that move so many bytes: one per object, and one for the manifest."""
     return ceil_div(num_bytes, CHUNK_BYTES) + 1

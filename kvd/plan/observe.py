@@ -1,9 +1,9 @@
 """kvd plan --observe: what larger tiers would have found of a daemon's own recent turns. Pure.
 
-The log begins in the middle: of a session's first turn in it nobody knows when its history was
-stored, and the replay begins with empty tiers. So only turns are judged whose session has an
-earlier one in the log, and only those in its second half; what the daemon really had is counted
-over the same turns.
+The daemon's log begins in the middle: for the first turn of a session in it, it is unknown when its
+history was stored, and the replay begins with empty tiers. Therefore only turns in the second half
+of the log count, and only those with an earlier turn of their session in the log. The daemon's real
+hit rates are computed over the same turns.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,18 +17,18 @@ from kvd.plan.recorded_replay import ObservedCache, replay_recorded
 from shared.types.units import NS_PER_S, format_bytes, format_duration
 
 SCALES = (1, 2, 4)
-MIN_JUDGED = 200  # below, a share is off by several points by chance alone
+MIN_JUDGED = 200  # with fewer turns, chance alone changes a share by several points
 MIN_SESSIONS = 50
 
 
 @dataclass(frozen=True, slots=True)
 class HitRates:
-    """Shares between 0 and 1.
+    """Hit rates, as shares between 0 and 1.
 
     Attributes:
-        tok: share of the wanted history tokens that was found.
-        fu: share of the turns with history that found all of it.
-        dram: share of the tokens found that was in DRAM.
+        tok: history tokens found, of those wanted.
+        fu: turns that found all of their history, of those that have one.
+        dram: tokens found in DRAM, of those found.
     """
 
     tok: float
@@ -38,11 +38,13 @@ class HitRates:
 
 @dataclass(frozen=True, slots=True)
 class Reachable:
-    """What tiers of one size would have found.
+    """The hit rates of tiers of one size.
 
     Attributes:
-        is_filled: whether the turns that were seen fill these tiers at all. If they do not, no
-            session had to go, and more room would find nothing more.
+        dram_scale, ssd_scale: their size, in multiples of the daemon's.
+        rates: the hit rates.
+        is_filled: the observed turns fill these tiers. If they do not, no session was evicted, and
+            larger tiers would find nothing more.
     """
 
     dram_scale: int
@@ -55,14 +57,15 @@ class Reachable:
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What is reported of one layout.
+    """The result for one layout.
 
     Attributes:
-        had: what the daemon really granted.
-        num_judged: turns that the rates are of.
-        is_log_full: whether older turns have been forgotten.
-        is_too_few: whether the rates say little.
-        footprint_bytes: KV of all sessions seen, at their largest.
+        had: the daemon's real hit rates.
+        num_judged: turns that the rates are computed over.
+        is_log_full: older turns were forgotten.
+        is_too_few: there are too few turns for the rates to mean much.
+        footprint_bytes: KV of all observed sessions, each at its largest.
+        reachable: the results by size.
     """
 
     num_turns: int
@@ -82,11 +85,11 @@ def observe(
     max_turns: int,
     on_progress: Callable[[int], None] = lambda _: None,
 ) -> Observation:
-    """Replay a daemon's recent turns against its tiers, once, twice and four times as large.
+    """Replay a daemon's recent turns with its tiers, and with tiers twice and four times as large.
 
     Args:
         turns: recorded turns as the daemon lists them, oldest first.
-        cache: the daemon as it is.
+        cache: the daemon's real cache.
         max_turns: number of turns that the daemon remembers.
         on_progress: called with the number of replays done.
     """
@@ -115,7 +118,7 @@ def observe(
         is_log_full=len(turns) >= max_turns,
         is_too_few=len(judged) < MIN_JUDGED or num_sessions < MIN_SESSIONS,
         footprint_bytes=footprint,
-        had=_rates(cache, [_had(turns[index]) for index in judged]),
+        had=_rates(cache, [_granted(turns[index]) for index in judged]),
         reachable=tuple(reachable),
     )
 
@@ -135,7 +138,7 @@ def _sizes(cache: ObservedCache) -> list[tuple[int, int]]:
     return [(dram, ssd) for ssd in ssd_scales for dram in SCALES]
 
 
-def _had(turn: RecordedTurn) -> tuple[int, int, int]:
+def _granted(turn: RecordedTurn) -> tuple[int, int, int]:
     return turn.wanted_tokens, turn.dram_tokens + turn.ssd_tokens, turn.dram_tokens
 
 
@@ -144,7 +147,10 @@ def _in_dram(tier: Tier | None) -> bool:
 
 
 def _rates(cache: ObservedCache, turns: Iterable[tuple[int, int, int]]) -> HitRates:
-    """Sum up tokens wanted, found, and found in DRAM. All but a part of a block is all."""
+    """Return the hit rates of (wanted, found, found in DRAM) tokens of turns.
+
+    A turn that lacks less than a block has found all.
+    """
     num_turns = num_hits = wanted = found = in_dram = 0
     for turn_wanted, turn_found, turn_in_dram in turns:
         num_turns += 1
@@ -167,7 +173,7 @@ def _footprint_bytes(turns: Sequence[RecordedTurn], cache: ObservedCache) -> int
 
 
 def observation_tables(model: str, observed: Observation) -> Iterator[Table]:
-    """Yield what was seen of a layout, and what larger tiers would have found."""
+    """Yield the tables of one layout: the observed turns, and the hit rates by size."""
     yield _facts(model, observed)
     if observed.num_judged:
         yield _rates_table(observed)

@@ -1,4 +1,4 @@
-"""The options of `kvd plan`, in the order of its help; arguments.py makes a plan of it. Pure."""
+"""The options of `kvd plan`, in the order of its help; arguments.py interprets them. Pure."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +14,7 @@ _SERVERS, _KVD, _OUTPUT = "Several servers", "What kvd does", "What comes out"
 
 
 def option(panel: str, explanation: str, *names: str, **more: Any) -> Any:
-    """Make an option that help shows in a panel."""
+    """Return an option that the help shows in a panel."""
     return typer.Option(*names, help=explanation, rich_help_panel=panel, **more)
 
 

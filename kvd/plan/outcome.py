@@ -1,8 +1,8 @@
-"""What a replay measures. Pure.
+"""The measurements of a replay. Pure.
 
-Turns count from the end of the warm-up on; in the order in which they start. A hit is a turn with
-history whose history is loaded, all of it. A turn's TTFT has two forms: as the user sees it, from
-the turn's arrival; and from its start, without the wait in the queue (the paper's).
+Turns count from the end of the warm-up on, in the order in which they start. A hit is a turn whose
+whole history is loaded. The TTFT has two forms: from the turn's arrival, as the user sees it; and
+from its start, without the wait in the queue, as the paper has it.
 """
 
 from collections import Counter
@@ -12,26 +12,28 @@ from dataclasses import astuple, dataclass, field
 from kvd.core.records.records import Tier
 from shared.types.units import NS_PER_S
 
-BUSY_QUEUE = 4  # requests ahead: from here on there is time to read a session ahead
+BUSY_QUEUE = 4  # requests ahead: with so many there is time for a prefetch
 _S_PER_H = 3600
 
 
 @dataclass(slots=True)
 class TurnRecord:
-    """One turn, measured.
+    """The measurements of one turn.
 
     Attributes:
-        history_tokens: the part of its prompt that is history.
-        loaded_tokens: how many of these were loaded.
-        found_in: the tier that they were in when it started; None: not held.
-        num_ahead: requests that waited when it arrived.
-        was_resident: whether its session was in DRAM when it arrived.
-        is_of_tools: whether it comes with the results of tools that the answer before it called.
+        arrived_ns, started_ns: when it arrived, and got its slot.
         answered_ns: when its first token was there.
-        lacks_part: whether tokens of it are held, but no state or window to load them with.
-        is_fetched: whether what was loaded came from the remote store.
-        has_moved: whether its session's turn before it was on another server.
-        stored_bytes: what it has left that was not stored before: of tokens, of states or windows.
+        num_ahead: requests that waited when it arrived.
+        history_tokens, new_tokens: the parts of its prompt.
+        loaded_tokens: tokens of the history that were loaded.
+        found_in: the tier that had them when it started; None: none.
+        was_resident: its session was in DRAM when it arrived.
+        is_of_tools: it brings the results of tools that the answer before it called.
+        lacks_part: tokens of it are held, but no state or window to load them with.
+        stored_bytes: bytes stored after it that were not stored before: of tokens, and of states or
+            windows.
+        is_fetched: what was loaded came from the remote store.
+        has_moved: the turn before it was on another server.
     """
 
     arrived_ns: int
@@ -52,48 +54,48 @@ class TurnRecord:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Shares are between 0 and 1; 0 if there is nothing to have a share of.
+    """The results of a replay. Shares are between 0 and 1; a share of nothing is 0.
 
     Attributes:
         num_turns: turns in the trace.
-        num_turns_measured: how many of these came after the warm-up.
+        num_turns_measured: turns after the warm-up.
         hits_all: hits per turn; first turns cannot hit.
-        hits_fu: hits per turn that has history.
+        hits_fu: hits per turn with history.
         hits_tok: history tokens loaded per history token: the prefill saved.
         dram_share: share of the hits that was in DRAM when the turn started.
-        dram_share_4_ahead: the same, of hits with at least four requests waiting when they arrived.
-        num_guarded: turns whose history was held, but loading it did not pay.
-        guarded_fu: the same, per turn that has history.
-        resident_fu: returns (turns that have history) whose session was in DRAM when they arrived,
-            per return.
-        resident_tools: the same, of those that come with the results of tools.
-        num_tool_returns: how many of these there were.
+        dram_share_4_ahead: the same, of hits with at least four requests waiting at their arrival.
+        num_guarded: turns whose history was held, but was not worth loading.
+        guarded_fu: these per turn with history.
+        resident_fu: turns with history whose session was in DRAM when they arrived, per turn with
+            history.
+        resident_tools: the same, of turns that bring the results of tools.
+        num_tool_returns: the number of such turns.
         recomputed_per_turn: mean history tokens of a turn that were not loaded.
-        stored_bytes_per_turn: mean bytes that are stored after a turn and were not before it: of
-            its tokens, of those computed anew, and of its states or windows.
+        stored_bytes_per_turn: mean bytes stored after a turn that were not stored before it: of
+            new and recomputed tokens, and of states or windows.
         parts_of_stored: share of states or windows in these.
-        parts_of_dram: share of these in what DRAM holds, in the mean of some moments.
+        parts_of_dram: share of states or windows in DRAM's content, the mean of some moments.
         parts_of_ssd: the same of SSD.
-        num_partless: turns of whose history tokens were held, and none could be loaded for lack of
-            a state or window.
-        partless_fu: the same, per turn that has history.
+        num_partless: turns whose history tokens were held, but not loadable for lack of a state or
+            window.
+        partless_fu: these per turn with history.
         ttft_mean_s: mean seconds from arrival to the first token.
         start_ttft_mean_s: mean seconds from a turn's start to its first token, without the queue.
         queue_mean: requests that waited when a turn arrived.
         prefill_tokens_per_s: prompt tokens per second of prefill.
         gpu_hours: time in which the engine computed.
-        prefill_hours: the part of these that prefills took.
-        ssd_bytes_written: bytes that saves and evictions wrote to SSD.
-        recompute_load: load of the whole trace, without a cache: see `kvd.plan.hardware`.
-        moved_fu: turns that came to another server than the turn before them, per turn that has
-            history. This and what follows is of plans for several servers.
-        fetched_tok: history tokens that were fetched from the remote store, per history token.
-        num_retried: turns that began anew because their server was lost.
-        busiest: time in which the busiest server computed, divided by the mean of all of them.
+        prefill_hours: time of these in prefills.
+        ssd_bytes_written: bytes that stores and evictions wrote to SSD.
+        recompute_load: load of the whole trace without a cache: see `kvd.plan.hardware`.
+        moved_fu: turns on another server than the turn before, per turn with history. This and
+            the following are for plans with several servers.
+        fetched_tok: history tokens fetched from the remote store, per history token.
+        num_retried: turns that began again because their server was lost.
+        busiest: computing time of the busiest server, divided by the mean of all.
         bytes_pushed: bytes sent to the remote store.
-        store_puts: requests to the remote store that write an object.
+        store_puts: requests of the remote store that write an object.
+        store_gets: requests that read an object, or find that there is none.
         prompt_tokens: tokens of all prompts, histories included.
-        store_gets: those that read one, or find that there is none.
     """
 
     num_turns: int
@@ -143,7 +145,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Counters of a moment; those of the warm-up are taken off."""
+    """Counters at one moment; an outcome is a difference of two."""
 
     now_ns: int = 0
     busy_ns: int = 0
@@ -156,7 +158,7 @@ class Totals:
     store_gets: int = 0
 
     def plus(self, other: "Totals") -> "Totals":
-        """Return what both count, at the later of their moments."""
+        """Return the sums of both counters, at the later of their moments."""
         now_ns = max(self.now_ns, other.now_ns)
         pairs = zip(astuple(self)[1:], astuple(other)[1:], strict=True)
         return Totals(now_ns, *map(sum, pairs))
@@ -184,14 +186,14 @@ class Tally:
     stored_parts_bytes: int = 0
     num_moved: int = 0
     fetched_tokens: int = 0
-    held_bytes: Counter[Tier] = field(default_factory=Counter)  # summed over some moments
+    held_bytes: Counter[Tier] = field(default_factory=Counter)  # summed over the samples
     held_parts_bytes: Counter[Tier] = field(default_factory=Counter)
     ttfts_ns: list[int] = field(default_factory=list)
     start_ttfts_ns: list[int] = field(default_factory=list)
     ahead: list[int] = field(default_factory=list)
 
     def add(self, turn: TurnRecord) -> None:
-        """Count a turn that is over."""
+        """Count a turn that has ended."""
         self.num_turns += 1
         self.num_with_history += turn.history_tokens > 0
         self.history_tokens += turn.history_tokens
@@ -219,14 +221,21 @@ class Tally:
         self.num_hits_4_ahead += was_busy
         self.num_dram_hits_4_ahead += in_dram and was_busy
 
-    def sampled(self, held: Mapping[Tier, tuple[int, int]]) -> None:
-        """Count what each tier holds at some moment: all bytes, and those of states or windows."""
+    def add_sample(self, held: Mapping[Tier, tuple[int, int]]) -> None:
+        """Count each tier's content at some moment: all bytes, and those of states or windows."""
         for tier, (num_bytes, parts_bytes) in held.items():
             self.held_bytes[tier] += num_bytes
             self.held_parts_bytes[tier] += parts_bytes
 
     def outcome(self, num_turns: int, load: float, since: Totals, until: Totals) -> Outcome:
-        """Sum up."""
+        """Return the outcome.
+
+        Args:
+            num_turns: turns in the trace.
+            load: the recompute load.
+            since: counters at the end of the warm-up.
+            until: counters now.
+        """
         prefill_ns = until.prefill_ns - since.prefill_ns
         return Outcome(
             num_turns=num_turns,

@@ -1,6 +1,6 @@
-"""A plan from what was asked for: which replays there are, and what their outcomes cost.
+"""The replays of a plan, and the cost of their outcomes.
 
-Pure but for the processes that replay, and for the time that they take.
+Pure, except that replays may run in other processes, and that the elapsed time is measured.
 """
 
 import time
@@ -21,17 +21,22 @@ from kvd.plan.workload import Workload
 from shared.version import __version__
 
 _S_PER_H = 3600.0
-BASELINE_POLICY = "lru"  # of the replay that keeps nothing: none is asked
+BASELINE_POLICY = "lru"  # unused by the baseline, which keeps nothing
 
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """What is to be planned.
+    """The input of a plan.
 
     Attributes:
-        hardware: the machine; its tiers are replaced by the capacities.
+        workload: the sessions.
+        model: the model.
+        hardware: a server; its tiers are replaced by the capacities.
         options: options of each replay; their policy is replaced by the policies.
+        capacities, policies: what to try.
+        prices, num_gpus: what a server costs.
         num_workers: processes.
+        command: the command line.
         fleets: servers to try, each with every capacity.
     """
 
@@ -49,12 +54,12 @@ class PlanRequest:
 
     @property
     def num_replays(self) -> int:
-        """The baselines among them."""
+        """All replays, baselines included."""
         return len(_baselines(self)) + len(self.fleets) * len(self.capacities) * len(self.policies)
 
 
 def footprint_bytes(workload: Workload, model: PlannedModel, charge: str) -> int:
-    """Add up all sessions at their largest, as tiers are charged."""
+    """Return the bytes of all sessions at their largest, as tiers are charged."""
     if charge == "window":
         return len(workload.sessions) * most_bytes(model, model.window_tokens)
     footprint = workload.footprint_tokens * model.kv_bytes_per_token
@@ -67,7 +72,7 @@ def footprint_bytes(workload: Workload, model: PlannedModel, charge: str) -> int
 
 
 def check_window(workload: Workload, model: PlannedModel, charge: str) -> None:
-    """Check that contexts fit in the windows that are charged for them.
+    """Check that contexts fit into the windows that are charged for them.
 
     Raises:
         BadOptionError: one does not.
@@ -81,10 +86,10 @@ def check_window(workload: Workload, model: PlannedModel, charge: str) -> None:
 
 
 def make_plan(request: PlanRequest, on_progress: Callable[[int], None]) -> PlanReport:
-    """Replay everything.
+    """Run all replays.
 
     Args:
-        request: what is to be planned.
+        request: the input.
         on_progress: called now and then with the number of turns replayed, over all replays.
 
     Raises:
@@ -127,7 +132,7 @@ def make_plan(request: PlanRequest, on_progress: Callable[[int], None]) -> PlanR
 
 
 def _baselines(request: PlanRequest) -> list[tuple[Capacity, FleetOptions]]:
-    """List what recomputes everything: only HBM and the number of servers make a difference."""
+    """Return the baselines, which recompute everything: one per HBM and number of servers."""
     hbms = dict.fromkeys(capacity.hbm_bytes for capacity in request.capacities)
     fleets = {fleet.num_servers: fleet for fleet in request.fleets}
     alone = [replace(fleet, remote_bytes_per_s=0.0) for fleet in fleets.values()]
@@ -153,7 +158,7 @@ def _result(
     outcome: Outcome,
     baseline_cost: float | None,
 ) -> Result:
-    """Put a price on an outcome; without a baseline's, it is one."""
+    """Return a result with its cost; without a baseline's cost it is a baseline itself."""
     cost = cost_of(
         request.prices,
         num_gpus=request.num_gpus,

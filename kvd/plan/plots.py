@@ -1,8 +1,8 @@
-"""A plan as charts: in one page (.html), or as a picture, for which matplotlib is needed.
+"""The charts of a plan: in an HTML page, or in a picture, for which matplotlib is needed.
 
-Two charts over the capacity of both tiers, a line a curve: the share of history tokens that hit,
-with the knees marked, and the cost, with the cheapest points marked and recomputing as a line. The
-page has the charts as inline SVG, and the tables; it loads nothing.
+There are two charts over the capacity of both tiers, with a line per curve: the share of history
+tokens that hit, with the knees marked; and the cost, with the cheapest points marked and the cost
+of recomputing as a level. The page has the charts as inline SVG, and the tables; it loads nothing.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,8 +19,8 @@ from kvd.plan.sizes import GB
 from shared.measuring.plots import NoPlotError, picture
 from shared.measuring.plots import check_plot as check_picture
 
-LOG_FROM = 8.0  # times the least capacity: from there on the axis is logarithmic
-NUM_TICKS = 5  # of an axis, about
+LOG_FROM = 8.0  # largest by smallest capacity from which the axis is logarithmic
+NUM_TICKS = 5  # of an axis, approximately
 PAGES = (".html", ".htm")
 _NICE = (1.0, 2.0, 5.0, 10.0)
 _UNITS = ((1000.0, "TB"), (1.0, "GB"), (1 / 1000, "MB"))  # in GB
@@ -28,12 +28,13 @@ _UNITS = ((1000.0, "TB"), (1.0, "GB"), (1 / 1000, "MB"))  # in GB
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One curve of a chart.
+    """A curve in a chart.
 
     Attributes:
+        name: the curve's name.
         points: (GB of both tiers, value).
-        labels: labels of the points, for people.
-        marked: index of the knee, or of the cheapest point; None: none is.
+        labels: the points' labels.
+        marked: index of the knee, or of the cheapest point; None: there is none.
     """
 
     name: str
@@ -44,12 +45,15 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """Lines over the capacity of both tiers.
+    """A chart over the capacity of both tiers.
 
     Attributes:
-        mark: what the marked points are.
-        level: a value to compare with, and its name.
-        is_log: whether the axis of capacities is logarithmic.
+        title: its title.
+        unit: the unit of the values.
+        mark: the meaning of the marked points.
+        lines: the curves.
+        level: a value to compare with, and its name; None: there is none.
+        is_log: the axis of capacities is logarithmic.
         top: end of the axis of values, which begins at 0.
     """
 
@@ -63,14 +67,14 @@ class Chart:
 
 
 def headline(report: PlanReport) -> str:
-    """Say what the charts are of."""
+    """Return the title of the charts."""
     work = report.workload
     load = f"recompute load {load_text(work.recompute_load)}"
     return f"kvd plan: {report.model.name}, {work.origin}, {load}"
 
 
 def charts(report: PlanReport) -> tuple[Chart, Chart]:
-    """Draw up the charts of hit rates and of costs."""
+    """Return the charts of hit rates and of costs."""
     curves = curves_of(report.results)
     totals = [result.capacity.total_bytes for result in report.results]
     is_log = min(totals) > 0 and max(totals) >= LOG_FROM * min(totals)
@@ -91,7 +95,7 @@ def charts(report: PlanReport) -> tuple[Chart, Chart]:
 
 
 def ticks(low: float, high: float, *, is_log: bool) -> Sequence[float]:
-    """Round values within an axis."""
+    """Return round values within an axis."""
     if is_log:
         exponents = range(floor(log10(low)), ceil(log10(high)) + 1)
         found = [nice * 10.0**exponent for exponent in exponents for nice in _NICE[:3]]
@@ -102,7 +106,7 @@ def ticks(low: float, high: float, *, is_log: bool) -> Sequence[float]:
 
 
 def capacity_ticks(low: float, high: float, *, is_log: bool) -> list[tuple[float, str]]:
-    """Round capacities within an axis of GB, with their labels."""
+    """Return round capacities within an axis of GB, with their labels."""
     unit, name = next((each for each in _UNITS if high >= 2 * each[0]), _UNITS[-1])
     found = ticks(low / unit, high / unit, is_log=is_log)
     return [(value * unit, f"{value:g} {name}") for value in found]
@@ -132,13 +136,13 @@ def _cost_line(curve: Curve) -> Line:
 
 
 def _above(value: float) -> float:
-    """Return a round number at or above it; not 0, for an axis has a length."""
+    """Return a round number >= value, and above 0, so that the axis has a length."""
     step = _nice_step(value / NUM_TICKS)
     return max(step, ceil(value / step) * step)
 
 
 def _nice_step(least: float) -> float:
-    """Return 1, 2 or 5 times a power of ten, at or above `least`."""
+    """Return 1, 2 or 5 times a power of ten, >= `least`."""
     if least <= 0:
         return 1.0
     scale: float = 10.0 ** floor(log10(least))
@@ -146,7 +150,7 @@ def _nice_step(least: float) -> float:
 
 
 WIDTH, HEIGHT = 760.0, 360.0
-LEFT, RIGHT, TOP, BOTTOM = 64.0, 16.0, 34.0, 44.0  # of the axes' box, within the picture
+LEFT, RIGHT, TOP, BOTTOM = 64.0, 16.0, 34.0, 44.0  # margins of the axes within the picture
 COLOURS = (
     "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f3c8d", "#555555",
 )  # fmt: skip
@@ -169,7 +173,7 @@ _NOTE = (
 
 
 def page(report: PlanReport) -> str:
-    """Return the whole document."""
+    """Return the HTML page."""
     title = escape(headline(report))
     parts = [
         "<!doctype html>",
@@ -197,7 +201,7 @@ def page(report: PlanReport) -> str:
 
 
 def svg(chart: Chart) -> str:
-    """Draw one chart as a picture."""
+    """Return a chart as SVG."""
     axes = _Axes(chart)
     size = f'viewBox="0 0 {WIDTH:.0f} {HEIGHT:.0f}" width="{WIDTH:.0f}"'
     kind = 'role="img" xmlns="http://www.w3.org/2000/svg"'
@@ -213,12 +217,12 @@ def svg(chart: Chart) -> str:
 
 
 class _Axes:
-    """Where values are in the picture."""
+    """Maps capacities and values to positions in the picture."""
 
     def __init__(self, chart: Chart) -> None:
         capacities = [x for line in chart.lines for x, _ in line.points]
         self._low, self._high = min(capacities), max(capacities)
-        if self._low == self._high:  # one capacity stands in the middle
+        if self._low == self._high:  # a single capacity is put in the middle
             self._low, self._high = self._low / 2, self._high * 2 or 1.0
         self._chart = chart
 
@@ -301,7 +305,7 @@ def _text(x: float, y: float, text: str, anchor: str) -> str:
 
 
 def check_plot(path: Path) -> None:
-    """Raise NoPlotError if a plot could not be made: before the minutes that planning takes."""
+    """Raise NoPlotError if the plot cannot be written: planning takes minutes, so check first."""
     if path.is_dir() or not path.resolve().parent.is_dir():
         raise NoPlotError(f"{path} cannot be written", "name a file in a directory that exists")
     if path.suffix not in PAGES:
@@ -309,7 +313,7 @@ def check_plot(path: Path) -> None:
 
 
 def plot(report: PlanReport, path: Path) -> None:
-    """Write the page or the picture; the file's name says which.
+    """Write the page or the picture, by the file's suffix.
 
     Raises:
         NoPlotError: matplotlib is missing, or the file cannot be written.

@@ -1,8 +1,8 @@
-"""What a server costs, and what a replay would have cost. Pure but for reading the file.
+"""The price of a server, and the cost of a replay. Pure, except that it reads the file of prices.
 
-An engine without a cache pays for its GPUs alone. One with a cache pays for DRAM and SSD besides,
-for as long as the replay took: memory is there while no GPU computes. Where the engine is always
-busy, as in the paper's experiment, both times are the same, and so is the sum.
+An engine without a cache costs its GPUs while they compute. With a cache, DRAM and SSD are paid for
+during the whole replay, whether a GPU computes or not. If the engine is always busy, as in the
+paper's experiment, both times are the same, and so is the sum.
 
 *Source:* CachedAttention §4.2, "Inference cost": on-demand prices of AWS EC2. With them, an hour of
 128 GB of DRAM and 10 TB of SSD is 16.3 % of the sum with two GPUs, 8.9 % with four; the paper has
@@ -17,18 +17,18 @@ from typing import Any
 from kvd.plan.sizes import GB
 from shared.types.errors import InvalidInputError
 
-GPUS_OF_MODEL = {"llama-13b": 2, "llama-65b": 4, "llama-70b": 4, "falcon-40b": 4}  # of the paper
+GPUS_OF_MODEL = {"llama-13b": 2, "llama-65b": 4, "llama-70b": 4, "falcon-40b": 4}  # as in the paper
 
 
 class BadPricesError(InvalidInputError):
-    """A file that has no prices."""
+    """The file has no prices, or something else."""
 
     reason = "bad_prices"
 
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """Prices of an hour, in dollars or whatever the reader likes, by the names of the file."""
+    """Prices per hour, in dollars or any other currency; the names are those in the file."""
 
     gpu: float = 5.0
     dram_gb: float = 0.0088
@@ -37,7 +37,7 @@ class Prices:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What one replay cost."""
+    """The cost of a replay."""
 
     gpu: float
     dram: float
@@ -45,7 +45,7 @@ class Cost:
 
     @property
     def total(self) -> float:
-        """GPUs, DRAM and SSD together."""
+        """Cost of GPUs, DRAM and SSD together."""
         return self.gpu + self.dram + self.ssd
 
     @property
@@ -67,7 +67,7 @@ def cost_of(
     dram_bytes: int,
     ssd_bytes: int,
 ) -> Cost:
-    """Return the cost of computing for so long with so many GPUs, and of keeping the tiers."""
+    """Return the cost of computing for `gpu_hours`, and of DRAM and SSD for `storage_hours`."""
     return Cost(
         gpu=prices.gpu * num_gpus * gpu_hours,
         dram=prices.dram_gb * dram_bytes / GB * storage_hours,
@@ -76,7 +76,7 @@ def cost_of(
 
 
 def read_prices(path: Path) -> Prices:
-    """Read a TOML file of prices; those that it leaves out are the paper's.
+    """Read a TOML file of prices; prices that it does not have are the paper's.
 
     Raises:
         BadPricesError: the file cannot be read, or has something else in it.

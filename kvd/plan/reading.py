@@ -1,13 +1,13 @@
-"""Reads from SSD: those that turns wait for, and those ahead of turns. Pure.
+"""Reads from SSD, on demand and as prefetches. Pure.
 
-The channel does one read at a time, and does not break off what began. Demands are read in the
-order in which they came; a prefetch begins only while nothing else is to be read, so that it is
-chosen as late as can be.
+The channel does one read at a time, and finishes what it began. Demands are read in the order in
+which they came. A prefetch begins only while nothing else is to be read, so it is chosen as late
+as possible.
 
-At most one session is read ahead at a time, chosen when the channel falls idle: the first in the
-order of the queue within the window that is on SSD only, and can be read before its turn starts
-(PrefetchOrder); while no turn waits, one that is likely to return. Only colder sessions give way to
-it.
+At most one session is prefetched at a time, chosen when the channel becomes idle: the first one in
+the queue's order, within the window, that is on SSD only and can be read before its turn starts
+(PrefetchOrder); while no turn waits, one that is likely to return. Only sessions of a lower rank
+make room for it.
 
 *Source:* look-ahead prefetching, CachedAttention §3.3.1.
 """
@@ -21,15 +21,18 @@ from kvd.plan.channel import Channel, Transfer
 from kvd.plan.tiers import Tiers
 from shared.types.session_key import SessionKey
 
-MOST_RETURNING = 4  # sessions that are likely to return looked at, per look
+MOST_RETURNING = 4  # sessions likely to return that are considered at a time
 
 
 class Reading:
-    """What is read for turns, and what ahead of them.
+    """The reads of one server.
 
     Args:
-        dram_bytes: size of DRAM, whose share of sessions is the prefetch window.
-        wanted_bytes: what a session's next turn needs of what is held.
+        placement: the queue and the prefetch order.
+        tiers: the sessions in DRAM and on SSD.
+        channel: the SSD.
+        dram_bytes: size of DRAM, which limits the prefetch window.
+        wanted_bytes: returns the bytes of a session that its next turn needs.
     """
 
     def __init__(
@@ -45,39 +48,39 @@ class Reading:
         self._channel = channel
         self._dram_bytes = dram_bytes
         self._wanted_bytes = wanted_bytes
-        self._wanted: dict[int, Transfer] = {}  # by session; under way, or demands that wait for it
+        self._wanted: dict[int, Transfer] = {}  # by session: its read, under way or waiting
 
-    # ------------------------------------------------------------------------------ for a turn
+    # ----------------------------------------------------------------------------- demands
 
     def expected_ns(self, key: SessionKey, num_bytes: int, now_ns: int) -> int:
-        """Return how long a turn would wait."""
+        """Return how long a turn would wait for a read of its session."""
         if _session_of(key) in self._wanted:
             return self._channel.remaining_ns(now_ns)
         return self._channel.waits_ns(now_ns) + self._channel.duration_ns(num_bytes)
 
     def demand(self, key: SessionKey, num_bytes: int, now_ns: int) -> None:
-        """Read a session for its turn, unless it is what is read ahead just now."""
+        """Read a session for its turn, unless it is being prefetched already."""
         session = _session_of(key)
         if session not in self._wanted:
             self._tiers.begin_reading(key)
             self._wanted[session] = self._channel.move(session, num_bytes, now_ns)
 
     def cancel(self, key: SessionKey) -> None:
-        """Cancel the reads of a session; what is being read of it is not kept."""
+        """Give up the read of a session; what is being read is not kept."""
         self._wanted.pop(_session_of(key), None)
 
-    def ended(self, key: SessionKey, read: Transfer) -> bool:
-        """Record that a read ended; returns whether it is wanted still."""
+    def on_end(self, key: SessionKey, read: Transfer) -> bool:
+        """Record that a read has ended; return whether it is still wanted."""
         if self._wanted.get(read.session) != read:
             return False
         del self._wanted[read.session]
         self._tiers.end_reading(key)
         return True
 
-    # ---------------------------------------------------------------------------------- ahead
+    # ----------------------------------------------------------------------------- prefetches
 
     def look_ahead(self, now_ns: int) -> None:
-        """Begin to read one session into DRAM, if one is wanted there."""
+        """Begin a prefetch, if the channel is idle and a session is worth it."""
         if not self._placement.policy.looks_ahead or not self._channel.is_idle:
             return
         window = max(1, self._placement.window(self._dram_bytes))

@@ -1,11 +1,11 @@
-"""Replay of a daemon's recent turns at the times at which they were: open loop. Pure.
+"""Replay of a daemon's recent turns at the times at which they happened: open loop. Pure.
 
-Each turn waits, runs and is stored when it did; only what the tiers hold is worked out anew, by the
-daemon's own SessionPlacement. What a hit saves therefore shortens nothing, and a queue is as long
-as it was. Sessions are all or nothing, and tiers inclusive: what SSD has, it keeps. A session that
-is wanted while SSD has it is read in no time, one that waits is read ahead at the SSD's speed.
+Each turn waits, runs and is stored when it did. Only the content of the tiers is simulated, by the
+daemon's own SessionPlacement. So a hit does not shorten anything, and the queue is as long as it
+was. Sessions are in a tier as a whole or not at all. Tiers are inclusive: what SSD has, it keeps. A
+session that a turn needs from SSD is read in no time; a prefetch takes the SSD's time.
 
-At one moment turns are taken in the order in which they started.
+At one moment turns are handled in the order in which they started.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,17 +25,17 @@ from shared.types.queue_delta import QueueChange, QueuedRequest, RunningRequest
 from shared.types.session_key import SessionKey
 from shared.types.units import ceil_div
 
-ENGINE = 1  # there is one
+ENGINE = 1  # id of the only engine
 ARRIVES, STARTS, ENDS = range(3)
 
 
 @dataclass(frozen=True, slots=True)
 class ObservedCache:
-    """One layout of a daemon, as it is.
+    """The cache of one layout in a daemon.
 
     Attributes:
-        ttl_ns: None: sessions stay.
-        ssd_bytes_per_s: rate of reads; the daemon does not report it, so this is a guess.
+        ttl_ns: None: sessions do not expire.
+        ssd_bytes_per_s: bandwidth of reads; the daemon does not report it, so this is a guess.
     """
 
     block_tokens: int
@@ -47,17 +47,17 @@ class ObservedCache:
     ssd_bytes_per_s: float = 5e9
 
     def num_bytes(self, num_tokens: int) -> int:
-        """Return what so many tokens take of a tier."""
+        """Return the bytes of a tier that so many tokens take."""
         return ceil_div(num_tokens, self.block_tokens) * self.block_bytes
 
 
 @dataclass(slots=True)
 class Found:
-    """What a turn would have found.
+    """The history that a turn would have found.
 
     Attributes:
-        tokens: the history that it wanted.
-        tier: where; None: nowhere.
+        tokens: its tokens, all that the turn wanted or none.
+        tier: the tier that has it; None: none.
     """
 
     tokens: int = 0
@@ -65,7 +65,7 @@ class Found:
 
 
 class _Event(NamedTuple):
-    """Something that a turn does."""
+    """An event of a turn."""
 
     at_ns: int
     turn_index: int
@@ -75,12 +75,12 @@ class _Event(NamedTuple):
 def replay_recorded(
     turns: Sequence[RecordedTurn], cache: ObservedCache, dram_bytes: int, ssd_bytes: int
 ) -> list[Found]:
-    """Say what each turn would have found, had the tiers been so large and empty at first."""
+    """Return what each turn would have found with tiers of these sizes, empty at first."""
     return _RecordedReplay(turns, cache, dram_bytes, ssd_bytes).run()
 
 
 class _RecordedReplay:
-    """One replay; see the module docstring."""
+    """One replay of recorded turns."""
 
     def __init__(
         self, turns: Sequence[RecordedTurn], cache: ObservedCache, dram_bytes: int, ssd_bytes: int
@@ -108,7 +108,7 @@ class _RecordedReplay:
         self._now_ns = 0
 
     def run(self) -> list[Found]:
-        """Let everything happen, in order."""
+        """Process all events in order."""
         for event in _events(self._turns):
             self._catch_up(event.at_ns)
             self._now_ns = event.at_ns
@@ -123,7 +123,7 @@ class _RecordedReplay:
         return self._found
 
     def _catch_up(self, until_ns: int) -> None:
-        """Let reads end and TTLs pass that are due before then."""
+        """Process reads that end, and TTLs that pass, before `until_ns`."""
         while True:
             times = [
                 t for t in (self._ssd.next_ns(), self._ttl.next_deadline_ns()) if t is not None
@@ -135,7 +135,7 @@ class _RecordedReplay:
             if read is None:
                 self._expire()
             else:
-                self._reading.ended(self._keys[read.session], read)
+                self._reading.on_end(self._keys[read.session], read)
             self._reading.look_ahead(self._now_ns)
 
     def _arrive(self, index: int, turn: RecordedTurn) -> None:
@@ -186,7 +186,7 @@ def _key_of(turn: RecordedTurn) -> SessionKey:
 
 
 def _events(turns: Sequence[RecordedTurn]) -> Iterator[_Event]:
-    """Return the events by time. A turn starts only after its session's turn before has ended."""
+    """Return the events by time. A turn starts only after its session's previous turn has ended."""
     events = []
     ended_ns: dict[int, int] = {}
     for index, turn in enumerate(turns):

@@ -1,10 +1,10 @@
-"""Replay of a trace in virtual time: sessions in a closed loop, and the servers that they come to.
+"""Replay of a trace in virtual time: sessions in a closed loop, and the servers that compute them.
 
-Pure. A turn comes when its session's previous answer is complete and the user has thought; a
-routing says to which server, if there are several. What a server does with it says server.py.
+Pure. A session's turn arrives when its previous answer is complete and the user has thought. With
+several servers a routing chooses one. server.py simulates a server.
 
-Of what happens at one moment, servers end what they do first; then servers come and go, then turns
-arrive, then TTLs pass.
+The order of events at one moment: what ends at servers; servers leaving and returning; arrivals;
+TTLs that pass.
 
 *Source:* the closed loop follows CachedAttention §4.
 """
@@ -23,9 +23,9 @@ from kvd.plan.trace import Session, Turn
 from kvd.plan.turns import Request, Returns, plan_key
 from shared.types.units import NS_PER_S
 
-PROGRESS_TURNS = 256  # between two reports
-SAMPLES = 64  # of what is in the tiers, at least if there are as many turns
-ENDS, LEAVES, RETURNS, ARRIVES, EXPIRES = range(5)  # what happens at one moment, in this order
+PROGRESS_TURNS = 256  # between two progress reports
+SAMPLES = 64  # of the tiers' content, at least, if there are as many turns
+ENDS, LEAVES, RETURNS, ARRIVES, EXPIRES = range(5)  # kinds of events, ordered at one moment
 
 
 def replay(
@@ -35,12 +35,12 @@ def replay(
     on_progress: Callable[[int], None] = lambda _: None,
     fleet: FleetOptions = ONE_SERVER,
 ) -> Outcome:
-    """Replay a trace, start to end.
+    """Replay a trace from start to end.
 
     Args:
-        sessions: those of the servers that are replayed.
-        hardware: each server's.
-        options: what is assumed.
+        sessions: the sessions that come to the servers that are replayed.
+        hardware: each server's hardware.
+        options: assumptions beside the hardware.
         on_progress: called with the number of complete turns, now and then and at the end.
         fleet: the servers.
 
@@ -51,14 +51,14 @@ def replay(
 
 
 class Replay:
-    """One replay of a trace in virtual time; for one run.
+    """One replay of a trace in virtual time. An object serves one replay.
 
     Args:
-        sessions: those of the servers that are replayed.
-        hardware: each server's.
-        options: what is assumed.
+        sessions: the sessions that come to the servers that are replayed.
+        hardware: each server's hardware.
+        options: assumptions beside the hardware.
         fleet: the servers.
-        outages: when servers are away, in order; None: they are drawn as the fleet says.
+        outages: when servers are away, in order; None: drawn with the fleet's rates.
     """
 
     def __init__(
@@ -76,21 +76,22 @@ class Replay:
         self._fleet = fleet
         self._costs = Costs(sessions, hardware, options)
         self._keys = [plan_key(session) for session in range(len(sessions))]
-        self._returns_ns = Returns()  # when what is kept is wanted next
+        self._returns_ns = Returns()  # when each session's KV is needed next
         self._store = RemoteStore() if fleet.remote_bytes_per_s else None
         self._servers = [self._new_server() for _ in range(fleet.num_replayed)]
-        self._before = [Totals()] * len(self._servers)  # of those that were lost
-        self._away: dict[int, int] = {}  # servers, and when they are back
+        self._before = [Totals()] * len(self._servers)  # of lost servers, by their successor
+        self._away: dict[int, int] = {}  # by server: when it is back
         self._routing = ROUTINGS[fleet.routing](fleet)
         self._routing.set_servers(range(len(self._servers)))
         if outages is None:
             outages = draw_outages(fleet, sessions[-1].start_s if sessions else 0.0)
         self._outages = outages
         self._now_ns = 0
-        self._events: list[tuple[int, int, int]] = []  # heap: when, what, of whom
-        self._expected: dict[int, dict[int, int]] = {ENDS: {}, EXPIRES: {}}  # of which server, when
+        self._events: list[tuple[int, int, int]] = []  # heap: time, kind, number
+        # By kind and server: the time of its next event. Events of another time are outdated.
+        self._expected: dict[int, dict[int, int]] = {ENDS: {}, EXPIRES: {}}
         self._next_turn = [0] * len(sessions)
-        self._came_ns: dict[int, int] = {}  # turns that no server has yet, by session
+        self._arrived_ns: dict[int, int] = {}  # by session: arrival of a turn without a server
         self._last_server: list[int | None] = [None] * len(sessions)
         self._successors = {
             session.supersedes: number
@@ -106,7 +107,7 @@ class Replay:
         self._since = [Totals()] * len(self._servers)
 
     def run(self, on_progress: Callable[[int], None]) -> Outcome:
-        """Replay it all."""
+        """Replay the whole trace."""
         self.begin()
         num_done = 0
         while num_done < self._num_turns:
@@ -117,37 +118,37 @@ class Replay:
         return self.outcome()
 
     def begin(self) -> None:
-        """Have sessions' first turns come, and servers go; `step` is to be called for each turn."""
+        """Schedule the sessions' first turns and the outages; the caller then calls `step`."""
         for number, session in enumerate(self._sessions):
-            if session.supersedes is None:  # those come when another's last turn is complete
+            if session.supersedes is None:  # others begin after the last turn of another session
                 heappush(self._events, (round(session.start_s * NS_PER_S), ARRIVES, number))
         for number, outage in enumerate(self._outages):
             heappush(self._events, (outage.starts_ns, LEAVES, number))
 
     def step(self) -> bool:
-        """Let one thing happen, and what follows from it; returns whether a turn is complete."""
-        at_ns, what, whom = heappop(self._events)
-        if what in (ENDS, EXPIRES):
-            if at_ns != self._expected[what].get(whom):
-                return False  # it was expected once
-            del self._expected[what][whom]
+        """Process one event; return whether a turn is complete with it."""
+        at_ns, kind, number = heappop(self._events)
+        if kind in (ENDS, EXPIRES):
+            if at_ns != self._expected[kind].get(number):
+                return False  # outdated
+            del self._expected[kind][number]
         self._now_ns = max(self._now_ns, at_ns)
         is_complete = False
-        if what == ENDS:
-            is_complete = self._end(whom)
-        elif what == LEAVES:
-            self._leave(self._outages[whom])
-        elif what == RETURNS:
-            self._return(whom)
-        elif what == ARRIVES:
-            self._arrive(whom)
+        if kind == ENDS:
+            is_complete = self._end(number)
+        elif kind == LEAVES:
+            self._leave(self._outages[number])
+        elif kind == RETURNS:
+            self._return(number)
+        elif kind == ARRIVES:
+            self._arrive(number)
         else:
-            self._servers[whom].expire(self._now_ns)
-            self._expect(whom)
+            self._servers[number].expire(self._now_ns)
+            self._expect(number)
         return is_complete
 
     def outcome(self) -> Outcome:
-        """Say what was measured so far."""
+        """Return the measurements so far."""
         load = recompute_load(self._sessions, self._hardware.engine) / len(self._servers)
         until = [self._totals(number) for number in range(len(self._servers))]
         outcome = self._tally.outcome(self._num_turns, load, _sum(self._since), _sum(until))
@@ -166,8 +167,8 @@ class Replay:
     # --------------------------------------------------------------------------------------- turns
 
     def _arrive(self, session: int) -> None:
-        """Bring a session's turn to a server, or keep it until there is one."""
-        self._came_ns.setdefault(session, self._now_ns)
+        """Give a session's turn to a server, or let it wait until one is back."""
+        self._arrived_ns.setdefault(session, self._now_ns)
         if len(self._away) == len(self._servers):
             heappush(self._events, (min(self._away.values()), ARRIVES, session))
             return
@@ -183,7 +184,7 @@ class Replay:
         if not index and superseded is not None and self._options.tool_hints:
             server.supersede(self._keys[superseded])
         record = TurnRecord(
-            self._came_ns.pop(session),
+            self._arrived_ns.pop(session),
             server.num_waiting,
             turn.history_tokens,
             turn.new_tokens,
@@ -198,24 +199,24 @@ class Replay:
         server.arrive(request, self._now_ns)
         self._expect(number)
 
-    def _note_start(self, server: Server, request: Request) -> None:
+    def _on_start(self, server: Server, request: Request) -> None:
         if request.number == self._options.warmup_turns:
             self._since = [self._totals(number) for number in range(len(self._servers))]
         is_sampled = self._is_measured(request) and request.number % self._sample_every == 0
         if is_sampled and self._costs.has_parts:
-            self._tally.sampled(server.shares())
+            self._tally.add_sample(server.shares())
 
     def _end(self, number: int) -> bool:
-        """Let a server end one thing; returns whether that was a turn."""
+        """Let one thing end at a server; return whether that was a turn."""
         server = self._servers[number]
-        over = server.step(self._now_ns)
-        if over is not None:
-            self._end_turn(number, server, over)
+        ended = server.step(self._now_ns)
+        if ended is not None:
+            self._end_turn(number, server, ended)
         self._expect(number)
-        return over is not None
+        return ended is not None
 
     def _end_turn(self, number: int, server: Server, request: Request) -> None:
-        """End a turn: its session is stored, and thinks."""
+        """Complete a turn: store its session, and schedule the session's next turn."""
         session = request.session
         self._next_turn[session] += 1
         is_last = self._next_turn[session] == len(self._sessions[session].turns)
@@ -230,12 +231,14 @@ class Replay:
         server.end(request, self._now_ns, is_last=is_last)
         if self._is_measured(request):
             self._tally.add(request.record)
-        self._routing.ended(number, session, request.turn.kept_tokens, server.report, self._now_ns)
+        self._routing.on_turn_end(
+            number, session, request.turn.kept_tokens, server.report, self._now_ns
+        )
 
     # ------------------------------------------------------------------------------------- servers
 
     def _leave(self, outage: Outage) -> None:
-        """Take a server out; if it is lost its turns begin anew elsewhere."""
+        """Take a server away; if it is lost, its turns begin again elsewhere."""
         number = outage.server
         self._away[number] = self._now_ns + round(self._fleet.away_s * NS_PER_S)
         heappush(self._events, (self._away[number], RETURNS, number))
@@ -250,7 +253,7 @@ class Replay:
         self._expect(number)
         self._num_retried += len(abandoned)
         for request in abandoned:
-            self._came_ns[request.session] = request.record.arrived_ns
+            self._arrived_ns[request.session] = request.record.arrived_ns
             self._arrive(request.session)
 
     def _return(self, number: int) -> None:
@@ -259,10 +262,10 @@ class Replay:
         self._route()
 
     def _route(self) -> None:
-        """Say who takes turns, if anybody does."""
-        there = [number for number in range(len(self._servers)) if number not in self._away]
-        if there:
-            self._routing.set_servers(there)
+        """Set the servers that take turns, if any is there."""
+        present = [number for number in range(len(self._servers)) if number not in self._away]
+        if present:
+            self._routing.set_servers(present)
 
     def _new_server(self) -> Server:
         fleet = self._fleet
@@ -282,32 +285,32 @@ class Replay:
             self._options,
             self._costs,
             self._returns_ns,
-            self._note_start,
+            self._on_start,
             mover,
         )
 
     def _expect(self, number: int) -> None:
-        """Have what happens at a server next come, after something happened there."""
+        """Schedule the server's next events, after something happened there."""
         server = self._servers[number]
-        for what, at_ns in ((ENDS, server.next_ns()), (EXPIRES, server.expires_ns())):
-            expected = self._expected[what]
+        for kind, at_ns in ((ENDS, server.next_ns()), (EXPIRES, server.expires_ns())):
+            expected = self._expected[kind]
             if at_ns is None:
                 expected.pop(number, None)
             elif expected.get(number) != at_ns:
                 expected[number] = at_ns
-                heappush(self._events, (at_ns, what, number))
+                heappush(self._events, (at_ns, kind, number))
 
-    # -------------------------------------------------------------------------------------- pieces
+    # ------------------------------------------------------------------------------------- helpers
 
     def _turn(self, session: int) -> Turn:
-        """Return the session's turn that waits, runs or is still to come."""
+        """Return the turn of a session that waits, runs, or comes next."""
         return self._sessions[session].turns[self._next_turn[session]]
 
     def _is_measured(self, request: Request) -> bool:
         return request.number >= self._options.warmup_turns
 
     def _totals(self, number: int) -> Totals:
-        """Return what a server has counted, and those that were lost in its place."""
+        """Return the totals of a server, together with those of lost servers in its place."""
         return self._before[number].plus(self._servers[number].totals(self._now_ns))
 
 

@@ -1,9 +1,9 @@
 """A plan as a JSON document, and as tables for people. Pure.
 
-Hit rates never stand alone: the recompute load and the length of the queue are beside them, and
-what a token's KV takes to load and to compute. Loading need not be sooner: `--load` changes how
-fast the engine computes, and leaves SSD and PCIe as they are. Then caching loses, however much is
-found, unless loading has to pay (`--load-policy auto`).
+Hit rates are shown with the recompute load, the length of the queue, and the times to load and to
+compute a token's KV. Loading is not always faster: `--load` changes how fast the engine computes,
+but not SSD and PCIe. If it is slower, caching costs time however many hits there are, unless the
+engine loads only what pays (`--load-policy auto`).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,7 +22,7 @@ CURVE_COLUMNS = ("policy", "knee of the tokens: more brings less", "cheapest")
 
 
 def as_document(report: PlanReport) -> dict[str, Any]:
-    """Return plain values for json.dumps."""
+    """Return the report as plain values for json.dumps."""
     return {
         "schema": SCHEMA,
         "command": list(report.command),
@@ -41,7 +41,7 @@ def as_document(report: PlanReport) -> dict[str, Any]:
 
 
 def tables(report: PlanReport) -> Iterator[Table]:
-    """Yield what was replayed on what; hits, times and costs; where it bends."""
+    """Yield the tables: the setting, the results, and the curves' knees."""
     yield facts_table(report)
     for section in sections_of(report):
         yield _section_table(report, section)
@@ -50,7 +50,7 @@ def tables(report: PlanReport) -> Iterator[Table]:
 
 
 def facts_table(report: PlanReport) -> Table:
-    """Return what was replayed on what."""
+    """Return the table of the setting."""
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     for name, value in facts(report):
         table.add_row(name, value)
@@ -58,7 +58,7 @@ def facts_table(report: PlanReport) -> Table:
 
 
 def facts(report: PlanReport) -> Iterator[tuple[str, str]]:
-    """Say what was replayed on what, by name."""
+    """Yield the setting as names and values: sessions, model, engine, servers, kvd, prices."""
     work, model, engine, options = report.workload, report.model, report.engine, report.options
     size = format_size(model.kv_bytes_per_token)
     calling = f", {work.num_tool_turns} of which call tools" if work.num_tool_turns else ""
@@ -89,7 +89,7 @@ def facts(report: PlanReport) -> Iterator[tuple[str, str]]:
 
 
 def rows(report: PlanReport) -> Iterator[tuple[str, str, Result]]:
-    """Yield capacity, policy and what was found; the baselines come first."""
+    """Yield capacity, policy and result of each replay, baselines first."""
     has_hbm = len({result.capacity.hbm_bytes for result in report.results}) > 1
     for result in report.baselines:
         hbm = f"HBM {format_size(result.capacity.hbm_bytes)}" if has_hbm else ""
@@ -105,19 +105,19 @@ def rows(report: PlanReport) -> Iterator[tuple[str, str, Result]]:
 
 
 def _servers(result: Result) -> str:
-    """Write how many servers there are, before what each has."""
+    """Return the number of servers as a prefix of a capacity; "": one."""
     number = result.fleet.num_servers
     return f"{number:,} x " if number > 1 else ""
 
 
 def capacity_text(capacity: Capacity, *, has_hbm: bool = False) -> str:
-    """Write a capacity as DRAM + SSD."""
+    """Return a capacity as "DRAM + SSD"."""
     text = f"{format_size(capacity.dram_bytes)} + {format_size(capacity.ssd_bytes)}"
     return f"{format_size(capacity.hbm_bytes)} + {text}" if has_hbm else text
 
 
 def curve_texts(curve: Curve) -> tuple[str, ...]:
-    """Name, knee with its share of tokens, cheapest with its cost and share of tokens."""
+    """Return a curve's name, its knee with its hit rate, and its cheapest point."""
     knee = "none in this range"
     if len(curve.results) < LEAST_POINTS:
         knee = f"takes {LEAST_POINTS} capacities"
@@ -145,7 +145,7 @@ def _curve_document(curve: Curve) -> dict[str, Any]:
 
 
 def _section_table(report: PlanReport, section: Section) -> Table:
-    """Return a table section for each capacity, which is said once."""
+    """Return the table of a section; a capacity is shown in its first row only."""
     table = Table(
         *("DRAM + SSD", "policy"),
         box=None,
@@ -183,7 +183,7 @@ def _curves_table(report: PlanReport) -> Table:
 
 
 def _option_texts(options: Mapping[str, Any], *, has_tools: bool) -> Iterator[str]:
-    """Yield what kvd does, in words; values as in PlanReport.options."""
+    """Yield the assumptions about kvd, in words; values as in PlanReport.options."""
     yield f"{options['tiers']} tiers, charged {options['charge']}"
     ttl_s = options["ttl_s"]
     yield "no TTL" if ttl_s is None else f"TTL {format_duration(ttl_s)}"
@@ -197,7 +197,7 @@ def _option_texts(options: Mapping[str, Any], *, has_tools: bool) -> Iterator[st
 
 
 def servers_text(fleets: Sequence[FleetOptions]) -> str:
-    """Say how servers are replayed, and what becomes of them."""
+    """Return how servers are replayed, and how they move sessions and fail."""
     fleet = max(fleets, key=lambda each: each.num_servers)
     text = f"{fleet.num_replayed} of {fleet.num_servers:,} replayed"
     if fleet.remote_bytes_per_s:
@@ -220,7 +220,7 @@ US_PER_S = 1e6
 
 
 def history_text(report: PlanReport) -> str:
-    """Say what a token of history takes, computed and loaded, and what a slower load means."""
+    """Return the times to compute and to load a token, and whether loading pays."""
     compute_s = report.engine.prefill_s_per_token
     kv_bytes = report.model.kv_bytes_per_token
     dram_s = kv_bytes / report.options["pcie_bytes_per_s"]

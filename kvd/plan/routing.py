@@ -1,11 +1,11 @@
-"""To which server a plan's turns go, by the name of a routing. Pure.
+"""Routings of a plan: which server gets a turn. Pure.
 
-random    to any, as a balancer does that knows no sessions
-ring      to the session's own, by consistent hashing: as HAProxy is set up in examples/haproxy
-session   as `shared.routing.session_router` says, told by servers as Ray Serve's replicas tell it
+random    any server, as a balancer that does not know sessions
+ring      the session's own, by consistent hashing, as HAProxy is set up in examples/haproxy
+session   as `shared.routing.session_router` chooses, with reports as from Ray Serve's replicas
 
-Of a fleet of which only some servers are replayed, a turn at random comes to a server that has its
-session as rarely as it would among all: see `Routing.forgets`.
+If only some servers of a fleet are replayed, a random turn has to meet a server that has its
+session as rarely as among all servers: see `Routing.forgets`.
 """
 
 from abc import ABC, abstractmethod
@@ -17,28 +17,28 @@ from shared.routing.hash_ring import HashRing
 from shared.routing.session_router import ServerReport, SessionRouter
 from shared.types.units import NS_PER_S
 
-REPORT_S = 10.0  # between two reports of a server, as Ray Serve asks for them
+REPORT_S = 10.0  # between two reports of a server, as with Ray Serve
 
 
 class Routing(ABC):
-    """Chooses servers, which are numbers, for sessions, which are numbers as well."""
+    """Chooses servers for sessions; both are numbers."""
 
     def __init__(self, fleet: FleetOptions) -> None:
         self._fleet = fleet
 
     @abstractmethod
     def set_servers(self, servers: Iterable[int]) -> None:
-        """Know the servers that take turns; at least one."""
+        """Set the servers that take turns; at least one."""
 
     @abstractmethod
     def choose(self, session: int, now_ns: int) -> int:
-        """Choose a server for a turn of a session, and count it there."""
+        """Choose a server for a turn of a session, and count the turn there."""
 
     def forgets(self) -> bool:
-        """Whether the server stands for one that is not replayed, and has never had the session."""
+        """Return whether the chosen server stands for one without the session, not replayed."""
         return False
 
-    def ended(  # noqa: B027 - most need not hear it
+    def on_turn_end(  # noqa: B027 - most routings ignore it
         self,
         server: int,
         session: int,
@@ -46,11 +46,14 @@ class Routing(ABC):
         report: Callable[[], ServerReport],
         now_ns: int,
     ) -> None:
-        """Count a turn that is over, and has left so much of its session; ask the server more."""
+        """Count a turn that has ended; `tokens`: the session's tokens stored then.
+
+        `report` returns the server's report, if the routing needs one.
+        """
 
 
 class RandomRouting(Routing):
-    """Any server."""
+    """Chooses any server."""
 
     def __init__(self, fleet: FleetOptions) -> None:
         super().__init__(fleet)
@@ -58,36 +61,36 @@ class RandomRouting(Routing):
         self._servers: list[int] = []
 
     def set_servers(self, servers: Iterable[int]) -> None:
-        """Know the servers that take turns; at least one."""
+        """Set the servers that take turns; at least one."""
         self._servers = sorted(servers)
 
-    def choose(self, session: int, now_ns: int) -> int:  # noqa: ARG002 - whosever it is
-        """Choose a server for a turn of a session, and count it there."""
+    def choose(self, session: int, now_ns: int) -> int:  # noqa: ARG002 - the same for all sessions
+        """Choose a server for a turn of a session, and count the turn there."""
         return self._random.choice(self._servers)
 
     def forgets(self) -> bool:
-        """Whether it is one of those that are not replayed, which are drawn as often."""
+        """Return whether a server was drawn that is not replayed."""
         return self._random.random() >= self._fleet.num_replayed / self._fleet.num_servers
 
 
 class RingRouting(Routing):
-    """The session's own server."""
+    """Chooses the session's own server."""
 
     def __init__(self, fleet: FleetOptions) -> None:
         super().__init__(fleet)
         self._ring = HashRing()
 
     def set_servers(self, servers: Iterable[int]) -> None:
-        """Know the servers that take turns; at least one."""
+        """Set the servers that take turns; at least one."""
         self._ring.set_servers(map(str, servers))
 
-    def choose(self, session: int, now_ns: int) -> int:  # noqa: ARG002 - whenever it comes
-        """Choose a server for a turn of a session, and count it there."""
+    def choose(self, session: int, now_ns: int) -> int:  # noqa: ARG002 - the same at all times
+        """Choose a server for a turn of a session, and count the turn there."""
         return int(next(self._ring.owners(str(session))))
 
 
 class SessionRouting(Routing):
-    """Who holds the session, unless waiting there costs more."""
+    """Chooses the server that holds the session, unless waiting there costs more."""
 
     def __init__(self, fleet: FleetOptions) -> None:
         super().__init__(fleet)
@@ -96,17 +99,17 @@ class SessionRouting(Routing):
         self._reported_s: dict[int, float] = {}
 
     def set_servers(self, servers: Iterable[int]) -> None:
-        """Know the servers that take turns; at least one."""
+        """Set the servers that take turns; at least one."""
         self._router.set_servers(map(str, servers))
 
     def choose(self, session: int, now_ns: int) -> int:
-        """Choose a server for a turn of a session, and count it there."""
+        """Choose a server for a turn of a session, and count the turn there."""
         self._now_s = now_ns / NS_PER_S
         server = self._router.choose(str(session)).server
         self._router.began(server, str(session))
         return int(server)
 
-    def ended(
+    def on_turn_end(
         self,
         server: int,
         session: int,
@@ -114,7 +117,7 @@ class SessionRouting(Routing):
         report: Callable[[], ServerReport],
         now_ns: int,
     ) -> None:
-        """Count a turn that is over; the server is asked no more often than in life."""
+        """Count a turn that has ended; take the server's report, at most one per REPORT_S."""
         self._now_s = now_ns / NS_PER_S
         self._router.ended(str(server), str(session), tokens)
         if self._now_s >= self._reported_s.get(server, -REPORT_S) + REPORT_S:

@@ -1,4 +1,4 @@
-"""The tables of a plan: what a row of each says of a result. Pure."""
+"""The result tables of a plan, as data: their columns and legends. Pure."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -13,11 +13,11 @@ _S_PER_H = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One column.
+    """A column.
 
     Attributes:
-        heading: heading in lines, so that a table fits on a terminal.
-        cell: what a result has in it.
+        heading: the heading, in lines, so that tables fit on a terminal.
+        cell: returns a result's text in this column.
     """
 
     heading: str
@@ -31,10 +31,12 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """One table.
+    """A table.
 
     Attributes:
-        legend: what the headings do not say; "" if they say everything.
+        title: its title.
+        columns: its columns.
+        legend: explains the headings; "": they need no explanation.
     """
 
     title: str
@@ -43,7 +45,7 @@ class Section:
 
 
 def sections_of(report: PlanReport) -> Iterator[Section]:
-    """Yield the sections that a report has: hits, where they were, states, times, costs."""
+    """Yield the tables of a report: hits, tiers, states, windows, servers, times, costs."""
     yield Section("hits", _HITS, _HITS_LEGEND)
     columns, legends = list(_PLACES), [_PLACES_LEGEND]
     for name, column, legend in _PLACES_IF_ANY:
@@ -62,7 +64,7 @@ def sections_of(report: PlanReport) -> Iterator[Section]:
 
 
 def load_text(load: float) -> str:
-    """Write a recompute load; 0 is that of sessions that all begin at once."""
+    """Return a recompute load for people; 0: all sessions begin at once."""
     return f"{load:.2f}" if load else "-"
 
 
@@ -102,7 +104,7 @@ _PLACES_LEGEND = (
     f" {BUSY_QUEUE} ahead: the same, of hits with {BUSY_QUEUE} or more turns before them. in DRAM"
     " when it came: of later turns, those whose session was."
 )
-_PLACES_IF_ANY = (  # what there has to be for it to be shown
+_PLACES_IF_ANY = (  # columns that are shown only if an outcome has this count
     (
         "num_tool_returns",
         Column("with\ntools", lambda found: _percent(found.outcome.resident_tools)),

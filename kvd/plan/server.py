@@ -3,11 +3,11 @@
 A turn takes a slot in the order of the queue, waits for its history if that is on SSD, is prefilled
 (DRAM to HBM overlaps with it), decoded, and stored.
 
-What is placed is decided by the daemon's own code: SessionPlacement gets the queue as an
-engine reports it, and is asked for victims, windows and what to read ahead.
+The daemon's own code decides about placement: SessionPlacement gets the queue as an engine reports
+it, and is asked for victims, windows and prefetches.
 
-Of what happens at one moment, prefills end first, then decodes, then reads. After each, turns
-start that can, and reading ahead is looked at.
+The order of events at one moment: prefills end, then decodes, then reads. After each event, turns
+start that can, and a prefetch may begin.
 
 *Source:* the engine's constants follow CachedAttention §4.
 """
@@ -39,17 +39,18 @@ from shared.types.queue_delta import QueueChange, QueuedRequest, RunningRequest
 from shared.types.session_key import SessionKey
 from shared.types.units import NS_PER_S
 
-ENGINE = 1  # there is one
+ENGINE = 1  # id of the only engine
 
 
 class Server:
-    """One server; for one run.
+    """One server. An object serves one replay.
 
     Args:
+        hardware, options: the machine, and assumptions about kvd and engine.
         costs: bytes and times of turns.
-        returns_ns: when what is kept of a session is wanted next, for a policy that knows it.
+        returns_ns: when each session's KV is needed next, for a policy that knows the future.
         on_start: called with each turn that has got its slot.
-        mover: the way to the store by which servers hand sessions on; None: they do not.
+        mover: moves sessions to and from the remote store; None: there is no store.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class Server:
         self._returns_ns = returns_ns
         self._on_start = on_start
         self._mover = mover
-        self._kept: dict[SessionKey, Kept] = {}  # of what is held; what was, until it is asked for
+        self._kept: dict[SessionKey, Kept] = {}  # outdated where a session has left the tiers
         self._placement = SessionPlacement(
             self._make_policy, lambda: hardware.dram_bytes + hardware.ssd_bytes
         )
@@ -78,7 +79,7 @@ class Server:
             charge=costs.charge,
             are_exclusive=options.tiers == "exclusive",
             watermark=options.watermark,
-            on_evict=mover.evicted if mover else None,
+            on_evict=mover.on_evict if mover else None,
         )
         self._gpu = Gpu()
         self._channel = Channel(hardware.ssd_bytes_per_s)
@@ -90,11 +91,11 @@ class Server:
         self._now_ns = 0
         self._waiting: deque[Request] = deque()
         self._running: dict[int, Request] = {}  # by session
-        self._turns: dict[SessionKey, Turn] = {}  # of what waits or runs
+        self._turns: dict[SessionKey, Turn] = {}  # that wait or run
         self._pace = Pace()
         self._hbm_bytes = 0
 
-    # --------------------------------------------------------------------------------- what it says
+    # -------------------------------------------------------------------------------------- queries
 
     @property
     def num_waiting(self) -> int:
@@ -102,7 +103,7 @@ class Server:
         return len(self._waiting)
 
     def totals(self, now_ns: int) -> Totals:
-        """Return the counters of now."""
+        """Return the counters at `now_ns`."""
         self._gpu.advance(now_ns)
         totals = Totals(
             now_ns,
@@ -114,15 +115,15 @@ class Server:
         return totals if self._mover is None else totals.plus(self._mover.totals())
 
     def holds_in_dram(self, key: SessionKey) -> bool:
-        """Whether a session is in DRAM."""
+        """Return whether a session is in DRAM."""
         return self._tiers.find(key) is Tier.DRAM
 
     def shares(self) -> dict[Tier, tuple[int, int]]:
-        """Add up for each tier the bytes of sessions, and those of their states or windows."""
+        """Return for each tier the bytes of sessions, and those of their states or windows."""
         return self._tiers.shares(self._parts_bytes)
 
     def report(self) -> ServerReport:
-        """Say what a router of sessions wants to know."""
+        """Return the server's report to a router of sessions."""
         return ServerReport(
             num_turns=len(self._turns),
             num_places=self._hardware.engine.slots,
@@ -141,22 +142,22 @@ class Server:
     # --------------------------------------------------------------------------------------- events
 
     def next_ns(self) -> int | None:
-        """Return when something ends next that is under way, or is to be pushed; None: nothing."""
+        """Return when the next event under way ends, or a push is due; None: never."""
         ends = [self._gpu.next_ns(), self._channel.next_ns()]
         if self._mover is not None:
             ends += self._mover.next_ns()
         return min((end for end in ends if end is not None), default=None)
 
     def expires_ns(self) -> int | None:
-        """Return when a session's TTL passes next."""
+        """Return when the next TTL passes."""
         return self._ttl.next_deadline_ns()
 
     def supersede(self, key: SessionKey) -> None:
-        """Hear that a session goes on in another one."""
+        """Record that another session continues in this one's place."""
         self._placement.policy.on_supersede(key)
 
     def forget(self, key: SessionKey) -> None:
-        """Hold nothing of a session."""
+        """Drop a session."""
         self._reading.cancel(key)
         self._tiers.drop(key)
 
@@ -175,22 +176,22 @@ class Server:
         self._settle()
 
     def step(self, now_ns: int) -> Request | None:
-        """Let end what ends now, one thing; returns a turn that is over: see `end`."""
+        """Let one thing end that is due now; return a turn that ended: `end` is owed for it."""
         self._now_ns = now_ns
         if (session := self._gpu.end_prefill(now_ns)) is not None:
             self._running[session].record.answered_ns = now_ns
         elif (session := self._gpu.end_decode(now_ns)) is not None:
             return self._running.pop(session)
         elif (read := self._channel.end(now_ns)) is not None:
-            self._was_read(read)
+            self._on_read_end(read)
         elif self._mover is not None:
             self._move(self._mover)
         self._settle()
         return None
 
     def _move(self, mover: Mover) -> None:
-        """Push a session whose time has come, or take in what was fetched."""
-        if (due := mover.due(self._now_ns)) is not None:
+        """Push a session that is due, or take in a fetch that has ended."""
+        if (due := mover.pop_due(self._now_ns)) is not None:
             if self._tiers.find(plan_key(due)) is not None:
                 mover.push(due, self._now_ns)
         elif (fetched := mover.step(self._now_ns)) is not None:
@@ -199,7 +200,7 @@ class Server:
                 self._prefill(request)
 
     def drain(self, now_ns: int) -> None:
-        """Push all that is held and has not been pushed, and from now on what is stored."""
+        """Push all sessions that were not pushed yet, and from now on each that is stored."""
         if self._mover is not None:
             self._mover.is_draining = True
             for session in self._mover.unpushed:
@@ -207,21 +208,21 @@ class Server:
                     self._mover.push(session, now_ns)
 
     def resume(self) -> None:
-        """Go on as before a drain."""
+        """End a drain."""
         if self._mover is not None:
             self._mover.is_draining = False
 
     def abandon(self) -> list[Request]:
-        """Return the turns that wait or run, for other servers: this one is lost."""
+        """Return the turns that wait or run, for other servers: this server is lost."""
         return [*self._running.values(), *self._waiting]
 
     def end(self, request: Request, now_ns: int, *, is_last: bool) -> None:
-        """Store the session of a turn that is over, unless an engine would know better."""
+        """Store the session of a turn that has ended, unless an engine would not."""
         self._now_ns = now_ns
         key = request.key
         self._hbm_bytes -= request.hbm_bytes
         del self._turns[key]
-        self._pace.ended(request.record.started_ns, now_ns)
+        self._pace.on_end(request.record.started_ns, now_ns)
         self._report_queue(QueueChange(left=[request.number]), now_ns)
         if self._options.load_policy != "never":
             self._keep(key, request, is_last=is_last)
@@ -237,31 +238,31 @@ class Server:
         self._store(key, request)
 
     def expire(self, now_ns: int) -> None:
-        """Drop sessions whose TTL has passed, but none of which a turn waits or runs."""
+        """Drop sessions whose TTL has passed, except those with turns that wait or run."""
         self._now_ns = now_ns
         while (key := self._ttl.pop_due(self._now_ns)) is not None:
             deadline_ns = self._deadlines_ns[key]
             if deadline_ns > self._now_ns:
                 self._ttl.schedule(key, deadline_ns)
             elif self._placement.is_busy(key):
-                continue  # it gets another when it is stored
+                continue  # it gets another TTL when it is stored
             elif self._tiers.is_reading(key):
                 self._ttl.schedule(key, self._now_ns + RECHECK_NS)
             else:
                 self._tiers.drop(key)
         self._settle()
 
-    # --------------------------------------------------------------------------------------- pieces
+    # ------------------------------------------------------------------------------------- internal
 
     def _settle(self) -> None:
-        """Start the turns that can start, and read ahead."""
+        """Start turns that can start, and prefetch."""
         while self._waiting and self._has_room(self._waiting[0]):
             self._start(self._waiting.popleft())
         self._reading.look_ahead(self._now_ns)
 
     def _start(self, request: Request) -> None:
-        """Give a request a slot, and its history if that is held and loading pays."""
-        self._pace.started(self._now_ns)
+        """Give a turn its slot, and load its history if that is held and loading pays."""
+        self._pace.on_start(self._now_ns)
         key, record = request.key, request.record
         self._running[request.session] = request
         self._hbm_bytes += request.hbm_bytes
@@ -277,16 +278,16 @@ class Server:
             self._prefill(request)
 
     def _begin_fetched(self, request: Request) -> None:
-        """Prefill a turn whose history was fetched; else have it wait."""
+        """Prefill a turn whose history has been fetched; otherwise it waits."""
         assert self._mover is not None
-        fetch = self._mover.fetched(request.session, self._now_ns)
+        fetch = self._mover.fetch_of(request.session, self._now_ns)
         assert fetch is not None
         if fetch.transfer.ends_ns <= self._now_ns:
             self._prefill(request)
 
-    def _was_read(self, read: Transfer) -> None:
-        """Take in a session that was read from SSD, for its turn or ahead of it."""
-        if self._reading.ended(plan_key(read.session), read) and read.session in self._running:
+    def _on_read_end(self, read: Transfer) -> None:
+        """Record that a read has ended, for a turn or as a prefetch."""
+        if self._reading.on_end(plan_key(read.session), read) and read.session in self._running:
             self._prefill(self._running[read.session])
 
     def _has_room(self, request: Request) -> bool:
@@ -298,17 +299,17 @@ class Server:
         )
 
     def _look_up(self, key: SessionKey, request: Request) -> None:
-        """Note where a turn's history is, and how many tokens of it are to be loaded."""
+        """Record where a turn's history is, and how many tokens of it to load."""
         turn, record = request.turn, request.record
         found_in = record.found_in = self._tiers.find(key)
         kept = NOTHING if found_in is None else self._kept[key].within(turn.history_tokens)
         self._kept[key] = kept
-        fetch = self._mover.fetched(request.session, self._now_ns) if self._mover else None
+        fetch = self._mover.fetch_of(request.session, self._now_ns) if self._mover else None
         if fetch is not None:
             wait_ns = max(0, fetch.transfer.ends_ns - self._now_ns)
             if self._pays(turn, wait_ns, fetch.tokens):
                 self._kept[key] = fetch.kept
-                record.found_in = None  # it may be gone when the other is there
+                record.found_in = None  # what is held here may be gone when the fetch ends
                 record.loaded_tokens, record.is_fetched = fetch.tokens, True
                 return
         if not kept.num_tokens:
@@ -324,7 +325,7 @@ class Server:
             record.loaded_tokens = tokens
 
     def _pays(self, turn: Turn, wait_ns: int, tokens: int) -> bool:
-        """Whether loading so much of a turn's history pays, by the engine's own rule."""
+        """Return whether loading so many tokens pays, by the engine's own rule."""
         if self._options.load_policy == "always":
             return True
         return loading_pays(
@@ -344,12 +345,12 @@ class Server:
         )
 
     def _prefill(self, request: Request) -> None:
-        """Queue a request's prefill; the engine has what is held of its session, or recomputes."""
+        """Queue a turn's prefill; a held session is loaded into the engine's memory, or dropped."""
         key, record = request.key, request.record
         self._reading.cancel(key)
         if self._mover is not None:
-            self._mover.runs(request.session)
-            self._mover.forget(request.session)
+            self._mover.on_run(request.session)
+            self._mover.drop_fetch(request.session)
         if record.found_in is None:
             self._tiers.drop(key)  # what is held is no part of this prompt
         else:
@@ -377,11 +378,11 @@ class Server:
             self._ttl.schedule(key, expires_ns)
         if self._mover is not None:
             stored = Stored(kept, request.number, expires_ns)
-            self._mover.kept(request.session, stored, self._now_ns)
+            self._mover.on_store(request.session, stored, self._now_ns)
         self._tiers.store(key, num_bytes, self._costs.kept_bytes(clean), self._now_ns)
 
     def _wanted_bytes(self, key: SessionKey) -> int:
-        """Return what is to be read of a session: all, while its next prompt is unknown."""
+        """Return the bytes to read of a session: all while its next prompt is unknown."""
         num_bytes = self._tiers.num_bytes(key)
         if not num_bytes or not self._placement.is_busy(key):
             return num_bytes

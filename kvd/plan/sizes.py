@@ -1,8 +1,8 @@
-"""Sizes, rates, shares and lists as options give them; 1 GB is 10**9 bytes here. Pure.
+"""Sizes, rates, shares and lists in options. Here 1 GB is 10**9 bytes. Pure.
 
-The paper's figures, prices and disks are decimal, and with 10 % more at a terabyte no plan would
-reproduce them. Settings of kvd are binary (shared/types/units.py): 128 GB here are "119.2 GB"
-there. Binary units have names of their own: KiB, MiB, GiB, TiB.
+The paper's figures, prices and disks are decimal: a plan with binary terabytes would be off by
+10 %. Settings of kvd are binary (shared/types/units.py): 128 GB here are "119.2 GB" there. Binary
+units have their own names here: KiB, MiB, GiB, TiB.
 """
 
 import re
@@ -12,14 +12,14 @@ from shared.types.errors import InvalidInputError
 from shared.types.units import parse_duration_s
 
 GB = 10**9
-MOST_BYTES = 10**18  # of a size that is meant
+MOST_BYTES = 10**18  # a larger size is a typing error
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*([kmgt]?)(i?)b?\s*$", re.IGNORECASE)
 _EXPONENTS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 _NAMES = ("B", "KB", "MB", "GB", "TB", "PB")
 
 
 def parse_size(text: str) -> int:
-    """Read "128GB", "0.78 MB", "64GiB", "780000".
+    """Parse "128GB", "0.78 MB", "64GiB", "780000".
 
     Raises:
         ValueError: the text is no size; the message has the accepted forms.
@@ -34,7 +34,7 @@ def parse_size(text: str) -> int:
 
 
 def format_size(num_bytes: float) -> str:
-    """Write a size for people, in three digits or so: 128e9 -> "128 GB"."""
+    """Return a size for people, with about three digits: 128e9 -> "128 GB"."""
     size, exponent = float(num_bytes), 0
     while size >= 999.5 and exponent < len(_NAMES) - 1:
         size, exponent = size / 1000, exponent + 1
@@ -46,16 +46,16 @@ NEVER = "never"
 
 
 class BadOptionError(InvalidInputError):
-    """A value of an option that is none, or options that do not go together."""
+    """An option's value is invalid, or options do not go together."""
 
     reason = "bad_option"
 
 
 def parts_of(text: str, option: str) -> list[str]:
-    """Split "a,b".
+    """Split a list "a,b".
 
     Raises:
-        BadOptionError: there is nothing in it.
+        BadOptionError: the list is empty.
     """
     found = [part.strip() for part in text.split(",") if part.strip()]
     if not found:
@@ -64,7 +64,7 @@ def parts_of(text: str, option: str) -> list[str]:
 
 
 def sizes_of(text: str, option: str) -> list[int]:
-    """Read "128GB,256GB".
+    """Parse a list of sizes: "128GB,256GB".
 
     Raises:
         BadOptionError: one of them is no size.
@@ -73,7 +73,7 @@ def sizes_of(text: str, option: str) -> list[int]:
 
 
 def size_of(text: str, option: str) -> int:
-    """Read "128GB", which is decimal here.
+    """Parse a decimal size: "128GB".
 
     Raises:
         BadOptionError: the text is no size.
@@ -85,7 +85,7 @@ def size_of(text: str, option: str) -> int:
 
 
 def rate_of(text: str, option: str) -> float:
-    """Read bytes a second: "5GB/s", "5GB".
+    """Parse bytes per second: "5GB/s", "5GB".
 
     Raises:
         BadOptionError: the text is no rate, or 0.
@@ -100,10 +100,10 @@ def rate_of(text: str, option: str) -> float:
 
 
 def numbers_of(text: str, option: str) -> list[int]:
-    """Read "1,10,100".
+    """Parse a list of whole numbers above 0: "1,10,100".
 
     Raises:
-        BadOptionError: one of them is no number, or 0.
+        BadOptionError: one of them is no such number.
     """
     parts = parts_of(text, option)
     if not all(part.isascii() and part.isdecimal() and int(part) for part in parts):
@@ -112,7 +112,7 @@ def numbers_of(text: str, option: str) -> list[int]:
 
 
 def duration_of(text: str, option: str) -> float:
-    """Read "10m", in seconds.
+    """Parse a duration, "10m", into seconds.
 
     Raises:
         BadOptionError: the text is no duration.
@@ -124,7 +124,7 @@ def duration_of(text: str, option: str) -> float:
 
 
 def share_of(text: str, option: str, *, most: float = 1.0) -> float:
-    """Read "20%", "0.2" or "1/5".
+    """Parse a share: "20%", "0.2" or "1/5".
 
     Raises:
         BadOptionError: the text is no share, or not between 0 and `most`.
@@ -141,10 +141,10 @@ def share_of(text: str, option: str, *, most: float = 1.0) -> float:
 
 
 def turns_of(text: str, option: str, num_turns: int) -> int:
-    """Read a number of turns, or a share of all: "10000", "20%".
+    """Parse a number of turns, or a share of all turns: "10000", "20%".
 
     Raises:
-        BadOptionError: the text is neither, or none is left.
+        BadOptionError: the text is neither, or no turn would be left.
     """
     text = text.strip()
     number = int(text) if text.isdecimal() else int(share_of(text, option) * num_turns)
@@ -156,10 +156,10 @@ def turns_of(text: str, option: str, num_turns: int) -> int:
 
 
 def ttl_of(text: str, option: str) -> float | None:
-    """Read "1h" or "never", which is None.
+    """Parse a TTL: "1h", or "never", which is None.
 
     Raises:
-        BadOptionError: the text is no duration, or none at all.
+        BadOptionError: the text is no duration, or 0.
     """
     if text == NEVER:
         return None
@@ -173,7 +173,7 @@ def ttl_of(text: str, option: str) -> float | None:
 
 
 def names_of(text: str, known: Iterable[str], what: str) -> list[str]:
-    """Read "lru,predictive", or "all"; what they are of is the option's name.
+    """Parse a list of names, "lru,predictive", or "all"; `what` is the option's name.
 
     Raises:
         BadOptionError: one of them is unknown.

@@ -1,11 +1,11 @@
-"""Many replays of the same sessions: one after another, or by several processes.
+"""Many replays of the same sessions: one after another, or in several processes.
 
-Each worker is a fresh interpreter that gets the sessions once, and then one cell after the other
-through its pipe; back come counts of turns done, and outcomes. A worker whose parent is gone ends
-at its next word; Ctrl-C is the parent's business, which ends its workers on every way out.
-Workers never see it: they are started with the signal blocked.
+Each worker is a new interpreter. It gets the sessions once, and then one cell after the other
+through its pipe; it sends back counts of turns, and outcomes. A worker whose parent is gone ends
+at its next message. Only the parent handles Ctrl-C, and ends its workers however it ends. Workers
+never get the signal: they are started with it blocked.
 
-A replay depends on nothing but its cell, so results do not depend on who computed them, or when.
+A replay depends only on its cell, so results do not depend on which process computed them, or when.
 """
 
 import multiprocessing
@@ -26,12 +26,12 @@ from kvd.plan.replay import replay
 from kvd.plan.trace import Session, sampled
 from shared.types.errors import ReportedError
 
-JOIN_S = 10.0  # for a worker to be gone, once it was sent the end
+JOIN_S = 10.0  # the longest wait for a worker to end
 OnProgress = Callable[[int], None]
 
 
 class WorkerEndedError(ReportedError):
-    """A process of the plan ended before it had its result."""
+    """A worker process ended before it sent its result."""
 
     reason = "worker_ended"
 
@@ -41,7 +41,8 @@ class Cell:
     """One replay.
 
     Attributes:
-        share: of the sessions, those that come to the servers that are replayed.
+        hardware, options, fleet: see kvd.plan.replay.replay.
+        share: the share of the sessions that come to the replayed servers.
     """
 
     hardware: Hardware
@@ -50,7 +51,7 @@ class Cell:
     share: float = 1.0
 
     def replay(self, sessions: Sequence[Session], on_progress: OnProgress) -> Outcome:
-        """Replay it; progress is told in turns of all the sessions."""
+        """Replay the cell's share of the sessions; progress counts turns of all sessions."""
         if self.share >= 1:
             return replay(sessions, self.hardware, self.options, on_progress, self.fleet)
         taken = sampled(sessions, self.share)
@@ -76,27 +77,27 @@ class _Worker:
 def run_cells(
     sessions: Sequence[Session], cells: Sequence[Cell], num_workers: int, on_progress: OnProgress
 ) -> list[Outcome]:
-    """Replay the sessions once for each cell; outcomes are in the cells' order.
+    """Replay the sessions once for each cell; return the outcomes in the cells' order.
 
     Args:
         sessions: sessions in the order of their begin.
-        cells: replays to make.
-        num_workers: processes; 1: this one.
+        cells: the replays.
+        num_workers: processes; 1: only this one.
         on_progress: called now and then with the number of turns replayed, over all cells.
 
     Raises:
-        WorkerEndedError: the system has ended a worker, or a bug has.
+        WorkerEndedError: a worker was killed, or has a bug.
     """
     num_workers = min(num_workers, len(cells))
     if num_workers <= 1:
         return list(_run_here(sessions, cells, on_progress))
     context = multiprocessing.get_context("spawn")
-    resource_tracker.ensure_running()  # its start would undo what _no_interrupts does
+    resource_tracker.ensure_running()  # if it started later, it would unblock SIGINT again
     with ExitStack() as stack:
         workers = [
             stack.enter_context(_worker(context, sessions, number)) for number in range(num_workers)
         ]
-        return _run_there(workers, cells, on_progress)
+        return _run_in_workers(workers, cells, on_progress)
 
 
 def _run_here(
@@ -112,32 +113,32 @@ def _run_here(
         yield cell.replay(sessions, on_turn)
 
 
-def _run_there(
+def _run_in_workers(
     workers: Sequence[_Worker], cells: Sequence[Cell], on_progress: OnProgress
 ) -> list[Outcome]:
-    """Deal cells out, one to each worker that is free, until all outcomes are there."""
+    """Give each idle worker a cell, until all outcomes are there."""
     waiting = iter(range(len(cells)))
     busy: dict[Connection, tuple[_Worker, int]] = {}
     num_done = [0] * len(cells)
     outcomes: dict[int, Outcome] = {}
     for worker in workers:
-        _deal(worker, cells, waiting, busy)
+        _assign(worker, cells, waiting, busy)
     while busy:
         for ready in wait(list(busy)):
             connection = cast("Connection", ready)
             worker, index = busy[connection]
-            found = _received(worker)
+            found = _receive(worker)
             if isinstance(found, int):
                 num_done[index] = found
                 on_progress(sum(num_done))
             else:
                 outcomes[index] = found
                 del busy[connection]
-                _deal(worker, cells, waiting, busy)
+                _assign(worker, cells, waiting, busy)
     return [outcomes[index] for index in range(len(cells))]
 
 
-def _deal(
+def _assign(
     worker: _Worker,
     cells: Sequence[Cell],
     waiting: Iterator[int],
@@ -150,18 +151,18 @@ def _deal(
     try:
         worker.connection.send(cells[index])
     except OSError as error:
-        raise _ended(worker) from error
+        raise _ended_error(worker) from error
 
 
-def _received(worker: _Worker) -> int | Outcome:
+def _receive(worker: _Worker) -> int | Outcome:
     try:
         found: int | Outcome = worker.connection.recv()
     except (EOFError, OSError) as error:
-        raise _ended(worker) from error
+        raise _ended_error(worker) from error
     return found
 
 
-def _ended(worker: _Worker) -> WorkerEndedError:
+def _ended_error(worker: _Worker) -> WorkerEndedError:
     worker.process.join(JOIN_S)
     return WorkerEndedError(
         f"a process of the plan ended with code {worker.process.exitcode}",
@@ -173,7 +174,7 @@ def _ended(worker: _Worker) -> WorkerEndedError:
 def _worker(
     context: multiprocessing.context.SpawnContext, sessions: Sequence[Session], number: int
 ) -> Iterator[_Worker]:
-    """Yield a worker, gone at the end."""
+    """Start a worker for the block inside, and end it afterwards."""
     ours, theirs = context.Pipe()
     process = context.Process(
         target=_work, args=(theirs, sessions), name=f"kvd-plan-{number}", daemon=True
@@ -191,15 +192,15 @@ def _worker(
 
 @contextmanager
 def _no_interrupts() -> Iterator[None]:
-    """Hold Ctrl-C back meanwhile, and for good in processes that begin here.
+    """Postpone Ctrl-C in the block inside; processes started there never get it.
 
-    They inherit the blocked signal. Here blocking is not enough, for numpy's threads take it too,
-    and a start that is broken off would leave a process that nobody knows.
+    They inherit the blocked signal. Blocking is not enough in this process: numpy's threads would
+    get the signal too, and an interrupted start would leave a process that nothing ends.
     """
-    noted: list[int] = []
+    pending: list[int] = []
     is_main = threading.current_thread() is threading.main_thread()
     usual = (
-        signal.signal(signal.SIGINT, lambda number, _: noted.append(number)) if is_main else None
+        signal.signal(signal.SIGINT, lambda number, _: pending.append(number)) if is_main else None
     )
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -208,12 +209,12 @@ def _no_interrupts() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         if is_main:
             signal.signal(signal.SIGINT, usual)
-    if noted:
+    if pending:
         raise KeyboardInterrupt
 
 
 def _work(connection: Connection, sessions: Sequence[Session]) -> None:
-    """Replay each cell that the parent sends, until it closes the connection."""
+    """Replay each cell that the parent sends, until the parent closes the connection."""
     try:
         while True:
             cell: Cell = connection.recv()

@@ -1,11 +1,12 @@
-"""DRAM and SSD as byte counts: which session is where, whole or not at all. Pure.
+"""DRAM and SSD as byte counts: which session is in which tier. Pure.
 
-Room is made by `SessionPlacement.victims`, as in the daemon. Sessions that run are in the engine's
-memory: they hold nothing in DRAM and, with exclusive tiers, nothing on SSD. With inclusive tiers a
-session is written to SSD when it is stored, and what was written stays: only new bytes are written.
+A session is in a tier as a whole, or not at all. `SessionPlacement.victims` chooses what makes
+room, as in the daemon. The KV of running sessions is in the engine's memory: they hold nothing in
+DRAM and, with exclusive tiers, nothing on SSD. With inclusive tiers a session is written to SSD
+when it is stored, and stays there: later only new bytes are written.
 
-A session that is stored is a candidate for eviction itself: if it is colder than whatever would
-have to go for it, it goes down at once, or is not kept.
+A session that is being stored is a candidate for eviction itself: if it ranks below every session
+that would have to make room, it is demoted at once, or is not kept.
 
 Invariants (`check`): 1. the bytes of a tier are those of the sessions in it, and never above its
 capacity (DRAM: without the watermark); 2. with exclusive tiers no session is in both, except while
@@ -22,14 +23,15 @@ from shared.types.session_key import SessionKey
 
 @dataclass(slots=True)
 class Held:
-    """What is held of a session.
+    """A session's place in the tiers.
 
     Attributes:
-        num_bytes: all of it.
-        ssd_bytes: how many of these are on SSD; less than all only while DRAM or HBM has the rest.
-        in_dram: whether all of it is in DRAM.
-        is_reading: whether it is read from SSD, or a turn waits for that: nothing of it moves.
-        is_reserved: DRAM keeps room for what is read ahead.
+        num_bytes: bytes of the whole session.
+        ssd_bytes: bytes of it on SSD; less than all only while DRAM or HBM has the rest.
+        in_dram: all of it is in DRAM.
+        is_running: it is in the engine's memory.
+        is_reading: it is read from SSD, or a turn waits for that: it may not be moved.
+        is_reserved: DRAM has room for a prefetch of it.
     """
 
     num_bytes: int
@@ -42,18 +44,22 @@ class Held:
 
 @dataclass(slots=True)
 class TierCounts:
-    """One tier's bytes."""
+    """The bytes of one tier."""
 
     capacity_bytes: int
     used_bytes: int = 0
 
 
 class Tiers:
-    """DRAM and SSD as byte counts: which session is where.
+    """The sessions in DRAM and on SSD.
 
     Args:
-        charge: how many bytes of a tier so many bytes of a session take.
-        on_evict: told of each session that is lost to make room, before it is, and when.
+        placement: chooses victims.
+        capacities: bytes of each tier.
+        charge: returns the bytes of a tier that a session of so many bytes takes.
+        are_exclusive: no session is in both tiers.
+        watermark: share of DRAM that is kept free.
+        on_evict: called with each session, and the time, before it is lost to make room.
 
     Attributes:
         bytes_written: bytes written to SSD.
@@ -79,30 +85,30 @@ class Tiers:
         self._ssd = TierCounts(capacities[Tier.SSD])
         self.bytes_written = 0
 
-    # ------------------------------------------------------------------------------------- looking
+    # ------------------------------------------------------------------------------------- queries
 
     def find(self, key: SessionKey) -> Tier | None:
-        """Return the faster tier that a session is in; None: it is not held."""
+        """Return the fastest tier that has the session; None: none has it."""
         held = self._sessions.get(key)
         if held is None or held.is_running:
             return None
         return Tier.DRAM if held.in_dram else Tier.SSD
 
     def num_bytes(self, key: SessionKey) -> int:
-        """Return what is held of a session."""
+        """Return the bytes that are held of a session."""
         held = self._sessions.get(key)
         return held.num_bytes if held else 0
 
     def is_reading(self, key: SessionKey) -> bool:
-        """Whether the session is read from SSD, or to be read."""
+        """Return whether the session is read from SSD, or will be."""
         held = self._sessions.get(key)
         return held is not None and held.is_reading
 
     def shares(self, part_bytes: Callable[[SessionKey], int]) -> dict[Tier, tuple[int, int]]:
-        """Add up for each tier the bytes of sessions, and those of a part of each.
+        """Return for each tier the bytes of all sessions, and those of a part of each session.
 
         Args:
-            part_bytes: how large that part of a session is; it is what leaves a tier last.
+            part_bytes: returns the bytes of that part; it is the last part to leave a tier.
         """
         in_dram = in_ssd = of_dram = of_ssd = 0
         for key, held in self._sessions.items():
@@ -117,13 +123,13 @@ class Tiers:
     # ------------------------------------------------------------------------------------- reading
 
     def reserve(self, key: SessionKey, now_ns: int) -> bool:
-        """Make room in DRAM to read a session ahead, if only colder ones give way.
+        """Reserve DRAM to prefetch a session, if sessions of a lower rank can make room.
 
-        The caller owes `end_reading`.
+        The caller owes `end_reading` if this returns True.
         """
         held = self._sessions[key]
         num_bytes = self._charge(held.num_bytes)
-        held.is_reading = True  # so that what gives way does not push it out of SSD
+        held.is_reading = True  # so that the victims do not push it out of SSD
         if not self._make_dram_room(key, num_bytes, now_ns, giving_way_to=key):
             held.is_reading = False
             return False
@@ -132,11 +138,11 @@ class Tiers:
         return True
 
     def begin_reading(self, key: SessionKey) -> None:
-        """Hold a session on SSD for a turn that waits for it; the caller owes `end_reading`."""
+        """Keep a session on SSD for a turn that waits for it; the caller owes `end_reading`."""
         self._sessions[key].is_reading = True
 
     def end_reading(self, key: SessionKey) -> None:
-        """Record that a session was read; what was read ahead is in DRAM now."""
+        """Record that a session was read; a prefetched one is in DRAM now."""
         held = self._sessions[key]
         held.is_reading = False
         if not held.is_reserved:
@@ -147,10 +153,10 @@ class Tiers:
         if self._are_exclusive:
             self._leave_ssd(key, held)
 
-    # ------------------------------------------------------------------------- a session's own life
+    # ------------------------------------------------------------------------- changes of a session
 
     def run(self, key: SessionKey) -> None:
-        """Record that a session's KV is in the engine's memory; a read of it is not waited for."""
+        """Record that a session's KV is in the engine's memory; a read of it is given up."""
         held = self._sessions[key]
         held.is_reading = False
         self._leave_dram(key, held)
@@ -161,9 +167,9 @@ class Tiers:
             held.is_running = True
 
     def store(self, key: SessionKey, num_bytes: int, clean_bytes: int, now_ns: int) -> None:
-        """Keep all of a session; its use is known to the policy already.
+        """Store a session after its turn; the policy already knows of its use.
 
-        Of its bytes, `clean_bytes` were held before the turn, and are the same now.
+        `clean_bytes` of its bytes were held before the turn, and have not changed.
         """
         held = self._sessions.setdefault(key, Held(num_bytes))
         held.is_running = False
@@ -179,7 +185,7 @@ class Tiers:
                 self._lose(key, now_ns)
 
     def drop(self, key: SessionKey) -> None:
-        """Keep nothing of a session."""
+        """Drop a session from both tiers."""
         held = self._sessions.pop(key, None)
         if held is not None:
             self._leave_dram(key, held)
@@ -216,7 +222,7 @@ class Tiers:
         self._policy.on_evict(key, Tier.SSD)
 
     def _cut_ssd(self, key: SessionKey, held: Held, clean_bytes: int) -> None:
-        """Keep on SSD only what is still part of the session."""
+        """Keep on SSD only bytes that still belong to the session."""
         kept_bytes = min(held.ssd_bytes, clean_bytes)
         self._leave_ssd(key, held)
         if kept_bytes:
@@ -237,7 +243,7 @@ class Tiers:
         *,
         giving_way_to: SessionKey | None = None,
     ) -> bool:
-        """Have sessions leave DRAM until so much is free; False, and nothing moved: none may."""
+        """Evict sessions from DRAM to free that many bytes; if it fails, evict none."""
         missing_bytes = self._dram.used_bytes + num_bytes - self._dram.capacity_bytes
         victims = self._victims(Tier.DRAM, key, missing_bytes, now_ns, giving_way_to)
         if victims is None:
@@ -247,7 +253,7 @@ class Tiers:
         return True
 
     def _demote(self, key: SessionKey, held: Held, now_ns: int) -> None:
-        """Have a session leave DRAM; it is lost if SSD has colder room for it neither."""
+        """Move a session from DRAM to SSD; it is lost if SSD has no room for its rank."""
         self._leave_dram(key, held)
         if held.ssd_bytes == held.num_bytes or self._write(key, held, now_ns):
             self._placement.prefetching.reopen(key)
@@ -255,7 +261,7 @@ class Tiers:
             self._lose(key, now_ns)
 
     def _write(self, key: SessionKey, held: Held, now_ns: int) -> bool:
-        """Have all of a session on SSD; False, and nothing moved: what is there is warmer."""
+        """Write a session to SSD; return False, unchanged, if it ranks below what is there."""
         self._policy.on_insert(key, Tier.SSD)
         more_bytes = self._charge(held.num_bytes) - self._ssd_charge(held)
         missing_bytes = self._ssd.used_bytes + more_bytes - self._ssd.capacity_bytes
@@ -289,7 +295,7 @@ class Tiers:
         now_ns: int,
         giving_way_to: SessionKey | None,
     ) -> list[SessionKey] | None:
-        """Choose the sessions that leave a tier for it; None: that one is last, or too large."""
+        """Choose the sessions that make room for `key`; None: it ranks last, or is too large."""
         victims: list[SessionKey] = []
         if missing_bytes <= 0:
             return victims

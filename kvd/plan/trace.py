@@ -1,15 +1,16 @@
-"""Sessions of a trace, as they are replayed. Pure but for reading the file.
+"""The sessions of a trace. Pure, except that it reads the file.
 
-A trace is newline JSON, plain or gzip, one object a turn, sorted by `t` (arrival, seconds):
-`session`, `turn` (1, 2, …), `new_tokens`, `output_tokens`, `history_tokens` (never more than the
-session has kept after an earlier turn), `think_s` (from the previous answer's end to this turn).
-Of the times of arrival only the first turn's counts: the replay is closed-loop. Two fields may be
-there beside these, and other keys are ignored:
+A trace is newline JSON, plain or gzip, one object per turn, sorted by `t` (arrival, seconds):
+`session`, `turn` (1, 2, …), `new_tokens`, `output_tokens`, `history_tokens` (at most what the
+session has kept after an earlier turn), `think_s` (from the end of the previous answer to this
+turn). Only the arrival of a first turn is used: the replay is closed-loop. Two fields are optional,
+and other keys are ignored:
 
-tools       names of the tools that the turn's answer calls; `think_s` of the next turn is then how
-            long they take
-supersedes  in a first turn: the session that goes on in this one (a conversation that was compacted
-            or begun again from an earlier message). It comes `think_s` after that one's last answer
+tools       names of the tools that the turn's answer calls; `think_s` of the next turn is then the
+            time that they take
+supersedes  in a first turn: the earlier session that this one continues (a conversation that was
+            compacted, or continued from an earlier message). It comes `think_s` after that
+            session's last answer
 """
 
 import gzip
@@ -26,10 +27,10 @@ from xxhash import xxh3_64_intdigest
 
 from shared.types.errors import InvalidInputError
 
-MAX_TOKENS = 1 << 30  # of one field: far beyond any model's context
-MAX_SECONDS = 1e11  # Unix times too
-MAX_TOOLS = 1024  # that one answer calls
-MAX_HEAD = 1 << 20  # bytes of a first line: a list of conversations may be one line of gigabytes
+MAX_TOKENS = 1 << 30  # in one field: far above any model's context
+MAX_SECONDS = 1e11  # allows Unix times
+MAX_TOOLS = 1024  # calls in one answer
+MAX_HEAD = 1 << 20  # bytes read of a first line, which may be gigabytes long
 _GZIP = b"\x1f\x8b"
 _REMEDY = (
     "give newline JSON, plain or gzip, each line a turn with t, session, turn, new_tokens, "
@@ -38,19 +39,21 @@ _REMEDY = (
 
 
 class BadTraceError(InvalidInputError):
-    """A file that is no trace."""
+    """The file is no trace."""
 
     reason = "bad_trace"
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One turn; its prompt is history and new tokens.
+    """One turn; its prompt is the history and the new tokens.
 
     Attributes:
-        history_tokens: tokens of the prompt that the session's earlier turns have left.
+        new_tokens: tokens of the prompt that are new.
+        output_tokens: tokens of the answer.
+        history_tokens: tokens of the prompt that earlier turns have left.
         think_s: seconds from the end of the previous answer to this turn.
-        tools: names of the tools that the answer calls, with whose results the next turn comes.
+        tools: names of the tools that the answer calls; the next turn brings their results.
     """
 
     new_tokens: int
@@ -61,7 +64,7 @@ class Turn:
 
     @property
     def kept_tokens(self) -> int:
-        """What there is to be stored after it."""
+        """Tokens to store after the turn."""
         return self.history_tokens + self.new_tokens + self.output_tokens
 
 
@@ -70,9 +73,10 @@ class Session:
     """One session.
 
     Attributes:
-        start_s: when it begins.
-        supersedes: number of an earlier session of the trace that goes on in this one: it begins so
-            long after that one's last answer as its first turn says. None: at `start_s`.
+        start_s: when it begins, in seconds.
+        turns: its turns.
+        supersedes: the number of an earlier session that it continues. It then begins its first
+            turn's `think_s` after that session's last answer. None: it begins at `start_s`.
     """
 
     start_s: float
@@ -91,8 +95,8 @@ def truncated(context: int, new: int, window_tokens: int) -> int:
 
 
 def sampled(sessions: Sequence[Session], share: float) -> list[Session]:
-    """Return so many of the sessions, always the same; those that supersede each other together."""
-    numbers: dict[int, int] = {}  # of those that are taken, in the sample
+    """Return a share of the sessions, the same in every call; chains of supersession stay whole."""
+    numbers: dict[int, int] = {}  # of the chosen sessions, in the sample
     found: list[Session] = []
     for number, session in enumerate(sessions):
         before = session.supersedes
@@ -110,7 +114,7 @@ def _is_drawn(number: int, share: float) -> bool:
 
 
 def footprint_tokens(sessions: Iterable[Session]) -> int:
-    """Sum over the sessions of the largest context: room for it never needs an eviction."""
+    """Return the sum of the sessions' largest contexts: room for it never needs an eviction."""
     return sum(max(turn.kept_tokens for turn in session.turns) for session in sessions)
 
 
@@ -120,14 +124,14 @@ def read_trace(path: Path) -> list[Session]:
     Raises:
         BadTraceError: the file cannot be read, or a line is not the next turn of a session.
     """
-    found = _Found()
+    found = _SessionParser()
     before_s = 0.0
     for where, line in numbered_lines(path):
         fields = parse_object(where, line)
         at_s = seconds(where, fields, "t")
         check_sorted(where, "t", fields["t"], at_s, before_s)
         before_s = at_s
-        found.take(where, fields, at_s)
+        found.add(where, fields, at_s)
     sessions = found.sessions()
     if not sessions:
         raise BadTraceError(f"{path}: no turn in it", "give a trace that is not empty")
@@ -137,22 +141,22 @@ def read_trace(path: Path) -> list[Session]:
 SessionName = int | str
 
 
-class _Found:
-    """The sessions of a file so far, in the order in which they begin."""
+class _SessionParser:
+    """Parses turns into the sessions of a file, in the order in which they begin."""
 
     def __init__(self) -> None:
-        self._numbers: dict[SessionName, int] = {}  # by name, as they come
+        self._numbers: dict[SessionName, int] = {}  # by name, in order of appearance
         self._starts: dict[SessionName, float] = {}
         self._turns: dict[SessionName, list[Turn]] = {}
         self._kept_tokens: dict[SessionName, int] = {}  # the most after one of its turns
         self._supersedes: dict[SessionName, int] = {}
         self._successors: dict[SessionName, SessionName] = {}
 
-    def take(self, where: str, fields: dict[str, Any], at_s: float) -> None:
-        """Take the next turn.
+    def add(self, where: str, fields: dict[str, Any], at_s: float) -> None:
+        """Add the next turn.
 
         Raises:
-            BadTraceError: it is none, or not the next one of its session.
+            BadTraceError: it is invalid, or not the next turn of its session.
         """
         name = _session_name(where, fields, "session")
         number = whole_number(where, fields, "turn")
@@ -167,7 +171,7 @@ class _Found:
         self._turns.setdefault(name, []).append(turn)
 
     def sessions(self) -> list[Session]:
-        """Return all of them."""
+        """Return all sessions."""
         return [
             Session(self._starts[name], tuple(turns), self._supersedes.get(name))
             for name, turns in self._turns.items()
@@ -211,17 +215,17 @@ class _Found:
         self._supersedes[name] = self._numbers[before]
 
 
-# --------------------------------------------------------- pieces that other formats are read with
+# --------------------------------------------------------------- helpers for other formats, too
 
 
 def numbered_lines(path: Path) -> Iterator[tuple[str, str]]:
-    """Yield each line that is not blank, after "file:line".
+    """Yield each line that is not blank, with "file:line" before it.
 
     Raises:
         BadTraceError: the file cannot be opened, decompressed or decoded.
     """
     number = 0
-    with _readable(path, lambda: number), _opened(path) as lines:
+    with _readable(path, lambda: number), _open(path) as lines:
         for number, raw in enumerate(lines, start=1):
             line = raw.decode()
             if not line.isspace():
@@ -229,12 +233,12 @@ def numbered_lines(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def first_line(path: Path) -> str:
-    """Return the first line that is not blank, or its first MAX_HEAD bytes; "" if there is none.
+    """Return the first line that is not blank, at most MAX_HEAD bytes of it; "": there is none.
 
     Raises:
         BadTraceError: the file cannot be opened, decompressed or decoded.
     """
-    with _readable(path, lambda: 1), _opened(path) as lines:
+    with _readable(path, lambda: 1), _open(path) as lines:
         for raw in iter(lambda: lines.readline(MAX_HEAD), b""):
             line = raw.decode(errors="ignore" if len(raw) == MAX_HEAD else "strict")
             if not line.isspace():
@@ -243,7 +247,7 @@ def first_line(path: Path) -> str:
 
 
 def check_sorted(where: str, name: str, value: object, at_s: float, before_s: float) -> None:
-    """Raise BadTraceError if a line comes before the one before it."""
+    """Raise BadTraceError if a line is earlier than the line before it."""
     if at_s < before_s:
         raise BadTraceError(
             f"{where}: {name} is {value}, earlier than the line before it",
@@ -267,10 +271,10 @@ def parse_object(where: str, line: str) -> dict[str, Any]:
 
 
 def whole_number(where: str, fields: dict[str, Any], name: str) -> int:
-    """Take a field that counts something.
+    """Return a field that counts something.
 
     Raises:
-        BadTraceError: the member is missing, no whole number, negative or huge.
+        BadTraceError: the field is missing, no whole number, negative or huge.
     """
     value = _field(where, fields, name)
     if isinstance(value, bool) or not isinstance(value, int):
@@ -280,10 +284,10 @@ def whole_number(where: str, fields: dict[str, Any], name: str) -> int:
 
 
 def seconds(where: str, fields: dict[str, Any], name: str) -> float:
-    """Take a field that is a time.
+    """Return a field that is a time.
 
     Raises:
-        BadTraceError: the member is missing, no number, negative or huge.
+        BadTraceError: the field is missing, no number, negative or huge.
     """
     value = _field(where, fields, name)
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -292,12 +296,12 @@ def seconds(where: str, fields: dict[str, Any], name: str) -> float:
     return float(value)
 
 
-# --------------------------------------------------------------------------------------- inside
+# ------------------------------------------------------------------------------------- internal
 
 
 @contextmanager
 def _readable(path: Path, line_number: Callable[[], int]) -> Iterator[None]:
-    """Say what is wrong with a file that cannot be read, and in which line."""
+    """Turn errors of reading a file into a BadTraceError that names the line."""
     try:
         yield
     except UnicodeDecodeError as error:
@@ -314,16 +318,16 @@ def _readable(path: Path, line_number: Callable[[], int]) -> Iterator[None]:
         ) from error
 
 
-def _opened(path: Path) -> IO[bytes]:
-    """Open a plain or gzip file; a pipe or a device is none (its end may never come)."""
+def _open(path: Path) -> IO[bytes]:
+    """Open a plain or gzip file; refuse pipes and devices, which may never end."""
     if path.exists() and not path.is_file():
         what = "a directory" if path.is_dir() else "not a regular file"
         raise BadTraceError(f"{path}: is {what}", "give the path of a trace file")
     with path.open("rb") as file:
         is_gzip = file.read(len(_GZIP)) == _GZIP
     open_file: Callable[[Path, str], Any] = gzip.open if is_gzip else Path.open
-    opened: IO[bytes] = open_file(path, "rb")
-    return opened
+    lines: IO[bytes] = open_file(path, "rb")
+    return lines
 
 
 def _turn(where: str, fields: dict[str, Any]) -> Turn:
@@ -345,7 +349,7 @@ def _tools(where: str, fields: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _check_history(where: str, turn: Turn, name: SessionName, kept_tokens: int) -> None:
-    """Raise BadTraceError if a turn's history is more than its session can have kept."""
+    """Raise BadTraceError if a turn's history is longer than its session can have kept."""
     if turn.history_tokens > kept_tokens:
         raise BadTraceError(
             f"{where}: history_tokens is {turn.history_tokens}, but session {name} has kept"
@@ -368,7 +372,7 @@ def _field(where: str, fields: dict[str, Any], name: str) -> Any:
 
 
 def _check_bounds(where: str, name: str, value: float, most: float) -> None:
-    if not 0 <= value <= most:  # so that NaN is refused too
+    if not 0 <= value <= most:  # written so that NaN is refused, too
         raise _bad_value(where, name, value, f"a number between 0 and {most:.0f}")
 
 

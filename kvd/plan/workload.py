@@ -1,14 +1,14 @@
-"""The sessions to plan for: read from a trace of any kind, and how fast they arrive.
+"""The sessions to plan for, read from a trace of any format, and their arrival rate.
 
-Pure but for reading files. Which kind a file is says its first line. What a context overflow does
-to what is stored depends on what positions are stored with the keys:
+Pure, except that it reads files. A file's first line tells its format. The effect of a context
+overflow on stored KV depends on the positions that are stored with the keys:
 
-decoupled   nothing: keys are stored without positions, and what a truncation keeps stays valid
-coupled     what is stored is useless after a truncation: the turn that was truncated computes what
-            is left of its history anew (the paper's OF, section 4.3.4)
+decoupled   none: keys are stored without positions, and what a truncation keeps stays valid
+coupled     stored KV is useless after a truncation: the truncated turn recomputes what is left of
+            its history (the paper's OF, section 4.3.4)
 
-States are always coupled. A history that is shorter though the window had room for it was gone on
-with from an earlier place: what is stored of it up to there stays valid.
+States are always coupled. If a history is shorter though the window had room for it, the
+conversation was continued from an earlier message: KV stored before that message stays valid.
 """
 
 import json
@@ -25,7 +25,7 @@ from kvd.plan.trace import Session, Turn, first_line, footprint_tokens, read_tra
 from shared.types.errors import InvalidInputError
 
 RECOGNISED = "auto"
-TURNS = "turns"  # a plan's own
+TURNS = "turns"  # the format of trace.py
 
 Reader = Callable[[Path, Filling], tuple[list[Session], str]]
 
@@ -40,7 +40,7 @@ FORMATS = (RECOGNISED, *READERS)
 
 
 def recognised(path: Path) -> str:
-    """Return the kind of trace that a file seems to be; TURNS if its first line says nothing else.
+    """Return the format of a trace, by its first line; TURNS if it is no other.
 
     Raises:
         BadTraceError: the file cannot be read.
@@ -56,7 +56,7 @@ def recognised(path: Path) -> str:
         return TURNS
     try:
         fields = json.loads(line)
-    except (ValueError, RecursionError):  # whoever reads it says so
+    except (ValueError, RecursionError):  # reading it as TURNS reports the error
         return TURNS
     if {"input_length", "hash_ids"} <= fields.keys():
         return "mooncake"
@@ -64,24 +64,24 @@ def recognised(path: Path) -> str:
 
 
 def read_sessions(path: Path, format_name: str, filling: Filling) -> tuple[list[Session], str]:
-    """Read the sessions of a file, and say how what it lacks was filled; "" if it lacks nothing.
+    """Return the sessions of a file, and how data it lacks was filled; "": it lacks none.
 
     Raises:
-        BadTraceError: the file is no trace of that kind.
-        KeyError: there is no such kind.
+        BadTraceError: the file is no trace of that format.
+        KeyError: there is no such format.
     """
     name = recognised(path) if format_name == RECOGNISED else format_name
     return READERS[name](path, filling)
 
 
 def coupled(session: Session, *, is_for_good: bool = False, window_tokens: int = 0) -> Session:
-    """Return what can be reused if positions are stored: a truncated history counts as new tokens.
+    """Return a session as if positions were stored: a truncated history counts as new tokens.
 
     Args:
-        session: session whose history shrinks where its context was truncated.
+        session: a session whose history shrinks where its context was truncated.
         is_for_good: the session never hits again after its first truncation.
         window_tokens: a history that shrank though this window had room for it was not truncated;
-            0: every one was.
+            0: every history that shrank was.
     """
     turns: list[Turn] = []
     kept_tokens, is_lost = 0, False
@@ -102,18 +102,19 @@ DEFAULT_FILLING = Filling()
 
 
 class NoRateError(InvalidInputError):
-    """Sessions that all begin at once have no rate that could be changed."""
+    """All sessions begin at the same time, so there is no rate to change."""
 
     reason = "no_rate"
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Sessions in the order in which they begin, and where they come from.
+    """Sessions in the order in which they begin.
 
     Attributes:
-        origin: origin for people: the file, or what was drawn.
-        share: these are so much of all sessions: more could not be replayed.
+        origin: their origin for people: the file, or how they were drawn.
+        sessions: the sessions.
+        share: the share of all sessions that these are, if only some servers are replayed.
     """
 
     origin: str
@@ -132,21 +133,21 @@ class Workload:
 
     @property
     def footprint_tokens(self) -> int:
-        """Room for all sessions at their largest, in tokens."""
+        """Tokens of all sessions at their largest."""
         return footprint_tokens(self.sessions)
 
     @property
     def longest_tokens(self) -> int:
-        """The largest context."""
+        """Tokens of the largest context."""
         return max(turn.kept_tokens for session in self.sessions for turn in session.turns)
 
     @property
     def span_s(self) -> float:
-        """From the first session's begin to the last one's."""
+        """Seconds from the first session's begin to the last one's."""
         return self.sessions[-1].start_s - self.sessions[0].start_s
 
     def with_arrival_rate(self, rate: float) -> "Workload":
-        """Return the same sessions, of which so many begin a second, in the mean.
+        """Return the same sessions, with begins scaled to a mean rate per second.
 
         Raises:
             NoRateError: all sessions begin at once.
@@ -157,19 +158,19 @@ class Workload:
         return replace(self, sessions=stretched)
 
     def with_coupled_positions(self) -> "Workload":
-        """Return the same sessions, if what is stored is useless after a context overflow."""
+        """Return the sessions as if stored KV were useless after a context overflow."""
         sessions = [coupled(session) for session in self.sessions]
         return replace(self, origin=f"{self.origin}, coupled positions", sessions=sessions)
 
     def with_states(self, window_tokens: int) -> "Workload":
-        """Return the same sessions, of a model with states and of such a window."""
+        """Return the sessions for a model with states and such a window."""
         if not keep_to_window(self.sessions, window_tokens):
-            return self  # nothing of it was truncated to this window
+            return self  # the trace is not truncated to this window
         sessions = [coupled(each, window_tokens=window_tokens) for each in self.sessions]
         return replace(self, sessions=sessions)
 
     def check_rate(self, option: str) -> None:
-        """Raise NoRateError if they all begin at once: then this option makes no sense."""
+        """Raise NoRateError if all sessions begin at once: `option` makes no sense then."""
         if self.span_s <= 0:
             raise NoRateError(
                 "all sessions of the trace begin at the same time",
@@ -180,12 +181,12 @@ class Workload:
 def read_workload(
     path: Path, format_name: str = RECOGNISED, filling: Filling = DEFAULT_FILLING
 ) -> Workload:
-    """Read a trace of any kind.
+    """Read a trace of any format.
 
     Args:
-        path: path of the file.
+        path: the file.
         format_name: a key of FORMATS.
-        filling: distributions from which what the trace lacks is drawn.
+        filling: distributions for data that the trace lacks.
 
     Raises:
         BadTraceError: the file is no trace.

@@ -1,10 +1,16 @@
-"""The sessions of a remote store: their manifests, found, listed and replaced."""
+"""The catalog of a remote store: finds, lists and replaces manifests of sessions."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kvd.remote.errors import DamagedRemoteError, NotPushedError, SeveralPushedError
-from kvd.remote.manifest import damaged, dropped, fenced, manifest_bytes, read_manifest
+from kvd.remote.manifest import (
+    damaged_error,
+    fenced_error,
+    manifest_bytes,
+    read_manifest,
+    tombstone,
+)
 from kvd.remote.names import (
     SESSIONS,
     place_of,
@@ -20,13 +26,13 @@ from shared.types.session_key import SessionKey
 
 
 @dataclass(frozen=True)
-class Pushed:
-    """A session as a store has it.
+class PushedSession:
+    """A session in a remote store.
 
     Attributes:
-        place: of its manifest.
-        version: of its manifest.
-        manifest: decoded.
+        place: the place of its manifest's versions.
+        version: the version that was read.
+        manifest: the decoded manifest.
     """
 
     place: str
@@ -35,25 +41,25 @@ class Pushed:
 
 
 class Catalog:
-    """See the module docstring.
+    """Reads and replaces manifests in one store.
 
     Args:
-        store: of one or many servers.
+        store: the store; many servers may share it.
     """
 
     def __init__(self, store: BlobStore) -> None:
         self._store = store
 
-    def read(self, place: str) -> Pushed | None:
-        """Return what a place has, be it dropped; None if nothing.
+    def read(self, place: str) -> PushedSession | None:
+        """Return the session of a place, even if it is dropped; None: there is none.
 
         Raises:
-            DamagedRemoteError: its manifest is not what was put there.
+            DamagedRemoteError: its manifest is damaged, or another session's.
         """
         try:
             version = Register(self._store, place).read()
         except BlobDamagedError as error:
-            raise damaged() from error
+            raise damaged_error() from error
         if version is None:
             return None
         manifest = read_manifest(version.data)
@@ -63,26 +69,28 @@ class Catalog:
             raise DamagedRemoteError(
                 f"the manifest in {place} is another session's", "push the session again"
             )
-        return Pushed(place, version, manifest)
+        return PushedSession(place, version, manifest)
 
-    def find(self, tenant: str, session_id: str, model: str = "") -> Pushed:
-        """Return a session.
+    def find(self, tenant: str, session_id: str, model: str = "") -> PushedSession:
+        """Return the session of an id.
 
         Args:
-            tenant: whose it is.
+            tenant: the session's tenant.
             session_id: its id.
-            model: how the model's fingerprint begins; "": any.
+            model: the beginning of its model's fingerprint; "": any.
 
         Raises:
-            NotPushedError: it is not there.
-            SeveralPushedError: it is, of several models.
+            NotPushedError: there is none.
+            SeveralPushedError: there are some, of several models.
         """
         places = self._places(sessions_named(tenant, session_id))
         read = [self.read(place) for place in sorted(places)]
         found = [
-            one
-            for one in read
-            if one and not one.manifest.dropped and one.manifest.session.model.startswith(model)
+            pushed
+            for pushed in read
+            if pushed
+            and not pushed.manifest.dropped
+            and pushed.manifest.session.model.startswith(model)
         ]
         if not found:
             raise NotPushedError(
@@ -90,7 +98,7 @@ class Catalog:
                 "list what it has with: kvd remote ls",
             )
         if len(found) > 1:
-            models = ", ".join(one.manifest.session.model[:12] for one in found)
+            models = ", ".join(pushed.manifest.session.model[:12] for pushed in found)
             raise SeveralPushedError(
                 f"the store has session {session_id!r} of several models ({models})",
                 "name one with --model",
@@ -101,19 +109,21 @@ class Catalog:
         """Return the places of all sessions, or of a tenant's, in a fixed order."""
         return sorted(self._places(tenant_sessions(tenant) if tenant else SESSIONS))
 
-    def sessions(self, tenant: str = "") -> Iterator[Pushed]:
+    def sessions(self, tenant: str = "") -> Iterator[PushedSession]:
         """Yield all sessions that are not dropped, or those of a tenant."""
         for place in self.places(tenant):
             found = self.read(place)
             if found is not None and not found.manifest.dropped:
                 yield found
 
-    def replace(self, place: str, before: Pushed | None, manifest: pb.SessionManifest) -> None:
-        """Put a manifest in place of the one that was read: from now on it counts.
+    def replace(
+        self, place: str, before: PushedSession | None, manifest: pb.SessionManifest
+    ) -> None:
+        """Put a manifest in place of the one that was read. From now on it is valid.
 
         Raises:
             FencedError: another server has become the owner meanwhile.
-            OvertakenError: it was replaced otherwise.
+            OvertakenError: the same owner has replaced it meanwhile.
         """
         seen = NOTHING if before is None else before.version.seen
         try:
@@ -121,15 +131,15 @@ class Catalog:
         except OvertakenError:
             now = self.read(place)
             if now is not None and now.manifest.owner != manifest.owner:
-                raise fenced(now.manifest) from None
+                raise fenced_error(now.manifest) from None
             raise
 
-    def drop(self, found: Pushed) -> None:
-        """Drop a session; its chunks are left to a sweep."""
-        self.replace(found.place, found, dropped(found.manifest))
+    def drop(self, found: PushedSession) -> None:
+        """Drop a session. Its chunks stay until a sweep removes them."""
+        self.replace(found.place, found, tombstone(found.manifest))
 
-    def forget(self, found: Pushed) -> None:
-        """Remove what stands for a session that was dropped long ago."""
+    def forget(self, found: PushedSession) -> None:
+        """Remove the tombstone of a session that was dropped long ago."""
         Register(self._store, found.place).remove(found.version.seen)
 
     def _places(self, prefix: str) -> set[str]:

@@ -1,9 +1,11 @@
-"""A tenant's chunks in a store: objects named by the digest of their bytes, each there once.
+"""The chunks of one tenant in a remote store: objects named by the digest of their bytes.
 
-A sweep removes chunks that no manifest names, and must not remove one that a push has just found
-and is about to name. So it condemns them first: their names lie in a list for GRACE_S, and only
-then are those removed that still no manifest names. A push reads the lists first, passes over what
-is condemned, under a name with a suffix, and has to be done within PUSH_S.
+A chunk is stored once, however many manifests name it. A sweep removes chunks that no manifest
+names, and must not remove one that a push has just found and is about to name. Therefore it
+condemns chunks first: it puts their names into a list. GRACE_S later it removes those that still no
+manifest names. A push reads these lists at its start. It does not reuse a condemned chunk, but
+stores it again under a name with a suffix. A push has to end within PUSH_S, so that no list made
+after its start can take effect before its end.
 """
 
 import hashlib
@@ -21,16 +23,16 @@ from shared.blobs.blob_store import Blob, BlobStore, Data
 from shared.blobs.errors import BlobDamagedError, BlobMissingError
 from shared.pb.kvd.v1 import kvd_pb2 as pb
 
-GRACE_S = 24 * 3600.0
-PUSH_S = GRACE_S / 2
+GRACE_S = 24 * 3600.0  # between the condemnation of a chunk and its removal
+PUSH_S = GRACE_S / 2  # the longest time that a push may take
 
 
 class ChunkStore:
-    """Puts and gets the chunks of one tenant. Any thread.
+    """Puts and gets the chunks of one tenant. Any thread may call it.
 
     Args:
-        store: where they are.
-        tenant: whose.
+        store: the store that holds the chunks.
+        tenant: the tenant's name.
         clock: monotonic seconds.
     """
 
@@ -52,15 +54,18 @@ class ChunkStore:
         *,
         looks: bool = True,
     ) -> tuple[pb.RemoteChunk, int]:
-        """Have a chunk in the store; returns how a manifest names it, and the bytes that were sent.
+        """Make sure that a chunk is in the store.
 
         Args:
             data: its bytes.
-            end_token: of the session, where it ends.
-            known: chunks that are there, by a manifest that counts, unless the store loses some; by
-                their digests.
-            before_sending: called with how many bytes will be sent, if any are.
-            looks: whether it may be there though it is not known; that costs a request.
+            end_token: the session's token behind the last one in the chunk.
+            known: chunks, by digest, that a valid manifest names. They are in the store, unless it
+                is one that may lose objects.
+            before_sending: called with the number of bytes to send, if any.
+            looks: look for the chunk in the store though it is not known; costs a request.
+
+        Returns:
+            The chunk as a manifest names it, and the number of bytes that were sent.
         """
         digest = blake3(data).digest()
         chunk = pb.RemoteChunk(
@@ -69,14 +74,14 @@ class ChunkStore:
             num_bytes=len(data),
             end_token=end_token,
         )
-        there = known.get(chunk.blake3)
-        if there is not None and there.name not in self._condemned:
-            chunk.name = there.name
+        existing = known.get(chunk.blake3)
+        if existing is not None and existing.name not in self._condemned:
+            chunk.name = existing.name
             if self._store.keeps:
                 return chunk, 0
         elif chunk.name in self._condemned:
             chunk.name += f"-{secrets.token_hex(4)}"
-        if (looks or there is not None) and _is_there(
+        if (looks or existing is not None) and _is_there(
             self._store, self._path(chunk), chunk.num_bytes
         ):
             return chunk, 0
@@ -85,26 +90,28 @@ class ChunkStore:
         return chunk, len(data)
 
     def view(self, chunk: pb.RemoteChunk) -> memoryview:
-        """Return the bytes of a chunk, where they lie.
+        """Return the bytes of a chunk without a copy, verified.
 
         Raises:
-            DamagedRemoteError: they are not there, or not what was put there.
+            DamagedRemoteError: the chunk is missing, or its bytes are not those that were put.
         """
         try:
             data = self._store.view(self._path(chunk))
         except BlobMissingError as error:
-            raise _lost(chunk, "is not there") from error
+            raise _lost_error(chunk, "is not there") from error
         except BlobDamagedError as error:
-            raise _lost(chunk, "is damaged") from error
+            raise _lost_error(chunk, "is damaged") from error
         if not _is_sound(data, chunk):
-            raise _lost(chunk, "is damaged")
+            raise _lost_error(chunk, "is damaged")
         return data
 
     def check_time(self) -> None:
-        """Make sure that what was found in the store is still there, before it is named.
+        """Check that no sweep can have removed the chunks that this object has found or put.
+
+        Call it before a manifest names them.
 
         Raises:
-            SlowPushError: nobody knows.
+            SlowPushError: more than PUSH_S have passed, so a sweep may have removed some.
         """
         if self._clock() > self._until_s:
             raise SlowPushError(
@@ -116,15 +123,15 @@ class ChunkStore:
 
 
 def has_lost(store: BlobStore, tenant: str, chunks: Iterable[pb.RemoteChunk]) -> bool:
-    """Whether some of a tenant's chunks are gone; of a store that keeps what it has, none is."""
+    """Return whether some of a tenant's chunks are missing; never in a store that keeps objects."""
     if store.keeps:
         return False
     place = chunks_place(tenant)
-    return not all(_is_there(store, f"{place}/{one.name}", one.num_bytes) for one in chunks)
+    return not all(_is_there(store, f"{place}/{chunk.name}", chunk.num_bytes) for chunk in chunks)
 
 
 def _is_sound(data: memoryview, chunk: pb.RemoteChunk) -> bool:
-    """Whether these are the bytes of a chunk."""
+    """Return whether these are the bytes of a chunk; early manifests have SHA-256 digests."""
     if len(data) != chunk.num_bytes:
         return False
     if chunk.blake3:
@@ -138,15 +145,15 @@ def _is_there(store: BlobStore, name: str, num_bytes: int) -> bool:
 
 
 def list_blobs(store: BlobStore, place: str) -> list[Blob]:
-    """Return all objects of a place."""
+    """Return all objects under a place."""
     return [blob for page in store.list(f"{place}/") for blob in page]
 
 
 def read_condemned(store: BlobStore, lists: Iterable[Blob]) -> frozenset[str]:
-    """Return the names of chunks in lists of condemned ones."""
+    """Return the names of chunks in lists of condemned chunks."""
     names: set[str] = set()
     for blob in lists:
-        with suppress(BlobMissingError):  # done with meanwhile, long after it was made
+        with suppress(BlobMissingError):  # a sweep has removed this list meanwhile, long after it
             names.update(condemned_names(store.get(blob.name)))
     return frozenset(names)
 
@@ -155,7 +162,7 @@ def condemned_names(data: bytes) -> list[str]:
     """Decode a list of condemned chunks.
 
     Raises:
-        DamagedRemoteError: it is none.
+        DamagedRemoteError: these bytes are no such list.
     """
     try:
         names = json.loads(data)["chunks"]
@@ -171,7 +178,7 @@ def condemned_list(names: Iterable[str]) -> bytes:
     return json.dumps({"chunks": sorted(names)}).encode()
 
 
-def _lost(chunk: pb.RemoteChunk, what: str) -> DamagedRemoteError:
+def _lost_error(chunk: pb.RemoteChunk, what: str) -> DamagedRemoteError:
     return DamagedRemoteError(
         f"chunk {chunk.name[:12]} {what}", "push the session again from a server that has it"
     )

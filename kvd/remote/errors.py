@@ -1,35 +1,35 @@
-"""Errors of the sessions in an object store."""
+"""Errors of pushing, pulling and sweeping sessions in a remote store."""
 
 from shared.types.errors import ConflictError, NotFoundError, StateError
 
 
 class FencedError(ConflictError):
-    """Another server owns the session now: what this one still has of it is not stored."""
+    """Another server owns the session in the store now; this server's version is not stored."""
 
     reason = "fenced"
     retryable = False
 
 
 class NotPushedError(NotFoundError):
-    """A remote store has no such session."""
+    """The remote store has no such session."""
 
     reason = "not_pushed"
 
 
 class SeveralPushedError(StateError):
-    """A remote store has sessions of this id of several models."""
+    """The remote store has sessions of this id for several models."""
 
     reason = "several_pushed"
 
 
 class DamagedRemoteError(StateError):
-    """What lies in a remote store is not what was put there."""
+    """Bytes in the remote store are not those that were put there."""
 
     reason = "damaged_remote"
 
 
 class SlowPushError(StateError):
-    """A push took so long that a sweep may have removed what it has found there."""
+    """A push took so long that a sweep may have removed chunks that it found in the store."""
 
     reason = "slow_push"
 

@@ -1,9 +1,9 @@
-"""A session's manifest (version 2): which chunks it consists of, whose it is, how long it is kept.
+"""The manifest of a session (version 2): its chunks, its owner, and how long it is kept. Pure.
 
     manifest = magic "KVDREMOT" | version u32 | bytes of the body u32 | xxh3_64 | body
 
-The body is a kvd.v1.SessionManifest; the checksum is of what stands before it and of the body.
-Little-endian. Pure.
+The body is a kvd.v1.SessionManifest. The checksum is of the bytes before it and of the body.
+Little-endian.
 """
 
 import secrets
@@ -21,18 +21,18 @@ from shared.types.session_key import SessionKey, session_key
 
 MAGIC = b"KVDREMOT"
 VERSION = 2
-VERSIONS = (1, VERSION)  # that are read: the first names its chunks by SHA-256
+VERSIONS = (1, VERSION)  # that can be read: version 1 names its chunks by SHA-256
 _START = struct.Struct("<8sII")
 _CHECKSUM = struct.Struct("<Q")
 
 
 @dataclass(frozen=True)
 class Owner:
-    """A server, as manifests name it.
+    """A server, as manifests name their owner.
 
     Attributes:
-        server_id: of its kvd.
-        name: for people.
+        server_id: the id of its kvd.
+        name: its name for people.
     """
 
     server_id: str
@@ -40,7 +40,7 @@ class Owner:
 
 
 def manifest_bytes(manifest: pb.SessionManifest) -> bytes:
-    """Encode, as one that nobody has written before."""
+    """Encode a manifest, with a nonce: no two encoded manifests are the same."""
     manifest.written_by = secrets.token_hex(8)
     body = manifest.SerializeToString()
     start = _START.pack(MAGIC, VERSION, len(body))
@@ -48,15 +48,15 @@ def manifest_bytes(manifest: pb.SessionManifest) -> bytes:
 
 
 def read_manifest(data: bytes) -> pb.SessionManifest:
-    """Decode.
+    """Decode a manifest.
 
     Raises:
-        DamagedRemoteError: it is none, or damaged.
+        DamagedRemoteError: the bytes are damaged, or no manifest.
         UnfitStoreError: another release wrote it.
     """
     head = _START.size + _CHECKSUM.size
     if len(data) < head or data[: len(MAGIC)] != MAGIC:
-        raise damaged()
+        raise damaged_error()
     _, version, num_bytes = _START.unpack_from(data)
     if version not in VERSIONS:
         raise UnfitStoreError(
@@ -66,22 +66,22 @@ def read_manifest(data: bytes) -> pb.SessionManifest:
     (checksum,) = _CHECKSUM.unpack_from(data, _START.size)
     body = data[head:]
     if len(body) != num_bytes or xxhash.xxh3_64_intdigest(data[: _START.size] + body) != checksum:
-        raise damaged()
+        raise damaged_error()
     try:
         manifest = pb.SessionManifest.FromString(body)
         key_of(manifest)
     except (DecodeError, InvalidInputError) as error:
-        raise damaged() from error
+        raise damaged_error() from error
     return manifest
 
 
 def key_of(manifest: pb.SessionManifest) -> SessionKey:
-    """Return whose manifest it is."""
+    """Return the session that a manifest describes."""
     named = manifest.session
     return session_key(named.tenant, named.model, named.session_id)
 
 
-def pushed(
+def make_manifest(
     info: pb.SessionInfo,
     before: pb.SessionManifest | None,
     owner: Owner,
@@ -89,22 +89,22 @@ def pushed(
     *,
     takes: bool,
 ) -> pb.SessionManifest:
-    """Return the manifest of a session that its server is about to push, without its content.
+    """Return the manifest, still without content, of a session that its server is about to push.
 
     Args:
-        info: of the session.
-        before: the manifest there is.
-        owner: that server.
-        seen_unix_s: when the session began to be looked at, by its clock.
-        takes: though another server owns it.
+        info: the session.
+        before: the manifest in the store; None: there is none.
+        owner: the server that pushes.
+        seen_unix_s: when it began to read the session, by its clock.
+        takes: take the session over if another server owns it.
 
     Raises:
-        FencedError: another server owns it.
+        FencedError: another server owns it, and it is not to be taken over.
     """
     lives = before is not None and not before.dropped
     is_others = before is not None and lives and before.owner != owner.server_id
     if before is not None and is_others and not takes:
-        raise fenced(before)
+        raise fenced_error(before)
     epoch = 0 if before is None else before.epoch
     return pb.SessionManifest(
         session=info.session,
@@ -119,7 +119,7 @@ def pushed(
     )
 
 
-def taken(before: pb.SessionManifest, owner: Owner) -> pb.SessionManifest:
+def with_owner(before: pb.SessionManifest, owner: Owner) -> pb.SessionManifest:
     """Return the manifest of the same content under another owner."""
     manifest = pb.SessionManifest()
     manifest.CopyFrom(before)
@@ -128,8 +128,8 @@ def taken(before: pb.SessionManifest, owner: Owner) -> pb.SessionManifest:
     return manifest
 
 
-def dropped(before: pb.SessionManifest) -> pb.SessionManifest:
-    """Return what stands for a session that is there no more; late writers meet it."""
+def tombstone(before: pb.SessionManifest) -> pb.SessionManifest:
+    """Return the manifest that replaces a dropped session's, so that late writers find it."""
     return pb.SessionManifest(
         session=before.session,
         epoch=before.epoch,
@@ -140,12 +140,12 @@ def dropped(before: pb.SessionManifest) -> pb.SessionManifest:
 
 
 def is_unchanged(before: pb.SessionManifest | None, info: pb.SessionInfo, now_s: float) -> bool:
-    """Whether the session is as this very server has pushed it: of the same terms, and not used.
+    """Return whether its owner has nothing new to push: same terms, and unused since the last push.
 
     Args:
-        before: its manifest, of the same owner.
-        info: of the session now.
-        now_s: the server's clock.
+        before: the session's manifest, of this owner.
+        info: the session now.
+        now_s: the server's clock (unix).
     """
     if before is None or before.dropped:
         return False
@@ -155,23 +155,23 @@ def is_unchanged(before: pb.SessionManifest | None, info: pb.SessionInfo, now_s:
 
 
 def is_remnant(before: pb.SessionManifest, info: pb.SessionInfo) -> bool:
-    """Whether a server has less of a session than it has pushed, for its end was lost since."""
+    """Return whether a server has less of a session than the store, as it lost the last tokens."""
     return not before.dropped and bool(info.lost) and info.num_tokens < before.num_tokens
 
 
 def objects_of(manifest: pb.SessionManifest) -> list[pb.RemoteChunk]:
-    """Return all objects that a manifest names."""
-    others = [manifest.token_ids] if manifest.HasField("token_ids") else []
-    return [*manifest.chunks, *others]
+    """Return all objects that a manifest names: the chunks, and the token ids."""
+    token_ids = [manifest.token_ids] if manifest.HasField("token_ids") else []
+    return [*manifest.chunks, *token_ids]
 
 
 def has_expired(manifest: pb.SessionManifest, age_s: float) -> bool:
-    """Whether its session is to be kept no longer, so long after the manifest was stored."""
+    """Return whether a session has expired, `age_s` after its manifest was stored."""
     return not manifest.dropped and 0 <= manifest.expires_after_s <= age_s
 
 
-def fenced(manifest: pb.SessionManifest) -> FencedError:
-    """Say that another server owns a session."""
+def fenced_error(manifest: pb.SessionManifest) -> FencedError:
+    """Return the error that another server owns a session."""
     return FencedError(
         f"session {manifest.session.session_id!r} belongs to {manifest.owner_name} "
         f"since epoch {manifest.epoch}",
@@ -184,6 +184,6 @@ def fenced(manifest: pb.SessionManifest) -> FencedError:
     )
 
 
-def damaged() -> DamagedRemoteError:
-    """Say that a manifest is not what was put there."""
+def damaged_error() -> DamagedRemoteError:
+    """Return the error that the bytes of a manifest are not those that were put."""
     return DamagedRemoteError("a manifest is damaged", "push the session again, with --take")

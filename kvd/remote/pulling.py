@@ -1,11 +1,12 @@
-"""Pulls sessions: a server becomes the owner first, then takes the chunks in, each compared.
+"""Pull sessions from a remote store: become their owner, then import their chunks, verified.
 
-So what it has is what was pushed last, and the owner before it can push nothing behind its back. If
-it then cannot take them in, they lie there as they were; whoever pulls next becomes the owner.
+The server becomes the owner before it reads the chunks. So it gets the last version, and the owner
+before can push nothing after it. If the import fails, the chunks stay in the store as they were,
+and the next server that pulls becomes the owner.
 
-Of a session whose first tokens may be there only the chunks behind them are fetched: kvd is told
-which tokens the others hold, and finds out whether it has them, by its own keys. If it has not, all
-chunks are fetched.
+If kvd may have the first tokens of a session, only the chunks behind them are fetched. kvd receives
+the token ids of the other chunks, and checks by its block keys whether it has them. If it has not,
+all chunks are fetched.
 """
 
 from collections import deque
@@ -16,10 +17,10 @@ from typing import NamedTuple, Protocol
 
 from kvd.errors import NotHeldError
 from kvd.host.pacing import SharedPace
-from kvd.remote.catalog import Catalog, Pushed
+from kvd.remote.catalog import Catalog, PushedSession
 from kvd.remote.chunk_store import ChunkStore
 from kvd.remote.errors import DamagedRemoteError, NotPushedError
-from kvd.remote.manifest import Owner, has_expired, key_of, taken
+from kvd.remote.manifest import Owner, has_expired, key_of, with_owner
 from kvd.session_files.file_format import SessionFileError
 from kvd.session_files.frame_writer import end_bytes, held_bytes
 from shared.blobs.blob_store import BlobStore
@@ -27,22 +28,22 @@ from shared.pb.kvd.v1 import kvd_pb2 as pb
 from shared.types.block_key import TOKEN_BYTES
 from shared.types.errors import InvalidInputError, ReportedError, StateError
 
-THREADS = 4  # requests at once; each holds a chunk
-GROW_BYTES = 4 << 20  # of rows that are stored before a session that grows has them
-# Why kvd takes no tail: it does not have what comes before, or is of a release that knows none.
+THREADS = 4  # requests at once; each holds a chunk in memory
+GROW_BYTES = 4 << 20  # of KV that arrives before a growing session is extended by it
+# kvd refuses a tail if it lacks the tokens before it, or is of a release that knows no tails.
 REFUSED = frozenset({NotHeldError.reason, SessionFileError.reason})
 
 
 class Sink(Protocol):
-    """The kvd that is to have the sessions."""
+    """The kvd that imports the sessions."""
 
     def import_session(
         self, target: pb.ImportTarget, pieces: Iterator[bytes | memoryview]
     ) -> pb.ImportSessionResponse:
-        """Store a session."""
+        """Store a session from the bytes of a session file."""
 
     def set_ttl(self, key: pb.SessionKey, ttl_s: float) -> float:
-        """Set a session's own TTL."""
+        """Set a session's own TTL; return it."""
 
     def pin(self, key: pb.SessionKey, *, soft: bool) -> None:
         """Pin a session."""
@@ -50,13 +51,13 @@ class Sink(Protocol):
 
 @dataclass(frozen=True)
 class PullResult:
-    """One session's pull.
+    """The result of one pull.
 
     Attributes:
-        session: as it is stored now.
-        num_tokens: of it.
-        num_bytes: that were fetched for it.
-        epoch: of its manifest.
+        session: the session as it is stored now.
+        num_tokens: its tokens.
+        num_bytes: bytes that were fetched.
+        epoch: the epoch of its manifest.
     """
 
     session: pb.SessionKey
@@ -66,7 +67,7 @@ class PullResult:
 
 
 class Held(NamedTuple):
-    """What kvd has of a session: its first chunks, and the tokens in these."""
+    """The part of a session that kvd has: a number of chunks, and the token ids in them."""
 
     num_chunks: int = 0
     token_ids: bytes = b""
@@ -76,11 +77,11 @@ class Puller:
     """Pulls one session after the other.
 
     Args:
-        store: where from.
-        sink: where to.
-        owner: that server.
-        pace: of the bytes received.
-        on_bytes: told how many bytes of a session have come.
+        store: the remote store.
+        sink: the kvd that imports the sessions.
+        owner: the server of that kvd.
+        pace: limits the bytes received.
+        on_bytes: called with the bytes of each chunk that has arrived.
         threads: requests at once.
     """
 
@@ -103,7 +104,7 @@ class Puller:
 
     def pull(
         self,
-        found: Pushed,
+        found: PushedSession,
         now_unix_s: float,
         *,
         copies: bool = False,
@@ -115,22 +116,22 @@ class Puller:
         """Pull a session.
 
         Args:
-            found: of the store's catalog.
-            now_unix_s: the clock, to know what has expired.
-            copies: leave its owner what it is.
-            replaces: a session of this key gives way.
-            replaces_up_to: so does one of at most so many tokens, fewer than are pulled; if these
-                are its first ones, they are not fetched.
-            may_add_layout: even if kvd does not know the layout.
-            grows: the session has what has come meanwhile, and keeps it if the rest does not come.
+            found: the session in the store's catalog.
+            now_unix_s: the time, to know whether it has expired.
+            copies: do not become its owner.
+            replaces: replace a session of this key.
+            replaces_up_to: replace one of at most so many tokens, fewer than are pulled. The first
+                tokens are not fetched if kvd has them.
+            may_add_layout: import even if kvd does not know the layout.
+            grows: extend the session while chunks arrive; it keeps them if later ones fail.
 
         Raises:
             NotPushedError: it has expired.
-            FencedError: another server has become its owner just now.
-            OvertakenError: its owner has pushed it just now.
-            DamagedRemoteError: it is not what was put there; only what lies before that is stored,
-                and nothing of a session that does not grow.
-            ReportedError: kvd, or the store, does not do its part.
+            FencedError: another server has become its owner meanwhile.
+            OvertakenError: its owner has pushed it meanwhile.
+            DamagedRemoteError: a chunk is missing or damaged. A session that grows keeps the tokens
+                before it; otherwise nothing is stored.
+            ReportedError: kvd or the store fails.
         """
         manifest = found.manifest
         if has_expired(manifest, now_unix_s - found.version.stored_unix_s):
@@ -138,8 +139,9 @@ class Puller:
                 f"session {manifest.session.session_id!r} has expired in the store",
                 "its next turn computes its history anew",
             )
+        # Before any chunk is read: from now on the owner before is fenced, and cannot push.
         if not copies and manifest.owner != self._owner.server_id:
-            manifest = taken(manifest, self._owner)
+            manifest = with_owner(manifest, self._owner)
             self._catalog.replace(found.place, found, manifest)
         target = pb.ImportTarget(
             replace=replaces,
@@ -156,34 +158,34 @@ class Puller:
             self._on_bytes,
             self._threads,
         )
-        stored = self._stored(target, fetch)
+        stored = self._import(target, fetch)
         if manifest.ttl_s:
             self._sink.set_ttl(stored.session, manifest.ttl_s)
         if manifest.pin != pb.PIN_NONE:
             self._sink.pin(stored.session, soft=manifest.pin == pb.PIN_SOFT)
         return PullResult(stored.session, stored.num_tokens, fetch.num_bytes, manifest.epoch)
 
-    def _stored(self, target: pb.ImportTarget, fetch: "_Fetch") -> pb.ImportSessionResponse:
-        """Have kvd store a session, by its tail if kvd has what comes before, else by all of it."""
+    def _import(self, target: pb.ImportTarget, fetch: "_Fetch") -> pb.ImportSessionResponse:
+        """Import a session: only its tail if kvd has the tokens before it, otherwise all of it."""
         held = fetch.held(target.replace_up_to)
         if held is not None:
             try:
-                return self._sent(target, fetch, held)
+                return self._send(target, fetch, held)
             except (StateError, InvalidInputError) as error:
                 if error.reason not in REFUSED:
                     raise
-        return self._sent(target, fetch, Held())
+        return self._send(target, fetch, Held())
 
-    def _sent(
+    def _send(
         self, target: pb.ImportTarget, fetch: "_Fetch", held: Held
     ) -> pb.ImportSessionResponse:
-        """Send a session to kvd; what stops its chunks from coming is what is raised."""
+        """Send a session to kvd; raise the error that stopped its chunks, if one did."""
         stopped: list[ReportedError] = []
 
         def pieces() -> Iterator[bytes | memoryview]:
             try:
                 yield from fetch.pieces(held)
-            except ReportedError as error:  # gRPC has no way for it: kvd gets a file cut short
+            except ReportedError as error:  # gRPC cannot pass it on: kvd sees a file cut short
                 stopped.append(error)
 
         try:
@@ -195,15 +197,15 @@ class Puller:
 
 
 class _Fetch:
-    """One session on its way out of the store.
+    """The pull of one session: its chunks on their way out of the store.
 
     Args:
-        chunks: of its tenant.
-        manifest: its own.
+        chunks: the chunks of its tenant.
+        manifest: its manifest.
         pace, on_bytes, threads: see Puller.
 
     Attributes:
-        num_bytes: that have come.
+        num_bytes: bytes that have arrived.
     """
 
     def __init__(
@@ -222,16 +224,16 @@ class _Fetch:
         self.num_bytes = 0
 
     def held(self, num_tokens: int) -> Held | None:
-        """Return what need not be fetched where the first tokens are; None: all has to be.
+        """Return the part that need not be fetched if kvd has the first `num_tokens`; None: none.
 
-        What says which tokens these are may be gone, or damaged: then nobody can tell.
+        None also if the token ids are missing or damaged: kvd could not check what it has then.
         """
         manifest = self._manifest
         num_chunks = sum(chunk.end_token <= num_tokens for chunk in manifest.chunks)
         if not num_chunks or not manifest.HasField("token_ids"):
             return None
         try:
-            token_ids = self._got(manifest.token_ids)
+            token_ids = self._fetch_chunk(manifest.token_ids)
         except DamagedRemoteError:
             return None
         self.num_bytes += len(token_ids)
@@ -239,31 +241,31 @@ class _Fetch:
         return Held(num_chunks, bytes(token_ids[:end])) if end <= len(token_ids) else None
 
     def pieces(self, held: Held) -> Iterator[bytes | memoryview]:
-        """Yield the session's file: its header, its chunks as they come, its end.
+        """Yield the bytes of the session's file: its header, its chunks in order, its end.
 
-        In place of the chunks that are held come their tokens.
+        Instead of the chunks that kvd holds, yield their token ids.
         """
         manifest = self._manifest
         yield manifest.header
         if held.token_ids:
             yield held_bytes(held.token_ids)
-        coming: deque[Future[memoryview]] = deque()
+        fetching: deque[Future[memoryview]] = deque()
 
-        def next_one() -> memoryview:
-            data = coming.popleft().result()
+        def next_chunk() -> memoryview:
+            data = fetching.popleft().result()
             self.num_bytes += len(data)
             return data
 
         with ThreadPoolExecutor(self._threads) as threads:
             for chunk in manifest.chunks[held.num_chunks :]:
-                coming.append(threads.submit(self._got, chunk))
-                if len(coming) == self._threads:
-                    yield next_one()
-            while coming:
-                yield next_one()
+                fetching.append(threads.submit(self._fetch_chunk, chunk))
+                if len(fetching) == self._threads:
+                    yield next_chunk()
+            while fetching:
+                yield next_chunk()
         yield end_bytes(manifest.num_tokens)
 
-    def _got(self, chunk: pb.RemoteChunk) -> memoryview:
+    def _fetch_chunk(self, chunk: pb.RemoteChunk) -> memoryview:
         self._pace.take(chunk.num_bytes)
         data = self._chunks.view(chunk)
         self._on_bytes(len(data))

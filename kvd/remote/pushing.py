@@ -1,7 +1,7 @@
-"""Pushes sessions: their chunks first, then the manifest, which makes them count.
+"""Push sessions to a remote store: the chunks first, then the manifest that makes them valid.
 
-Until the manifest is there, whoever pulls gets what was there before. What a push that was broken
-off has sent is found by the next one, and not sent again.
+Until the manifest is stored, a pull gets the version before. The next push finds the chunks that an
+interrupted push has sent, and does not send them again.
 """
 
 import time
@@ -14,9 +14,9 @@ from typing import Protocol
 
 from kvd.core.operations.growing import NOT_FETCHED
 from kvd.host.pacing import SharedPace
-from kvd.remote.catalog import Catalog, Pushed
+from kvd.remote.catalog import Catalog, PushedSession
 from kvd.remote.chunk_store import ChunkStore, has_lost
-from kvd.remote.manifest import Owner, is_remnant, is_unchanged, objects_of, pushed
+from kvd.remote.manifest import Owner, is_remnant, is_unchanged, make_manifest, objects_of
 from kvd.remote.names import session_place
 from kvd.session_files.pieces import Chunk
 from kvd.session_files.token_ids import TokenIds
@@ -26,35 +26,35 @@ from shared.types.errors import ConflictError, StateError
 from shared.types.session_key import session_key
 
 CHUNK_BYTES = 8 << 20
-THREADS = 4  # requests at once; each holds a chunk
-TRIES = 3  # of a session that changes while it is copied
+THREADS = 4  # requests at once; each holds a chunk in memory
+TRIES = 3  # to export a session that changes meanwhile
 
 
 class Source(Protocol):
-    """The kvd that has the sessions."""
+    """The kvd that exports the sessions."""
 
     def export_chunks(self, request: pb.ExportSessionRequest) -> Iterator[Chunk]:
         """Yield a session in chunks, the header first."""
 
 
 class Outcome(StrEnum):
-    """What became of a session's push."""
+    """The result of a session's push."""
 
     PUSHED = "pushed"
-    UNCHANGED = "unchanged"  # it lay there already
-    LONGER = "longer"  # what lies there is: the session's end was lost here
+    UNCHANGED = "unchanged"  # the store has this version already
+    LONGER = "longer"  # the store has more: this server has lost the session's last tokens
 
 
 @dataclass(frozen=True)
 class PushResult:
-    """One session's push.
+    """The result of one push.
 
     Attributes:
-        outcome: what became of it.
-        num_tokens: of the session in the store.
-        num_bytes: of all that its manifest names.
-        sent_bytes: of those that were not there yet.
-        epoch: of its manifest.
+        outcome: the result in a word.
+        num_tokens: tokens of the session in the store.
+        num_bytes: bytes of all objects that its manifest names.
+        sent_bytes: bytes of those that were sent.
+        epoch: the epoch of its manifest.
     """
 
     outcome: Outcome
@@ -66,7 +66,7 @@ class PushResult:
 
 @dataclass(frozen=True)
 class _Content:
-    """What came out of kvd, and is in the store; `token_ids`: if these can be told."""
+    """A session's content as kvd exported it; `token_ids`: None if the export has no token ids."""
 
     header: bytes
     chunks: Sequence[pb.RemoteChunk]
@@ -79,14 +79,14 @@ class Pusher:
     """Pushes one session after the other.
 
     Args:
-        store: where to.
-        source: where from.
-        owner: that server.
-        pace: of the bytes sent.
-        on_bytes: told how many bytes of a session have been dealt with.
-        chunk_bytes: about how large objects are.
+        store: the remote store.
+        source: the kvd that exports the sessions.
+        owner: the server of that kvd.
+        pace: limits the bytes sent.
+        on_bytes: called with the bytes of each chunk, sent or found.
+        chunk_bytes: about how large chunks are.
         clock: unix seconds.
-        monotonic: seconds.
+        monotonic: monotonic seconds.
         threads: requests at once.
     """
 
@@ -119,22 +119,22 @@ class Pusher:
         """Push a session.
 
         Args:
-            info: of it, as it is now.
-            takes: though another server owns it there.
-            prefix: of a session whose discards kvd does not know: what lies before them.
+            info: the session as it is now.
+            takes: take it over if another server owns it in the store.
+            prefix: of a session whose discards kvd does not know, push the tokens before them.
 
         Raises:
             FencedError: another server owns it.
-            ReportedError: kvd, or the store, does not do its part.
+            ReportedError: kvd or the store fails.
         """
         named, seen_unix_s = info.session, self._clock()
         key = session_key(named.tenant, named.model, named.session_id)
         place = session_place(key)
         before = self._catalog.read(place)
         last = None if before is None else before.manifest
-        manifest = pushed(info, last, self._owner, seen_unix_s, takes=takes)
+        manifest = make_manifest(info, last, self._owner, seen_unix_s, takes=takes)
         is_ours = last is not None and last.owner == self._owner.server_id
-        is_copy = info.lost == NOT_FETCHED  # of the first part of what others have, whoever owns it
+        is_copy = info.lost == NOT_FETCHED  # kvd has the first part of a session that was pulled
         may_stay = last is not None and (is_ours or is_copy)
         if last is not None and may_stay and not has_lost(self._store, key.tenant, last.chunks):
             if is_ours and is_unchanged(last, info, seen_unix_s):
@@ -142,7 +142,7 @@ class Pusher:
             if is_remnant(last, info):
                 return _result(Outcome.LONGER, last, 0)
         chunks = ChunkStore(self._store, key.tenant, self._monotonic)
-        content = self._sent(info.session, before, chunks, prefix=prefix)
+        content = self._send(info.session, before, chunks, prefix=prefix)
         manifest.header = content.header
         manifest.chunks.extend(content.chunks)
         manifest.num_tokens = content.chunks[-1].end_token if content.chunks else 0
@@ -152,27 +152,28 @@ class Pusher:
             manifest.seal.CopyFrom(content.seal)
         if not manifest.num_tokens:
             raise StateError(f"session {key} has no tokens", "push it after its first turn")
+        # The manifest comes last, and only while no sweep can have removed a chunk that it names.
         chunks.check_time()
         self._catalog.replace(place, before, manifest)
         return _result(Outcome.PUSHED, manifest, content.sent_bytes)
 
-    def _sent(
-        self, key: pb.SessionKey, before: Pushed | None, chunks: ChunkStore, *, prefix: bool
+    def _send(
+        self, key: pb.SessionKey, before: PushedSession | None, chunks: ChunkStore, *, prefix: bool
     ) -> _Content:
-        """Send what is not there yet; once more if the session changes meanwhile."""
+        """Send what the store lacks; try again if the session changes meanwhile."""
         request = pb.ExportSessionRequest(session=key, prefix=prefix, chunk_bytes=self._chunk_bytes)
         for _ in range(TRIES - 1):
             try:
-                return self._sent_once(request, before, chunks)
+                return self._send_once(request, before, chunks)
             except ConflictError as error:
                 if not error.retryable:
                     raise
-        return self._sent_once(request, before, chunks)
+        return self._send_once(request, before, chunks)
 
-    def _sent_once(
-        self, request: pb.ExportSessionRequest, before: Pushed | None, chunks: ChunkStore
+    def _send_once(
+        self, request: pb.ExportSessionRequest, before: PushedSession | None, chunks: ChunkStore
     ) -> _Content:
-        known = {} if before is None else {one.blake3: one for one in objects_of(before.manifest)}
+        known = {} if before is None else {obj.blake3: obj for obj in objects_of(before.manifest)}
         under_way: deque[Future[tuple[pb.RemoteChunk, int]]] = deque()
         done: list[pb.RemoteChunk] = []
         header, seal, sent_bytes = b"", None, 0
@@ -185,8 +186,8 @@ class Pusher:
             self._pace.take(num_bytes)
 
         def put(data: Data, end_token: int) -> tuple[pb.RemoteChunk, int]:
-            # Whoever had the tokens so far has put all chunks of them: behind one that is not there
-            # nobody looks for others, but for those that a broken-off push may have sent.
+            # A server that stored a chunk has stored all chunks before it. So behind a missing one
+            # there is none to find, except what an interrupted push sent: that is sent again.
             chunk, num_bytes = chunks.put(data, end_token, known, send, looks=not is_new)
             self._on_bytes(chunk.num_bytes)
             return chunk, num_bytes
@@ -222,16 +223,16 @@ def _result(outcome: Outcome, manifest: pb.SessionManifest, sent_bytes: int) -> 
 
 
 def in_order(sessions: Sequence[pb.SessionInfo]) -> list[pb.SessionInfo]:
-    """Order sessions for a push that may be broken off: what is lost last comes first.
+    """Order sessions for a push that may be interrupted: the most valuable ones first.
 
-    Those that are only in this server's memory come before those on its SSD, those that will not
-    come back last. Among equals: pinned ones, then those that would cost most to compute again for
-    how soon they are likely to be back.
+    First those that are only in DRAM, then those on SSD too; superseded and ended ones come last.
+    Among equals pinned ones come first, then those with the most tokens to compute again, divided
+    by their idle time: how soon they are likely to be used.
     """
 
     def rank(info: pb.SessionInfo) -> tuple[bool, bool, bool, float]:
         return rank_of(
-            is_over=info.ended or info.superseded,
+            is_superseded=info.ended or info.superseded,
             is_dirty=bool(info.dirty_bytes),
             is_pinned=info.pin != pb.PIN_NONE,
             num_tokens=info.num_tokens,
@@ -242,7 +243,7 @@ def in_order(sessions: Sequence[pb.SessionInfo]) -> list[pb.SessionInfo]:
 
 
 def rank_of(
-    *, is_over: bool, is_dirty: bool, is_pinned: bool, num_tokens: int, idle_s: float
+    *, is_superseded: bool, is_dirty: bool, is_pinned: bool, num_tokens: int, idle_s: float
 ) -> tuple[bool, bool, bool, float]:
-    """Rank a session for a push: the lowest goes first; see `in_order`."""
-    return is_over, not is_dirty, not is_pinned, -num_tokens / (idle_s + 60.0)
+    """Return the rank of a session for a push, lowest first; see `in_order`."""
+    return is_superseded, not is_dirty, not is_pinned, -num_tokens / (idle_s + 60.0)

@@ -1,9 +1,9 @@
-"""Measures kvd push and pull on a store: python -m kvd.remote.rates SESSION --url URL.
+"""Measure kvd push and pull with a store: python -m kvd.remote.rates SESSION --url URL.
 
-Against the store's package alone (obstore, or Mooncake's client) with the very objects that a push
-leaves, as many at once; every round writes below a prefix of its own, which is removed. The session
-is one of the running kvd. A pull replaces it with itself. Then it is cut to seven eighths, as if
-the rest had been said elsewhere, and that is pulled.
+Compare them with the store's own package (obstore, or Mooncake's client), moving the same objects
+with as many requests at once. Each round writes below a prefix of its own, which is removed after
+it. The session is one of the running kvd. A pull replaces it with itself. Then it is cut to seven
+eighths, as if another server had computed the rest, and the rest is pulled.
 """
 
 import secrets
@@ -20,7 +20,7 @@ import typer
 
 from kvd.client.connection import open_client
 from kvd.host.pacing import SharedPace
-from kvd.remote.catalog import Catalog, Pushed
+from kvd.remote.catalog import Catalog, PushedSession
 from kvd.remote.manifest import Owner
 from kvd.remote.pulling import Puller
 from kvd.remote.pushing import THREADS, Pusher
@@ -48,45 +48,45 @@ def rates(
     with open_client(runtime_dir) as client:
         for number in range(rounds):
             store = open_store(f"{url.rstrip('/')}/rates-{secrets.token_hex(4)}")
-            put, get = _bare(store)
+            put, get = _raw_calls(store)
             info = client.describe(pb.SessionKey(session_id=session)).info
             pusher = Pusher(store, client, OWNER, SharedPace())
             puller = Puller(store, client, OWNER, SharedPace())
-            num_bytes = pusher.push(info).num_bytes  # the disk is warmed up
+            num_bytes = pusher.push(info).num_bytes  # and the SSD's pages are in memory now
             names = [blob.name for page in store.list("v1/") for blob in page]
             objects = [store.get(name) for name in names]
             found = Catalog(store).find(info.session.tenant, session)
             push = partial(pusher.push, info)
             steps: list[tuple[str, Callable[[], object]]] = [
                 ("push", push),
-                ("bare put", partial(_each, put, names, objects)),
+                ("bare put", partial(_for_each, put, names, objects)),
                 ("pull", partial(puller.pull, found, time.time(), copies=True, replaces=True)),
-                ("bare get", partial(_each, get, names)),
+                ("bare get", partial(_for_each, get, names)),
             ]
-            for what, do in reversed(steps) if number % 2 else steps:
+            for name, do in reversed(steps) if number % 2 else steps:
                 store.delete(names)
-                if what in ("pull", "bare get"):
+                if name in ("pull", "bare get"):
                     push()
-                seconds[what].append(_timed(do))
-            for what, there in (("rest", found), ("all", _without_tokens(found))):
-                fetched[what], took_s = _rest(puller, there)
-                seconds[what].append(took_s)
+                seconds[name].append(_time_call(do))
+            for name, pushed in (("rest", found), ("all", _without_tokens(found))):
+                fetched[name], took_s = _pull_rest(puller, pushed)
+                seconds[name].append(took_s)
             store.delete(names)
     typer.echo(f"{num_bytes / 1e6:.0f} MB, {rounds} rounds, medians:")
-    for what, bare in (("push", "bare put"), ("pull", "bare get")):
-        ours_s, alone_s = (statistics.median(seconds[one]) for one in (what, bare))
-        ratios = [alone / ours for ours, alone in zip(seconds[what], seconds[bare], strict=True)]
+    for name, bare in (("push", "bare put"), ("pull", "bare get")):
+        ours_s, alone_s = (statistics.median(seconds[label]) for label in (name, bare))
+        ratios = [alone / ours for ours, alone in zip(seconds[name], seconds[bare], strict=True)]
         typer.echo(
-            f"{what} {num_bytes / ours_s / 1e6:.0f} MB/s, {bare} {num_bytes / alone_s / 1e6:.0f}"
+            f"{name} {num_bytes / ours_s / 1e6:.0f} MB/s, {bare} {num_bytes / alone_s / 1e6:.0f}"
             f" MB/s, ratio {statistics.median(ratios):.2f}"
         )
-    for what, some in fetched.items():
-        took_s = statistics.median(seconds[what])
-        typer.echo(f"pull with 7/8 here, {what}: {some / 1e6:.1f} MB in {took_s:.3f} s")
+    for name, some in fetched.items():
+        took_s = statistics.median(seconds[name])
+        typer.echo(f"pull with 7/8 here, {name}: {some / 1e6:.1f} MB in {took_s:.3f} s")
 
 
-def _rest(puller: Puller, found: Pushed) -> tuple[int, float]:
-    """Cut the session to seven eighths, and pull what was pushed; returns bytes and seconds."""
+def _pull_rest(puller: Puller, found: PushedSession) -> tuple[int, float]:
+    """Cut the session to seven eighths, pull what was pushed; return its bytes and seconds."""
     part = pb.SessionManifest()
     part.CopyFrom(found.manifest)
     del part.chunks[len(part.chunks) * 7 // 8 :]
@@ -99,22 +99,22 @@ def _rest(puller: Puller, found: Pushed) -> tuple[int, float]:
     return pulled.num_bytes, time.perf_counter() - begun_s
 
 
-def _without_tokens(found: Pushed) -> Pushed:
-    """Return a session as an older release pushes it: all of it has to be fetched."""
+def _without_tokens(found: PushedSession) -> PushedSession:
+    """Return a session as older releases push it: without token ids, so all of it is fetched."""
     manifest = pb.SessionManifest()
     manifest.CopyFrom(found.manifest)
     manifest.ClearField("token_ids")
     return replace(found, manifest=manifest)
 
 
-def _timed(do: Callable[[], object]) -> float:
+def _time_call(do: Callable[[], object]) -> float:
     begun_s = time.perf_counter()
     do()
     return time.perf_counter() - begun_s
 
 
-def _bare(store: BlobStore) -> tuple[Callable[[str, bytes], object], Callable[[str], object]]:
-    """Return the calls of the store's own package: ours over obstore are these already."""
+def _raw_calls(store: BlobStore) -> tuple[Callable[[str, bytes], object], Callable[[str], object]]:
+    """Return put and get of the store's own package; for obstore our store's are these already."""
     if not isinstance(store, MooncakeBlobStore):
         return store.put, store.view
     client, prefix = store.client, store.prefix
@@ -123,14 +123,14 @@ def _bare(store: BlobStore) -> tuple[Callable[[str, bytes], object], Callable[[s
     )
 
 
-def _each(do: Callable[..., object], *columns: Sequence[object]) -> None:
-    """Call for each row of the columns, as many at once as a push and a pull do."""
+def _for_each(do: Callable[..., object], *columns: Sequence[object]) -> None:
+    """Call `do` for each row of the columns, with as many threads as a push and a pull have."""
 
-    def drop(*row: object) -> None:
-        do(*row)  # what comes of it is memory, of which a store may have little
+    def call(*row: object) -> None:
+        do(*row)  # its result is dropped: it holds memory, of which a store may have little
 
     with ThreadPoolExecutor(THREADS) as threads:
-        list(threads.map(drop, *columns))
+        list(threads.map(call, *columns))
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
-"""A sweep: drops sessions that have expired, and removes chunks that no manifest names.
+"""A sweep of a remote store: drops expired sessions, and removes chunks that no manifest names.
 
-All ages are by the store's clock. It removes nothing at once: an expired session becomes a dropped
-one, which is forgotten GRACE_S later; chunks are condemned first (chunk_store.py). So a sweep is
-safe beside pushes, pulls and other sweeps; the lease only spares the work. Where a manifest cannot
-be read, nothing of its tenant is removed: nobody knows what it names. Of the services' transcripts
-those are forgotten that they have deleted, and those of sessions that no client has named, once
-nobody has gone on with them for long: a server that is gone would never delete them. So are
-histories and responses, whoever has named their sessions. Of the services' conversations only those
-go that they have deleted.
+All ages are by the store's clock. A sweep removes nothing at once. An expired session becomes a
+tombstone, which is removed GRACE_S later. Chunks are condemned first (chunk_store.py). So a sweep
+is safe beside pushes, pulls and other sweeps; its lease only avoids double work. If a manifest
+cannot be read, none of its tenant's chunks is removed, because it is not known what it names.
+
+Of the services' objects a sweep removes: tombstones of transcripts and conversations; transcripts
+of sessions that no client has named, and all histories and responses, once they have not been used
+for a long time. A server that is gone would never delete these.
 """
 
 import json
@@ -36,24 +36,24 @@ from shared.blobs.release import (
 )
 from shared.blobs.response_entry import decode_response
 
-KNOWN_S = 30 * 86400.0  # by then a service that was away has found out what was deleted
-UNNAMED_S = 30 * 86400.0  # by then nobody is likely to go on with what no client has named
-LEASE_S = 900.0  # a sweep of more objects goes on, perhaps beside another one
+KNOWN_S = 30 * 86400.0  # by then every service has noticed a deletion, even one that was away
+UNNAMED_S = 30 * 86400.0  # by then an unnamed session is unlikely to continue
+LEASE_S = 900.0  # a sweep that takes longer continues, perhaps beside another one
 
 
 @dataclass
 class SweepResult:
-    """What a sweep has done.
+    """The counts of one sweep.
 
     Attributes:
-        num_sessions: that are kept.
-        num_expired: that were dropped.
-        num_forgotten: that were dropped long ago; so are deleted transcripts and conversations.
-        num_condemned: chunks that are to go.
-        num_removed: chunks that went.
-        removed_bytes: of these.
+        num_sessions: sessions that are kept.
+        num_expired: sessions that were dropped.
+        num_forgotten: tombstones of sessions, transcripts and conversations that were removed.
+        num_condemned: chunks that were condemned.
+        num_removed: chunks that were removed.
+        removed_bytes: bytes of these.
         num_damaged: manifests that cannot be read.
-        num_unnamed: transcripts of sessions without a name that went, because nobody used them.
+        num_unnamed: transcripts of unnamed sessions that were removed, as they were not used.
     """
 
     num_sessions: int = 0
@@ -67,13 +67,13 @@ class SweepResult:
 
 
 class Sweeper:
-    """See the module docstring.
+    """Sweeps one store.
 
     Args:
-        store: what is swept.
-        owner: who sweeps.
+        store: the store.
+        owner: the server that sweeps.
         clock: unix seconds, for the lease.
-        unnamed_s: seconds after its last turn that the transcript of a session without a name goes.
+        unnamed_s: seconds without a turn after which an unnamed session's transcript is removed.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Sweeper:
         """Sweep once.
 
         Raises:
-            SweepRunningError: another one runs.
+            SweepRunningError: another sweep runs.
         """
         now_s = self._begin()
         result = SweepResult()
@@ -110,7 +110,7 @@ class Sweeper:
     # ---------------------------------------------------------------------------------- the lease
 
     def _begin(self) -> float:
-        """Take the lease; returns the store's time."""
+        """Take the lease; return the store's time."""
         held = self._lease.read()
         holder = self._holder(held)
         if held is not None and holder and self._clock() < held.stored_unix_s + LEASE_S:
@@ -140,16 +140,16 @@ class Sweeper:
         try:
             return "" if held is None else str(json.loads(held.data)["holder"])
         except (ValueError, KeyError, TypeError):
-            return ""  # damaged: nobody's
+            return ""  # damaged: it is free
 
-    # -------------------------------------------------------------------------------- what there is
+    # -------------------------------------------------------------------------------- what is swept
 
     def _sweep_sessions(self, now_s: float, result: SweepResult) -> tuple[set[str], set[str]]:
-        """Drop and forget sessions.
+        """Drop expired sessions, and remove old tombstones.
 
         Returns:
-            Names of the chunks that are named, with their tenants' places; and the places of
-            tenants of whom that is not known.
+            Names of all chunks that manifests name, as TENANT/CHUNK; and the tenants of which not
+            all manifests could be read.
         """
         named: set[str] = set()
         unknown: set[str] = set()
@@ -174,7 +174,7 @@ class Sweeper:
                     self._catalog.drop(found)
                     result.num_expired += 1
                     continue
-                except (OvertakenError, DamagedRemoteError):  # it was pushed just now
+                except (OvertakenError, DamagedRemoteError):  # it was pushed meanwhile
                     unknown.add(tenant)
             result.num_sessions += 1
             named.update(f"{tenant}/{chunk.name}" for chunk in objects_of(found.manifest))
@@ -183,7 +183,7 @@ class Sweeper:
     def _sweep_chunks(
         self, now_s: float, named: set[str], unknown: set[str], result: SweepResult
     ) -> None:
-        """Remove what was condemned long enough, and condemn what nobody names."""
+        """Remove chunks that were condemned long enough ago, and condemn those without a name."""
         sizes: dict[str, Blob] = {}
         for blob in list_blobs(self._store, all_chunks()):
             if (name := _of_tenant(blob)).split("/")[0] not in unknown:
@@ -201,7 +201,7 @@ class Sweeper:
             self._remove((sizes[name] for name in names - named if name in sizes), result)
         by_tenant: defaultdict[str, list[str]] = defaultdict(list)
         for name, blob in sizes.items():
-            is_old = now_s >= blob.stored_unix_s + GRACE_S  # a push that was broken off goes on
+            is_old = now_s >= blob.stored_unix_s + GRACE_S  # a later push may reuse recent ones
             if is_old and name not in named and name not in condemned:
                 tenant, _, chunk = name.partition("/")
                 by_tenant[tenant].append(chunk)
@@ -211,21 +211,23 @@ class Sweeper:
             result.num_condemned += len(chunks)
 
     def _sweep_deleted(self, now_s: float, result: SweepResult) -> None:
-        """Forget what the services have deleted so long ago that each of them knows it."""
-        for blob in chain(*(list_blobs(self._store, one) for one in (TRANSCRIPTS, CONVERSATIONS))):
+        """Remove tombstones of the services that are so old that each service has seen them."""
+        for blob in chain(
+            *(list_blobs(self._store, kind) for kind in (TRANSCRIPTS, CONVERSATIONS))
+        ):
             is_mark = is_version(blob.name) and blob.num_bytes == DELETED_BYTES
             if not is_mark or now_s < blob.stored_unix_s + KNOWN_S:
                 continue
             register = Register(self._store, place_of(blob.name))
             seen = register.look()
-            if blob.name == register.name_of(seen.number):  # else a session has begun anew
+            if blob.name == register.name_of(seen.number):  # else a session of this id began again
                 register.remove(seen)
                 result.num_forgotten += 1
 
     def _sweep_answers(self, now_s: float, result: SweepResult) -> None:
-        """Remove histories and responses that are old, and what they lead to, if that is, too.
+        """Remove old histories and responses, and the unnamed transcripts they lead to, if old too.
 
-        Each turn of a session that others could find leaves one: if it is used, it has others.
+        Each turn of an unnamed session leaves a history or response: a session in use has new ones.
         """
         old_s = now_s - self._unnamed_s
         answers = [*list_blobs(self._store, HISTORIES), *list_blobs(self._store, RESPONSES)]
@@ -235,14 +237,14 @@ class Sweeper:
             newest = max(versions, key=number_of, default=None)
             if newest is None or newest.stored_unix_s > old_s:
                 continue
-            if newest.num_bytes != DELETED_BYTES:  # else other services may not know it yet
+            if newest.num_bytes != DELETED_BYTES:  # a tombstone stays until every service saw it
                 seen = Seen(number_of(newest), frozenset(blob.name for blob in versions))
                 Register(self._store, place).remove(seen)
                 result.num_unnamed += 1
         self._store.delete(old)
 
     def _unnamed_at(self, name: str) -> str:
-        """Return where the transcript is that an answer leads to; "": nowhere, or it is named."""
+        """Return the place of the unnamed transcript that an answer leads to; "": none."""
         try:
             data = self._store.get(name)
         except BlobMissingError:
@@ -267,5 +269,5 @@ class Sweeper:
 
 
 def _of_tenant(blob: Blob) -> str:
-    """Return a chunk's name with its tenant's place before it."""
+    """Return a chunk's name as TENANT/CHUNK."""
     return blob.name.removeprefix(f"{all_chunks()}/")

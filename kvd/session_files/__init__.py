@@ -1,1 +1,1 @@
-"""Sessions as files that another kvd takes in: kvd export, kvd import. FORMATS.md has the bytes."""
+"""Session files, which move a session to another kvd: kvd export and import. Bytes: FORMATS.md."""

@@ -1,10 +1,10 @@
-"""Byte streams: how session files reach processes of this machine, beside their RPCs.
+"""Byte streams: session files to and from processes on this machine, beside their RPCs.
 
-gRPC copies every byte several times, much of it on the event loop that serves engines. So a caller
-on this machine connects to files.sock, sends a token that it has drawn and the memory of a pipe
-(kvd/host/memory_pipe.py), and names the token in its RPC: all data then comes through the pipe, and
-the RPC's messages say how many bytes come next. Nothing else travels here: the RPC is what is
-allowed or refused, fails, and ends.
+gRPC copies every byte several times, much of it on the event loop that serves engines. Therefore a
+caller on this machine connects to files.sock, sends a random token and the memory of a pipe
+(kvd/host/memory_pipe.py), and names the token in its RPC. All data then passes through the pipe;
+the RPC's messages announce how many bytes come next. Nothing else passes here: access checks,
+errors and the end of a transfer belong to the RPC.
 """
 
 import asyncio
@@ -19,22 +19,22 @@ from kvd.core.records.errors import InvalidRequestError
 from kvd.errors import BrokenTransferError, StalledTransferError
 from kvd.host.listening import accepted
 from kvd.host.memory_pipe import MemoryPipe, map_memory
-from kvd.session_files.in_thread import finished
+from kvd.session_files.in_thread import wait_for_end
 from shared.process.packets import close_fds, receive
 from shared.process.runtime_dir import STREAM_TOKEN_BYTES
 
-CLAIM_S = 10.0  # between a connection and its RPC, whichever comes first
-MOST_UNCLAIMED = 64  # connections
-SILENCE_S = 60.0  # for which the other side may neither read nor write
+CLAIM_S = 10.0  # between a connection and its RPC, in either order
+MOST_UNCLAIMED = 64  # connections that no RPC has claimed
+SILENCE_S = 60.0  # the longest time in which the other side neither reads nor writes
 
 
 class ByteStream:
-    """One connection, which the other side has opened. One call at a time, in one direction.
+    """kvd's end of one byte stream. One call at a time, in one direction.
 
     Args:
         sock: the connection.
-        memory: of its pipe.
-        threads: where its calls wait.
+        memory: the memory of its pipe.
+        threads: the threads in which its calls block.
     """
 
     def __init__(self, sock: socket.socket, memory: mmap.mmap, threads: ThreadPoolExecutor) -> None:
@@ -44,31 +44,31 @@ class ByteStream:
         sock.settimeout(SILENCE_S)
 
     async def send(self, data: bytes | bytearray | memoryview) -> None:
-        """Send bytes; they may change afterwards.
+        """Send bytes. The caller may change them afterwards.
 
         Raises:
             StalledTransferError: the other side does not read.
-            BrokenTransferError: it has gone.
+            BrokenTransferError: the connection has ended.
         """
         await self._call(lambda: self._pipe.write(data))
 
     async def finish(self) -> None:
-        """Wait until the other side has everything; raises as `send` does."""
+        """Wait until the other side has read everything; raises as `send` does."""
         await self._call(self._pipe.finish)
 
     async def receive_into(self, memory: memoryview) -> None:
-        """Receive as many bytes as there is memory for.
+        """Fill the memory with received bytes.
 
         Raises:
             StalledTransferError: the other side does not write.
-            BrokenTransferError: it has gone.
+            BrokenTransferError: the connection has ended.
         """
         await self._call(lambda: self._pipe.read_into(memory))
 
     async def _call(self, do: Callable[[], None]) -> None:
         work = asyncio.get_running_loop().run_in_executor(self._threads, do)
         try:
-            await finished(work, self._interrupt)
+            await wait_for_end(work, self._interrupt)
         except TimeoutError as error:
             raise StalledTransferError(
                 f"the stream of a session file stood still for {SILENCE_S:g} s", "transfer it again"
@@ -80,14 +80,14 @@ class ByteStream:
             ) from error
 
     def _interrupt(self) -> None:
-        """Have the call that waits in its thread fail."""
-        with suppress(OSError):  # it has ended by itself
+        """Make the call that blocks in a thread fail."""
+        with suppress(OSError):  # it has ended already
             self._sock.shutdown(socket.SHUT_RDWR)
 
 
 @dataclass(eq=False)
 class _Offer:
-    """A connection that nobody uses yet."""
+    """A connection that no RPC has claimed yet."""
 
     sock: socket.socket
     memory: mmap.mmap
@@ -98,7 +98,7 @@ class ByteStreams:
     """Accepts connections, and keeps each until its RPC claims it.
 
     Args:
-        most: streams that are used at once.
+        most: streams in use at once, at most.
     """
 
     def __init__(self, most: int) -> None:
@@ -108,21 +108,21 @@ class ByteStreams:
         self._num_unclaimed = 0
 
     async def serve(self, listener: socket.socket) -> None:
-        """Accept until cancelled."""
+        """Accept connections until cancelled."""
         async with asyncio.TaskGroup() as connections:
             async for sock in accepted(listener):
                 if self._num_unclaimed < MOST_UNCLAIMED:
                     self._num_unclaimed += 1
-                    connections.create_task(self._keep(sock))
+                    connections.create_task(self._keep_until_claimed(sock))
                 else:
                     sock.close()
 
     @asynccontextmanager
     async def claim(self, token: bytes) -> AsyncIterator[ByteStream]:
-        """Take the connection of a token; it is closed on leaving.
+        """Return the stream of a token; close it at the end of the block.
 
         Raises:
-            InvalidRequestError: there is none.
+            InvalidRequestError: no connection has sent this token.
         """
         try:
             async with asyncio.timeout(CLAIM_S), self._changed:
@@ -136,19 +136,19 @@ class ByteStreams:
         with offer.sock:
             yield ByteStream(offer.sock, offer.memory, self._threads)
 
-    async def _keep(self, sock: socket.socket) -> None:
-        """Keep a connection until its RPC claims it, for a while."""
+    async def _keep_until_claimed(self, sock: socket.socket) -> None:
+        """Keep a connection until its RPC claims it, for at most CLAIM_S."""
         token, offer = b"", None
         try:
             async with asyncio.timeout(CLAIM_S):
-                token, memory = await _announced(sock)
+                token, memory = await _receive_announcement(sock)
                 offer = _Offer(sock, memory)
                 async with self._changed:
                     self._offers[token] = offer
                     self._changed.notify_all()
                 await offer.claimed.wait()
         except (OSError, TimeoutError):
-            pass  # it has gone, or nobody wants it
+            pass  # the caller has closed it, or no RPC has claimed it in time
         finally:
             self._num_unclaimed -= 1
             if offer is None or not offer.claimed.is_set():
@@ -157,11 +157,11 @@ class ByteStreams:
                     del self._offers[token]
 
 
-async def _announced(sock: socket.socket) -> tuple[bytes, mmap.mmap]:
-    """Receive the token and the memory that a connection begins with.
+async def _receive_announcement(sock: socket.socket) -> tuple[bytes, mmap.mmap]:
+    """Receive the token and the memory with which a connection begins.
 
     Raises:
-        OSError: it begins otherwise.
+        OSError: it does not begin so, or has ended.
     """
     token, fds = await receive(sock)
     try:

@@ -1,19 +1,21 @@
-"""A session file in chunks: runs of its frames, each for one object of a remote store.
+"""Chunks of a session file: runs of its frames, each for one object of a remote store. Pure.
 
-Where chunks end depends on nothing but the tokens that frames have, so that two sessions with one
-prefix have the same first chunks; behind the tokens, on their size. A sealed chunk (version 1):
+Where a chunk ends depends only on the tokens of the frames, so two sessions with the same prefix
+have the same first chunks. Behind the tokens it depends on the frames' size. A sealed chunk
+(version 1):
 
     chunk   = magic "KVDCHUNK" | version u32 | bytes of the frames u32 | salt (32) | frames | tag
 
-The frames are sealed (kvd/encryption/sealing.py, part 0) and bound to what stands before the salt
-and to the tenant. The salt is BLAKE3 of the frames, keyed with what BLAKE3 derives from the
-tenant's key in the context "kvd chunk salt": equal frames of a tenant make equal chunks, and say
-nothing to others. So no two plaintexts meet under one salt, though it is not drawn. The tag of all
-(SessionSeal.tag) is BLAKE2b-256 of the header and of the salts, in order, keyed with the tenant's
-key, person "kvd chunk list": who can write to the store can neither leave chunks out nor put them
-together anew.
+The frames are sealed (kvd/encryption/sealing.py, part 0), bound to the bytes before the salt and to
+the tenant. The salt is the BLAKE3 of the frames, keyed with a key that BLAKE3 derives from the
+tenant's key in the context "kvd chunk salt". So equal frames of one tenant make equal chunks, and
+reveal nothing to other tenants. Though the salt is not random, no two plaintexts share one.
 
-Pure. Whoever opens trusts nothing.
+The tag of all chunks (SessionSeal.tag) is the BLAKE2b-256 of the header and the salts in order,
+keyed with the tenant's key, person "kvd chunk list". Someone who can write to the store can
+therefore neither leave out chunks nor combine them in another way.
+
+The opener trusts nothing.
 """
 
 import hashlib
@@ -29,7 +31,7 @@ from shared.encryption.sealing import KEY_BYTES, SALT_BYTES, TAG_BYTES, Seal
 
 MAGIC = b"KVDCHUNK"
 VERSION = 1
-MAX_CHUNK_BYTES = 1 << 30  # more is damage: a chunk is some MiB, or one block
+MAX_CHUNK_BYTES = 1 << 30  # a chunk is some MiB, or one block: a larger one is damaged
 
 _START = struct.Struct("<8sII")
 _END_BYTES = len(end_bytes(0))
@@ -38,15 +40,15 @@ _PERSON_LIST = b"kvd chunk list"
 
 
 class Chunker:
-    """Says which frames end a chunk.
+    """Decides which frames end a chunk.
 
     Args:
-        step_tokens: a chunk ends with the first frame that reaches a multiple of it.
-        chunk_bytes: or, where frames have no tokens of their own, that makes it so large.
+        step_tokens: a chunk ends with the first frame that reaches a multiple of this.
+        chunk_bytes: where frames have no tokens, a chunk ends when it reaches this size.
 
     Attributes:
-        num_tokens: of all frames so far.
-        num_bytes: of the frames since the last chunk's end.
+        num_tokens: tokens of all frames so far.
+        num_bytes: bytes of the frames since the last chunk ended.
     """
 
     def __init__(self, step_tokens: int, chunk_bytes: int) -> None:
@@ -56,7 +58,7 @@ class Chunker:
         self.num_bytes = 0
 
     def ends_with(self, num_tokens: int, num_bytes: int) -> bool:
-        """Take the next frame; returns whether a chunk ends with it."""
+        """Add the next frame; return whether a chunk ends with it."""
         before = self.num_tokens
         self.num_tokens += num_tokens
         self.num_bytes += num_bytes
@@ -72,9 +74,9 @@ class ChunkSealer:
     """Seals the chunks of one session, in order.
 
     Args:
-        key: the tenant's.
+        key: the tenant's key.
         tenant: its name.
-        header: of the session file.
+        header: the session file's header.
     """
 
     def __init__(self, key: bytes, tenant: str, header: bytes) -> None:
@@ -83,7 +85,7 @@ class ChunkSealer:
         self._list = _list_digest(key, header)
 
     def seal(self, frames: bytes | bytearray) -> bytes:
-        """Return a chunk of frames."""
+        """Return the sealed chunk of these frames."""
         start = _START.pack(MAGIC, VERSION, len(frames))
         salt = _salt_of(self._key, frames)
         self._list.update(salt)
@@ -95,17 +97,17 @@ class ChunkSealer:
         return bytes(chunk)
 
     def tag(self) -> bytes:
-        """Return the tag of all chunks."""
+        """Return the tag of all chunks that were sealed."""
         return self._list.digest()
 
 
 class ChunkOpener:
-    """Makes a session file of one whose frames are sealed, piece by piece.
+    """Opens a sealed session, piece by piece: yields the plain session file.
 
     Args:
-        key: the tenant's that sealed it.
-        tenant: its name, as it was sealed for.
-        tag: of all chunks.
+        key: the tenant's key under which it was sealed.
+        tenant: the tenant's name at that time.
+        tag: the tag of all chunks.
     """
 
     def __init__(self, key: bytes, tenant: str, tag: bytes) -> None:
@@ -116,19 +118,19 @@ class ChunkOpener:
         self._list: hashlib.blake2b | None = None  # once the header is there
 
     def feed(self, data: bytes | memoryview) -> Iterator[bytes]:
-        """Take the next bytes; yields those of the session file.
+        """Take the next bytes; yield those of the session file.
 
-        The end of the file is among them only if every chunk was there, in its place.
+        The end of the file is yielded only if every chunk was there, in order.
 
         Raises:
-            SessionFileError: it was not sealed by this key for this tenant, or is damaged.
+            SessionFileError: a chunk was not sealed with this key for this tenant, or is damaged.
         """
         self._buffer += data
         if self._list is None:
             num_bytes = header_num_bytes(self._buffer)
             if num_bytes is None or len(self._buffer) < num_bytes:
                 return
-            header = self._taken(num_bytes)
+            header = self._take(num_bytes)
             self._list = _list_digest(self._key, header)
             yield header
         while (piece := self._next(self._list)) is not None:
@@ -141,35 +143,35 @@ class ChunkOpener:
         magic, version, num_bytes = _START.unpack_from(buffer)
         if magic[:4] == bytes(4):  # the end, a frame of no tokens
             if not hmac.compare_digest(chunks.digest(), self._tag):
-                raise _not_ours("chunks are missing, or not in their order")
-            return self._taken(_END_BYTES) if len(buffer) >= _END_BYTES else None
+                raise _open_error("chunks are missing, or not in their order")
+            return self._take(_END_BYTES) if len(buffer) >= _END_BYTES else None
         if magic != MAGIC or version != VERSION or num_bytes > MAX_CHUNK_BYTES:
-            raise _not_ours("a chunk has a header of another kind")
+            raise _open_error("a chunk has a header of another kind")
         length = _START.size + SALT_BYTES + num_bytes + TAG_BYTES
         if len(buffer) < length:
             return None
-        chunk = memoryview(self._taken(length))
+        chunk = memoryview(self._take(length))
         salt, sealed = bytes(chunk[_START.size :][:SALT_BYTES]), chunk[_START.size + SALT_BYTES :]
         bound = bytes(chunk[: _START.size]) + self._tenant.encode()
         frames = Seal(self._key, salt).open(0, sealed, bound)
         if frames is None:
-            raise _not_ours("a chunk does not open")
+            raise _open_error("a chunk does not open")
         chunks.update(salt)
         return frames
 
-    def _taken(self, num_bytes: int) -> bytes:
-        taken = bytes(memoryview(self._buffer)[:num_bytes])
+    def _take(self, num_bytes: int) -> bytes:
+        data = bytes(memoryview(self._buffer)[:num_bytes])
         del self._buffer[:num_bytes]
-        return taken
+        return data
 
 
 def step_tokens(chunk_bytes: int, block_tokens: int, token_bytes: Sequence[int]) -> int:
-    """Return after how many tokens chunks of about so many bytes end: some whole blocks.
+    """Return the tokens after which a chunk ends, a multiple of `block_tokens`.
 
     Args:
-        chunk_bytes: wanted.
-        block_tokens: of the layout.
-        token_bytes: of one token, of each component of each layer.
+        chunk_bytes: the wanted size of a chunk.
+        block_tokens: tokens of a block.
+        token_bytes: bytes of one token, of each component of each layer.
     """
     block_bytes = max(1, block_tokens * sum(token_bytes))
     return block_tokens * max(1, chunk_bytes // block_bytes)
@@ -184,7 +186,7 @@ def _list_digest(key: bytes, header: bytes) -> "hashlib.blake2b":
     return hashlib.blake2b(header, digest_size=KEY_BYTES, key=key, person=_PERSON_LIST)
 
 
-def _not_ours(what: str) -> SessionFileError:
+def _open_error(what: str) -> SessionFileError:
     return SessionFileError(
         f"the sealed session cannot be opened: {what}", "push it again from the server that has it"
     )

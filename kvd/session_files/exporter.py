@@ -1,7 +1,7 @@
-"""Exports a session: its rows, copied into the frames of a session file, a few blocks at a time.
+"""Export of a session: its KV rows, copied into frames of a session file, a few blocks at a time.
 
-To the core kvd itself is the loader here, under a number of its own. A slow reader of the file
-holds no lease: rows are copied, and their slots released, before they are sent.
+To the core, kvd is an engine that loads the session, under a random engine id. Rows are copied and
+their slots released before they are sent: a slow reader of the file holds no lease.
 """
 
 import asyncio
@@ -30,34 +30,34 @@ from kvd.session_files.file_format import (
     row_bytes,
 )
 from kvd.session_files.frame_writer import FrameBatch, FrameWriter, end_bytes
-from kvd.session_files.in_thread import finished_in_thread
+from kvd.session_files.in_thread import run_in_thread
 from kvd.session_files.pieces import Piece
 from kvd.session_files.slot_runs import SlotRuns
 from shared.types.granted_slots import Lookup
 from shared.types.session_key import SessionKey
 from shared.version import __version__
 
-BATCH_BYTES = 8 << 20  # of rows copied at once; at least one block
-WAIT_S = 60.0  # for reads, or for a slot to read into
+BATCH_BYTES = 8 << 20  # bytes of rows copied at once; at least one block
+WAIT_S = 60.0  # the longest wait for reads from SSD, or for a slot to read into
 
 
 class Exporter:
-    """One session on its way out.
+    """The export of one session.
 
     Args:
-        caches: where it is.
-        asked: which; an empty model if its id is enough.
+        caches: the caches, one of which has the session.
+        wanted: the session; its model may be empty if its id is unambiguous.
 
     Attributes:
         key: the session, with its model.
 
     Raises:
-        UnknownSessionError: there is none.
+        UnknownSessionError: there is no such session.
     """
 
-    def __init__(self, caches: Caches, asked: SessionKey) -> None:
+    def __init__(self, caches: Caches, wanted: SessionKey) -> None:
         self._caches = caches
-        self._cache, self.key = caches.find(asked)
+        self._cache, self.key = caches.find(wanted)
         self._export = self._cache.act(lambda core: core.session_files.begin_export(self.key))
         self._runs = SlotRuns.of_tokens(self._cache.layout)
         self._window_runs = SlotRuns.of_windows(self._cache.layout)
@@ -66,7 +66,7 @@ class Exporter:
 
     @cached_property
     def header(self) -> bytes:
-        """The beginning of its file."""
+        """The header of the session's file."""
         export, layout = self._export, self._cache.layout
         version = VERSION
         if export.parts:
@@ -86,16 +86,16 @@ class Exporter:
     async def chunks(
         self, chunk_bytes: int, sealer: ChunkSealer | None, *, prefix: bool
     ) -> AsyncGenerator[Piece, None]:
-        """Yield the same without its end, in chunks (chunks.py); the header is the first.
+        """Yield the file without its end, in chunks (chunks.py); the first one is the header.
 
         Args:
-            chunk_bytes: about how large they are.
-            sealer: seals them; None: they stay as they are.
+            chunk_bytes: about how large chunks are.
+            sealer: seals them; None: they are not sealed.
             prefix: see `frames`.
         """
         yield Piece(self.header, 0)
         pieces = self._plain_chunks(chunk_bytes, prefix=prefix)
-        async with aclosing(pieces if sealer is None else _sealed(pieces, sealer)) as chunks:
+        async with aclosing(pieces if sealer is None else _seal_chunks(pieces, sealer)) as chunks:
             async for piece in chunks:
                 yield piece
 
@@ -117,20 +117,20 @@ class Exporter:
             yield Piece(b"", chunker.num_tokens)
 
     async def frames(self, *, prefix: bool) -> AsyncGenerator[FrameBatch, None]:
-        """Yield its frames, some at a time.
+        """Yield the session's frames, in batches.
 
         Args:
-            prefix: be content with what comes before discards that kvd does not know.
+            prefix: if kvd does not know all discards, export the tokens before the unknown ones.
 
         Raises:
-            SessionChangedError: it became another one meanwhile.
-            UnknownLineageError: of what follows nobody knows what it was computed after.
-            BusyTransferError: its blocks do not come.
+            SessionChangedError: the session has changed meanwhile.
+            UnknownLineageError: kvd does not know which tokens were discarded before the next ones.
+            BusyTransferError: the next blocks are not readable in time.
         """
         export = self._export
         while not export.is_done:
             try:
-                batch = await self._next()
+                batch = await self._next_batch()
             except UnknownLineageError:
                 if not prefix or not export.num_tokens:
                     raise
@@ -140,22 +140,24 @@ class Exporter:
             yield await self._next_parts()
 
     async def _next_parts(self) -> FrameBatch:
-        """Copy the next parts of the state, or of windows, out: frames of no new tokens."""
-        cache, export, owner = self._cache, self._export, secrets.randbits(63)
-        with _released_on_failure(cache, owner):
-            answer = await self._granted(
-                lambda core: core.session_files.prepare_export_parts(export, self._max_spans, owner)
+        """Copy the next parts of the state, or of windows; their frames add no tokens."""
+        cache, export, engine_id = self._cache, self._export, secrets.randbits(63)
+        with _released_on_failure(cache, engine_id):
+            answer = await self._lease_next(
+                lambda core: core.session_files.prepare_export_parts(
+                    export, self._max_spans, engine_id
+                )
             )
             first = export.next_part
             slot_ids = cache.act(
                 lambda core: core.session_files.confirm_export_parts(export, answer.lease_id)
             )
-            batch = await finished_in_thread(self._copied_parts, first, slot_ids)
-            cache.act(lambda core: core.loads.complete(answer.lease_id, owner))
+            batch = await run_in_thread(self._write_parts, first, slot_ids)
+            cache.act(lambda core: core.loads.complete(answer.lease_id, engine_id))
         return batch
 
-    def _copied_parts(self, first: int, slot_ids: list[int]) -> FrameBatch:
-        """Make frames of leased parts."""
+    def _write_parts(self, first: int, slot_ids: list[int]) -> FrameBatch:
+        """Write frames of leased parts; in a thread."""
         export, layout, arena = self._export, self._cache.layout, self._cache.arena
         assert arena is not None, "parts are leased where there is an arena"  # noqa: S101
         for index, slot_id in enumerate(slot_ids, first):
@@ -168,7 +170,7 @@ class Exporter:
         return self._frames.take()
 
     def _add_window(self, index: int, slot: memoryview) -> None:
-        """Make the frame of one of all parts of windows."""
+        """Write the frame of a part of a window; `index` counts the parts of all windows."""
         export = self._export
         window, part = divmod(index, len(self._window_runs))
         token_offset, num_tokens, start = export.windows[window]
@@ -176,31 +178,35 @@ class Exporter:
         rows = WindowRows(export.position, token_offset, num_tokens, part, memoryview(b""))
         self._frames.add_window(export.num_tokens, rows, runs)
 
-    async def _next(self) -> FrameBatch:
-        """Copy the next rows out."""
-        cache, export, owner = self._cache, self._export, secrets.randbits(63)
-        with _released_on_failure(cache, owner):
-            answer = await self._granted(
-                lambda core: core.session_files.prepare_export(export, self._max_spans, owner)
+    async def _next_batch(self) -> FrameBatch:
+        """Copy the rows of the next tokens."""
+        cache, export, engine_id = self._cache, self._export, secrets.randbits(63)
+        with _released_on_failure(cache, engine_id):
+            answer = await self._lease_next(
+                lambda core: core.session_files.prepare_export(export, self._max_spans, engine_id)
             )
             token_offset = export.num_tokens
             rows = cache.act(
                 lambda core: core.session_files.confirm_export(export, answer.lease_id)
             )
-            batch = await finished_in_thread(self._copied, token_offset, rows)
-            # What raises here was given to somebody else, or is corrupt: nothing of it is sent.
-            cache.act(lambda core: core.loads.complete(answer.lease_id, owner))
+            batch = await run_in_thread(self._write_rows, token_offset, rows)
+            # This raises if a slot was reused meanwhile, or is corrupt: then the batch is not sent.
+            cache.act(lambda core: core.loads.complete(answer.lease_id, engine_id))
         return batch
 
-    async def _granted(self, prepare: Callable[[CacheEngine], LoadAnswer]) -> LoadAnswer:
-        """Lease what comes next and wait until it is in its slots."""
+    async def _lease_next(self, prepare: Callable[[CacheEngine], LoadAnswer]) -> LoadAnswer:
+        """Lease the next blocks, and wait until they are in DRAM.
+
+        Raises:
+            BusyTransferError: they are not within WAIT_S.
+        """
         cache, loop = self._cache, asyncio.get_running_loop()
         until = loop.time() + WAIT_S
         while True:
             await self._caches.open(cache.layout, prefault=False)
             answer = cache.act(prepare)
             if answer.lookup is Lookup.PENDING:
-                answer = await _settled(cache, answer.lease_id, until)
+                answer = await _wait_for_reads(cache, answer.lease_id, until)
             if answer.lookup is Lookup.HIT:
                 return answer
             left_s = until - loop.time()
@@ -210,8 +216,8 @@ class Exporter:
                     "try again when less is under way, and see: kvd stats",
                 )
 
-    def _copied(self, token_offset: int, rows: list[ExportedRows]) -> FrameBatch:
-        """Make frames of leased rows."""
+    def _write_rows(self, token_offset: int, rows: list[ExportedRows]) -> FrameBatch:
+        """Write frames of leased rows; in a thread."""
         arena = self._cache.arena
         assert arena is not None, "rows are leased where there is an arena"  # noqa: S101
         for row in rows:
@@ -221,36 +227,36 @@ class Exporter:
         return self._frames.take()
 
 
-async def _sealed(
+async def _seal_chunks(
     pieces: AsyncGenerator[Piece, None], sealer: ChunkSealer
 ) -> AsyncGenerator[Piece, None]:
-    """Yield chunks sealed, whole."""
+    """Yield each chunk sealed, as one piece."""
     chunk = bytearray()
     async with aclosing(pieces):
         async for data, end_token in pieces:
             chunk += data
             if end_token is not None:
-                yield Piece(await finished_in_thread(sealer.seal, chunk), end_token)
+                yield Piece(await run_in_thread(sealer.seal, chunk), end_token)
                 chunk.clear()
 
 
 @contextmanager
-def _released_on_failure(cache: Cache, owner: int) -> Iterator[None]:
-    """Release what is leased if it is not completed."""
+def _released_on_failure(cache: Cache, engine_id: int) -> Iterator[None]:
+    """Release the leases of `engine_id` if the block inside fails or is cancelled."""
     try:
         yield
     except BaseException:
-        cache.act(lambda core: core.engines.remove(owner))
+        cache.act(lambda core: core.engines.remove(engine_id))
         raise
 
 
-async def _settled(cache: Cache, lease_id: int, until: float) -> LoadAnswer:
-    """Wait for a lease's reads, until the deadline."""
+async def _wait_for_reads(cache: Cache, lease_id: int, until: float) -> LoadAnswer:
+    """Wait until the reads of a lease have ended, or until the deadline."""
     loop = asyncio.get_running_loop()
     while cache.act(lambda core: core.loads.state_of(lease_id)) is LeaseState.PENDING:
         if not await cache.changed(max(0.0, until - loop.time())):
             break
     try:
         return cache.act(lambda core: core.loads.settle(lease_id))
-    except LeaseLostError:  # a copy turned out corrupt; there may be another one
+    except LeaseLostError:  # a copy was corrupt; there may be another one
         return LoadAnswer(Lookup.MISS, miss_reason="corrupt")

@@ -1,4 +1,4 @@
-"""A session file: one session's tokens and KV rows, for another kvd.
+"""The format of session files: one session's tokens and KV, for another kvd. Pure.
 
     file    = header | held … | frame … | part … | window … | end
     header  = magic "KVDSESSN" | version u32 | bytes of the body u32 | xxh3_64 | body
@@ -8,22 +8,21 @@
     window  = num_tokens u32 | 2 u32 | xxh3_64 | position u64 | token_offset u64 | index u32 | rows
     end     = a frame of 0 tokens; nothing follows it
 
-The body is a kvd.v1.SessionFileHeader. A frame has 1 … `block_tokens` tokens, the session's next
-ones, and of each layer, of each of its components, that many rows, without padding. The header's
-checksum is of all that comes before it and of the body; a frame's is of what follows it, seeded
-with the number of tokens before the frame: frames that are left out, doubled or exchanged do not
-fit. All integers are little-endian.
+All integers are little-endian. The body is a kvd.v1.SessionFileHeader. A frame holds the session's
+next 1 … `block_tokens` tokens: their ids, then for each component of each layer the rows of these
+tokens, without padding. The header's checksum is of all bytes before it and of the body. A frame's
+checksum is of the bytes behind it, seeded with the number of tokens before the frame, so that a
+frame that is missing, doubled or out of order is detected.
 
-Version 1 has frames of tokens alone. Version 2 has the parts of a state of the model, in order, if
-the session has one: all of a slot's size but the last. Version 3 has the windows that a load needs
-which ends behind `position` tokens: of tokens that follow each other up to there, the rows of the
-layers in each part of a window, as in a frame; frames have no rows of these layers. Both are behind
-the tokens, and their checksums are seeded like that of a frame there.
+Version 1 has only frames of tokens. Version 2 adds the parts of a state of the model, in order, if
+the session has one: each of a slot's size, except the last. Version 3 adds the windows that a load
+needs that ends behind `position` tokens: for consecutive tokens up to there, the rows of the layers
+in each part of a window, as in a frame. Frames then have no rows of these layers. Parts and windows
+come behind all tokens; their checksums are seeded like that of a frame there.
 
-A *tail* begins with frames without rows (version 1): tokens of which whoever imports it has to have
-the KV. No export writes it; a release that knows none refuses it as damaged.
-
-Pure.
+A *tail* begins with held frames, which have no rows (version 1): the importing kvd has to have the
+KV of these tokens. No export writes tails. A release that does not know them refuses them as
+damaged.
 """
 
 import struct
@@ -42,12 +41,12 @@ MAGIC = b"KVDSESSN"
 VERSION = 1
 VERSION_WITH_STATE = 2
 VERSION_WITH_WINDOWS = 3
-TOKENS = 0  # kind of a frame: tokens, or the end
+TOKENS = 0  # kind of a frame: tokens; none: the end
 PART = 1  # a part of a state
 WINDOW = 2  # a part of a window
-HELD = 3  # tokens without their rows
-MAX_HELD_TOKENS = 1 << 20  # of one frame; there may be several
-MAX_BODY_BYTES = 1 << 20  # a layout of thousands of layers has less
+HELD = 3  # tokens without rows
+MAX_HELD_TOKENS = 1 << 20  # in one held frame; a tail may begin with several
+MAX_BODY_BYTES = 1 << 20  # enough for a layout of thousands of layers
 
 START = struct.Struct("<8sII")
 CHECKSUM = struct.Struct("<Q")
@@ -57,14 +56,14 @@ WINDOW_START = struct.Struct("<QQI")
 
 
 class SessionFileError(InvalidInputError):
-    """A file that is no session file, or is damaged or cut short."""
+    """The bytes are no session file, or a damaged or incomplete one."""
 
     reason = "bad_session_file"
 
 
 @dataclass(frozen=True)
 class FileHeader:
-    """What a session file says of itself; its version says what may follow the tokens."""
+    """The header of a session file; its version says what may follow the tokens."""
 
     key: SessionKey
     layout: KVLayout
@@ -76,7 +75,7 @@ class FileHeader:
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """Some tokens and their rows: one run of bytes for each component of each layer, in order."""
+    """A frame of tokens: their ids, and a run of rows for each component of each layer."""
 
     token_offset: int
     num_tokens: int
@@ -86,7 +85,7 @@ class Frame:
 
 @dataclass(frozen=True, slots=True)
 class HeldTokens:
-    """The first tokens of a tail, or more of them: their rows are elsewhere."""
+    """A held frame: the next of a tail's first tokens, whose KV the importing kvd has to have."""
 
     num_tokens: int
     token_ids: bytes
@@ -94,7 +93,7 @@ class HeldTokens:
 
 @dataclass(frozen=True, slots=True)
 class StatePart:
-    """A part of the state behind so many tokens: what is in its slot, without zeros at the end."""
+    """One part of the state behind `position` tokens: the bytes of its slot, without padding."""
 
     position: int
     index: int
@@ -103,9 +102,12 @@ class StatePart:
 
 @dataclass(frozen=True, slots=True)
 class WindowRows:
-    """Rows of some tokens in one part of their window, which a load needs that ends at a position.
+    """Rows of consecutive tokens in one part of a window, for a load that ends at a position.
 
     Attributes:
+        position: tokens behind which the load ends.
+        token_offset, num_tokens: the tokens.
+        index: the part of the window.
         rows: one run of bytes for each component of each layer of the part, in order.
     """
 
@@ -117,24 +119,24 @@ class WindowRows:
 
 
 def part_bytes_of(layout: KVLayout, index: int) -> int:
-    """Return how many bytes of a state its part of this index has."""
+    """Return the bytes of the part `index` of a state."""
     start = index * layout.block_bytes
     return min(layout.block_bytes, layout.state_bytes - start)
 
 
 def row_bytes(layout: KVLayout) -> tuple[int, ...]:
-    """Return the bytes of one token, of each component of each layer, in the order of a frame."""
+    """Return the bytes of a row, for each component of each layer, in the order of a frame."""
     return tuple(c.token_bytes for layer in layout.token_layers for c in layer.components)
 
 
 def window_row_bytes(layout: KVLayout, index: int) -> tuple[int, ...]:
-    """Return the same of the layers in a part of a window."""
+    """Return the bytes of a row, for each component of each layer in a part of a window."""
     layers = (layout.layers[layer_index] for layer_index in layout.window_parts[index])
     return tuple(c.token_bytes for layer in layers for c in layer.components)
 
 
 def header_bytes(header: FileHeader) -> bytes:
-    """Return the beginning of a file."""
+    """Encode a header."""
     key = header.key
     body = kvd_pb2.SessionFileHeader(
         session=kvd_pb2.SessionKey(tenant=key.tenant, model=key.model, session_id=key.session_id),
@@ -150,7 +152,7 @@ def header_bytes(header: FileHeader) -> bytes:
 
 
 def header_num_bytes(beginning: bytes | bytearray) -> int | None:
-    """Return how long the header of a file is that begins so; None if that is not there yet."""
+    """Return the length of the header that begins so; None: more bytes are needed to know."""
     if len(beginning) < START.size:
         return None
     _, _, num_bytes = START.unpack_from(beginning)
@@ -158,7 +160,7 @@ def header_num_bytes(beginning: bytes | bytearray) -> int | None:
 
 
 def damaged(what: str) -> SessionFileError:
-    """Say what of a file is not what was written."""
+    """Return the error that some part of a file is damaged."""
     return SessionFileError(
         f"the session file is damaged: {what}", "copy it again, or export the session again"
     )

@@ -1,6 +1,6 @@
-"""Reads a session file (file_format.py), which comes piece by piece. Pure.
+"""Reads a session file (file_format.py) that arrives piece by piece. Pure.
 
-Whoever reads trusts nothing: not the lengths, not the order, not the end.
+It trusts nothing in the file: no length, no order, no end.
 """
 
 from collections.abc import Iterator
@@ -47,35 +47,35 @@ Data = bytes | bytearray | memoryview
 
 
 class FileReader:
-    """Reads a session file piece by piece, as it comes.
+    """Reads one session file, piece by piece.
 
     Attributes:
-        header: once it has come whole.
+        header: the header; None: it has not arrived completely.
         num_tokens: tokens in the frames so far.
     """
 
     def __init__(self) -> None:
         self.header: FileHeader | None = None
         self.num_tokens = 0
-        self._num_held = 0  # of these without rows: they come first
-        self._rest = bytearray()  # the beginning of what has not come whole
+        self._num_held = 0  # of these, tokens in held frames, which come first
+        self._incomplete = bytearray()  # the beginning of an incomplete header or frame
         self._next_part = 0
-        self._position = 0  # of the state, or of the windows, whose parts come
-        self._window_start = 0  # of the window whose parts come
+        self._position = 0  # of the state or the windows whose parts arrive now
+        self._window_start = 0  # first token of the window whose parts arrive now
         self._window_tokens = 0
         self._is_over = False
 
     def feed(self, data: Data) -> Iterator[AnyFrame]:
-        """Take the next bytes; yields the frames that are whole, which last as long as `data`.
+        """Take the next bytes; yield the complete frames, valid as long as `data`.
 
-        No more is kept than one frame and `data`.
+        Beside `data` at most one frame is kept in memory.
 
         Raises:
-            SessionFileError: they cannot be what comes next.
+            SessionFileError: the bytes cannot follow those before.
         """
-        if self._rest:
-            self._rest += data
-        source = memoryview(self._rest or data)
+        if self._incomplete:
+            self._incomplete += data
+        source = memoryview(self._incomplete or data)
         at = 0
         if self.header is None:
             at = self._read_header(source)
@@ -87,14 +87,14 @@ class FileReader:
             yield frame
         if self._is_over and at < len(source):
             raise damaged("something follows its end")
-        if at or not self._rest:
-            self._rest = bytearray(source[at:])  # another one: frames lie in what was before
+        if at or not self._incomplete:
+            self._incomplete = bytearray(source[at:])  # a new one: the frames refer to the old one
 
     def close(self) -> FileHeader:
-        """Make sure that the file has ended.
+        """Check that the file has ended.
 
         Raises:
-            SessionFileError: it is cut short.
+            SessionFileError: it is incomplete.
         """
         if self.header is None or not self._is_over:
             raise SessionFileError(
@@ -104,7 +104,7 @@ class FileReader:
         return self.header
 
     def _read_header(self, source: memoryview) -> int:
-        """Read the header, if it has come whole; returns its length, else 0."""
+        """Read the header if it is complete; return its length, or 0."""
         known = min(len(source), len(MAGIC))
         if source[:known] != MAGIC[:known]:
             raise SessionFileError("this is no session file", "name one that kvd export wrote")
@@ -130,7 +130,7 @@ class FileReader:
         return start + int(num_bytes)
 
     def _next_frame(self, header: FileHeader, source: memoryview) -> tuple[AnyFrame | None, int]:
-        """Return the next frame, if it has come whole and is not the end, and its bytes."""
+        """Return the next frame and its bytes; None: it is incomplete, or the end."""
         if self._is_over or len(source) < FRAME.size:
             return None, 0
         num_tokens, kind, checksum = FRAME.unpack_from(source)
@@ -146,9 +146,9 @@ class FileReader:
             self._num_held = self.num_tokens = self.num_tokens + num_tokens
             return HeldTokens(num_tokens, bytes(payload)), end
         if kind == PART:
-            return self._part(payload), end
+            return self._read_part(payload), end
         if kind == WINDOW:
-            return self._window(payload, num_tokens, header.layout.window_slots), end
+            return self._read_window(payload, num_tokens, header.layout.window_slots), end
         if not num_tokens:
             self._is_over = True
             return None, end
@@ -160,7 +160,10 @@ class FileReader:
         return frame, end
 
     def _may_come(self, header: FileHeader, num_tokens: int, kind: int) -> bool:
-        """Whether a frame may be the next: behind the first part of something come the others."""
+        """Return whether a frame may be the next one.
+
+        Once the first part of a state or of windows has arrived, only its other parts may follow.
+        """
         layout = header.layout
         if kind == HELD:
             is_first = self.num_tokens == self._num_held and header.version == VERSION
@@ -175,19 +178,19 @@ class FileReader:
         is_behind = self._position and num_tokens
         return not (kind or is_between or is_behind) and num_tokens <= layout.block_tokens
 
-    def _part(self, payload: memoryview) -> StatePart:
+    def _read_part(self, payload: memoryview) -> StatePart:
         position, index = PART_START.unpack_from(payload)
         is_first = not self._next_part
-        is_its_turn = index == self._next_part and (is_first or position == self._position)
-        if not is_its_turn or not 0 < position <= self.num_tokens:
+        is_expected = index == self._next_part and (is_first or position == self._position)
+        if not is_expected or not 0 < position <= self.num_tokens:
             raise damaged(f"the state behind {self.num_tokens} tokens")
         self._position = self._window_start = position
         self._next_part = index + 1
         return StatePart(position, index, payload[PART_START.size :])
 
-    def _window(self, payload: memoryview, num_tokens: int, num_parts: int) -> WindowRows:
+    def _read_window(self, payload: memoryview, num_tokens: int, num_parts: int) -> WindowRows:
         position, token_offset, index = WINDOW_START.unpack_from(payload)
-        if not self._position:  # the first one says where they begin
+        if not self._position:  # the first window sets their beginning
             self._position, self._window_start = position, token_offset
         if not self._next_part:
             self._window_tokens = num_tokens
@@ -202,7 +205,7 @@ class FileReader:
         return WindowRows(position, token_offset, num_tokens, index, payload[WINDOW_START.size :])
 
     def _payload_bytes(self, layout: KVLayout, num_tokens: int, kind: int) -> int:
-        """Return how many bytes the payload of the next frame has."""
+        """Return the bytes of the next frame's payload."""
         if kind == HELD:
             return num_tokens * TOKEN_BYTES
         if kind == PART:
@@ -213,7 +216,7 @@ class FileReader:
 
 
 def _header_of(body: bytes, version: int) -> FileHeader:
-    """Decode and check the body, whose checksum fits: even so it may be made by hand."""
+    """Decode the body and validate it: a right checksum does not mean that kvd wrote it."""
     try:
         message = kvd_pb2.SessionFileHeader.FromString(body)
         layout = layout_of(message.layout)

@@ -1,4 +1,4 @@
-"""Writes the frames of a session file (file_format.py), some side by side. Pure."""
+"""Writes the frames of a session file (file_format.py) into one buffer. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,11 +22,11 @@ from shared.types.block_key import TOKEN_BYTES
 
 @dataclass(frozen=True, slots=True)
 class FrameBatch:
-    """Some frames of a file, side by side.
+    """Consecutive frames of a file.
 
     Attributes:
-        data: their bytes, valid until the next batch is begun.
-        ends: of each frame its number of tokens, and where it ends in `data`.
+        data: their bytes, valid until the writer's next frame is added.
+        ends: for each frame its number of tokens, and its end in `data`.
     """
 
     data: memoryview
@@ -34,7 +34,7 @@ class FrameBatch:
 
 
 class FrameWriter:
-    """Writes frames into memory of its own, the same for each batch: fresh memory is slow."""
+    """Writes frames into memory that it reuses for each batch: fresh memory costs page faults."""
 
     def __init__(self) -> None:
         self._memory = bytearray()
@@ -50,26 +50,26 @@ class FrameWriter:
         self._ends.append((num_tokens, self._num_bytes))
 
     def add_held(self, token_offset: int, token_ids: bytes) -> None:
-        """Write a frame of tokens without rows."""
+        """Write a held frame: tokens without rows."""
         num_tokens = len(token_ids) // TOKEN_BYTES
         self._add(num_tokens, HELD, token_offset, (token_ids,))
         self._ends.append((num_tokens, self._num_bytes))
 
     def add_part(self, num_tokens: int, part: StatePart) -> None:
-        """Write a part of a state, behind so many tokens of the file."""
+        """Write a part of a state; `num_tokens`: the tokens before it in the file."""
         self._add(0, PART, num_tokens, (PART_START.pack(part.position, part.index), part.data))
         self._ends.append((0, self._num_bytes))
 
     def add_window(
         self, num_tokens: int, window: WindowRows, runs: Sequence[bytes | memoryview]
     ) -> None:
-        """Write a part of a window, behind so many tokens of the file; `runs` as in its rows."""
+        """Write a part of a window; `num_tokens`: as in add_part, `runs`: as in WindowRows.rows."""
         start = WINDOW_START.pack(window.position, window.token_offset, window.index)
         self._add(window.num_tokens, WINDOW, num_tokens, (start, *runs))
         self._ends.append((0, self._num_bytes))
 
     def take(self) -> FrameBatch:
-        """Return what was written, and begin anew."""
+        """Return the frames that were written, and begin a new batch."""
         batch = FrameBatch(memoryview(self._memory)[: self._num_bytes], self._ends)
         self._num_bytes, self._ends = 0, []
         return batch
@@ -103,7 +103,7 @@ def frame_bytes(
 
 
 def held_bytes(token_ids: bytes) -> bytes:
-    """Return what a tail begins with, behind the header: these tokens."""
+    """Return the held frames with which a tail begins, behind the header."""
     writer = FrameWriter()
     most = MAX_HELD_TOKENS * TOKEN_BYTES
     for start in range(0, len(token_ids), most):
@@ -112,5 +112,5 @@ def held_bytes(token_ids: bytes) -> bytes:
 
 
 def end_bytes(num_tokens: int) -> bytes:
-    """Return the end of a file of so many tokens."""
+    """Return the end of a file that has `num_tokens` tokens."""
     return frame_bytes(num_tokens, b"")

@@ -1,4 +1,4 @@
-"""Takes a session's file from its pieces: opens it, and has each frame imported (importer.py)."""
+"""Import of a session file: reads its pieces, and passes each frame to the import (importer.py)."""
 
 from collections.abc import AsyncIterator
 
@@ -13,23 +13,26 @@ from kvd.session_files.file_format import (
 )
 from kvd.session_files.file_reader import AnyFrame, FileReader
 from kvd.session_files.importer import Import
-from kvd.session_files.in_thread import finished_in_thread
+from kvd.session_files.in_thread import run_in_thread
 from kvd.session_files.target import Target
 from shared.access.identity import TenantDeniedError
 from shared.types.kv_layout import KVLayout
 from shared.types.session_key import SessionKey, session_key
 
-# What ends a file before its end, which is nothing that kvd has met.
+# Errors of the file or its transfer, not of kvd: a session that grows keeps what came before.
 CUT_SHORT = (SessionFileError, BrokenTransferError, StalledTransferError)
 
 
 async def begin_import(caches: Caches, header: FileHeader, target: Target) -> Import:
-    """Make sure that a session may be imported, and make room for it.
+    """Check that a session may be imported, and open the cache of its layout.
+
+    Returns:
+        The import; the caller owes `finish` or `cancel`.
 
     Raises:
-        TenantDeniedError: not of that tenant, or not with a new layout, by this caller.
+        TenantDeniedError: the caller may not write to that tenant, or not add a layout.
         UnknownLayoutError: kvd has no such layout.
-        SessionExistsError: there is such a session.
+        SessionExistsError: the session exists and is not to be replaced.
     """
     layout = header.layout
     key = session_key(
@@ -67,13 +70,16 @@ def _check_layout(caches: Caches, layout: KVLayout, target: Target) -> None:
 async def read_file(
     caches: Caches, target: Target, pieces: AsyncIterator[bytes | memoryview]
 ) -> tuple[SessionKey, int]:
-    """Import a file from its pieces; returns the session and how many tokens of it are stored.
+    """Import a file from its pieces.
 
-    Each piece is good until the next one is asked for. A session that grows keeps what was good of
-    a file that is damaged or cut short.
+    Each piece is valid until the next one is requested. If the file is damaged or incomplete, a
+    session that grows keeps the tokens before that.
+
+    Returns:
+        The session, and the number of its tokens that are stored.
 
     Raises:
-        SessionFileError: it is damaged, cut short or none.
+        SessionFileError: the file is damaged, incomplete, or no session file.
         ReportedError: see begin_import and Import.
     """
     reader = FileReader()
@@ -81,12 +87,12 @@ async def read_file(
     is_done = False
     try:
         async for piece in pieces:
-            for frame in await finished_in_thread(lambda data: list(reader.feed(data)), piece):
+            for frame in await run_in_thread(lambda data: list(reader.feed(data)), piece):
                 if current is None:
                     current = await begin_import(caches, _header(reader), target)
-                await _take(current, frame)
+                await _import_frame(current, frame)
             if current is None and reader.header is not None:
-                # Now: of a layout that is refused not even one frame is kept.
+                # Begun with the header: a refused layout is refused before a frame is kept.
                 current = await begin_import(caches, reader.header, target)
             if current is not None:
                 await current.keep()
@@ -100,13 +106,13 @@ async def read_file(
             await current.keep_begun()
         raise
     finally:
-        if current is not None and not is_done:  # the caller may have gone, too
+        if current is not None and not is_done:  # also if the caller was cancelled
             current.cancel()
     return current.key, num_tokens
 
 
-async def _take(current: Import, frame: AnyFrame) -> None:
-    """Have a frame imported."""
+async def _import_frame(current: Import, frame: AnyFrame) -> None:
+    """Pass a frame to the import."""
     if isinstance(frame, HeldTokens):
         await current.hold(frame)
     elif isinstance(frame, StatePart):

@@ -1,4 +1,4 @@
-"""What the files of sessions come in, from kvd and at its callers. Pure."""
+"""Units in which session files are passed on: pieces in kvd, chunks at its callers. Pure."""
 
 from typing import NamedTuple
 
@@ -6,11 +6,11 @@ from shared.pb.kvd.v1 import kvd_pb2
 
 
 class Piece(NamedTuple):
-    """Some bytes of a file, which may be one in chunks.
+    """Some bytes of a session file.
 
     Attributes:
-        data: the bytes, valid until the next piece is asked for.
-        end_token: where the chunk ends that ends with them; None: none does.
+        data: the bytes, valid until the next piece is requested.
+        end_token: if a chunk ends with these bytes, the token behind its last one; else None.
     """
 
     data: bytes | bytearray | memoryview
@@ -18,12 +18,12 @@ class Piece(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """A whole chunk, or, behind the last one, what opens them.
+    """A whole chunk, or, behind the last one, the seal of all chunks.
 
     Attributes:
-        data: its bytes; that of the first one is the file's header.
-        end_token: where it ends.
-        seal: with no data: of all chunks.
+        data: its bytes. Those of the first chunk are the file's header.
+        end_token: the token behind its last one.
+        seal: the seal of all chunks; then there is no data.
     """
 
     data: bytes | bytearray

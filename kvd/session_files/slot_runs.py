@@ -1,4 +1,9 @@
-"""Copies rows between slots and what session files hold. Pure but for the memory; any thread."""
+"""Copies of KV rows between arena slots and session files. Any thread.
+
+A row is one token's bytes in one component (such as the keys) of one layer. Slots and frames hold
+runs: all rows of one component, then those of the next. Pure, except that it writes to memory that
+it is given.
+"""
 
 from collections import deque
 from collections.abc import Sequence
@@ -9,10 +14,10 @@ from shared.types.kv_layout import KVLayout
 
 
 class SlotRuns:
-    """The rows of some slots of one layout: a run of bytes for each component of each layer there.
+    """The place of each component's rows in the slots of frame layout.
 
     Args:
-        components: offset in a slot and bytes of one row of each.
+        components: for each component its offset in a slot, and the bytes of frame row.
     """
 
     def __init__(self, components: Sequence[tuple[int, int]]) -> None:
@@ -20,12 +25,12 @@ class SlotRuns:
 
     @classmethod
     def of_tokens(cls, layout: KVLayout) -> "SlotRuns":
-        """Make those of blocks of tokens."""
+        """Return the runs of blocks of tokens."""
         return cls(SlotRows(layout).components)
 
     @classmethod
     def of_windows(cls, layout: KVLayout) -> "tuple[SlotRuns, ...]":
-        """Make those of each part of a window."""
+        """Return the runs of each part of a window."""
         return tuple(
             cls(
                 [
@@ -38,14 +43,20 @@ class SlotRuns:
         )
 
     def read(self, slot: memoryview, start: int, num_tokens: int) -> list[memoryview]:
-        """Return rows [start, start + num_tokens) of a slot, in place: to be used up at once."""
+        """Return rows [start, start + num_tokens) of a slot, run by run, without a copy.
+
+        The slot has to stay leased until they are used.
+        """
         return [
             slot[offset + start * row : offset + (start + num_tokens) * row]
             for offset, row in self._components
         ]
 
     def write_rows(self, slot: memoryview, row: int, rows: memoryview, wanted: range) -> None:
-        """Write some of the rows that are in `rows`, run after run, to a slot from `row` on."""
+        """Write the rows in `wanted`, of those in `rows`, to a slot, from its row `row` on.
+
+        `rows` holds a run for each component, as `read` returns them.
+        """
         num_rows = len(rows) // max(1, sum(num_bytes for _, num_bytes in self._components))
         start = 0
         for offset, num_bytes in self._components:
@@ -58,31 +69,31 @@ class SlotRuns:
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """The rows of one frame.
+    """The rows of frame frame.
 
     Attributes:
-        token_offset: of the first one.
-        num_tokens: how many.
+        token_offset: the first token's place in the session.
+        num_tokens: their number.
         memory: a run of bytes for each component.
-        is_lent: whether the memory is somebody else's.
+        is_borrowed: the memory belongs to the caller, and may change after `keep`.
     """
 
     token_offset: int
     num_tokens: int
     memory: memoryview
-    is_lent: bool
+    is_borrowed: bool
 
 
 class RowBuffer:
-    """Rows that have come out of a file and are not stored yet, in order.
+    """Rows that were read from a file and are not stored yet, in order.
 
     Attributes:
-        token_offset: of the first row.
-        num_tokens: rows there are.
+        token_offset: the first row's token, by its place in the session.
+        num_tokens: number of rows of each component.
     """
 
     def __init__(self, token_bytes: int) -> None:
-        """Begin without rows, of so many bytes each."""
+        """Make an empty buffer; `token_bytes`: bytes of frame token in all components."""
         self._token_bytes = token_bytes
         self.token_offset = 0
         self.num_tokens = 0
@@ -90,25 +101,25 @@ class RowBuffer:
 
     @property
     def num_bytes(self) -> int:
-        """Of all rows."""
+        """Bytes of all rows."""
         return self.num_tokens * self._token_bytes
 
     def add(self, rows: memoryview, num_tokens: int) -> None:
-        """Append the rows of a frame, which stay where they are."""
+        """Append the rows of a frame, without a copy."""
         self._frames.append(_Rows(self.token_offset + self.num_tokens, num_tokens, rows, True))
         self.num_tokens += num_tokens
 
     def keep(self) -> None:
-        """Copy what is there: the memory that it came in is about to be used again."""
+        """Copy rows that are in borrowed memory: the caller is about to reuse it."""
         self._frames = deque(
-            replace(one, memory=memoryview(bytes(one.memory)), is_lent=False)
-            if one.is_lent
-            else one
-            for one in self._frames
+            replace(frame, memory=memoryview(bytes(frame.memory)), is_borrowed=False)
+            if frame.is_borrowed
+            else frame
+            for frame in self._frames
         )
 
     def drop(self, num_tokens: int) -> None:
-        """Drop the first rows."""
+        """Remove the rows of the first `num_tokens` tokens."""
         self.token_offset += num_tokens
         self.num_tokens -= num_tokens
         frames = self._frames
@@ -118,11 +129,11 @@ class RowBuffer:
     def write_to(
         self, slot: memoryview, runs: SlotRuns, token_offset: int, num_tokens: int
     ) -> None:
-        """Write the rows of some tokens to the first rows of a slot."""
+        """Write the rows of tokens [token_offset, + num_tokens) to the first rows of a slot."""
         end = token_offset + num_tokens
-        for one in self._frames:
-            first = max(token_offset, one.token_offset)
-            last = min(end, one.token_offset + one.num_tokens)
+        for frame in self._frames:
+            first = max(token_offset, frame.token_offset)
+            last = min(end, frame.token_offset + frame.num_tokens)
             if first < last:
-                wanted = range(first - one.token_offset, last - one.token_offset)
-                runs.write_rows(slot, first - token_offset, one.memory, wanted)
+                wanted = range(first - frame.token_offset, last - frame.token_offset)
+                runs.write_rows(slot, first - token_offset, frame.memory, wanted)

@@ -1,4 +1,4 @@
-"""Where an imported session is to go, and the name that it has until all of it is there. Pure."""
+"""The target of an import, and the temporary name of a session until all of it is stored. Pure."""
 
 import re
 import secrets
@@ -10,18 +10,18 @@ from kvd.errors import SessionExistsError
 
 @dataclass(frozen=True)
 class Target:
-    """Where a session is to go.
+    """The name under which a session is imported, and what it may replace.
 
     Attributes:
-        tenant: "": the file's.
-        session_id: "": the file's.
-        replaces: a session of this key gives way.
-        may_add_layout: even if kvd does not know the layout.
-        allowed: tenants that whoever imports may name; None: all.
-        replaces_up_to: a session of this key becomes this one if it has at most so many tokens, and
-            fewer than the file, and nobody uses it.
-        grow_bytes: the session has what has come whenever so many bytes more are stored; 0: it has
-            all of it in the end, or nothing.
+        tenant: its tenant; "": as in the file.
+        session_id: its id; "": as in the file.
+        replaces: replace a session of this key.
+        may_add_layout: import even if kvd does not know the layout.
+        allowed: tenants that the caller may name; None: all.
+        replaces_up_to: extend a session of this key if it has at most so many tokens, fewer than
+            the file, and is not in use.
+        grow_bytes: give the session what has arrived whenever so many more bytes are stored; 0:
+            give it all at the end, or nothing.
     """
 
     tenant: str
@@ -32,12 +32,12 @@ class Target:
     replaces_up_to: int = 0
     grow_bytes: int = 0
 
-    def check(self, there: SessionInfo | None) -> None:
-        """Raise SessionExistsError if there is a session that does not give way."""
-        if there is None or self.replaces or there.num_tokens <= self.replaces_up_to:
+    def check(self, existing: SessionInfo | None) -> None:
+        """Raise SessionExistsError if `existing` is a session that may not be replaced."""
+        if existing is None or self.replaces or existing.num_tokens <= self.replaces_up_to:
             return
         raise SessionExistsError(
-            f"session {there.key} is stored, with {there.num_tokens} tokens",
+            f"session {existing.key} is stored, with {existing.num_tokens} tokens",
             "say --replace, or give it another name with --session",
         )
 
@@ -46,10 +46,10 @@ _NAME = re.compile(r"import-[0-9a-f]{32}")
 
 
 def unfinished_name() -> str:
-    """Return a name that no other session has."""
+    """Return a temporary session id, unique."""
     return f"import-{secrets.token_hex(16)}"
 
 
 def is_unfinished(session_id: str) -> bool:
-    """Whether a name is such a one."""
+    """Return whether a session id is a temporary one."""
     return _NAME.fullmatch(session_id) is not None

@@ -1,7 +1,7 @@
-"""The token ids of a session that comes in chunks, without a look at their rows. Pure.
+"""Collects the token ids of a session as its chunks pass, without reading its KV. Pure.
 
-For what kvd itself exports: whoever has it from others reads it with FileReader, which trusts
-nothing.
+It trusts the chunks, so it is for exports of this kvd only. Bytes from elsewhere are read by
+FileReader, which trusts nothing.
 """
 
 from collections.abc import Iterator
@@ -15,11 +15,11 @@ Data = bytes | bytearray | memoryview
 
 
 class TokenIds:
-    """Collects them, chunk by chunk.
+    """Collects the token ids of one session, chunk by chunk.
 
     Attributes:
-        found: little-endian uint32; b"": they are not to be seen, because chunks are sealed, or the
-            session is not of tokens alone: it may have a state or windows.
+        found: the ids, little-endian uint32; b"": unknown, because chunks are sealed, or the
+            session may have a state or windows.
     """
 
     def __init__(self, header: bytes) -> None:
@@ -28,7 +28,7 @@ class TokenIds:
         self._token_bytes = _token_bytes_of(header)
 
     def add(self, chunk: Data) -> None:
-        """Take the next chunk."""
+        """Read the next chunk."""
         if chunk[: len(MAGIC)] == MAGIC:
             self._token_bytes = None
         if self._token_bytes is not None:
@@ -36,7 +36,7 @@ class TokenIds:
 
 
 def _token_ids_in(frames: Data, token_bytes: int) -> Iterator[bytes]:
-    """Yield the token ids of each of some whole frames; `token_bytes`: of a token's rows."""
+    """Yield the token ids of whole frames; `token_bytes`: bytes of all rows of a token."""
     at = 0
     while at < len(frames):
         num_tokens, _, _ = FRAME.unpack_from(frames, at)
@@ -46,7 +46,7 @@ def _token_ids_in(frames: Data, token_bytes: int) -> Iterator[bytes]:
 
 
 def _token_bytes_of(header: bytes) -> int | None:
-    """Return the bytes of a token's rows; None: not all frames are of tokens."""
+    """Return the bytes of all rows of a token; None: not all frames are of tokens."""
     reader = FileReader()
     list(reader.feed(header))
     found = reader.header

@@ -1,4 +1,4 @@
-"""Session files in and out, on behalf of operators: few at once, within what each may see."""
+"""Session files in and out for operators: a few at once, limited to the tenants each may access."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
@@ -13,7 +13,7 @@ from kvd.session_files.byte_streams import SILENCE_S, ByteStream, ByteStreams
 from kvd.session_files.chunks import ChunkOpener, ChunkSealer
 from kvd.session_files.exporter import Exporter
 from kvd.session_files.import_file import read_file
-from kvd.session_files.in_thread import finished_in_thread
+from kvd.session_files.in_thread import run_in_thread
 from kvd.session_files.pieces import Piece
 from kvd.session_files.target import Target
 from kvd.wire.messages import key_of
@@ -21,20 +21,20 @@ from kvd.wire.selection import check_allowed
 from shared.kvd_client.messages import key_message
 from shared.pb.kvd.v1 import kvd_pb2
 
-MOST_TRANSFERS = 8  # at once: each holds some tens of megabytes; kvd remote follow has up to five
-PIECE_BYTES = 1 << 20  # of a message: a small part of what gRPC lets through
-MOST_BYTES = 16 << 20  # received over a stream at once
+MOST_TRANSFERS = 8  # at once: each holds tens of megabytes. kvd remote follow uses up to five
+PIECE_BYTES = 1 << 20  # in one message: well below gRPC's limit
+MOST_BYTES = 16 << 20  # of memory to receive into from a stream
 
 T = TypeVar("T")
 Pieces = AsyncIterator[bytes | memoryview]
 
 
 class Transfers:
-    """What runs at the moment.
+    """The exports and imports that are running.
 
     Args:
-        caches: where sessions are.
-        streams: of callers on this machine.
+        caches: the caches that have the sessions.
+        streams: byte streams of callers on this machine.
     """
 
     def __init__(self, caches: Caches, streams: ByteStreams) -> None:
@@ -48,12 +48,12 @@ class Transfers:
         """Yield a session's file; see Exporter.
 
         Args:
-            request: of the caller.
-            allowed: whose sessions the caller may see; None: everybody's.
+            request: the caller's request.
+            allowed: tenants whose sessions the caller may read; None: all.
         """
         key = key_of(request.session)
         check_allowed(key, allowed)
-        with self._counted():
+        with self._limited():
             exporter = Exporter(self._caches, key)
             sealer = self._sealer(exporter) if request.chunk_bytes else None
             async with (
@@ -74,14 +74,14 @@ class Transfers:
         return self._streams.claim(token) if token else nullcontext()
 
     def _sealer(self, exporter: Exporter) -> ChunkSealer | None:
-        """Return what seals a session's chunks, if kvd encrypts."""
+        """Return the sealer of the session's chunks; None: kvd does not encrypt."""
         keys, tenant = self._caches.secrets.keys, exporter.key.tenant
         if keys is None or not keys.is_sealing:
             return None
         return ChunkSealer(keys.key_of(tenant), tenant, exporter.header)
 
     def _seal_of(self, exporter: Exporter, sealer: ChunkSealer) -> kvd_pb2.SessionSeal:
-        """Return what opens the chunks that were sealed."""
+        """Return what another kvd needs to open the sealed chunks."""
         keys = self._caches.secrets.keys
         assert keys is not None, "something was sealed"  # noqa: S101
         return kvd_pb2.SessionSeal(
@@ -95,11 +95,11 @@ class Transfers:
         requests: AsyncIterator[kvd_pb2.ImportSessionRequest],
         allowed: frozenset[str] | None,
     ) -> kvd_pb2.ImportSessionResponse:
-        """Take a session's file; see read_file.
+        """Import a session's file; see read_file.
 
         Raises:
-            InvalidRequestError: it is not said first where to.
-            StalledTransferError: the caller has fallen silent.
+            InvalidRequestError: the first message is no target.
+            StalledTransferError: the caller sends nothing for SILENCE_S.
         """
         async with aclosing(with_timeout(requests, SILENCE_S)) as messages:
             first = await anext(messages, None)
@@ -107,11 +107,11 @@ class Transfers:
                 raise InvalidRequestError(
                     "where to import to is not said", "send the target first, then the file"
                 )
-            with self._counted():
+            with self._limited():
                 async with self._stream(first.target.stream) as stream:
-                    return await self._imported(first.target, _data(messages, stream), allowed)
+                    return await self._import_from(first.target, _data(messages, stream), allowed)
 
-    async def _imported(
+    async def _import_from(
         self, to: kvd_pb2.ImportTarget, pieces: Pieces, allowed: frozenset[str] | None
     ) -> kvd_pb2.ImportSessionResponse:
         target = Target(
@@ -121,19 +121,19 @@ class Transfers:
             may_add_layout=to.new_layout,
             allowed=allowed,
             replaces_up_to=to.replace_up_to,
-            # What is sealed is proven in the end: there may be chunks too few.
+            # Missing chunks of a sealed session are detected at the end only: it may not grow.
             grow_bytes=0 if to.HasField("seal") else to.grow_bytes,
         )
         if to.HasField("seal"):
-            pieces = _opened(pieces, self._opener(to.seal))
+            pieces = _open_chunks(pieces, self._opener(to.seal))
         key, num_tokens = await read_file(self._caches, target, pieces)
         return kvd_pb2.ImportSessionResponse(session=key_message(key), num_tokens=num_tokens)
 
     def _opener(self, seal: kvd_pb2.SessionSeal) -> ChunkOpener:
-        """Return what opens sealed chunks.
+        """Return the opener of sealed chunks.
 
         Raises:
-            WrongKeyError: this kvd does not have the key for it.
+            WrongKeyError: this kvd does not have their key.
         """
         keys = self._caches.secrets.keys
         found = None if keys is None else keys.unwrapped_key(seal.wrapped_key)
@@ -146,7 +146,7 @@ class Transfers:
         return ChunkOpener(found[1], found[0], seal.tag)
 
     @contextmanager
-    def _counted(self) -> Iterator[None]:
+    def _limited(self) -> Iterator[None]:
         if self._num_running >= MOST_TRANSFERS:
             raise LimitReachedError(
                 f"{self._num_running} sessions are exported or imported", "wait for one to end"
@@ -167,7 +167,7 @@ def _pieces_of(
 
 
 def _parts(piece: Piece, *, is_streamed: bool) -> Iterator[kvd_pb2.SessionFilePart]:
-    """Yield the messages of a piece; if it is streamed, they only announce it."""
+    """Yield the messages of a piece; if its data goes over a stream, they only announce it."""
     data, end_token = piece
     if is_streamed and data:
         yield kvd_pb2.SessionFilePart(stream_bytes=len(data))
@@ -181,7 +181,7 @@ def _parts(piece: Piece, *, is_streamed: bool) -> Iterator[kvd_pb2.SessionFilePa
 async def _data(
     requests: AsyncIterator[kvd_pb2.ImportSessionRequest], stream: ByteStream | None
 ) -> AsyncIterator[bytes | memoryview]:
-    """Yield what comes in messages, or over the stream; each is good until the next one."""
+    """Yield data from messages or over the stream; each piece is valid until the next one."""
     memory = bytearray()
     async for request in requests:
         kind = request.WhichOneof("part")
@@ -201,17 +201,17 @@ async def _data(
             )
 
 
-async def _opened(pieces: Pieces, opener: ChunkOpener) -> AsyncIterator[bytes]:
+async def _open_chunks(pieces: Pieces, opener: ChunkOpener) -> AsyncIterator[bytes]:
     async for piece in pieces:
-        for part in await finished_in_thread(lambda data: list(opener.feed(data)), piece):
+        for part in await run_in_thread(lambda data: list(opener.feed(data)), piece):
             yield part
 
 
 async def with_timeout(messages: AsyncIterator[T], silence_s: float) -> AsyncGenerator[T, None]:
-    """Yield messages as they come, but do not wait for them for ever.
+    """Yield messages as they arrive, with a timeout for each.
 
     Raises:
-        StalledTransferError: the next one has not come within `silence_s`.
+        StalledTransferError: the next message has not arrived within `silence_s`.
     """
     while True:
         try:

@@ -1,1 +1,1 @@
-"""kvd top: what a kvd does, live. `screen` and `views` are pure, `loop` is not."""
+"""kvd top: a live view of a running kvd. `screen` and `views` are pure, `loop` does I/O."""

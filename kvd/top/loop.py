@@ -1,4 +1,4 @@
-"""The loop of `kvd top`: look, show, wait for keys, do what they say."""
+"""The loop of `kvd top`: poll kvd, draw the screen, wait for keys, carry out their commands."""
 
 import sys
 import time
@@ -8,98 +8,99 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 
 from kvd.client.operator_client import OperatorClient
-from kvd.top.screen import Act, Command, Name, Screen, name_of, pressed
-from kvd.top.views import MOST_LOOKS, Seen, points, top_view
+from kvd.top.screen import Act, Command, Name, Screen, name_of, on_key
+from kvd.top.views import MOST_INTERVALS, Snapshot, points, top_view
 from shared.pb.kvd.v1 import kvd_pb2
 from shared.terminal.keyboard import Keyboard, keyboard
 from shared.types.errors import NotFoundError, ReportedError
 from shared.types.units import format_bytes
 
-MOST_SESSIONS = 200  # listed; the filters of the command line find others
-LIST_SHARE = 10  # the list is asked for as seldom as makes it cost a tenth of the time
+MOST_SESSIONS = 200  # in the list; the command line's filters select others
+LIST_SHARE = 10  # listing may take a tenth of the time: a slow listing is polled less often
 
 
 class Top:
-    """One `kvd top`.
+    """One run of `kvd top`.
 
     Args:
-        client: of the kvd it looks at.
-        wanted: which sessions are listed.
-        every_s: time between two looks.
+        client: the client of the kvd that is shown.
+        filter_: the filter of the listed sessions.
+        screen: the screen at the start.
+        every_s: seconds between two polls.
     """
 
     def __init__(
-        self, client: OperatorClient, wanted: kvd_pb2.SessionFilter, screen: Screen, every_s: float
+        self, client: OperatorClient, filter_: kvd_pb2.SessionFilter, screen: Screen, every_s: float
     ) -> None:
         self._client = client
-        self._wanted = wanted
+        self._filter = filter_
         self._every_s = every_s
         self._screen = screen
-        self._seen = Seen(client.stats())
-        self._look_at_s = 0.0
+        self._snapshot = Snapshot(client.stats())
+        self._poll_at_s = 0.0
         self._list_at_s = 0.0
 
     def run(self, console: Console) -> None:
-        """Show it until it is to end."""
+        """Run until the user quits."""
         view = self._view(console)
         with (
             keyboard(sys.stdin.fileno()) as keys,
             Live(view, console=console, screen=True, auto_refresh=False) as live,
         ):
             while not self._screen.is_over:
-                self._look()
+                self._poll()
                 live.update(self._view(console), refresh=True)
                 self._wait(keys)
 
     def _view(self, console: Console) -> RenderableType:
-        return top_view(self._seen, self._screen, console.width, console.height)
+        return top_view(self._snapshot, self._screen, console.width, console.height)
 
     def _wait(self, keys: Keyboard) -> None:
-        """Take keys as they come, or the time that a look is due."""
-        timeout_s = self._every_s if self._screen.is_held else self._look_at_s - time.monotonic()
+        """Handle keys until the next poll is due."""
+        timeout_s = self._every_s if self._screen.is_paused else self._poll_at_s - time.monotonic()
         for key in keys.keys(timeout_s):
             before = self._screen
-            names = [name_of(info) for info in self._seen.sessions]
-            self._screen, command = pressed(before, key, names)
+            names = [name_of(info) for info in self._snapshot.sessions]
+            self._screen, command = on_key(before, key, names)
             if command is not None:
-                self._screen = replace(self._screen, message=self._do(command))
+                self._screen = replace(self._screen, message=self._run_command(command))
             if command is not None or not _is_same_list(before, self._screen):
                 self._list_at_s = 0.0
             if before.question is None and self._screen.question is not None:
-                return  # what was typed, or pasted, before it is shown does not answer it
+                return  # keys typed or pasted before the question is shown must not answer it
 
-    def _look(self) -> None:
-        """Ask kvd for what is due; if it does not answer say so, and ask again."""
+    def _poll(self) -> None:
+        """Poll kvd for what is due; if it does not answer, show that and try again."""
         now_s = time.monotonic()
-        is_due = now_s >= self._look_at_s and not self._screen.is_held
+        is_due = now_s >= self._poll_at_s and not self._screen.is_paused
         try:
             if is_due:
-                self._look_at_s = now_s + self._every_s
+                self._poll_at_s = now_s + self._every_s
                 stats = self._client.stats()
-                before = self._seen.stats
-                looks = (*self._seen.looks, points(stats, before))[-MOST_LOOKS:]
-                self._seen = replace(
-                    self._seen, stats=stats, before=before, looks=looks, problem=""
+                before = self._snapshot.stats
+                intervals = (*self._snapshot.intervals, points(stats, before))[-MOST_INTERVALS:]
+                self._snapshot = replace(
+                    self._snapshot, stats=stats, before=before, intervals=intervals, problem=""
                 )
             if not self._list_at_s or (is_due and now_s >= self._list_at_s):
                 self._list(now_s)
-            self._seen = replace(self._seen, detail=self._detail())
+            self._snapshot = replace(self._snapshot, detail=self._detail())
         except ReportedError as error:
             self._list_at_s = now_s + self._every_s
-            self._seen = replace(self._seen, problem=f"{error.message}; asking again")
+            self._snapshot = replace(self._snapshot, problem=f"{error.message}; asking again")
 
     def _list(self, now_s: float) -> None:
         sessions, total, _ = self._client.sessions(
-            self._wanted,
+            self._filter,
             MOST_SESSIONS,
             self._screen.order,
             reverse=self._screen.is_reversed,
         )
-        self._seen = replace(self._seen, sessions=sessions, total=total)
+        self._snapshot = replace(self._snapshot, sessions=sessions, total=total)
         self._list_at_s = now_s + LIST_SHARE * (time.monotonic() - now_s)
 
     def _detail(self) -> kvd_pb2.DescribeSessionResponse | None:
-        """Return the chosen session, if it is to be shown; None as soon as it is gone."""
+        """Return the chosen session, if it is shown; if it is gone, go back to the list."""
         if not self._screen.shows_session or self._screen.chosen is None:
             return None
         try:
@@ -108,8 +109,8 @@ class Top:
             self._screen = replace(self._screen, shows_session=False, message=error.message)
             return None
 
-    def _do(self, command: Command) -> str:
-        """Carry a command out; returns what came of it."""
+    def _run_command(self, command: Command) -> str:
+        """Carry out a command; return its result as a message."""
         key, name = _key(command.name), command.name[2]
         try:
             match command.act:

@@ -1,6 +1,7 @@
-"""What the keys of `kvd top` do: a state, a key, a new state and perhaps a command. Pure.
+"""The state of `kvd top`'s screen: a key changes it, and may give a command. Pure.
 
-A question (flush? pin?) takes the next key: `y` says yes, any other key says no.
+A question (flush? pin?) is answered by the next key: `y` means yes, any other key no. The help
+screen shows the indented lines below.
 
     ↑ ↓ j k, Page Up and Down, Home, End   choose a session
     i b t e                                sort by use, bytes, tokens, expiry
@@ -18,7 +19,7 @@ from enum import Enum
 
 from shared.pb.kvd.v1 import kvd_pb2
 
-PAGE = 10  # sessions that Page Up and Down move by
+PAGE = 10  # sessions that Page Up and Page Down skip
 ORDERS = {
     "i": kvd_pb2.SESSION_ORDER_IDLE,
     "b": kvd_pb2.SESSION_ORDER_BYTES,
@@ -38,7 +39,7 @@ _STEPS = {
 
 
 class Act(Enum):
-    """What a command does to a session; the value is the word of its question."""
+    """A command's action on a session; the value is its word in the question."""
 
     FLUSH = "flush"
     PIN = "pin"
@@ -48,13 +49,13 @@ class Act(Enum):
 
 _ACTS = {"f": Act.FLUSH, "p": Act.PIN, "s": Act.SOFT_PIN, "u": Act.UNPIN}
 
-# A session as the screen tells it from others.
+# Tenant, model and id of a session.
 Name = tuple[str, str, str]
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """What is to be done to a session."""
+    """An action on a session."""
 
     act: Act
     name: Name
@@ -62,15 +63,17 @@ class Command:
 
 @dataclass(frozen=True, slots=True)
 class Screen:
-    """What the screen shows.
+    """The state of the screen.
 
     Attributes:
-        chosen: the session that commands are about; None: the first.
-        question: to be answered by the next key.
-        message: of what was done last.
-        shows_session: the chosen session instead of the list.
-        is_held: nothing new is shown.
-        is_over: the end.
+        order, is_reversed: the order of the list.
+        chosen: the session that commands act on; None: the first one.
+        question: the command that the next key confirms or cancels.
+        message: the result of the last command.
+        shows_session: the chosen session is shown instead of the list.
+        shows_help: the help is shown.
+        is_paused: polling is paused.
+        is_over: the user has quit.
     """
 
     order: kvd_pb2.SessionOrder = kvd_pb2.SESSION_ORDER_IDLE
@@ -80,36 +83,36 @@ class Screen:
     message: str = ""
     shows_session: bool = False
     shows_help: bool = False
-    is_held: bool = False
+    is_paused: bool = False
     is_over: bool = False
 
 
 def starts_reversed(order: kvd_pb2.SessionOrder) -> bool:
-    """Whether what is busiest stands at the other end of an order of kvd's."""
+    """Return whether an order of kvd's lists the most active session last."""
     return order == kvd_pb2.SESSION_ORDER_IDLE
 
 
 def name_of(info: kvd_pb2.SessionInfo) -> Name:
-    """Return a session's name."""
+    """Return a session's tenant, model and id."""
     key = info.session
     return key.tenant, key.model, key.session_id
 
 
 def index_of(screen: Screen, names: Sequence[Name]) -> int:
-    """Return where the chosen session stands; the first one is chosen if it is gone."""
+    """Return the chosen session's index in the list; 0 if it is gone."""
     return names.index(screen.chosen) if screen.chosen in names else 0
 
 
-def pressed(screen: Screen, key: str, names: Sequence[Name]) -> tuple[Screen, Command | None]:
-    """Take a key.
+def on_key(screen: Screen, key: str, names: Sequence[Name]) -> tuple[Screen, Command | None]:
+    """Handle a key.
 
     Args:
-        screen: before it.
-        key: a character, or a word for a key that has none.
-        names: of the sessions that are listed, in order.
+        screen: the state before it.
+        key: a character, or the name of a key without one.
+        names: the listed sessions, in order.
 
     Returns:
-        The screen after it, and what is to be done.
+        The state after it, and the command to carry out; None: none.
     """
     if screen.question is not None:
         is_yes = key in ("y", "Y")
@@ -141,7 +144,7 @@ def _on_screen(screen: Screen, key: str, names: Sequence[Name]) -> Screen:
     if key == "escape":
         return replace(screen, shows_session=False)
     if key == "space":
-        return replace(screen, is_held=not screen.is_held)
+        return replace(screen, is_paused=not screen.is_paused)
     if key in ("h", "?"):
         return replace(screen, shows_help=True)
     return screen

@@ -1,7 +1,7 @@
-"""What `kvd top` shows, as lines that fit a terminal of a given size. Pure.
+"""The view of `kvd top`: lines that fit a terminal of a given size. Pure.
 
-Each layout has a line of bars for the last looks. A look is of the time since the one before; the
-first one, and the first after a restart of kvd, have nothing to show.
+Each layout has a line of bars for the last polling intervals. The first poll, and the first after a
+restart of kvd, end no interval.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,18 +20,18 @@ from shared.terminal.printing import counted, plain, sparkline
 from shared.terminal.tables import fitted
 from shared.types.units import format_bytes, format_duration
 
-MOST_LOOKS = 200  # that are kept: what the widest terminals have room for
+MOST_INTERVALS = 200  # intervals that are kept: as many as the widest terminals show
 _GAP = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """What a layout did between two looks.
+    """A layout's activity in one interval.
 
     Attributes:
-        hit_rate: share of loads that hit; None: there was none.
-        tokens_per_s: loaded, from either tier.
-        ssd_bytes_per_s: read and written.
+        hit_rate: share of loads that hit, 0 to 1; None: there was no load.
+        tokens_per_s: tokens loaded, from DRAM or SSD.
+        ssd_bytes_per_s: bytes read from and written to SSD.
     """
 
     hit_rate: float | None
@@ -43,7 +43,7 @@ Points = Mapping[str, Point]  # by layout
 
 
 def points(now: kvd_pb2.GetStatsResponse, before: kvd_pb2.GetStatsResponse | None) -> Points:
-    """Return what every layout did since the look before; nothing if kvd was started since."""
+    """Return each layout's activity since the poll before; empty if kvd has restarted since."""
     rates = Rates(now, before)
     if not rates.is_of_interval:
         return {}
@@ -57,15 +57,15 @@ def points(now: kvd_pb2.GetStatsResponse, before: kvd_pb2.GetStatsResponse | Non
     }
 
 
-def trend_line(layout: str, looks: Sequence[Points], width: int) -> Text:
-    """Bars of a layout's last looks, side by side; the highest is the most that is shown.
+def trend_line(layout: str, intervals: Sequence[Points], width: int) -> Text:
+    """Return bars for a layout's last intervals; the highest bar is the highest value shown.
 
     Args:
         layout: its key.
-        looks: oldest first.
-        width: of the terminal.
+        intervals: the intervals, oldest first.
+        width: columns of the terminal.
     """
-    found = [look.get(layout) for look in looks]
+    found = [interval.get(layout) for interval in intervals]
     series: tuple[tuple[str, list[float | None], float | None], ...] = (
         ("hit rate ", [point.hit_rate if point else None for point in found], 1.0),
         ("tokens/s ", [point.tokens_per_s if point else None for point in found], None),
@@ -84,8 +84,8 @@ def trend_line(layout: str, looks: Sequence[Points], width: int) -> Text:
 
 
 _BAR_WIDTH = 20
-_TREND_HEIGHT = 20  # a lower terminal has no line to spare for it
-_WARN, _BAD = 0.9, 0.98  # shares of a tier from which on its bar is yellow, red
+_TREND_HEIGHT = 20  # lower terminals show no trend lines
+_WARN, _BAD = 0.9, 0.98  # used shares of a tier from which its bar is yellow, or red
 _HEADING = "bold"
 _ORDER_NAMES = {
     kvd_pb2.SESSION_ORDER_IDLE: "last use",
@@ -97,47 +97,49 @@ _KEYS = "↑↓ choose  Enter show  f flush  p pin  u unpin  i b t e r sort  h h
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
-    """What a look has found.
+class Snapshot:
+    """The last poll, and the intervals before it.
 
     Attributes:
-        before: the statistics of the look before.
-        looks: what was done between the looks so far, oldest first.
-        detail: of the chosen session, if it is shown.
-        problem: why there is nothing newer.
+        stats: the statistics.
+        before: those of the poll before.
+        intervals: activity in the intervals so far, oldest first.
+        sessions, total: the listed sessions, and how many match the filter.
+        detail: the chosen session, if it is shown.
+        problem: why there is no newer poll; "": none failed.
     """
 
     stats: kvd_pb2.GetStatsResponse
     before: kvd_pb2.GetStatsResponse | None = None
-    looks: Sequence[Points] = ()
+    intervals: Sequence[Points] = ()
     sessions: Sequence[kvd_pb2.SessionInfo] = ()
     total: int = 0
     detail: kvd_pb2.DescribeSessionResponse | None = None
     problem: str = ""
 
 
-def top_view(seen: Seen, screen: Screen, width: int, height: int) -> RenderableType:
+def top_view(snapshot: Snapshot, screen: Screen, width: int, height: int) -> RenderableType:
     """Return the whole screen."""
     if screen.shows_help:
         return Group(*_help_lines())
-    head = list(_head(seen, width, shows_trend=height >= _TREND_HEIGHT))
-    foot = _foot(seen, screen)
+    head = list(_head(snapshot, width, shows_trend=height >= _TREND_HEIGHT))
+    foot = _foot(snapshot, screen)
     room = height - len(head) - 1
-    if screen.shows_session and seen.detail is not None:
-        body: RenderableType = Group(*_session(seen.detail, width, room))
+    if screen.shows_session and snapshot.detail is not None:
+        body: RenderableType = Group(*_session(snapshot.detail, width, room))
     else:
-        body = _sessions(seen, screen, width, max(1, room - 2))
+        body = _sessions(snapshot, screen, width, max(1, room - 2))
     return _Stack(head, body, foot)
 
 
 class _Stack:
-    """Lines above, lines below, and as much of what is between as there is room for."""
+    """A head, a foot, and between them as much of a body as fits."""
 
     def __init__(self, head: Sequence[Text], body: RenderableType, foot: Text) -> None:
         self._head, self._body, self._foot = head, body, foot
 
     def __rich_console__(self, console, options):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN204
-        """Render them; rich asks for it."""
+        """Render the lines; rich calls this."""
         height = options.height or console.height
         for line in self._head[: height - 1]:
             yield line
@@ -149,23 +151,23 @@ class _Stack:
         yield self._foot
 
 
-def _head(seen: Seen, width: int, *, shows_trend: bool) -> Iterator[Text]:
-    rates = Rates(seen.stats, seen.before)
-    yield _cut(process_line(seen.stats, rates), width)
-    for layout in seen.stats.layouts:
+def _head(snapshot: Snapshot, width: int, *, shows_trend: bool) -> Iterator[Text]:
+    rates = Rates(snapshot.stats, snapshot.before)
+    yield _cut(process_line(snapshot.stats, rates), width)
+    for layout in snapshot.stats.layouts:
         yield from (_cut(line, width) for line in _layout_lines(layout))
         for tier in layout.tiers:
             yield _cut(_tier_line(tier, layout), width)
         for line in _rate_lines(layout.layout, rates):
             yield _cut(line, width)
         if shows_trend:
-            yield _cut(trend_line(layout.layout, seen.looks, width), width)
-    for engine in seen.stats.engines:
+            yield _cut(trend_line(layout.layout, snapshot.intervals, width), width)
+    for engine in snapshot.stats.engines:
         words = (
             f"{engine.name}  pid {engine.pid}  {engine.queue_jobs} wait, {engine.running_jobs} run"
         )
         yield _cut(Text.assemble(("engine ", _HEADING), words), width)
-    if not seen.stats.engines:
+    if not snapshot.stats.engines:
         yield Text("no engine is attached", style="yellow")
     yield Text("")
 
@@ -205,7 +207,7 @@ def _tier_line(tier: kvd_pb2.TierStats, layout: kvd_pb2.LayoutStats) -> Text:
 
 
 def _rate_lines(key: str, rates: Rates) -> Iterator[Text]:
-    """Yield what happened between two looks, a second."""
+    """Yield the lines of rates in the last interval."""
     share = rates.share(key, "load_hits", "load_misses")
     yield Text.assemble(
         (" hits ", _HEADING),
@@ -230,17 +232,19 @@ def _rate_lines(key: str, rates: Rates) -> Iterator[Text]:
     )
 
 
-def _sessions(seen: Seen, screen: Screen, width: int, room: int) -> RenderableType:
+def _sessions(snapshot: Snapshot, screen: Screen, width: int, room: int) -> RenderableType:
     """Return the part of the list around the chosen session."""
     turned = screen.is_reversed != starts_reversed(screen.order)
     how = _ORDER_NAMES[screen.order] + (", reversed" if turned else "")
-    title = Text(f"{counted(seen.total, 'session')} by {how}", style=_HEADING)
-    if not seen.sessions:
+    title = Text(f"{counted(snapshot.total, 'session')} by {how}", style=_HEADING)
+    if not snapshot.sessions:
         return Group(title)
-    index = index_of(screen, [name_of(info) for info in seen.sessions])
-    start = max(0, min(index - room // 2, len(seen.sessions) - room))
+    index = index_of(screen, [name_of(info) for info in snapshot.sessions])
+    start = max(0, min(index - room // 2, len(snapshot.sessions) - room))
     table = fitted(
-        SESSION_COLUMNS, [session_row(info) for info in seen.sessions[start : start + room]], width
+        SESSION_COLUMNS,
+        [session_row(info) for info in snapshot.sessions[start : start + room]],
+        width,
     )
     for row_index, row in enumerate(table.rows):
         row.style = "reverse" if start + row_index == index else None
@@ -250,7 +254,7 @@ def _sessions(seen: Seen, screen: Screen, width: int, room: int) -> RenderableTy
 def _session(
     detail: kvd_pb2.DescribeSessionResponse, width: int, room: int
 ) -> Iterator[RenderableType]:
-    """Yield the chosen session: facts in short, and its newest moves; `kvd show` has everything."""
+    """Yield the chosen session: a few facts, and its last events; `kvd show` has everything."""
     info = detail.info
     tokens, blocks = counted(info.num_tokens, "token"), counted(info.num_blocks, "block")
     facts = (
@@ -267,14 +271,14 @@ def _session(
     yield history_table(moves, width)
 
 
-def _foot(seen: Seen, screen: Screen) -> Text:
+def _foot(snapshot: Snapshot, screen: Screen) -> Text:
     if screen.question is not None:
         _, _, session_id = screen.question.name
         words = f"{screen.question.act.value} session {session_id}? y: yes, any other key: no"
         return Text(words, style="bold reverse", no_wrap=True, overflow="ellipsis")
-    if seen.problem:
-        return Text(seen.problem, style="bold red", no_wrap=True, overflow="ellipsis")
-    held = "held (Space goes on)  " if screen.is_held else ""
+    if snapshot.problem:
+        return Text(snapshot.problem, style="bold red", no_wrap=True, overflow="ellipsis")
+    held = "held (Space goes on)  " if screen.is_paused else ""
     return Text(held + (screen.message or _KEYS), no_wrap=True, overflow="ellipsis")
 
 

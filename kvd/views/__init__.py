@@ -1,1 +1,1 @@
-"""How messages of kvd are shown to people: shared by `kvd` and `kvd top`."""
+"""kvd's messages as tables and lines for people, shared by the commands and `kvd top`."""

@@ -1,4 +1,4 @@
-"""What `kvd why` says: why KV of a session was missed, and what would keep it. Pure."""
+"""The explanation of `kvd why`: why KV of a session was missed, and what would keep it. Pure."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -8,7 +8,7 @@ from kvd.core.state.session_history import REMOVALS, MoveKind
 from shared.pb.kvd.v1 import kvd_pb2
 from shared.types.units import format_duration
 
-# Why an engine was given less than it asked for: what that means, and what would help.
+# Reasons for a miss, as kvd's events name them: their meaning, and the remedy.
 _REASONS = {
     "evicted": (
         "its KV had left all tiers, to make room for other sessions",
@@ -57,16 +57,16 @@ _OTHER = ("for a reason that this release of kvd does not know", "see kvd events
 
 @dataclass(frozen=True)
 class ExplainedMiss:
-    """Why KV of a session was missed.
+    """The explanation of a session's last miss.
 
     Attributes:
-        reason: slug; "" if nothing was missed, as far as is remembered.
-        missed_tokens: how many tokens were asked for in vain, the last time.
+        reason: a slug; "": kvd remembers no miss.
+        missed_tokens: tokens that were asked for and missing, the last time.
         missed_ago_s: seconds since then.
-        gone: how it left all tiers, "" if it is stored.
+        gone: how the session left all tiers; "": it is stored.
         gone_ago_s: seconds since then.
-        stored_tokens: how many tokens of it are stored.
-        told: what the reason means.
+        stored_tokens: tokens of it that are stored.
+        told: the meaning of the reason.
         remedy: what would help.
     """
 
@@ -80,11 +80,11 @@ class ExplainedMiss:
     remedy: str
 
     def as_document(self) -> dict[str, Any]:
-        """Return what there is to say as JSON has it."""
+        """Return the explanation as a JSON document."""
         return asdict(self)
 
     def lines(self) -> Iterator[tuple[str, str]]:
-        """Yield what there is to say, as labels and texts."""
+        """Yield the explanation as labels and texts."""
         if self.reason:
             ago = format_duration(self.missed_ago_s)
             yield "missed", f"{self.missed_tokens:,} tokens, {ago} ago: {self.told}"
@@ -98,8 +98,8 @@ class ExplainedMiss:
             yield "remedy", self.remedy
 
 
-def explained(found: kvd_pb2.DescribeSessionResponse) -> ExplainedMiss:
-    """Explain the last miss of a session by what is remembered of it."""
+def explain_miss(found: kvd_pb2.DescribeSessionResponse) -> ExplainedMiss:
+    """Explain a session's last miss from its history."""
     missed = _last(found.history, {MoveKind.MISSED.value})
     removed = None
     if not found.HasField("info"):

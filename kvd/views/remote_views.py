@@ -1,4 +1,4 @@
-"""Sessions in an object store as a table for people. Pure."""
+"""The sessions in a remote store as a table for people. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,11 +25,11 @@ _COLUMNS = (
 
 @dataclass(frozen=True)
 class PushedRow:
-    """What a store has of a session.
+    """A session in a store, as a row of the table.
 
     Attributes:
-        expires_in_s: None: it does not expire.
-        age_s: since its manifest was stored.
+        expires_in_s: seconds until it expires; None: it does not.
+        age_s: seconds since its manifest was stored.
     """
 
     tenant: str
@@ -45,7 +45,7 @@ class PushedRow:
 
 
 def pushed_row(manifest: kvd_pb2.SessionManifest, age_s: float) -> PushedRow:
-    """Return what a manifest of an age says."""
+    """Return the row of a session whose manifest was stored `age_s` ago."""
     return PushedRow(
         tenant=manifest.session.tenant,
         model=manifest.session.model,
@@ -61,7 +61,7 @@ def pushed_row(manifest: kvd_pb2.SessionManifest, age_s: float) -> PushedRow:
 
 
 def pushed_table(rows: Sequence[PushedRow], width: int) -> Table:
-    """Return one line per session."""
+    """Return the table, a line per session."""
     return fitted(_COLUMNS, [_cells(row) for row in rows], width)
 
 

@@ -1,4 +1,4 @@
-"""What `kvd show` shows of a session: facts, leases, history, blocks."""
+"""The tables of `kvd show` for a session: properties, leases, history, blocks. Pure."""
 
 from collections.abc import Iterator, Sequence
 
@@ -33,7 +33,7 @@ _MOVE_COLUMNS = (
     Column("tokens", is_number=True),
     Column("took", is_number=True, rank=1),
 )
-_MOVES = {  # words for kinds of moves, which may end with their reason
+_MOVES = {  # texts for kinds of events, some with the event's reason
     "stored": "stored",
     "loaded": "loaded from {why}",
     "read": "read from SSD",
@@ -63,7 +63,7 @@ _MOVES = {  # words for kinds of moves, which may end with their reason
 
 
 def session_tables(found: kvd_pb2.DescribeSessionResponse, width: int) -> Iterator[Table]:
-    """Yield everything that is shown of a session, in the order an operator reads it."""
+    """Yield all tables of a session, in the order an operator reads them."""
     yield session_table(found.info)
     if found.leases:
         yield _titled("leases", leases_table(found.leases, width))
@@ -78,7 +78,7 @@ def session_tables(found: kvd_pb2.DescribeSessionResponse, width: int) -> Iterat
 
 
 def session_table(info: kvd_pb2.SessionInfo) -> Table:
-    """Return the facts of one session."""
+    """Return the table of a session's properties."""
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     facts = (
         ("session", info.session.session_id),
@@ -106,7 +106,7 @@ def session_table(info: kvd_pb2.SessionInfo) -> Table:
 
 
 def blocks_table(blocks: Sequence[kvd_pb2.BlockInfo], width: int) -> Table:
-    """Return one line per block of a session."""
+    """Return the table of a session's blocks, a line per block."""
     rows = []
     for block in blocks:
         tiers = plain(block)["tiers"]
@@ -124,13 +124,13 @@ def blocks_table(blocks: Sequence[kvd_pb2.BlockInfo], width: int) -> Table:
 
 
 def states_table(states: Sequence[kvd_pb2.StateInfo], width: int) -> Table:
-    """Return one line per state of a session's model: behind how many tokens it is, and where."""
+    """Return the table of the model's states of a session, with their positions and tiers."""
     rows = [(str(found.position), *_place_of(found)) for found in states]
     return fitted(_STATE_COLUMNS, rows, width)
 
 
 def windows_table(windows: Sequence[kvd_pb2.WindowInfo], width: int) -> Table:
-    """Return one line per run of tokens that have windows, and where these are."""
+    """Return the table of runs of tokens that have windows, with their tiers."""
     rows = []
     for found in windows:
         end = found.token_offset + found.num_tokens
@@ -139,7 +139,7 @@ def windows_table(windows: Sequence[kvd_pb2.WindowInfo], width: int) -> Table:
 
 
 def _place_of(found: kvd_pb2.StateInfo | kvd_pb2.WindowInfo) -> tuple[str, str, str]:
-    """Return size, sessions and copies of what lies in parts."""
+    """Return size, sessions and tiers of a state or window."""
     words = (
         ("+".join(plain(found)["tiers"]) or "in parts", True),
         ("dirty", found.dirty),
@@ -150,7 +150,7 @@ def _place_of(found: kvd_pb2.StateInfo | kvd_pb2.WindowInfo) -> tuple[str, str, 
 
 
 def history_table(moves: Sequence[kvd_pb2.SessionMove], width: int) -> Table:
-    """Return one line per move, newest last; kvd remembers those since its start, up to a bound."""
+    """Return the table of a session's last events, newest last; kvd forgets them at a restart."""
     rows = [
         (
             format_duration(move.age_s),
@@ -187,7 +187,7 @@ def _retention(info: kvd_pb2.SessionInfo) -> str:
 
 
 def _copies(block: kvd_pb2.BlockInfo) -> str:
-    """Return where a block is, and what is still to be done with it."""
+    """Return the tiers of a block, and work that is still to be done on it."""
     tiers = plain(block)["tiers"]
     words = (
         ("+".join(tiers), True),

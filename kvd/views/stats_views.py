@@ -1,4 +1,4 @@
-"""Tables of `kvd stats`: tiers, queues, loads, arenas, tenants, engines, counters, the process."""
+"""The tables of `kvd stats`: tiers, queues, loads, tenants, engines, counters, process. Pure."""
 
 from collections.abc import Iterator, Sequence
 
@@ -11,19 +11,19 @@ from shared.terminal.printing import plain
 from shared.terminal.tables import Column, fitted
 from shared.types.units import format_bytes, format_duration
 
-MOST_TENANTS = 20  # lines; --json has them all
-PLACES = ("dram", "ssd", "gone")  # where sessions were that returned
+MOST_TENANTS = 20  # in the table; --json has all
+PLACES = ("dram", "ssd", "gone")  # where a session's KV was when its next turn came
 
 
 def stats_tables(
     stats: kvd_pb2.GetStatsResponse, width: int, before: kvd_pb2.GetStatsResponse | None = None
 ) -> Iterator[Table | Text]:
-    """Everything, in the order an operator reads it.
+    """Yield all tables, in the order an operator reads them.
 
     Args:
-        stats: what kvd says now.
-        width: of the terminal.
-        before: what it said at the look before: then loads and counters are of the time since.
+        stats: the statistics now.
+        width: columns of the terminal.
+        before: the statistics at the poll before; loads and counters are then of the interval.
     """
     rates = Rates(stats, before)
     yield process_line(stats, rates)
@@ -43,7 +43,7 @@ def stats_tables(
 
 
 def process_line(stats: kvd_pb2.GetStatsResponse, rates: Rates) -> Text:
-    """Return the process, in one line of facts."""
+    """Return the daemon's process as one line."""
     process = stats.process
     facts = (
         f"kvd {stats.version}",
@@ -61,7 +61,7 @@ def process_line(stats: kvd_pb2.GetStatsResponse, rates: Rates) -> Text:
 
 
 def unavailable_table(stats: kvd_pb2.GetStatsResponse, width: int) -> Table:
-    """Layouts that cannot be opened."""
+    """Return the table of layouts that cannot be opened."""
     columns = (
         Column("layout"),
         Column("for", is_number=True),
@@ -81,7 +81,7 @@ def unavailable_table(stats: kvd_pb2.GetStatsResponse, width: int) -> Table:
 
 
 def encryption_facts(encryption: kvd_pb2.EncryptionStats) -> Iterator[str]:
-    """Of a kvd that has a key."""
+    """Yield facts about encryption; none if kvd has no key."""
     if encryption.key:
         what = "encrypts" if encryption.encrypting else "encrypts nothing new"
         yield f"{what} (key {encryption.key[:8]})"
@@ -118,7 +118,7 @@ def _tiers_table(stats: kvd_pb2.GetStatsResponse, width: int) -> Table:
 
 
 def _arena(arena: kvd_pb2.ArenaStats) -> str:
-    """Return what the DRAM tier is made of, and what became of the last kvd's."""
+    """Return what the DRAM tier is made of, and how many blocks it kept over the last restart."""
     if not arena.arena_id:
         return "no arena: no engine yet"
     words = [f"kept: {arena.keep}"] + ([f"{arena.pages} pages"] if arena.pages else [])
@@ -128,7 +128,7 @@ def _arena(arena: kvd_pb2.ArenaStats) -> str:
 
 
 def _volume(volume: kvd_pb2.VolumeStats) -> str:
-    """Return how the SSD tier is written."""
+    """Return the SSD tier's write policy and kind of I/O."""
     words = [volume.admission.replace("_", "-")] if volume.admission else []
     if volume.direct:
         words.append("direct I/O")
@@ -138,7 +138,7 @@ def _volume(volume: kvd_pb2.VolumeStats) -> str:
 
 
 def _loads_table(stats: kvd_pb2.GetStatsResponse, rates: Rates, width: int) -> Table:
-    """Return what engines asked for, and what they got."""
+    """Return the table of loads and stores: what engines asked for, and got."""
     columns = (
         Column("model"),
         Column("loads", is_number=True),
@@ -166,7 +166,7 @@ def _loads_table(stats: kvd_pb2.GetStatsResponse, rates: Rates, width: int) -> T
 
 
 def _returns_table(stats: kvd_pb2.GetStatsResponse, rates: Rates, width: int) -> Table:
-    """Return where sessions were when their next turns came: after tools, and after all else."""
+    """Return the table of where sessions' KV was when their next turns came."""
     columns = (
         Column("model"),
         Column("after"),
@@ -178,8 +178,8 @@ def _returns_table(stats: kvd_pb2.GetStatsResponse, rates: Rates, width: int) ->
     for layout in stats.layouts:
         all_of = [rates.count(layout.layout, f"returns_{where}") for where in PLACES]
         tools = [rates.count(layout.layout, f"tool_returns_{where}") for where in PLACES]
-        others = [every - tool for every, tool in zip(all_of, tools, strict=True)]
-        for after, counts in (("tools", tools), ("all else", others)):
+        other_returns = [every - tool for every, tool in zip(all_of, tools, strict=True)]
+        for after, counts in (("tools", tools), ("all else", other_returns)):
             num_turns = sum(counts)
             share = percent(counts[0] / num_turns if num_turns else None)
             rows.append((layout.model[:12], after, str(num_turns), share, *map(str, counts)))
@@ -187,7 +187,7 @@ def _returns_table(stats: kvd_pb2.GetStatsResponse, rates: Rates, width: int) ->
 
 
 def percent(share: float | None) -> str:
-    """Return a share for people."""
+    """Return a share (0 to 1) as a percentage; "-": None."""
     return "-" if share is None else f"{share:.0%}"
 
 
@@ -198,7 +198,7 @@ def _since(rates: Rates) -> str:
 
 
 def _queues_table(stats: kvd_pb2.GetStatsResponse, width: int) -> Table:
-    """Return what engines will ask for, and how far kvd looks ahead, in requests."""
+    """Return the table of engines' queues and kvd's look-ahead windows, in requests."""
     columns = (
         Column("model"),
         Column("wait", is_number=True),
@@ -251,7 +251,7 @@ def _layouts_table(stats: kvd_pb2.GetStatsResponse, width: int) -> Table:
 
 
 def _reading_table(stats: kvd_pb2.GetStatsResponse, width: int) -> Table:
-    """Return what came from SSD, how much of it ahead of its load, and what became of that."""
+    """Return the table of SSD traffic and prefetches."""
     headings = ("read", "written", "blocks ahead", "hits", "late", "wasted", "cancelled")
     columns = (Column("model"), *(Column(heading, is_number=True) for heading in headings))
     names = ("blocks", "hits", "late", "wasted", "cancelled")
@@ -268,7 +268,7 @@ def _reading_table(stats: kvd_pb2.GetStatsResponse, width: int) -> Table:
 
 
 def _tenants_table(stats: kvd_pb2.GetStatsResponse, width: int) -> Iterator[Table | Text]:
-    """Yield the largest tenants of each layout."""
+    """Yield the table of the tenants that use most."""
     columns = (
         Column("tenant", may_be_cut=True),
         Column("model", rank=1),
@@ -294,7 +294,7 @@ def _tenants_table(stats: kvd_pb2.GetStatsResponse, width: int) -> Iterator[Tabl
 
 
 def engines_table(stats: kvd_pb2.GetStatsResponse, width: int) -> Table:
-    """Return who is attached."""
+    """Return the table of attached engines."""
     columns = (
         Column("engine", may_be_cut=True),
         Column("pid", is_number=True),
@@ -341,7 +341,7 @@ def _counters_table(stats: kvd_pb2.GetStatsResponse, rates: Rates, width: int) -
 
 
 def _count(name: str, count: int) -> str:
-    """Return a counter for people; the end of its name is the unit."""
+    """Return a counter's value for people; the end of its name is the unit."""
     return format_bytes(count) if name.endswith("_bytes") else str(count)
 
 

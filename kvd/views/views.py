@@ -1,7 +1,4 @@
-"""Sessions, leases and verification as tables for people; rates between two looks. Pure.
-
-`Rates` are what was counted between two looks at a kvd, by its own clock.
-"""
+"""Tables and lines about sessions, leases and verification; rates between two polls. Pure."""
 
 from collections.abc import Mapping, Sequence
 
@@ -14,13 +11,13 @@ from shared.types.units import format_bytes, format_duration
 
 
 class Rates:
-    """Differences of two statistics.
+    """Differences between the statistics of two polls, by kvd's own clock.
 
-    Without an earlier one, or if kvd was restarted between them, everything since its start.
+    Without an earlier poll, or if kvd was restarted between them: since kvd's start.
 
     Attributes:
-        seconds: between them.
-        is_of_interval: whether they are of the time between two looks, not since the start.
+        seconds: length of the interval.
+        is_of_interval: the differences are of the interval, not since the start.
     """
 
     def __init__(
@@ -38,24 +35,24 @@ class Rates:
         self._before = _counters(earlier) if earlier else {}
 
     def count(self, layout: str, counter: str) -> int:
-        """Return how much was counted."""
+        """Return the change of a counter."""
         now = self._now.get(layout, {}).get(counter, 0)
         return now - self._before.get(layout, {}).get(counter, 0)
 
     def per_second(self, layout: str, *counters: str) -> float:
-        """Return how much of them together a second."""
+        """Return the change of some counters together, per second."""
         count = sum(self.count(layout, counter) for counter in counters)
         return count / self.seconds if self.seconds > 0 else 0.0
 
     def share(self, layout: str, part: str, rest: str) -> float | None:
-        """Return a part of the whole; None: there is nothing of either."""
+        """Return the share of `part` in `part` and `rest` together, 0 to 1; None: both are 0."""
         num_part = self.count(layout, part)
         whole = num_part + self.count(layout, rest)
         return num_part / whole if whole else None
 
     @property
     def cpu_share(self) -> float:
-        """Of one core."""
+        """The process's CPU time, in cores."""
         return self._cpu_s / self.seconds if self.seconds > 0 else 0.0
 
 
@@ -92,12 +89,12 @@ _LEASE_COLUMNS = (
 
 
 def sessions_table(sessions: Sequence[kvd_pb2.SessionInfo], width: int) -> Table:
-    """Return one line per session."""
+    """Return the table of sessions, a line per session."""
     return fitted(SESSION_COLUMNS, [session_row(info) for info in sessions], width)
 
 
 def session_row(info: kvd_pb2.SessionInfo) -> tuple[str, ...]:
-    """Return a session's cells under SESSION_COLUMNS."""
+    """Return a session's cells for SESSION_COLUMNS."""
     return (
         info.session.session_id,
         info.session.tenant,
@@ -114,7 +111,7 @@ def session_row(info: kvd_pb2.SessionInfo) -> tuple[str, ...]:
 
 
 def leases_table(leases: Sequence[kvd_pb2.LeaseInfo], width: int) -> Table:
-    """Return one line per lease."""
+    """Return the table of leases, a line per lease."""
     rows = [
         (
             str(lease.lease_id),
@@ -135,7 +132,7 @@ def leases_table(leases: Sequence[kvd_pb2.LeaseInfo], width: int) -> Table:
 
 
 def verify_line(progress: kvd_pb2.VerifyProgress) -> str:
-    """Return how far a verification is, in one line of a terminal."""
+    """Return the progress of a verification as one line."""
     num_checked = progress.dram.num_blocks + progress.ssd.num_blocks
     share = min(1.0, num_checked / progress.num_copies) if progress.num_copies else 1.0
     num_corrupt = progress.dram.num_corrupt + progress.ssd.num_corrupt
@@ -144,7 +141,7 @@ def verify_line(progress: kvd_pb2.VerifyProgress) -> str:
 
 
 def verify_table(report: kvd_pb2.VerifyProgress) -> Table:
-    """Return what a verification found."""
+    """Return the table of a verification's results."""
     table = Table("tier", box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for heading in ("copies checked", "bytes", "corrupt"):
         table.add_column(heading, justify="right")
@@ -170,7 +167,7 @@ def expiry(expires_in_s: float) -> str:
 
 
 def state(info: kvd_pb2.SessionInfo) -> str:
-    """Return how fast a session loads, and what else is to be known of it."""
+    """Return a session's temperature, and other properties that operators need to know."""
     words = (
         (temperature(info), True),
         ("pinned", info.pin == kvd_pb2.PIN_HARD),

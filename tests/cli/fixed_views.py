@@ -17,7 +17,7 @@ from kvd.cli.remote import status_table
 from kvd.doctor.finding import ok, problem, warning
 from kvd.plan.report import tables as plan_tables
 from kvd.top.screen import Screen
-from kvd.top.views import Seen, points, top_view
+from kvd.top.views import Snapshot, points, top_view
 from shared.pb.inference.v1 import inference_pb2
 from shared.pb.kvd.v1 import kvd_pb2
 from shared.terminal import printing
@@ -78,7 +78,7 @@ def _kvd_top(screen: Screen) -> Callable[[], None]:
         looks = [points(now, before) for before, now in pairwise(stats)]
         sessions = list(fixed_kvd.SESSIONS)
         detail = kvd_pb2.DescribeSessionResponse(info=sessions[0], history=fixed_kvd.MOVES)
-        seen = Seen(stats[-1], stats[-2], looks, sessions, len(sessions), detail)
+        seen = Snapshot(stats[-1], stats[-2], looks, sessions, len(sessions), detail)
         width = printing.console().width
         console = Console(width=width, height=HEIGHTS[width], highlight=False)
         console.print(top_view(seen, screen, width, HEIGHTS[width]))

@@ -8,7 +8,7 @@ import pytest
 
 from inference_svc.client import turn_request
 from kvd.core.state.session_history import REMOVALS
-from kvd.views.misses import explained
+from kvd.views.misses import explain_miss
 from shared.pb.inference.v1 import inference_pb2
 from shared.pb.kvd.v1 import kvd_pb2
 from tests.inference_processes import InferenceProcess, wait_kvd_state
@@ -68,7 +68,7 @@ async def test_sessions_that_were_missed(tmp_path: Path) -> None:
 def test_what_helps(reason: str) -> None:
     """For each reason there is something to do, and one of another release is shown."""
     missed = kvd_pb2.SessionMove(kind="missed", why=reason, num_tokens=9, age_s=5)
-    found = explained(kvd_pb2.DescribeSessionResponse(history=[missed]))
+    found = explain_miss(kvd_pb2.DescribeSessionResponse(history=[missed]))
     assert (found.reason, found.missed_tokens) == (reason, 9)
     assert found.remedy
     assert any("9 tokens" in text for _, text in found.lines())
@@ -78,7 +78,7 @@ def test_how_it_left() -> None:
     """Also when nobody asked for it since."""
     for kind in REMOVALS:
         gone = kvd_pb2.SessionMove(kind=kind.value, why="evicted", age_s=60)
-        found = explained(kvd_pb2.DescribeSessionResponse(history=[gone]))
+        found = explain_miss(kvd_pb2.DescribeSessionResponse(history=[gone]))
         assert found.gone in {"evicted", "expired", "flushed"}
         assert found.remedy
 

@@ -187,7 +187,7 @@ def _report(dram_corrupt=0, ssd_corrupt=0, repaired=0, lost=0, errors=0):
 def test_what_a_verification_fails_for(report, repair, error, remedy):
     """Exit 1 for what was found and not replaced, and for what could not be read."""
     with pytest.raises(error) as raised:
-        tiers.judge(report, repair=repair)
+        tiers.check_report(report, repair=repair)
     assert raised.value.exit_code == 1
     assert remedy in str(raised.value)
 
@@ -197,4 +197,4 @@ def test_what_a_verification_fails_for(report, repair, error, remedy):
 )
 def test_what_a_verification_passes_with(report, repair):
     """Exit 0 when nothing is wrong, or nothing any more."""
-    tiers.judge(report, repair=repair)
+    tiers.check_report(report, repair=repair)

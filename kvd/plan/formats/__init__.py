@@ -1,1 +1,1 @@
-"""Published traces of other shapes than a plan's own: what each lacks is filled, and said."""
+"""Published traces in other formats than a plan's own. What they lack is drawn, and reported."""

@@ -1,17 +1,18 @@
-"""Raw Mooncake traces: requests with block hashes, and the sessions that they are likely of.
+"""Raw Mooncake traces: requests with block hashes, grouped into likely sessions.
 
-Pure but for reading the file. One JSON object a request: `timestamp` (milliseconds),
-`input_length`, `output_length`, `hash_ids` (of each 512 tokens of the prompt, chained: equal ids
-mean equal prompts up to there). Who asked is not in it. Two rules say it, one a kind of traffic:
+Pure, except that it reads the file. A trace has one JSON object per request: `timestamp`
+(milliseconds), `input_length`, `output_length`, `hash_ids` (of each 512 tokens of the prompt,
+chained: equal ids mean equal prompts up to there). The user is not recorded. One of two rules
+groups requests, depending on the kind of traffic:
 
-chain     chat, whose requests begin with the same system prompt: a request continues the one whose
-          full blocks are the longest prefix of its own, two at least, if it is longer by the answer
-          (or as long as before: the answer was asked for once more)
-prefix    question after question about a document of one's own: requests with the same first full
-          block are one session, whose history is what the best of the earlier ones has in common
+chain     chat, in which all requests begin with the same system prompt: a request continues the one
+          whose full blocks are the longest prefix of its own, at least two, if it is longer by the
+          answer (or equally long: the answer was requested again)
+prefix    questions about each user's own document: requests with the same first full block are one
+          session, whose history is the longest prefix shared with an earlier request
 
-Which one holds is seen by how many requests share a first block. Both are guesses with a bias:
-short first turns cannot be linked, turns before the trace are not seen, so sessions come out short.
+The share of requests with the same first block decides. Both rules are guesses, and biased: short
+first turns cannot be linked, and turns before the trace are not seen, so sessions come out short.
 """
 
 from collections import Counter, defaultdict, deque
@@ -32,43 +33,43 @@ from kvd.plan.trace import (
 )
 
 BLOCK_TOKENS = 512
-SYSTEM_PROMPT_SHARE = 0.05  # of the requests, from which on a first block is nobody's own
-LEAST_BLOCKS = 2  # that a continuation shares: the first one may be the system prompt
-# Templates and special tokens make a prompt a little shorter than history and answer before it.
+SYSTEM_PROMPT_SHARE = 0.05  # a first block in more of the requests is a system prompt
+LEAST_BLOCKS = 2  # that a continuation shares: the first may be the system prompt
+# Because of templates and special tokens a prompt can be a little shorter than its history.
 CLOSE_TOKENS, FAR_TOKENS = 16, 110
 SAME_TOKENS, SIMILAR_TOKENS = 32, 64  # difference of two prompts for answers to the same turn
-MOST_CANDIDATES = 64  # with the same blocks that are looked at, the latest
+MOST_CANDIDATES = 64  # the latest requests with the same blocks that are considered
 MS_PER_S = 1e3
 MAX_TIMESTAMP = 1e14  # milliseconds; Unix time is far below
 
 
 @dataclass(frozen=True, slots=True)
 class HashedRequest(Request):
-    """A line of the file; `blocks` are the ids of full blocks."""
+    """A line of the file; `blocks` are the ids of its full blocks."""
 
     blocks: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
-class _Found:
-    """A session so far: its requests, each with the history that it has."""
+class _PartialSession:
+    """A session so far: its requests, and the history tokens of each."""
 
     requests: list[HashedRequest] = field(default_factory=list)
     histories: list[int] = field(default_factory=list)
 
 
 class _Link(NamedTuple):
-    """What a request could continue. The best is the greatest."""
+    """A session that a request may continue. The best link is the greatest."""
 
     is_continuation: bool
     kept_tokens: int
-    age: int  # negative index: the earliest is preferred
+    age: int  # the negative index: the earliest is preferred
     history_tokens: int
-    found: _Found
+    found: _PartialSession
 
 
 def read_mooncake(path: Path) -> tuple[list[Session], str]:
-    """Read the sessions of a file, in the order in which they begin, and say how they were found.
+    """Return a file's sessions, in the order in which they begin, and how they were grouped.
 
     Raises:
         BadTraceError: the file cannot be read, or a line is no request.
@@ -88,22 +89,22 @@ def read_mooncake(path: Path) -> tuple[list[Session], str]:
 
 
 def has_system_prompt(requests: Sequence[HashedRequest]) -> bool:
-    """Whether so many requests begin alike that it cannot be one user's document."""
+    """Return whether so many requests begin alike that it cannot be one user's document."""
     firsts = Counter(request.blocks[0] for request in requests if request.blocks)
     most = max(firsts.values(), default=0)
     return most > SYSTEM_PROMPT_SHARE * len(requests)
 
 
 def sessions_by_chain(requests: Sequence[HashedRequest]) -> list[Session]:
-    """Link requests that continue one another: rule "chain" of the module docstring."""
-    ends: defaultdict[int, deque[tuple[int, HashedRequest, _Found]]] = defaultdict(
+    """Group requests that continue one another: rule "chain" of the module docstring."""
+    ends: defaultdict[int, deque[tuple[int, HashedRequest, _PartialSession]]] = defaultdict(
         lambda: deque(maxlen=MOST_CANDIDATES)
     )
-    sessions: list[_Found] = []
+    sessions: list[_PartialSession] = []
     for index, request in enumerate(requests):
         link = _best_link(request, ends)
         if link is None:
-            found, history_tokens = _Found(), 0
+            found, history_tokens = _PartialSession(), 0
             sessions.append(found)
         else:
             found, history_tokens = link.found, link.history_tokens
@@ -116,10 +117,10 @@ def sessions_by_chain(requests: Sequence[HashedRequest]) -> list[Session]:
 
 def sessions_by_prefix(requests: Sequence[HashedRequest]) -> list[Session]:
     """Group requests by their first block; a prompt of less than a block is a session itself."""
-    sessions: dict[int, _Found] = {}
+    sessions: dict[int, _PartialSession] = {}
     for index, request in enumerate(requests):
         name = request.blocks[0] if request.blocks else -1 - index
-        found = sessions.setdefault(name, _Found())
+        found = sessions.setdefault(name, _PartialSession())
         shared = max((_num_shared(request, before) for before in found.requests), default=0)
         found.requests.append(request)
         found.histories.append(min(shared * BLOCK_TOKENS, request.input_tokens - 1))
@@ -127,11 +128,12 @@ def sessions_by_prefix(requests: Sequence[HashedRequest]) -> list[Session]:
 
 
 def _best_link(
-    request: HashedRequest, ends: defaultdict[int, deque[tuple[int, HashedRequest, _Found]]]
+    request: HashedRequest,
+    ends: defaultdict[int, deque[tuple[int, HashedRequest, _PartialSession]]],
 ) -> _Link | None:
-    """Find what a request continues; the longest prefix wins, then a continuation, then length.
+    """Return the session that a request continues: by prefix, then continuation, then length.
 
-    Chained ids: the last full block of an earlier request says all of its blocks.
+    As ids are chained, the last full block of an earlier request identifies all of its blocks.
     """
     for num_blocks in range(len(request.blocks), LEAST_BLOCKS - 1, -1):
         block = request.blocks[num_blocks - 1]
@@ -145,7 +147,9 @@ def _best_link(
     return None
 
 
-def _link(request: HashedRequest, index: int, before: HashedRequest, found: _Found) -> _Link | None:
+def _link(
+    request: HashedRequest, index: int, before: HashedRequest, found: _PartialSession
+) -> _Link | None:
     growth = request.input_tokens - before.input_tokens
     missing = before.kept_tokens - request.input_tokens
     if missing <= CLOSE_TOKENS or (abs(growth) > SAME_TOKENS and missing <= FAR_TOKENS):
@@ -161,7 +165,7 @@ def _num_shared(request: HashedRequest, before: HashedRequest) -> int:
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
-def _session(found: _Found) -> Session:
+def _session(found: _PartialSession) -> Session:
     return session_of(found.requests, found.histories)
 
 

@@ -1,14 +1,14 @@
-"""Traces that are tables of requests: Azure's and BurstGPT's. Pure but for reading the file.
+"""Traces that are tables of requests: Azure's and BurstGPT's. Pure, except that it reads the file.
 
-azure      TIMESTAMP (a date and time), ContextTokens, GeneratedTokens: no sessions, so they are
-           drawn (`filling.py`)
+azure      TIMESTAMP (a date and time), ContextTokens, GeneratedTokens: no sessions, so requests are
+           grouped at random (`filling.py`)
 burstgpt   Timestamp (seconds), Model, Request tokens, Response tokens, Log Type; the later files
-           have Session ID and Elapsed time (seconds that the answer took), too. Requests of a
-           conversation are a session; calls of an API have none and are a session each, as nothing
-           says what they share. In the earlier files the conversations are drawn. A request
-           without an answer failed, and is left out.
+           also have Session ID and Elapsed time (seconds that the answer took). A conversation's
+           requests are a session. Calls of an API have no session; each is a session of its own, as
+           it is unknown what they share. In the earlier files conversations have no ids, and are
+           grouped at random. A request without an answer has failed, and is left out.
 
-Other columns are ignored; which column is where says the first line.
+Other columns are ignored; the first line names the columns.
 
 *Source:* github.com/Azure/AzurePublicDataset (Splitwise, ISCA'24; DynamoLLM),
 github.com/HPMLL/BurstGPT.
@@ -39,12 +39,12 @@ Row = dict[str, str]
 
 
 def header_of(line: str) -> list[str]:
-    """Return the names of the columns, if that is the first line of a table."""
+    """Return the names of the columns in a table's first line."""
     return next(csv.reader([line.lstrip("\ufeff")]), [])
 
 
 def read_azure(path: Path, filling: Filling) -> tuple[list[Session], str]:
-    """Read a table of Azure's, and say how its sessions were found.
+    """Return the sessions of one of Azure's tables, and how they were grouped.
 
     Raises:
         BadTraceError: the file cannot be read, or a line is no request.
@@ -63,39 +63,43 @@ def read_azure(path: Path, filling: Filling) -> tuple[list[Session], str]:
 
 
 def read_burstgpt(path: Path, filling: Filling) -> tuple[list[Session], str]:
-    """Read a table of BurstGPT's, and say how its sessions were found.
+    """Return the sessions of one of BurstGPT's tables, and how they were grouped.
 
     Raises:
         BadTraceError: the file cannot be read, or a line is no request.
     """
-    named: dict[str, list[Request]] = {}
-    nameless: list[Request] = []
-    alone: list[Session] = []
-    before_s, has_names = 0.0, False
+    by_id: dict[str, list[Request]] = {}
+    without_id: list[Request] = []
+    api_calls: list[Session] = []
+    before_s, has_ids = 0.0, False
     for where, row in _rows(path, BURSTGPT):
         at_s = _seconds(where, row, BURSTGPT[0])
         check_sorted(where, BURSTGPT[0], row[BURSTGPT[0]], at_s, before_s)
-        before_s, has_names = at_s, SESSION in row
+        before_s, has_ids = at_s, SESSION in row
         input_tokens, output_tokens = (_tokens(where, row, name) for name in BURSTGPT[1:])
         if not input_tokens or not output_tokens:
             continue
         service_s = _seconds(where, row, ELAPSED) if row.get(ELAPSED) else None
         request = Request(at_s, input_tokens, output_tokens, service_s)
         if row.get(SESSION):
-            named.setdefault(row[SESSION], []).append(request)
-        elif has_names or row.get(LOG_TYPE) == API_LOG:
-            alone.append(session_of([request]))
+            by_id.setdefault(row[SESSION], []).append(request)
+        elif has_ids or row.get(LOG_TYPE) == API_LOG:
+            api_calls.append(session_of([request]))
         else:
-            nameless.append(request)
-    found = [*map(session_of, named.values()), *drawn_sessions(nameless, filling.seed), *alone]
+            without_id.append(request)
+    found = [
+        *map(session_of, by_id.values()),
+        *drawn_sessions(without_id, filling.seed),
+        *api_calls,
+    ]
     if not found:
         raise _empty(path)
-    how = "sessions by their id" if has_names else DRAWN.format(seed=filling.seed)
+    how = "sessions by their id" if has_ids else DRAWN.format(seed=filling.seed)
     return sorted(found, key=lambda session: session.start_s), how
 
 
 def _rows(path: Path, columns: tuple[str, ...]) -> Iterator[tuple[str, Row]]:
-    """Yield each line after the first by the names of its columns, after "file:line"."""
+    """Yield each line after the first as a dict by column, with "file:line" before it."""
     names: list[str] = []
     for where, line in numbered_lines(path):
         if not names:

@@ -1,14 +1,14 @@
-"""Conversations as ShareGPT's are published: texts, without times. Pure but for reading the file.
+"""Conversations in ShareGPT's format: texts without times. Pure, except that it reads the file.
 
 JSON, plain or gzip: a list of `{"id": …, "conversations": [{"from": "human", "value": "…"}, …]}`,
-or such an object a line. What it lacks:
+or one such object per line. Data that it lacks:
 
-lengths    a token for BYTES_PER_TOKEN bytes of text: no tokenizer is asked
-times      sessions begin at random (Poisson), users think as in sessions that are drawn
-window     contexts are truncated to the model's, as in the paper
+lengths    BYTES_PER_TOKEN bytes of text count as a token: no tokenizer is used
+times      sessions begin at random (Poisson), think times are drawn as for generated sessions
+window     contexts are truncated to the model's window, as in the paper
 
-Each entry is a session. What comes before the first prompt counts to it; a prompt that nobody
-answered is left out.
+Each entry is a session. Text before the first prompt counts to that prompt; a prompt without an
+answer is left out.
 """
 
 import json
@@ -23,14 +23,14 @@ from kvd.plan.generate import think_times, turns_in_window
 from kvd.plan.trace import BadTraceError, Session, numbered_lines, parse_object
 from shared.types.units import ceil_div
 
-BYTES_PER_TOKEN = 4  # English text in UTF-8, about
+BYTES_PER_TOKEN = 4  # of English text in UTF-8, about
 ANSWERING = frozenset({"gpt", "assistant", "chatgpt", "bing", "bard", "model"})
 UNBOUNDED = 1 << 40  # tokens, for a model without a window
 _REMEDY = 'give a list of objects with "conversations", each a list of "from" and "value"'
 
 
 def read_sharegpt(path: Path, filling: Filling) -> tuple[list[Session], str]:
-    """Read the sessions of a file, and say what was put in for what they lack.
+    """Return the sessions of a file, and how missing data was filled.
 
     Raises:
         BadTraceError: the file cannot be read, or an entry is no conversation.
@@ -53,7 +53,7 @@ def read_sharegpt(path: Path, filling: Filling) -> tuple[list[Session], str]:
 
 
 def _entries(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield each entry after where it is: its line, or its number in the list."""
+    """Yield each entry with its line, or its number in the list."""
     lines = numbered_lines(path)
     where, first = next(lines, ("", ""))
     if not first.lstrip("\ufeff \t").startswith("["):
@@ -82,16 +82,16 @@ def _lengths(where: str, entry: dict[str, Any]) -> list[tuple[int, int]]:
     prompt_bytes = answer_bytes = 0
     has_prompt = False
     for message in messages:
-        who, text = _message(where, message)
+        sender, text = _message(where, message)
         num_bytes = len(text.encode(errors="replace"))
-        if who.lower() in ANSWERING and has_prompt:
+        if sender.lower() in ANSWERING and has_prompt:
             answer_bytes += num_bytes
             continue
         if answer_bytes:
             turns.append((_tokens(prompt_bytes), _tokens(answer_bytes)))
             prompt_bytes = answer_bytes = 0
         prompt_bytes += num_bytes
-        has_prompt = has_prompt or who.lower() not in {*ANSWERING, "system"}
+        has_prompt = has_prompt or sender.lower() not in {*ANSWERING, "system"}
     if answer_bytes and prompt_bytes:
         turns.append((_tokens(prompt_bytes), _tokens(answer_bytes)))
     return turns
@@ -99,9 +99,9 @@ def _lengths(where: str, entry: dict[str, Any]) -> list[tuple[int, int]]:
 
 def _message(where: str, message: object) -> tuple[str, str]:
     if isinstance(message, dict):
-        who, text = message.get("from"), message.get("value")
-        if isinstance(who, str) and isinstance(text, str):
-            return who, text
+        sender, text = message.get("from"), message.get("value")
+        if isinstance(sender, str) and isinstance(text, str):
+            return sender, text
     raise BadTraceError(f'{where}: a message without "from" and "value"', _REMEDY)
 
 

@@ -1,6 +1,6 @@
-"""kvd plan --paper: the paper's experiments, replayed, beside the numbers the paper states.
+"""kvd plan --paper: the paper's experiments, replayed, beside the numbers that the paper states.
 
-numbers.py has what the text states, each number with its place; runs.py says which replays the
-figures need; end_to_end.py and ablations.py put both into tables, with reasons where they differ;
-reproduction.py does all of it in one call.
+numbers.py has the numbers in the text, each with its place. runs.py defines the replays that the
+figures need. end_to_end.py and ablations.py make tables of both, with reasons for differences.
+reproduction.py runs everything.
 """

@@ -1,4 +1,4 @@
-"""Figures 21 to 25: policies, overflow, capacity, media and arrival rates; long documents. Pure.
+"""Figures 21 to 25: policies, overflow, capacity, media, arrival rates; and long documents. Pure.
 
 The long documents are Figures 23 and 24 of the preprint.
 """
@@ -47,12 +47,12 @@ SSD_OF = {SMALL: SMALL_SSD_BYTES, LARGE: LARGE_SSD_BYTES}
 MEDIA = {HBM_ONLY: HBM_CACHE_BYTES, HBM_DRAM: HBM_CACHE_BYTES + DRAM_BYTES}
 RATES = (0.5, 1.0, 2.0)
 RATIOS = tuple(numbers.CAPACITY_HIT_RATE)
-KEEPING_UP = 3.0  # times as fast: an engine that computes what arrives
-HOUR_SESSIONS = 3600  # that begin in an hour at 1 a second: the paper's DSpUT
+KEEPING_UP = 3.0  # speed of an engine that keeps up with the arrivals
+HOUR_SESSIONS = 3600  # sessions that begin in an hour at 1 a second: the paper's DSpUT
 
 
 def runs() -> Iterator[Run]:
-    """Yield what these figures need."""
+    """Yield the replays that these figures need."""
     for storage in (SMALL, LARGE):
         for policy in (LRU, FIFO, CA):
             yield _policy_run(policy, storage)
@@ -74,7 +74,7 @@ def runs() -> Iterator[Run]:
 
 
 def tables(of: OutcomeOf) -> Iterator[Table]:
-    """Yield the figures."""
+    """Yield the figures' tables."""
     yield _policies(of)
     yield _overflow(of)
     yield _capacity(of)
@@ -96,7 +96,7 @@ def _media_run(model: str, media: str) -> Run:
 
 
 def _capacity_runs(share: float) -> dict[str, Run]:
-    """Run by what is assumed of the server and its users."""
+    """Return the replays of a capacity, by the assumptions about server and users."""
     capacity_bytes = int(share * HOUR_SESSIONS * window_bytes(LLAMA_13B))
     ssd_bytes = capacity_bytes - DRAM_BYTES
     fast = Run(ssd_bytes=ssd_bytes, ttl_s=TTL_S, speed=KEEPING_UP)
@@ -242,7 +242,7 @@ _PAPER_PCIE = 26e9  # "about 26 GB/s of effective data transmission bandwidth" (
 
 
 def _long_runs() -> Iterator[Run]:
-    """Yield what the preprint's long documents need."""
+    """Yield the replays that the preprint's long documents need."""
     yield _CACHED
     yield _RECOMPUTED
 
@@ -310,5 +310,5 @@ def _long_overall(cached: Outcome, recomputed: Outcome) -> Table:
 
 
 def _prefill_s(outcome: Outcome) -> float:
-    """Prefill of one turn, in seconds: turns run one at a time, so none waits before it."""
+    """Return the seconds of a turn's prefill: turns run one at a time, so none waits."""
     return outcome.start_ttft_mean_s

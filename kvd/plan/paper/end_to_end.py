@@ -9,14 +9,14 @@ from kvd.plan.paper.runs import CA_POLICY, LETTER_POLICY, RECOMPUTE, SSD_BYTES_P
 from kvd.plan.paper.tables import OutcomeOf, Row, Table, model_rows, notes, ratio
 from kvd.plan.prices import Cost, Prices, cost_of
 
-# LLaMA-65B's sessions are too large for the SSD to keep up with; what if it were twice as fast?
+# LLaMA-65B's sessions are too large for the SSD: it is also replayed with one twice as fast.
 FAST_SSD = Run(model=LLAMA_65B, ssd_bytes_per_s=2 * SSD_BYTES_PER_S)
 GUARDED = Run(model=LLAMA_65B, is_guarded=True)
 _BY_MODEL = "by model, 128 GB of DRAM and 10 TB of SSD"
 
 
 def runs() -> Iterator[Run]:
-    """Yield what these figures need."""
+    """Yield the replays that these figures need."""
     for model in PAPER_MODELS:
         yield Run(model=model)
         yield Run(model=model, policy=RECOMPUTE)
@@ -26,7 +26,7 @@ def runs() -> Iterator[Run]:
 
 
 def tables(of: OutcomeOf) -> Iterator[Table]:
-    """Yield what the abstract says, and the figures."""
+    """Yield the abstract's numbers, and the figures."""
     ttfts, throughput, costs = _ttfts(of), _prefill_throughput(of), _costs(of)
     yield _summary(ttfts, throughput, costs)
     yield _hit_rates(of)
@@ -38,7 +38,7 @@ def tables(of: OutcomeOf) -> Iterator[Table]:
 
 def _summary(ttfts: Table, throughput: Table, costs: Table) -> Table:
     def most(label: str, figure: Table, stated: Mapping[str, Stated]) -> Row:
-        rows = figure.rows[: len(PAPER_MODELS)]  # these are the models as they are
+        rows = figure.rows[: len(PAPER_MODELS)]  # further rows are variants of a model
         planned = max(row.planned for row in rows)
         return Row(label, rows[0].unit, planned, stated[PAPER], stated[PREPRINT])
 
@@ -164,5 +164,5 @@ def _cost(outcome: Outcome, model: str, *, stalls: int, with_storage: bool) -> C
 
 
 def _hours(outcome: Outcome, stalls: int) -> float:
-    """Return GPU hours; with stalls, prefills count again: decodes wait for them."""
+    """Return GPU hours; with stalls, prefills count twice, as decodes wait for them."""
     return outcome.gpu_hours + stalls * outcome.prefill_hours

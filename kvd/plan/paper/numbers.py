@@ -1,8 +1,7 @@
-"""What the paper and its preprint state, number by number, each with where it stands. Pure.
+"""The numbers that the paper and its preprint state, each with its place in the text. Pure.
 
-Only what the text says is here. Most figures show more than the text says (absolute TTFTs by
-model, the rates between the ends of Figure 25, …); bars and curves are not measured off the page,
-so for these there is no number.
+Only numbers in the text are here. Most figures show more (absolute TTFTs by model, the rates
+between the ends of Figure 25, …), but bars and curves are not measured off the page.
 
 *Source:* CachedAttention (USENIX ATC 2024), §4; AttentionStore (its earlier
 preprint), §4. The two differ in the workload: the paper's 9K sessions have 5.75 turns on average
@@ -21,13 +20,14 @@ PAPER_MODELS = (LLAMA_13B, LLAMA_65B, LLAMA_70B, FALCON_40B)
 
 @dataclass(frozen=True, slots=True)
 class Stated:
-    """A number of the text.
+    """A number in the text.
 
     Attributes:
+        value: the number.
         by: PAPER or PREPRINT.
         where: section and figure, as that document numbers them.
-        hedge: how the text qualifies it: "around", "up to", "over"; "" if it does not.
-        derived: how it follows from what the text says, if it is not said in so many words.
+        hedge: its qualification: "around", "up to", "over"; "": none.
+        derived: how it follows from the text, if it is not stated literally.
     """
 
     value: float
@@ -40,7 +40,7 @@ class Stated:
 def _by_model(
     by: str, where: str, values: tuple[float, float, float, float], hedge: str = ""
 ) -> dict[str, Stated]:
-    """Return one number for each of PAPER_MODELS, in that order."""
+    """Return a number for each of PAPER_MODELS, in that order."""
     return {
         model: Stated(value, by, where, hedge)
         for model, value in zip(PAPER_MODELS, values, strict=True)
@@ -53,7 +53,7 @@ def _both(
     preprint: tuple[float, float, float, float],
     hedge: str = "",
 ) -> dict[str, dict[str, Stated]]:
-    """Return what both documents state by model, at the same place."""
+    """Return the numbers that both documents state by model, at the same place."""
     return {
         PAPER: _by_model(PAPER, where, paper, hedge),
         PREPRINT: _by_model(PREPRINT, where, preprint, hedge),
@@ -64,7 +64,7 @@ ByModel = Mapping[str, Mapping[str, Stated]]  # by document and model
 
 NUM_SESSIONS = 9_000
 WARMUP_TURNS = 10_000
-# What is billed: only with 10 TB as 10,240 GB is storage the 16.4 % that §4.2 states.
+# The billed capacity: storage is the 16.4 % of §4.2 only if 10 TB are 10,240 GB.
 BILLED_DRAM_BYTES, BILLED_SSD_BYTES = 128 * 10**9, 10_240 * 10**9
 NUM_GPUS = {LLAMA_13B: 2, LLAMA_65B: 4, LLAMA_70B: 4, FALCON_40B: 4}
 

@@ -1,8 +1,7 @@
-"""Where and why the plan differs from the paper, figure by figure. Pure text.
+"""Notes on where and why the plan differs from the paper, figure by figure. Pure text.
 
-A note is a paragraph; names in braces are filled in with numbers of the replays. What is said of
-the paper is in its text, what is said of the plan was seen with the full sample; a quick one may
-differ.
+A note is a paragraph; names in braces are replaced by numbers of the replays. Statements about the
+paper are in its text. Statements about the plan hold for the full sample; a quick one may differ.
 """
 
 SUMMARY = """\

@@ -1,4 +1,4 @@
-"""All figures in one call: draw the sessions, replay them as often as needed, make the tables."""
+"""All figures in one call: draw the sessions, run the replays, make the tables."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -16,15 +16,15 @@ _FIGURES = (end_to_end, ablations)
 
 
 def all_runs() -> tuple[Run, ...]:
-    """Return what all figures need, each replay once."""
+    """Return the replays that all figures need, each once."""
     return tuple(dict.fromkeys(run for figures in _FIGURES for run in figures.runs()))
 
 
 class Reproduction:
-    """The replays of one sample.
+    """All replays of one sample.
 
     Attributes:
-        num_turns: number of turns to be replayed.
+        num_turns: number of turns to replay.
     """
 
     def __init__(self, sample: Sample) -> None:
@@ -39,14 +39,14 @@ class Reproduction:
         )
 
     def make(self, num_workers: int, on_progress: Callable[[int], None]) -> PaperReport:
-        """Replay it all.
+        """Run all replays, and return the tables.
 
         Args:
-            num_workers: processes; 1: this one.
+            num_workers: processes; 1: only this one.
             on_progress: called with the number of turns replayed.
 
         Raises:
-            WorkerEndedError: the system has ended a worker, or a bug has.
+            WorkerEndedError: a worker was killed, or has a bug.
         """
         outcomes: dict[Run, Outcome] = {}
         num_before = 0

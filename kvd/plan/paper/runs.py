@@ -1,11 +1,11 @@
-"""Which replays the paper's figures need, and of what. Pure.
+"""The replays that the paper's figures need. Pure.
 
 A scale below 1 replays that share of the sessions in that share of the tiers, after that share of
-the warm-up, at the same arrival rate: the queue, which grows as long as sessions arrive, keeps its
+the warm-up, at the same arrival rate: the queue grows as long as sessions arrive, so it keeps its
 proportion to the tiers.
 
-The models differ in their bytes per token and their window only, and the engine's constants are
-those of LLaMA-13B: the text has no prefill or decode times of the others.
+The models differ only in their bytes per token and their window. The engine's constants are those
+of LLaMA-13B: the text has no prefill or decode times of the other models.
 """
 
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ from kvd.plan.sweep import Cell
 from kvd.plan.trace import Session, Turn
 from kvd.plan.workload import coupled
 
-GB, TB = 10**9, 10**12  # as MODELS has the bytes of a token
+GB, TB = 10**9, 10**12  # decimal, like the bytes of a token in MODELS
 DRAM_BYTES = 128 * GB
 SMALL_SSD_BYTES, LARGE_SSD_BYTES = 2 * TB, 10 * TB
 HBM_CACHE_BYTES = 10 * GB
@@ -52,13 +52,14 @@ Overflow = Literal["", "turn", "session"]
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What arrives.
+    """The arriving sessions.
 
     Attributes:
-        rate: sessions a second.
-        overflow: what a truncation of the history does to what is stored: nothing (positions are
-            not in it), "turn": it is useless, and the next turn computes it anew (OF), "session":
-            so do all later turns of the session.
+        window_tokens: the window to which contexts are truncated.
+        rate: sessions that begin per second.
+        overflow: the effect of a truncation on stored KV. "": none (positions are not stored);
+            "turn": it is useless, and the next turn recomputes it (OF); "session": so do all later
+            turns of the session.
         is_long: the preprint's documents instead: six questions about each.
     """
 
@@ -73,10 +74,11 @@ class Run:
     """One replay.
 
     Attributes:
+        model: the model's name.
         policy: a policy's name; "": nothing is reused (RE).
-        charge: what a session takes of a tier: its bytes, or always a full window's.
+        charge: a session takes its bytes of a tier, or always those of a full window.
         rate, overflow: see Workload.
-        speed: how many times as fast the engine is.
+        speed: factor of the engine's speed.
         is_thinking: users think between their turns.
         is_guarded: a history that is slower to load than to compute is computed.
     """
@@ -96,7 +98,7 @@ class Run:
 
     @property
     def workload(self) -> Workload:
-        """What arrives."""
+        """The arriving sessions."""
         if self.model == LONG_MODEL:
             return Workload(WINDOW_TOKENS[self.model], is_long=True)
         return Workload(WINDOW_TOKENS[self.model], self.rate, self.overflow)
@@ -104,10 +106,11 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Which sessions, and how many.
+    """The sample of sessions.
 
     Attributes:
-        scale: 1: as many as the paper's.
+        seed: its seed.
+        scale: its size; 1: the paper's.
     """
 
     seed: int
@@ -127,7 +130,7 @@ def sessions_of(workload: Workload, sample: Sample) -> list[Session]:
 
 
 def cell_of(run: Run, sample: Sample) -> Cell:
-    """Say how a run is replayed."""
+    """Return the cell of a run, for the sweep."""
     is_long = run.workload.is_long
     warmup_turns = LONG_SESSIONS if is_long else round(WARMUP_TURNS * sample.scale)
     load_policy: Literal["always", "auto", "never"] = "auto" if run.is_guarded else "always"
@@ -152,7 +155,7 @@ def cell_of(run: Run, sample: Sample) -> Cell:
 
 
 def window_bytes(model: str) -> int:
-    """Return the KV of a full context: the most that a session can need (the paper's CCpS)."""
+    """Return the bytes of a full context: the most that a session can need (the paper's CCpS)."""
     return WINDOW_TOKENS[model] * MODELS[model].kv_bytes_per_token
 
 
@@ -160,9 +163,10 @@ def window_bytes(model: str) -> int:
 
 
 def long_engine() -> EngineConstants:
-    """Return Mistral-7B on one A100, a batch of one, as the preprint's own RE has it.
+    """Return Mistral-7B on one A100 with a batch of one, as in the preprint's RE.
 
-    Its TTFT at 28K gives the time of a prompt token; the share of prefills, that of a step.
+    RE's TTFT at 28K tokens gives the time of a prompt token; its share of prefills gives the time
+    of a decode step.
     """
     prefill_s = LONG_RE_TTFT_S.value
     decode_s = prefill_s / (LONG_RE_PREFILL_SHARE.value / 100) - prefill_s
@@ -175,7 +179,7 @@ def long_engine() -> EngineConstants:
 
 
 def _document() -> Session:
-    """Return a session on one document, which comes with its first question."""
+    """Return a session about one document, which comes with the first question."""
     turns = []
     history = 0
     for index in range(LONG_QUESTIONS):

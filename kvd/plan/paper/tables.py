@@ -1,4 +1,4 @@
-"""A figure as a table: what the text states, beside it what was planned; how it is shown. Pure."""
+"""A figure as a table: the paper's numbers beside the plan's, and its layout for people. Pure."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -16,13 +16,14 @@ OutcomeOf = Callable[[Run], Outcome]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One number, three times.
+    """One quantity: as planned, as in the paper, and as in the preprint.
 
     Attributes:
+        label: its name.
         unit: "%", "x" (times), "s", "h", "points" (of percent), "tokens/s".
-        paper: value as the paper states it; None: its text does not.
-        preprint: the value that the preprint states.
-        planned: the value that the replay gives.
+        planned: the value of the replay.
+        paper: the paper's value; None: its text has none.
+        preprint: the preprint's value; None: its text has none.
     """
 
     label: str
@@ -33,12 +34,12 @@ class Row:
 
     @property
     def difference(self) -> float | None:
-        """How far the plan is from the paper, or from the preprint if only that has a number."""
+        """The plan's value minus the paper's, or the preprint's if only that has one."""
         stated = self.paper or self.preprint
         return None if stated is None else self.planned - stated.value
 
     def as_dict(self) -> dict[str, object]:
-        """Return it as plain values, by name."""
+        """Return the row as plain values, by name."""
         return {**asdict(self), "difference": self.difference}
 
 
@@ -47,7 +48,9 @@ class Table:
     """One figure.
 
     Attributes:
-        figure: number of the figure, and whose.
+        figure: its number, and the document's name.
+        title: its title.
+        rows: its quantities.
         notes: where and why plan and paper differ.
     """
 
@@ -57,7 +60,7 @@ class Table:
     notes: tuple[str, ...]
 
     def as_dict(self) -> dict[str, object]:
-        """Return it as plain values, by name."""
+        """Return the table as plain values, by name."""
         return {
             "figure": self.figure,
             "title": self.title,
@@ -71,7 +74,10 @@ class PaperReport:
     """All tables.
 
     Attributes:
-        num_turns: replayed, over all replays.
+        sample: the sessions.
+        num_replays: number of replays.
+        num_turns: turns over all replays.
+        tables: the figures.
     """
 
     sample: Sample
@@ -80,7 +86,7 @@ class PaperReport:
     tables: tuple[Table, ...]
 
     def as_dict(self) -> dict[str, object]:
-        """Return it as plain values, by name."""
+        """Return the report as plain values, by name."""
         return {
             "schema": SCHEMA,
             "seed": self.sample.seed,
@@ -94,7 +100,7 @@ class PaperReport:
 def stated_row(
     label: str, unit: str, planned: float, stated: Mapping[str, Mapping[Any, Stated]], key: object
 ) -> Row:
-    """Return a row beside what paper and preprint state of `key`, as far as they do."""
+    """Return a row with the values that paper and preprint state for `key`."""
     return Row(label, unit, planned, stated[PAPER].get(key), stated[PREPRINT].get(key))
 
 
@@ -104,7 +110,7 @@ def model_rows(
     stated: Mapping[str, Mapping[str, Stated]],
     label: str = "{}",
 ) -> list[Row]:
-    """Return a row for each of the paper's models, whose name goes into the label."""
+    """Return a row for each of the paper's models; the label contains the model's name."""
     return [
         stated_row(label.format(model), unit, planned(model), stated, model)
         for model in PAPER_MODELS
@@ -112,13 +118,13 @@ def model_rows(
 
 
 def notes(text: str, **values: float) -> tuple[str, ...]:
-    """Return the paragraphs of a text of reasons.py, with numbers of the replays in them."""
+    """Return the paragraphs of a text of reasons.py, with the numbers put in."""
     filled = text.format(**values)
     return tuple(" ".join(note.split()) for note in filled.split("\n\n"))
 
 
 def ratio(part: float, whole: float) -> float:
-    """Divide; 0 if there is nothing to compare with."""
+    """Return part / whole; 0 if whole is 0."""
     return part / whole if whole else 0.0
 
 
@@ -127,7 +133,7 @@ _NOT_STATED = "-"
 
 
 def paper_tables(report: PaperReport) -> Iterator[RichTable]:
-    """Yield one table a figure, and what the columns mean."""
+    """Yield a legend, and a table per figure."""
     yield _legend(report)
     for table in report.tables:
         yield _figure(table)

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from kvd.bench.control import TTL_NS, measure_loop_calls, opened
+from kvd.bench.control import TTL_NS, measure_loop_calls, open_run
 from kvd.bench.filled_index import FilledIndexes, fill_index
 from kvd.bench.options import QUICK, BenchOptions, resized
 from shared.types.units import NS_PER_S
@@ -19,9 +19,9 @@ def test_every_call_does_what_it_is_measured_for(tmp_path):
     found = measure_loop_calls(options, indexes, tmp_path / "index")
     assert (found.num_sessions, found.blocks_per_session) == (NUM_SESSIONS, NUM_BLOCKS)
     assert min(found.attach_ms, found.look_ms, found.store_ms, found.expire_ms) > 0
-    run = opened(options, indexes, tmp_path / "index")
+    run = open_run(options, indexes, tmp_path / "index")
     assert run.engine.inspection.stats().num_sessions == NUM_SESSIONS
-    run.longest(lambda: run.engine.add_slots(64, 1))
+    run.time_call(lambda: run.engine.add_slots(64, 1))
     for number in range(5):
         run.store(number)
     assert run.engine.inspection.stats().counters["sessions_dropped"] >= 5
@@ -35,7 +35,7 @@ def test_a_quota_that_begins_holds_for_all_sessions(tmp_path):
     (tmp_path / "index").mkdir(mode=0o700)
     fill_index(tmp_path / "index", 50, NUM_BLOCKS)
     options = BenchOptions(tmp_path, scale=replace(QUICK, session_counts=(1, 2, 50)))
-    run = opened(options, FilledIndexes(tmp_path, 50, NUM_BLOCKS), tmp_path / "index")
+    run = open_run(options, FilledIndexes(tmp_path, 50, NUM_BLOCKS), tmp_path / "index")
     run.give_quota(10 * NUM_BLOCKS)
     run.expire(5, 1)
     run.engine.check()

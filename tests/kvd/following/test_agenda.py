@@ -15,7 +15,7 @@ QUIET_S = 10.0
 
 def following(writes="all"):
     agenda = Agenda()
-    agenda.follow(writes, QUIET_S)
+    agenda.reconfigure(writes, QUIET_S)
     return agenda
 
 
@@ -24,16 +24,16 @@ def pushed(agenda, key, now_s, num_tokens=100, **values):
     step = agenda.next(now_s)
     assert isinstance(step, Push)
     assert step.key == key
-    agenda.pushed(info_of(key, num_tokens=num_tokens, **values), now_s)
+    agenda.on_pushed(info_of(key, num_tokens=num_tokens, **values), now_s)
     return step
 
 
 def test_a_session_is_pushed_once_it_has_been_left_alone():
     """Counted from the last time it was stored, and once."""
     agenda = following()
-    agenda.stored(A, 100.0, 50)
+    agenda.on_stored(A, 100.0, 50)
     assert agenda.wait_until_s() == 110.0
-    agenda.stored(A, 105.0, 60)
+    agenda.on_stored(A, 105.0, 60)
     assert agenda.next(114.0) is None
     assert agenda.wait_until_s() == 115.0
     assert agenda.oldest_s() == 100.0
@@ -48,17 +48,17 @@ def test_one_that_is_never_left_alone_is_pushed_in_the_end():
     agenda = following()
     for seconds in range(int(MOST_QUIETS * QUIET_S)):
         assert agenda.next(float(seconds)) is None
-        agenda.stored(A, float(seconds))
+        agenda.on_stored(A, float(seconds))
     pushed(agenda, A, MOST_QUIETS * QUIET_S)
 
 
 def test_the_most_valuable_is_first():
     """Of those that are due, by tokens and how soon it may be back; the superseded are last."""
     agenda = following()
-    agenda.stored(A, 0.0, 100)
-    agenda.stored(B, 0.0, 300)
-    agenda.stored(C, 0.0, 900)
-    agenda.superseded(C)
+    agenda.on_stored(A, 0.0, 100)
+    agenda.on_stored(B, 0.0, 300)
+    agenda.on_stored(C, 0.0, 900)
+    agenda.on_superseded(C)
     for key in (B, A, C):
         pushed(agenda, key, 50.0)
 
@@ -66,11 +66,11 @@ def test_the_most_valuable_is_first():
 def test_what_is_stored_while_it_is_pushed_is_pushed_again():
     """What went may be less."""
     agenda = following()
-    agenda.stored(A, 0.0)
+    agenda.on_stored(A, 0.0)
     assert agenda.next(10.0) == Push(A)
-    agenda.stored(A, 11.0)
+    agenda.on_stored(A, 11.0)
     assert agenda.oldest_s() == 0.0
-    agenda.pushed(info_of(A), 10.0)
+    agenda.on_pushed(info_of(A), 10.0)
     assert agenda.oldest_s() == 11.0
     pushed(agenda, A, 21.0)
 
@@ -79,12 +79,12 @@ def test_what_is_stored_while_it_is_pushed_is_pushed_again():
 def test_what_is_gone_is_not_pushed(event):
     """Be it known before the push or by it; evicted is not deleted: nothing is dropped."""
     agenda = following()
-    agenda.stored(A, 0.0)
+    agenda.on_stored(A, 0.0)
     if event == "gone":
-        agenda.gone(A)
+        agenda.on_gone(A)
     else:
         assert agenda.next(10.0) == Push(A)
-        agenda.missing()
+        agenda.on_missing()
     assert agenda.next(1e9) is None
     assert agenda.is_done
 
@@ -93,100 +93,100 @@ def test_a_deletion_comes_before_all_else():
     """It takes the push's place; whatever is written, for somebody wanted it to be nowhere."""
     for writes in ("none", "all"):
         agenda = following(writes)
-        agenda.stored(B, 0.0, 1_000_000)
-        agenda.stored(A, 0.0)
-        agenda.deleted(A, 1e9, of_others=True)
+        agenda.on_stored(B, 0.0, 1_000_000)
+        agenda.on_stored(A, 0.0)
+        agenda.on_deleted(A, 1e9, of_others=True)
         assert agenda.num_drops == 1
         assert agenda.next(10.0) == Drop(A, 1e9, of_others=True)
-        agenda.dropped()
+        agenda.on_dropped()
         assert agenda.next(10.0) == (Push(B) if writes == "all" else None)
 
 
 def test_what_is_stored_after_it_was_deleted_lives():
     """Another life of it; what it was before is replaced by its push."""
     agenda = following()
-    agenda.deleted(A, 1e9, of_others=False)
-    agenda.stored(A, 0.0)
+    agenda.on_deleted(A, 1e9, of_others=False)
+    agenda.on_stored(A, 0.0)
     pushed(agenda, A, 10.0)
 
 
 def test_a_push_that_failed_is_tried_again_ever_later():
     """Unless the session is stored again: then it is another one."""
     agenda, now_s = following(), 10.0
-    agenda.stored(A, 0.0)
+    agenda.on_stored(A, 0.0)
     for pause_s in (FIRST_PAUSE_S, 2 * FIRST_PAUSE_S, 4 * FIRST_PAUSE_S):
         assert agenda.next(now_s) == Push(A)
-        agenda.failed(now_s)
+        agenda.on_failed(now_s)
         assert agenda.next(now_s + pause_s - 1) is None
         now_s += pause_s
-    agenda.stored(A, now_s)
+    agenda.on_stored(A, now_s)
     pushed(agenda, A, now_s + QUIET_S)
 
 
 def test_what_was_not_done_is_to_be_done():
     """It waits no longer for that."""
     agenda = following()
-    agenda.stored(A, 0.0)
-    agenda.deleted(B, 1e9, of_others=False)
+    agenda.on_stored(A, 0.0)
+    agenda.on_deleted(B, 1e9, of_others=False)
     for _ in range(2):
         assert agenda.next(10.0) == Drop(B, 1e9, of_others=False)
-        agenda.postponed()
+        agenda.on_postponed()
     assert agenda.next(10.0) == Drop(B, 1e9, of_others=False)
-    agenda.dropped()
+    agenda.on_dropped()
     for _ in range(2):
         assert agenda.next(10.0) == Push(A)
-        agenda.postponed()
-    agenda.deleted(A, 1e9, of_others=False)
+        agenda.on_postponed()
+    agenda.on_deleted(A, 1e9, of_others=False)
     assert agenda.next(10.0) == Drop(A, 1e9, of_others=False)
 
 
 def test_a_fenced_session_is_left_alone_until_it_goes_on_here():
     """With more tokens than its owner has; that it is fenced is news once."""
     agenda = following()
-    agenda.stored(A, 0.0, 100)
+    agenda.on_stored(A, 0.0, 100)
     assert agenda.next(10.0) == Push(A)
-    assert agenda.fenced(owners_tokens=150)
-    agenda.stored(A, 20.0, 120)
+    assert agenda.on_fenced(owners_tokens=150)
+    agenda.on_stored(A, 20.0, 120)
     assert agenda.next(30.0) is None
-    agenda.stored(A, 40.0, 200)
+    agenda.on_stored(A, 40.0, 200)
     assert agenda.next(50.0) == Push(A, takes=True)
-    assert not agenda.fenced(owners_tokens=250)
-    agenda.stored(A, 60.0, 300)
+    assert not agenda.on_fenced(owners_tokens=250)
+    agenda.on_stored(A, 60.0, 300)
     pushed(agenda, A, 70.0)
-    agenda.stored(A, 80.0, 10)
+    agenda.on_stored(A, 80.0, 10)
     assert agenda.next(90.0) == Push(A)  # it is the owner again
 
 
 def test_a_session_that_has_gone_on_here_before_it_was_known_to_be_fenced_is_taken_over():
     """Its owner has pushed less, since; not one that was only listed: nobody knows when it was."""
     agenda = following()
-    agenda.stored(A, 0.0, 100)
+    agenda.on_stored(A, 0.0, 100)
     assert agenda.next(10.0) == Push(A)
-    assert agenda.fenced(owners_tokens=60)
+    assert agenda.on_fenced(owners_tokens=60)
     assert agenda.next(10.0) == Push(A, takes=True)
-    assert not agenda.fenced(owners_tokens=80)
+    assert not agenda.on_fenced(owners_tokens=80)
     assert agenda.next(20.0) is None, "it is somebody else's all the same"
-    agenda.listed([info_of(B, num_tokens=100, idle_s=50.0)], 100.0, 1e9)
+    agenda.on_listing([info_of(B, num_tokens=100, idle_s=50.0)], 100.0, 1e9)
     assert agenda.next(100.0) == Push(B)
-    assert agenda.fenced(owners_tokens=60)
+    assert agenda.on_fenced(owners_tokens=60)
     assert agenda.next(200.0) is None
 
 
 def test_a_listing_brings_what_was_not_heard_of():
     """What is known to be in the store as it is here needs no look; what has ended is dropped."""
     agenda = following()
-    agenda.stored(A, 0.0)
+    agenda.on_stored(A, 0.0)
     pushed(agenda, A, 10.0, num_tokens=100, idle_s=10.0)
 
     def list_at(now_s):
         used = ((A, 10.0, False), (B, 100.0, False), (C, 0.0, True))
         infos = [info_of(key, idle_s=now_s - used_s, ended=end) for key, used_s, end in used]
-        agenda.listed(infos, now_s, 1e9)
+        agenda.on_listing(infos, now_s, 1e9)
 
     for _ in range(2):
         list_at(105.0)
     assert agenda.next(105.0) == Drop(C, 1e9, of_others=True)
-    agenda.dropped()
+    agenda.on_dropped()
     assert agenda.next(105.0) is None  # B was used lately
     assert agenda.oldest_s() is None  # it may be there
     pushed(agenda, B, 110.0)
@@ -198,44 +198,44 @@ def test_a_listing_brings_what_was_not_heard_of():
 def test_a_listing_finds_what_has_changed(change):
     """Another TTL, pin, or use is looked at, and so is everything in another store."""
     agenda = following()
-    agenda.stored(A, 0.0)
+    agenda.on_stored(A, 0.0)
     pushed(agenda, A, 10.0)
-    agenda.listed([info_of(A, **{"idle_s": 1000.0, **change})], 200.0, 1e9)
+    agenda.on_listing([info_of(A, **{"idle_s": 1000.0, **change})], 200.0, 1e9)
     assert agenda.num_unpushed == 1
     pushed(agenda, A, 300.0, **change)
     agenda.forget_store()
-    agenda.listed([info_of(A, **{"idle_s": 1000.0, **change})], 400.0, 1e9)
+    agenda.on_listing([info_of(A, **{"idle_s": 1000.0, **change})], 400.0, 1e9)
     pushed(agenda, A, 410.0)
 
 
 def test_what_was_fetched_is_there():
     """It need not be pushed, though kvd tells that it was stored."""
     agenda = following()
-    agenda.stored(A, 0.0)
-    agenda.pulled(info_of(A), 100, 0.0)
-    agenda.listed([info_of(A, idle_s=50.0)], 50.0, 1e9)
+    agenda.on_stored(A, 0.0)
+    agenda.on_pulled(info_of(A), 100, 0.0)
+    agenda.on_listing([info_of(A, idle_s=50.0)], 50.0, 1e9)
     assert agenda.is_done
 
 
 def test_what_a_turn_adds_at_once_to_what_is_fetched_is_pushed():
     """Its end is heard of before that of the pull."""
     agenda = following()
-    agenda.stored(A, 0.0, 60)
-    agenda.stored(A, 1.0, 120)
-    agenda.pulled(info_of(A, 120), 100, 0.0)
+    agenda.on_stored(A, 0.0, 60)
+    agenda.on_stored(A, 1.0, 120)
+    agenda.on_pulled(info_of(A, 120), 100, 0.0)
     assert agenda.next(1e9) == Push(A)
 
 
 def test_at_the_end_nothing_is_held_back():
     """What is not left alone yet, and what failed before, once its pause is over."""
     agenda = following()
-    agenda.stored(A, 0.0)
-    agenda.stored(B, 9.0)
+    agenda.on_stored(A, 0.0)
+    agenda.on_stored(B, 9.0)
     agenda.drain()
-    agenda.listed([info_of(C, idle_s=0.0)], 9.0, 1e9)
+    agenda.on_listing([info_of(C, idle_s=0.0)], 9.0, 1e9)
     for _ in range(3):
         step = agenda.next(9.0)
-        agenda.pushed(info_of(step.key), 9.0)
+        agenda.on_pushed(info_of(step.key), 9.0)
     assert agenda.is_done
 
 
@@ -243,18 +243,18 @@ def test_at_the_end_nothing_is_held_back():
 def test_what_is_not_written_is_not_remembered(writes):
     """Nothing, or only at the end; a reload takes what waits away."""
     agenda = following()
-    agenda.stored(A, 0.0)
-    agenda.follow(writes, QUIET_S)
-    agenda.stored(B, 0.0)
+    agenda.on_stored(A, 0.0)
+    agenda.reconfigure(writes, QUIET_S)
+    agenda.on_stored(B, 0.0)
     assert agenda.next(1e9) is None
     assert agenda.is_done
     agenda.drain()
-    agenda.listed([info_of(A)], 0.0, 1e9)
+    agenda.on_listing([info_of(A)], 0.0, 1e9)
     assert agenda.next(0.0) == (Push(A) if writes == "drain" else None)
 
 
-def near(agenda, key, now_s=0.0, *, is_over=False):
-    agenda.near_eviction(key, now_s, 100, is_over=is_over)
+def near(agenda, key, now_s=0.0, *, is_superseded=False):
+    agenda.on_near_eviction(key, now_s, 100, is_superseded=is_superseded)
 
 
 def test_what_is_near_eviction_is_pushed_at_once():
@@ -262,16 +262,16 @@ def test_what_is_near_eviction_is_pushed_at_once():
     the end."""
     agenda = following("evicted")
     for key in (A, B, C):
-        agenda.stored(key, 0.0, 100)
+        agenda.on_stored(key, 0.0, 100)
     assert agenda.wait_until_s() is None
-    near(agenda, C, is_over=True)
+    near(agenda, C, is_superseded=True)
     near(agenda, B, 1.0)
     assert agenda.oldest_s() == 0.0
     pushed(agenda, B, 1.0)
     pushed(agenda, C, 1.0)
     assert agenda.is_done
     agenda.drain()
-    agenda.listed([info_of(key, idle_s=1.0) for key in (A, B, C)], 1.0, 1e9)
+    agenda.on_listing([info_of(key, idle_s=1.0) for key in (A, B, C)], 1.0, 1e9)
     pushed(agenda, A, 1.0)
     assert agenda.is_done
 
@@ -280,11 +280,11 @@ def test_what_is_used_again_waits_until_it_is_near_again():
     """What is stored of it then is more; what failed is tried again."""
     agenda = following("evicted")
     near(agenda, A)
-    agenda.stored(A, 1.0, 200)
+    agenda.on_stored(A, 1.0, 200)
     assert agenda.next(1e9) is None
     near(agenda, A, 2.0)
     assert agenda.next(2.0) == Push(A)
-    agenda.failed(2.0)
+    agenda.on_failed(2.0)
     assert agenda.next(2.0) is None
     pushed(agenda, A, 2.0 + FIRST_PAUSE_S)
 
@@ -294,7 +294,7 @@ def test_a_listing_says_what_is_near_eviction():
     agenda = following("evicted")
     near(agenda, B)
     pushed(agenda, B, 0.0)
-    agenda.listed(
+    agenda.on_listing(
         [
             info_of(A, idle_s=9.0, near_eviction=True),
             info_of(B, idle_s=9.0, near_eviction=True),
@@ -310,11 +310,11 @@ def test_a_listing_says_what_is_near_eviction():
 def test_a_reload_takes_away_what_is_not_near_eviction():
     """The listing that follows says what is; other settings take nothing away."""
     agenda = following("all")
-    agenda.stored(A, 0.0)
-    agenda.follow("evicted", QUIET_S)
+    agenda.on_stored(A, 0.0)
+    agenda.reconfigure("evicted", QUIET_S)
     assert agenda.is_done
     near(agenda, B)
-    agenda.follow("evicted", 2 * QUIET_S)
+    agenda.reconfigure("evicted", 2 * QUIET_S)
     pushed(agenda, B, 0.0)
 
 
@@ -339,31 +339,31 @@ class World:
     def stored(self, key, num):
         self.here[key] = (num, self.now_s)
         self.near.discard(key)
-        self.agenda.stored(key, self.now_s, num)
+        self.agenda.on_stored(key, self.now_s, num)
 
     def nears(self, key, _):
         if key in self.here and key not in self.near:
             self.near.add(key)
-            self.agenda.near_eviction(key, self.now_s, self.here[key][0], is_over=False)
+            self.agenda.on_near_eviction(key, self.now_s, self.here[key][0], is_superseded=False)
 
     def gone(self, key, _):
         self.here.pop(key, None)
         self.near.discard(key)
         self.fenced.discard(key)
-        self.agenda.gone(key)
+        self.agenda.on_gone(key)
 
     def deleted(self, key, _):
         self.here.pop(key, None)
         self.near.discard(key)
         self.fenced.discard(key)
-        self.agenda.deleted(key, 1e9, of_others=False)
+        self.agenda.on_deleted(key, 1e9, of_others=False)
 
     def listed(self, *_):
         infos = [
             info_of(key, num_tokens=num, idle_s=self.now_s - at_s, near_eviction=key in self.near)
             for key, (num, at_s) in self.here.items()
         ]
-        self.agenda.listed(infos, self.now_s, 1e9)
+        self.agenda.on_listing(infos, self.now_s, 1e9)
 
     def later(self, _, num):
         self.now_s += num
@@ -386,22 +386,22 @@ class World:
         if step is None:
             return False
         if result == "is_postponed":
-            agenda.postponed()
+            agenda.on_postponed()
         elif isinstance(step, Drop):
             self.there.pop(step.key, None)
-            agenda.dropped()
+            agenda.on_dropped()
         elif step.key not in self.here:
-            agenda.missing()
+            agenda.on_missing()
         elif result == "fails":
-            agenda.failed(self.now_s)
+            agenda.on_failed(self.now_s)
         elif result == "is_fenced" and not step.takes:
             self.fenced.add(step.key)
-            agenda.fenced(num)
+            agenda.on_fenced(num)
         else:
             self.fenced.discard(step.key)
             self.there[step.key] = self.here[step.key]
             num_tokens = self.here[step.key][0]
-            agenda.pushed(info_of(step.key, num_tokens=num_tokens), self.now_s)
+            agenda.on_pushed(info_of(step.key, num_tokens=num_tokens), self.now_s)
         return True
 
     def work(self) -> None:

@@ -2,9 +2,9 @@
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvd.following.figures import METRICS, Figures, Waiting, make_exporter, status_of
+from kvd.following.figures import METRICS, Backlog, Figures, make_exporter, status_of
 
-NOTHING = Waiting(0, 0.0, 0, 0)
+NOTHING = Backlog(0, 0.0, 0, 0)
 
 
 def scraped(figures, waiting=NOTHING):
@@ -24,7 +24,7 @@ def test_a_scrape_says_what_was_done_and_what_is_left():
     figures.drops.add("dropped")
     figures.add_bytes("sent", 5)
     figures.requests.add("put", amount=2)
-    before = scraped(figures, Waiting(4, 2.5, 1, 6, 5))
+    before = scraped(figures, Backlog(4, 2.5, 1, 6, 5))
     assert before["kvd_remote_pushes_total", "pushed"] == 3
     assert before["kvd_remote_pulls_total", "absent"] == 1
     assert before["kvd_remote_drops_total", "dropped"] == 1
@@ -48,7 +48,7 @@ def test_a_line_says_how_it_goes():
     figures.kvd_up = True
     assert status_of(figures, NOTHING) == "0 sessions to push"
     figures.store_up = False
-    said = status_of(figures, Waiting(1, 90.0, 0, 0))
+    said = status_of(figures, Backlog(1, 90.0, 0, 0))
     assert said == "1 session to push, the oldest for 1m30s, the store fails"
 
 

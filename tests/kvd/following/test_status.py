@@ -9,11 +9,11 @@ import pytest
 
 from kvd.config import RemoteSettings
 from kvd.errors import NotFollowedError
-from kvd.following.figures import Figures, Waiting, follower_status
+from kvd.following.figures import Backlog, Figures, follower_status
 from kvd.following.status import FILE, FRESH_S, own_place, read_status, write_status
 
 NOW_S = 1_790_000_000.0
-WAITING = Waiting(num_unpushed=4, oldest_s=2.5, num_drops=1, num_wanted=6, num_evicted=5)
+WAITING = Backlog(num_unpushed=4, oldest_s=2.5, num_drops=1, num_wanted=6, num_evicted=5)
 
 
 def _status():
@@ -21,7 +21,7 @@ def _status():
     figures.pushes.add("pushed", amount=3)
     figures.pushes.add("failed")
     figures.requests.add("put", amount=7)
-    figures.failed("remote_store_fails", "no answer")
+    figures.record_failure("remote_store_fails", "no answer")
     settings = RemoteSettings(url="file:///store", write="all", pull=True)
     return follower_status(figures, WAITING, settings, NOW_S - 60, NOW_S)
 

@@ -42,16 +42,16 @@ def test_each_ask_is_owed_an_answer():
     wanted.add(A, 0.0)
     assert wanted.next(0.0) == A
     wanted.add(A, 1.0)
-    assert wanted.owed() == {}, "who looks for it will say"
-    wanted.comes(A)
+    assert wanted.take_answers() == {}, "who looks for it will say"
+    wanted.on_found(A)
     wanted.add(A, 2.0)
-    assert wanted.owed() == {A: True}
-    assert wanted.owed() == {}
+    assert wanted.take_answers() == {A: True}
+    assert wanted.take_answers() == {}
     wanted.done(A)
     wanted.add(A, 3.0)
-    assert wanted.owed() == {}
+    assert wanted.take_answers() == {}
     assert wanted.next(3.0 + STALE_S) is None
-    assert wanted.owed() == {A: False}
+    assert wanted.take_answers() == {A: False}
     for number in range(MOST + 1):
         wanted.add(key_of(str(number)), 0.0)
-    assert wanted.owed() == {key_of("0"): False}
+    assert wanted.take_answers() == {key_of("0"): False}

@@ -42,7 +42,7 @@ class Scene:
         self.agenda, self.wanted, self.figures = Agenda(), Wanted(), Figures()
         self.pause = Backoff(Random(4), first_s=0.001, longest_s=0.002)  # noqa: S311
         self.settings = RemoteSettings(url=URL, write="all", quiet=0.0, pull=True, **settings)
-        self.agenda.follow("all", 0.0)
+        self.agenda.reconfigure("all", 0.0)
         self.opened: list[str] = []
         self.work = Work(
             self.server,
@@ -62,7 +62,7 @@ class Scene:
     def stores(self, key=A, tokens=tuple(range(STEP))) -> None:
         """Store a session in kvd, which tells of it."""
         self.server.sessions[key.session_id] = tokens
-        self.agenda.stored(key, 0.0, len(tokens))
+        self.agenda.on_stored(key, 0.0, len(tokens))
         self.work.wake()
 
     def manifest(self, key=A):
@@ -107,7 +107,7 @@ async def test_pushes_drops_and_pulls():
                 one.stores(tokens=tuple(tokens))
                 await until(lambda: one.agenda.is_done)
         assert [line["event"] for line in lines] == ["session_fenced", *["session_pushed"] * 2]
-        one.agenda.deleted(A, 4e9, of_others=False)
+        one.agenda.on_deleted(A, 4e9, of_others=False)
         one.work.wake()
         await until(lambda: one.agenda.is_done)
     assert dict(one.figures.pushes.counts) == {("pushed",): 3, ("fenced",): 1}
@@ -166,7 +166,7 @@ async def test_nobody_waits_for_a_store_that_fails():
         await until(lambda: not len(scene.wanted))
         num_opened = len(scene.opened)
         scene.store.odds = Odds()
-        scene.work.use(scene.settings.model_copy(update={"url": "file:///other"}))
+        scene.work.reconfigure(scene.settings.model_copy(update={"url": "file:///other"}))
         await until(lambda: scene.agenda.is_done)
     assert scene.opened[num_opened:] == ["file:///other"]
     assert not scene.figures.pulls.counts
@@ -262,7 +262,7 @@ async def test_what_cannot_be_fetched_is_answered_so(fault):
     elif fault == "left alone":
         two.pause.retry_at_s = float("inf")
     elif fault == "no store":
-        two.work.use(two.settings.model_copy(update={"url": ""}))
+        two.work.reconfigure(two.settings.model_copy(update={"url": ""}))
     elif fault != "fails":
 
         def refuse(*_):
@@ -353,10 +353,10 @@ async def test_what_is_under_way_at_the_end_is_left_to_do():
 async def test_without_a_store_nothing_is_done():
     """Until one is named."""
     scene = Scene()
-    scene.work.use(scene.settings.model_copy(update={"url": ""}))
+    scene.work.reconfigure(scene.settings.model_copy(update={"url": ""}))
     async with scene.working():
         scene.stores()
         await asyncio.sleep(0)
         assert (scene.opened, scene.agenda.is_done) == ([], False)
-        scene.work.use(scene.settings)
+        scene.work.reconfigure(scene.settings)
         await until(lambda: scene.agenda.is_done)

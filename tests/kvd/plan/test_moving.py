@@ -15,7 +15,7 @@ def ends(mover: Mover) -> int:
 def pushed(store: RemoteStore, session: int, tokens: int, number: int = 1) -> Mover:
     """A server that has pushed so much of a session."""
     mover = Mover(store, COSTS, RATE, None)
-    mover.kept(session, Stored(Kept(tokens), number, None), 0)
+    mover.on_store(session, Stored(Kept(tokens), number, None), 0)
     mover.push(session, 0)
     assert mover.step(ends(mover)) is None
     return mover
@@ -24,14 +24,14 @@ def pushed(store: RemoteStore, session: int, tokens: int, number: int = 1) -> Mo
 def test_a_session_is_due_once_it_was_left_alone():
     """Not while it has another turn, nor for what it was before that."""
     mover = Mover(RemoteStore(), COSTS, RATE, quiet_s=10e-9)
-    mover.kept(1, Stored(Kept(5), 1, None), 0)
-    mover.kept(2, Stored(Kept(5), 2, None), 3)
-    mover.runs(1)
-    mover.kept(1, Stored(Kept(9), 3, None), 6)
+    mover.on_store(1, Stored(Kept(5), 1, None), 0)
+    mover.on_store(2, Stored(Kept(5), 2, None), 3)
+    mover.on_run(1)
+    mover.on_store(1, Stored(Kept(9), 3, None), 6)
     assert ends(mover) == 10
-    assert mover.due(10) is None
-    assert (mover.due(13), mover.due(13)) == (2, None)
-    assert mover.due(16) == 1
+    assert mover.pop_due(10) is None
+    assert (mover.pop_due(13), mover.pop_due(13)) == (2, None)
+    assert mover.pop_due(16) == 1
     assert sorted(mover.unpushed) == [1, 2]
 
 
@@ -40,7 +40,7 @@ def test_only_what_the_store_does_not_have_is_sent():
     store = RemoteStore()
     mover = pushed(store, 1, tokens=100)
     assert mover.totals().bytes_pushed == 1000
-    mover.kept(1, Stored(Kept(130), 2, None), 2000)
+    mover.on_store(1, Stored(Kept(130), 2, None), 2000)
     mover.push(1, 2000)
     assert store.find(1, 2000) == Kept(100)  # until it is there whole
     mover.step(2300)
@@ -73,16 +73,16 @@ def test_a_turns_history_is_fetched_as_far_as_it_is_there():
     mover.fetch(1, history_tokens=80, now_ns=0)
     mover.fetch(2, history_tokens=10**9, now_ns=0)
     mover.fetch(3, history_tokens=10, now_ns=0)
-    first, second = mover.fetched(1, 0), mover.fetched(2, 0)
+    first, second = mover.fetch_of(1, 0), mover.fetch_of(2, 0)
     assert first is not None
     assert second is not None
     assert (first.tokens, first.transfer.ends_ns) == (80, 800)
     assert second.transfer.ends_ns == 800 + 10 * second.tokens
-    assert mover.fetched(3, 0) is None
+    assert mover.fetch_of(3, 0) is None
     assert mover.totals().store_gets == (1 + 1) + (1 + 2) + 1
     assert (mover.step(800), mover.step(second.transfer.ends_ns)) == (1, 2)
-    mover.forget(1)
-    assert mover.fetched(1, 0) is None
+    mover.drop_fetch(1)
+    assert mover.fetch_of(1, 0) is None
 
 
 def test_what_is_not_wanted_any_more_is_not_told_when_it_comes():
@@ -91,7 +91,7 @@ def test_what_is_not_wanted_any_more_is_not_told_when_it_comes():
     pushed(store, 1, tokens=100)
     mover = Mover(store, COSTS, RATE, None)
     mover.fetch(1, history_tokens=80, now_ns=0)
-    mover.forget(1)
+    mover.drop_fetch(1)
     assert mover.step(800) is None
     assert mover.totals().bytes_fetched == 800
 
@@ -102,6 +102,6 @@ def test_where_turns_do_not_wait_only_what_is_there_counts():
     pushed(store, 1, tokens=100)
     mover = Mover(store, COSTS, RATE, None, waits=False)
     mover.fetch(1, history_tokens=80, now_ns=0)
-    assert mover.fetched(1, 799) is None
-    assert mover.fetched(1, 800) is not None
+    assert mover.fetch_of(1, 799) is None
+    assert mover.fetch_of(1, 800) is not None
     assert mover.fetch_s is None

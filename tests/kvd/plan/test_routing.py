@@ -38,10 +38,10 @@ def test_a_ring_moves_a_session_back_and_a_router_of_sessions_does_not():
         routing = ROUTINGS[name](FOUR)
         routing.set_servers(range(4))
         own = routing.choose(7, 0)
-        routing.ended(own, 7, 100, ServerReport, 0)
+        routing.on_turn_end(own, 7, 100, ServerReport, 0)
         routing.set_servers(server for server in range(4) if server != own)
         other = routing.choose(7, 0)
-        routing.ended(other, 7, 200, ServerReport, 0)
+        routing.on_turn_end(other, 7, 200, ServerReport, 0)
         routing.set_servers(range(4))
         found[name] = (own, other, routing.choose(7, 0))
         assert other != own
@@ -60,7 +60,7 @@ def test_servers_report_now_and_then():
         return ServerReport()
 
     for now_s in (0, 1, 9, 10, 11, 25):
-        routing.ended(2, 7, 100, report, now_s * 10**9)
+        routing.on_turn_end(2, 7, 100, report, now_s * 10**9)
     assert len(asked) == 3
 
 

@@ -5,13 +5,13 @@ import pytest
 from kvd.remote.errors import DamagedRemoteError, FencedError
 from kvd.remote.manifest import (
     Owner,
-    dropped,
     has_expired,
     is_unchanged,
+    make_manifest,
     manifest_bytes,
-    pushed,
     read_manifest,
-    taken,
+    tombstone,
+    with_owner,
 )
 from shared.blobs.errors import UnfitStoreError
 from shared.pb.kvd.v1 import kvd_pb2 as pb
@@ -33,7 +33,7 @@ INFO = pb.SessionInfo(
 def _pushed(
     before: pb.SessionManifest | None = None, owner: Owner = ONE, *, takes: bool = False
 ) -> pb.SessionManifest:
-    manifest = pushed(INFO, before, owner, 1000.0, takes=takes)
+    manifest = make_manifest(INFO, before, owner, 1000.0, takes=takes)
     manifest.num_tokens = INFO.num_tokens
     return manifest
 
@@ -68,14 +68,14 @@ def test_the_epoch_follows_the_owner() -> None:
     """The same owner keeps it; a change of the owner, and what was dropped, raise it."""
     first = _pushed()
     assert (first.epoch, _pushed(first).epoch) == (1, 1)
-    second = taken(first, TWO)
+    second = with_owner(first, TWO)
     assert (second.epoch, second.owner_name, second.num_tokens) == (2, "gpu-2", 100)
     with pytest.raises(FencedError, match="belongs to gpu-2 since epoch 2") as fenced:
         _pushed(second)
     assert (fenced.value.exit_code, fenced.value.retryable) == (4, False)
     third = _pushed(second, takes=True)
     assert (third.epoch, third.owner) == (3, ONE.server_id)
-    gone = dropped(third)
+    gone = tombstone(third)
     assert (gone.dropped, gone.chunks, gone.epoch) == (True, [], 3)
     assert _pushed(gone, TWO).epoch == 4
 
@@ -84,7 +84,7 @@ def test_it_expires_so_long_after_it_was_stored() -> None:
     """One without end never does; one that was dropped is gone already."""
     manifest = _pushed()
     assert (has_expired(manifest, 3589.0), has_expired(manifest, 3590.0)) == (False, True)
-    assert not has_expired(dropped(manifest), 9999.0)
+    assert not has_expired(tombstone(manifest), 9999.0)
     manifest.expires_after_s = -1.0
     assert not has_expired(manifest, 1e9)
 
@@ -95,7 +95,7 @@ def test_what_was_used_or_changed_is_not_unchanged() -> None:
     assert is_unchanged(manifest, INFO, 1005.0)
     assert not is_unchanged(manifest, INFO, 1011.0)  # used a second after it was pushed
     assert not is_unchanged(None, INFO, 1005.0)
-    assert not is_unchanged(dropped(manifest), INFO, 1005.0)
+    assert not is_unchanged(tombstone(manifest), INFO, 1005.0)
     for field, value in (("num_tokens", 101), ("ttl_s", 1.0), ("pin", 0), ("retain_s", 0.0)):
         other = pb.SessionInfo()
         other.CopyFrom(INFO)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvd.top.screen import PAGE, Act, Command, Screen, index_of, pressed
+from kvd.top.screen import PAGE, Act, Command, Screen, index_of, on_key
 from shared.pb.kvd.v1 import kvd_pb2
 from shared.terminal.keyboard import split_keys
 
@@ -13,7 +13,7 @@ def after(keys, screen=None, names=NAMES):
     """The screen after some keys, and the commands on the way."""
     screen, commands = screen or Screen(), []
     for key in keys:
-        screen, command = pressed(screen, key, names)
+        screen, command = on_key(screen, key, names)
         if command is not None:
             commands.append(command)
     return screen, commands
@@ -60,7 +60,7 @@ def test_what_changes_something_asks_first(key, act):
 def test_a_question_is_about_what_was_chosen_then():
     """If the list changes before the answer, the session asked about is meant."""
     asked, _ = after(["down", "f"])
-    _, command = pressed(asked, "y", NAMES[5:])
+    _, command = on_key(asked, "y", NAMES[5:])
     assert command == Command(Act.FLUSH, NAMES[1])
 
 
@@ -85,8 +85,8 @@ def test_views_come_and_go():
     assert after(["?"])[0].shows_help
     left, commands = after(["?", "f"])
     assert (left.shows_help, left.question, commands) == (False, None, [])
-    assert after(["space"])[0].is_held
-    assert not after(["space", "space"])[0].is_held
+    assert after(["space"])[0].is_paused
+    assert not after(["space", "space"])[0].is_paused
     assert after(["?", "q"])[0].is_over
 
 

@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from kvd.top.screen import Act, Command, Screen
-from kvd.top.views import Seen, points, top_view, trend_line
+from kvd.top.views import Snapshot, points, top_view, trend_line
 from shared.pb.kvd.v1 import kvd_pb2
 
 SIZES = [(80, 24), (140, 40), (40, 10)]
@@ -51,7 +51,7 @@ LOOKS = [
     )
     for number in range(100)
 ]
-SEEN = Seen(
+SEEN = Snapshot(
     stats(110.0, load_hits=30, load_misses=10, load_tokens_dram=500),
     stats(100.0, load_hits=0, load_misses=10),
     LOOKS,
@@ -75,7 +75,7 @@ def test_every_screen_fits(width, height, shown):
     detail = kvd_pb2.DescribeSessionResponse(
         info=session(3), history=[kvd_pb2.SessionMove(kind="stored", num_blocks=3)] * 40
     )
-    seen = Seen(SEEN.stats, SEEN.before, LOOKS, SEEN.sessions, 60, detail)
+    seen = Snapshot(SEEN.stats, SEEN.before, LOOKS, SEEN.sessions, 60, detail)
     screens = {
         "list": Screen(),
         "help": Screen(shows_help=True),
@@ -111,7 +111,7 @@ def test_the_list_moves_with_the_choice():
 
 def test_a_problem_is_said_at_the_foot():
     """What was seen last stays, with what is wrong."""
-    seen = Seen(SEEN.stats, None, (), SEEN.sessions, 60, problem="no kvd answers; asking again")
+    seen = Snapshot(SEEN.stats, None, (), SEEN.sessions, 60, problem="no kvd answers; asking again")
     found = [line for line in lines(seen, Screen(), 80, 24) if line]
     assert found[-1] == "no kvd answers; asking again"
     assert found[0].startswith("kvd 1")

@@ -4,7 +4,7 @@ import pytest
 
 from kvd.core.records import actions
 from kvd.following.agenda import Agenda
-from kvd.following.hearing import EVENTS, hear, hear_deletion
+from kvd.following.event_effects import EVENTS, apply_deletion, apply_event
 from kvd.following.steps import Drop, Push
 from kvd.following.wanted import Wanted
 from kvd.session_files.target import unfinished_name
@@ -21,9 +21,9 @@ def event_of(name, key=A, **fields):
 def heard(*events, writes="all"):
     """What is next after these events."""
     agenda, wanted = Agenda(), Wanted()
-    agenda.follow(writes, 0.0)
+    agenda.reconfigure(writes, 0.0)
     for event in events:
-        hear(event, agenda, wanted, 0.0)
+        apply_event(event, agenda, wanted, 0.0)
     return agenda.next(1e9), wanted.next(0.0)
 
 
@@ -87,10 +87,10 @@ def test_of_an_event_where_only_what_is_near_eviction_is_pushed(events, step):
 def test_what_is_evicted_before_it_is_pushed_is_counted(superseded, events, num_evicted):
     """Once, and not what is no loss."""
     agenda = Agenda()
-    agenda.follow("evicted", 0.0)
+    agenda.reconfigure("evicted", 0.0)
     near = event_of(actions.SESSION_NEAR_EVICTION, num_tokens="4", superseded=superseded)
     for event in (near, *events):
-        hear(event, agenda, Wanted(), 0.0)
+        apply_event(event, agenda, Wanted(), 0.0)
     assert agenda.num_evicted == num_evicted
 
 
@@ -119,7 +119,7 @@ def test_what_is_being_imported_is_nobodys():
 def test_of_the_past_only_deletions_are_heard(events, step):
     """What else has become of sessions a listing says."""
     agenda = Agenda()
-    agenda.follow("all", 0.0)
+    agenda.reconfigure("all", 0.0)
     for event in events:
-        hear_deletion(event, agenda)
+        apply_deletion(event, agenda)
     assert agenda.next(1e9) == step
