@@ -13,7 +13,7 @@ from inference_svc.http_api.requests import B, TurnRequest, caller_of
 from inference_svc.http_api.sessions.answers import Answers
 from inference_svc.http_api.sessions.background import BackgroundResponses
 from inference_svc.http_api.sessions.completion import Completion
-from inference_svc.http_api.sessions.moving_conversations import MovingConversations
+from inference_svc.http_api.sessions.replicated_conversations import ReplicatedConversations
 from inference_svc.http_api.sessions.store import ApiStore
 from inference_svc.openai_settings import OpenAISettings
 from inference_svc.service.gateway import Gateway
@@ -43,7 +43,7 @@ class Api:
     completion: Completion
     answers: Answers
     slots: RequestSlots
-    conversations: MovingConversations
+    conversations: ReplicatedConversations
     background: BackgroundResponses
     book: ClientBook
     own: Identity

@@ -97,7 +97,7 @@ async def update_conversation(api: Api, request: web.Request) -> web.Response:
 async def delete_conversation(api: Api, request: web.Request) -> web.Response:
     """Delete a conversation: its items, its session, and what is kept of that."""
     caller, name = caller_of(request), _name(request)
-    with api.conversations.holds.held(caller.tenant, name):
+    with api.conversations.holds.hold(caller.tenant, name):
         found = await find_conversation(api, caller, name, is_held=True)
         key = api.gateway.key(caller.identity, caller.tenant, found.session_id)
         try:
@@ -125,7 +125,7 @@ async def add_items(api: Api, request: web.Request) -> web.Response:
     check_query(request)
     caller, body = caller_of(request), await api.decoded(request, ItemsBody)
     items = _with_ids(body.items)
-    with api.conversations.holds.held(caller.tenant, _name(request)):
+    with api.conversations.holds.hold(caller.tenant, _name(request)):
         found = await find_conversation(api, caller, _name(request), is_held=True)
         await api.conversations.add(caller.tenant, found.conversation_id, items)
     return reply(listed(items))
@@ -145,7 +145,7 @@ async def show_item(api: Api, request: web.Request) -> web.Response:
 async def delete_item(api: Api, request: web.Request) -> web.Response:
     """Delete an item; what was computed from it on does not count any more."""
     caller, item_id = caller_of(request), request.match_info["item"]
-    with api.conversations.holds.held(caller.tenant, _name(request)):
+    with api.conversations.holds.hold(caller.tenant, _name(request)):
         found = await find_conversation(api, caller, _name(request), is_held=True)
         turn = await api.store.conversations.turn_of(found.conversation_id, item_id)
         if turn is None:

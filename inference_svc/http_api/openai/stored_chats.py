@@ -18,7 +18,7 @@ from inference_svc.http_api.openai.pages import ASCENDING, listed, read_page
 from inference_svc.http_api.replies import reply
 from inference_svc.http_api.requests import caller_of
 from inference_svc.http_api.sessions.http_turn import Caller
-from inference_svc.http_api.sessions.stored_chats import Wanted
+from inference_svc.http_api.sessions.stored_chats import ChatFilter
 
 CHAT = "chatcmpl-"  # what ids of chats begin with
 _NOTE = re.compile(r"metadata\[(.{1,64})\]")
@@ -37,7 +37,7 @@ async def list_chats(api: Api, request: web.Request) -> web.Response:
     }
     of_notes = [f"metadata[{name}]" for name in notes]
     page = read_page(request, "model", *of_notes, order=ASCENDING)
-    wanted = Wanted(
+    wanted = ChatFilter(
         request.query.get("model", ""), notes, page.after, page.limit, page.is_ascending
     )
     found = await api.store.chats.page(caller_of(request).tenant, wanted)

@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 from inference_svc.core.turn_record import AnswerToken, Finished, Started
 from inference_svc.http_api.openai.responses.response_objects import ResponseObjects
-from inference_svc.http_api.sessions.background import events_of_tokens, stopped
+from inference_svc.http_api.sessions.background import events_of_tokens, response_stopped
 from inference_svc.http_api.sessions.lookup import CANCELLED, FAILED, UnansweredResponse
 from shared.types.errors import ReportedError
 
@@ -74,4 +74,4 @@ def shown_unanswered(objects: ResponseObjects, found: UnansweredResponse) -> dic
         return objects.standing(CANCELLED)
     if found.state == FAILED:
         return objects.standing(FAILED, {"code": found.code, "message": found.message})
-    return objects.standing(FAILED, {"code": "server_error", "message": str(stopped())})
+    return objects.standing(FAILED, {"code": "server_error", "message": str(response_stopped())})

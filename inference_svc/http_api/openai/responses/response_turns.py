@@ -108,8 +108,8 @@ def asked_turn(
     overflow = api.gateway.defaults.overflow.name
     turn = turn_request.turn(messages, body.overflow(overflow))
     is_long = len(canonical(body.offered)) > MAX_KEPT
-    brought = json.dumps(objects_of(body.input), ensure_ascii=False) if body.store else ""
-    input_bytes = len(brought.encode())
+    stored_input = json.dumps(objects_of(body.input), ensure_ascii=False) if body.store else ""
+    input_bytes = len(stored_input.encode())
     info = ResponseInfo(
         created_s=int(time.time()),
         model=body.model,
@@ -134,9 +134,9 @@ def asked_turn(
     )
     response_id = "resp_" + chain.id_of("response", turn.request_id)
     if input_bytes > most_kept(turn_request.settings):
-        brought = ""
+        stored_input = ""
     stored = info if body.store else None
-    return replace(turn, response_id=response_id, info=stored, brought=brought), info
+    return replace(turn, response_id=response_id, info=stored, stored_input=stored_input), info
 
 
 def most_kept(settings: OpenAISettings) -> int:

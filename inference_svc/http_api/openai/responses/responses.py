@@ -29,7 +29,7 @@ from inference_svc.http_api.openai.responses.response_turns import (
 )
 from inference_svc.http_api.replies import OneAnswer, reply, send_events, send_reply
 from inference_svc.http_api.requests import REQUEST_IDS, TurnRequest, caller_of
-from inference_svc.http_api.sessions.background import Running
+from inference_svc.http_api.sessions.background import RunningResponse
 from inference_svc.http_api.sessions.http_turn import Caller, HttpTurn
 from inference_svc.http_api.sessions.lookup import ConversationTurn, ResponseInfo
 from inference_svc.service.submissions import chat_input
@@ -39,17 +39,17 @@ async def create_response(api: Api, request: web.Request) -> web.StreamResponse:
     """Answer an input: in a conversation, after another response, or as the first."""
     turn_request = await api.read(request, ResponseBody)
     body, tenant = turn_request.body, turn_request.caller.tenant
-    with ExitStack() as held:
+    with ExitStack() as hold:
         if body.conversation_id:
             key = turn_request.repeat_key
-            release = held.enter_context(
-                api.conversations.holds.held(tenant, body.conversation_id, key)
+            release = hold.enter_context(
+                api.conversations.holds.hold(tenant, body.conversation_id, key)
             )
             turn, info = await _going_on(api, turn_request, release)
         else:
             turn, info = await response_turn(api, turn_request)
         if body.background:
-            return await _begin(api, turn_request, turn, info, held.pop_all().close)
+            return await _begin(api, turn_request, turn, info, hold.pop_all().close)
         return await _answer(api, turn_request, turn, info)
 
 
@@ -88,7 +88,9 @@ async def _begin(
     def objects(session_id: str) -> ResponseObjects:
         return ResponseObjects(turn.response_id, session_id, info, api.token_text, turn.reading)
 
-    running = await api.background.start(Running(turn_request.caller, turn, info, objects), release)
+    running = await api.background.start(
+        RunningResponse(turn_request.caller, turn, info, objects), release
+    )
     structlog.contextvars.bind_contextvars(request_id=turn.request_id, **turn_request.hints.told)
     headers = dict.fromkeys(REQUEST_IDS, turn.request_id)
     if not turn_request.body.stream:
@@ -122,11 +124,11 @@ async def _going_on(
         raise RequestError(
             "a conversation is named that is not to be stored", "leave one out", "store"
         )
-    brought = with_ids(turn.response_id, objects_of(body.input))
-    await api.store.conversations.check_room(caller.tenant, brought, body.instructions)
+    input_items = with_ids(turn.response_id, objects_of(body.input))
+    await api.store.conversations.check_room(caller.tenant, input_items, body.instructions)
     session_id = going.place.session_id
 
-    def answered(finished: Finished) -> Sequence[Mapping[str, Any]]:
+    def make_answer_items(finished: Finished) -> Sequence[Mapping[str, Any]]:
         objects = ResponseObjects(turn.response_id, session_id, info, api.token_text, turn.reading)
         output: Sequence[Mapping[str, Any]] = objects.whole(
             [AnswerToken(0, finished.text)], finished
@@ -137,8 +139,8 @@ async def _going_on(
         before=going.before,
         at=going.place.at,
         instructions=going.instructions,
-        brought=brought,
-        answered=answered,
+        input_items=input_items,
+        make_answer_items=make_answer_items,
         release=release,
     )
     turn = replace(turn, session_id=session_id, conversation=conversation, is_final=False)

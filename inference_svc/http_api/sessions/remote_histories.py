@@ -1,7 +1,7 @@
-"""Conversations that went on at other servers: found by what was said, in the store they share.
+"""Histories of other servers: unnamed sessions, found by history in the shared object store.
 
-Only sessions that no client has named are: to go on with one is to have its transcript here, and
-its turn says whether it is the one. What the store says of a history is never believed alone.
+To continue such a session, its transcript is copied to this server. The store's entry of a
+history is never trusted alone: a turn of the transcript has to have the same digest.
 """
 
 from collections.abc import Sequence
@@ -16,20 +16,21 @@ from inference_svc.runtime.turns.store_calls import StoreSilentError
 from shared.process.log import get_logger
 from shared.types.errors import ReportedError
 
-End = tuple[int, bytes]  # of a beginning of a conversation: its length, and its digest
+End = tuple[int, bytes]  # length and digest of a beginning of a conversation
 
-MOST_ASKED = 2  # beginnings: the longest, and the one before, to which its client has gone back
+# Beginnings to look up: the longest, and the one before it, in case the client has gone back to it.
+MAX_LOOKUPS = 2
 
 log = get_logger(__name__)
 
 
-class Elsewhere:
-    """See the module docstring.
+class RemoteHistories:
+    """Finds histories of unnamed sessions in the object store, and copies their transcripts here.
 
     Args:
-        sessions: of the service.
+        sessions: the service's sessions.
         model: fingerprint of the model, part of every session's key.
-        store: where those that nobody named are counted.
+        store: counts the unnamed sessions of this server.
     """
 
     def __init__(self, sessions: Sessions, model: str, store: ApiStore) -> None:
@@ -39,58 +40,58 @@ class Elsewhere:
 
     @property
     def is_shared(self) -> bool:
-        """Whether sessions that nobody named are there for other servers, too."""
+        """Whether servers share their unnamed sessions."""
         return self._sessions.histories is not None
 
     async def find(self, caller: Caller, ends: Sequence[End]) -> tuple[int, Point] | None:
-        """Find the longest of some beginnings that ended at another server, and bring it here.
+        """Find the longest beginning that another server answered; copy its transcript here.
 
         Args:
-            caller: who asks.
-            ends: of beginnings, the longest first.
+            caller: the client and its tenant.
+            ends: lengths and digests of the beginnings, longest first.
 
         Returns:
-            Its length, and where it ends; None: none is there, or nobody knows.
+            Its length, and where it ends; None if there is none, or the store does not answer.
         """
-        histories, asked = self._sessions.histories, ends[:MOST_ASKED]
+        histories, asked = self._sessions.histories, ends[:MAX_LOOKUPS]
         if histories is None or not asked:
             return None
         if histories.calls.is_silent:
             histories.asked.add("silent")
             return None
-        result, found = await self._found(caller, histories, asked)
+        result, found = await self._look_up(caller, histories, asked)
         histories.asked.add(result)
         return found
 
-    async def _found(
+    async def _look_up(
         self, caller: Caller, histories: SharedHistories, asked: Sequence[End]
     ) -> tuple[str, tuple[int, Point] | None]:
-        """Return what the store had, and what of it is here now."""
+        """Look beginnings up; return the result for the metric, and the one that is here now."""
         try:
             sessions = await histories.find(caller.tenant, [digest.hex() for _, digest in asked])
         except StoreSilentError:
             return "silent", None
         for length, digest in asked:
             name = sessions.get(digest.hex())
-            at = await self._bring(caller, name, digest.hex()) if name else None
+            at = await self._copy_transcript(caller, name, digest.hex()) if name else None
             if at is not None:
                 return "found", (length, at)
         return "gone" if sessions else "absent", None
 
-    async def _bring(self, caller: Caller, session_id: str, history: str) -> Point | None:
-        """Have a session's newest transcript here; return where a history ends in it."""
+    async def _copy_transcript(self, caller: Caller, session_id: str, history: str) -> Point | None:
+        """Copy a session's newest transcript here; return where a history ends in it."""
         try:
             key = caller.key(self._model, session_id)
             transcript, _ = await self._sessions.get(key, is_fresh=True)
-        except ReportedError as error:  # deleted, damaged, or the disk is full: it is computed
+        except ReportedError as error:  # deleted, damaged, or a full disk: the turn is recomputed
             log.debug("history_not_brought", session=session_id, reason=error.reason)
             return None
-        await self._store.use_session(caller.tenant, session_id)  # its file is here, whatever comes
-        return _end_of(transcript, history)
+        await self._store.use_session(caller.tenant, session_id)  # counted: its file is here now
+        return _find_end(transcript, history)
 
 
-def _end_of(transcript: Transcript, history: str) -> Point | None:
-    """Return where a history ends in a session; None: it is not one of the session's own."""
+def _find_end(transcript: Transcript, history: str) -> Point | None:
+    """Return where a history ends in a session; None if the session does not have it."""
     for turn in transcript.turns:
         if turn.history == history:
             name = transcript.header.session_id
