@@ -50,10 +50,10 @@ class BackgroundObjects(Protocol):
 
     session_id: str
 
-    def standing(self, status: str, error: Event | None = None) -> dict[str, Any]:
+    def without_answer(self, status: str, error: Event | None = None) -> dict[str, Any]:
         """Build the response object in a given status, without an answer."""
 
-    def queued_opening(self) -> Iterable[Event]:
+    def background_opening(self) -> Iterable[Event]:
         """Build the events of the response's beginning."""
 
     def piece(self, tokens: Sequence[AnswerToken]) -> Iterable[Event]:
@@ -112,9 +112,11 @@ class RunningResponse:
         return self._finished is not None
 
     @property
-    def standing(self) -> dict[str, Any]:
+    def current_object(self) -> dict[str, Any]:
         """The response object in its current status."""
-        return self.objects(self.session_id).standing(IN_PROGRESS if self.session_id else QUEUED)
+        return self.objects(self.session_id).without_answer(
+            IN_PROGRESS if self.session_id else QUEUED
+        )
 
     async def run(self, answers: Answers, reported: Reported) -> None:
         """Start the turn, and collect its answer.
@@ -163,7 +165,7 @@ class RunningResponse:
 
     async def _all_events(self) -> AsyncIterator[Mapping[str, Any]]:
         objects, num_read = self.objects(self.session_id), 0
-        for opening in objects.queued_opening():
+        for opening in objects.background_opening():
             yield opening
         while True:
             for made in events_of_tokens(objects, self._tokens[num_read:]):

@@ -121,7 +121,7 @@ class Completion:
             await self._store.use_session(caller.tenant, route.session_id)
             if turn.is_subagent:
                 key = caller.key(self._model, route.session_id)
-                self._subagents.used(key, finished.turns, time.monotonic())
+                self._subagents.record_use(key, finished.turns, time.monotonic())
             for tenant, oldest in await self._store.take_oldest(self._max_sessions):
                 self.spawn(self._remove_old(Caller(CLEANER, tenant), oldest))
         answer = turn.reading.message(finished.text)
