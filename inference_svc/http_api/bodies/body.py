@@ -7,7 +7,7 @@ first refusal in this order is reported, with its path: a feature that the servi
 (`unknown_parameter`).
 
 Sampling parameters are OpenAI's and Anthropic's, and some that they lack (`min_p`,
-`repetition_penalty`, `ignore_eos`). The settings have the default temperature.
+`repetition_penalty`, `ignore_eos`). The settings have the default temperature (the vendors').
 """
 
 import difflib

@@ -70,9 +70,9 @@ async def show_response(api: Api, request: web.Request) -> web.StreamResponse:
             "leave starting_after out, or create it with background: true",
             "starting_after",
         )
-    events = events_of_ended(objects, tokens, finished, is_background=stored.info.is_background)
+    past = events_of_ended(objects, tokens, finished, is_background=stored.info.is_background)
     return await _send(
-        api, request, objects, (event for event in events if event["sequence_number"] > after)
+        api, request, objects, (event for event in past if event["sequence_number"] > after)
     )
 
 
@@ -97,12 +97,12 @@ def _input_not_kept_error(num_bytes: int, most: int) -> InputNotKeptError:
 
 
 async def _send(
-    api: Api, request: web.Request, objects: ResponseObjects, events: Iterator[Mapping[str, Any]]
+    api: Api, request: web.Request, objects: ResponseObjects, past: Iterator[Mapping[str, Any]]
 ) -> web.StreamResponse:
     """Send events of an ended response."""
 
     async def events() -> AsyncGenerator[Mapping[str, Any], None]:
-        for event in events:
+        for event in past:
             yield event
 
     return await send_events(request, api.settings, FollowedReply(events(), objects.failure), {})
