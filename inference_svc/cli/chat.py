@@ -160,8 +160,10 @@ async def talk(
             )
 
         def request_of(line: str, session_id: str) -> pb.SubmitTurnRequest:
-            pairs = [pb.ChatMessage(role="user", content=line)] if model.has_chat_template else line
-            request = turn_request(pairs, session_id, sampling=sampling, wait=True)
+            message = (
+                [pb.ChatMessage(role="user", content=line)] if model.has_chat_template else line
+            )
+            request = turn_request(message, session_id, sampling=sampling, wait=True)
             if arguments:
                 request.chat.template_arguments = arguments
             return request

@@ -210,7 +210,7 @@ def ready_text(
     where, base = _curl_target(addresses[0])
     lines = [
         f"\nReady: {model}. Ctrl-C ends both.\n",
-        *(f"  OpenAI's API  {_shown(address)}" for address in addresses),
+        *(f"  OpenAI's API  {_address_line(address)}" for address in addresses),
         f"  gRPC          {grpc_address}",
         f"  kvd           {kvd_dir}",
         f"  logs          {logs}",
