@@ -105,11 +105,11 @@ def chat(
     arguments = template_arguments(template or [])
     sampling = pb.Sampling(max_tokens=max_tokens, temperature=temperature)
 
-    async def connected() -> None:
+    async def connect_and_talk() -> None:
         client = client_of(address, token_file, tls_ca, tls_cert, tls_key)
         await talk(client, session, sampling, arguments)
 
-    asyncio.run(connected())
+    asyncio.run(connect_and_talk())
 
 
 def template_arguments(pairs: Sequence[str]) -> str:

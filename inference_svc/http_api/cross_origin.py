@@ -143,8 +143,8 @@ def check_local(peer: str, hosts: Sequence[str], origins: Sequence[str]) -> None
     if not is_loopback_host(peer):
         raise NotLocalError(f"the connection comes from {peer[:MOST_SHOWN] or 'nowhere'}", _REMEDY)
     if len(hosts) != 1 or not _is_local_authority(hosts[0]):
-        said = ", ".join(hosts)[:MOST_SHOWN]
-        raise NotLocalError(f"the host {said!r} is no name of this machine", _REMEDY)
+        shown = ", ".join(hosts)[:MOST_SHOWN]
+        raise NotLocalError(f"the host {shown!r} is no name of this machine", _REMEDY)
     for origin in origins:
         scheme, _, authority = origin.partition("://")
         if scheme not in ("http", "https") or not _is_local_authority(authority):

@@ -106,12 +106,12 @@ class OneAnswer:
         for each in self._objects.opening(self._answer.started):
             yield each
         async for event in self._answer.events():
-            made = (
+            objects = (
                 self._objects.closing(event)
                 if isinstance(event, Finished)
                 else self._objects.piece(event.tokens)
             )
-            for each in made:
+            for each in objects:
                 yield each
 
     def failure(self, error: ReportedError) -> Mapping[str, Any]:
@@ -120,28 +120,28 @@ class OneAnswer:
 
 
 async def send_reply(
-    turn_request: TurnRequest[B], turn: HttpTurn, answered: Reply
+    turn_request: TurnRequest[B], turn: HttpTurn, result: Reply
 ) -> web.StreamResponse:
     """Send a reply, whole or as a stream, as the client asked; bind the request's log fields.
 
     Args:
         turn_request: the request.
         turn: its turn; of several turns, the first one.
-        answered: the reply.
+        result: the reply.
     """
-    headers = {SESSION: answered.session_id, **dict.fromkeys(REQUEST_IDS, turn.request_id)}
+    headers = {SESSION: result.session_id, **dict.fromkeys(REQUEST_IDS, turn.request_id)}
     structlog.contextvars.bind_contextvars(
-        session=answered.session_id, request_id=turn.request_id, **turn_request.hints.log_fields
+        session=result.session_id, request_id=turn.request_id, **turn_request.hints.log_fields
     )
     if not turn_request.body.stream:
-        return reply(await answered.whole(), headers)
-    return await send_events(turn_request.request, turn_request.settings, answered, headers)
+        return reply(await result.whole(), headers)
+    return await send_events(turn_request.request, turn_request.settings, result, headers)
 
 
 async def send_events(
     request: web.Request,
     settings: OpenAISettings,
-    answered: Streamed,
+    result: Streamed,
     headers: Mapping[str, str],
 ) -> web.StreamResponse:
     """Send the events of a reply.
@@ -149,20 +149,20 @@ async def send_events(
     Args:
         request: the request.
         settings: the section [openai].
-        answered: the reply.
+        result: the reply.
         headers: response headers beside those of every stream.
     """
     stream = EventStream(request, settings.write_s)
     await stream.open(headers)
     try:
-        async with stream.pinged(settings.ping_s), aclosing(answered.events()) as events:
+        async with stream.pinging(settings.ping_s), aclosing(result.events()) as events:
             async for event in events:
                 await stream.send(event)
     except ConnectionError:
         raise  # the client has gone
     except Exception as error:  # noqa: BLE001  # the status was sent: report an event instead
-        await stream.send(answered.failure(reported(error)))
-    await stream.end(answered.stream_end)
+        await stream.send(result.failure(reported(error)))
+    await stream.end(result.stream_end)
     return stream.response
 
 
@@ -192,7 +192,7 @@ class EventStream:
             await self._write(b"%sdata: %s\n\n" % (name, json_bytes(event)))
 
     @asynccontextmanager
-    async def pinged(self, every_s: float) -> AsyncIterator[None]:
+    async def pinging(self, every_s: float) -> AsyncIterator[None]:
         """Inside the block, send a comment whenever nothing was sent for `every_s` seconds."""
         pinging = asyncio.create_task(self._ping(every_s))
         try:

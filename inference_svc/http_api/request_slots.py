@@ -207,6 +207,6 @@ class RequestSlots:
         if not slot.wait.expired():
             slot.wait.reschedule(asyncio.get_running_loop().time())
 
-    def _full_error(self, whose: str, remedy: str) -> TooManyRequestsError:
-        message = f"{self._most} requests are under way{whose}"
+    def _full_error(self, detail: str, remedy: str) -> TooManyRequestsError:
+        message = f"{self._most} requests are under way{detail}"
         return TooManyRequestsError(message, remedy, retry_after_s=RETRY_S)

@@ -361,7 +361,7 @@ def _identity_without_account(api: Api, request: web.Request) -> Identity | None
     if api.local is None or api.book.current:
         return None
     headers, allowed = request.headers, api.settings.cors_origins
-    origins = [one for one in headers.getall("Origin", ()) if not is_allowed(one, allowed)]
+    origins = [origin for origin in headers.getall("Origin", ()) if not is_allowed(origin, allowed)]
     check_local(request.remote or "", headers.getall("Host", ()), origins)
     return api.local
 

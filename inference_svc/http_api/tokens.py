@@ -60,9 +60,9 @@ class TokenizeBody(ModelBody):
         """The text or the messages, as the input of a turn."""
         if self.prompt is not None:
             return TextInput(self.prompt, has_special=self.special_tokens)
-        asked = self.messages[:-1] if self.continue_final_message else self.messages
+        prompt_messages = self.messages[:-1] if self.continue_final_message else self.messages
         return chat_input(
-            with_names(each.message for each in asked),
+            with_names(each.message for each in prompt_messages),
             tuple(each.tool for each in self.tools),
             self.chat_template_kwargs,
             self.messages[-1].text if self.continue_final_message else "",

@@ -63,7 +63,8 @@ def header_of(headers: Mapping[str, str], key: str) -> str:
         headers: the request's headers.
         key: name of the header; as in Ray, "-" and "_" are the same.
     """
-    wanted = key.lower().replace("_", "-")
+    name_wanted = key.lower().replace("_", "-")
     return next(
-        (value for name, value in headers.items() if name.lower().replace("_", "-") == wanted), ""
+        (value for name, value in headers.items() if name.lower().replace("_", "-") == name_wanted),
+        "",
     )

@@ -81,13 +81,13 @@ class ServiceAddress:
         Raises:
             ServiceError: a key is unknown, or an address is invalid or missing.
         """
-        keys = {one.name for one in fields(cls)}
+        keys = {field.name for field in fields(cls)}
         unknown = sorted(raw.keys() - keys)
         if unknown or not raw.get("socket"):
-            what = (
+            problem = (
                 f"{unknown[0]!r} is no key of a service" if unknown else "a service has no socket"
             )
-            raise ServiceError(f"{what}: write {', '.join(sorted(keys))}; socket is needed")
+            raise ServiceError(f"{problem}: write {', '.join(sorted(keys))}; socket is needed")
         for key, address in raw.items():
             if address and not is_unix(address) and (key == "socket" or not is_tcp(address)):
                 also = "" if key == "socket" else " or host:port"

@@ -15,7 +15,7 @@ from shared.routing.session_router import ServerReport
 
 # Half-life of the weight of observed turns: longer than most turns, shorter than a rush hour.
 HALF_LIFE_S = 60.0
-_NAMES = frozenset(one.name for one in fields(ServerReport))
+_NAMES = frozenset(field.name for field in fields(ServerReport))
 
 
 def stats_of(report: ServerReport) -> dict[str, Any]:

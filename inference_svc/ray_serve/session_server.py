@@ -212,19 +212,19 @@ class SessionServer:
 
     async def _answer_with_fallback(self, asked: Asked) -> AsyncIterator[Part]:
         """Yield the service's answer; if the service refuses the request, another server's."""
-        own = self.answer(asked)
-        head = await anext(own)
+        own_parts = self.answer(asked)
+        head = await anext(own_parts)
         if isinstance(head, Head) and head.status in REFUSED and self._others is not None:
-            refusal = [head, *[part async for part in own]]
-            others = self._others.answer(asked, self._service.name)
-            head = await anext(others, b"")
+            refusal = [head, *[part async for part in own_parts]]
+            other_parts = self._others.answer(asked, self._service.name)
+            head = await anext(other_parts, b"")
             if not isinstance(head, Head) or head.status in REFUSED:
                 for part in refusal:
                     yield part
                 return
-            own = others
+            own_parts = other_parts
         yield head
-        async for part in own:
+        async for part in own_parts:
             yield part
 
 

@@ -35,10 +35,10 @@ def error_body(error: ReportedError) -> dict[str, Any]:
     status = status_of(error)
     usual = "invalid_request_error" if status < 500 else "api_error"
     kind = _TYPES.get(status, usual)
-    said: dict[str, Any] = {"type": kind, "message": str(error), "code": error.reason}
+    error_object: dict[str, Any] = {"type": kind, "message": str(error), "code": error.reason}
     if isinstance(error, RequestError) and error.param == THREAD:
-        said["details"] = _NO_THREADS
-    return {"type": "error", "error": said, "request_id": None}
+        error_object["details"] = _NO_THREADS
+    return {"type": "error", "error": error_object, "request_id": None}
 
 
 def _models(model: ServedModel) -> dict[str, Any]:

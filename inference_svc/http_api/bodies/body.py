@@ -382,7 +382,7 @@ class TurnBody(ModelBody, ABC):
             temperature: the default temperature.
             choice: index of the answer among the request's answers, which have different seeds.
         """
-        said = {
+        values = {
             "temperature": temperature if self.temperature is None else self.temperature,
             "top_p": self.top_p,
             "top_k": self.top_k,
@@ -397,4 +397,4 @@ class TurnBody(ModelBody, ABC):
             "grammar": self.grammar,
             **self.own_sampling,
         }
-        return {name: value for name, value in said.items() if value is not None}
+        return {name: value for name, value in values.items() if value is not None}

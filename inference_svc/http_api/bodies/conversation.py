@@ -30,7 +30,7 @@ def check_bounded(raw: Any) -> Any:
         raise WrongMemberError(
             f"{len(raw)} messages cannot be", f"send 1 to {MAX_MESSAGES} messages"
         )
-    num_parts = sum(map(_num_parts, raw))
+    num_parts = sum(map(_count_parts, raw))
     if num_parts > MAX_PARTS:
         raise WrongMemberError(
             f"{num_parts} parts of content cannot be", f"send at most {MAX_PARTS}"
@@ -55,7 +55,7 @@ def with_names(messages: Iterable[Message], calls: Iterable[ToolCall] = ()) -> t
     return tuple(found)
 
 
-def _num_parts(raw: Any) -> int:
+def _count_parts(raw: Any) -> int:
     """Count a message's parts, and the parts of tool results, which are inside a part."""
     parts = _content(raw)
     return len(parts) + sum(len(_content(part)) for part in parts)

@@ -82,8 +82,8 @@ class FlatFormat(Body):
         """The format as a response object shows it."""
         if self.definition is None:
             return {"type": self.kind}
-        said = {"name": self.name, "schema": self.definition, "strict": self.strict}
-        return {"type": self.kind, **said}
+        members = {"name": self.name, "schema": self.definition, "strict": self.strict}
+        return {"type": self.kind, **members}
 
 
 def _grammar(kind: Kind, definition: dict[str, Any] | None) -> Grammar | None:

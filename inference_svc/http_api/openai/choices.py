@@ -114,8 +114,8 @@ class Envelope:
         self, choices: list[dict[str, Any]], session_id: str, usage: dict[str, Any] | None = None
     ) -> dict[str, Any]:
         """Build a chunk of a stream."""
-        made = self._object(self.chunk_kind, choices, session_id)
-        return made | {"usage": usage} if self.includes_usage else made
+        chunk = self._object(self.chunk_kind, choices, session_id)
+        return chunk | {"usage": usage} if self.includes_usage else chunk
 
     def _object(self, kind: str, choices: list[dict[str, Any]], session_id: str) -> dict[str, Any]:
         return {
@@ -169,8 +169,8 @@ class Choices:
         ended: list[Finished | None] = [None] * len(self._answers)
         tokens: list[list[AnswerToken]] = [[] for _ in self._answers]
         for choice, answer in zip(self._choices, self._answers, strict=True):
-            for made in choice.opening():
-                yield self._envelope.chunk([made], answer.session_id)
+            for choice_object in choice.opening():
+                yield self._envelope.chunk([choice_object], answer.session_id)
         async with aclosing(
             _merge_events(self._answers)
         ) as events:  # a client may leave in the middle
@@ -185,8 +185,8 @@ class Choices:
                     if self._keep is not None:
                         tokens[index] += event.tokens
                     parts = choice.piece(event.tokens)
-                for made in parts:
-                    yield self._envelope.chunk([made], session_id)
+                for choice_object in parts:
+                    yield self._envelope.chunk([choice_object], session_id)
         if self._envelope.includes_usage:
             num_thought = sum(choice.num_thought for choice in self._choices)
             usage = self._sum_usage(
@@ -199,14 +199,14 @@ class Choices:
     ) -> dict[str, Any]:
         """Build the whole object, and store it if the client asked for that."""
         choices = self._make_choices()
-        made = [choice.whole(*end) for choice, end in zip(choices, ended, strict=True)]
+        choice_objects = [choice.whole(*end) for choice, end in zip(choices, ended, strict=True)]
         sessions = [answer.session_id for answer in self._answers]
-        if len(made) > 1:
-            for choice, session_id in zip(made, sessions, strict=True):
+        if len(choice_objects) > 1:
+            for choice, session_id in zip(choice_objects, sessions, strict=True):
                 choice["session_id"] = session_id
         num_thought = sum(choice.num_thought for choice in choices)
         usage = self._sum_usage([finished for _, finished in ended], num_thought)
-        whole = self._envelope.whole(made, self.session_id, usage)
+        whole = self._envelope.whole(choice_objects, self.session_id, usage)
         if self._keep is not None:
             await self._keep(whole, sessions)
         return whole

@@ -39,7 +39,7 @@ from shared.types.errors import NotFoundError
 MAX_ADDED = 20  # items of one request; OpenAI's bound
 
 
-def _added(raw: Any) -> Any:
+def _check_added(raw: Any) -> Any:
     """Check the number and types of added items before they are validated."""
     if not isinstance(raw, list):
         raise WrongMemberError("{path} is no list", "send a list of items")
@@ -48,7 +48,7 @@ def _added(raw: Any) -> Any:
     return of_known_kinds(check_bounded(raw) if raw else raw)
 
 
-AddedItems = Annotated[list[Item], FailFast(), BeforeValidator(_added)]
+AddedItems = Annotated[list[Item], FailFast(), BeforeValidator(_check_added)]
 
 
 class ConversationBody(Body):
@@ -74,9 +74,9 @@ async def create_conversation(api: Api, request: web.Request) -> web.Response:
     """Create a conversation; its first response reads the items."""
     caller, body = caller_of(request), await api.read_body(request, ConversationBody)
     name = f"{CONVERSATION}{uuid4().hex}"
-    made = Conversation(name, int(time.time()), body.metadata, session_id=name)
-    await api.conversations.create(caller.tenant, made, _with_ids(body.items))
-    return reply(_object(made))
+    conversation = Conversation(name, int(time.time()), body.metadata, session_id=name)
+    await api.conversations.create(caller.tenant, conversation, _with_ids(body.items))
+    return reply(_object(conversation))
 
 
 async def show_conversation(api: Api, request: web.Request) -> web.Response:
@@ -148,8 +148,8 @@ async def delete_item(api: Api, request: web.Request) -> web.Response:
         turn = await api.store.conversations.turn_of(found.conversation_id, item_id)
         if turn is None:
             raise _unknown_item(item_id)
-        left = without_turn(found, await session_of(api, caller, found), turn)
-        await api.conversations.delete_item(caller.tenant, left, item_id)
+        remaining = without_turn(found, await session_of(api, caller, found), turn)
+        await api.conversations.delete_item(caller.tenant, remaining, item_id)
     return reply(_object(found))
 
 
@@ -160,7 +160,7 @@ def _name(request: web.Request) -> str:
 
 def _with_ids(items: Iterable[Item]) -> list[dict[str, Any]]:
     """Return items as they are stored, each with a new id."""
-    return [{"id": f"{PREFIXES[one['type']]}_{uuid4().hex}", **one} for one in objects_of(items)]
+    return [{"id": f"{PREFIXES[item['type']]}_{uuid4().hex}", **item} for item in objects_of(items)]
 
 
 def _object(conversation: Conversation) -> Mapping[str, Any]:

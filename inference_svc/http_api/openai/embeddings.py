@@ -28,7 +28,7 @@ MOST_INPUTS = 2048  # OpenAI's bound
 _REMEDY = f"send a text, token ids, or up to {MOST_INPUTS} of either"
 
 
-def _inputs(raw: Any) -> list[TextInput | TokenInput]:
+def _to_inputs(raw: Any) -> list[TextInput | TokenInput]:
     """Convert one input, or a list of inputs, to a list; a validator."""
     if raw is None:
         raise WrongMemberError("{path} is missing", _REMEDY)
@@ -36,16 +36,16 @@ def _inputs(raw: Any) -> list[TextInput | TokenInput]:
     found = [raw] if is_one else raw
     if not isinstance(found, list) or not 0 < len(found) <= MOST_INPUTS:
         raise WrongMemberError("{path} cannot be so", _REMEDY)
-    return [_input(each) for each in found]
+    return [_to_input(each) for each in found]
 
 
-def _input(raw: Any) -> TextInput | TokenInput:
+def _to_input(raw: Any) -> TextInput | TokenInput:
     if isinstance(raw, str) and raw:
         return TextInput(raw)
     if isinstance(raw, list) and _are_ids(raw):
         return TokenInput(tuple(raw))
-    what = "an empty text" if raw == "" else "something else"
-    raise WrongMemberError(f"{{path}} has {what}", _REMEDY)
+    problem = "an empty text" if raw == "" else "something else"
+    raise WrongMemberError(f"{{path}} has {problem}", _REMEDY)
 
 
 def _are_ids(raw: list[Any]) -> bool:
@@ -64,7 +64,7 @@ class EmbeddingsBody(ModelBody):
     ignored: ClassVar[frozenset[str]] = frozenset({"user"})
 
     model: Annotated[str, AfterValidator(check_named)] = Field(default="", validate_default=True)
-    input: Annotated[list[TextInput | TokenInput], BeforeValidator(_inputs)] = Field(
+    input: Annotated[list[TextInput | TokenInput], BeforeValidator(_to_inputs)] = Field(
         default=None, validate_default=True
     )
     encoding_format: Literal["float", "base64"] = "float"
@@ -75,7 +75,7 @@ async def create_embeddings(api: Api, request: web.Request) -> web.Response:
     """Embed one or several inputs, in the same batches as the turns of other clients."""
     body, caller = await api.read_body(request, EmbeddingsBody), caller_of(request)
     found = await api.gateway.embed(caller.identity, caller.tenant, body.input, body.dimensions)
-    vectors = await asyncio.to_thread(_written, found, body.encoding_format)
+    vectors = await asyncio.to_thread(_encode_vectors, found, body.encoding_format)
     num_tokens = sum(each.num_tokens for each in found)
     return reply(
         {
@@ -90,7 +90,7 @@ async def create_embeddings(api: Api, request: web.Request) -> web.Response:
     )
 
 
-def _written(found: Sequence[Embedding], encoding: str) -> list[str | list[float]]:
+def _encode_vectors(found: Sequence[Embedding], encoding: str) -> list[str | list[float]]:
     if encoding == "base64":
         return [base64.b64encode(each.values.astype("<f4").tobytes()).decode() for each in found]
     return [each.values.tolist() for each in found]

@@ -37,10 +37,10 @@ async def list_chats(api: Api, request: web.Request) -> web.Response:
     }
     of_notes = [f"metadata[{name}]" for name in notes]
     page = read_page(request, "model", *of_notes, order=ASCENDING)
-    wanted = ChatFilter(
+    chat_filter = ChatFilter(
         request.query.get("model", ""), notes, page.after, page.limit, page.is_ascending
     )
-    found = await api.store.chats.page(caller_of(request).tenant, wanted)
+    found = await api.store.chats.page(caller_of(request).tenant, chat_filter)
     if found is None:
         raise page.follows_nothing()
     chats, has_more = found

@@ -168,8 +168,8 @@ class RunningResponse:
         for opening in objects.background_opening():
             yield opening
         while True:
-            for made in events_of_tokens(objects, self._tokens[num_read:]):
-                yield made
+            for event in events_of_tokens(objects, self._tokens[num_read:]):
+                yield event
             num_read, objects.session_id = len(self._tokens), self.session_id
             if self._finished is not None:
                 for closing in objects.closing(self._finished):
@@ -226,7 +226,7 @@ class BackgroundResponses:
     async def close(self) -> None:
         """Stop all running responses; like after a kill, they have failed."""
         self._is_closing = True
-        tasks = [one.task for one in self._running.values() if one.task is not None]
+        tasks = [response.task for response in self._running.values() if response.task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

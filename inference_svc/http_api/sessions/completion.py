@@ -162,8 +162,8 @@ class Completion:
         if end.turns != kept + 1 or moves != (session_id != before):
             return  # a repeat of a turn that was added before the conversation went on
         items = [*conversation.input_items, *conversation.make_answer_items(finished)]
-        for left in await self.conversations.record(tenant, conversation, end, items):
-            self.spawn(self.remove(Caller(CLEANER, tenant), left))
+        for left_session in await self.conversations.record(tenant, conversation, end, items):
+            self.spawn(self.remove(Caller(CLEANER, tenant), left_session))
 
     async def _keep_history(
         self, caller: Caller, turn: HttpTurn, route: Route, at: Point, answer: Message
@@ -177,7 +177,7 @@ class Completion:
         digests = [history, chain.within(history, route.session_id)]
         if len(new_messages) > 1:
             digests.append(chain.exchange(*new_messages[-2:]))
-        await self._store.keep_histories(caller.tenant, [(one, at) for one in digests])
+        await self._store.keep_histories(caller.tenant, [(digest, at) for digest in digests])
         return history
 
     async def _report_expectations(

@@ -95,26 +95,26 @@ class ConversationVersions:
         return await self._run(find)
 
     async def replace(
-        self, entry: ConversationEntry, there: ConversationEntry, number: int
+        self, entry: ConversationEntry, store_entry: ConversationEntry, number: int
     ) -> None:
         """Replace a conversation here.
 
         Args:
             entry: the new content; it is behind if it differs from the object store's.
-            there: the object store's content.
+            store_entry: the object store's content.
             number: number of the object store's version.
         """
         name, tenant = entry.conversation, entry.tenant
 
         def take() -> None:
             with durable(self._db):
-                left = self._db.execute(_SESSION, (name, tenant)).fetchone()
+                old_session = self._db.execute(_SESSION, (name, tenant)).fetchone()
                 self._db.execute(_REMOVE, (name, tenant))
                 self._insert(entry)
-                self._db.execute(_SET_VERSION, (number, entry != there, name))
+                self._db.execute(_SET_VERSION, (number, entry != store_entry, name))
                 # The server that continued the conversation also removes the session it left.
-                if left is not None and left[0] != entry.session:
-                    self._db.execute(_MARK_TEMPORARY, (tenant, left[0]))
+                if old_session is not None and old_session[0] != entry.session:
+                    self._db.execute(_MARK_TEMPORARY, (tenant, old_session[0]))
                 self._db.execute(_MARK_LASTING, (tenant, entry.session))
 
         await self._run(take)
@@ -156,10 +156,10 @@ class ConversationVersions:
                 *(entry.session, entry.turns, entry.request, size),
             ),
         )
-        texts = [(one, json_text(one.item)) for one in entry.items]
+        texts = [(item, json_text(item.item)) for item in entry.items]
         rows = [
-            (name, place, one.item_id, one.turn or UNREAD, text, len(text.encode()))
-            for place, (one, text) in enumerate(texts, 1)
+            (name, place, item.item_id, item.turn or UNREAD, text, len(text.encode()))
+            for place, (item, text) in enumerate(texts, 1)
         ]
         self._db.executemany(_INSERT_ITEM, rows)
         numbered = [(name, number, item) for number, item in enumerate(entry.gone, 1)]

@@ -133,8 +133,8 @@ class Conversations:
         row = await self._run(lambda: self._row(_FIND, conversation_id, tenant))
         if row is None:
             return None
-        name, created_s, metadata, *rest = row
-        return Conversation(name, created_s, json.loads(metadata), *rest)
+        name, created_s, metadata, *columns = row
+        return Conversation(name, created_s, json.loads(metadata), *columns)
 
     async def set_metadata(
         self, tenant: str, conversation_id: str, metadata: Mapping[str, str]

@@ -60,11 +60,13 @@ class HistoryChain:
             content = "".join(content.split())  # clients split and join an answer's text blocks
         elif message.role == ASSISTANT:
             content = content.strip()
-        calls = [part for call in message.tool_calls for part in (call.name, _sorted(call))]
+        calls = [
+            part for call in message.tool_calls for part in (call.name, _canonical_arguments(call))
+        ]
         result = ("of", message.tool_call_id) if message.tool_call_id else ()
-        has_sayer = message.name and message.role not in {ASSISTANT, TOOL}
-        sayer = ("named", message.name) if has_sayer else ()
-        return self._digest(digest, message.role, content, *calls, *result, *sayer)
+        has_author = message.name and message.role not in {ASSISTANT, TOOL}
+        author_parts = ("named", message.name) if has_author else ()
+        return self._digest(digest, message.role, content, *calls, *result, *author_parts)
 
     def along(self, digest: bytes, messages: Sequence[Message]) -> list[bytes]:
         """Return the digests of a history with none of the messages, the first one, … all."""
@@ -116,6 +118,6 @@ def open_chain(tenant: str, model: str) -> HistoryChain:
     return HistoryChain(NO_SECRET, tenant, model)
 
 
-def _sorted(call: ToolCall) -> str:
+def _canonical_arguments(call: ToolCall) -> str:
     """Write a call's arguments in a canonical form: clients decode and encode them again."""
     return json.dumps(call.values, ensure_ascii=False, sort_keys=True)

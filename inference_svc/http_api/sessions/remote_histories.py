@@ -53,25 +53,27 @@ class RemoteHistories:
         Returns:
             Its length, and where it ends; None if there is none, or the store does not answer.
         """
-        histories, asked = self._sessions.histories, ends[:MAX_LOOKUPS]
-        if histories is None or not asked:
+        histories, looked_up = self._sessions.histories, ends[:MAX_LOOKUPS]
+        if histories is None or not looked_up:
             return None
         if histories.calls.is_silent:
             histories.asked.add("silent")
             return None
-        result, found = await self._look_up(caller, histories, asked)
+        result, found = await self._look_up(caller, histories, looked_up)
         histories.asked.add(result)
         return found
 
     async def _look_up(
-        self, caller: Caller, histories: SharedHistories, asked: Sequence[End]
+        self, caller: Caller, histories: SharedHistories, looked_up: Sequence[End]
     ) -> tuple[str, tuple[int, Point] | None]:
         """Look beginnings up; return the result for the metric, and the one that is here now."""
         try:
-            sessions = await histories.find(caller.tenant, [digest.hex() for _, digest in asked])
+            sessions = await histories.find(
+                caller.tenant, [digest.hex() for _, digest in looked_up]
+            )
         except StoreSilentError:
             return "silent", None
-        for length, digest in asked:
+        for length, digest in looked_up:
             name = sessions.get(digest.hex())
             at = await self._copy_transcript(caller, name, digest.hex()) if name else None
             if at is not None:

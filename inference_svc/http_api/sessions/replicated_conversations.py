@@ -285,11 +285,11 @@ class ReplicatedConversations:
             UnknownConversationError: instead, if the conversation was deleted there.
             StoreSilentError: the store does not answer; nothing was undone.
         """
-        there = await shared.read(tenant, name)
-        if there is None:
+        stored = await shared.read(tenant, name)
+        if stored is None:
             return  # no other server was faster: the store has lost the conversation
-        await self._replace_here(there, tenant, name)
-        raise unknown_conversation(name) if there.entry is None else conversation_moved(name)
+        await self._replace_here(stored, tenant, name)
+        raise unknown_conversation(name) if stored.entry is None else conversation_moved(name)
 
     async def _synchronize(self, shared: SharedConversations, tenant: str, name: str) -> None:
         """Synchronize a conversation: get the store's newest version, put what the store lacks.
@@ -299,45 +299,45 @@ class ReplicatedConversations:
             TranscriptDamagedError: the object store's version is damaged.
         """
         for _ in range(TRIES):
-            here = await self._versions.sync_state(tenant, name)
-            if here == ABSENT and not self._here.are_kept:
+            state = await self._versions.sync_state(tenant, name)
+            if state == ABSENT and not self._here.are_kept:
                 return
             number = await shared.look(tenant, name)
-            if number not in {0, here.number}:
-                await self._adopt_newest(shared, tenant, name, is_behind=here.is_behind)
-            elif number != here.number:
+            if number not in {0, state.number}:
+                await self._adopt_newest(shared, tenant, name, is_behind=state.is_behind)
+            elif number != state.number:
                 await self._versions.mark_lost(name)
-            here = await self._versions.sync_state(tenant, name)
-            if not here.is_behind or name in self._stuck:
+            state = await self._versions.sync_state(tenant, name)
+            if not state.is_behind or name in self._stuck:
                 return
-            if await self._put(shared, tenant, name, here.number):
+            if await self._put(shared, tenant, name, state.number):
                 return
 
     async def _adopt_newest(
         self, shared: SharedConversations, tenant: str, name: str, *, is_behind: bool
     ) -> None:
         """Replace a conversation by the store's version, merged with what the store lacks."""
-        there = await shared.read(tenant, name)
-        if there is None:
+        stored = await shared.read(tenant, name)
+        if stored is None:
             return
         found = await self._versions.read(tenant, name) if is_behind else None
-        if found is None or there.entry is None:
+        if found is None or stored.entry is None:
             if is_behind:
                 log.warning("conversation_diverged", conversation=name, kept="none: it is deleted")
-            await self._replace_here(there, tenant, name)
+            await self._replace_here(stored, tenant, name)
             return
-        entry, has_diverged = merged(found, there.entry)
+        entry, has_diverged = merged(found, stored.entry)
         if has_diverged:
             log.warning("conversation_diverged", conversation=name, kept="both")
-        await self._versions.replace(entry, there.entry, there.number)
+        await self._versions.replace(entry, stored.entry, stored.number)
         self._stuck.discard(name)
 
-    async def _replace_here(self, there: SharedConversation, tenant: str, name: str) -> None:
+    async def _replace_here(self, stored: SharedConversation, tenant: str, name: str) -> None:
         """Replace a conversation by the store's version; delete it if it was deleted there."""
-        if there.entry is None:
+        if stored.entry is None:
             await self._here.delete(tenant, name)
         else:
-            await self._versions.replace(there.entry, there.entry, there.number)
+            await self._versions.replace(stored.entry, stored.entry, stored.number)
 
     async def _put(self, shared: SharedConversations, tenant: str, name: str, number: int) -> bool:
         """Put a conversation into the object store, if the store still has version `number`.

@@ -104,22 +104,22 @@ class ReplicatedResponses:
             StoreUnavailableError: this server's tables cannot be read.
             TranscriptUnavailableError: the object store does not answer.
         """
-        here = await self._store.responses_of(caller.tenant, at.session_id) - {response_id}
+        local_ids = await self._store.responses_of(caller.tenant, at.session_id) - {response_id}
         shared = self._shared_responses(caller, at)
         if shared is None:
-            return not here
+            return not local_ids
         try:
             key = caller.key(self._model, at.session_id)
             transcript, _ = await self._sessions.get(key, is_fresh=True)
         except NotFoundError:
             return True
-        other_ids = here | {turn.response for turn in transcript.turns} - {"", response_id}
+        other_ids = local_ids | {turn.response for turn in transcript.turns} - {"", response_id}
         try:
             found = await shared.standing(caller.tenant, other_ids)
         except StoreSilentError as error:
             _raise_unavailable(shared, error)
         return not any(
-            standing is Standing.THERE or (standing is Standing.ABSENT and found_id in here)
+            standing is Standing.THERE or (standing is Standing.ABSENT and found_id in local_ids)
             for found_id, standing in found.items()
         )
 

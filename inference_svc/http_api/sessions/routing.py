@@ -253,8 +253,8 @@ class Router:
 
     async def _matching_length(self, turn: HttpTurn, transcript: Transcript) -> int:
         """Return how many of the messages make up a transcript's whole history; 0: none do."""
-        said, header = transcript.turns[-1].said, transcript.header
-        if not said:
+        digest_here, header = transcript.turns[-1].said, transcript.header
+        if not digest_here:
             return 0
         chain = open_chain(header.tenant, header.model)
         digests = await self._digests(chain, turn)
@@ -262,7 +262,7 @@ class Router:
             (
                 length
                 for length in beginnings(turn.messages)
-                if chain.within(digests[length], header.session_id).hex() == said
+                if chain.within(digests[length], header.session_id).hex() == digest_here
             ),
             0,
         )
