@@ -69,7 +69,7 @@ def _kind_of(block: Any) -> str:
     return kind if isinstance(kind, str) else ""
 
 
-def _blocks(raw: Any, kinds: tuple[str, ...]) -> Any:
+def _to_blocks(raw: Any, kinds: tuple[str, ...]) -> Any:
     """Convert a text to the only block, and check the types of blocks; a validator."""
     if isinstance(raw, str):
         return [{"type": TEXT, "text": raw}]
@@ -88,7 +88,7 @@ def _blocks(raw: Any, kinds: tuple[str, ...]) -> Any:
 
 
 def _blocks_of(*kinds: str) -> BeforeValidator:
-    return BeforeValidator(partial(_blocks, kinds=kinds))
+    return BeforeValidator(partial(_to_blocks, kinds=kinds))
 
 
 Texts = Annotated[list[TextBlock], FailFast(), _blocks_of(TEXT)]

@@ -54,7 +54,7 @@ _CHOICES: Mapping[str, ChoiceKind] = {
 _NO_SERVERS = "the service runs no tools: leave it out"
 
 
-def _kind(kind: str) -> str:
+def _check_kind(kind: str) -> str:
     if kind != CUSTOM:
         raise WrongMemberError(
             f"a tool of type {kind[:40]!r} is not supported",
@@ -74,7 +74,7 @@ class ToolBody(Body):
     }
     ignored: ClassVar[frozenset[str]] = frozenset({"defer_loading", "eager_input_streaming"})
 
-    kind: Annotated[str, AfterValidator(_kind)] = Field(default=CUSTOM, alias="type")
+    kind: Annotated[str, AfterValidator(_check_kind)] = Field(default=CUSTOM, alias="type")
     name: ToolName = Field(default="", validate_default=True)
     description: str = ""
     input_schema: JsonObject = Field(default=None, validate_default=True)

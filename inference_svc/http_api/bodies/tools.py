@@ -17,7 +17,7 @@ MAX_DEPTH = 64  # nesting of objects and lists: chat templates write them recurs
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 
 
-def _name(name: str) -> str:
+def _check_tool_name(name: str) -> str:
     if not _NAME.fullmatch(name):
         raise WrongMemberError(
             "{path} is no name of a tool", "send up to 128 letters, digits and signs of _.:/-"
@@ -25,7 +25,7 @@ def _name(name: str) -> str:
     return name
 
 
-def _bounded(raw: dict[str, Any], name: str = "") -> dict[str, Any]:
+def _check_depth(raw: dict[str, Any], name: str = "") -> dict[str, Any]:
     level: list[Any] = [raw]
     for _ in range(MAX_DEPTH):
         inner = (each.values() if isinstance(each, dict) else each for each in level)
@@ -37,8 +37,8 @@ def _bounded(raw: dict[str, Any], name: str = "") -> dict[str, Any]:
     return raw
 
 
-ToolName = Annotated[str, AfterValidator(_name)]
-JsonObject = Annotated[dict[str, Any], AfterValidator(_bounded)]
+ToolName = Annotated[str, AfterValidator(_check_tool_name)]
+JsonObject = Annotated[dict[str, Any], AfterValidator(_check_depth)]
 CallId = Annotated[str, Field(min_length=1, max_length=256)]
 
 
@@ -80,7 +80,7 @@ def decode_call(name: str, arguments: str | dict[str, Any], call_id: str) -> Too
                 "{path} is no JSON object", "send the arguments as they were answered", "arguments"
             ) from error
         call = ToolCall(name, arguments, is_cut=True)
-    _bounded(call.values, "arguments")
+    _check_depth(call.values, "arguments")
     return replace(call, call_id=call_id)
 
 

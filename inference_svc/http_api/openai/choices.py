@@ -247,13 +247,13 @@ async def open_answers(
     """
     live: list[LiveAnswer] = []
 
-    async def open_one(turn: HttpTurn) -> LiveAnswer:
+    async def open_answer(turn: HttpTurn) -> LiveAnswer:
         answer = await answers.open(caller, turn)
         live.append(answer)
         return answer
 
     try:
-        yield await _run_all([open_one(turn) for turn in turns])
+        yield await _run_all([open_answer(turn) for turn in turns])
     finally:
         for answer in live:
             answer.close()

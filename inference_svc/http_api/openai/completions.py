@@ -34,7 +34,7 @@ USUAL_TOKENS = 16  # most tokens of an answer if the client gives no bound; Open
 MOST_LOGPROBS = 5  # alternatives of a token; OpenAI's bound
 
 
-def _prompts(raw: Any) -> Any:
+def _to_prompts(raw: Any) -> Any:
     """Convert a single prompt to a list, and check the prompts."""
     is_one = isinstance(raw, str) or (
         isinstance(raw, list) and bool(raw) and not isinstance(raw[0], str | list)
@@ -74,7 +74,7 @@ class CompletionBody(SampledBody):
     }
     ignored: ClassVar[frozenset[str]] = frozenset({"prompt_cache_key", "user"})
 
-    prompt: Annotated[list[str | list[int]], BeforeValidator(_prompts)] = Field(
+    prompt: Annotated[list[str | list[int]], BeforeValidator(_to_prompts)] = Field(
         default=None, validate_default=True
     )
     n: Count = 1

@@ -19,7 +19,7 @@ from inference_svc.http_api.api import Api
 from inference_svc.http_api.bodies.body import Body, Metadata, WrongMemberError
 from inference_svc.http_api.bodies.conversation import check_bounded
 from inference_svc.http_api.errors import UnknownItemError
-from inference_svc.http_api.openai.pages import check_query, listed, read_page
+from inference_svc.http_api.openai.pages import check_query, list_object, read_page
 from inference_svc.http_api.openai.responses.conversation_turns import (
     find_conversation,
     session_of,
@@ -28,8 +28,8 @@ from inference_svc.http_api.openai.responses.conversation_turns import (
 from inference_svc.http_api.openai.responses.input_items import (
     PREFIXES,
     Item,
+    check_kinds,
     objects_of,
-    of_known_kinds,
 )
 from inference_svc.http_api.replies import reply
 from inference_svc.http_api.requests import caller_of
@@ -45,7 +45,7 @@ def _check_added(raw: Any) -> Any:
         raise WrongMemberError("{path} is no list", "send a list of items")
     if len(raw) > MAX_ADDED:
         raise WrongMemberError(f"{len(raw)} items cannot be", f"send at most {MAX_ADDED} at a time")
-    return of_known_kinds(check_bounded(raw) if raw else raw)
+    return check_kinds(check_bounded(raw) if raw else raw)
 
 
 AddedItems = Annotated[list[Item], FailFast(), BeforeValidator(_check_added)]
@@ -113,9 +113,9 @@ async def list_items(api: Api, request: web.Request) -> web.Response:
         found.conversation_id, page.limit, page.after, is_ascending=page.is_ascending
     )
     if shown is None:
-        raise page.follows_nothing()
+        raise page.unknown_after_error()
     items, has_more = shown
-    return reply(listed(items, has_more=has_more))
+    return reply(list_object(items, has_more=has_more))
 
 
 async def add_items(api: Api, request: web.Request) -> web.Response:
@@ -126,7 +126,7 @@ async def add_items(api: Api, request: web.Request) -> web.Response:
     with api.conversations.holds.hold(caller.tenant, _name(request)):
         found = await find_conversation(api, caller, _name(request), is_held=True)
         await api.conversations.add(caller.tenant, found.conversation_id, items)
-    return reply(listed(items))
+    return reply(list_object(items))
 
 
 async def show_item(api: Api, request: web.Request) -> web.Response:

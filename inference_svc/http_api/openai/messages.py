@@ -17,7 +17,7 @@ _TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
 _OLD_CALLS = "functions are called as tools: send tools, tool_calls and role 'tool'"
 
 
-def _role(role: str) -> str:
+def _check_role(role: str) -> str:
     if role == "function":
         raise WrongMemberError(
             f"role {role!r} is not supported", _OLD_CALLS, kind=UnsupportedValueError
@@ -27,7 +27,7 @@ def _role(role: str) -> str:
     return _ROLES[role]
 
 
-def _kind(kind: str) -> str:
+def _check_part_kind(kind: str) -> str:
     if kind not in _TEXT_PARTS:
         raise WrongMemberError(
             f"content of type {kind[:40]!r} is not supported",
@@ -45,13 +45,13 @@ class PartBody(Body):
         {"annotations", "logprobs", "prompt_cache_breakpoint"}
     )
 
-    kind: Annotated[str, AfterValidator(_kind)] = Field(
+    kind: Annotated[str, AfterValidator(_check_part_kind)] = Field(
         default="", alias="type", validate_default=True
     )
     text: str = ""
 
 
-def _content(raw: Any) -> Any:
+def _to_parts(raw: Any) -> Any:
     """Convert a text to the only part of a message's content; a validator."""
     if isinstance(raw, str):
         return [PartBody.model_construct(kind="text", text=raw)]
@@ -60,7 +60,7 @@ def _content(raw: Any) -> Any:
     return raw
 
 
-Content = Annotated[list[PartBody], FailFast(), BeforeValidator(_content)]
+Content = Annotated[list[PartBody], FailFast(), BeforeValidator(_to_parts)]
 
 
 class ToolCallBody(Body):
@@ -107,7 +107,7 @@ class MessageBody(Body):
         {"annotations", "id", "phase", "reasoning", "reasoning_content", "status", "type"}
     )
 
-    role: Annotated[str, AfterValidator(_role)] = Field(default="", validate_default=True)
+    role: Annotated[str, AfterValidator(_check_role)] = Field(default="", validate_default=True)
     content: Content = Field(default_factory=list)
     name: SayerName = ""
     tool_calls: Annotated[list[ToolCallBody], FailFast()] = Field(default_factory=list)

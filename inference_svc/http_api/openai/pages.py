@@ -46,24 +46,24 @@ class Page:
         ordered = list(objects if self.is_ascending else reversed(objects))
         ids = [each["id"] for each in ordered]
         if self.after and self.after not in ids:
-            raise self.follows_nothing()
+            raise self.unknown_after_error()
         first = ids.index(self.after) + 1 if self.after else 0
         end = first + self.limit
-        return listed(ordered[first:end], has_more=end < len(ids))
+        return list_object(ordered[first:end], has_more=end < len(ids))
 
     @property
     def is_ascending(self) -> bool:
         """Whether the oldest objects come first."""
         return self.order == ASCENDING
 
-    def follows_nothing(self) -> RequestError:
+    def unknown_after_error(self) -> RequestError:
         """Make the error of a page whose object `after` does not exist."""
         return RequestError(
             f"there is no item {self.after[:80]!r}", "send the last_id of a page", "after"
         )
 
 
-def listed(objects: Sequence[Mapping[str, Any]], *, has_more: bool = False) -> dict[str, Any]:
+def list_object(objects: Sequence[Mapping[str, Any]], *, has_more: bool = False) -> dict[str, Any]:
     """Return the object of a list, or of a page of it."""
     return {
         "object": "list",

@@ -14,7 +14,7 @@ from inference_svc.http_api.api import Api
 from inference_svc.http_api.bodies.body import Body, Metadata
 from inference_svc.http_api.errors import UnknownChatError
 from inference_svc.http_api.openai.messages import MessageBody
-from inference_svc.http_api.openai.pages import ASCENDING, listed, read_page
+from inference_svc.http_api.openai.pages import ASCENDING, list_object, read_page
 from inference_svc.http_api.replies import reply
 from inference_svc.http_api.requests import caller_of
 from inference_svc.http_api.sessions.http_turn import Caller
@@ -42,9 +42,9 @@ async def list_chats(api: Api, request: web.Request) -> web.Response:
     )
     found = await api.store.chats.page(caller_of(request).tenant, chat_filter)
     if found is None:
-        raise page.follows_nothing()
+        raise page.unknown_after_error()
     chats, has_more = found
-    return reply(listed(chats, has_more=has_more))
+    return reply(list_object(chats, has_more=has_more))
 
 
 async def show_chat(api: Api, request: web.Request) -> web.Response:

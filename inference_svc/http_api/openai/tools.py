@@ -29,7 +29,7 @@ NAMESPACE = "namespace"
 OF_NAMESPACE = "."  # separates a namespace and the name of its function
 
 
-def _kind(kind: str) -> str:
+def _check_kind(kind: str) -> str:
     if kind != FUNCTION:
         raise WrongMemberError(
             f"a tool of type {kind[:40]!r} is not supported",
@@ -39,7 +39,7 @@ def _kind(kind: str) -> str:
     return kind
 
 
-FunctionKind = Annotated[str, AfterValidator(_kind)]
+FunctionKind = Annotated[str, AfterValidator(_check_kind)]
 
 
 class ChatToolBody(Body):
@@ -138,7 +138,7 @@ class ChoiceBody(Body):
         return self.name if self.function is None else self.function.name
 
 
-def _choice(raw: Any) -> Any:
+def _to_choice(raw: Any) -> Any:
     if not isinstance(raw, str):
         return raw
     if raw not in set(ChoiceKind):
@@ -150,4 +150,4 @@ def _choice(raw: Any) -> Any:
 
 ChatTools = Annotated[list[ChatToolBody], FailFast()]
 ResponseTools = Annotated[list[ResponseToolBody], FailFast()]
-ToolChoice = Annotated[ChoiceBody, BeforeValidator(_choice)]
+ToolChoice = Annotated[ChoiceBody, BeforeValidator(_to_choice)]

@@ -30,7 +30,7 @@ LONG, LONG_S = "24h", 86_400.0  # a value of `prompt_cache_retention`, and its s
 _TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")
 
 
-def _by_token(raw: Any) -> Any:
+def _to_token_ids(raw: Any) -> Any:
     """Convert the names of `logit_bias` to token ids: in JSON names are texts."""
     if not isinstance(raw, dict):
         return raw
@@ -58,7 +58,9 @@ class SampledBody(TurnBody, ABC):
 
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
-    logit_bias: Annotated[dict[int, Bias], BeforeValidator(_by_token)] = Field(default_factory=dict)
+    logit_bias: Annotated[dict[int, Bias], BeforeValidator(_to_token_ids)] = Field(
+        default_factory=dict
+    )
     min_tokens: int | None = Field(default=None, ge=0, le=MOST_TOKENS)
     stop_token_ids: Annotated[list[TokenId], FailFast()] = Field(default_factory=list)
     structured_outputs: StructuredOutputs | None = None
@@ -128,7 +130,7 @@ class ToolsBody(SampledBody, ABC):
         return ToolUse(self.offered, kind, choice.chosen, most_calls)
 
 
-def _ttl(value: str) -> str:
+def _check_ttl(value: str) -> str:
     """Check a duration, as in OpenAI's only value "30m"; a validator."""
     try:
         is_possible = 0 < parse_duration_s(value) <= MAX_RETENTION_S
@@ -147,7 +149,7 @@ class CacheOptions(Body):
     content_words: ClassVar[str] = "mode and ttl"
 
     mode: Literal["implicit", "explicit"] = "implicit"
-    ttl: Annotated[str, AfterValidator(_ttl)] = "30m"
+    ttl: Annotated[str, AfterValidator(_check_ttl)] = "30m"
 
     @property
     def ttl_s(self) -> float:

@@ -83,7 +83,7 @@ class LiveAnswer:
         self._stream = stream
         self._events: AsyncIterator[TurnEvent] = stream.events
         self._first: Tokens | Finished | None = None
-        self._is_passing = is_temporary
+        self._is_temporary = is_temporary
         self._is_over = False
 
     async def __aenter__(self) -> Self:
@@ -146,7 +146,7 @@ class LiveAnswer:
     def close(self) -> None:
         """Leave the turn, and remove a session that was made for it; idempotent."""
         self._stream.leave()
-        if self._is_passing and not self._is_over:
+        if self._is_temporary and not self._is_over:
             self._completion.spawn(self._remove_session())
         self._is_over = True
 
@@ -159,7 +159,7 @@ class LiveAnswer:
             if finished.moved_to:
                 await self._record_move(finished.moved_to)
             await self._completion.record(
-                self._caller, self._turn, self._route, finished, is_temporary=self._is_passing
+                self._caller, self._turn, self._route, finished, is_temporary=self._is_temporary
             )
             if self._turn.is_final:
                 await self._completion.remove(self._caller, self.session_id)

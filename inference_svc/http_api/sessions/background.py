@@ -224,7 +224,7 @@ class BackgroundResponses:
         self._is_closing = False
 
     async def close(self) -> None:
-        """Stop all running responses; like after a kill, they have failed."""
+        """Stop all running responses; they have failed then, as after a kill."""
         self._is_closing = True
         tasks = [response.task for response in self._running.values() if response.task is not None]
         for task in tasks:

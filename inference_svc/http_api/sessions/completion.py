@@ -160,7 +160,7 @@ class Completion:
         kept = conversation.at.turns if conversation.at else 0
         moves = end.session_id != before
         if end.turns != kept + 1 or moves != (session_id != before):
-            return  # a repeat of a turn that was added before the conversation went on
+            return  # a repeat of an old turn, after which the conversation has had others
         items = [*conversation.input_items, *conversation.make_answer_items(finished)]
         for left_session in await self.conversations.record(tenant, conversation, end, items):
             self.spawn(self.remove(Caller(CLEANER, tenant), left_session))
@@ -215,7 +215,10 @@ class Completion:
             log.info("subagent_ended", session=str(key))
 
     async def make_room(self, caller: Caller) -> bool:
-        """Remove the tenant's least recently used unnamed session; return whether one was there."""
+        """Remove the tenant's least recently used unnamed session; return whether one was removed.
+
+        Sessions that are in use, or deleted already, are skipped, up to `MAX_TRIES`.
+        """
         for _ in range(MAX_TRIES):
             oldest = await self._store.take_oldest_of(caller.tenant)
             if oldest and await self._remove_old(caller, oldest):

@@ -133,16 +133,16 @@ Item = Annotated[
 ]
 
 
-def _input(raw: Any) -> Any:
+def _to_items(raw: Any) -> Any:
     """Convert a text to a user's message, and check the types of items; a validator."""
     if isinstance(raw, str):
         return [{"role": USER, "content": raw}]
     if not isinstance(raw, list):
         raise WrongMemberError("{path} is neither text nor a list", "send a string or messages")
-    return of_known_kinds(raw)
+    return check_kinds(raw)
 
 
-def of_known_kinds(raw: list[Any]) -> list[Any]:
+def check_kinds(raw: list[Any]) -> list[Any]:
     """Check the types of items before they are validated."""
     for index, item in enumerate(raw):
         kind = _kind(item)
@@ -156,12 +156,14 @@ def of_known_kinds(raw: list[Any]) -> list[Any]:
     return raw
 
 
-def _bounded(raw: Any) -> Any:
+def _check_input_bounds(raw: Any) -> Any:
     """Check the bounds of the input, which may be empty: see `ResponseBody`."""
     return check_bounded(raw) if raw else raw
 
 
-InputItems = Annotated[list[Item], FailFast(), BeforeValidator(_bounded), BeforeValidator(_input)]
+InputItems = Annotated[
+    list[Item], FailFast(), BeforeValidator(_check_input_bounds), BeforeValidator(_to_items)
+]
 
 
 def messages_of(items: Iterable[Item]) -> tuple[Message, ...]:

@@ -46,7 +46,7 @@ class ResponseStreamOptions(Body):
     ignored: ClassVar[frozenset[str]] = frozenset({"include_obfuscation"})
 
 
-def _include(raw: Any) -> Any:
+def _check_include(raw: Any) -> Any:
     try:
         check_included(raw if isinstance(raw, list) else ())
     except UnsupportedValueError as error:
@@ -54,7 +54,7 @@ def _include(raw: Any) -> Any:
     return raw
 
 
-def _conversation(raw: Any) -> Any:
+def _to_conversation_id(raw: Any) -> Any:
     """Convert a conversation's id, or the object that has it, to the id; a validator."""
     name = raw.get("id") if isinstance(raw, dict) and len(raw) == 1 else raw
     if not isinstance(name, str) or not name:
@@ -62,7 +62,7 @@ def _conversation(raw: Any) -> Any:
     return name
 
 
-ConversationName = Annotated[str, BeforeValidator(_conversation)]
+ConversationName = Annotated[str, BeforeValidator(_to_conversation_id)]
 
 
 class ResponseBody(OpenAITurnBody):
@@ -100,7 +100,7 @@ class ResponseBody(OpenAITurnBody):
     previous_response_id: str = ""
     conversation_id: ConversationName = Field(default="", alias="conversation")
     max_output_tokens: Count | None = None
-    include: Annotated[list[str], BeforeValidator(_include)] = Field(default_factory=list)
+    include: Annotated[list[str], BeforeValidator(_check_include)] = Field(default_factory=list)
     truncation: Literal["", "auto", "disabled"] = ""
     text: TextOptions = TextOptions()
     reasoning: ReasoningOptions = ReasoningOptions()
