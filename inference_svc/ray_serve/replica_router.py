@@ -39,13 +39,13 @@ class SessionReplicaRouter(RequestRouter):  # type: ignore[misc]
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Replace the known replicas, and read their reports."""
-        self._set_replicas(replicas)
+        self._set_servers_and_reports(replicas)
         super().update_replicas(replicas)
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         """Forget a replica."""
         super().on_replica_actor_died(replica_id)
-        self._set_replicas(list(self.curr_replicas.values()))
+        self._set_servers_and_reports(list(self.curr_replicas.values()))
 
     async def choose_replicas(
         self,
@@ -94,18 +94,18 @@ class SessionReplicaRouter(RequestRouter):  # type: ignore[misc]
         if before:
             self._sessions.ended(before)
         else:
-            request.future.add_done_callback(partial(self._on_future_done, number))
+            request.future.add_done_callback(partial(self._forget_if_cancelled, number))
         self._under_way[number] = server, session
         self._sessions.began(server, session)
 
-    def _on_future_done(self, number: str, chosen: Future[Any]) -> None:
+    def _forget_if_cancelled(self, number: str, chosen: Future[Any]) -> None:
         """Forget a turn whose client left before it was sent: Ray does not report its end."""
         server, _ = self._under_way.get(number, ("", None))
         if server and chosen.cancelled():
             del self._under_way[number]
             self._sessions.ended(server)
 
-    def _set_replicas(self, replicas: list[RunningReplica]) -> None:
+    def _set_servers_and_reports(self, replicas: list[RunningReplica]) -> None:
         self._by_server = {}
         for replica in replicas:
             self._by_server.setdefault(_server_of(replica), []).append(replica)
