@@ -1,1 +1,1 @@
-"""The `inference-svc` command: what it asks a running service, and how it shows the answers."""
+"""The `inference-svc` command: a module for each command or family, put together by `main.py`."""

@@ -1,6 +1,6 @@
-"""`inference-svc chat`: talk to a running service on a terminal, seeing reuse; or in a pipe.
+"""`inference-svc chat`: a conversation with a service on a terminal, or a filter in a pipe.
 
-Answers are wrapped between words while they come.
+On a terminal, answers are wrapped between words while they stream, and each shows its reuse.
 """
 
 import asyncio
@@ -23,13 +23,13 @@ from shared.types.errors import InvalidInputError, ReportedError
 from shared.types.units import format_duration
 
 _PIECE = re.compile(r"\n|[^\S\n]+|\S+")
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # what a terminal would obey, not show
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # control characters, which are dropped
 
 
 class WordWrap:
-    """One text on a terminal; a word is held back until its end is seen.
+    """Wraps a streamed text for a terminal; a word is held back until its end has arrived.
 
-    What is wider than the terminal is given to it as it is: it breaks such words by itself.
+    A word wider than the terminal is passed on unchanged: the terminal breaks it itself.
 
     Args:
         width: columns of the terminal.
@@ -38,11 +38,11 @@ class WordWrap:
     def __init__(self, width: int) -> None:
         self._width = width
         self._column = 0
-        self._blanks = ""  # in front of the word that is held back
+        self._blanks = ""  # blanks before the held-back word
         self._word = ""
 
     def feed(self, text: str) -> str:
-        """Take more of the text; returns what is to be shown now."""
+        """Add text, and return the text to show now."""
         shown = []
         for piece in _PIECE.findall(_CONTROL.sub("", text)):
             if piece.isspace():
@@ -54,12 +54,12 @@ class WordWrap:
                     self._blanks += piece.replace("\t", " ")
             else:
                 self._word += piece
-                if cell_len(self._word) >= self._width:  # there may be no blank at all
+                if cell_len(self._word) >= self._width:  # a text may have no blanks at all
                     shown.append(self._finish_word())
         return "".join(shown)
 
     def end(self) -> str:
-        """What was held back."""
+        """Return the text that was held back."""
         return self._finish_word()
 
     def _finish_word(self) -> str:
@@ -105,21 +105,23 @@ def chat(
     arguments = template_arguments(template or [])
     sampling = pb.Sampling(max_tokens=max_tokens, temperature=temperature)
 
-    async def connected() -> None:
+    async def connect_and_talk() -> None:
         client = client_of(address, token_file, tls_ca, tls_cert, tls_key)
         await talk(client, session, sampling, arguments)
 
-    asyncio.run(connected())
+    asyncio.run(connect_and_talk())
 
 
-def template_arguments(given: Sequence[str]) -> str:
-    """Write NAME=JSON pairs as one JSON object, "" if there are none; what is no JSON is a text.
+def template_arguments(pairs: Sequence[str]) -> str:
+    """Return NAME=JSON pairs as one JSON object, "" if there are none.
+
+    A value that is not JSON is taken as a text.
 
     Raises:
-        InvalidInputError: there is no name.
+        InvalidInputError: a pair has no name, or no "=".
     """
     arguments = {}
-    for pair in given:
+    for pair in pairs:
         name, equals, value = pair.partition("=")
         if not (name and equals):
             raise InvalidInputError(
@@ -135,20 +137,20 @@ def template_arguments(given: Sequence[str]) -> str:
 async def talk(
     client: InferenceClient, session_id: str, sampling: pb.Sampling, arguments: str = ""
 ) -> None:
-    """Talk until the user leaves, and close the client.
+    """Hold a conversation until the user leaves, then close the client.
 
-    Without a terminal at both ends it is a filter: each line is a question, its answer comes out
-    and nothing else. There an error ends it; a person may go on after one.
+    Without a terminal at both ends it is a filter: each line is a question, and only the answers
+    are written. A filter ends at the first error; at a terminal the conversation continues.
 
     Args:
-        client: of the service.
-        session_id: of the session to continue; "" opens one.
-        sampling: of each answer.
-        arguments: of the chat template, a JSON object; "": none.
+        client: the service's client.
+        session_id: the session to continue; "" begins one.
+        sampling: the sampling of each answer.
+        arguments: arguments of the chat template, as a JSON object; "" for none.
 
     Raises:
-        ReportedError: the service cannot be reached, or has no use for the arguments; or, of a
-            filter, has not answered.
+        ReportedError: the service cannot be reached, or cannot use the arguments; in a filter
+            also: a turn failed.
     """
     async with client:
         model = await client.get_model()
@@ -158,8 +160,10 @@ async def talk(
             )
 
         def request_of(line: str, session_id: str) -> pb.SubmitTurnRequest:
-            given = [pb.ChatMessage(role="user", content=line)] if model.has_chat_template else line
-            request = turn_request(given, session_id, sampling=sampling, wait=True)
+            message = (
+                [pb.ChatMessage(role="user", content=line)] if model.has_chat_template else line
+            )
+            request = turn_request(message, session_id, sampling=sampling, wait=True)
             if arguments:
                 request.chat.template_arguments = arguments
             return request
@@ -173,7 +177,7 @@ async def talk(
 async def _converse(
     client: InferenceClient, model: pb.Model, request_of: RequestOf, session_id: str
 ) -> None:
-    """Ask a person for the next line, until it is empty."""
+    """Prompt the user for lines and answer them, until a line is empty."""
     console = printing.console()
     console.print(f"[bold]{model.name}[/] {model.mode}, kvd {model.kvd_state} — {HELP}")
     while line := await _ask(console):
@@ -186,7 +190,7 @@ async def _converse(
 
 
 async def _filter(client: InferenceClient, request_of: RequestOf, session_id: str) -> None:
-    """Answer line by line; blank lines are no questions."""
+    """Answer the lines of stdin, except blank ones."""
     while line := await asyncio.to_thread(sys.stdin.buffer.readline):
         question = line.decode(errors="replace").strip()
         if not question:
@@ -206,7 +210,7 @@ def _write(text: str) -> None:
 
 
 async def _ask(console: Console) -> str:
-    """One line of the user, "" at the end of input."""
+    """Read one line of the user; "" at the end of the input."""
     try:
         return (await asyncio.to_thread(console.input, "[bold cyan]you>[/] ")).strip()
     except EOFError:
@@ -214,7 +218,7 @@ async def _ask(console: Console) -> str:
 
 
 async def _answer(console: Console, client: InferenceClient, request: pb.SubmitTurnRequest) -> str:
-    """Show the answer as it comes, then what it cost; return the session's id."""
+    """Show the answer as it streams, then its usage; return the session's id."""
     session_id = request.session_id
     wrap = WordWrap(console.width)
     async with aclosing(client.stream_turn(request)) as events:
@@ -231,7 +235,7 @@ async def _answer(console: Console, client: InferenceClient, request: pb.SubmitT
 
 
 def describe(usage: pb.Usage) -> str:
-    """One line about where the prompt's tokens came from."""
+    """Return one line about the reuse and the times of a turn."""
     tiers = ", ".join(f"{tokens} from {tier}" for tier, tokens in sorted(usage.tier_tokens.items()))
     parts = [
         f"history {usage.history_tokens}",

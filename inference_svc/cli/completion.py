@@ -1,4 +1,4 @@
-"""`inference-svc completion`: scripts for shells, and what they ask `inference-svc complete`."""
+"""`inference-svc completion`: completion scripts, and `inference-svc complete`, which they call."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,7 +13,7 @@ from shared.config.completion import (
     print_candidates,
 )
 
-# What an option or argument of this name may be, in all commands.
+# The values of options and arguments by their names, the same in all commands.
 CHOICES: Mapping[str, tuple[str, ...]] = {
     "attention": ("auto", "torch", "triton"),
     "dtype": ("auto", "float32", "bfloat16", "float16"),

@@ -1,4 +1,4 @@
-"""Options of commands that call a service, and the one that makes tokens for clients."""
+"""Options of the commands that call a service, and the command that makes clients' tokens."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -9,21 +9,21 @@ from inference_svc.installation import SOCKET, default_listen
 from shared.access.addresses import UNIX
 from shared.types.errors import InvalidInputError
 
-# Imported where they are used: --help does without gRPC and settings.
+# Imported where they are used, so that --help does not wait for gRPC and settings.
 if TYPE_CHECKING:
     from inference_svc.client import InferenceClient
 
-# May stand before or after the command's name.
+# Options that may stand before or after the command's name.
 MOVABLE = ("--address", "--token-file", "--tls-ca", "--tls-cert", "--tls-key")
-SYSTEM_DIRECTORIES = "inference-svc*"  # of the units in systemd/, one a service
+SYSTEM_DIRECTORIES = "inference-svc*"  # runtime directories of systemd's units, one a service
 _RUN = Path("/run")
 
 
 def default_address(run: Path = _RUN) -> str:
-    """The socket of this user's own service; else the system's, if one service runs there.
+    """Return the socket of this user's own service, else that of the system's only service.
 
     Raises:
-        InvalidInputError: several run there, and none is this user's own.
+        InvalidInputError: the user has no service, and several system services run.
     """
     own = default_listen()
     if Path(own.removeprefix(UNIX)).exists():
@@ -68,10 +68,10 @@ def client_of(
     tls_cert: Path | None,
     tls_key: Path | None,
 ) -> "InferenceClient":
-    """The client that a command line describes.
+    """Return a client with the address and credentials of a command line.
 
     Raises:
-        InvalidInputError: the address is none, or a file cannot be read.
+        InvalidInputError: the address is invalid, or a file cannot be read.
     """
     from inference_svc.client import InferenceClient
     from shared.access.channels import read_credentials

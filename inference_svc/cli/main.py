@@ -1,7 +1,8 @@
-"""The `inference-svc` command: its commands, in the order of its help, and its entry point.
+"""The `inference-svc` command: the table of its commands, and its entry point.
 
-The tables have modules, help, examples and exit codes: help, man pages, docs and completion are
-all made from them. Errors are one line on stderr; the exit code is the error's.
+The tables have the commands in the order of the help, with their modules, examples and exit codes.
+Help, man pages, docs and completion are generated from them. An error is one line on stderr, and
+the exit code is the error's.
 """
 
 import atexit
@@ -72,7 +73,7 @@ EXIT_CODES: Mapping[int, str] = {
     130: "interrupted with Ctrl-C",
 }
 
-# Headings of its list of commands.
+# Headings in the help's list of commands.
 SERVING = "The service"
 CLIENTS = "What goes on, and talking to it"
 MEASURING = "Showing and measuring"
@@ -154,7 +155,7 @@ app = typer.Typer(
 )
 
 
-def _say_version(is_asked: bool) -> None:
+def _print_version(is_asked: bool) -> None:
     if is_asked:
         typer.echo(__version__)
         raise typer.Exit
@@ -164,7 +165,9 @@ def _say_version(is_asked: bool) -> None:
 def options(
     version: Annotated[
         bool,
-        typer.Option("--version", is_eager=True, callback=_say_version, help="Print the version."),
+        typer.Option(
+            "--version", is_eager=True, callback=_print_version, help="Print the version."
+        ),
     ] = False,
 ) -> None:
     """Serve a model over multi-turn sessions, reusing the KV that kvd keeps.
@@ -184,18 +187,16 @@ def root_command() -> Any:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Entry point: run the command, turn errors into one line and an exit code.
+    """Run the command; convert errors to one line on stderr and an exit code.
 
     Args:
-        arguments: of the command; None: those of the process.
+        arguments: the command's arguments; None: those of the process.
 
     Raises:
         SystemExit: always.
     """
     if arguments is None:
-        atexit.register(
-            gc.freeze
-        )  # as a process ends, looking for cycles takes it a while for nothing
+        atexit.register(gc.freeze)  # saves the last garbage collection, which takes a while
     try:
         root = root_command()
         root(

@@ -1,4 +1,4 @@
-"""`inference-svc serve`, and `config`: the settings that it serves with."""
+"""`inference-svc serve`, and `inference-svc config`, which shows and checks its settings."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -84,7 +84,7 @@ def serve(
 
 
 def _run(config: Path | None, flags: Mapping[str, object]) -> None:
-    """Serve with the settings of a file, and with flags over them, also after each reload."""
+    """Serve with a file's settings and flags; flags override the file, also at each reload."""
     from inference_svc.config import load_inference_settings
     from inference_svc.installation import require_engine
     from shared.config.settings import warn_of_overridden

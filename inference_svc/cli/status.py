@@ -1,7 +1,7 @@
-"""`inference-svc status`: one screen for a person, or everything with its meaning.
+"""`inference-svc status`: one screen about a service, or all its values with their meanings.
 
-The screen answers what is asked first: what is served, what goes on, how much of the history was
-not computed again, how soon first tokens come, how many tokens a second, and what went wrong.
+The screen has what operators ask first: the model, the running turns, the hit rate, the time to
+first token, the tokens per second, and troubles.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from shared.terminal.printing import counted, hanging, plain
 from shared.types.units import format_bytes, format_duration
 
 MAPS = ("gauges", "counters")  # fields of Model that have tables of their own
-TROUBLES = (  # counts that are nothing to worry about only while they are 0
+TROUBLES = (  # counts that are shown as troubles if they are not 0
     *("turns_failed", "turns_refused", "expired", "steps_failed"),
     *("load_errors", "loads_retried", "save_errors", "save_dropped", "saves_refused"),
     *("shifts_failed", "store_discards_failed"),
@@ -58,12 +58,12 @@ def status(
 
 
 def status_lines(model: pb.Model, width: int) -> Iterator[str]:
-    """One screen: what is served and how it goes, a line or two each."""
-    for label, text in _facts(model, model.counters, model.gauges):
+    """Yield the lines of the screen: a label and one or two lines for each value."""
+    for label, text in _rows(model, model.counters, model.gauges):
         yield hanging(label, text, width, _INDENT)
 
 
-def _facts(
+def _rows(
     model: pb.Model, counts: Mapping[str, int], gauges: Mapping[str, float]
 ) -> Iterator[tuple[str, str]]:
     yield "model", f"{model.name} ({model.architecture}, {model.dtype} on {model.device})"
@@ -91,7 +91,7 @@ def _facts(
 
 
 def hit_rate(counts: Mapping[str, int]) -> float | None:
-    """The share of history that was not computed again; None: there was no history."""
+    """Return the share of history tokens that were reused; None if there was no history."""
     history = counts.get("history_tokens", 0)
     return counts.get("reused_tokens", 0) / history if history else None
 
@@ -139,7 +139,7 @@ def _memory(gauges: Mapping[str, float]) -> str:
 
 
 def status_tables(model: pb.Model) -> Iterator[Table]:
-    """One table each of what is served, how it goes, and what was counted since the start."""
+    """Yield three tables: the model and service, the gauges, and the counts since the start."""
     served = _table("what", "value")
     for name, value in plain(model).items():
         if name not in MAPS:
@@ -152,18 +152,18 @@ def status_tables(model: pb.Model) -> Iterator[Table]:
         yield gauges
     counted = _table("\nsince the start", "\ncount", "\nwhat")
     for name in (*COUNTERS, *sorted(set(model.counters) - set(COUNTERS))):
-        if name in model.counters:  # a service of another version counts other things
+        if name in model.counters:  # a service of another version may not have it
             counted.add_row(name, f"{model.counters[name]:,}", COUNTERS.get(name, ""))
     yield counted
 
 
 def _table(*headings: str) -> Table:
-    """As kvd's tables look."""
+    """Return an empty table in the style of kvd's tables."""
     return Table(*headings, box=None, pad_edge=False, padding=(0, 2, 0, 0))
 
 
 def format_gauge(name: str, value: float) -> str:
-    """Write a gauge for people; the end of its name is the unit."""
+    """Format a gauge's value; the suffix of its name is its unit."""
     if name.endswith("_per_s"):
         return f"{value:,.0f} /s"
     if name.endswith("_s"):

@@ -1,4 +1,7 @@
-"""`inference-svc top`: look, show how it goes now and over the last looks, wait for a key."""
+"""`inference-svc top`: a live screen with a service's status and its rates over time.
+
+It is a loop: get the status, draw it with the bars of the last ones, wait for a key.
+"""
 
 import asyncio
 import sys
@@ -24,23 +27,23 @@ from shared.types.units import format_duration, parse_duration_s
 _LABEL_WIDTH = 13
 _VALUE_WIDTH = 12
 _INDENT = " " * _LABEL_WIDTH
-FOOTER_LINES = 2  # an empty one, and the keys
+FOOTER_LINES = 2  # an empty line, and the keys
 KEYS = "Space holds still, or goes on   q quits"
 
 
 def top_lines(looks: Sequence[pb.Model], width: int, height: int) -> Iterator[str]:
-    """The status now, then a line of bars for each rate, the newest at the right.
+    """Yield the lines of the status, then a line of bars for each rate, the newest at the right.
 
-    Where the terminal is too low, the status gives way: its last lines, the troubles, are counted.
+    If the terminal is too low, the last lines of the status are replaced by their number.
 
     Args:
-        looks: at one service, oldest first, at least one; of those before its last start nothing
-            is told.
-        width: of the terminal.
-        height: lines that there are for it.
+        looks: the statuses of one service, oldest first, at least one; those before the service's
+            last start are not shown.
+        width: columns of the terminal.
+        height: most lines.
     """
     status = "\n".join(status_lines(looks[-1], width)).splitlines()
-    series = list(_series(_of_one_life(looks)))
+    series = list(_series(_since_last_start(looks)))
     room = max(0, height - len(series) - 1)
     if len(status) > room > 0:
         num_left_out = len(status) - room + 1
@@ -56,8 +59,8 @@ def top_lines(looks: Sequence[pb.Model], width: int, height: int) -> Iterator[st
         yield f"{label:<{_LABEL_WIDTH}}{now:>{_VALUE_WIDTH - 2}}  {bars}{most}"
 
 
-def _of_one_life(looks: Sequence[pb.Model]) -> Sequence[pb.Model]:
-    """The looks since the service's last start."""
+def _since_last_start(looks: Sequence[pb.Model]) -> Sequence[pb.Model]:
+    """Return the statuses since the service's last start."""
     for index in range(len(looks) - 1, 0, -1):
         if looks[index].gauges["uptime_s"] < looks[index - 1].gauges["uptime_s"]:
             return looks[index:]
@@ -68,25 +71,28 @@ Series = tuple[str, list[float | None], Callable[[float], str]]
 
 
 def _series(looks: Sequence[pb.Model]) -> Iterator[Series]:
-    """What is drawn: its name, a value of each time between two looks, and how it is written."""
+    """Yield the series to draw: name, values (rates between two statuses), and their format."""
     pairs = list(pairwise(looks))
 
     def rate(name: str) -> list[float | None]:
-        return [_share(_grown(a, b, name), _seconds(a, b)) for a, b in pairs]
+        return [_share(_increase(a, b, name), _seconds(a, b)) for a, b in pairs]
 
     def number(value: float) -> str:
         return f"{value:,.3g}"
 
     yield "tokens/s", rate("output_tokens"), number
     yield "turns/s", rate("turns_finished"), number
-    hits = [_share(_grown(a, b, "reused_tokens"), _grown(a, b, "history_tokens")) for a, b in pairs]
+    hits = [
+        _share(_increase(a, b, "reused_tokens"), _increase(a, b, "history_tokens"))
+        for a, b in pairs
+    ]
     yield "hit rate", hits, lambda value: f"{value:.0%}"
     yield "first token", [_mean_ttft(a, b) for a, b in pairs], format_duration
     yield "turns run", [float(look.running_turns) for look in looks], number
     yield "turns wait", [float(look.waiting_turns) for look in looks], number
 
 
-def _grown(before: pb.Model, after: pb.Model, name: str) -> int:
+def _increase(before: pb.Model, after: pb.Model, name: str) -> int:
     return after.counters.get(name, 0) - before.counters.get(name, 0)
 
 
@@ -103,12 +109,12 @@ def _share(part: float, whole: float) -> float | None:
     return part / whole if whole > 0 else None
 
 
-MOST_LOOKS = 500  # that are kept: as many as the widest terminal has columns
+MOST_LOOKS = 500  # statuses that are kept: a terminal has hardly more columns
 LEAST_INTERVAL_S = 0.1
 
 
 class NoTerminalError(InvalidInputError):
-    """There is nobody to show a screen to."""
+    """Input or output is no terminal that can show a screen."""
 
     reason = "no_terminal"
 
@@ -137,18 +143,18 @@ def top(
             f"--interval {interval} is too short", f"give {LEAST_INTERVAL_S} s or more"
         )
 
-    async def watched() -> None:
+    async def run_watch() -> None:
         await watch(client_of(address, token_file, tls_ca, tls_cert, tls_key), every_s)
 
-    asyncio.run(watched())
+    asyncio.run(run_watch())
 
 
 async def watch(client: InferenceClient, every_s: float) -> None:
-    """Show how a service goes until `q` is pressed, and close the client.
+    """Show a service's status until `q` is pressed, then close the client.
 
     Raises:
-        NoTerminalError: stdin or stdout is none.
-        ReportedError: the service cannot be reached at the start; later that is shown.
+        NoTerminalError: stdin or stdout is no terminal.
+        ReportedError: the service cannot be reached at the start; later errors are shown.
     """
     console = printing.console()
     if not (sys.stdin.isatty() and sys.stdout.isatty()) or console.is_dumb_terminal:

@@ -1,8 +1,8 @@
-"""`inference-svc up`: kvd and a service on a developer's machine, by one command, until Ctrl-C.
+"""`inference-svc up`: one command that runs kvd and a service on a developer's machine.
 
-Both are children with sockets of their own, so that whatever else runs here goes on. The service
-ends first, and kvd has its KV on SSD before it ends: with the same state directory, conversations
-go on where they were.
+Both are child processes with sockets of their own, so that other services on the machine are not
+disturbed. At the end the service stops first, and kvd writes its KV to SSD before it stops. So
+conversations continue with the same state directory.
 """
 
 import asyncio
@@ -23,27 +23,27 @@ from inference_svc.installation import SHIPPED_MODEL, default_state_dir, require
 from shared.access.addresses import UNIX, is_unix
 from shared.types.errors import ConfigError
 
-# Imported where they are used: --help does without gRPC.
+# Imported where they are used, so that --help does not wait for gRPC.
 if TYPE_CHECKING:
     from inference_svc.pair import Pair
     from shared.children.child_process import ChildFailedError
 
-EXIT_ENDED = 1  # one of them, by itself
+EXIT_ENDED = 1  # exit code if a child has ended by itself
 OPENAI = "127.0.0.1:8000"
-DRAM, SSD = "2GB", "10GB"  # what a developer's machine can do without
-STATE = "up"  # below the default state directory, whose own files are those of `serve`
+DRAM, SSD = "2GB", "10GB"  # sizes that a developer's machine can spare
+STATE = "up"  # subdirectory of the default state directory, which itself is that of `serve`
 LOCK_FILE = "up.lock"
-OWN_WORDS = ("kvd: ", "inference-svc: ")  # begin the line of a child that refused its start
+OWN_WORDS = ("kvd: ", "inference-svc: ")  # prefixes of the error line of a child's own refusal
 
 
 class UpRunsError(ConfigError):
-    """The state directory is that of an `up` that runs."""
+    """Another running `up` uses the state directory."""
 
     reason = "up_runs"
 
 
 class UpStateError(ConfigError):
-    """The state directory cannot be made or written."""
+    """The state directory cannot be created or written."""
 
     reason = "up_state"
 
@@ -101,7 +101,7 @@ def up(
     )
     service_flags += [word for address in addresses for word in ("--openai", address)]
     state = (state_dir or default_state_dir() / STATE).absolute()
-    with _held(state), _runtime_dir() as runtime_dir:
+    with _locked_directory(state), _runtime_dir() as runtime_dir:
         pair = Pair(runtime_dir, state, kvd_flags, service_flags)
         if model is None:
             typer.echo("Without --model: the demo model, which is small and knows nothing.")
@@ -109,7 +109,7 @@ def up(
         try:
             ended = asyncio.run(_run(pair, addresses))
         except ChildFailedError as error:
-            typer.echo(_told(error), err=True)
+            typer.echo(_failure_line(error), err=True)
             raise typer.Exit(max(EXIT_ENDED, error.code or 0)) from error
     if ended is not None:
         typer.echo(f"inference-svc: {ended}", err=True)
@@ -117,24 +117,24 @@ def up(
 
 
 def _flags(options: Mapping[str, object]) -> list[str]:
-    """Return options with their values, but those that nobody has given."""
-    given = {name: str(value) for name, value in options.items() if value is not None}
-    return [word for option in given.items() for word in option]
+    """Return the command line of options, without those whose value is None."""
+    with_values = {name: str(value) for name, value in options.items() if value is not None}
+    return [word for option in with_values.items() for word in option]
 
 
-def _told(error: "ChildFailedError") -> str:
-    """Return the line about a start that failed: of a child that has refused it, its own."""
+def _failure_line(error: "ChildFailedError") -> str:
+    """Return the error line of a failed start; if the child refused it itself, the child's line."""
     is_refusal = (error.code or 0) > 0 and error.last_line.startswith(OWN_WORDS)
     return error.last_line if is_refusal else f"inference-svc: {error}"
 
 
 @contextmanager
-def _held(directory: Path) -> Iterator[None]:
-    """Hold the state directory, made if it is not there, with the logs of this start only.
+def _locked_directory(directory: Path) -> Iterator[None]:
+    """Create and lock the state directory inside the block; delete the logs of earlier runs.
 
     Raises:
-        UpRunsError: another `up` holds it.
-        UpStateError: it cannot be made or written.
+        UpRunsError: another `up` has locked it.
+        UpStateError: it cannot be created or written.
     """
     remedy = "give --state-dir another directory"
     try:
@@ -161,7 +161,7 @@ def _held(directory: Path) -> Iterator[None]:
 
 @contextmanager
 def _runtime_dir() -> Iterator[Path]:
-    """Make a directory for sockets, which only this user may enter, and remove it at the end."""
+    """Make a directory for sockets, private to this user, and remove it after the block."""
     own = os.environ.get("XDG_RUNTIME_DIR", "")
     place = own if os.access(own, os.W_OK | os.X_OK) else None
     with tempfile.TemporaryDirectory(prefix="inference-svc-up-", dir=place) as name:
@@ -169,14 +169,17 @@ def _runtime_dir() -> Iterator[Path]:
 
 
 async def _run(pair: "Pair", addresses: Sequence[str]) -> "ChildFailedError | None":
-    """Run both until a signal, or until one of them ends by itself, which is returned.
+    """Run both children until a signal, or until one of them ends by itself.
+
+    Returns:
+        None after a signal; else the error of the child that has ended.
 
     Raises:
-        ChildFailedError: one of them does not start.
+        ChildFailedError: a child does not start.
     """
     serving = asyncio.create_task(_serve(pair, addresses))
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has SIGHUP
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP: keep that
             asyncio.get_running_loop().add_signal_handler(number, serving.cancel)
     try:
         await asyncio.wait((serving,))
@@ -188,7 +191,7 @@ async def _run(pair: "Pair", addresses: Sequence[str]) -> "ChildFailedError | No
 
 
 async def _serve(pair: "Pair", addresses: Sequence[str]) -> "ChildFailedError":
-    """Start both and say where they are; return when one of them ends by itself."""
+    """Start both children, print where they are, and return when one of them ends by itself."""
     from inference_svc.client import InferenceClient
     from inference_svc.pair import first_to_end
 
@@ -202,12 +205,12 @@ async def _serve(pair: "Pair", addresses: Sequence[str]) -> "ChildFailedError":
 def ready_text(
     model: str, addresses: Sequence[str], grpc_address: str, kvd_dir: Path, logs: Path
 ) -> str:
-    """Say where everything is, and what to try."""
+    """Return the text about a ready pair: addresses, directories, and commands to try."""
     body = {"model": model, "messages": [{"role": "user", "content": "Hello!"}]}
     where, base = _curl_target(addresses[0])
-    said = [
+    lines = [
         f"\nReady: {model}. Ctrl-C ends both.\n",
-        *(f"  OpenAI's API  {_shown(address)}" for address in addresses),
+        *(f"  OpenAI's API  {_address_line(address)}" for address in addresses),
         f"  gRPC          {grpc_address}",
         f"  kvd           {kvd_dir}",
         f"  logs          {logs}",
@@ -216,10 +219,10 @@ def ready_text(
         f"  inference-svc chat --address {grpc_address}",
         f"  kvd ls --runtime-dir {kvd_dir}",
     ]
-    return "\n".join(said)
+    return "\n".join(lines)
 
 
-def _shown(address: str) -> str:
+def _address_line(address: str) -> str:
     return address if is_unix(address) else f"http://{address}/v1   with any key, from here only"
 
 

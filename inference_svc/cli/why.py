@@ -1,4 +1,4 @@
-"""`inference-svc why`: why a turn was not read from the cache, with the texts that differ."""
+"""`inference-svc why`: the cause of a turn's cache miss, with the texts that differ."""
 
 import asyncio
 import json
@@ -43,12 +43,12 @@ def why(
         typer.echo(json.dumps(plain(explained), indent=2, ensure_ascii=False))
         return
     width = printing.console().width
-    for label, text in told(explained):
+    for label, text in explanation_rows(explained):
         typer.echo(hanging(label, text, width, _INDENT))
 
 
-def told(explained: pb.ExplainMissResponse) -> Iterator[tuple[str, str]]:
-    """Yield what there is to say, as labels and texts."""
+def explanation_rows(explained: pb.ExplainMissResponse) -> Iterator[tuple[str, str]]:
+    """Yield the rows of an explanation, as labels and texts."""
     miss = explained.miss
     yield "turn", str(explained.turn)
     yield "cause", f"{miss.cause}: {explained.told}"

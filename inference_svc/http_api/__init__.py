@@ -1,1 +1,1 @@
-"""An HTTP API in front of the same service, in the words of others: OpenAI's and Anthropic's."""
+"""The HTTP API: the service behind OpenAI's and Anthropic's protocols."""

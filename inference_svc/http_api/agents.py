@@ -1,11 +1,11 @@
-"""Which conversation of which agent a request is of, as the headers of agents say it. Pure.
+"""Hints of agents: the conversation and the agent that a request belongs to, by its headers. Pure.
 
-These are hints, unless the settings trust a client to name sessions by them
-(`openai.named_by_header`, `openai.named_by_cache_key`). An agent sends one name with its main
-conversation, with the titles it asks for and with the tools of either, so nobody goes on with a
-session because of a name: what is said decides (`sessions/routing.py`). Names are told in the log,
-who says that a conversation is over has its session deleted, and a sub-agent's is ended when it is
-idle (`IdleSubagents`).
+Headers are only hints, unless the settings trust a client to name sessions by them
+(`openai.named_by_header`, `openai.named_by_cache_key`). An agent sends the same name with its main
+conversation, with its requests for titles, and with the tools of both. So a name alone never
+selects a session: the messages do (`sessions/routing.py`). Names are logged. A session is deleted
+when its client says that the conversation is over. A sub-agent's session is ended when it is idle
+(`IdleSubagents`).
 
 *Source:* what Claude Code 2.1, Codex 0.169 and OpenCode 1.18 send; Dynamo's and vLLM's docs.
 """
@@ -29,19 +29,19 @@ PARENTS = (
     "X-Parent-Session-Id",
 )
 FINAL = "X-Dynamo-Session-Final"
-MAX_TOLD = 128  # characters; the rest of a longer one is left out
+MAX_LOGGED = 128  # characters of a name that are logged
 
 
 @dataclass(frozen=True)
 class AgentHints:
-    """What the headers of a request say about who sends it.
+    """What a request's headers and body say about the agent that sent it.
 
     Attributes:
-        conversation: the agent's name of the conversation, in a header; "" if there is none.
-        agent: of which sub-agent it is; "" if of none.
-        parent: the conversation, or sub-agent, that it comes from; "" if from none.
-        is_final: whether nothing follows in this conversation.
-        cache_key: another name of the conversation, in the body; "" if there is none.
+        conversation: the agent's name of the conversation, from a header; "" if there is none.
+        agent: name of the sub-agent; "" if there is none.
+        parent: the conversation or sub-agent that started this one; "" if none did.
+        is_final: whether this is the conversation's last request.
+        cache_key: another name of the conversation, from the body; "" if there is none.
     """
 
     conversation: str = ""
@@ -52,25 +52,25 @@ class AgentHints:
 
     @property
     def is_subagent(self) -> bool:
-        """Whether another agent has asked for this one."""
+        """Whether another agent started this one."""
         return bool(self.agent or self.parent)
 
     @property
-    def told(self) -> dict[str, str]:
-        """What there is to tell, by names for the log."""
+    def log_fields(self) -> dict[str, str]:
+        """The hints that are there, by their names in the log."""
         found = {
             "conversation": self.conversation or self.cache_key,
             "agent": self.agent,
             "parent": self.parent,
         }
-        return {name: value[:MAX_TOLD] for name, value in found.items() if value}
+        return {name: value[:MAX_LOGGED] for name, value in found.items() if value}
 
 
 def hints_of(headers: Mapping[str, str], cache_key: str = "") -> AgentHints:
-    """Read what headers say.
+    """Read the hints of a request.
 
     Args:
-        headers: of a request, whatever the case of their names.
+        headers: the request's headers, by names without regard to case.
         cache_key: `prompt_cache_key` of its body.
     """
     return AgentHints(
@@ -91,34 +91,35 @@ def _printable(name: str) -> str:
 
 
 class IdleSubagents:
-    """Which sessions of sub-agents nobody has used for long.
+    """Finds the sessions of sub-agents that have been idle for a while.
 
-    A sub-agent is asked for one thing, and does not say when it has done it. Its session is ended
-    when it has been idle: its KV is then the first to go. Whoever comes back all the same goes on
-    in a fork. Calls are O(1) for each session that they return or take.
+    A sub-agent does one task, and does not report its end. So its session is ended when it has
+    been idle: its KV cache is then evicted first. A client that returns nevertheless continues in
+    a fork. Calls cost O(1) for each session that they return or take.
 
     Args:
         idle_s: seconds after which a session is idle.
-        most: so many sessions are watched; the one that was used longest ago is forgotten.
+        most: most sessions that are watched; beyond it the least recently used one is forgotten.
     """
 
     def __init__(self, idle_s: float, most: int) -> None:
         self.idle_s = idle_s
         self._most = most
-        self._used: OrderedDict[SessionKey, tuple[float, int]] = OrderedDict()  # the idlest first
+        # The time of the last use, and the number of turns; the least recently used first.
+        self._used: OrderedDict[SessionKey, tuple[float, int]] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._used)
 
-    def used(self, key: SessionKey, turns: int, now_s: float) -> None:
-        """Record that a sub-agent has used a session, which now has so many turns."""
+    def record_use(self, key: SessionKey, turns: int, now_s: float) -> None:
+        """Record that a sub-agent has used a session, which has `turns` turns now."""
         self._used[key] = now_s, turns
         self._used.move_to_end(key)
         if len(self._used) > self._most:
             self._used.popitem(last=False)
 
     def take_idle(self, now_s: float) -> list[tuple[SessionKey, int]]:
-        """Take the sessions out that are idle, with the turns that they had."""
+        """Remove the idle sessions and return them, each with its number of turns."""
         found = []
         while self._used:
             key, (used_s, turns) = next(iter(self._used.items()))

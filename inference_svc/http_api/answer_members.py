@@ -1,26 +1,26 @@
-"""What answers have in all APIs alike: tokens with log-probabilities, and what the cache missed."""
+"""Members that answers have in all APIs: tokens with log-probabilities, and cache misses."""
 
 from collections.abc import Iterable
 from typing import Any
 
 from inference_svc.core.turn_record import AnswerToken, Usage
 
-LOWEST_LOGPROB = -9999.0  # OpenAI's word for "never": JSON has no minus infinity
-_HALF = "\ufffd"  # what a tokenizer writes for a piece of a character
+LOWEST_LOGPROB = -9999.0  # OpenAI's value for "impossible": JSON has no minus infinity
+_HALF = "\ufffd"  # the replacement character: a tokenizer's text for a part of a character
 
 
 class TokenText:
-    """Writes token ids as text, with log-probabilities.
+    """Makes the objects of tokens: their text, with log-probabilities.
 
     Args:
-        tokenizer: the model's; None: a token is named by its number.
+        tokenizer: the model's tokenizer; None if it has none: a token's text is then its id.
     """
 
     def __init__(self, tokenizer: Any | None) -> None:
         self._tokenizer = tokenizer
 
     def rows(self, tokens: Iterable[AnswerToken], num_top: int) -> list[dict[str, Any]]:
-        """Make one object for each token, with its `num_top` most likely alternatives."""
+        """Return an object for each token, with its `num_top` most likely alternatives."""
         return [
             self._row(token.token_id, token.logprob)
             | {"top_logprobs": [self._row(*top) for top in token.top[:num_top]]}
@@ -42,11 +42,11 @@ class TokenText:
         return text
 
 
-def shown_reuse(usage: Usage) -> dict[str, Any]:
-    """Return the members beside those that the vendors know: what was missed, what was kept.
+def reuse_members(usage: Usage) -> dict[str, Any]:
+    """Return the members of usage that only this service has: cache misses, and kept tokens.
 
-    Texts are not among them: the session that the conversation resembles may be another client's
-    of the tenant. `inference-svc why` shows them.
+    They have no text of the conversation: the session that it resembles may belong to another
+    client of the tenant. `inference-svc why` shows the text.
     """
     miss = usage.miss
     reason = miss.cause if miss else usage.recompute_reason

@@ -1,4 +1,4 @@
-"""An answer as its client reads it: text, what was thought, and calls of tools with their ids."""
+"""The parts of an answer for its client: text, thoughts, and tool calls with their ids."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -23,17 +23,17 @@ from inference_svc.core.turn_record import AnswerToken
 
 @dataclass(frozen=True)
 class Reading:
-    """How the answers of one turn are read.
+    """How the answer of a turn is parsed.
 
     Attributes:
-        tool_format: how the model writes calls.
-        use: the tools that were offered.
-        call_id: makes the id of the answer's call of an index.
-        thoughts: the marks around what the model thinks; None: it has none.
-        beginning: of the answer, in the client's words: it is none of what is read, and no thought
-            can follow it. "": it begins with the model's.
-        heads: what an answer that has to be a call has before the arguments, by the tool's name.
-        is_bound: whether a grammar keeps the answer to a call, once it has begun one.
+        tool_format: the model's format of tool calls.
+        use: the offered tools, and how they may be called.
+        call_id: returns the id of the answer's call with a given index.
+        thoughts: the marks around the model's thoughts; None if it has none.
+        beginning: the client's own beginning of the answer, which the parsed text does not
+            contain; no thought can follow it. "" if there is none.
+        heads: the text before the arguments of a forced call, by the tool's name.
+        is_bound: whether a grammar keeps the answer to the format of calls, once a call begins.
     """
 
     tool_format: ToolFormat = PLAIN
@@ -46,35 +46,37 @@ class Reading:
 
     @property
     def marks(self) -> frozenset[str]:
-        """The texts that the answer is read by: wanted in it, should they be special tokens."""
+        """The marks of calls and thoughts, which have to stay in the text as special tokens."""
         return frozenset((*self._format.marks, *(self._thoughts or ())))
 
     @property
     def calls(self) -> BoundCalls | None:
-        """The calls that a grammar keeps the answer to; None: to none."""
-        if not (self.is_bound and self._names):
+        """The calls whose format a grammar enforces; None if none is enforced."""
+        if not (self.is_bound and self._callable_names):
             return None
         return BoundCalls(self.use.callable_tools, self.tool_format.closings, self._answer_reader)
 
     def reader(self) -> "PartsReader":
-        """Make the reader of an answer."""
+        """Return a new reader of the answer."""
         return PartsReader(self._answer_reader(), self.call_id)
 
     def _answer_reader(self) -> AnswerReader:
-        made = self._format.reader(self._names, self.use.most_calls, is_bound=self.is_bound)
+        reader = self._format.reader(
+            self._callable_names, self.use.most_calls, is_bound=self.is_bound
+        )
         if self._thoughts is not None:
-            made = ThoughtReader(self._thoughts, made)
+            reader = ThoughtReader(self._thoughts, reader)
         if self.heads:
-            made = ForcedReader(self.heads, made)
-        return made
+            reader = ForcedReader(self.heads, reader)
+        return reader
 
     def whole(self, text: str) -> ReadAnswer:
-        """Read an answer that is complete."""
+        """Parse a complete answer."""
         reader = self.reader()
         return summed([*reader.push_text(text), *reader.end()])
 
     def message(self, text: str) -> Message:
-        """Return a whole answer as the message that its client sends back: with its beginning."""
+        """Return a complete answer, its beginning included, as the client's next history has it."""
         read = self.whole(text)
         return Message(ASSISTANT, self.beginning + read.content, read.calls)
 
@@ -84,24 +86,24 @@ class Reading:
 
     @property
     def _format(self) -> ToolFormat:
-        """How the answer is written, given whether it may call."""
-        return self.tool_format if self.tool_format.is_always or self._names else PLAIN
+        """The answer's format: plain text if no tool may be called, unless it always applies."""
+        return self.tool_format if self.tool_format.is_always or self._callable_names else PLAIN
 
     @property
-    def _names(self) -> frozenset[str]:
+    def _callable_names(self) -> frozenset[str]:
         return frozenset(tool.name for tool in self.use.callable_tools)
 
 
 class PartsReader:
-    """Reads one answer; its calls have ids.
+    """Parses one answer as it arrives, and gives its calls their ids.
 
     Args:
-        reader: of its format.
-        call_id: makes the id of the call of an index.
+        reader: the reader of the answer's format.
+        call_id: returns the id of the call with a given index.
 
     Attributes:
-        num_calls: how many calls there were so far.
-        num_thought: how many tokens were thought, with the marks that they stand between.
+        num_calls: number of calls so far.
+        num_thought: number of thought tokens so far, the marks around them included.
     """
 
     def __init__(self, reader: AnswerReader, call_id: Callable[[int], str]) -> None:
@@ -117,26 +119,26 @@ class PartsReader:
     def push_text(self, text: str) -> list[Part]:
         """Return the parts that the text of the next token completes."""
         was_thinking = self._reader.is_thinking
-        parts = self._named(self._reader.push(text))
+        parts = self._with_ids(self._reader.push(text))
         self.num_thought += was_thinking or self._reader.is_thinking
         return parts
 
     def end(self) -> list[Part]:
-        """Return the last parts."""
-        return self._named(self._reader.end())
+        """Return the parts that the end of the answer completes."""
+        return self._with_ids(self._reader.end())
 
-    def _named(self, parts: Iterable[Part]) -> list[Part]:
-        return [shown for part in parts for shown in self._shown(part)]
+    def _with_ids(self, parts: Iterable[Part]) -> list[Part]:
+        return [shown for part in parts for shown in self._expand(part)]
 
-    def _shown(self, part: Part) -> Iterator[Part]:
-        """Yield a part; a call as what it is of, with its id."""
+    def _expand(self, part: Part) -> Iterator[Part]:
+        """Yield a part; a whole call as its beginning, arguments and end, with its id."""
         if isinstance(part, ToolCall):
-            yield self._begun(part.name)
+            yield self._begin_call(part.name)
             yield CallArguments(part.arguments)
             yield CallEnded()
         else:
-            yield self._begun(part.name) if isinstance(part, CallBegun) else part
+            yield self._begin_call(part.name) if isinstance(part, CallBegun) else part
 
-    def _begun(self, name: str) -> CallBegun:
+    def _begin_call(self, name: str) -> CallBegun:
         self.num_calls += 1
         return CallBegun(name, self._call_id(self.num_calls - 1))

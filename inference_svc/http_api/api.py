@@ -1,4 +1,4 @@
-"""What the handlers of the API stand on: its parts."""
+"""The parts of the HTTP API that its handlers share."""
 
 from dataclasses import dataclass
 from typing import TypeVar
@@ -13,7 +13,7 @@ from inference_svc.http_api.requests import B, TurnRequest, caller_of
 from inference_svc.http_api.sessions.answers import Answers
 from inference_svc.http_api.sessions.background import BackgroundResponses
 from inference_svc.http_api.sessions.completion import Completion
-from inference_svc.http_api.sessions.moving_conversations import MovingConversations
+from inference_svc.http_api.sessions.replicated_conversations import ReplicatedConversations
 from inference_svc.http_api.sessions.store import ApiStore
 from inference_svc.openai_settings import OpenAISettings
 from inference_svc.service.gateway import Gateway
@@ -25,14 +25,23 @@ M = TypeVar("M", bound=Body)
 
 @dataclass(frozen=True)
 class Api:
-    """The parts of the API; they live as long as the service.
+    """The parts of the HTTP API; they live as long as the service.
 
     Attributes:
-        conversations: their stored ones, wherever these were made, and who changes one.
-        background: responses that are computed while nobody waits.
-        own: identity of callers on a Unix socket of the API.
-        local: identity of callers from this machine at its ports, as long as there are no clients;
-            None: they need an account.
+        settings: the section [openai].
+        gateway: the service's gateway.
+        model: the model that is served.
+        token_text: makes the objects of tokens.
+        store: stores histories, responses and chats of this server.
+        completion: stores answers, and removes sessions.
+        answers: starts turns.
+        slots: bounds the requests at once.
+        conversations: stored conversations, those of other servers included.
+        background: background responses.
+        book: the clients that may connect.
+        own: identity of callers on the API's Unix socket.
+        local: identity of callers from this machine at a port, as long as no clients are
+            configured; None if they need an account.
     """
 
     settings: OpenAISettings
@@ -43,7 +52,7 @@ class Api:
     completion: Completion
     answers: Answers
     slots: RequestSlots
-    conversations: MovingConversations
+    conversations: ReplicatedConversations
     background: BackgroundResponses
     book: ClientBook
     own: Identity
@@ -53,11 +62,12 @@ class Api:
         """Read a request for a turn.
 
         Args:
-            request: a request that holds a slot.
-            kind: the class of bodies of its path.
+            request: the request, which holds a slot.
+            kind: the class of its path's body.
 
         Raises:
-            ReportedError: it does not come, or is off, or is for another tenant or model.
+            ReportedError: the body does not arrive or is invalid, or the client may not use the
+                tenant, or the model is not served.
         """
         caller = caller_of(request)
         data = await self.slots.read(request)
@@ -65,11 +75,11 @@ class Api:
         chain = self.completion.chain(caller)
         return TurnRequest(request, caller, body, data.digest, chain, self.settings, self.gateway)
 
-    async def decoded(self, request: web.Request, kind: type[M]) -> M:
-        """Read the body of a request that is for no turn.
+    async def read_body(self, request: web.Request, kind: type[M]) -> M:
+        """Read the body of a request that asks for no turn.
 
         Raises:
-            ReportedError: as `read`.
+            ReportedError: see `read`.
         """
         caller_of(request)
         return self._decode(kind, await self.slots.read(request))

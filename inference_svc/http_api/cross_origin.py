@@ -1,13 +1,14 @@
-"""Pages of other sites that may call the API from a browser: those of `openai.cors_origins`.
+"""Cross-origin requests: which web pages may call the API from a browser (CORS).
 
-A browser asks first (a preflight, which has no account) whether a page may send what it wants to,
-and shows the page an answer only if that names the page's origin. Both are done for the origins
-that the settings name; to others everything is answered as if nobody had asked. Credentials that a
-browser would add by itself (cookies, certificates) are never allowed: a page sends its own token.
+A browser first sends a preflight, without credentials, to ask whether a page may send its request.
+It shows the page an answer only if the answer names the page's origin. The service does both for
+the origins in `openai.cors_origins`; requests of other origins are answered as if they had none.
+Credentials that a browser adds by itself (cookies, certificates) are never allowed: a page sends
+its own token.
 
-Without an account come only callers from this machine, and no pages from elsewhere (`check_local`).
-A loopback address is reached by every process of this machine, a browser among them; and what a
-browser sends, a page of any site may have written. Two things give such a page away:
+Without an account, only callers from this machine are served, and no pages of other sites
+(`check_local`). Every process of this machine reaches a loopback address, a browser among them,
+and a page of any site may have written a browser's request. Two headers reveal such a page:
 
     Host     names the page's own site, if that site had its name resolve to this machine (DNS
              rebinding): the page could read the answers
@@ -30,12 +31,12 @@ from inference_svc.openai_settings import ANY_ORIGIN
 from shared.access.addresses import is_loopback_host
 from shared.types.errors import DeniedError
 
-MAX_AGE_S = 7200  # for which a browser keeps a preflight's answer; Chromium takes no more
-MAX_ASKED = 2048  # characters of the names of headers that a page wants to send
+MAX_AGE_S = 7200  # seconds that a browser may cache a preflight's answer: Chromium's maximum
+MAX_REQUESTED = 2048  # characters of the header names that a preflight asks for
 EXPOSED = ", ".join((*REQUEST_IDS, SESSION, "Retry-After", "retry-after-ms", "x-should-retry"))
 _NAME = r"[!#$%&'*+.^_`|~0-9A-Za-z-]{1,128}"
 _NAMES = re.compile(rf"{_NAME}(?:[ \t]{{0,8}},[ \t]{{0,8}}{_NAME})*")
-MOST_SHOWN = 80  # characters of what a stranger sent
+MOST_SHOWN = 80  # characters of a header that an error message repeats
 _AUTHORITY = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9.-]+)(:\d{1,5})?", re.IGNORECASE)
 _REMEDY = (
     "call 127.0.0.1 or localhost from this machine; for others, name clients in [clients.NAME]"
@@ -45,18 +46,21 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class NotLocalError(DeniedError):
-    """Without an account come only callers from this machine, and no pages from elsewhere."""
+    """A caller without an account is not on this machine, or is a page of another site."""
 
     reason = "not_local"
 
 
 def is_allowed(origin: str, origins: Sequence[str]) -> bool:
-    """Whether the settings name an origin, or any."""
+    """Return whether the settings allow an origin, by its name or by "*"."""
     return origin in origins or ANY_ORIGIN in origins
 
 
-def answering_preflights(origins: Sequence[str]) -> Middleware:
-    """Answer a browser that asks for a page of these origins, before it has to have an account."""
+def preflight_middleware(origins: Sequence[str]) -> Middleware:
+    """Return a middleware that answers preflights of pages of these origins.
+
+    It comes before authentication: browsers send preflights without credentials.
+    """
 
     @web.middleware
     async def answer(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -73,7 +77,9 @@ def answering_preflights(origins: Sequence[str]) -> Middleware:
             hdrs.ACCESS_CONTROL_ALLOW_METHODS: ", ".join(sorted(found.allowed_methods)),
             hdrs.ACCESS_CONTROL_MAX_AGE: str(MAX_AGE_S),
         }
-        names = asked_names(request.headers.getall(hdrs.ACCESS_CONTROL_REQUEST_HEADERS, ()))
+        names = requested_header_names(
+            request.headers.getall(hdrs.ACCESS_CONTROL_REQUEST_HEADERS, ())
+        )
         if names:
             headers[hdrs.ACCESS_CONTROL_ALLOW_HEADERS] = names
         return web.Response(status=204, headers=headers)
@@ -81,10 +87,13 @@ def answering_preflights(origins: Sequence[str]) -> Middleware:
     return answer
 
 
-def naming_origins(
+def origin_headers(
     origins: Sequence[str],
 ) -> Callable[[web.Request, web.StreamResponse], Awaitable[None]]:
-    """Make what names, in every response, errors and streams too, the page that may read it."""
+    """Return a signal handler that names, in every response, the origin that may read it.
+
+    A signal and not a middleware, so that errors and streams have the headers, too.
+    """
 
     async def name_origin(request: web.Request, response: web.StreamResponse) -> None:
         if origins:
@@ -97,23 +106,23 @@ def naming_origins(
     return name_origin
 
 
-def asked_names(sent: Sequence[str]) -> str:
-    """Return the names of the headers that a page wants to send, as it wrote them; "" for none.
+def requested_header_names(sent: Sequence[str]) -> str:
+    """Return the header names that a preflight asks for, as they were written; "" for none.
 
     Raises:
-        RequestError: they are no names, or too many.
+        RequestError: they are no header names, or too many.
     """
     names = ", ".join(sent).strip()
-    if names and (len(names) > MAX_ASKED or not _NAMES.fullmatch(names)):
+    if names and (len(names) > MAX_REQUESTED or not _NAMES.fullmatch(names)):
         raise RequestError(
             f"the header {hdrs.ACCESS_CONTROL_REQUEST_HEADERS} cannot be so",
-            f"send up to {MAX_ASKED} characters of names, with commas",
+            f"send up to {MAX_REQUESTED} characters of names, with commas",
         )
     return names
 
 
 def _shown_origin(request: web.Request, origins: Sequence[str]) -> str:
-    """Return the origin that a response names: the page's, or any; "" for none."""
+    """Return the origin that a response names: the page's, or "*"; "" for none."""
     sent = request.headers.getall(hdrs.ORIGIN, ())
     if len(sent) != 1 or not is_allowed(sent[0], origins):
         return ""
@@ -121,12 +130,12 @@ def _shown_origin(request: web.Request, origins: Sequence[str]) -> str:
 
 
 def check_local(peer: str, hosts: Sequence[str], origins: Sequence[str]) -> None:
-    """Refuse an HTTP request that may come without an account, but from this machine only.
+    """Check that a request without an account comes from this machine, and from no other site.
 
     Args:
-        peer: the address that the connection comes from, "" if nobody knows.
-        hosts: the values of its header Host, of which there has to be one.
-        origins: the values of its header Origin; only browsers send one.
+        peer: the address of the connection's peer; "" if it is unknown.
+        hosts: the values of its header Host; there has to be exactly one.
+        origins: the values of its header Origin; only browsers send it.
 
     Raises:
         NotLocalError: naming what is not local.
@@ -134,8 +143,8 @@ def check_local(peer: str, hosts: Sequence[str], origins: Sequence[str]) -> None
     if not is_loopback_host(peer):
         raise NotLocalError(f"the connection comes from {peer[:MOST_SHOWN] or 'nowhere'}", _REMEDY)
     if len(hosts) != 1 or not _is_local_authority(hosts[0]):
-        said = ", ".join(hosts)[:MOST_SHOWN]
-        raise NotLocalError(f"the host {said!r} is no name of this machine", _REMEDY)
+        shown = ", ".join(hosts)[:MOST_SHOWN]
+        raise NotLocalError(f"the host {shown!r} is no name of this machine", _REMEDY)
     for origin in origins:
         scheme, _, authority = origin.partition("://")
         if scheme not in ("http", "https") or not _is_local_authority(authority):
@@ -145,6 +154,6 @@ def check_local(peer: str, hosts: Sequence[str], origins: Sequence[str]) -> None
 
 
 def _is_local_authority(text: str) -> bool:
-    """Whether it is a loopback host, with or without a port."""
+    """Return whether a host, with or without a port, is a loopback host."""
     found = _AUTHORITY.fullmatch(text)
     return found is not None and is_loopback_host(found[1])

@@ -1,4 +1,4 @@
-"""What every API has, each in its own words: errors, and the model that is served."""
+"""What differs between the APIs for the same thing: bodies of errors, objects of the model."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -10,13 +10,13 @@ from shared.types.errors import ReportedError
 
 @dataclass(frozen=True)
 class ServedModel:
-    """The one model that is served: what clients may call it, and what they see of it.
+    """The model that is served: its names, and what clients see of it.
 
     Attributes:
         name: the model's own name.
-        aliases: other names for it.
+        aliases: other names by which clients may ask for it.
         fingerprint: the model's fingerprint.
-        created_s: Unix time when the service started.
+        created_s: Unix time in seconds when the service started.
         context_window: most tokens of a context.
     """
 
@@ -30,7 +30,7 @@ class ServedModel:
         """Refuse a request for another model.
 
         Raises:
-            UnknownModelNameError: it is not served here.
+            UnknownModelNameError: the name is none of the served model's.
         """
         if name not in self.names:
             raise UnknownModelNameError(
@@ -39,18 +39,18 @@ class ServedModel:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Everything that clients may call it."""
+        """All names by which clients may ask for the model."""
         return (self.name, *self.aliases)
 
 
 @dataclass(frozen=True)
 class Dialect:
-    """The words of one API.
+    """How one API words errors and models.
 
     Attributes:
-        error_body: makes the body of an error's response.
-        models: makes the answer of GET /v1/models.
-        model: makes that of GET /v1/models/NAME.
+        error_body: returns the body of an error's response.
+        models: returns the answer to GET /v1/models.
+        model: returns the answer to GET /v1/models/NAME.
     """
 
     error_body: Callable[[ReportedError], Mapping[str, Any]]

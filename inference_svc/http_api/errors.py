@@ -1,6 +1,6 @@
-"""Errors that only the HTTP API has, and what every client sees of an error: status and headers.
+"""Errors of the HTTP API, and the HTTP status and headers of all errors.
 
-The body is in the words of the client's API: `openai/dialect.py`, `anthropic/dialect.py`.
+The body of an error depends on the client's API: `openai/dialect.py`, `anthropic/dialect.py`.
 Its message ends with the remedy, and its code is the error's reason.
 
 InvalidInputError   invalid_value, unsupported_value, unknown_parameter, invalid_json
@@ -11,7 +11,8 @@ ExhaustedError      too_many_requests, conversations_full
 DeadlineError       request_timeout
 ReportedError       request_too_large, method_not_allowed
 
-*Source:* `x-should-retry` and `retry-after-ms` are what OpenAI's and Anthropic's clients read.
+*Source:* OpenAI's and Anthropic's client libraries, which read `x-should-retry` and
+`retry-after-ms`.
 """
 
 import math
@@ -42,16 +43,18 @@ _STATUS_BY_REASON: Mapping[str, int] = {
     "request_too_large": 413,
     "method_not_allowed": 405,
     "request_timeout": 408,
-    "transcript_disk_full": 503,  # nothing that the client has too much of
-    "no_chat_template": 400,  # of the model: no later request fares better
+    "transcript_disk_full": 503,  # not 429: the client has used up no limit
+    "no_chat_template": 400,  # not 409: no later request succeeds either
 }
 
 
 class RequestError(InvalidInputError):
-    """A value of the request is off.
+    """A value of the request is invalid.
 
     Args:
-        param: its path in the body, as in "messages[2].content"; "" for the body itself.
+        message: one line.
+        remedy: what to send instead.
+        param: the value's path in the body, as in "messages[2].content"; "" for the body itself.
     """
 
     reason = "invalid_value"
@@ -62,13 +65,13 @@ class RequestError(InvalidInputError):
 
 
 class UnsupportedValueError(RequestError):
-    """Something that OpenAI has and this service has not; it is never ignored silently."""
+    """A feature of OpenAI's API that this service lacks; it is never ignored silently."""
 
     reason = "unsupported_value"
 
 
 class UnknownParameterError(RequestError):
-    """A member of the body that nobody knows."""
+    """A member of the body is unknown."""
 
     reason = "unknown_parameter"
 
@@ -86,19 +89,19 @@ class UnknownModelNameError(NotFoundError):
 
 
 class UnknownResponseError(NotFoundError):
-    """No such response, or it is another tenant's."""
+    """There is no such response, or it is another tenant's."""
 
     reason = "response_not_found"
 
 
 class InputNotKeptError(NotFoundError):
-    """What a response was asked is not kept, though the response is."""
+    """The input of a response is not stored, though the response is."""
 
     reason = "input_not_kept"
 
 
 class UnknownConversationError(NotFoundError):
-    """No such conversation, or it is another tenant's."""
+    """There is no such conversation, or it is another tenant's."""
 
     reason = "conversation_not_found"
 
@@ -110,25 +113,25 @@ class UnknownItemError(NotFoundError):
 
 
 class UnknownChatError(NotFoundError):
-    """No such chat was stored, or it is another tenant's."""
+    """There is no such stored chat, or it is another tenant's."""
 
     reason = "chat_not_found"
 
 
 class UnknownUrlError(NotFoundError):
-    """Nothing is served there."""
+    """Nothing is served at the path."""
 
     reason = "unknown_url"
 
 
 class UnknownHistoryError(StateError):
-    """A session was named, and the messages have another history than the session."""
+    """The messages have another history than the session that the client named."""
 
     reason = "history_unknown"
 
 
 class UnfinishedResponseError(StateError):
-    """A response in the background that has no answer yet."""
+    """A background response has no answer yet."""
 
     reason = "response_not_complete"
 
@@ -140,14 +143,14 @@ class TooManyRequestsError(ExhaustedError):
 
 
 class ConversationsFullError(ExhaustedError):
-    """A tenant's conversations have as many bytes as they may; waiting does not help."""
+    """A tenant's conversations have reached their bound of bytes; waiting does not help."""
 
     reason = "conversations_full"
     retryable = False
 
 
 class SlowRequestError(DeadlineError):
-    """The body did not come in time."""
+    """The body did not arrive in time."""
 
     reason = "request_timeout"
 
@@ -160,21 +163,21 @@ class RequestTooLargeError(ReportedError):
 
 
 class MethodNotAllowedError(ReportedError):
-    """The path is right, the method is not."""
+    """The path does not have the request's method."""
 
     reason = "method_not_allowed"
     grpc_code = "INVALID_ARGUMENT"
 
 
 def unknown_response(response_id: str) -> UnknownResponseError:
-    """Make the error of a response that is not there; another tenant's is not there either."""
+    """Make the error of a response that the tenant does not have."""
     return UnknownResponseError(
         f"there is no response {response_id[:80]!r}", "send the whole conversation as input"
     )
 
 
 def unfinished_response(response_id: str) -> UnfinishedResponseError:
-    """Make the error of a response in the background that is needed, and has no answer yet."""
+    """Make the error of a request that needs a background response before it has its answer."""
     return UnfinishedResponseError(
         f"the response {response_id[:80]!r} is not complete",
         "retrieve it until it is, or cancel it",
@@ -182,7 +185,7 @@ def unfinished_response(response_id: str) -> UnfinishedResponseError:
 
 
 def unknown_conversation(conversation_id: str) -> UnknownConversationError:
-    """Make the error of a conversation that is not there; another tenant's is not there either."""
+    """Make the error of a conversation that the tenant does not have."""
     return UnknownConversationError(
         f"there is no conversation {conversation_id[:80]!r}",
         "check its id, or begin one with POST /v1/conversations",
@@ -200,7 +203,7 @@ _NO_STORES = "search where your texts are, and send what was found"
 _NO_AGENTS = "agents run at their client: use /v1/responses, or /v1/messages, with tools"
 _NO_TRAINING = "train elsewhere, and serve the model's directory"
 _NO_ADMIN = "tenants, clients and limits are in inference-svc.toml; inference-svc top shows the use"
-# What to do instead, by the beginning of a path of a vendor's other products; the longest counts.
+# Remedies for the paths of vendors' other products, by their first one or two parts.
 _INSTEAD: Mapping[str, str] = {
     "agents": _NO_AGENTS,
     "assistants": _NO_AGENTS,
@@ -237,7 +240,7 @@ _INSTEAD: Mapping[str, str] = {
 
 
 def unknown_url(path: str) -> UnknownUrlError:
-    """Make the error of a path where nothing is served, with what there is instead."""
+    """Make the error of a path where nothing is served; its remedy names what to use instead."""
     parts = path.removeprefix("/v1/").split("/")
     instead = _INSTEAD.get("/".join(parts[:2])) or _INSTEAD.get(parts[0]) or _PATHS
     return UnknownUrlError(f"nothing is served at {path[:80]!r}", instead)
@@ -249,7 +252,7 @@ def status_of(error: ReportedError) -> int:
 
 
 def error_headers(error: ReportedError) -> dict[str, str]:
-    """Say in headers whether, and when, the same request is worth another try."""
+    """Return the headers that say whether, and when, the client may repeat the request."""
     headers = {"x-should-retry": "true" if error.retryable else "false"}
     if error.retry_after_s is not None:
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))

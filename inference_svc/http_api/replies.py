@@ -1,4 +1,4 @@
-"""What goes back to a client: objects, errors, and answers, whole or as server-sent events.
+"""Replies to clients: objects, errors, and answers, whole or as server-sent events.
 
 *Source:* WHATWG HTML, "Server-sent events".
 """
@@ -28,61 +28,66 @@ HEADERS = {
     "X-Accel-Buffering": "no",  # proxies shall not collect events
 }
 PING = b": ping\n\n"  # a comment, which clients do not show
-CLOSES = frozenset({401, 408, 413, 429})  # what is left of the body is not worth reading
+# Statuses after which the connection is closed: the request's body may not have been read.
+CLOSES = frozenset({401, 408, 413, 429})
 
 log = get_logger(__name__)
 
 
 class AnswerObjects(Protocol):
-    """Makes the objects of one answer, as the clients of an API read them."""
+    """Builds the JSON object or the stream events of one answer, in the format of an API."""
 
     def whole(self, tokens: Sequence[AnswerToken], finished: Finished) -> Mapping[str, Any]:
-        """Make the answer of a request that is not streamed."""
+        """Build the object of an answer that is not streamed."""
 
     def opening(self, started: Started) -> Iterable[Mapping[str, Any]]:
-        """Make the events of a turn's beginning."""
+        """Build the events of the beginning."""
 
     def piece(self, tokens: Sequence[AnswerToken]) -> Iterable[Mapping[str, Any]]:
-        """Make the events of the next tokens; none if these show nothing."""
+        """Build the events of the next tokens; there may be none."""
 
     def closing(self, finished: Finished) -> Iterable[Mapping[str, Any]]:
-        """Make the events of a turn's end."""
+        """Build the events of the end."""
 
     def failure(self, error: ReportedError) -> Mapping[str, Any]:
-        """Make the event of a turn that failed."""
+        """Build the event of a turn that failed."""
 
 
 class Streamed(Protocol):
-    """What a request is answered with as a stream, in the words of its API."""
+    """A reply as a stream of events.
 
-    stream_end: ClassVar[bytes]  # after its last event
+    Attributes:
+        stream_end: bytes after the last event.
+    """
+
+    stream_end: ClassVar[bytes]
 
     def events(self) -> AsyncGenerator[Mapping[str, Any], None]:
-        """Yield the events of a stream."""
+        """Yield the events of the stream."""
 
     def failure(self, error: ReportedError) -> Mapping[str, Any]:
-        """Make the last event of a stream that fails."""
+        """Build the last event of a stream that fails."""
 
 
 class Reply(Streamed, Protocol):
-    """What a request is answered with, whole or as a stream.
+    """The reply to a request, whole or as a stream.
 
     Attributes:
-        session_id: the session that is answered in; the first, of several.
+        session_id: the session of the answer; of several answers, the first one's.
     """
 
     session_id: str
 
     async def whole(self) -> Mapping[str, Any]:
-        """Return all of it, once it is complete."""
+        """Return the whole reply, once it is complete."""
 
 
 class OneAnswer:
-    """The reply with one answer.
+    """A reply with the answer of one turn.
 
     Args:
-        answer: a turn's answer.
-        objects: makes the objects of its API.
+        answer: the turn's answer.
+        objects: builds its objects.
     """
 
     stream_end: ClassVar[bytes] = b""
@@ -101,12 +106,12 @@ class OneAnswer:
         for each in self._objects.opening(self._answer.started):
             yield each
         async for event in self._answer.events():
-            made = (
+            objects = (
                 self._objects.closing(event)
                 if isinstance(event, Finished)
                 else self._objects.piece(event.tokens)
             )
-            for each in made:
+            for each in objects:
                 yield each
 
     def failure(self, error: ReportedError) -> Mapping[str, Any]:
@@ -115,64 +120,64 @@ class OneAnswer:
 
 
 async def send_reply(
-    turn_request: TurnRequest[B], turn: HttpTurn, answered: Reply
+    turn_request: TurnRequest[B], turn: HttpTurn, result: Reply
 ) -> web.StreamResponse:
-    """Send a reply, whole or as a stream; the request's log line says whose it is.
+    """Send a reply, whole or as a stream, as the client asked; bind the request's log fields.
 
     Args:
-        turn_request: the request that is answered.
-        turn: the turn that it is for; the first, of several.
-        answered: the reply.
+        turn_request: the request.
+        turn: its turn; of several turns, the first one.
+        result: the reply.
     """
-    headers = {SESSION: answered.session_id, **dict.fromkeys(REQUEST_IDS, turn.request_id)}
+    headers = {SESSION: result.session_id, **dict.fromkeys(REQUEST_IDS, turn.request_id)}
     structlog.contextvars.bind_contextvars(
-        session=answered.session_id, request_id=turn.request_id, **turn_request.hints.told
+        session=result.session_id, request_id=turn.request_id, **turn_request.hints.log_fields
     )
     if not turn_request.body.stream:
-        return reply(await answered.whole(), headers)
-    return await send_events(turn_request.request, turn_request.settings, answered, headers)
+        return reply(await result.whole(), headers)
+    return await send_events(turn_request.request, turn_request.settings, result, headers)
 
 
 async def send_events(
     request: web.Request,
     settings: OpenAISettings,
-    answered: Streamed,
+    result: Streamed,
     headers: Mapping[str, str],
 ) -> web.StreamResponse:
     """Send the events of a reply.
 
     Args:
-        request: the request that is answered.
+        request: the request.
         settings: the section [openai].
-        answered: the reply.
-        headers: beside those of every stream.
+        result: the reply.
+        headers: response headers beside those of every stream.
     """
     stream = EventStream(request, settings.write_s)
     await stream.open(headers)
     try:
-        async with stream.pinged(settings.ping_s), aclosing(answered.events()) as events:
+        async with stream.pinging(settings.ping_s), aclosing(result.events()) as events:
             async for event in events:
                 await stream.send(event)
     except ConnectionError:
-        raise  # nobody is left to answer
-    except Exception as error:  # noqa: BLE001  # the status is sent: it is reported as an event
-        await stream.send(answered.failure(reported(error)))
-    await stream.end(answered.stream_end)
+        raise  # the client has gone
+    except Exception as error:  # noqa: BLE001  # the status was sent: report an event instead
+        await stream.send(result.failure(reported(error)))
+    await stream.end(result.stream_end)
     return stream.response
 
 
 class EventStream:
-    """Server-sent events to one client, which is disconnected if it does not read.
+    """Sends server-sent events to one client, and disconnects a client that does not read.
 
     Args:
-        request: the request that is answered.
-        write_s: most seconds that the client may take to read what was sent.
+        request: the request.
+        write_s: seconds after which a blocked write ends the connection.
     """
 
     def __init__(self, request: web.Request, write_s: float) -> None:
         self._request = request
         self._write_s = write_s
-        self._written_s = 0.0  # when, by the loop's clock
+        self._written_s = 0.0  # time of the last write, by the loop's clock
         self.response = web.StreamResponse(headers=HEADERS)
 
     async def open(self, headers: Mapping[str, str]) -> None:
@@ -181,14 +186,14 @@ class EventStream:
         await self.response.prepare(self._request)
 
     async def send(self, *events: Mapping[str, Any]) -> None:
-        """Send events, each under the name of its type, if it has one."""
+        """Send events; an event's `type`, if it has one, is also its name."""
         for event in events:
             name = b"event: %s\n" % str(event["type"]).encode() if "type" in event else b""
             await self._write(b"%sdata: %s\n\n" % (name, json_bytes(event)))
 
     @asynccontextmanager
-    async def pinged(self, every_s: float) -> AsyncIterator[None]:
-        """Send a comment whenever nothing was sent for so many seconds, inside the block."""
+    async def pinging(self, every_s: float) -> AsyncIterator[None]:
+        """Inside the block, send a comment whenever nothing was sent for `every_s` seconds."""
         pinging = asyncio.create_task(self._ping(every_s))
         try:
             yield
@@ -199,7 +204,7 @@ class EventStream:
     async def _ping(self, every_s: float) -> None:
         now_s = asyncio.get_running_loop().time
         self._written_s = now_s()
-        with suppress(ConnectionError):  # which the next event finds out, too
+        with suppress(ConnectionError):  # the next event raises it to its sender
             while True:
                 left_s = self._written_s + every_s - now_s()
                 if left_s > 0:
@@ -225,17 +230,17 @@ class EventStream:
 
 
 def json_bytes(data: Mapping[str, Any]) -> bytes:
-    """Write compact JSON; it has no line break. Bytes of a path that are no text become "?"."""
+    """Encode compact JSON without line breaks; lone surrogates (of a path's bytes) become "?"."""
     return json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode(errors="replace")
 
 
 def reply(data: Mapping[str, Any], headers: Mapping[str, str] | None = None) -> web.Response:
-    """Make the response of an object."""
+    """Return the JSON response with an object."""
     return web.Response(body=json_bytes(data), content_type="application/json", headers=headers)
 
 
 def refusal(error: ReportedError, body: Mapping[str, Any]) -> web.Response:
-    """Make the response of an error, with its body in the words of the client's API."""
+    """Return the response with an error, whose body is made for the client's API."""
     status = status_of(error)
     structlog.contextvars.bind_contextvars(error=error.reason)
     response = web.Response(
@@ -250,7 +255,7 @@ def refusal(error: ReportedError, body: Mapping[str, Any]) -> web.Response:
 
 
 def reported(error: Exception) -> ReportedError:
-    """Return an error that clients may see; an unexpected one is logged, and hidden behind ours."""
+    """Return the error that clients see; an unexpected one is logged, and becomes InternalError."""
     if isinstance(error, ReportedError):
         return error
     log.error("http_request_failed", exc_info=error)

@@ -1,10 +1,10 @@
-"""Slots of requests, and their bodies.
+"""Slots that bound the HTTP requests served at once, and the reading of their bodies.
 
-So many requests are served at once, and no more, for each may hold a body. One whose body has not
-come may lose its slot: when all are taken, and more than half of them wait for bodies of one
-client, a request of another client takes that of the oldest of these. So whoever sends headers and
-then nothing, again and again, leaves slots for everybody else, and whoever sends many whole
-requests at once has as many slots as there are.
+The number of requests is bounded because each may hold a body in memory. A request whose body has
+not arrived may lose its slot: when all slots are taken, and more than half of them wait for bodies
+of one client, a request of another client takes the slot of the oldest of these. So a client that
+sends headers and no bodies, again and again, leaves slots for the others. A client that sends many
+complete requests at once may use all slots.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ from inference_svc.openai_settings import OpenAISettings
 from shared.access.identity import current_identity
 
 CONTINUE = "100-continue"
-RETRY_S = 1.0  # after a refusal
+RETRY_S = 1.0  # seconds after which a refused client may try again
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class JsonBody:
 
     Attributes:
         values: the JSON object.
-        digest: digest of the bytes.
+        digest: digest of the body's bytes.
     """
 
     values: dict[str, Any]
@@ -47,11 +47,11 @@ class JsonBody:
 
 
 async def read_body(request: web.Request) -> JsonBody:
-    """Read and decode a body; whoever calls bounds the time.
+    """Read and decode a body; the caller bounds the time.
 
     Raises:
-        RequestError: it is no JSON object, or it does not come as its headers say.
-        RequestTooLargeError: it is larger than it may be: at once, if its headers say so.
+        RequestError: it is no JSON object, or does not arrive as its headers say.
+        RequestTooLargeError: it is too large; raised before reading if its headers say so.
     """
     if request.headers.get("Content-Encoding", "identity").lower() != "identity":
         raise UnsupportedValueError("compressed bodies are not supported", "send it as it is")
@@ -62,7 +62,7 @@ async def read_body(request: web.Request) -> JsonBody:
         data = await request.read()
     except web.HTTPRequestEntityTooLarge as error:
         raise _too_large() from error
-    except web.RequestPayloadError:  # its text, and its cause's, is what was sent
+    except web.RequestPayloadError:  # not chained: its text, and its cause's, is the client's bytes
         raise RequestError(
             "the body ends early, or its chunks are broken", "send it again"
         ) from None
@@ -79,7 +79,7 @@ def parse_object(body: bytes) -> dict[str, Any]:
     try:
         text = body.decode("utf-8-sig")
         found = json.loads(text, parse_constant=_refuse_constant)
-        if "\\u" in text:  # escapes can write half a character, which is no text
+        if "\\u" in text:  # an escape can be a lone surrogate, which cannot be encoded
             json.dumps(found, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
@@ -95,11 +95,11 @@ def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no JSON")
 
 
-async def expect_nothing_yet(request: web.Request) -> None:
-    """Leave a client that waits for leave to send its body waiting, until it is known who asks.
+async def delay_continue(request: web.Request) -> None:
+    """Delay "100 Continue" until the client is authenticated and the body is wanted.
 
     Raises:
-        HTTPExpectationFailed: it expects something else.
+        HTTPExpectationFailed: the header Expect has another value.
     """
     if request.headers.get(hdrs.EXPECT, "").lower() != CONTINUE:
         raise web.HTTPExpectationFailed
@@ -108,7 +108,7 @@ async def expect_nothing_yet(request: web.Request) -> None:
 async def _ask_for_body(request: web.Request) -> None:
     if request.version == HttpVersion11 and hdrs.EXPECT in request.headers:
         await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        request.writer.output_size = 0  # as aiohttp does: the answer has not begun
+        request.writer.output_size = 0  # as aiohttp does: the response has not begun
 
 
 def _too_large() -> RequestTooLargeError:
@@ -122,10 +122,10 @@ class _Slot:
     """The slot of one request.
 
     Attributes:
-        request_id: Python's id of the request.
+        request_id: Python's id of the request object.
         client: name of the client that sent it.
-        wait: bounds the time until its body has come; None once it has.
-        is_lost: whether another client's request has it now.
+        wait: the timeout of its body; None before the body is read.
+        is_lost: whether the slot was given to another client's request.
     """
 
     request_id: int
@@ -135,7 +135,7 @@ class _Slot:
 
 
 class RequestSlots:
-    """Holds the requests that are served at once; see the module docstring.
+    """The slots of the requests that are served at once.
 
     Args:
         settings: the section [openai].
@@ -145,19 +145,19 @@ class RequestSlots:
         self._most = settings.max_requests
         self._body_s = settings.body_s
         self._taken: dict[int, _Slot] = {}  # by request_id
-        # By client, of which there are as many as the settings name; the oldest first.
+        # Slots that wait for their bodies, the oldest first, by client: as many as are configured.
         self._unread: defaultdict[str, OrderedDict[_Slot, None]] = defaultdict(OrderedDict)
 
     @contextmanager
-    def taken(self, request: web.Request) -> Iterator[None]:
+    def hold(self, request: web.Request) -> Iterator[None]:
         """Hold a slot for a request of the current client.
 
         Raises:
-            TooManyRequestsError: there is none.
+            TooManyRequestsError: none is free.
         """
         slot = _Slot(id(request), current_identity().name)
         if len(self._taken) >= self._most:
-            self._take_unread(slot.client)
+            self._free_unread(slot.client)
         self._taken[slot.request_id] = slot
         try:
             yield
@@ -168,9 +168,9 @@ class RequestSlots:
         """Wait for the body of a request that has a slot, and decode it.
 
         Raises:
-            TooManyRequestsError: its slot was needed before the body came.
-            SlowRequestError: it does not come.
-            RequestError: it is off; see `read_body`.
+            TooManyRequestsError: its slot was given away before the body arrived.
+            SlowRequestError: the body did not arrive in time.
+            RequestError: the body is invalid; see `read_body`.
         """
         slot = self._taken[id(request)]
         unread = self._unread[slot.client]
@@ -180,7 +180,7 @@ class RequestSlots:
                 return await read_body(request)
         except TimeoutError as error:
             if slot.is_lost:
-                raise self._full(
+                raise self._full_error(
                     f", most of them of {slot.client}, whose bodies have not come",
                     "send each with its request",
                 ) from error
@@ -190,22 +190,23 @@ class RequestSlots:
         finally:
             unread.pop(slot, None)
 
-    def _take_unread(self, client: str) -> None:
-        """Free the slot of a request whose body has not come.
+    def _free_unread(self, client: str) -> None:
+        """Free a slot that waits for a body of the client with the most such slots.
 
         Raises:
-            TooManyRequestsError: it has to keep it.
+            TooManyRequestsError: that client is the caller, or has at most half of all slots.
         """
         most = max(self._unread, key=lambda name: len(self._unread[name]), default=client)
         if most == client or len(self._unread[most]) <= self._most // 2:
-            raise self._full("", "come back")
+            raise self._full_error("", "come back")
         slot, _ = self._unread[most].popitem(last=False)
         slot.is_lost = True
         del self._taken[slot.request_id]
         assert slot.wait is not None, "what is unread is waited for"  # noqa: S101
+        # Expiring its timeout ends the request's read; one that has expired raises when set again.
         if not slot.wait.expired():
             slot.wait.reschedule(asyncio.get_running_loop().time())
 
-    def _full(self, whose: str, remedy: str) -> TooManyRequestsError:
-        message = f"{self._most} requests are under way{whose}"
+    def _full_error(self, detail: str, remedy: str) -> TooManyRequestsError:
+        message = f"{self._most} requests are under way{detail}"
         return TooManyRequestsError(message, remedy, retry_after_s=RETRY_S)

@@ -1,4 +1,4 @@
-"""What every request has in common: who sent it, its headers, the turn that it asks for."""
+"""Requests for turns, of all APIs: their caller, their headers, and the turns they ask for."""
 
 import uuid
 from dataclasses import dataclass, replace
@@ -20,17 +20,17 @@ from inference_svc.openai_settings import OpenAISettings
 from inference_svc.service.gateway import Gateway
 from shared.access.identity import current_identity
 
-PROJECT = "OpenAI-Project"  # names the tenant
-SESSION = "X-Session-Id"  # of a response: where it was answered
+PROJECT = "OpenAI-Project"  # request header that names the tenant
+SESSION = "X-Session-Id"  # response header that names the session of the answer
 REPEAT = "Idempotency-Key"
-REQUEST_IDS = ("x-request-id", "request-id")  # OpenAI's clients read one, Anthropic's the other
-MAX_HEADER = 256  # characters of one of ours
+REQUEST_IDS = ("x-request-id", "request-id")  # read by OpenAI's and by Anthropic's clients
+MAX_HEADER = 256  # characters of a header that the service reads
 
 B = TypeVar("B", bound=TurnBody)
 
 
 def caller_of(request: web.Request) -> Caller:
-    """Return who sent a request, and the tenant that it is for.
+    """Return a request's client, and the tenant that it is for.
 
     Raises:
         TenantDeniedError: the client may not use that tenant.
@@ -45,7 +45,7 @@ def header_of(request: web.Request, name: str) -> str:
     """Read a header of printable ASCII; "" if there is none.
 
     Raises:
-        RequestError: it is something else.
+        RequestError: it is too long, or not printable ASCII.
     """
     value = request.headers.get(name, "")
     if len(value) > MAX_HEADER or not (value.isascii() and value.isprintable()):
@@ -57,16 +57,16 @@ def header_of(request: web.Request, name: str) -> str:
 
 @dataclass(frozen=True)
 class TurnRequest(Generic[B]):
-    """A request for a turn that was read, whichever API it speaks.
+    """A decoded request for a turn, or for several, of any API.
 
     Attributes:
         request: aiohttp's request, for its headers.
-        caller: who sent it, and for which tenant.
-        body: its body, decoded.
+        caller: the client and its tenant.
+        body: the decoded body.
         digest: digest of the body's bytes.
-        chain: makes digests of the caller's histories.
+        chain: makes the digests of the tenant's histories.
         settings: the section [openai].
-        gateway: knows how the model calls tools.
+        gateway: the service's gateway, which has the model's format of tool calls.
     """
 
     request: web.Request
@@ -84,16 +84,16 @@ class TurnRequest(Generic[B]):
         raw: TextInput | TokenInput | None = None,
         choice: int = 0,
     ) -> HttpTurn:
-        """Make the turn of the request, or one of several.
+        """Return the turn of the request, or one of its several turns.
 
         Args:
-            messages: all messages of the history and the new ones, or all after another response.
-            overflow: the overflow policy's name; "" for the service's.
-            raw: raw text or token ids, where there are no messages.
-            choice: index of the turn among those of the request.
+            messages: the history and the new messages, or all messages after another response.
+            overflow: name of the overflow policy; "" for the service's.
+            raw: raw text or token ids in place of messages.
+            choice: index of the turn among the request's turns.
 
         Raises:
-            RequestError: a header is off, or does not go with the body.
+            RequestError: a header is invalid, or does not go with the body.
         """
         chain, path, session_id = self.chain, self.request.path, self._session_name()
         if choice and session_id:
@@ -101,12 +101,12 @@ class TurnRequest(Generic[B]):
                 "several answers cannot go on in one session", "leave the session out", "session_id"
             )
         repeat = header_of(self.request, REPEAT)
-        which = (str(choice),) if choice else ()
-        key = self._repeat_key(*which)
-        names = (path, repeat, self.digest.hex(), *which) if repeat else (uuid.uuid4().hex,)
+        choice_names = (str(choice),) if choice else ()
+        key = self._repeat_key(*choice_names)
+        names = (path, repeat, self.digest.hex(), *choice_names) if repeat else (uuid.uuid4().hex,)
         request_id = "r-" + chain.id_of("request", *names)
         return HttpTurn(
-            messages=self._named(messages),
+            messages=self._without_unread_names(messages),
             sampling=self._sampling(choice),
             session_id=session_id,
             is_kept=self._is_kept,
@@ -125,17 +125,17 @@ class TurnRequest(Generic[B]):
 
     @property
     def repeat_key(self) -> bytes | None:
-        """Digest of its idempotency key; None if there is none."""
+        """Digest of the request's idempotency key; None if there is none."""
         return self._repeat_key()
 
-    def _repeat_key(self, *which: str) -> bytes | None:
-        """Return the digest of the idempotency key of one of its turns."""
+    def _repeat_key(self, *choice_names: str) -> bytes | None:
+        """Return the digest of the idempotency key for one of the request's turns."""
         repeat = header_of(self.request, REPEAT)
-        names = ("repeat", self.request.path, repeat, *which)
+        names = ("repeat", self.request.path, repeat, *choice_names)
         return bytes.fromhex(self.chain.id_of(*names)) if repeat else None
 
     def reading(self, request_id: str) -> Reading:
-        """Return how the answer of a turn is read; the ids of its calls follow from the turn's."""
+        """Return how a turn's answer is parsed; the ids of its calls depend on the turn's id."""
         call_id = self.chain.call_ids(request_id, self.body.call_prefix)
         gateway, body = self.gateway, self.body
         use, heads = body.tool_use, gateway.heads_of_calls(body.tool_use)
@@ -144,15 +144,20 @@ class TurnRequest(Generic[B]):
             is_bound=body.grammar is None and gateway.binds_calls(use),
         )
 
-    def _named(self, messages: tuple[Message, ...]) -> tuple[Message, ...]:
-        """Return messages without names that nobody would read: they make no other history."""
+    def _without_unread_names(self, messages: tuple[Message, ...]) -> tuple[Message, ...]:
+        """Remove the names that the chat template does not read, so that they change no history."""
         read = self.gateway.text.named_roles | {TOOL}
         return tuple(
-            replace(one, name="") if one.name and one.role not in read else one for one in messages
+            replace(message, name="") if message.name and message.role not in read else message
+            for message in messages
         )
 
     def _sampling(self, choice: int) -> dict[str, Any]:
-        """Return the client's sampling values; an answer that has to be a call has its grammar."""
+        """Return the client's sampling values, with the grammar of a forced call.
+
+        Raises:
+            RequestError: the answer has to be a call, and has a format or a beginning, too.
+        """
         sampling = self.body.sampling(self.settings.temperature, choice)
         use = self.body.tool_use
         if not use.is_forced:
@@ -173,7 +178,7 @@ class TurnRequest(Generic[B]):
 
     @property
     def hints(self) -> AgentHints:
-        """What the client says of the conversation that it belongs to."""
+        """The client's hints about its conversation and agent."""
         return hints_of(self.request.headers, self.body.cache_key)
 
     @property
@@ -182,7 +187,11 @@ class TurnRequest(Generic[B]):
         return self.body.store or self.settings.unstored == "reused"
 
     def _session_name(self) -> str:
-        """Return the session that the client named, in one of the ways it may; "" for none."""
+        """Return the session that the client named, in a way that it may use; "" for none.
+
+        Raises:
+            RequestError: the session is not to be stored, or is a conversation's.
+        """
         client, settings, hints = self.caller.identity.name, self.settings, self.hints
         name = self.body.session_id
         if not name and client in settings.named_by_header:

@@ -1,8 +1,9 @@
-"""Serves the HTTP API beside gRPC, if there are addresses for it.
+"""The HTTP server: the API's parts, its routes, and the middlewares before them.
 
-Each request goes through the same gates before its handler: errors are reported as the client's API
-words them, the client is identified, and a slot is held. Another API is a module with a body,
-objects and handlers, like `openai/chats.py`, and its routes here.
+It is served beside gRPC, if the settings have addresses for it. Each request passes the same
+middlewares before its handler: errors are reported in the format of the client's API, the client
+is authenticated, and a slot is held. Another API needs a module with a body, objects and handlers,
+like `openai/chats.py`, and its routes here.
 """
 
 import asyncio
@@ -23,10 +24,10 @@ from inference_svc.http_api.anthropic.dialect import ANTHROPIC, VERSION
 from inference_svc.http_api.anthropic.messages import count_tokens, create_message
 from inference_svc.http_api.api import Api
 from inference_svc.http_api.cross_origin import (
-    answering_preflights,
     check_local,
     is_allowed,
-    naming_origins,
+    origin_headers,
+    preflight_middleware,
 )
 from inference_svc.http_api.dialect import Dialect, ServedModel
 from inference_svc.http_api.errors import MethodNotAllowedError, unknown_url
@@ -60,7 +61,7 @@ from inference_svc.http_api.openai.stored_chats import (
     update_chat,
 )
 from inference_svc.http_api.replies import refusal, reply, reported
-from inference_svc.http_api.request_slots import RequestSlots, expect_nothing_yet
+from inference_svc.http_api.request_slots import RequestSlots, delay_continue
 from inference_svc.http_api.sessions.answers import Answers
 from inference_svc.http_api.sessions.background import BackgroundResponses
 from inference_svc.http_api.sessions.completion import Completion
@@ -78,11 +79,11 @@ from shared.types.errors import ReportedError
 from shared.types.session_key import SessionKey
 
 ROLE = "client"
-SERVER = "inference-svc"  # not aiohttp's and Python's versions
-STOP_GRACE_S = 1.0  # for answers that are complete to reach their clients
-ROOT, HEALTH = OPEN = ("/", "/health")  # for whoever asks
-SOCKET_NAME = "openai-socket"  # identity of whoever may open the Unix socket
-LOCAL_NAME = "local"  # identity of whoever is on this machine, with openai.local_clients
+SERVER = "inference-svc"  # header Server: aiohttp's default discloses versions
+STOP_GRACE_S = 1.0  # seconds at a stop for complete answers to reach their clients
+ROOT, HEALTH = OPEN_PATHS = ("/", "/health")  # paths that need no account
+SOCKET_NAME = "openai-socket"  # name of the identity of callers on the Unix socket
+LOCAL_NAME = "local"  # name of the identity of local callers, with openai.local_clients
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -98,18 +99,18 @@ async def serving_openai(
     outer: Sequence[Middleware] = (),
     connections: ConnectionMetrics | None = None,
 ) -> AsyncIterator[None]:
-    """Serve the API inside the block, if there is an address for it.
+    """Serve the HTTP API inside the block, if the settings have an address for it.
 
     Args:
         settings: the service's settings.
         gateway: the service's gateway.
-        tokenizer: the model's tokenizer; None: it has none.
+        tokenizer: the model's tokenizer; None if it has none.
         book: the clients that may connect.
         outer: middlewares that see every request first.
-        connections: counts of connections.
+        connections: counts connections.
 
     Raises:
-        ConfigError: an address, a file of TLS or the state directory cannot be used.
+        ConfigError: an address, a TLS file or the state directory cannot be used.
     """
     listen, tls = settings.openai.listen, settings.tls
     if not listen:
@@ -134,7 +135,7 @@ async def serving_openai(
             bounds=settings.openai.bounds,
             metrics=connections,
         )
-        gateway.on_deletion.append(partial(_forget, api))
+        gateway.on_deletion.append(partial(_on_session_deleted, api))
         tidying = asyncio.create_task(api.completion.run())
         try:
             await server.start()
@@ -153,8 +154,8 @@ async def serving_openai(
         store.close()
 
 
-async def _forget(api: Api, key: SessionKey) -> None:
-    """Delete what is stored of a session that a client has deleted: it went with its session."""
+async def _on_session_deleted(api: Api, key: SessionKey) -> None:
+    """Delete what is stored of a deleted session: inputs, chats, its conversation."""
     await api.store.forget_texts(key.tenant, key.session_id)
     await api.conversations.forget_session(key.tenant, key.session_id)
 
@@ -214,19 +215,19 @@ async def _model(api: Api, request: web.Request) -> web.Response:
 
 
 async def _root(_api: Api, _request: web.Request) -> web.Response:
-    """Say who is there, as every header does; clients look whether anybody is."""
+    """Name the service: clients probe this path."""
     return web.Response(text=f"{SERVER}: OpenAI's and Anthropic's API, at /v1\n")
 
 
 async def _health(api: Api, _request: web.Request) -> web.Response:
-    """Say whether requests are taken, and no more."""
+    """Report whether the service takes requests; disclose nothing else, it needs no account."""
     if api.gateway.turns.is_draining:
         raise draining()
     return reply({"status": "ok"})
 
 
 Answer = Callable[[Api, web.Request], Awaitable[web.StreamResponse]]
-# Every path that is served: its method, the path, what answers it.
+# All routes: method, path, handler.
 ROUTES: Sequence[tuple[str, str, Answer]] = (
     ("POST", "/v1/chat/completions", create_chat),
     ("GET", "/v1/chat/completions", list_chats),
@@ -263,30 +264,28 @@ ROUTES: Sequence[tuple[str, str, Answer]] = (
 
 
 def make_app(api: Api, outer: Sequence[Middleware] = ()) -> web.Application:
-    """Build the application: its routes, and the gates before them.
+    """Build the aiohttp application: its routes, and the middlewares before them.
 
     Args:
         api: the API's parts.
-        outer: middlewares that see every request before ours.
+        outer: middlewares before the API's own.
     """
     app = web.Application(
         client_max_size=api.settings.max_body_bytes,
         middlewares=[
             *outer,
-            _tell_refusals,
-            _open_to_all,
-            answering_preflights(api.settings.cors_origins),
-            _authenticating(api),
-            _admitting(api),
+            _report_errors,
+            _answer_open_paths,
+            preflight_middleware(api.settings.cors_origins),
+            _authentication_middleware(api),
+            _slot_middleware(api),
         ],
     )
     app.on_response_prepare.append(_name_server)
-    app.on_response_prepare.append(naming_origins(api.settings.cors_origins))
+    app.on_response_prepare.append(origin_headers(api.settings.cors_origins))
     for method, path, answer in ROUTES:
         for each in (method, hdrs.METH_HEAD) if method == hdrs.METH_GET else (method,):
-            app.router.add_route(
-                each, path, partial(answer, api), expect_handler=expect_nothing_yet
-            )
+            app.router.add_route(each, path, partial(answer, api), expect_handler=delay_continue)
     return app
 
 
@@ -296,12 +295,12 @@ def _dialect(request: web.Request) -> Dialect:
 
 
 @web.middleware
-async def _tell_refusals(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Report every refusal and failure as the client's API words it."""
+async def _report_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Report every error in the format of the client's API."""
     try:
         return await handler(request)
     except ConnectionError:
-        raise  # nobody is left to answer
+        raise  # the client has gone
     except Exception as error:  # noqa: BLE001  # the edge: nothing above would report it
         refused = _as_reported(request, error)
         return refusal(refused, _dialect(request).error_body(refused))
@@ -319,30 +318,30 @@ def _as_reported(request: web.Request, error: Exception) -> ReportedError:
 
 
 @web.middleware
-async def _open_to_all(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Answer whoever asks, at a few paths: load balancers, and clients' probes, have no account."""
-    if request.path in OPEN and request.match_info.http_exception is None:
+async def _answer_open_paths(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Answer the open paths before authentication: load balancers and probes have no account."""
+    if request.path in OPEN_PATHS and request.match_info.http_exception is None:
         return await request.match_info.handler(request)
     return await handler(request)
 
 
-def _admitting(api: Api) -> Middleware:
-    """Make the gate that bounds the requests at once."""
+def _slot_middleware(api: Api) -> Middleware:
+    """Return the middleware that bounds the requests at once."""
 
     @web.middleware
     async def admit(request: web.Request, handler: Handler) -> web.StreamResponse:
-        with api.slots.taken(request):
+        with api.slots.hold(request):
             return await handler(request)
 
     return admit
 
 
-def _authenticating(api: Api) -> Middleware:
-    """Make the gate that identifies the client, before anything of a body is read or answered."""
+def _authentication_middleware(api: Api) -> Middleware:
+    """Return the middleware that authenticates the client, before its body is read."""
 
     @web.middleware
     async def authenticate(request: web.Request, handler: Handler) -> web.StreamResponse:
-        identity = identity_of(request, api.book.current, _own_identity(api, request))
+        identity = identity_of(request, api.book.current, _identity_without_account(api, request))
         identity.check_role(ROLE)
         structlog.contextvars.bind_contextvars(client=identity.name)
         act_as(identity)
@@ -351,18 +350,18 @@ def _authenticating(api: Api) -> Middleware:
     return authenticate
 
 
-def _own_identity(api: Api, request: web.Request) -> Identity | None:
-    """Return the identity of who needs no account where a request came in; None: it takes one.
+def _identity_without_account(api: Api, request: web.Request) -> Identity | None:
+    """Return the identity of callers without an account; None if the request needs an account.
 
     Raises:
-        NotLocalError: it takes none from this machine, and the request may come from elsewhere.
+        NotLocalError: only local callers need no account, and the request may not be local.
     """
     if is_unix(accepted_at(request)):
         return api.own
     if api.local is None or api.book.current:
         return None
     headers, allowed = request.headers, api.settings.cors_origins
-    origins = [one for one in headers.getall("Origin", ()) if not is_allowed(one, allowed)]
+    origins = [origin for origin in headers.getall("Origin", ()) if not is_allowed(origin, allowed)]
     check_local(request.remote or "", headers.getall("Host", ()), origins)
     return api.local
 

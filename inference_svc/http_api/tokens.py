@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize: what the model's tokenizer makes of a text, and back.
+"""POST /tokenize and /detokenize: a text or messages as token ids, and back.
 
 *Source:* vLLM's endpoints of these names, which benchmarks and gateways call.
 """
@@ -22,13 +22,15 @@ class TokenizeBody(ModelBody):
     """The body of POST /tokenize: a text, or a chat's messages.
 
     Attributes:
-        prompt: a text that begins a session; None: there are messages.
-        tools: what the model may call, where there are messages.
-        add_generation_prompt: whether messages are followed by the prompt for an answer, as they
-            are if the client does not say.
-        continue_final_message: whether the last of them is an answer that is gone on with.
-        special_tokens: whether names of special tokens in the text are these tokens; else text.
-        return_token_strs: whether the tokens are shown as texts, too.
+        prompt: a text at the beginning of a session; None if there are messages.
+        messages: a chat's messages; empty if there is a prompt.
+        tools: the tools that the model may call, with messages.
+        chat_template_kwargs: arguments of the chat template.
+        add_generation_prompt: whether the prompt for an answer follows the messages; None means
+            true.
+        continue_final_message: whether the last message is the beginning of the answer.
+        special_tokens: whether names of special tokens in the text are read as these tokens.
+        return_token_strs: whether the tokens are returned as texts, too.
     """
 
     prompt: str | None = None
@@ -41,7 +43,7 @@ class TokenizeBody(ModelBody):
     return_token_strs: bool = False
 
     @model_validator(mode="after")
-    def _agree(self) -> Self:
+    def _check_members(self) -> Self:
         if (self.prompt is None) == (not self.messages):
             raise WrongMemberError(
                 "either {path} or messages are to be encoded", "send one of them", "prompt"
@@ -55,12 +57,12 @@ class TokenizeBody(ModelBody):
 
     @property
     def input(self) -> TurnInput:
-        """The text, or the messages."""
+        """The text or the messages, as the input of a turn."""
         if self.prompt is not None:
             return TextInput(self.prompt, has_special=self.special_tokens)
-        asked = self.messages[:-1] if self.continue_final_message else self.messages
+        prompt_messages = self.messages[:-1] if self.continue_final_message else self.messages
         return chat_input(
-            with_names(each.message for each in asked),
+            with_names(each.message for each in prompt_messages),
             tuple(each.tool for each in self.tools),
             self.chat_template_kwargs,
             self.messages[-1].text if self.continue_final_message else "",
@@ -75,8 +77,8 @@ class DetokenizeBody(ModelBody):
 
 
 async def tokenize(api: Api, request: web.Request) -> web.Response:
-    """Encode a text or messages as they are read where nothing is known of them."""
-    body = await api.decoded(request, TokenizeBody)
+    """Encode a text or messages as a new session would read them."""
+    body = await api.read_body(request, TokenizeBody)
     token_ids = await api.gateway.prompts.encode(body.input)
     shown: dict[str, Any] = {
         "count": len(token_ids),
@@ -91,6 +93,6 @@ async def tokenize(api: Api, request: web.Request) -> web.Response:
 
 
 async def detokenize(api: Api, request: web.Request) -> web.Response:
-    """Decode token ids, with those that are special."""
-    body = await api.decoded(request, DetokenizeBody)
+    """Decode token ids, special tokens included."""
+    body = await api.read_body(request, DetokenizeBody)
     return reply({"prompt": await api.gateway.prompts.decode(body.tokens)})

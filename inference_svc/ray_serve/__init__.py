@@ -1,12 +1,13 @@
-"""Ray Serve in front of several servers: replicas that pass turns on, and their router.
+"""Ray Serve in front of several servers: replicas that forward turns, and their router.
 
-    reports           what a replica tells routers of its service, as plain values; pure
-    passing           what of a call goes on to the service; pure
-    local_service     the service of this machine: asked how it is, and given what it is to answer
-    session_server    the deployment: each of its replicas stands before one service
-    replica_router    in Ray's routers: `shared.routing` says which replica gets a call
-    proxies           in Ray's proxies: errors of gRPC as they are, and the headers of agents
-    app               what `serve run` and `serve deploy` start
+    reports           reports of a replica's service to the routers, as plain values; pure
+    forwarding        headers and metadata that are forwarded; pure
+    local_service     the service of this machine: its state, and calls to it
+    session_server    the deployment: each replica forwards calls to one service
+    replica_router    in Ray's routers: chooses the replica of a call, with `shared.routing`
+    proxies           in Ray's proxies: unchanged gRPC errors, and the headers of agents
+    other_replicas    the other replicas, for requests that this one's service refuses
+    app               the application that `serve run` and `serve deploy` start
 
-Needs the extra `ray`, and nothing else of ours imports it. docs/scaling.md says how it is set up.
+It needs the extra `ray`, and no other package imports it. docs/scaling.md has the set-up.
 """

@@ -1,7 +1,7 @@
-"""What Ray Serve starts: `import_path: inference_svc.ray_serve.app:build`, or `server.bind(...)`.
+"""The Ray Serve application: `import_path: inference_svc.ray_serve.app:build`, or `server.bind()`.
 
-examples/ray has a config, and docs/scaling.md what it means. Any option of a deployment may be set
-otherwise, there or with `server.options(...)`.
+examples/ray has a config, which docs/scaling.md explains. Any option of the deployment can be
+overridden there, or with `server.options(...)`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,11 +12,11 @@ from ray.serve.config import RequestRouterConfig
 
 from inference_svc.ray_serve.session_server import MOST_SESSIONS, WAIT_S, SessionServer
 
-# The service bounds its turns itself, and says so in its own words.
+# Above the service's own bound of turns, so that the service refuses turns, and not Ray.
 MAX_ONGOING_REQUESTS = 4096
 STATS_PERIOD_S = 1.0
 STATS_TIMEOUT_S = 10.0
-SHUTDOWN_S = 600.0  # as long as clients wait for a turn: a replica ends when its turns have
+SHUTDOWN_S = 600.0  # as long as clients wait for a turn: a replica ends after its turns
 
 server = serve.deployment(
     SessionServer,
@@ -33,11 +33,11 @@ server = serve.deployment(
 
 
 def build(args: Mapping[str, Any]) -> serve.Application:
-    """Make the application.
+    """Build the application.
 
     Args:
-        args: of the config, by the names of `SessionServer`'s arguments; all but `services` have
-            defaults.
+        args: the config's arguments, by the names of `SessionServer`'s parameters; all except
+            `services` have defaults.
     """
     services: Sequence[Mapping[str, str]] = args["services"]
     application: serve.Application = server.bind(

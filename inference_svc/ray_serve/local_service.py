@@ -1,4 +1,4 @@
-"""The service of this machine that a replica stands before: how it is, and calls to it."""
+"""The local service of a replica: an inference service on this machine, its state, calls to it."""
 
 import asyncio
 import hashlib
@@ -25,12 +25,12 @@ from shared.routing.session_router import ServerReport
 from shared.types.errors import ReportedError
 
 SERVICE = inference_pb2.DESCRIPTOR.services_by_name["Inference"]
-CONNECT_S = 5.0
-CHECK_S = 5.0
-POLL_S = 0.5
-log = logging.getLogger("ray.serve")  # Ray's own, in whose files a replica's lines are looked for
+CONNECT_S = 5.0  # timeout of an HTTP connection
+CHECK_S = 5.0  # timeout of a health check
+POLL_S = 0.5  # between two checks while a service starts
+log = logging.getLogger("ray.serve")  # Ray's logger: operators look into its files
 _OPTIONS = [
-    ("grpc.use_local_subchannel_pool", 1),  # a restarted service is not backed off from
+    ("grpc.use_local_subchannel_pool", 1),  # else gRPC backs off from a service that restarts
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
 ]
@@ -38,14 +38,14 @@ _OPTIONS = [
 
 @dataclass(frozen=True)
 class Asked:
-    """A request of OpenAI's or Anthropic's API.
+    """An HTTP request to OpenAI's or Anthropic's API.
 
     Attributes:
-        method: of the request.
-        path: with the query, as the client wrote it.
-        headers: that go on.
-        body: all of it.
-        session: that routers have read; "": none.
+        method: HTTP method.
+        path: path and query, as the client wrote them.
+        headers: headers that are forwarded.
+        body: the whole body.
+        session: the session by which it was routed; "" if it names none.
     """
 
     method: str
@@ -56,18 +56,18 @@ class Asked:
 
 
 class ServiceError(RuntimeError):
-    """A replica cannot stand before its service; one line that names the remedy."""
+    """A replica has no service, or cannot reach it; the message is one line with the remedy."""
 
 
 @dataclass(frozen=True)
 class ServiceAddress:
-    """Where a service of this machine listens, as "unix:/path" or "host:port".
+    """The addresses of a service on this machine, as "unix:/path" or "host:port".
 
     Attributes:
-        socket: its Unix socket: by it the service is asked how it is.
-        grpc: where clients' calls go. "": to the socket, where all are its `socket_tenants`; a port
-            of the loopback asks them for their tokens.
-        http: where OpenAI's and Anthropic's requests go. "": none are taken.
+        socket: its Unix socket, for health checks and reports.
+        grpc: address for clients' gRPC calls. "": the socket, where all callers are its
+            `socket_tenants`; at a loopback port they need their tokens.
+        http: address for requests to OpenAI's and Anthropic's API. "": there is none.
     """
 
     socket: str
@@ -75,35 +75,35 @@ class ServiceAddress:
     http: str = ""
 
     @classmethod
-    def from_dict(cls, given: Mapping[str, str]) -> Self:
-        """Read what stands in a config.
+    def from_dict(cls, raw: Mapping[str, str]) -> Self:
+        """Read the addresses from a config.
 
         Raises:
-            ServiceError: a key is none of these, or an address is none.
+            ServiceError: a key is unknown, or an address is invalid or missing.
         """
-        keys = {one.name for one in fields(cls)}
-        unknown = sorted(given.keys() - keys)
-        if unknown or not given.get("socket"):
-            what = (
+        keys = {field.name for field in fields(cls)}
+        unknown = sorted(raw.keys() - keys)
+        if unknown or not raw.get("socket"):
+            problem = (
                 f"{unknown[0]!r} is no key of a service" if unknown else "a service has no socket"
             )
-            raise ServiceError(f"{what}: write {', '.join(sorted(keys))}; socket is needed")
-        for key, address in given.items():
+            raise ServiceError(f"{problem}: write {', '.join(sorted(keys))}; socket is needed")
+        for key, address in raw.items():
             if address and not is_unix(address) and (key == "socket" or not is_tcp(address)):
                 also = "" if key == "socket" else " or host:port"
                 raise ServiceError(f"{key} = {address!r} is no address: write unix:/path{also}")
-        return cls(**given)
+        return cls(**raw)
 
 
 def claim_one(services: Sequence[ServiceAddress]) -> tuple[ServiceAddress, socket.socket]:
-    """Choose the first service that no other replica of this machine stands before.
+    """Claim the first service that no other replica of this machine has.
 
     Returns:
-        It, and what is held of it: until that is closed, or this process is gone, it is nobody
-        else's.
+        The service's addresses, and the claim: a socket that excludes other replicas until it is
+        closed or this process ends.
 
     Raises:
-        ServiceError: each has its replica, or there are none.
+        ServiceError: each service has its replica, or none is named.
     """
     if not services:
         raise ServiceError(
@@ -113,7 +113,8 @@ def claim_one(services: Sequence[ServiceAddress]) -> tuple[ServiceAddress, socke
         claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         digest = hashlib.sha256(address.socket.encode()).hexdigest()
         try:
-            claim.bind(f"\0inference-svc/ray/{digest}")  # a name without a file: the kernel's alone
+            # An abstract name: no file is left behind, and the kernel frees it with the process.
+            claim.bind(f"\0inference-svc/ray/{digest}")
         except OSError:
             claim.close()
         else:
@@ -125,16 +126,16 @@ def claim_one(services: Sequence[ServiceAddress]) -> tuple[ServiceAddress, socke
 
 
 class LocalService:
-    """One service, and what is known of it.
+    """One service on this machine, with its recent sessions.
 
     Args:
-        address: where it listens.
-        most_sessions: used lately, that are told of.
+        address: its addresses.
+        most_sessions: most recent sessions that are reported.
 
     Attributes:
-        name: the same after every restart, and no other server's.
-        calls: gRPC's stub for clients' calls.
-        sessions: used lately.
+        name: unique name of the server, the same after every restart.
+        calls: gRPC stub for clients' calls.
+        sessions: the sessions that were used recently.
     """
 
     def __init__(self, address: ServiceAddress, most_sessions: int) -> None:
@@ -142,10 +143,10 @@ class LocalService:
         self.name = f"{socket.gethostname()}:{address.socket.removeprefix(UNIX)}"
         self.sessions = RecentSessions(most_sessions)
         self._client = InferenceClient(address.socket)
-        self._own = aio_channel_of(address.socket, None, _OPTIONS)
-        self._health = health_pb2_grpc.HealthStub(self._own)
-        self._theirs = aio_channel_of(address.grpc or address.socket, None, _OPTIONS)
-        self.calls: Any = inference_pb2_grpc.InferenceStub(self._theirs)
+        self._service_channel = aio_channel_of(address.socket, None, _OPTIONS)
+        self._health = health_pb2_grpc.HealthStub(self._service_channel)
+        self._clients_channel = aio_channel_of(address.grpc or address.socket, None, _OPTIONS)
+        self.calls: Any = inference_pb2_grpc.InferenceStub(self._clients_channel)
         self._http: aiohttp.ClientSession | None = None
         self._times = PlaceTimes()
 
@@ -154,16 +155,16 @@ class LocalService:
         if self._http is not None:
             await self._http.close()
         await asyncio.gather(
-            self._own.close(None),
-            self._theirs.close(None),
+            self._service_channel.close(None),
+            self._clients_channel.close(None),
             self._client.__aexit__(None, None, None),
         )
 
     async def check(self) -> None:
-        """Return if it is there, whether it takes turns or drains.
+        """Check that the service answers; one that drains does.
 
         Raises:
-            ServiceError: it is not.
+            ServiceError: it does not answer.
         """
         try:
             await self._client.get_model()
@@ -174,25 +175,25 @@ class LocalService:
             raise ServiceError(str(error)) from None
 
     async def wait(self, wait_s: float) -> None:
-        """Return when it is there.
+        """Wait until the service answers, at most `wait_s` seconds.
 
         Raises:
-            ServiceError: it is not, so long.
+            ServiceError: it did not answer in time.
         """
-        end_s, told = time.monotonic() + wait_s, ""
+        end_s, logged = time.monotonic() + wait_s, ""
         while True:
             try:
                 return await self.check()
             except ServiceError as error:
                 if time.monotonic() >= end_s:
                     raise
-                if str(error) != told:
-                    told = str(error)
-                    log.warning("Waiting %g s for the service: %s.", wait_s, told)
+                if str(error) != logged:
+                    logged = str(error)
+                    log.warning("Waiting %g s for the service: %s.", wait_s, logged)
             await asyncio.sleep(POLL_S)
 
     async def takes_turns(self) -> bool:
-        """Whether it does; False if it drains, or is not there."""
+        """Return whether the service takes turns; False if it drains, or does not answer."""
         request = health_pb2.HealthCheckRequest(service=SERVICE.full_name)
         try:
             answer = await self._health.Check(request, timeout=CHECK_S)
@@ -201,35 +202,35 @@ class LocalService:
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
     async def report(self) -> ServerReport:
-        """Say how it is; one that is not there takes no turns."""
+        """Return the service's report for routers; one that does not answer takes no turns."""
         takes_turns = await self.takes_turns()
         try:
             model = await self._client.get_model()
         except ReportedError:
             return ServerReport(takes_turns=False, sessions=self.sessions.as_dict())
-        self._times.note(time.monotonic(), model.running_turns, ended_turns(model))
+        self._times.record(time.monotonic(), model.running_turns, ended_turns(model))
         return report_of(model, self._times, self.sessions.as_dict(), takes_turns=takes_turns)
 
-    async def note_session(self, name: str, own_name: str) -> None:
-        """Note a session that a request has used.
+    async def record_session(self, name: str, own_name: str) -> None:
+        """Record the use of a session, with its current number of tokens.
 
         Args:
-            name: as routers know it.
-            own_name: as the service does.
+            name: the session's name for routers.
+            own_name: the session's name in the service.
         """
         try:
             session = await self._client.get_session(own_name)
-        except ReportedError:  # another tenant's, or gone: that it was here is known all the same
-            self.sessions.used(name, 0)
+        except ReportedError:  # another tenant's, or deleted: report it with unknown size
+            self.sessions.record_use(name, 0)
             return
-        self.sessions.used(name, session.context_tokens)
+        self.sessions.record_use(name, session.context_tokens)
 
     @asynccontextmanager
     async def request(self, asked: Asked) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Send a request to the HTTP APIs; the answer is there when its headers are.
+        """Send a request to the HTTP API; yield the response when its headers have arrived.
 
         Raises:
-            aiohttp.ClientError: the service did not answer, or broke off.
+            aiohttp.ClientError: the service did not answer, or the connection broke.
         """
         if self._http is None:
             self._http = _session_of(self.address.http)
@@ -246,8 +247,8 @@ class LocalService:
 
 
 def _session_of(address: str) -> aiohttp.ClientSession:
-    # A connection that waits for its next request may just be being closed, and what was sent on it
-    # could not be sent again: each request has its own.
+    # One connection per request: the service may just be closing an idle one, and a request that
+    # was sent on it could not be sent again safely.
     connector: aiohttp.BaseConnector
     if is_unix(address):
         path = address.removeprefix(UNIX)

@@ -1,6 +1,6 @@
-"""In Ray's proxies: errors of gRPC as the service words them, and sessions as agents name them.
+"""Hooks in Ray's proxies: they keep gRPC errors unchanged, and read the session headers of agents.
 
-Both are named in a config, or in the environment of `ray start`:
+They are named in a config, or in the environment of `ray start`:
 
     grpc_options:
       grpc_servicer_functions: [inference_svc.ray_serve.proxies.add_inference]
@@ -16,42 +16,42 @@ from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from inference_svc.http_api.agents import hints_of
-from inference_svc.ray_serve.passing import header_of
+from inference_svc.ray_serve.forwarding import header_of
 from inference_svc.ray_serve.session_server import SESSION_HEADER, SESSION_HEADER_VARIABLE
 from shared.pb.inference.v1 import inference_pb2_grpc
 
 
 def add_inference(servicer: Any, server: Any) -> None:
-    """Have a proxy's gRPC server take the service's calls.
+    """Register the service's RPCs at a proxy's gRPC server.
 
     Args:
-        servicer: Ray's; nobody calls it.
-        server: Ray's, which sends calls to replicas.
+        servicer: Ray's placeholder, which is never called.
+        server: Ray's server, which sends calls to replicas.
     """
     inference_pb2_grpc.add_InferenceServicer_to_server(servicer, _Registering(server))
 
 
 class _Registering:
-    """Stands for a proxy's server while a service is added to it."""
+    """A wrapper of a proxy's server, while a service is added to it."""
 
     def __init__(self, server: Any) -> None:
         self._server = server
 
     def add_generic_rpc_handlers(self, handlers: Sequence[Any]) -> None:
-        """Have Ray put its own behaviour into the handlers; then put ours around that."""
+        """Let Ray replace the handlers' behaviour by its own, then wrap that."""
         self._server.add_generic_rpc_handlers(handlers)
         (methods,) = handlers
-        methods._method_handlers = {  # noqa: SLF001  # as Ray has just done
-            method: handler._replace(unary_stream=_without_last(handler.unary_stream))
+        methods._method_handlers = {  # noqa: SLF001  # Ray itself replaces them in this way
+            method: handler._replace(unary_stream=_without_status_message(handler.unary_stream))
             for method, handler in methods._method_handlers.items()  # noqa: SLF001
         }
 
     def add_registered_method_handlers(self, service: str, handlers: dict[str, Any]) -> None:
-        """Leave them to the others, which are looked at where there are none of these."""
+        """Register nothing: gRPC then uses the generic handlers."""
 
 
-def _without_last(behaviour: Any) -> Any:
-    """Leave out the message that only carries how a call failed: `session_server._failed`."""
+def _without_status_message(behaviour: Any) -> Any:
+    """Drop the message that only carries a failed call's status: see `_set_failure`."""
 
     async def answer(request: Any, context: Any) -> AsyncIterator[bytes]:
         async for message in behaviour(request, context):
@@ -62,15 +62,15 @@ def _without_last(behaviour: Any) -> Any:
 
 
 def http_middlewares() -> list[Middleware]:
-    """Return what Ray's HTTP proxies run before they look at a request."""
-    return [Middleware(NamingSessions)]
+    """Return the middlewares that Ray's HTTP proxies run before they route a request."""
+    return [Middleware(SessionHeaderMiddleware)]
 
 
-class NamingSessions:
-    """Tells Ray the session of requests that name it in another header: `http_api/agents.py`.
+class SessionHeaderMiddleware:
+    """Middleware that copies an agent's session header to Ray's: see `http_api/agents.py`.
 
     Args:
-        app: what comes after it.
+        app: the next application.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -78,7 +78,7 @@ class NamingSessions:
         self._header = os.environ.get(SESSION_HEADER_VARIABLE, SESSION_HEADER)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on."""
+        """Add the session header if the request has none, and call the next application."""
         if scope["type"] == "http":
             raw = scope["headers"]
             headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in raw}

@@ -1,7 +1,7 @@
-"""What a replica tells routers of its service, as plain values. Pure.
+"""Reports of a replica's service to the routers, as plain values. Pure.
 
-Ray carries a replica's routing stats, a dict, to all routers (`record_routing_stats`): what a
-`ServerReport` says, by the names of its fields. Who reads them may be of another version.
+Ray sends a replica's routing stats, a dict, to all routers (`record_routing_stats`). Here these
+are the fields of a `ServerReport`. Writer and reader may be of different versions.
 """
 
 from collections import OrderedDict
@@ -13,8 +13,9 @@ from shared.pb.inference.v1 import inference_pb2 as pb
 from shared.routing.hash_ring import name_hash
 from shared.routing.session_router import ServerReport
 
-HALF_LIFE_S = 60.0  # of what was seen of turns; longer than most of them, shorter than a rush hour
-_NAMES = frozenset(one.name for one in fields(ServerReport))
+# Half-life of the weight of observed turns: longer than most turns, shorter than a rush hour.
+HALF_LIFE_S = 60.0
+_NAMES = frozenset(field.name for field in fields(ServerReport))
 
 
 def stats_of(report: ServerReport) -> dict[str, Any]:
@@ -23,20 +24,20 @@ def stats_of(report: ServerReport) -> dict[str, Any]:
 
 
 def report_from(stats: Mapping[str, Any]) -> ServerReport:
-    """Read routing stats; of what they do not say, the report says nothing."""
+    """Read routing stats; missing fields get their defaults, unknown ones are ignored."""
     return ServerReport(**{name: value for name, value in stats.items() if name in _NAMES})
 
 
 def report_of(
     model: pb.Model, times: "PlaceTimes", sessions: Mapping[int, int], *, takes_turns: bool
 ) -> ServerReport:
-    """Make the report of a service.
+    """Return the report of a service.
 
     Args:
-        model: what it says of itself.
-        times: how long its turns have their places, and how often they get one.
-        sessions: tokens of sessions that were used lately, by `name_hash`.
-        takes_turns: whether it does.
+        model: the service's description of itself, with its gauges.
+        times: how long turns occupy their places, and how often one starts.
+        sessions: tokens of recently used sessions, by `name_hash`.
+        takes_turns: whether the service takes turns.
     """
     per_s = model.gauges.get("prefill_tokens_per_s", 0.0)
     return ServerReport(
@@ -51,31 +52,38 @@ def report_of(
 
 
 def ended_turns(model: pb.Model) -> int:
-    """Return how many turns have ended since the service began, however they did."""
+    """Return the number of turns that have ended since the service's start, in any way."""
     names = ("turns_finished", "turns_cancelled", "turns_failed")
     return sum(model.counters.get(name, 0) for name in names)
 
 
 def held_tokens(usage: pb.Usage) -> int:
-    """Return how many tokens of a session its server has when a turn of it is over."""
+    """Return the number of a session's tokens that its server has after a turn."""
     gone = usage.compressed_tokens
     return max(0, usage.history_tokens + usage.new_tokens + usage.output_tokens - gone)
 
 
 class PlaceTimes:
-    """How long turns have their places, by who is seen running and how many have ended.
+    """Estimates how long turns occupy their places, from the numbers of running and ended turns.
 
     *Source:* Little, A Proof for the Queuing Formula L = λW (1961).
     """
 
     def __init__(self) -> None:
-        self._held_s = 0.0  # by all turns together; the sums fade with HALF_LIFE_S
+        # Sums that decay with HALF_LIFE_S: time in places of all turns, ended turns, elapsed time.
+        self._held_s = 0.0
         self._num_ended = 0.0
         self._seen_s = 0.0
         self._before: tuple[float, int, int] | None = None
 
-    def note(self, now_s: float, num_running: int, num_ended: int) -> None:
-        """Take in what was seen: turns that run, and those that have ended since the beginning."""
+    def record(self, now_s: float, num_running: int, num_ended: int) -> None:
+        """Record an observation.
+
+        Args:
+            now_s: time of the observation, monotonic.
+            num_running: number of turns that run.
+            num_ended: number of turns that have ended since the service's start.
+        """
         before, self._before = self._before, (now_s, num_running, num_ended)
         if before is None:
             return
@@ -83,35 +91,35 @@ class PlaceTimes:
         passed_s = max(0.0, now_s - before_s)
         kept = 0.5 ** (passed_s / HALF_LIFE_S)
         self._held_s = kept * self._held_s + passed_s * (ran_before + num_running) / 2
-        # A service that was started again counts from 0.
+        # A restarted service counts from 0.
         new = num_ended - ended_before if num_ended >= ended_before else num_ended
         self._num_ended = kept * self._num_ended + new
         self._seen_s = kept * self._seen_s + passed_s
 
     @property
     def starts_per_s(self) -> float:
-        """How often a turn gets a place: as often as one ends, in the long run."""
+        """Turns started per second; in the long run as many as end."""
         return self._num_ended / self._seen_s if self._seen_s else 0.0
 
     @property
     def turn_s(self) -> float:
-        """The mean, in seconds; 0: none has ended yet."""
+        """Mean time that a turn occupies its place, in seconds; 0 if none has ended yet."""
         return self._held_s / self._num_ended if self._num_ended else 0.0
 
 
 class RecentSessions:
-    """Sessions that were used lately, by the hash of their names, and their tokens.
+    """The tokens of recently used sessions, by the hashes of their names.
 
     Args:
-        most: how many are remembered; those that were longest unused are forgotten.
+        most: most sessions; the least recently used one is forgotten first.
     """
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._tokens: OrderedDict[int, int] = OrderedDict()
 
-    def used(self, session: str, tokens: int) -> None:
-        """Note that a session was used, and has so many tokens now."""
+    def record_use(self, session: str, tokens: int) -> None:
+        """Record that a session was used, and has `tokens` tokens now."""
         hashed = name_hash(session)
         self._tokens[hashed] = tokens
         self._tokens.move_to_end(hashed)
@@ -119,5 +127,5 @@ class RecentSessions:
             self._tokens.popitem(last=False)
 
     def as_dict(self) -> dict[int, int]:
-        """Return all that are remembered."""
+        """Return the tokens of all sessions, by the hashes of their names."""
         return dict(self._tokens)

@@ -1,9 +1,9 @@
-"""The deployment: each replica stands before one service of its machine, and passes calls on to it.
+"""The replica class: each replica forwards calls to one inference service on its machine.
 
-`app.py` makes a deployment of the class. Ray calls a method of the RPC's name for a call of gRPC,
-and `__call__` for a request; the others are its hooks. A call that its client leaves is cancelled
-here, and so at the service. A request that the service does not take goes to another replica; a
-call of gRPC does not, for the words of its session are here.
+`app.py` makes a deployment of the class. For a gRPC call, Ray calls the method with the RPC's
+name; for an HTTP request, it calls `__call__`; other methods are Ray's hooks. If a client leaves,
+its call is cancelled here and at the service. An HTTP request that the service refuses is sent to
+another replica. A gRPC call is not, because its session's transcript is on this server.
 """
 
 import asyncio
@@ -17,7 +17,13 @@ import grpc
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from inference_svc.ray_serve.elsewhere import other_replicas
+from inference_svc.ray_serve.forwarding import (
+    forwarded_headers,
+    forwarded_metadata,
+    header_of,
+    response_headers,
+    session_of,
+)
 from inference_svc.ray_serve.local_service import (
     SERVICE,
     Asked,
@@ -26,32 +32,26 @@ from inference_svc.ray_serve.local_service import (
     ServiceError,
     claim_one,
 )
-from inference_svc.ray_serve.passing import (
-    answered_headers,
-    header_of,
-    passed_headers,
-    passed_metadata,
-    session_of,
-)
+from inference_svc.ray_serve.other_replicas import other_replicas
 from inference_svc.ray_serve.reports import held_tokens, stats_of
 
-MOST_SESSIONS = 1024  # told of by a replica: every router gets them with every report
-# Ray's own setting, which its proxies and replicas have in their environment.
+MOST_SESSIONS = 1024  # sessions of a report: every router gets all of them with every report
+# A setting of Ray, in the environment of its proxies and replicas.
 SESSION_HEADER_VARIABLE = "RAY_SERVE_SESSION_ID_HEADER_KEY"
-SESSION_HEADER = "x-session-id"
-OWN_NAME = "X-Session-Id"  # of an answer: the service's own name of the session
-WAIT_S = 60.0
-MAX_BODY_BYTES = 64 << 20  # services have a bound of their own, usually a smaller one
-REFUSED = frozenset({502, 503})  # nothing was answered: another server may
+SESSION_HEADER = "x-session-id"  # Ray's default
+OWN_NAME = "X-Session-Id"  # response header with the service's name of the session
+WAIT_S = 60.0  # for the service at the start of a replica
+MAX_BODY_BYTES = 64 << 20  # the service has a bound of its own, usually a smaller one
+REFUSED = frozenset({502, 503})  # statuses without any answer: another server can be tried
 
 
 class Head(NamedTuple):
-    """What an answer begins with.
+    """The beginning of an HTTP response.
 
     Attributes:
-        status: of HTTP.
-        headers: that go back.
-        body: all of it, where nothing follows.
+        status: HTTP status.
+        headers: headers to send back.
+        body: the whole body if no parts follow.
     """
 
     status: int
@@ -63,21 +63,21 @@ Part: TypeAlias = Head | bytes
 
 
 class NoMessage:
-    """Stands for an answer that there is none of: Ray's proxies send the status alone."""
+    """A placeholder for the message of a failed call: Ray's proxies then send the status alone."""
 
-    def SerializeToString(self) -> bytes:  # noqa: N802  # a message's, as Ray calls it
+    def SerializeToString(self) -> bytes:  # noqa: N802  # protobuf's name, which Ray calls
         """Return no bytes."""
         return b""
 
 
 class SessionServer:
-    """A replica.
+    """A replica, which forwards calls to its service.
 
     Args:
-        services: of this machine, one for each replica that runs here; each a mapping with the keys
-            of `ServiceAddress`. A replica takes the first that has none.
-        most_sessions: used lately, that routers are told of.
-        wait_s: how long to wait for the service at first: it may still load its model.
+        services: the services of this machine, one for each replica on it, as mappings with the
+            keys of `ServiceAddress`. The replica claims the first one without a replica.
+        most_sessions: most recently used sessions that are reported to routers.
+        wait_s: seconds to wait for the service at the start: it may still load its model.
 
     Raises:
         ServiceError: each service has its replica.
@@ -89,36 +89,38 @@ class SessionServer:
         most_sessions: int = MOST_SESSIONS,
         wait_s: float = WAIT_S,
     ) -> None:
-        address, self._claim = claim_one([ServiceAddress.from_dict(one) for one in services])
+        address, self._claim = claim_one(
+            [ServiceAddress.from_dict(service) for service in services]
+        )
         self._header = os.environ.get(SESSION_HEADER_VARIABLE, SESSION_HEADER)
         self._service = LocalService(address, most_sessions)
         self._others = other_replicas()
-        self._wait_s: float | None = wait_s  # None: Ray has asked before
+        self._wait_s: float | None = wait_s  # None after Ray's first health check
         self._noting: set[asyncio.Task[None]] = set()
 
     async def close(self) -> None:
-        """End all connections, and leave the service to another replica."""
+        """Close all connections, and release the service for another replica."""
         await self._service.close()
         self._claim.close()
 
     # ------------------------------------------------------------------------------- Ray's hooks
 
     def record_replica_metadata(self) -> dict[str, str]:
-        """Tell routers the name of the server, once."""
+        """Return the server's name for routers; Ray calls it once."""
         return {"server": self._service.name}
 
     async def record_routing_stats(self) -> dict[str, Any]:
-        """Tell routers how the service is, each `request_routing_stats_period_s`."""
+        """Return the service's report for routers, every `request_routing_stats_period_s`."""
         return stats_of(await self._service.report())
 
     async def check_health(self) -> None:
-        """Return while the service is there; one that drains is, and gets no new turns.
+        """Check that the service answers; one that drains does, and gets no new turns.
 
-        Ray asks before a replica gets calls, and ends one that says no; then each
-        `health_check_period_s`, and ends one that says no three times.
+        Ray checks a replica before it gets calls, and ends it if that fails; then every
+        `health_check_period_s`, and ends it after three failures.
 
         Raises:
-            ServiceError: it is not.
+            ServiceError: the service does not answer.
         """
         wait_s, self._wait_s = self._wait_s, None
         if wait_s is None:
@@ -127,70 +129,72 @@ class SessionServer:
         try:
             await self._service.wait(wait_s)
         except ServiceError:
-            self._claim.close()  # the next replica comes before this process is gone
+            self._claim.close()  # Ray starts the next replica before this process has ended
             raise
 
     # -------------------------------------------------------------------------------------- gRPC
 
     async def pass_single(self, name: str, request: Any, context: Any) -> Any:
-        """Pass on an RPC that has one answer."""
-        metadata = passed_metadata(context.invocation_metadata())
+        """Forward an RPC with one answer."""
+        metadata = forwarded_metadata(context.invocation_metadata())
         try:
             return await getattr(self._service.calls, name)(request, metadata=metadata)
         except grpc.aio.AioRpcError as error:
-            return _failed(context, error)
+            return _set_failure(context, error)
 
     async def pass_stream(self, name: str, request: Any, context: Any) -> AsyncIterator[Any]:
-        """Pass on an RPC that has a stream of answers."""
-        metadata = passed_metadata(context.invocation_metadata())
+        """Forward an RPC with a stream of answers."""
+        metadata = forwarded_metadata(context.invocation_metadata())
         call = getattr(self._service.calls, name)(request, metadata=metadata)
         try:
             async for answer in call:
                 if answer.WhichOneof("event") == "finished":
                     session = session_of(metadata) or request.session_id
-                    self._service.sessions.used(session, held_tokens(answer.finished.usage))
+                    self._service.sessions.record_use(session, held_tokens(answer.finished.usage))
                 yield answer
         except grpc.aio.AioRpcError as error:
-            yield _failed(context, error)
+            yield _set_failure(context, error)
         finally:
             call.cancel()
 
     # -------------------------------------------------------------------------------------- HTTP
 
     async def __call__(self, request: Request) -> Response:
-        """Pass on a request of OpenAI's or Anthropic's API, and its answer as it comes."""
+        """Forward a request to OpenAI's or Anthropic's API, and stream its answer back."""
         if not self._service.address.http:
-            return _response(_refused(501, "not_served", "no HTTP here: `http` is not set"))
+            return _response(_error_head(501, "not_served", "no HTTP here: `http` is not set"))
         body = await _body_of(request)
         if body is None:
-            return _response(_refused(413, "too_large", f"send {MAX_BODY_BYTES:,} bytes at most"))
+            return _response(
+                _error_head(413, "too_large", f"send {MAX_BODY_BYTES:,} bytes at most")
+            )
         asked = Asked(
             method=request.method,
             path=_path_of(request),
-            headers=passed_headers(request.headers.raw),
+            headers=forwarded_headers(request.headers.raw),
             body=body,
             session=header_of(request.headers, self._header),
         )
-        parts = self._answer_somewhere(asked)
+        parts = self._answer_with_fallback(asked)
         head = await anext(parts)
         return _response(head, cast("AsyncIterator[bytes]", parts))
 
     async def answer(self, asked: Asked, tried: Sequence[str] = ()) -> AsyncIterator[Part]:
-        """Yield the head of the service's answer, then its body as it comes.
+        """Yield the head of the service's answer, then its body as it arrives.
 
         Args:
             asked: the request.
-            tried: servers that have refused it; routers read this, and send it to others.
+            tried: servers that have refused it; read by routers, which then choose other servers.
 
         Raises:
-            aiohttp.ClientError: the answer broke off.
+            aiohttp.ClientError: the connection broke in the middle of the answer.
         """
         del tried
         is_begun, own_name = False, ""
         try:
             async with self._service.request(asked) as response:
                 is_begun = True
-                yield Head(response.status, answered_headers(response.raw_headers))
+                yield Head(response.status, response_headers(response.raw_headers))
                 async for part in response.content.iter_any():
                     yield part
                 own_name = response.headers.get(OWN_NAME, "") if response.ok else ""
@@ -198,37 +202,38 @@ class SessionServer:
             if is_begun:
                 raise
             if isinstance(error, aiohttp.ClientConnectorError):
-                yield _refused(503, "no_server", "the server takes no requests just now")
+                yield _error_head(503, "no_server", "the server takes no requests just now")
             else:
-                yield _refused(502, "server_lost", "the server was lost before it answered")
+                yield _error_head(502, "server_lost", "the server was lost before it answered")
         if asked.session and own_name:
-            task = asyncio.create_task(self._service.note_session(asked.session, own_name))
+            task = asyncio.create_task(self._service.record_session(asked.session, own_name))
             self._noting.add(task)
             task.add_done_callback(self._noting.discard)
 
-    async def _answer_somewhere(self, asked: Asked) -> AsyncIterator[Part]:
-        """Yield the service's answer; if it takes no requests, that of another server that does."""
-        own = self.answer(asked)
-        head = await anext(own)
+    async def _answer_with_fallback(self, asked: Asked) -> AsyncIterator[Part]:
+        """Yield the service's answer; if the service refuses the request, another server's."""
+        own_parts = self.answer(asked)
+        head = await anext(own_parts)
         if isinstance(head, Head) and head.status in REFUSED and self._others is not None:
-            refusal = [head, *[part async for part in own]]
-            others = self._others.answer(asked, self._service.name)
-            head = await anext(others, b"")
+            refusal = [head, *[part async for part in own_parts]]
+            other_parts = self._others.answer(asked, self._service.name)
+            head = await anext(other_parts, b"")
             if not isinstance(head, Head) or head.status in REFUSED:
                 for part in refusal:
                     yield part
                 return
-            own = others
+            own_parts = other_parts
         yield head
-        async for part in own:
+        async for part in own_parts:
             yield part
 
 
-def _failed(context: Any, error: grpc.aio.AioRpcError) -> NoMessage:
-    """Have an RPC end as it did at the service.
+def _set_failure(context: Any, error: grpc.aio.AioRpcError) -> NoMessage:
+    """Set an RPC's status, details and trailing metadata to those of the service's error.
 
-    Ray carries code and text of an exception, but not the metadata in which the reason is. What it
-    carries with a message is complete: so there is one more, and `proxies.py` leaves it out.
+    With an exception, Ray transmits code and text, but not the metadata that has the reason. With
+    a message it transmits everything. So the error is sent with a message, which `proxies.py`
+    drops.
     """
     context.set_code(error.code())
     context.set_details(error.details() or "")
@@ -236,21 +241,21 @@ def _failed(context: Any, error: grpc.aio.AioRpcError) -> NoMessage:
     return NoMessage()
 
 
-def _refused(status: int, code: str, message: str) -> Head:
-    """Word an error as both APIs do."""
-    is_passing = status in REFUSED
+def _error_head(status: int, code: str, message: str) -> Head:
+    """Return an error response in a format that clients of both APIs read."""
+    is_transient = status in REFUSED
     kind = "overloaded_error" if status == 503 else "api_error"
-    told = f"{message}: send it again" if is_passing else message
-    error = {"type": kind, "code": code, "message": told}
+    text = f"{message}: send it again" if is_transient else message
+    error = {"type": kind, "code": code, "message": text}
     headers = [("content-type", "application/json")]
-    if is_passing:
+    if is_transient:
         headers.append(("retry-after", "1"))
     return Head(status, headers, json.dumps({"type": "error", "error": error}).encode())
 
 
 def _response(head: Part, parts: AsyncIterator[bytes] | None = None) -> Response:
-    """Make Ray's response of a head, and of what comes after it."""
-    assert isinstance(head, Head)  # noqa: S101  # what comes first always is
+    """Return the Starlette response of a head, and of the parts after it."""
+    assert isinstance(head, Head)  # noqa: S101  # `answer` yields the head first
     if head.body or parts is None:
         response = Response(head.body, head.status)
     else:
@@ -270,7 +275,7 @@ def _path_of(request: Request) -> str:
 
 
 async def _body_of(request: Request) -> bytes | None:
-    """Return all of a body, so that it can be sent to another server; None: it is too large."""
+    """Return a whole body, so that it can be sent to another server; None if it is too large."""
     body = bytearray()
     async for part in request.stream():
         body += part
@@ -279,21 +284,22 @@ async def _body_of(request: Request) -> bytes | None:
     return bytes(body)
 
 
-def _single(name: str) -> Callable[..., Any]:
+def _unary_method(name: str) -> Callable[..., Any]:
     async def answer(self: SessionServer, request: Any, grpc_context: Any) -> Any:
         return await self.pass_single(name, request, grpc_context)
 
     return answer
 
 
-def _stream(name: str) -> Callable[..., Any]:
+def _stream_method(name: str) -> Callable[..., Any]:
     async def answer(self: SessionServer, request: Any, grpc_context: Any) -> AsyncIterator[Any]:
-        async for one in self.pass_stream(name, request, grpc_context):
-            yield one
+        async for answer_part in self.pass_stream(name, request, grpc_context):
+            yield answer_part
 
     return answer
 
 
-for _method in SERVICE.methods:  # each RPC that there is
-    _make = _stream if _method.server_streaming else _single
+# A method for each RPC: Ray finds the methods of a deployment by their names.
+for _method in SERVICE.methods:
+    _make = _stream_method if _method.server_streaming else _unary_method
     setattr(SessionServer, _method.name, _make(_method.name))

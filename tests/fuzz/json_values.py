@@ -6,7 +6,7 @@ from inference_svc.http_api.anthropic.bodies import MessagesBody
 from inference_svc.http_api.openai.chats import ChatBody
 from inference_svc.http_api.openai.completions import CompletionBody
 from inference_svc.http_api.openai.embeddings import EmbeddingsBody
-from inference_svc.http_api.openai.responses.input_items import packed
+from inference_svc.http_api.openai.responses.input_items import pack_summary
 from inference_svc.http_api.openai.responses.response_body import ResponseBody
 
 NAMES = sorted(
@@ -46,7 +46,7 @@ WORDS = [
     "function_call_output",
     "reasoning",
     "compaction",
-    packed("What?", "This."),
+    pack_summary("What?", "This."),
     "tool",
     "{}",
     "json_schema",

@@ -21,7 +21,7 @@ from inference_svc.http_api.openai.responses.compaction import CompactBody
 from inference_svc.http_api.openai.responses.input_items import (
     messages_of,
     objects_of,
-    packed,
+    pack_summary,
     with_ids,
 )
 from inference_svc.http_api.openai.responses.response_body import ResponseBody
@@ -58,7 +58,7 @@ message = st.fixed_dictionaries(
         "tool_call_id": st.just("c") | anything,
         "call_id": st.just("c") | anything,
         "output": anything,
-        "encrypted_content": st.just(packed("What?", "This.")) | anything,
+        "encrypted_content": st.just(pack_summary("What?", "This.")) | anything,
     },
 )
 bodies = st.dictionaries(st.sampled_from(NAMES), anything, max_size=6).flatmap(

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inference_svc.http_api.cross_origin import MAX_ASKED, asked_names, check_local
+from inference_svc.http_api.cross_origin import MAX_REQUESTED, check_local, requested_header_names
 from inference_svc.http_api.errors import RequestError
 from inference_svc.openai_settings import OpenAISettings
 from shared.types.errors import DeniedError
@@ -20,10 +20,10 @@ texts = st.text(max_size=12) | st.lists(pieces, max_size=40).map("".join)
 def test_names_of_headers_are_names_or_refused(sent):
     """And bounded."""
     try:
-        names = asked_names(sent)
+        names = requested_header_names(sent)
     except RequestError:
         return
-    assert len(names) <= MAX_ASKED
+    assert len(names) <= MAX_REQUESTED
     assert names.isprintable() or "\t" in names
     assert all(TOKEN.fullmatch(name.strip(" \t")) for name in names.split(",") if names)
 

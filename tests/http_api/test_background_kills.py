@@ -3,7 +3,7 @@
 import openai
 import pytest
 
-from inference_svc.http_api.sessions.background import stopped
+from inference_svc.http_api.sessions.background import response_stopped
 from tests.http_api.conftest import MODEL
 from tests.http_api.talks import listed
 from tests.http_api.test_background import until_over
@@ -55,7 +55,7 @@ async def test_the_service_is_killed(api, long, opening):
         for _ in range(2):  # whoever asks, and however often
             found = await client.responses.retrieve(begun.id)
             assert (found.status, found.output, found.background) == ("failed", [], True)
-            assert found.error.message == str(stopped())
+            assert found.error.message == str(response_stopped())
         stream = await client.responses.retrieve(begun.id, stream=True, starting_after=number)
         (end,) = [event async for event in stream]
         assert (end.type, end.sequence_number) == ("response.failed", number + 1)

@@ -1,1 +1,1 @@
-"""Anthropic's words: messages. `docs/anthropic.md`."""
+"""Anthropic's API: messages. `docs/anthropic.md`."""

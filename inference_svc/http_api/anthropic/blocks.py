@@ -1,6 +1,6 @@
-"""Messages as Anthropic's clients write them: blocks of text, calls of tools, and their results.
+"""Messages as Anthropic's clients write them: blocks of text, tool calls, and their results.
 
-What the model thought is read and dropped: it stays in its session, and is not read again.
+Blocks of thoughts are accepted and dropped: thoughts stay in their session, and are not read again.
 
 *Source:* Anthropic API reference, "Messages".
 """
@@ -20,8 +20,8 @@ from shared.types.units import parse_duration_s
 PARAGRAPH = "\n\n"
 TEXT, CALL, RESULT = "text", "tool_use", "tool_result"
 THINKING, REDACTED = "thinking", "redacted_thinking"
-# Whose blocks of a type are; a text is everybody's.
-_SAYERS: Mapping[str, str] = {
+# The role that may send blocks of a type; any role may send text.
+_ROLES: Mapping[str, str] = {
     CALL: ASSISTANT,
     RESULT: USER,
     THINKING: ASSISTANT,
@@ -30,7 +30,10 @@ _SAYERS: Mapping[str, str] = {
 
 
 class CacheControl(Body):
-    """Says that the prompt up to here is to be kept: it is, anyway, but not as long for certain."""
+    """`cache_control`: asks to cache the prompt up to here.
+
+    The service does so anyway; this sets for how long at least.
+    """
 
     content_words: ClassVar[str] = "type and ttl"
 
@@ -39,12 +42,12 @@ class CacheControl(Body):
 
     @property
     def ttl_s(self) -> float:
-        """Its time in seconds."""
+        """The TTL in seconds."""
         return parse_duration_s(self.ttl)
 
 
 class BlockBody(Body):
-    """One block of a message's content; its type was read before."""
+    """One block of a message's content; a discriminator has chosen its class by its type."""
 
     content_words: ClassVar[str] = "type and text"
 
@@ -53,7 +56,7 @@ class BlockBody(Body):
 
 
 class TextBlock(BlockBody):
-    """A text."""
+    """A block of text."""
 
     ignored: ClassVar[frozenset[str]] = frozenset({"citations"})
 
@@ -66,13 +69,13 @@ def _kind_of(block: Any) -> str:
     return kind if isinstance(kind, str) else ""
 
 
-def _blocks(given: Any, kinds: tuple[str, ...]) -> Any:
-    """Take a text for the only block, and refuse blocks of other types."""
-    if isinstance(given, str):
-        return [{"type": TEXT, "text": given}]
-    if not isinstance(given, list):
+def _to_blocks(raw: Any, kinds: tuple[str, ...]) -> Any:
+    """Convert a text to the only block, and check the types of blocks; a validator."""
+    if isinstance(raw, str):
+        return [{"type": TEXT, "text": raw}]
+    if not isinstance(raw, list):
         raise WrongMemberError("{path} is no text", "send a string, or a list of blocks")
-    for index, block in enumerate(given):
+    for index, block in enumerate(raw):
         kind = _kind_of(block)
         if kind not in kinds:
             raise WrongMemberError(
@@ -81,18 +84,18 @@ def _blocks(given: Any, kinds: tuple[str, ...]) -> Any:
                 f"[{index}].type",
                 UnsupportedValueError,
             )
-    return given
+    return raw
 
 
-def _of_kinds(*kinds: str) -> BeforeValidator:
-    return BeforeValidator(partial(_blocks, kinds=kinds))
+def _blocks_of(*kinds: str) -> BeforeValidator:
+    return BeforeValidator(partial(_to_blocks, kinds=kinds))
 
 
-Texts = Annotated[list[TextBlock], FailFast(), _of_kinds(TEXT)]
+Texts = Annotated[list[TextBlock], FailFast(), _blocks_of(TEXT)]
 
 
 class CallBlock(BlockBody):
-    """A call of a tool, as it was answered."""
+    """A tool call of an earlier answer."""
 
     content_words: ClassVar[str] = "type, id, name and input"
     refused: ClassVar[Mapping[str, Refused]] = {
@@ -105,12 +108,12 @@ class CallBlock(BlockBody):
 
     @property
     def call(self) -> ToolCall:
-        """The call."""
+        """The decoded call."""
         return decode_call(self.name, self.input, self.call_id)
 
 
 class ResultBlock(BlockBody):
-    """What a tool returned."""
+    """The result of a tool call."""
 
     content_words: ClassVar[str] = "type, tool_use_id and content"
 
@@ -120,13 +123,13 @@ class ResultBlock(BlockBody):
 
     @property
     def message(self) -> Message:
-        """The message of the tool; an error without a text says that it is one."""
+        """The tool's message; an error without a text has the text "error"."""
         text = PARAGRAPH.join(block.text for block in self.content)
         return Message(TOOL, text or "error" * self.is_error, tool_call_id=self.call_id)
 
 
 class ThoughtBlock(BlockBody):
-    """What a model thought."""
+    """The model's thoughts."""
 
     content_words: ClassVar[str] = "type and thinking"
     ignored: ClassVar[frozenset[str]] = frozenset({"data", "signature", "thinking"})
@@ -140,7 +143,7 @@ Block = Annotated[
     | Annotated[ThoughtBlock, Tag(f"<{REDACTED}>")],
     Discriminator(lambda block: f"<{_kind_of(block)}>"),
 ]
-Blocks = Annotated[list[Block], FailFast(), _of_kinds(TEXT, *_SAYERS)]
+Blocks = Annotated[list[Block], FailFast(), _blocks_of(TEXT, *_ROLES)]
 
 
 class MessageBody(Body):
@@ -152,20 +155,20 @@ class MessageBody(Body):
     content: Blocks = Field(default=None, validate_default=True)
 
     @model_validator(mode="after")
-    def _say_what_is_theirs(self) -> Self:
+    def _check_roles(self) -> Self:
         for index, block in enumerate(self.content):
-            sayer = _SAYERS.get(block.kind, self.role)
-            if sayer != self.role:
+            role = _ROLES.get(block.kind, self.role)
+            if role != self.role:
                 raise WrongMemberError(
                     f"a block of type {block.kind!r} cannot be the {self.role}'s",
-                    f"send it with role {sayer!r}",
+                    f"send it with role {role!r}",
                     f"content[{index}].type",
                 )
         return self
 
     @property
-    def said(self) -> Iterator[Message]:
-        """What it says, block by block; an answer is one, whatever it has."""
+    def messages(self) -> Iterator[Message]:
+        """A message for each block; an answer is one message, with all its blocks."""
         if self.role == ASSISTANT:
             text = "".join(block.text for block in self.content if isinstance(block, TextBlock))
             calls = tuple(block.call for block in self.content if isinstance(block, CallBlock))

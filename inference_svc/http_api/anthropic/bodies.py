@@ -1,12 +1,12 @@
-"""Bodies of POST /v1/messages and /v1/messages/count_tokens, their tools and what messages say.
+"""Bodies of POST /v1/messages and /v1/messages/count_tokens, and the conversation in them.
 
-The blocks of a message are paragraphs: they are joined by blank lines, as are messages of the same
-role that follow one another, which are one to Anthropic, and which chat templates do not take. The
-texts of an answer are joined as they are: only calls and thoughts have taken them apart. What each
-tool returned is a message of its own.
+The blocks of a message are paragraphs: they are joined by blank lines. So are consecutive messages
+of the same role, which count as one message for Anthropic, and which chat templates refuse. The
+texts of an answer are joined without blank lines: only calls and thoughts separate them. The
+result of each tool is a message of its own.
 
-Claude Code puts a block in front of the system's which is different in each request
-(`x-anthropic-billing-header`) and says nothing to a model: with it nothing could ever be reused.
+Claude Code puts a block before the system's (`x-anthropic-billing-header`) that is different in
+each request and means nothing to a model. It is dropped, because with it no KV could be reused.
 
 *Source:* Anthropic API reference, "Messages", "Tool use"; `sglang` #29169 for the block.
 """
@@ -33,8 +33,8 @@ from inference_svc.http_api.bodies.body import (
 )
 from inference_svc.http_api.bodies.conversation import (
     TemplateArguments,
-    bounded,
     check_begun,
+    check_bounded,
     with_names,
 )
 from inference_svc.http_api.bodies.formats import FlatFormat
@@ -54,7 +54,7 @@ _CHOICES: Mapping[str, ChoiceKind] = {
 _NO_SERVERS = "the service runs no tools: leave it out"
 
 
-def _kind(kind: str) -> str:
+def _check_kind(kind: str) -> str:
     if kind != CUSTOM:
         raise WrongMemberError(
             f"a tool of type {kind[:40]!r} is not supported",
@@ -65,7 +65,7 @@ def _kind(kind: str) -> str:
 
 
 class ToolBody(Body):
-    """A tool that the client would run."""
+    """A tool that the client offers and runs itself."""
 
     content_words: ClassVar[str] = "name, description and input_schema"
     refused: ClassVar[Mapping[str, Refused]] = {
@@ -74,7 +74,7 @@ class ToolBody(Body):
     }
     ignored: ClassVar[frozenset[str]] = frozenset({"defer_loading", "eager_input_streaming"})
 
-    kind: Annotated[str, AfterValidator(_kind)] = Field(default=CUSTOM, alias="type")
+    kind: Annotated[str, AfterValidator(_check_kind)] = Field(default=CUSTOM, alias="type")
     name: ToolName = Field(default="", validate_default=True)
     description: str = ""
     input_schema: JsonObject = Field(default=None, validate_default=True)
@@ -83,7 +83,7 @@ class ToolBody(Body):
 
     @property
     def tool(self) -> Tool:
-        """The tool."""
+        """The tool that the model may call."""
         return Tool(self.name, self.description, self.input_schema, self.strict)
 
 
@@ -91,7 +91,7 @@ Tools = Annotated[list[ToolBody], FailFast()]
 
 
 class ChoiceBody(Body):
-    """`tool_choice`: whether the answer calls tools, and which."""
+    """`tool_choice`: whether the answer may or has to call tools, and which one."""
 
     content_words: ClassVar[str] = "type and name"
 
@@ -102,7 +102,7 @@ class ChoiceBody(Body):
     disable_parallel_tool_use: bool = False
 
     @model_validator(mode="after")
-    def _name_one(self) -> Self:
+    def _check_name(self) -> Self:
         if bool(self.name) != (self.kind == NAMED):
             raise WrongMemberError(
                 f"{{path}} and type {NAMED!r} go together", "send both, or neither", "name"
@@ -111,12 +111,12 @@ class ChoiceBody(Body):
 
     @property
     def choice(self) -> ChoiceKind:
-        """Whether the answer calls any."""
+        """Whether the answer may or has to call a tool."""
         return _CHOICES[self.kind]
 
 
 class OutputConfig(Body):
-    """Options of the output."""
+    """`output_config`: options of the answer."""
 
     ignored: ClassVar[frozenset[str]] = frozenset({"effort", "task_budget"})
 
@@ -124,7 +124,7 @@ class OutputConfig(Body):
 
 
 class ThinkingBody(Body):
-    """How the model is to think: only that it is not to is said to its template."""
+    """`thinking`: only "disabled" has an effect, as an argument of the chat template."""
 
     content_words: ClassVar[str] = "type"
     ignored: ClassVar[frozenset[str]] = frozenset({"budget_tokens", "display"})
@@ -135,7 +135,7 @@ class ThinkingBody(Body):
 
 
 class PromptBody(TurnBody):
-    """The body of POST /v1/messages/count_tokens; the members of an answer change nothing there."""
+    """The body of POST /v1/messages/count_tokens; members about the answer have no effect there."""
 
     tool_kinds: ClassVar[frozenset[str]] = frozenset({CUSTOM})
     call_prefix: ClassVar[str] = "toolu_"
@@ -145,7 +145,7 @@ class PromptBody(TurnBody):
         "output_format": Refused((), "send it as output_config.format"),
         THREAD: Refused((), "send the whole conversation: what was computed of it is found again"),
     }
-    # Nothing is edited but by [overflow].
+    # `context_management`: only [overflow] drops anything.
     ignored: ClassVar[frozenset[str]] = frozenset(
         {
             "context_management",
@@ -160,7 +160,7 @@ class PromptBody(TurnBody):
     tools: Tools = Field(default_factory=list)
     tool_choice: ChoiceBody | None = None
     system: Texts = Field(default_factory=list)
-    messages: Annotated[list[MessageBody], FailFast(), BeforeValidator(bounded)] = Field(
+    messages: Annotated[list[MessageBody], FailFast(), BeforeValidator(check_bounded)] = Field(
         default=[], validate_default=True
     )
     cache_control: CacheControl | None = None
@@ -171,14 +171,14 @@ class PromptBody(TurnBody):
     stop: StopStrings = Field(default_factory=list, alias="stop_sequences")
 
     @model_validator(mode="after")
-    def _end_rightly(self) -> Self:
-        begun = self._begun
-        if begun is not None:
-            check_begun(begun)
+    def _check_end(self) -> Self:
+        begun_answer = self._begun_answer
+        if begun_answer is not None:
+            check_begun(begun_answer)
         return self
 
     @model_validator(mode="after")
-    def _choose_what_is_there(self) -> Self:
+    def _check_tools(self) -> Self:
         choice = self.tool_choice
         check_tools(
             [each.name for each in self.tools], choice.name if choice else "", "tool_choice.name"
@@ -189,44 +189,48 @@ class PromptBody(TurnBody):
 
     @property
     def conversation(self) -> tuple[Message, ...]:
-        """What the system's blocks and the messages say, each role at a time.
+        """The system's blocks and the messages, with consecutive messages of a role merged.
 
-        But for an answer at their end, which is gone on with.
+        Without an answer at their end, which is the beginning of the next answer.
         """
-        return with_names(_joined(self._asked()))
+        return with_names(_merge_roles(self._prompt_messages()))
 
     @property
     def beginning(self) -> str:
-        """What the answer begins with, in the client's words; "": nothing."""
-        return "" if self._begun is None else self._begun.content
+        """The client's own beginning of the answer; "" if it gives none."""
+        return "" if self._begun_answer is None else self._begun_answer.content
 
     @property
     def template_arguments(self) -> dict[str, Any]:
-        """Arguments of the chat template; those that are named count before `thinking`."""
+        """Arguments of the chat template; the client's own override that of `thinking`."""
         is_off = self.thinking is not None and self.thinking.kind == DISABLED
         return {**(UNTHINKING if is_off else {}), **self.chat_template_kwargs}
 
     @property
-    def _begun(self) -> Message | None:
-        """The answer at the end of the messages; None: there is none."""
-        said = (one for each in self.messages[self._num_asked :] for one in each.said)
-        return next(_joined(said), None)
+    def _begun_answer(self) -> Message | None:
+        """The answer at the end of the messages; None if there is none."""
+        answers = (
+            message
+            for each in self.messages[self._num_prompt_messages :]
+            for message in each.messages
+        )
+        return next(_merge_roles(answers), None)
 
     @property
-    def _num_asked(self) -> int:
-        """Number of messages before an answer at their end."""
+    def _num_prompt_messages(self) -> int:
+        """Number of messages before the answer at their end."""
         at_end = takewhile(lambda each: each.role == ASSISTANT, reversed(self.messages))
         return len(self.messages) - len(list(at_end))
 
-    def _asked(self) -> Iterator[Message]:
-        """Yield what all blocks say, in order, before an answer at their end."""
+    def _prompt_messages(self) -> Iterator[Message]:
+        """Yield a message for each block, in order, up to the answer at the end."""
         yield from (Message(SYSTEM, block.text) for block in self.system)
-        for each in self.messages[: self._num_asked]:
-            yield from each.said
+        for each in self.messages[: self._num_prompt_messages]:
+            yield from each.messages
 
     @property
     def tool_use(self) -> ToolUse:
-        """What the answer may do with tools."""
+        """The tools that the answer may or has to call."""
         offered, choice = tuple(each.tool for each in self.tools), self.tool_choice
         if choice is None:
             return ToolUse(offered)
@@ -235,40 +239,40 @@ class PromptBody(TurnBody):
 
     @property
     def grammar(self) -> Grammar | None:
-        """What the answer has to be; None: whatever the model says."""
+        """The grammar that the answer has to follow; None for free text."""
         return None if self.output_config.format is None else self.output_config.format.grammar
 
     @property
     def cache_ttl(self) -> str:
-        """The longest time that the client wants the prompt to be kept; "" if it does not say."""
-        said = [*self._of_prefix, *self._of_messages]
-        return max(said, key=lambda each: each.ttl_s).ttl if said else ""
+        """The longest TTL that the client wants for the prompt; "" if it gives none."""
+        controls = [*self._prefix_controls, *self._message_controls]
+        return max(controls, key=lambda each: each.ttl_s).ttl if controls else ""
 
     @property
     def retention(self) -> Retention:
-        """For how long it wants what to be kept: up to the last message, or tools and system."""
+        """How long the client wants the session, and the prefix of tools and system, to be kept."""
         return Retention(
-            session_s=max((each.ttl_s for each in self._of_messages), default=0.0),
-            prefix_s=max((each.ttl_s for each in self._of_prefix), default=0.0),
+            session_s=max((each.ttl_s for each in self._message_controls), default=0.0),
+            prefix_s=max((each.ttl_s for each in self._prefix_controls), default=0.0),
         )
 
     @property
-    def _of_prefix(self) -> list[CacheControl]:
-        """What is said of caching at tools and in the system's blocks."""
+    def _prefix_controls(self) -> list[CacheControl]:
+        """The cache controls of tools and of the system's blocks."""
         of_tools = (tool.cache_control for tool in self.tools)
-        said = (*of_tools, *(block.cache_control for block in self.system))
-        return [each for each in said if each]
+        controls = (*of_tools, *(block.cache_control for block in self.system))
+        return [each for each in controls if each]
 
     @property
-    def _of_messages(self) -> list[CacheControl]:
-        """What is said of it in messages, and for all of them."""
+    def _message_controls(self) -> list[CacheControl]:
+        """The cache controls of the messages' blocks, and the body's own."""
         blocks = (block for each in self.messages for block in each.content)
-        said = (self.cache_control, *(block.cache_control for block in blocks))
-        return [each for each in said if each]
+        controls = (self.cache_control, *(block.cache_control for block in blocks))
+        return [each for each in controls if each]
 
     @property
     def max_answer_tokens(self) -> int | None:
-        """Bound of the answer; None: nothing is answered."""
+        """None: a prompt alone has no answer."""
         return None
 
 
@@ -278,7 +282,7 @@ class MessagesBody(PromptBody):
     max_tokens: Count | None = None
 
     @model_validator(mode="after")
-    def _bound(self) -> Self:
+    def _check_max_tokens(self) -> Self:
         if self.max_tokens is None:
             raise WrongMemberError(
                 "{path} is missing", "send the most tokens that the answer may have", "max_tokens"
@@ -287,13 +291,13 @@ class MessagesBody(PromptBody):
 
     @property
     def max_answer_tokens(self) -> int | None:
-        """Bound of the answer."""
+        """Most tokens of the answer."""
         return self.max_tokens
 
 
-def _joined(said: Iterable[Message]) -> Iterator[Message]:
-    """Make one message of those of a role that follow one another, if they are no tool's."""
-    for role, group in groupby(said, key=lambda message: message.role):
+def _merge_roles(messages: Iterable[Message]) -> Iterator[Message]:
+    """Merge consecutive messages of the same role, except results of tools."""
+    for role, group in groupby(messages, key=lambda message: message.role):
         if role == TOOL:
             yield from group
             continue

@@ -1,6 +1,6 @@
-"""Errors and models in Anthropic's words. Pure.
+"""Anthropic's objects of errors and models. Pure.
 
-Beside an error's type stands `code`, its reason.
+`code`, the error's reason beside its type, is this service's own.
 
 *Source:* Anthropic API reference, "Errors", "Models".
 """
@@ -13,9 +13,9 @@ from inference_svc.http_api.dialect import Dialect, ServedModel
 from inference_svc.http_api.errors import RequestError, status_of
 from shared.types.errors import ReportedError
 
-VERSION = "anthropic-version"  # the header that every request of its clients has
-THREAD = "thread"  # the member that asks for a conversation to be held under an answer's id
-# By this the official client knows to send its conversation whole, as others do.
+VERSION = "anthropic-version"  # a header of every request of Anthropic's clients
+THREAD = "thread"  # the member that asks to store a conversation under its answer's id
+# With these details the official client sends its whole conversation instead, as others do.
 _NO_THREADS = {"error_code": "thread_unsupported_request", "unsupported": [THREAD]}
 _TYPES: Mapping[int, str] = {
     401: "authentication_error",
@@ -31,14 +31,14 @@ _TYPES: Mapping[int, str] = {
 
 
 def error_body(error: ReportedError) -> dict[str, Any]:
-    """Make the body of an error's response, which is an event's of a stream, too."""
+    """Return the body of an error's response, which is also a stream's error event."""
     status = status_of(error)
     usual = "invalid_request_error" if status < 500 else "api_error"
     kind = _TYPES.get(status, usual)
-    said: dict[str, Any] = {"type": kind, "message": str(error), "code": error.reason}
+    error_object: dict[str, Any] = {"type": kind, "message": str(error), "code": error.reason}
     if isinstance(error, RequestError) and error.param == THREAD:
-        said["details"] = _NO_THREADS
-    return {"type": "error", "error": said, "request_id": None}
+        error_object["details"] = _NO_THREADS
+    return {"type": "error", "error": error_object, "request_id": None}
 
 
 def _models(model: ServedModel) -> dict[str, Any]:

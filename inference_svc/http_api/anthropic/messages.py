@@ -1,15 +1,15 @@
 """POST /v1/messages, whole and streamed, and POST /v1/messages/count_tokens.
 
-The events come in this order:
+The events of a stream come in this order:
 
     message_start, (content_block_start, content_block_delta…, content_block_stop)…,
     message_delta, message_stop | error
 
-There is a block for each text, each call of a tool, and each thought, in the order in which they
-were said. An answer without any has no block.
+There is a block for each text, each tool call, and each thought, in the order of the answer. An
+empty answer has no block.
 
-*Source:* Anthropic API reference, "Messages" and "Streaming messages"; beside what a message has
-stands `session_id`.
+*Source:* Anthropic API reference, "Messages" and "Streaming messages". `session_id` is this
+service's own.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -29,7 +29,7 @@ from inference_svc.core.tools.parts import (
     with_whole_calls,
 )
 from inference_svc.core.turn_record import AnswerToken, Finished, FinishReason, Started
-from inference_svc.http_api.answer_members import shown_reuse
+from inference_svc.http_api.answer_members import reuse_members
 from inference_svc.http_api.answer_parts import Reading
 from inference_svc.http_api.anthropic.blocks import CALL, TEXT, THINKING
 from inference_svc.http_api.anthropic.bodies import MessagesBody, PromptBody
@@ -58,14 +58,14 @@ async def create_message(api: Api, request: web.Request) -> web.StreamResponse:
 
 
 async def count_tokens(api: Api, request: web.Request) -> web.Response:
-    """Count the tokens of a conversation, and its tools, as they are read where it is new."""
+    """Count the tokens of a conversation and its tools, as a new session would read them."""
     body = (await api.read(request, PromptBody)).body
     tools, arguments = body.tool_use.tools, body.template_arguments
-    given = chat_input(body.conversation, tools, arguments, body.beginning)
-    return reply({"input_tokens": len(await api.gateway.prompts.encode(given))})
+    turn_input = chat_input(body.conversation, tools, arguments, body.beginning)
+    return reply({"input_tokens": len(await api.gateway.prompts.encode(turn_input))})
 
 
-# What a block has before its first delta.
+# The content of each type of block before its first delta.
 _EMPTY: Mapping[str, Mapping[str, Any]] = {
     TEXT: {TEXT: ""},
     THINKING: {THINKING: ""},
@@ -74,15 +74,16 @@ _EMPTY: Mapping[str, Mapping[str, Any]] = {
 
 
 class MessageObjects:
-    """Makes the objects of one answer, either whole or as events.
+    """Builds the object or the events of one answer.
 
     Args:
-        message_id: its id.
-        session_id: the session that it is a turn of.
+        message_id: the answer's id.
+        session_id: the session of the turn.
         model: the model's name as the client wrote it.
-        max_tokens: the client's bound of the answer; fewer tokens have filled the window.
-        cache_ttl: how long the client wants the prompt to be kept; "" if it does not say.
-        reading: how its answer is read.
+        max_tokens: the client's bound of the answer; a cut answer with fewer tokens has filled
+            the context window.
+        cache_ttl: how long the client wants the prompt to be cached; "" if it does not say.
+        reading: how the answer is parsed.
     """
 
     def __init__(
@@ -100,11 +101,11 @@ class MessageObjects:
         self._max_tokens = max_tokens
         self._cache_ttl = cache_ttl
         self._reader = reading.reader()
-        self._index = 0  # of the next block, or of the one that has no end yet
-        self._open = ""  # type of that one; "" if there is none
+        self._index = 0  # index of the open block, or else of the next one
+        self._open = ""  # type of the open block; "" if there is none
 
     def whole(self, _tokens: Sequence[AnswerToken], finished: Finished) -> dict[str, Any]:
-        """Make the answer of a request that is not streamed."""
+        """Build the message of a request that is not streamed."""
         parts = [*self._reader.push_text(finished.text), *self._reader.end()]
         content: list[dict[str, Any]] = []
         shown = _blocks(with_whole_calls(parts))
@@ -113,61 +114,61 @@ class MessageObjects:
             if kind != CALL:
                 found = [{**found[0], kind: "".join(block[kind] for block in found)}]
             content += found
-        return self._message(content, self._usage_of(finished)) | self._why(finished)
+        return self._message(content, self._usage_of(finished)) | self._stop_reason(finished)
 
     def opening(self, started: Started) -> Iterator[dict[str, Any]]:
-        """Make the first event: an empty message, and what its prompt cost."""
+        """Build the first event: an empty message, with the usage of the prompt."""
         usage = self._usage(started.history_tokens + started.new_tokens, started.reused_tokens, 0)
         message = self._message([], usage) | {"stop_reason": None, "stop_sequence": None}
         yield {"type": "message_start", "message": message}
 
     def piece(self, tokens: Sequence[AnswerToken]) -> Iterator[dict[str, Any]]:
-        """Make the events of the next tokens; none if they show nothing."""
+        """Build the events of the next tokens; there are none if they show nothing."""
         yield from self._events(self._reader.push(tokens))
 
     def closing(self, finished: Finished) -> Iterator[dict[str, Any]]:
-        """Make the events of its end: what was held back, and why it ended."""
+        """Build the events of the end: held-back text, stop reason and usage."""
         yield from self._events(self._reader.end())
-        yield from self._stop()
-        delta, usage = self._why(finished), self._usage_of(finished)
+        yield from self._close_block()
+        delta, usage = self._stop_reason(finished), self._usage_of(finished)
         yield {"type": "message_delta", "delta": delta, "usage": usage}
         yield {"type": "message_stop"}
 
     def failure(self, error: ReportedError) -> dict[str, Any]:
-        """Make the event of an answer that has failed."""
+        """Build the event of an answer that failed."""
         return error_body(error)
 
     def _events(self, parts: Iterable[Part]) -> Iterator[dict[str, Any]]:
-        """Make the events of parts: texts of one type that follow one another are one block."""
+        """Build the events of parts; consecutive texts of one type are one block."""
         for part in parts:
             if isinstance(part, CallBegun):
-                yield from self._stop()
-                yield self._start({"type": CALL, "id": part.call_id, "name": part.name})
+                yield from self._close_block()
+                yield self._open_block({"type": CALL, "id": part.call_id, "name": part.name})
             elif isinstance(part, CallArguments):
                 delta = {"type": "input_json_delta", "partial_json": part.text}
                 yield self._event("content_block_delta", delta=delta)
             elif isinstance(part, CallEnded):
-                yield from self._stop()
+                yield from self._close_block()
             else:
-                yield from self._say(part)
+                yield from self._text_events(part)
 
-    def _say(self, part: Part) -> Iterator[dict[str, Any]]:
-        """Make the events of a text."""
+    def _text_events(self, part: Part) -> Iterator[dict[str, Any]]:
+        """Build the events of a text; open a block for it if none of its type is open."""
         for block in _blocks([part]):
             kind = block["type"]
             if kind != self._open:
-                yield from self._stop()
-                yield self._start(block)
+                yield from self._close_block()
+                yield self._open_block(block)
             delta = {"type": f"{kind}_delta", kind: block[kind]}
             yield self._event("content_block_delta", delta=delta)
 
-    def _start(self, block: dict[str, Any]) -> dict[str, Any]:
-        """Make the event of the beginning of a block."""
+    def _open_block(self, block: dict[str, Any]) -> dict[str, Any]:
+        """Open a block, and build its event."""
         self._open = block["type"]
         return self._event("content_block_start", content_block={**block, **_EMPTY[self._open]})
 
-    def _stop(self) -> Iterator[dict[str, Any]]:
-        """Make the event of the end of the block that has none yet."""
+    def _close_block(self) -> Iterator[dict[str, Any]]:
+        """Close the open block, if there is one, and build its event."""
         if self._open:
             yield self._event("content_block_stop")
             self._open = ""
@@ -187,8 +188,8 @@ class MessageObjects:
             "session_id": self._session_id,
         }
 
-    def _why(self, finished: Finished) -> dict[str, Any]:
-        """Say why an answer ended."""
+    def _stop_reason(self, finished: Finished) -> dict[str, Any]:
+        """Return the members that say why the answer ended."""
         reason = "tool_use" if self._reader.num_calls else "end_turn"
         if finished.stop_string:
             reason = "stop_sequence"
@@ -201,10 +202,13 @@ class MessageObjects:
         usage = finished.usage
         prompt_tokens = usage.history_tokens + usage.new_tokens
         counted = self._usage(prompt_tokens, usage.reused_tokens, usage.output_tokens)
-        return {**counted, **shown_reuse(usage)}
+        return {**counted, **reuse_members(usage)}
 
     def _usage(self, prompt_tokens: int, reused_tokens: int, output_tokens: int) -> dict[str, Any]:
-        """Make the usage: all that is computed is kept, and counts so if the client wanted it."""
+        """Return the usage object.
+
+        All computed tokens are cached; they count as cache writes if the client asked for caching.
+        """
         computed_tokens = prompt_tokens - reused_tokens
         kept = {ttl: computed_tokens if ttl == self._cache_ttl else 0 for ttl in ("5m", "1h")}
         return {
@@ -218,7 +222,7 @@ class MessageObjects:
 
 
 def _blocks(parts: Iterable[Part]) -> Iterator[dict[str, Any]]:
-    """Make a block of each part that says anything."""
+    """Yield a block for each part that is not empty."""
     for part in parts:
         if isinstance(part, ToolCall):
             yield {"type": CALL, "id": part.call_id, "name": part.name, "input": part.values}

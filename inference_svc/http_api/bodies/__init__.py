@@ -1,1 +1,1 @@
-"""What requests bring: their bodies, member by member, whichever API they speak."""
+"""Bodies of requests: the members that the APIs have in common, and how they are checked."""

@@ -1,13 +1,13 @@
-"""Bodies of requests as pydantic models: the base of all, and what each request for a turn has.
+"""Bodies of requests as pydantic models: their base class, and the base of bodies for turns.
 
-Types are strict: true is not 1, 3.0 is no whole number, a number in quotes is text. A member that
-is null counts as absent, as it does for OpenAI. Members are refused in one of three ways: a feature
-that is not there (`unsupported_value`), a value off its type or bounds (`invalid_value`), a name
-that nobody knows (`unknown_parameter`); the first of these in a body is reported, with its path.
+Types are strict: true is not 1, 3.0 is not an integer, a number in quotes is text. A member that
+is null counts as absent, as it does for OpenAI. There are three kinds of refusal, and a body's
+first refusal in this order is reported, with its path: a feature that the service lacks
+(`unsupported_value`), a value of another type or out of bounds (`invalid_value`), an unknown name
+(`unknown_parameter`).
 
-Sampling is OpenAI's and Anthropic's, with the service's own parameters beside it (`min_p`,
-`repetition_penalty`, `ignore_eos`). A request that names no temperature gets the one of the
-settings, which is their default there.
+Sampling parameters are OpenAI's and Anthropic's, and some that they lack (`min_p`,
+`repetition_penalty`, `ignore_eos`). The settings have the default temperature (the vendors').
 """
 
 import difflib
@@ -34,15 +34,15 @@ from inference_svc.core.grammar import Grammar
 from inference_svc.core.retention import NO_RETENTION, Retention
 from inference_svc.http_api.errors import RequestError, UnknownParameterError, UnsupportedValueError
 
-MAX_SHOWN = 60  # characters of a bad value that a message repeats
+MAX_SHOWN = 60  # characters of an invalid value that a message repeats
 MOST_TOKENS = 2**31 - 1
 MAX_SEED = 2**63  # negative seeds are taken modulo it
-MAX_METADATA = 16  # OpenAI's bounds
-MAX_METADATA_NAME = 64
-MAX_METADATA_TEXT = 512
+MAX_METADATA = 16  # notes; this and the next two are OpenAI's bounds
+MAX_METADATA_NAME = 64  # characters
+MAX_METADATA_TEXT = 512  # characters
 
-# What clients of other servers send (llama.cpp, vLLM, Ollama, SGLang, OpenRouter), of caches, slots
-# and reports that are not here; it changes no answer.
+# Parameters of other servers (llama.cpp, vLLM, Ollama, SGLang, OpenRouter) about their caches,
+# slots and reports. They change no answer, so the settings may let them pass.
 FOREIGN = frozenset(
     {
         *("add_special_tokens", "cache_prompt", "id_slot", "keep_alive", "n_cache_reuse", "n_keep"),
@@ -56,18 +56,18 @@ B = TypeVar("B", bound="Body")
 
 @dataclass(frozen=True)
 class Refused:
-    """A member that means something that the service does not do.
+    """The rule of a member whose feature the service lacks.
 
     Attributes:
-        accepted: values that have no effect.
-        remedy: what to do instead.
+        accepted: values that ask for nothing, and are accepted.
+        remedy: what to do instead of sending another value.
     """
 
     accepted: tuple[object, ...]
     remedy: str
 
     def allows(self, value: object) -> bool:
-        """Whether a value has no effect; true and 1 are different."""
+        """Return whether a value is accepted; true and 1 are different."""
         return any(
             isinstance(value, bool) == isinstance(each, bool) and value == each
             for each in self.accepted
@@ -75,13 +75,14 @@ class Refused:
 
 
 class WrongMemberError(ValueError):
-    """A validator of ours refuses a value; `decode` raises a `kind` of it, with its path.
+    """A validator refuses a value; `decode` converts it to an error of class `kind`.
 
     Args:
-        message: "{path}" stands for the path, "{path!r}" for the same in quotes.
+        message: the message, in which "{path}" is replaced by the value's path, and "{path!r}" by
+            the path in quotes.
         remedy: what to send instead.
-        name: of the member in the value that is validated; "" for that value itself.
-        kind: the error that the client gets.
+        name: name of the refused member of the validated value; "" for the value itself.
+        kind: class of the error that the client gets.
     """
 
     def __init__(
@@ -95,12 +96,12 @@ class WrongMemberError(ValueError):
 
 
 class Body(BaseModel):
-    """An object that a client sent.
+    """A JSON object of a request's body.
 
     Attributes:
-        content_words: what an object of this kind is made of, for people.
-        refused: members that ask for what there is not.
-        ignored: members that change nothing that this service does.
+        content_words: the members of such an object, for error messages.
+        refused: members whose feature the service lacks.
+        ignored: members that have no effect in this service.
     """
 
     model_config = ConfigDict(strict=True, frozen=True, extra="allow")
@@ -111,25 +112,25 @@ class Body(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _take_what_counts(cls, given: Any) -> Any:
-        if not isinstance(given, dict):
+    def _select_members(cls, raw: Any) -> Any:
+        if not isinstance(raw, dict):
             raise WrongMemberError("{path} is not an object", f"send {cls.content_words}")
         for name, rule in cls.refused.items():
-            value = given.get(name)
+            value = raw.get(name)
             if value is not None and not rule.allows(value):
                 message = f"{{path}} = {_shown(value)} is not supported"
                 raise WrongMemberError(message, rule.remedy, name, UnsupportedValueError)
         taken, known, missed = _names(cls)
         values = dict(missed)
-        values |= {name: given[name] for name in taken if given.get(name) is not None}
-        for name, value in given.items():
+        values |= {name: raw[name] for name in taken if raw.get(name) is not None}
+        for name, value in raw.items():
             if value is not None and name not in known:
-                values[name] = value  # one is enough to refuse them all
+                values[name] = value  # one unknown member is enough to refuse the object
                 break
         return values
 
     @model_validator(mode="after")
-    def _know_all(self) -> Self:
+    def _check_no_unknown(self) -> Self:
         for name in self.model_extra or ():
             shown = name[:MAX_SHOWN]  # the name may be as long as the body
             close = difflib.get_close_matches(shown, sorted(_names(type(self))[1]), n=1)
@@ -144,10 +145,10 @@ class Body(BaseModel):
 
 @functools.cache
 def _names(kind: type[Body]) -> tuple[tuple[str, ...], frozenset[str], dict[str, Any]]:
-    """Return the names of an object's members that are read, of all that it may have, and defaults.
+    """Return the names of an object's fields, of all members that it may have, and some defaults.
 
-    The defaults are of those that may be missed: what pydantic fills in itself it calls by the name
-    of its field, which no client knows.
+    The defaults are those that are validated, for fields with an alias: if pydantic filled them
+    in, its errors would name the field, and not the alias that clients know.
     """
     fields = kind.model_fields
     taken = tuple(field.alias or name for name, field in fields.items())
@@ -155,27 +156,27 @@ def _names(kind: type[Body]) -> tuple[tuple[str, ...], frozenset[str], dict[str,
     return taken, frozenset((*taken, *kind.refused, *kind.ignored)), missed
 
 
-def decode(kind: type[B], given: dict[str, Any]) -> B:
-    """Read an object that a client sent.
+def decode(kind: type[B], raw: dict[str, Any]) -> B:
+    """Validate an object that a client sent.
 
     Raises:
-        RequestError: something is off, unknown or not supported.
+        RequestError: a member is unsupported, invalid or unknown.
     """
     try:
-        return kind.model_validate(given)
+        return kind.model_validate(raw)
     except ValidationError as error:
         refusals = [_refusal(found) for found in error.errors(include_url=False)]
         raise min(refusals, key=_rank) from error
 
 
 def _rank(refusal: RequestError) -> int:
-    """Order refusals: first what is not there, then what is off, last a name that nobody knows."""
+    """Return the order of refusals: unsupported values, then invalid ones, then unknown names."""
     if isinstance(refusal, UnsupportedValueError):
         return 0
     return 2 if isinstance(refusal, UnknownParameterError) else 1
 
 
-# What to send instead, by pydantic's names of what is off.
+# Remedies, by pydantic's types of errors.
 _EXPECTED: Mapping[str, str] = {
     "string_type": "a string",
     "bool_type": "true or false",
@@ -192,7 +193,7 @@ _EXPECTED: Mapping[str, str] = {
 
 
 def _refusal(found: Any) -> RequestError:
-    """Turn one of pydantic's errors into one that OpenAI's clients know."""
+    """Convert one of pydantic's errors to a RequestError."""
     context = found.get("ctx", {})
     wrong = context.get("error")
     if isinstance(wrong, WrongMemberError):
@@ -206,12 +207,12 @@ def _refusal(found: Any) -> RequestError:
 
 
 def _path(*parts: str | int) -> str:
-    """Write where a member is in the body, as in "messages[2].content"."""
+    """Return the path of a member in the body, as in "messages[2].content"."""
     path = ""
     for part in parts:
         if isinstance(part, int):
             path += f"[{part}]"
-        elif part and not part.startswith("<"):  # the kind of an item, which is no member
+        elif part and not part.startswith("<"):  # "<...>" is the tag of a union, no member
             path += part if not path or part.startswith("[") else f".{part}"
     return path
 
@@ -228,35 +229,35 @@ def _shown(value: object) -> str:
 # ---------------------------------------------------------------------------- requests for turns
 
 
-def _stop(given: Any) -> Any:
-    if isinstance(given, str):
-        return [given] if given else []
-    is_list = isinstance(given, list) and len(given) <= MAX_STOP_STRINGS
-    if not is_list or not all(isinstance(text, str) for text in given):
+def _stop_strings(raw: Any) -> Any:
+    if isinstance(raw, str):
+        return [raw] if raw else []
+    is_list = isinstance(raw, list) and len(raw) <= MAX_STOP_STRINGS
+    if not is_list or not all(isinstance(text, str) for text in raw):
         raise WrongMemberError(
             "{path} cannot be so", f"send a string, or at most {MAX_STOP_STRINGS} strings"
         )
-    return given
+    return raw
 
 
-def _metadata(given: Any) -> Any:
-    """Bound a client's notes before they are read; null is an empty text."""
-    if not isinstance(given, dict):
-        return given
-    if len(given) > MAX_METADATA or any(
+def _check_metadata(raw: Any) -> Any:
+    """Check the bounds of metadata before it is validated; null becomes an empty text."""
+    if not isinstance(raw, dict):
+        return raw
+    if len(raw) > MAX_METADATA or any(
         len(name) > MAX_METADATA_NAME or (isinstance(text, str) and len(text) > MAX_METADATA_TEXT)
-        for name, text in given.items()
+        for name, text in raw.items()
     ):
         raise WrongMemberError(
             "{path} is too long",
             f"send at most {MAX_METADATA} texts of {MAX_METADATA_TEXT} characters, under names "
             f"of {MAX_METADATA_NAME}",
         )
-    return {name: "" if text is None else text for name, text in given.items()}
+    return {name: "" if text is None else text for name, text in raw.items()}
 
 
-def named(name: str) -> str:
-    """Validate that a model is named."""
+def check_named(name: str) -> str:
+    """Check that a model is named; a validator."""
     if not name:
         raise WrongMemberError("{path} is missing", "name one of GET /v1/models")
     return name
@@ -264,36 +265,36 @@ def named(name: str) -> str:
 
 Count = Annotated[int, Field(ge=1, le=MOST_TOKENS)]
 TokenId = Annotated[int, Field(ge=0, le=MOST_TOKENS)]
-Metadata = Annotated[dict[str, str], BeforeValidator(_metadata)]
-StopStrings = Annotated[list[str], BeforeValidator(_stop)]
+Metadata = Annotated[dict[str, str], BeforeValidator(_check_metadata)]
+StopStrings = Annotated[list[str], BeforeValidator(_stop_strings)]
 
 
 class ModelBody(Body):
-    """A request to a model.
+    """The body of a request to a model.
 
     Attributes:
-        model: name of the model; "" for the one that is served.
+        model: name of the model; "" for the served one.
     """
 
     model: str = ""
 
 
 class TurnBody(ModelBody, ABC):
-    """A request for a turn, of whichever API.
+    """The body of a request for a turn, in any API.
 
     Attributes:
-        model: name of the model that is to answer; OpenAI demands it, too.
-        store: whether the session may stay afterwards.
-        session_id: the session that the client names; "" if its messages decide.
-        metadata: a client's own notes.
-        tool_kinds: types of tools that clients run.
-        call_prefix: what ids of calls begin with.
+        model: name of the model; required, as in the vendors' APIs.
+        store: whether the session may stay after the turn.
+        session_id: the session that the client names; "" to find it by the messages.
+        metadata: the client's own notes.
+        tool_kinds: types of tools that clients run themselves.
+        call_prefix: prefix of the ids of tool calls.
     """
 
     tool_kinds: ClassVar[frozenset[str]] = frozenset()
     call_prefix: ClassVar[str] = "call_"
 
-    model: Annotated[str, AfterValidator(named)] = Field(default="", validate_default=True)
+    model: Annotated[str, AfterValidator(check_named)] = Field(default="", validate_default=True)
     stream: bool = False
     store: bool = True
     session_id: str = ""
@@ -310,29 +311,29 @@ class TurnBody(ModelBody, ABC):
     @property
     @abstractmethod
     def max_answer_tokens(self) -> int | None:
-        """Bound of the answer; None if the client does not say."""
+        """Most tokens of the answer; None if the client gives no bound."""
 
     @property
     def shown_logprobs(self) -> int | None:
-        """How many alternatives are shown of each token; None: not even its own probability."""
+        """Number of alternatives shown of each token; None: no log-probabilities at all."""
         return None
 
     @property
     def grammar(self) -> Grammar | None:
-        """What the answer has to be; None: whatever the model says."""
+        """The grammar that the answer has to follow; None for free text."""
         return None
 
     @classmethod
-    def without_foreign(cls, given: dict[str, Any]) -> dict[str, Any]:
-        """Return a body without the tools that a vendor would run: the model is not told of them.
+    def without_foreign(cls, raw: dict[str, Any]) -> dict[str, Any]:
+        """Return a body without the tools that a vendor would run; the model does not get them.
 
         Args:
-            given: the body, as it came.
+            raw: the body as the client sent it.
         """
-        tools = given.get("tools")
+        tools = raw.get("tools")
         if not isinstance(tools, list):
-            return given
-        return {**given, "tools": [tool for tool in tools if not cls._is_foreign(tool)]}
+            return raw
+        return {**raw, "tools": [tool for tool in tools if not cls._is_foreign(tool)]}
 
     @classmethod
     def _is_foreign(cls, tool: Any) -> bool:
@@ -341,47 +342,47 @@ class TurnBody(ModelBody, ABC):
 
     @property
     def cache_key(self) -> str:
-        """The client's name of the conversation, see `agents.py`; "" if it says none."""
+        """The client's name of the conversation, see `agents.py`; "" if it gives none."""
         return ""
 
     @property
     def retention(self) -> Retention:
-        """For how long the client wants what is computed to be kept at least."""
+        """How long the client wants the KV cache to be kept at least."""
         return NO_RETENTION
 
     @property
     def predicted(self) -> str:
-        """What most of the answer will likely be; "" if the client does not say."""
+        """The client's guess of most of the answer; "" if it gives none."""
         return ""
 
     @property
     def tool_use(self) -> ToolUse:
-        """What the answer may do with tools."""
+        """The tools that the answer may or has to call."""
         return ToolUse()
 
     @property
     def template_arguments(self) -> dict[str, Any]:
-        """Arguments of the chat template, as the client gives them."""
+        """The client's arguments of the chat template."""
         return {}
 
     @property
     def beginning(self) -> str:
-        """What the answer begins with, in the client's words; "": nothing."""
+        """The client's own beginning of the answer; "" if it gives none."""
         return ""
 
     @property
     def own_sampling(self) -> dict[str, Any]:
-        """Sampling values that only this API's requests have; None: the client does not say."""
+        """Sampling values that only this API has; None where the client gives none."""
         return {}
 
     def sampling(self, temperature: float, choice: int = 0) -> dict[str, Any]:
         """Return the client's sampling values, by the names of `SamplingParams`.
 
         Args:
-            temperature: temperature of a request that names none.
-            choice: index of the answer among those of the request, which have seeds of their own.
+            temperature: the default temperature.
+            choice: index of the answer among the request's answers, which have different seeds.
         """
-        said = {
+        values = {
             "temperature": temperature if self.temperature is None else self.temperature,
             "top_p": self.top_p,
             "top_k": self.top_k,
@@ -396,4 +397,4 @@ class TurnBody(ModelBody, ABC):
             "grammar": self.grammar,
             **self.own_sampling,
         }
-        return {name: value for name, value in said.items() if value is not None}
+        return {name: value for name, value in values.items() if value is not None}

@@ -1,6 +1,6 @@
-"""A conversation in a body, and what is said to the chat template beside it: alike in every API.
+"""The conversation in a body, and arguments of the chat template: common to all APIs.
 
-What messages say has one form behind all of them: `Message`.
+The messages of every API are converted to the same class, `Message`.
 """
 
 from collections.abc import Callable, Iterable
@@ -16,34 +16,34 @@ from inference_svc.core.template_arguments import check_arguments
 from inference_svc.http_api.bodies.body import WrongMemberError
 from inference_svc.http_api.errors import UnsupportedValueError
 
-MAX_MESSAGES = 4096  # of a request
-MAX_PARTS = 4096  # of all messages together: reading each takes its time, of everybody's
+MAX_MESSAGES = 4096  # messages of a request
+MAX_PARTS = 4096  # parts of all its messages: validating them holds up the event loop
 
 T = TypeVar("T")
 
 
-def bounded(given: Any) -> Any:
-    """Refuse lists that would take long to read, before they are read."""
-    if not isinstance(given, list):
-        return given
-    if not 0 < len(given) <= MAX_MESSAGES:
+def check_bounded(raw: Any) -> Any:
+    """Check the bounds of a list of messages before it is validated, which may take long."""
+    if not isinstance(raw, list):
+        return raw
+    if not 0 < len(raw) <= MAX_MESSAGES:
         raise WrongMemberError(
-            f"{len(given)} messages cannot be", f"send 1 to {MAX_MESSAGES} messages"
+            f"{len(raw)} messages cannot be", f"send 1 to {MAX_MESSAGES} messages"
         )
-    num_parts = sum(map(_num_parts, given))
+    num_parts = sum(map(_count_parts, raw))
     if num_parts > MAX_PARTS:
         raise WrongMemberError(
             f"{num_parts} parts of content cannot be", f"send at most {MAX_PARTS}"
         )
-    return given
+    return raw
 
 
 def with_names(messages: Iterable[Message], calls: Iterable[ToolCall] = ()) -> tuple[Message, ...]:
-    """Return messages in which what a tool returned says which tool, if its call is known.
+    """Return messages in which a tool's result has the tool's name, if its call is known.
 
     Args:
-        messages: what is said, calls included.
-        calls: of the answer before the first message.
+        messages: the messages, with their calls and results.
+        calls: the calls of the answer before the first message.
     """
     names = {call.call_id: call.name for call in calls}
     found = []
@@ -55,41 +55,41 @@ def with_names(messages: Iterable[Message], calls: Iterable[ToolCall] = ()) -> t
     return tuple(found)
 
 
-def _num_parts(given: Any) -> int:
-    """Count a message's parts, and those of what a tool returned, which are inside of one."""
-    parts = _content(given)
+def _count_parts(raw: Any) -> int:
+    """Count a message's parts, and the parts of tool results, which are inside a part."""
+    parts = _content(raw)
     return len(parts) + sum(len(_content(part)) for part in parts)
 
 
-def _content(given: Any) -> list[Any]:
-    content = given.get("content") if isinstance(given, dict) else None
+def _content(raw: Any) -> list[Any]:
+    content = raw.get("content") if isinstance(raw, dict) else None
     return content if isinstance(content, list) else []
 
 
-def _checked(check: Callable[[T], None]) -> AfterValidator:
-    """Make a validator of a check that every way in has."""
+def _as_validator(check: Callable[[T], None]) -> AfterValidator:
+    """Return a validator of a check that the gRPC service has, too."""
 
-    def validate(given: T) -> T:
+    def validate(raw: T) -> T:
         try:
-            check(given)
+            check(raw)
         except InvalidTurnError as error:
             raise WrongMemberError(error.message, error.remedy) from error
-        return given
+        return raw
 
     return AfterValidator(validate)
 
 
-TemplateArguments = Annotated[dict[str, Any], _checked(check_arguments)]
-SayerName = Annotated[str, _checked(check_sayer)]
-# How much the model is to think, in OpenAI's words; which of them a template knows is its business.
+TemplateArguments = Annotated[dict[str, Any], _as_validator(check_arguments)]
+SayerName = Annotated[str, _as_validator(check_sayer)]
+# Reasoning efforts, by OpenAI's names; it depends on the chat template which of them it supports.
 Effort: TypeAlias = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 def check_begun(message: Message) -> None:
-    """Check that the last message can be gone on with as the answer; for a validator of a body.
+    """Check that the last message can be the beginning of the answer; for a body's validator.
 
     Raises:
-        WrongMemberError: it is no answer, or one that calls.
+        WrongMemberError: it is no answer, or an answer with tool calls.
     """
     if message.role != ASSISTANT:
         raise WrongMemberError(

@@ -1,8 +1,8 @@
-"""What an answer has to be, as each API writes it.
+"""Formats of answers: the grammar that an answer has to follow, as each API writes it.
 
 OpenAI's chats have `response_format`, its responses `text.format`, Anthropic's messages
-`output_config.format`; what vLLM's clients send beside them, `structured_outputs`, has more kinds.
-Whether a schema is strict makes no difference: each is kept to.
+`output_config.format`. vLLM's clients send `structured_outputs`, which has more kinds. A schema is
+always enforced, whether it is strict or not.
 
 *Source:* OpenAI and Anthropic API references, "Structured outputs"; vLLM, "Structured outputs".
 """
@@ -28,14 +28,14 @@ class SchemaBody(Body):
     definition: dict[str, Any] | None = Field(default=None, alias="schema")
 
     @model_validator(mode="after")
-    def _have_one(self) -> Self:
+    def _check_definition(self) -> Self:
         if self.definition is None:
             raise WrongMemberError("{path} is missing", "send a JSON schema", "schema")
         return self
 
 
 class ChatFormat(Body):
-    """`response_format` of a chat: a schema is in a member of its own."""
+    """`response_format` of a chat, where the schema is in the member `json_schema`."""
 
     content_words: ClassVar[str] = "type, and json_schema"
 
@@ -43,7 +43,7 @@ class ChatFormat(Body):
     json_schema: SchemaBody | None = None
 
     @model_validator(mode="after")
-    def _agree(self) -> Self:
+    def _check_members(self) -> Self:
         if (self.kind == "json_schema") != (self.json_schema is not None):
             raise _schema_and_type("json_schema")
         return self
@@ -56,7 +56,7 @@ class ChatFormat(Body):
 
 
 class FlatFormat(Body):
-    """`text.format` of a response, `output_config.format` of a message: all of it in one."""
+    """`text.format` of a response, `output_config.format` of a message: one flat object."""
 
     content_words: ClassVar[str] = "type, and schema"
     ignored: ClassVar[frozenset[str]] = frozenset({"description"})
@@ -67,7 +67,7 @@ class FlatFormat(Body):
     definition: dict[str, Any] | None = Field(default=None, alias="schema")
 
     @model_validator(mode="after")
-    def _agree(self) -> Self:
+    def _check_members(self) -> Self:
         if (self.kind == "json_schema") != (self.definition is not None):
             raise _schema_and_type("schema")
         return self
@@ -79,11 +79,11 @@ class FlatFormat(Body):
 
     @property
     def shown(self) -> dict[str, Any]:
-        """The format as a response repeats it."""
+        """The format as a response object shows it."""
         if self.definition is None:
             return {"type": self.kind}
-        said = {"name": self.name, "schema": self.definition, "strict": self.strict}
-        return {"type": self.kind, **said}
+        members = {"name": self.name, "schema": self.definition, "strict": self.strict}
+        return {"type": self.kind, **members}
 
 
 def _grammar(kind: Kind, definition: dict[str, Any] | None) -> Grammar | None:
@@ -101,7 +101,7 @@ def _schema_and_type(name: str) -> WrongMemberError:
 
 
 class StructuredOutputs(Body):
-    """vLLM's: one of several kinds."""
+    """vLLM's `structured_outputs`: exactly one of several kinds of grammar."""
 
     content_words: ClassVar[str] = "json, json_object, regex, choice or grammar"
 
@@ -112,14 +112,14 @@ class StructuredOutputs(Body):
     lark: str | None = Field(default=None, alias="grammar")
 
     @model_validator(mode="after")
-    def _be_one(self) -> Self:
+    def _check_one_kind(self) -> Self:
         if len(self._grammars()) != 1:
             raise WrongMemberError("{path} is not of one kind", f"send {self.content_words}")
         return self
 
     @property
     def grammar(self) -> Grammar:
-        """The grammar."""
+        """The grammar that is given."""
         return self._grammars()[0]
 
     def _grammars(self) -> list[Grammar]:

@@ -1,4 +1,4 @@
-"""Tools, and calls of them, as clients write them: what all APIs have in common."""
+"""Tools and tool calls in bodies: what the APIs have in common."""
 
 import re
 from collections.abc import Sequence
@@ -13,11 +13,11 @@ from inference_svc.core.tools.json_value import Asked, NoCallError, make_call
 from inference_svc.http_api.bodies.body import Body, WrongMemberError
 
 MAX_TOOLS = 512
-MAX_DEPTH = 64  # of objects and lists in one another: whoever writes them into a prompt recurses
+MAX_DEPTH = 64  # nesting of objects and lists: chat templates write them recursively
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 
 
-def _name(name: str) -> str:
+def _check_tool_name(name: str) -> str:
     if not _NAME.fullmatch(name):
         raise WrongMemberError(
             "{path} is no name of a tool", "send up to 128 letters, digits and signs of _.:/-"
@@ -25,8 +25,8 @@ def _name(name: str) -> str:
     return name
 
 
-def _bounded(given: dict[str, Any], name: str = "") -> dict[str, Any]:
-    level: list[Any] = [given]
+def _check_depth(raw: dict[str, Any], name: str = "") -> dict[str, Any]:
+    level: list[Any] = [raw]
     for _ in range(MAX_DEPTH):
         inner = (each.values() if isinstance(each, dict) else each for each in level)
         level = [value for values in inner for value in values if isinstance(value, dict | list)]
@@ -34,24 +34,24 @@ def _bounded(given: dict[str, Any], name: str = "") -> dict[str, Any]:
         raise WrongMemberError(
             "{path} is nested too deeply", f"nest at most {MAX_DEPTH} levels", name
         )
-    return given
+    return raw
 
 
-ToolName = Annotated[str, AfterValidator(_name)]
-JsonObject = Annotated[dict[str, Any], AfterValidator(_bounded)]
+ToolName = Annotated[str, AfterValidator(_check_tool_name)]
+JsonObject = Annotated[dict[str, Any], AfterValidator(_check_depth)]
 CallId = Annotated[str, Field(min_length=1, max_length=256)]
 
 
 def check_tools(names: Sequence[str], chosen: str, choice_path: str) -> None:
-    """Check the tools of a request; for a validator of its body.
+    """Check the tools of a request; for a body's validator.
 
     Args:
-        names: of the tools that it offers.
+        names: names of the offered tools.
         chosen: the tool that the answer has to call; "" if none is named.
-        choice_path: where that is named.
+        choice_path: path of the member that names it.
 
     Raises:
-        WrongMemberError: there are too many, or two of one name, or the chosen one is not there.
+        WrongMemberError: there are too many, two have the same name, or `chosen` is not offered.
     """
     if len(names) > MAX_TOOLS:
         raise WrongMemberError(
@@ -67,10 +67,10 @@ def check_tools(names: Sequence[str], chosen: str, choice_path: str) -> None:
 
 
 def decode_call(name: str, arguments: str | dict[str, Any], call_id: str) -> ToolCall:
-    """Decode a call of an earlier answer, which may have been cut; for a validator.
+    """Decode a tool call of an earlier answer, which may have been cut off; for a validator.
 
     Raises:
-        WrongMemberError: its arguments are no object, or nested too deeply.
+        WrongMemberError: its arguments are no JSON object, or nested too deeply.
     """
     try:
         call = make_call(Asked(name, arguments or {}))
@@ -80,12 +80,12 @@ def decode_call(name: str, arguments: str | dict[str, Any], call_id: str) -> Too
                 "{path} is no JSON object", "send the arguments as they were answered", "arguments"
             ) from error
         call = ToolCall(name, arguments, is_cut=True)
-    _bounded(call.values, "arguments")
+    _check_depth(call.values, "arguments")
     return replace(call, call_id=call_id)
 
 
 class FunctionBody(Body):
-    """A function that the client would run."""
+    """A function that the client offers as a tool."""
 
     content_words: ClassVar[str] = "name, description and parameters"
 
@@ -96,12 +96,12 @@ class FunctionBody(Body):
 
     @property
     def tool(self) -> Tool:
-        """The tool."""
+        """The function as a tool."""
         return Tool(self.name, self.description, self.parameters, self.strict)
 
 
 class CalledFunctionBody(Body):
-    """The function of a call, as it was answered."""
+    """The function of an earlier answer's call."""
 
     content_words: ClassVar[str] = "name and arguments"
 
@@ -109,6 +109,6 @@ class CalledFunctionBody(Body):
     arguments: str = ""
 
     @model_validator(mode="after")
-    def _decode(self) -> "CalledFunctionBody":
+    def _check_arguments(self) -> "CalledFunctionBody":
         decode_call(self.name, self.arguments, "")
         return self

@@ -1,1 +1,1 @@
-"""OpenAI's words: chats, responses, conversations and completions. `docs/openai.md`."""
+"""OpenAI's API: chats, responses, conversations, completions, embeddings. `docs/openai.md`."""

@@ -1,6 +1,6 @@
-"""POST /v1/chat/completions: its body, its handler, and the objects that it answers with.
+"""POST /v1/chat/completions: its body, its handler, and the objects of its answer.
 
-*Source:* OpenAI API reference, "Chat"; beside it stands `session_id`, which the client may name.
+*Source:* OpenAI API reference, "Chat". `session_id` is this service's own, in body and answer.
 """
 
 import time
@@ -34,7 +34,7 @@ from inference_svc.http_api.openai.choices import (
     Envelope,
     StreamOptions,
     check_choices,
-    opened,
+    open_answers,
 )
 from inference_svc.http_api.openai.messages import Messages, PredictionBody, check_end
 from inference_svc.http_api.openai.stored_chats import CHAT, stored_messages
@@ -53,8 +53,8 @@ class ChatBody(OpenAITurnBody):
     """The body of POST /v1/chat/completions.
 
     Attributes:
-        add_generation_prompt, continue_final_message: not OpenAI's, but vLLM's: whether the last
-            message is an answer that is gone on with.
+        add_generation_prompt, continue_final_message: vLLM's parameters: whether the last message
+            is the beginning of the answer.
     """
 
     refused: ClassVar[Mapping[str, Refused]] = {
@@ -81,7 +81,7 @@ class ChatBody(OpenAITurnBody):
     continue_final_message: bool = False
 
     @model_validator(mode="after")
-    def _agree(self) -> Self:
+    def _check_members(self) -> Self:
         if self.response_format and self.structured_outputs:
             raise WrongMemberError(
                 "{path} goes not with response_format", "send one of them", "structured_outputs"
@@ -103,28 +103,28 @@ class ChatBody(OpenAITurnBody):
 
     @property
     def is_stored(self) -> bool:
-        """Whether the client asks for the chat to be stored: unlike a response, none is unasked."""
+        """Whether the client asked to store the chat; unlike responses, chats have no default."""
         return self.store and "store" in self.model_fields_set
 
     @property
     def conversation(self) -> tuple[Message, ...]:
-        """What the messages say, but for an answer that is gone on with."""
-        said = self.messages[:-1] if self.continue_final_message else self.messages
-        return with_names(each.message for each in said)
+        """The messages, without one that is the beginning of the answer."""
+        members = self.messages[:-1] if self.continue_final_message else self.messages
+        return with_names(each.message for each in members)
 
     @property
     def beginning(self) -> str:
-        """What the answer begins with, in the client's words; "": nothing."""
+        """The client's own beginning of the answer; "" if it gives none."""
         return self.messages[-1].text if self.continue_final_message else ""
 
     @property
     def predicted(self) -> str:
-        """What most of the answer will likely be; "" if the client does not say."""
+        """The client's guess of most of the answer; "" if it gives none."""
         return self.prediction.text if self.prediction else ""
 
     @property
     def effort(self) -> Effort | None:
-        """How much the model is to think; None if the client does not say."""
+        """The reasoning effort; None if the client gives none."""
         return self.reasoning_effort
 
     @property
@@ -134,22 +134,22 @@ class ChatBody(OpenAITurnBody):
 
     @property
     def max_answer_tokens(self) -> int | None:
-        """Bound of the answer; None if the client does not say."""
+        """Most tokens of the answer; None if the client gives no bound."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
     def shown_logprobs(self) -> int | None:
-        """How many alternatives are shown of each token; None: no log-probabilities."""
+        """Number of alternatives shown of each token; None: no log-probabilities."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
     def grammar(self) -> Grammar | None:
-        """What the answer has to be; None: whatever the model says."""
+        """The grammar that the answer has to follow; None for free text."""
         return super().grammar if self.response_format is None else self.response_format.grammar
 
 
 async def create_chat(api: Api, request: web.Request) -> web.StreamResponse:
-    """Answer a chat's last message, once or several times."""
+    """Answer a chat's last message with one or several choices."""
     turn_request = await api.read(request, ChatBody)
     body = turn_request.body
     turns = [turn_request.turn(body.conversation, choice=index) for index in range(body.n)]
@@ -172,22 +172,24 @@ async def create_chat(api: Api, request: web.Request) -> web.StreamResponse:
     async def keep(whole: Mapping[str, Any], sessions: Sequence[str]) -> None:
         messages = stored_messages(whole["id"], body.messages)
         chat = StoredChat(whole, messages, body.metadata, sessions)
-        with suppress(StoreUnavailableError):  # logged; the answer is as good
+        with suppress(StoreUnavailableError):  # it was logged, and the answer does not need it
             await api.store.chats.keep(turn_request.caller.tenant, chat)
 
-    async with opened(api.answers, turn_request.caller, turns) as answers:
-        made = Choices(envelope, answers, choices, body.n, keep if body.is_stored else None)
-        return await send_reply(turn_request, turns[0], made)
+    async with open_answers(api.answers, turn_request.caller, turns) as answers:
+        choices_reply = Choices(
+            envelope, answers, choices, body.n, keep if body.is_stored else None
+        )
+        return await send_reply(turn_request, turns[0], choices_reply)
 
 
 class ChatChoice:
-    """Makes one choice of a chat completion; see `Choice`.
+    """Builds one choice of a chat completion; see `Choice`.
 
     Args:
-        index: of the choice.
-        token_text: writes tokens.
-        reading: how its answer is read.
-        top_logprobs: how many alternatives of each token; None: no log-probabilities.
+        index: index of the choice.
+        token_text: makes the objects of tokens.
+        reading: how the answer is parsed.
+        top_logprobs: number of alternatives of each token; None: no log-probabilities.
     """
 
     def __init__(
@@ -201,7 +203,7 @@ class ChatChoice:
         self._token_text = token_text
         self._reader = reading.reader()
         self._top_logprobs = top_logprobs
-        self._num_shown = 0  # calls
+        self._num_shown = 0  # number of calls that have begun
 
     @property
     def num_thought(self) -> int:
@@ -209,7 +211,7 @@ class ChatChoice:
         return self._reader.num_thought
 
     def whole(self, tokens: Sequence[AnswerToken], finished: Finished) -> dict[str, Any]:
-        """Make the whole choice."""
+        """Build the whole choice."""
         read = summed([*self._reader.push(tokens), *self._reader.end()])
         message: dict[str, Any] = {
             "role": "assistant",
@@ -220,20 +222,20 @@ class ChatChoice:
         if read.reasoning:
             message["reasoning_content"] = read.reasoning
         if read.calls:
-            message["tool_calls"] = list(map(_shown_call, read.calls))
+            message["tool_calls"] = list(map(_call_object, read.calls))
         return {
             "index": self._index,
             "message": message,
             "logprobs": self._logprobs(tokens),
-            "finish_reason": _why(finished, len(read.calls)),
+            "finish_reason": _finish_reason(finished, len(read.calls)),
         }
 
     def opening(self) -> Iterator[dict[str, Any]]:
-        """Make the first delta: whose message it is."""
+        """Build the first delta: the message's role."""
         yield self._delta({"role": "assistant", "content": "", "refusal": None}, None)
 
     def piece(self, tokens: Sequence[AnswerToken]) -> Iterator[dict[str, Any]]:
-        """Make the deltas of the next tokens; none if they show nothing."""
+        """Build the deltas of the next tokens; log-probabilities go with the first of them."""
         deltas = self._deltas(self._reader.push(tokens))
         logprobs = self._logprobs(tokens)
         if logprobs and not deltas:
@@ -243,23 +245,23 @@ class ChatChoice:
             logprobs = None
 
     def closing(self, finished: Finished) -> Iterator[dict[str, Any]]:
-        """Make the last deltas: what was held back, and why it ended."""
+        """Build the last deltas: held-back text, and the finish reason."""
         for delta in self._deltas(self._reader.end()):
             yield self._delta(delta, None)
-        yield self._delta({}, _why(finished, self._reader.num_calls))
+        yield self._delta({}, _finish_reason(finished, self._reader.num_calls))
 
     def _deltas(self, parts: Sequence[Part]) -> list[dict[str, Any]]:
-        """Make the deltas of parts; a call is announced, then its arguments follow."""
-        return [delta for part in parts for delta in self._shown(part)]
+        """Build the deltas of parts; a call's name and id come before its arguments."""
+        return [delta for part in parts for delta in self._part_deltas(part)]
 
-    def _shown(self, part: Part) -> Iterator[dict[str, Any]]:
+    def _part_deltas(self, part: Part) -> Iterator[dict[str, Any]]:
         if isinstance(part, CallBegun):
             self._num_shown += 1
-            announced = _shown_call(ToolCall(part.name, "", part.call_id))
+            announced = _call_object(ToolCall(part.name, "", part.call_id))
             yield {"tool_calls": [{"index": self._num_shown - 1, **announced}]}
         elif isinstance(part, CallArguments):
-            said = {"index": self._num_shown - 1, "function": {"arguments": part.text}}
-            yield {"tool_calls": [said]}
+            members = {"index": self._num_shown - 1, "function": {"arguments": part.text}}
+            yield {"tool_calls": [members]}
         elif isinstance(part, Content):
             yield {"content": part.text}
         elif isinstance(part, Reasoning):
@@ -281,12 +283,12 @@ class ChatChoice:
         return {"content": self._token_text.rows(tokens, self._top_logprobs), "refusal": None}
 
 
-def _shown_call(call: ToolCall) -> dict[str, Any]:
-    said = {"name": call.name, "arguments": call.arguments}
-    return {"id": call.call_id, "type": "function", "function": said}
+def _call_object(call: ToolCall) -> dict[str, Any]:
+    members = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.call_id, "type": "function", "function": members}
 
 
-def _why(finished: Finished, num_calls: int) -> str:
-    """Say why an answer ended."""
+def _finish_reason(finished: Finished, num_calls: int) -> str:
+    """Return OpenAI's finish reason of an answer."""
     is_call = num_calls and finished.finish_reason == FinishReason.STOP
     return "tool_calls" if is_call else finished.finish_reason

@@ -1,8 +1,8 @@
-"""Several answers to one request: `n` of a prompt, or one of each of several prompts.
+"""Choices: several answers to one request, `n` for each of its prompts.
 
-Each is a turn of its own. Those of one history never meet in a session: one goes on there, the
-others in forks of it, so that the client may go on from whichever it likes. The first computes what
-the prompts have in common, for all of them.
+Each answer is a turn of its own. Answers to the same history never share a session: one continues
+the session, the others forks of it, so that the client can continue any of them. What the prompts
+have in common is computed once, by the first turn.
 """
 
 import asyncio
@@ -21,23 +21,27 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, TypeVar
 
 from inference_svc.core.turn_record import AnswerToken, Finished, Tokens, Usage
-from inference_svc.http_api.answer_members import shown_reuse
+from inference_svc.http_api.answer_members import reuse_members
 from inference_svc.http_api.bodies.body import Body, WrongMemberError
 from inference_svc.http_api.openai.dialect import error_body
 from inference_svc.http_api.sessions.answers import Answers, LiveAnswer
 from inference_svc.http_api.sessions.http_turn import Caller, HttpTurn
 from shared.types.errors import ReportedError
 
-MOST_CHOICES = 16  # answers to one request
+MOST_CHOICES = 16  # most answers to one request
 
 T = TypeVar("T")
 
 
 def check_choices(num_prompts: int, n: int) -> None:
-    """Bound the answers of a request; for a validator of its body.
+    """Check the number of a request's answers; for a body's validator.
+
+    Args:
+        num_prompts: number of its prompts.
+        n: number of answers to each prompt.
 
     Raises:
-        WrongMemberError: there are too many.
+        WrongMemberError: there are more than `MOST_CHOICES` answers.
     """
     num_choices = num_prompts * n
     if num_choices > MOST_CHOICES:
@@ -47,30 +51,30 @@ def check_choices(num_prompts: int, n: int) -> None:
 
 
 class Choice(Protocol):
-    """Makes one choice: as it is in a whole object, and in the chunks of a stream."""
+    """Builds one choice, either for a whole object or for the chunks of a stream."""
 
     @property
     def num_thought(self) -> int:
-        """How many tokens were thought up to here."""
+        """Number of thought tokens so far."""
 
     def whole(self, tokens: Sequence[AnswerToken], finished: Finished) -> dict[str, Any]:
-        """Make the whole choice."""
+        """Build the whole choice."""
 
     def opening(self) -> Iterable[dict[str, Any]]:
-        """Make what the chunks of its beginning have."""
+        """Build the choice in the first chunks of a stream."""
 
     def piece(self, tokens: Sequence[AnswerToken]) -> Iterable[dict[str, Any]]:
-        """Make what the chunks of its next tokens have; nothing if these show nothing."""
+        """Build the choice in the chunks of the next tokens; there may be none."""
 
     def closing(self, finished: Finished) -> Iterable[dict[str, Any]]:
-        """Make what its last chunks have: what was held back, and why it ended."""
+        """Build the choice in the last chunks: held-back text, and the finish reason."""
 
 
 class StreamOptions(Body):
-    """Options of a stream.
+    """`stream_options` of a request.
 
     Attributes:
-        include_usage: whether it ends with a chunk that has the usage.
+        include_usage: whether the stream ends with a chunk with the usage.
     """
 
     ignored: ClassVar[frozenset[str]] = frozenset({"include_obfuscation"})
@@ -80,16 +84,16 @@ class StreamOptions(Body):
 
 @dataclass(frozen=True)
 class Envelope:
-    """What all objects of one request have in common.
+    """The members that all objects of one request have in common.
 
     Attributes:
-        kind: of the whole object.
-        chunk_kind: of a stream's chunks.
-        answer_id: id of all of them.
-        created: seconds of the epoch.
+        kind: type of the whole object.
+        chunk_kind: type of a stream's chunks.
+        answer_id: id of the object, and of all chunks.
+        created: Unix time in seconds.
         model: the model's name as the client wrote it.
-        fingerprint: fingerprint of the model that answers.
-        includes_usage: every chunk has the member `usage`, and the last one has a value there.
+        fingerprint: the model's fingerprint.
+        includes_usage: whether every chunk has the member `usage`, null except in the last one.
     """
 
     kind: str
@@ -103,15 +107,15 @@ class Envelope:
     def whole(
         self, choices: list[dict[str, Any]], session_id: str, usage: dict[str, Any]
     ) -> dict[str, Any]:
-        """Make the object of a request that is not streamed."""
+        """Build the object of a request that is not streamed."""
         return self._object(self.kind, choices, session_id) | {"usage": usage}
 
     def chunk(
         self, choices: list[dict[str, Any]], session_id: str, usage: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Make a chunk."""
-        made = self._object(self.chunk_kind, choices, session_id)
-        return made | {"usage": usage} if self.includes_usage else made
+        """Build a chunk of a stream."""
+        chunk = self._object(self.chunk_kind, choices, session_id)
+        return chunk | {"usage": usage} if self.includes_usage else chunk
 
     def _object(self, kind: str, choices: list[dict[str, Any]], session_id: str) -> dict[str, Any]:
         return {
@@ -127,14 +131,15 @@ class Envelope:
 
 
 class Choices:
-    """The reply with the answers of a request; see `replies.Reply`.
+    """The reply with all answers of a request; see `replies.Reply`.
 
     Args:
-        envelope: what all objects have in common.
+        envelope: the common members of all objects.
         answers: the turns' answers.
-        choices: makes what makes the objects of each.
-        n: answers to each prompt.
-        keep: stores the whole object, also of a stream, before its end is told; None: it is not.
+        choices: returns new builders of the choices, one for each answer.
+        n: number of answers to each prompt.
+        keep: stores the whole object, also of a stream, before the client gets its end; None: it
+            is not stored.
     """
 
     stream_end: ClassVar[bytes] = b"data: [DONE]\n\n"
@@ -156,58 +161,62 @@ class Choices:
         self.session_id = answers[0].session_id
 
     async def whole(self) -> dict[str, Any]:
-        """Return all choices; of several each says its session, too."""
-        return await self._made(await _all([answer.whole() for answer in self._answers]))
+        """Return the object with all choices; if there are several, each names its session."""
+        return await self._build_whole(await _run_all([answer.whole() for answer in self._answers]))
 
     async def events(self) -> AsyncGenerator[dict[str, Any], None]:
-        """Yield the chunks of all choices, as they come, and the usage if it is to be told."""
+        """Yield the chunks of all choices as they arrive, then the usage if it was asked for."""
         ended: list[Finished | None] = [None] * len(self._answers)
-        said: list[list[AnswerToken]] = [[] for _ in self._answers]
+        tokens: list[list[AnswerToken]] = [[] for _ in self._answers]
         for choice, answer in zip(self._choices, self._answers, strict=True):
-            for made in choice.opening():
-                yield self._envelope.chunk([made], answer.session_id)
-        async with aclosing(_merged(self._answers)) as events:  # a client may leave in the middle
+            for choice_object in choice.opening():
+                yield self._envelope.chunk([choice_object], answer.session_id)
+        async with aclosing(
+            _merge_events(self._answers)
+        ) as events:  # a client may leave in the middle
             async for index, event in events:
                 choice, session_id = self._choices[index], self._answers[index].session_id
                 if isinstance(event, Finished):
                     ended[index] = event
                     if self._keep is not None and all(ended):
-                        await self._made([*zip(said, filter(None, ended), strict=True)])
+                        await self._build_whole([*zip(tokens, filter(None, ended), strict=True)])
                     parts = choice.closing(event)
                 else:
                     if self._keep is not None:
-                        said[index] += event.tokens
+                        tokens[index] += event.tokens
                     parts = choice.piece(event.tokens)
-                for made in parts:
-                    yield self._envelope.chunk([made], session_id)
+                for choice_object in parts:
+                    yield self._envelope.chunk([choice_object], session_id)
         if self._envelope.includes_usage:
             num_thought = sum(choice.num_thought for choice in self._choices)
-            usage = self._total([one for one in ended if one is not None], num_thought)
+            usage = self._sum_usage(
+                [finished for finished in ended if finished is not None], num_thought
+            )
             yield self._envelope.chunk([], self.session_id, usage)
 
-    async def _made(
+    async def _build_whole(
         self, ended: Sequence[tuple[Sequence[AnswerToken], Finished]]
     ) -> dict[str, Any]:
-        """Make the whole object, and have it stored."""
+        """Build the whole object, and store it if the client asked for that."""
         choices = self._make_choices()
-        made = [choice.whole(*end) for choice, end in zip(choices, ended, strict=True)]
+        choice_objects = [choice.whole(*end) for choice, end in zip(choices, ended, strict=True)]
         sessions = [answer.session_id for answer in self._answers]
-        if len(made) > 1:
-            for choice, session_id in zip(made, sessions, strict=True):
+        if len(choice_objects) > 1:
+            for choice, session_id in zip(choice_objects, sessions, strict=True):
                 choice["session_id"] = session_id
         num_thought = sum(choice.num_thought for choice in choices)
-        usage = self._total([finished for _, finished in ended], num_thought)
-        whole = self._envelope.whole(made, self.session_id, usage)
+        usage = self._sum_usage([finished for _, finished in ended], num_thought)
+        whole = self._envelope.whole(choice_objects, self.session_id, usage)
         if self._keep is not None:
             await self._keep(whole, sessions)
         return whole
 
     def failure(self, error: ReportedError) -> dict[str, Any]:
-        """Make the event of a request that failed."""
+        """Build the event of a request that failed."""
         return error_body(error)
 
-    def _total(self, ended: Sequence[Finished], num_thought: int) -> dict[str, Any]:
-        """Sum up: each prompt counts once, as its first answer found it."""
+    def _sum_usage(self, ended: Sequence[Finished], num_thought: int) -> dict[str, Any]:
+        """Sum up the usage; a prompt counts once, by the usage of its first answer."""
         usages = [finished.usage for finished in ended]
         prompts = usages[:: self._n]
         total = Usage(
@@ -226,30 +235,32 @@ class Choices:
 
 
 @asynccontextmanager
-async def opened(
+async def open_answers(
     answers: Answers, caller: Caller, turns: Sequence[HttpTurn]
 ) -> AsyncIterator[list[LiveAnswer]]:
-    """Start all turns of a request, and leave them with the block; if one is refused, all are.
+    """Start all turns of a request, and leave them at the end of the block.
+
+    If one turn is refused, the others are cancelled.
 
     Raises:
-        ReportedError: one was refused, or failed before it began.
+        ReportedError: a turn was refused, or failed before its first tokens.
     """
     live: list[LiveAnswer] = []
 
-    async def open_one(turn: HttpTurn) -> LiveAnswer:
+    async def open_answer(turn: HttpTurn) -> LiveAnswer:
         answer = await answers.open(caller, turn)
         live.append(answer)
         return answer
 
     try:
-        yield await _all([open_one(turn) for turn in turns])
+        yield await _run_all([open_answer(turn) for turn in turns])
     finally:
         for answer in live:
             answer.close()
 
 
-async def _all(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Return the results of calls that run at once; when one fails the others are cancelled."""
+async def _run_all(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """Run calls concurrently, and return their results; if one fails, cancel the others."""
     tasks = [asyncio.ensure_future(call) for call in calls]
     try:
         return await asyncio.gather(*tasks)
@@ -263,10 +274,10 @@ async def _cancel(tasks: Sequence[asyncio.Task[Any]]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _merged(
+async def _merge_events(
     answers: Sequence[LiveAnswer],
 ) -> AsyncGenerator[tuple[int, Tokens | Finished], None]:
-    """Yield the events of all answers as they come, each with its answer's index.
+    """Yield the events of all answers as they arrive, each with the index of its answer.
 
     Raises:
         ReportedError: a turn failed.
@@ -277,7 +288,7 @@ async def _merged(
         try:
             async for event in answer.events():
                 news.put_nowait((index, event))
-        except Exception as error:  # noqa: BLE001  # raised where the events are taken
+        except Exception as error:  # noqa: BLE001  # raised again by the consumer, below
             news.put_nowait((index, error))
 
     following = [asyncio.create_task(follow(*each)) for each in enumerate(answers)]
@@ -294,11 +305,11 @@ async def _merged(
 
 
 def shown_usage(usage: Usage, num_thought: int = 0) -> dict[str, Any]:
-    """Make the usage of a request: tokens that were not computed again are `cached_tokens`.
+    """Return the usage object of a request; reused tokens are its `cached_tokens`.
 
     Args:
-        usage: of its turns.
-        num_thought: tokens of the answers that were thought.
+        usage: the summed usage of its turns.
+        num_thought: number of thought tokens in the answers.
     """
     prompt_tokens = usage.history_tokens + usage.new_tokens
     return {
@@ -312,5 +323,5 @@ def shown_usage(usage: Usage, num_thought: int = 0) -> dict[str, Any]:
             "accepted_prediction_tokens": usage.accepted_tokens,
             "rejected_prediction_tokens": usage.drafted_tokens - usage.accepted_tokens,
         },
-        **shown_reuse(usage),
+        **reuse_members(usage),
     }

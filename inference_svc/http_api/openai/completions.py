@@ -1,9 +1,10 @@
-"""POST /v1/completions: raw text, or token ids, is continued; no template, no messages.
+"""POST /v1/completions: continuation of raw text or token ids, without messages or a template.
 
-Each answer is a session of its own, which has what others of the tenant have computed of the same
-first tokens; a request that names a session goes on with that, and brings only what is new.
+Each answer is a session of its own, which shares the KV cache of the same first tokens with the
+tenant's other sessions. A request that names a session continues it, and sends only what is new.
 
-*Source:* OpenAI API reference, "Completions"; beside it stand `session_id`, and `special_tokens`.
+*Source:* OpenAI API reference, "Completions". `session_id` and `special_tokens` are this service's
+own.
 """
 
 import time
@@ -24,21 +25,21 @@ from inference_svc.http_api.openai.choices import (
     Envelope,
     StreamOptions,
     check_choices,
-    opened,
+    open_answers,
 )
 from inference_svc.http_api.openai.turn_body import SampledBody
 from inference_svc.http_api.replies import send_reply
 
-USUAL_TOKENS = 16  # of an answer, if the client names no bound; OpenAI's
-MOST_LOGPROBS = 5
+USUAL_TOKENS = 16  # most tokens of an answer if the client gives no bound; OpenAI's default
+MOST_LOGPROBS = 5  # alternatives of a token; OpenAI's bound
 
 
-def _prompts(given: Any) -> Any:
-    """Take one prompt for a list with one."""
-    is_one = isinstance(given, str) or (
-        isinstance(given, list) and bool(given) and not isinstance(given[0], str | list)
+def _to_prompts(raw: Any) -> Any:
+    """Convert a single prompt to a list, and check the prompts."""
+    is_one = isinstance(raw, str) or (
+        isinstance(raw, list) and bool(raw) and not isinstance(raw[0], str | list)
     )
-    prompts = [given] if is_one else given
+    prompts = [raw] if is_one else raw
     if not isinstance(prompts, list) or not prompts or not all(map(_is_prompt, prompts)):
         raise WrongMemberError(
             "{path} is no prompt", "send a text or a list of token ids, or a list of such"
@@ -46,24 +47,24 @@ def _prompts(given: Any) -> Any:
     return prompts
 
 
-def _is_prompt(given: Any) -> bool:
-    is_ids = isinstance(given, list) and all(map(_is_token_id, given))
-    return bool(given) and (isinstance(given, str) or is_ids)
+def _is_prompt(raw: Any) -> bool:
+    is_ids = isinstance(raw, list) and all(map(_is_token_id, raw))
+    return bool(raw) and (isinstance(raw, str) or is_ids)
 
 
-def _is_token_id(given: Any) -> bool:
-    is_whole = isinstance(given, int) and not isinstance(given, bool)
-    return is_whole and 0 <= given <= MOST_TOKENS
+def _is_token_id(raw: Any) -> bool:
+    is_whole = isinstance(raw, int) and not isinstance(raw, bool)
+    return is_whole and 0 <= raw <= MOST_TOKENS
 
 
 class CompletionBody(SampledBody):
     """The body of POST /v1/completions.
 
     Attributes:
-        prompt: texts or lists of token ids that answers continue.
-        n: answers to each.
-        special_tokens: whether names of special tokens in the text are these tokens; else text.
-        logprobs: how many alternatives of each token; None: no log-probabilities.
+        prompt: the texts or lists of token ids to continue.
+        n: number of answers to each prompt.
+        special_tokens: whether names of special tokens in the text are read as these tokens.
+        logprobs: number of alternatives of each token; None: no log-probabilities.
     """
 
     refused: ClassVar[Mapping[str, Refused]] = {
@@ -73,7 +74,7 @@ class CompletionBody(SampledBody):
     }
     ignored: ClassVar[frozenset[str]] = frozenset({"prompt_cache_key", "user"})
 
-    prompt: Annotated[list[str | list[int]], BeforeValidator(_prompts)] = Field(
+    prompt: Annotated[list[str | list[int]], BeforeValidator(_to_prompts)] = Field(
         default=None, validate_default=True
     )
     n: Count = 1
@@ -83,13 +84,13 @@ class CompletionBody(SampledBody):
     stream_options: StreamOptions = StreamOptions()
 
     @model_validator(mode="after")
-    def _bound(self) -> Self:
+    def _check_choices(self) -> Self:
         check_choices(len(self.prompt), self.n)
         return self
 
     @property
     def inputs(self) -> list[TextInput | TokenInput]:
-        """The prompts as inputs."""
+        """The prompts as inputs of turns."""
         return [
             TextInput(prompt, has_special=self.special_tokens)
             if isinstance(prompt, str)
@@ -99,17 +100,17 @@ class CompletionBody(SampledBody):
 
     @property
     def max_answer_tokens(self) -> int | None:
-        """Bound of the answer."""
+        """Most tokens of the answer."""
         return self.max_tokens
 
     @property
     def shown_logprobs(self) -> int | None:
-        """How many alternatives are shown of each token; None: no log-probabilities."""
+        """Number of alternatives shown of each token; None: no log-probabilities."""
         return self.logprobs
 
 
 async def create_completion(api: Api, request: web.Request) -> web.StreamResponse:
-    """Continue a prompt, or several, once or several times."""
+    """Continue one or several prompts, each with one or several choices."""
     turn_request = await api.read(request, CompletionBody)
     body = turn_request.body
     inputs = [raw for raw in body.inputs for _ in range(body.n)]
@@ -128,44 +129,44 @@ async def create_completion(api: Api, request: web.Request) -> web.StreamRespons
         shown = body.shown_logprobs
         return [CompletionChoice(index, api.token_text, shown) for index in range(len(turns))]
 
-    async with opened(api.answers, turn_request.caller, turns) as answers:
+    async with open_answers(api.answers, turn_request.caller, turns) as answers:
         return await send_reply(turn_request, turns[0], Choices(envelope, answers, choices, body.n))
 
 
 @dataclass
 class CompletionChoice:
-    """Makes one choice of a completion; see `Choice`. A chunk of a stream is like the whole.
+    """Builds one choice of a completion; see `Choice`. Chunks have the members of the whole.
 
     Attributes:
-        index: of the choice.
-        token_text: writes tokens.
-        num_logprobs: how many alternatives of each token; None: no log-probabilities.
+        index: index of the choice.
+        token_text: makes the objects of tokens.
+        num_logprobs: number of alternatives of each token; None: no log-probabilities.
     """
 
-    num_thought: ClassVar[int] = 0  # raw text is not read
+    num_thought: ClassVar[int] = 0  # raw text is not parsed for thoughts
 
     index: int
     token_text: TokenText
     num_logprobs: int | None = None
-    _num_characters: int = field(default=0, init=False)  # of the tokens that were shown
+    _num_characters: int = field(default=0, init=False)  # characters of all tokens so far
 
     def whole(self, tokens: Sequence[AnswerToken], finished: Finished) -> dict[str, Any]:
-        """Make the whole choice."""
+        """Build the whole choice."""
         return self._choice(finished.text, self._logprobs(tokens), finished.finish_reason)
 
     def opening(self) -> Iterator[dict[str, Any]]:
-        """Make nothing: the first chunk has text."""
+        """Build no chunk: the first one has text."""
         yield from ()
 
     def piece(self, tokens: Sequence[AnswerToken]) -> Iterator[dict[str, Any]]:
-        """Make the choice of the next tokens; none if they show nothing."""
+        """Build the choice of the next tokens; there is none if they show nothing."""
         text = "".join(token.text for token in tokens)
         logprobs = self._logprobs(tokens)
         if text or logprobs:
             yield self._choice(text, logprobs, None)
 
     def closing(self, finished: Finished) -> Iterator[dict[str, Any]]:
-        """Make the last one: why it ended."""
+        """Build the last choice, which has the finish reason."""
         yield self._choice("", None, finished.finish_reason)
 
     def _choice(
@@ -179,7 +180,7 @@ class CompletionChoice:
         }
 
     def _logprobs(self, tokens: Sequence[AnswerToken]) -> dict[str, Any] | None:
-        """Make the columns of tokens, with where the text of each begins in the answer."""
+        """Return the columns of tokens, with the offset of each token's text in the answer."""
         if self.num_logprobs is None or not tokens:
             return None
         rows = self.token_text.rows(tokens, self.num_logprobs)

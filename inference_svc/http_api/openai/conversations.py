@@ -1,7 +1,7 @@
-"""/v1/conversations: lists of items that responses go on with.
+"""/v1/conversations: lists of items that responses continue.
 
-Nothing is computed here. What is added, and what follows an item that is deleted, is read by the
-next response of the conversation (`responses/conversation_turns.py`).
+Nothing is computed here. Items that are added, and items after a deleted one, are read by the
+conversation's next response (`responses/conversation_turns.py`).
 
 *Source:* OpenAI API reference, "Conversations".
 """
@@ -17,9 +17,9 @@ from pydantic import BeforeValidator, FailFast, Field
 
 from inference_svc.http_api.api import Api
 from inference_svc.http_api.bodies.body import Body, Metadata, WrongMemberError
-from inference_svc.http_api.bodies.conversation import bounded
+from inference_svc.http_api.bodies.conversation import check_bounded
 from inference_svc.http_api.errors import UnknownItemError
-from inference_svc.http_api.openai.pages import check_query, listed, read_page
+from inference_svc.http_api.openai.pages import check_query, list_object, read_page
 from inference_svc.http_api.openai.responses.conversation_turns import (
     find_conversation,
     session_of,
@@ -28,8 +28,8 @@ from inference_svc.http_api.openai.responses.conversation_turns import (
 from inference_svc.http_api.openai.responses.input_items import (
     PREFIXES,
     Item,
+    check_kinds,
     objects_of,
-    of_known_kinds,
 )
 from inference_svc.http_api.replies import reply
 from inference_svc.http_api.requests import caller_of
@@ -39,18 +39,16 @@ from shared.types.errors import NotFoundError
 MAX_ADDED = 20  # items of one request; OpenAI's bound
 
 
-def _added(given: Any) -> Any:
-    """Bound what is added, before it is read."""
-    if not isinstance(given, list):
+def _check_added(raw: Any) -> Any:
+    """Check the number and types of added items before they are validated."""
+    if not isinstance(raw, list):
         raise WrongMemberError("{path} is no list", "send a list of items")
-    if len(given) > MAX_ADDED:
-        raise WrongMemberError(
-            f"{len(given)} items cannot be", f"send at most {MAX_ADDED} at a time"
-        )
-    return of_known_kinds(bounded(given) if given else given)
+    if len(raw) > MAX_ADDED:
+        raise WrongMemberError(f"{len(raw)} items cannot be", f"send at most {MAX_ADDED} at a time")
+    return check_kinds(check_bounded(raw) if raw else raw)
 
 
-AddedItems = Annotated[list[Item], FailFast(), BeforeValidator(_added)]
+AddedItems = Annotated[list[Item], FailFast(), BeforeValidator(_check_added)]
 
 
 class ConversationBody(Body):
@@ -61,7 +59,7 @@ class ConversationBody(Body):
 
 
 class MetadataBody(Body):
-    """The body of POST /v1/conversations/{id}: what takes the place of the metadata."""
+    """The body of POST /v1/conversations/{id}: the new metadata."""
 
     metadata: Metadata = Field(default_factory=dict)
 
@@ -73,12 +71,12 @@ class ItemsBody(Body):
 
 
 async def create_conversation(api: Api, request: web.Request) -> web.Response:
-    """Begin a conversation; its items are read by its first response."""
-    caller, body = caller_of(request), await api.decoded(request, ConversationBody)
+    """Create a conversation; its first response reads the items."""
+    caller, body = caller_of(request), await api.read_body(request, ConversationBody)
     name = f"{CONVERSATION}{uuid4().hex}"
-    made = Conversation(name, int(time.time()), body.metadata, session_id=name)
-    await api.conversations.create(caller.tenant, made, _with_ids(body.items))
-    return reply(_object(made))
+    conversation = Conversation(name, int(time.time()), body.metadata, session_id=name)
+    await api.conversations.create(caller.tenant, conversation, _with_ids(body.items))
+    return reply(_object(conversation))
 
 
 async def show_conversation(api: Api, request: web.Request) -> web.Response:
@@ -87,52 +85,52 @@ async def show_conversation(api: Api, request: web.Request) -> web.Response:
 
 
 async def update_conversation(api: Api, request: web.Request) -> web.Response:
-    """Put other metadata in the place of a conversation's."""
-    caller, body = caller_of(request), await api.decoded(request, MetadataBody)
+    """Replace a conversation's metadata."""
+    caller, body = caller_of(request), await api.read_body(request, MetadataBody)
     found = await find_conversation(api, caller, _name(request))
     await api.conversations.set_metadata(caller.tenant, found.conversation_id, body.metadata)
     return reply(_object(replace(found, metadata=body.metadata)))
 
 
 async def delete_conversation(api: Api, request: web.Request) -> web.Response:
-    """Delete a conversation: its items, its session, and what is kept of that."""
+    """Delete a conversation with its items and its session."""
     caller, name = caller_of(request), _name(request)
-    with api.conversations.holds.held(caller.tenant, name):
+    with api.conversations.holds.hold(caller.tenant, name):
         found = await find_conversation(api, caller, name, is_held=True)
         key = api.gateway.key(caller.identity, caller.tenant, found.session_id)
         try:
-            await api.gateway.delete_session(key)  # with which it goes
-        except NotFoundError:  # it has no response yet
+            await api.gateway.delete_session(key)  # a hook then deletes the conversation, too
+        except NotFoundError:  # no response has begun the session yet
             await api.conversations.delete(caller.tenant, name)
     return reply({"id": name, "object": "conversation.deleted", "deleted": True})
 
 
 async def list_items(api: Api, request: web.Request) -> web.Response:
-    """Show the items of a conversation, or a page of them."""
+    """Show a page of a conversation's items."""
     page = read_page(request)
     found = await find_conversation(api, caller_of(request), _name(request))
     shown = await api.store.conversations.page(
         found.conversation_id, page.limit, page.after, is_ascending=page.is_ascending
     )
     if shown is None:
-        raise page.follows_nothing()
+        raise page.unknown_after_error()
     items, has_more = shown
-    return reply(listed(items, has_more=has_more))
+    return reply(list_object(items, has_more=has_more))
 
 
 async def add_items(api: Api, request: web.Request) -> web.Response:
     """Add items to a conversation; its next response reads them before its input."""
     check_query(request)
-    caller, body = caller_of(request), await api.decoded(request, ItemsBody)
+    caller, body = caller_of(request), await api.read_body(request, ItemsBody)
     items = _with_ids(body.items)
-    with api.conversations.holds.held(caller.tenant, _name(request)):
+    with api.conversations.holds.hold(caller.tenant, _name(request)):
         found = await find_conversation(api, caller, _name(request), is_held=True)
         await api.conversations.add(caller.tenant, found.conversation_id, items)
-    return reply(listed(items))
+    return reply(list_object(items))
 
 
 async def show_item(api: Api, request: web.Request) -> web.Response:
-    """Show one item."""
+    """Show one item of a conversation."""
     check_query(request)
     found = await find_conversation(api, caller_of(request), _name(request))
     item_id = request.match_info["item"]
@@ -143,30 +141,30 @@ async def show_item(api: Api, request: web.Request) -> web.Response:
 
 
 async def delete_item(api: Api, request: web.Request) -> web.Response:
-    """Delete an item; what was computed from it on does not count any more."""
+    """Delete an item; the session's turns from the one that read it on do not count any more."""
     caller, item_id = caller_of(request), request.match_info["item"]
-    with api.conversations.holds.held(caller.tenant, _name(request)):
+    with api.conversations.holds.hold(caller.tenant, _name(request)):
         found = await find_conversation(api, caller, _name(request), is_held=True)
         turn = await api.store.conversations.turn_of(found.conversation_id, item_id)
         if turn is None:
             raise _unknown_item(item_id)
-        left = without_turn(found, await session_of(api, caller, found), turn)
-        await api.conversations.delete_item(caller.tenant, left, item_id)
+        remaining = without_turn(found, await session_of(api, caller, found), turn)
+        await api.conversations.delete_item(caller.tenant, remaining, item_id)
     return reply(_object(found))
 
 
 def _name(request: web.Request) -> str:
-    """Return the conversation that a request is for."""
+    """Return the id of the request's conversation."""
     return request.match_info["id"]
 
 
 def _with_ids(items: Iterable[Item]) -> list[dict[str, Any]]:
-    """Return items as they are stored, each with an id of its own."""
-    return [{"id": f"{PREFIXES[one['type']]}_{uuid4().hex}", **one} for one in objects_of(items)]
+    """Return items as they are stored, each with a new id."""
+    return [{"id": f"{PREFIXES[item['type']]}_{uuid4().hex}", **item} for item in objects_of(items)]
 
 
 def _object(conversation: Conversation) -> Mapping[str, Any]:
-    """Make the object of a conversation."""
+    """Return the object of a conversation."""
     return {
         "id": conversation.conversation_id,
         "object": "conversation",

@@ -1,4 +1,4 @@
-"""Errors and models in OpenAI's words. Pure.
+"""OpenAI's objects of errors and models. Pure.
 
 *Source:* OpenAI API reference, "Error codes", "Models".
 """
@@ -11,7 +11,7 @@ from inference_svc.http_api.errors import RequestError, status_of
 from shared.types.errors import ReportedError
 
 OWNER = "cachedattention"
-_CODES: Mapping[str, str] = {  # OpenAI's words for what we call otherwise
+_CODES: Mapping[str, str] = {  # OpenAI's codes, by our reasons, where they differ
     "unauthenticated": "invalid_api_key",
     "input_too_long": "context_length_exceeded",
     "rate_limited": "rate_limit_exceeded",
@@ -28,12 +28,12 @@ _TYPES: Mapping[int, str] = {
 
 
 def error_body(error: ReportedError) -> dict[str, Any]:
-    """Make the body of an error's response."""
+    """Return the body of an error's response."""
     return {"error": error_object(error)}
 
 
 def error_object(error: ReportedError) -> dict[str, Any]:
-    """Make what stands under "error"."""
+    """Return the object under "error" in the body."""
     status = status_of(error)
     return {
         "message": str(error),

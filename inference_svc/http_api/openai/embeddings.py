@@ -1,4 +1,4 @@
-"""POST /v1/embeddings: texts as vectors, by models that make them.
+"""POST /v1/embeddings: vectors of texts, by embedding models.
 
 *Source:* OpenAI API reference, "Embeddings".
 """
@@ -18,7 +18,7 @@ from inference_svc.http_api.bodies.body import (
     Count,
     ModelBody,
     WrongMemberError,
-    named,
+    check_named,
 )
 from inference_svc.http_api.replies import reply
 from inference_svc.http_api.requests import caller_of
@@ -28,43 +28,43 @@ MOST_INPUTS = 2048  # OpenAI's bound
 _REMEDY = f"send a text, token ids, or up to {MOST_INPUTS} of either"
 
 
-def _inputs(given: Any) -> list[TextInput | TokenInput]:
-    """Read one input, or a list of them."""
-    if given is None:
+def _to_inputs(raw: Any) -> list[TextInput | TokenInput]:
+    """Convert one input, or a list of inputs, to a list; a validator."""
+    if raw is None:
         raise WrongMemberError("{path} is missing", _REMEDY)
-    is_one = isinstance(given, str) or (isinstance(given, list) and _are_ids(given))
-    found = [given] if is_one else given
+    is_one = isinstance(raw, str) or (isinstance(raw, list) and _are_ids(raw))
+    found = [raw] if is_one else raw
     if not isinstance(found, list) or not 0 < len(found) <= MOST_INPUTS:
         raise WrongMemberError("{path} cannot be so", _REMEDY)
-    return [_input(each) for each in found]
+    return [_to_input(each) for each in found]
 
 
-def _input(given: Any) -> TextInput | TokenInput:
-    if isinstance(given, str) and given:
-        return TextInput(given)
-    if isinstance(given, list) and _are_ids(given):
-        return TokenInput(tuple(given))
-    what = "an empty text" if given == "" else "something else"
-    raise WrongMemberError(f"{{path}} has {what}", _REMEDY)
+def _to_input(raw: Any) -> TextInput | TokenInput:
+    if isinstance(raw, str) and raw:
+        return TextInput(raw)
+    if isinstance(raw, list) and _are_ids(raw):
+        return TokenInput(tuple(raw))
+    problem = "an empty text" if raw == "" else "something else"
+    raise WrongMemberError(f"{{path}} has {problem}", _REMEDY)
 
 
-def _are_ids(given: list[Any]) -> bool:
-    return bool(given) and all(type(each) is int and 0 <= each <= MOST_TOKENS for each in given)
+def _are_ids(raw: list[Any]) -> bool:
+    return bool(raw) and all(type(each) is int and 0 <= each <= MOST_TOKENS for each in raw)
 
 
 class EmbeddingsBody(ModelBody):
     """The body of POST /v1/embeddings.
 
     Attributes:
-        input: what is embedded.
+        input: the texts, or lists of token ids, to embed.
         encoding_format: how vectors are written: numbers, or base64 of little-endian float32.
-        dimensions: how many of a vector's first values are wanted; None: all.
+        dimensions: number of a vector's first values to return; None: all.
     """
 
     ignored: ClassVar[frozenset[str]] = frozenset({"user"})
 
-    model: Annotated[str, AfterValidator(named)] = Field(default="", validate_default=True)
-    input: Annotated[list[TextInput | TokenInput], BeforeValidator(_inputs)] = Field(
+    model: Annotated[str, AfterValidator(check_named)] = Field(default="", validate_default=True)
+    input: Annotated[list[TextInput | TokenInput], BeforeValidator(_to_inputs)] = Field(
         default=None, validate_default=True
     )
     encoding_format: Literal["float", "base64"] = "float"
@@ -72,10 +72,10 @@ class EmbeddingsBody(ModelBody):
 
 
 async def create_embeddings(api: Api, request: web.Request) -> web.Response:
-    """Embed one input, or several, in the same batches as the turns of others."""
-    body, caller = await api.decoded(request, EmbeddingsBody), caller_of(request)
+    """Embed one or several inputs, in the same batches as the turns of other clients."""
+    body, caller = await api.read_body(request, EmbeddingsBody), caller_of(request)
     found = await api.gateway.embed(caller.identity, caller.tenant, body.input, body.dimensions)
-    vectors = await asyncio.to_thread(_written, found, body.encoding_format)
+    vectors = await asyncio.to_thread(_encode_vectors, found, body.encoding_format)
     num_tokens = sum(each.num_tokens for each in found)
     return reply(
         {
@@ -90,7 +90,7 @@ async def create_embeddings(api: Api, request: web.Request) -> web.Response:
     )
 
 
-def _written(found: Sequence[Embedding], encoding: str) -> list[str | list[float]]:
+def _encode_vectors(found: Sequence[Embedding], encoding: str) -> list[str | list[float]]:
     if encoding == "base64":
         return [base64.b64encode(each.values.astype("<f4").tobytes()).decode() for each in found]
     return [each.values.tolist() for each in found]

@@ -1,4 +1,4 @@
-"""Messages as OpenAI's clients write them: those of a chat."""
+"""Messages of a chat, as OpenAI's clients write them."""
 
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -7,7 +7,7 @@ from pydantic import AfterValidator, BeforeValidator, FailFast, Field, model_val
 
 from inference_svc.core.chat import ASSISTANT, SYSTEM, TOOL, USER, Message, ToolCall
 from inference_svc.http_api.bodies.body import Body, Refused, WrongMemberError
-from inference_svc.http_api.bodies.conversation import SayerName, bounded, check_begun
+from inference_svc.http_api.bodies.conversation import SayerName, check_begun, check_bounded
 from inference_svc.http_api.bodies.tools import CalledFunctionBody, CallId, decode_call
 from inference_svc.http_api.errors import UnsupportedValueError
 from inference_svc.http_api.openai.tools import FunctionKind
@@ -17,7 +17,7 @@ _TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
 _OLD_CALLS = "functions are called as tools: send tools, tool_calls and role 'tool'"
 
 
-def _role(role: str) -> str:
+def _check_role(role: str) -> str:
     if role == "function":
         raise WrongMemberError(
             f"role {role!r} is not supported", _OLD_CALLS, kind=UnsupportedValueError
@@ -27,7 +27,7 @@ def _role(role: str) -> str:
     return _ROLES[role]
 
 
-def _kind(kind: str) -> str:
+def _check_part_kind(kind: str) -> str:
     if kind not in _TEXT_PARTS:
         raise WrongMemberError(
             f"content of type {kind[:40]!r} is not supported",
@@ -45,26 +45,26 @@ class PartBody(Body):
         {"annotations", "logprobs", "prompt_cache_breakpoint"}
     )
 
-    kind: Annotated[str, AfterValidator(_kind)] = Field(
+    kind: Annotated[str, AfterValidator(_check_part_kind)] = Field(
         default="", alias="type", validate_default=True
     )
     text: str = ""
 
 
-def _content(given: Any) -> Any:
-    """Take a text for the only part of a message."""
-    if isinstance(given, str):
-        return [PartBody.model_construct(kind="text", text=given)]
-    if not isinstance(given, list):
+def _to_parts(raw: Any) -> Any:
+    """Convert a text to the only part of a message's content; a validator."""
+    if isinstance(raw, str):
+        return [PartBody.model_construct(kind="text", text=raw)]
+    if not isinstance(raw, list):
         raise WrongMemberError("{path} is no text", "send a string, or a list of text parts")
-    return given
+    return raw
 
 
-Content = Annotated[list[PartBody], FailFast(), BeforeValidator(_content)]
+Content = Annotated[list[PartBody], FailFast(), BeforeValidator(_to_parts)]
 
 
 class ToolCallBody(Body):
-    """A call of a tool, as it was answered."""
+    """A tool call of an earlier answer."""
 
     content_words: ClassVar[str] = "id, type and function"
     ignored: ClassVar[frozenset[str]] = frozenset({"index"})
@@ -75,12 +75,12 @@ class ToolCallBody(Body):
 
     @property
     def call(self) -> ToolCall:
-        """The call."""
+        """The decoded call."""
         return decode_call(self.function.name, self.function.arguments, self.call_id)
 
 
 class PredictionBody(Body):
-    """`prediction`: what most of the answer will likely be."""
+    """`prediction`: the client's guess of most of the answer."""
 
     content_words: ClassVar[str] = "type and content"
 
@@ -89,7 +89,7 @@ class PredictionBody(Body):
 
     @property
     def text(self) -> str:
-        """All of its parts as one."""
+        """The text of all its parts."""
         return "".join(part.text for part in self.content)
 
 
@@ -102,19 +102,19 @@ class MessageBody(Body):
         "audio": Refused((), "the service reads text only"),
         "refusal": Refused(("",), "send it as content"),
     }
-    # Of items that the service itself returned, and clients send back as they are.
+    # Members of messages that the service returned, and clients send back unchanged.
     ignored: ClassVar[frozenset[str]] = frozenset(
         {"annotations", "id", "phase", "reasoning", "reasoning_content", "status", "type"}
     )
 
-    role: Annotated[str, AfterValidator(_role)] = Field(default="", validate_default=True)
+    role: Annotated[str, AfterValidator(_check_role)] = Field(default="", validate_default=True)
     content: Content = Field(default_factory=list)
     name: SayerName = ""
     tool_calls: Annotated[list[ToolCallBody], FailFast()] = Field(default_factory=list)
     tool_call_id: CallId | None = None
 
     @model_validator(mode="after")
-    def _agree(self) -> Self:
+    def _check_members(self) -> Self:
         if "content" not in self.model_fields_set and self.role != ASSISTANT:
             raise WrongMemberError("{path} is missing", "send a text", "content")
         if (self.tool_call_id is not None) != (self.role == TOOL):
@@ -129,12 +129,12 @@ class MessageBody(Body):
 
     @property
     def text(self) -> str:
-        """Its text."""
+        """The text of all its parts."""
         return "".join(part.text for part in self.content)
 
     @property
     def message(self) -> Message:
-        """What it says, calls, or returns."""
+        """The message, with its text, calls and result."""
         return Message(
             role=self.role,
             content=self.text,
@@ -144,19 +144,19 @@ class MessageBody(Body):
         )
 
 
-Messages = Annotated[list[MessageBody], FailFast(), BeforeValidator(bounded)]
+Messages = Annotated[list[MessageBody], FailFast(), BeforeValidator(check_bounded)]
 
 
 def check_end(messages: Sequence[MessageBody], is_prompt: bool | None, *, continues: bool) -> None:
-    """Check how messages end; for a validator of their body.
+    """Check that the last message can be continued, if it is to be; for a body's validator.
 
     Args:
-        messages: what is said.
-        is_prompt: `add_generation_prompt`; None: the client does not say.
+        messages: the messages.
+        is_prompt: `add_generation_prompt`; None if the client does not send it.
         continues: `continue_final_message`.
 
     Raises:
-        WrongMemberError: their last one is to be gone on with, and cannot be.
+        WrongMemberError: the last message is to be the beginning of the answer, and cannot be.
     """
     if not continues:
         return

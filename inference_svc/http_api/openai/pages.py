@@ -1,4 +1,4 @@
-"""Lists of objects, page by page, and the parameters that ask for one.
+"""Pages of lists of objects, and the query parameters that select one.
 
 *Source:* OpenAI API reference, the lists of input items, conversations' items and chats.
 """
@@ -15,22 +15,22 @@ from inference_svc.http_api.errors import (
     UnsupportedValueError,
 )
 
-LOGPROBS = "message.output_text.logprobs"  # of `include`
-REASONING = "reasoning.encrypted_content"  # likewise: there is none, what is thought is readable
-DEFAULT_LIMIT, MAX_LIMIT = 20, 100  # OpenAI's
-INCLUDE = frozenset({"include", "include[]"})  # clients write lists in either way
-BETA = "beta"  # what OpenAI's client says of itself where it calls a path by its other name
+LOGPROBS = "message.output_text.logprobs"  # a value of `include`
+REASONING = "reasoning.encrypted_content"  # a value of `include`; accepted: thoughts are readable
+DEFAULT_LIMIT, MAX_LIMIT = 20, 100  # OpenAI's bounds
+INCLUDE = frozenset({"include", "include[]"})  # clients write lists in query strings both ways
+BETA = "beta"  # a parameter that OpenAI's client adds to the paths of its beta API
 ASCENDING, DESCENDING = ORDERS = ("asc", "desc")
 
 
 @dataclass(frozen=True)
 class Page:
-    """Which of a list's objects are asked for.
+    """The page of a list that a client asks for.
 
     Attributes:
-        limit: most of them.
-        after: id of the one that they follow; "": from the beginning.
-        order: "asc" or "desc".
+        limit: most objects of the page.
+        after: id of the object before the page; "": from the beginning.
+        order: "asc" (the oldest first) or "desc".
     """
 
     limit: int = DEFAULT_LIMIT
@@ -38,33 +38,33 @@ class Page:
     order: str = DESCENDING
 
     def of(self, objects: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Return the page of a list whose oldest object is the first.
+        """Return the page of a list that begins with the oldest object.
 
         Raises:
-            RequestError: there is no object that they could follow.
+            RequestError: the list has no object `after`.
         """
         ordered = list(objects if self.is_ascending else reversed(objects))
         ids = [each["id"] for each in ordered]
         if self.after and self.after not in ids:
-            raise self.follows_nothing()
+            raise self.unknown_after_error()
         first = ids.index(self.after) + 1 if self.after else 0
         end = first + self.limit
-        return listed(ordered[first:end], has_more=end < len(ids))
+        return list_object(ordered[first:end], has_more=end < len(ids))
 
     @property
     def is_ascending(self) -> bool:
-        """Whether the oldest come first."""
+        """Whether the oldest objects come first."""
         return self.order == ASCENDING
 
-    def follows_nothing(self) -> RequestError:
-        """Make the error of a page that would follow an object that is not there."""
+    def unknown_after_error(self) -> RequestError:
+        """Make the error of a page whose object `after` does not exist."""
         return RequestError(
             f"there is no item {self.after[:80]!r}", "send the last_id of a page", "after"
         )
 
 
-def listed(objects: Sequence[Mapping[str, Any]], *, has_more: bool = False) -> dict[str, Any]:
-    """Make a list of objects, or a page of it."""
+def list_object(objects: Sequence[Mapping[str, Any]], *, has_more: bool = False) -> dict[str, Any]:
+    """Return the object of a list, or of a page of it."""
     return {
         "object": "list",
         "data": list(objects),
@@ -75,15 +75,15 @@ def listed(objects: Sequence[Mapping[str, Any]], *, has_more: bool = False) -> d
 
 
 def read_page(request: web.Request, *names: str, order: str = DESCENDING) -> Page:
-    """Read which page a request asks for.
+    """Read the page that a request asks for.
 
     Args:
         request: the request.
-        names: of its other parameters.
-        order: of the list, if the client names none.
+        names: names of its other query parameters.
+        order: the list's order if the client names none.
 
     Raises:
-        RequestError: a parameter is off, or unknown.
+        RequestError: a parameter is invalid or unknown.
     """
     query = request.query
     check_query(request, "limit", "after", "order", *names)
@@ -97,10 +97,10 @@ def read_page(request: web.Request, *names: str, order: str = DESCENDING) -> Pag
 
 
 def check_query(request: web.Request, *names: str) -> None:
-    """Check the names of a request's parameters, and what it asks to be shown beside.
+    """Check the names of a request's query parameters, and the values of `include`.
 
     Raises:
-        RequestError: a parameter is unknown, or asks for what there is not.
+        RequestError: a parameter is unknown, or a value of `include` is not supported.
     """
     query = request.query
     for name in query:
@@ -112,13 +112,13 @@ def check_query(request: web.Request, *names: str) -> None:
 
 
 def check_included(names: Iterable[object]) -> None:
-    """Refuse what is not there to be shown beside a response.
+    """Check the values of `include`.
 
     Raises:
-        UnsupportedValueError: naming the first.
+        UnsupportedValueError: naming the first value that is not supported.
     """
     for name in names:
-        if name not in (LOGPROBS, REASONING):  # whatever a client sends need not be hashable
+        if name not in (LOGPROBS, REASONING):  # a tuple: a client's value may not be hashable
             raise UnsupportedValueError(
                 f"include {str(name)[:60]!r} is not supported", f"send {LOGPROBS!r} only", "include"
             )

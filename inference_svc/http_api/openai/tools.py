@@ -1,6 +1,7 @@
-"""Tools in OpenAI's words: those of a chat, and those of a response.
+"""Tools of chats and of responses, as OpenAI's clients write them.
 
-A chat has a function in a member of its own, a response has its members beside its type.
+A chat's tool has the function in the member `function`; a response's tool has the function's
+members beside its type.
 
 *Source:* OpenAI API reference, "Function calling".
 """
@@ -25,10 +26,10 @@ from inference_svc.http_api.errors import UnsupportedValueError
 
 FUNCTION = "function"
 NAMESPACE = "namespace"
-OF_NAMESPACE = "."  # between a namespace and a function of it
+OF_NAMESPACE = "."  # separates a namespace and the name of its function
 
 
-def _kind(kind: str) -> str:
+def _check_kind(kind: str) -> str:
     if kind != FUNCTION:
         raise WrongMemberError(
             f"a tool of type {kind[:40]!r} is not supported",
@@ -38,7 +39,7 @@ def _kind(kind: str) -> str:
     return kind
 
 
-FunctionKind = Annotated[str, AfterValidator(_kind)]
+FunctionKind = Annotated[str, AfterValidator(_check_kind)]
 
 
 class ChatToolBody(Body):
@@ -51,12 +52,12 @@ class ChatToolBody(Body):
 
     @property
     def tool(self) -> Tool:
-        """The tool."""
+        """The function as a tool."""
         return self.function.tool
 
 
 class FlatToolBody(FunctionBody):
-    """A function of a response."""
+    """A function as a tool of a response."""
 
     content_words: ClassVar[str] = "type, name, description and parameters"
     ignored: ClassVar[frozenset[str]] = frozenset({"defer_loading"})
@@ -64,11 +65,11 @@ class FlatToolBody(FunctionBody):
     kind: FunctionKind = Field(default="", alias="type", validate_default=True)
 
     def offered(self) -> Iterator[Tool]:
-        """Yield the tool."""
+        """Yield the function as a tool."""
         yield self.tool
 
     def shown(self, *, is_long: bool) -> dict[str, Any]:
-        """Return the tool as a response repeats it; of a long one nothing but its name."""
+        """Return the tool as a response shows it; if the tools are long, only its name."""
         return {
             "type": FUNCTION,
             "name": self.name,
@@ -79,7 +80,7 @@ class FlatToolBody(FunctionBody):
 
 
 class NamespaceBody(Body):
-    """Functions of a response under one name, with which they are called: `namespace.function`."""
+    """A namespace of functions of a response; they are called as `namespace.function`."""
 
     content_words: ClassVar[str] = "type, name, description and tools"
 
@@ -89,12 +90,12 @@ class NamespaceBody(Body):
     tools: Annotated[list[FlatToolBody], FailFast()] = Field(default_factory=list)
 
     def offered(self) -> Iterator[Tool]:
-        """Yield its functions."""
+        """Yield its functions as tools."""
         for each in self.tools:
             yield replace(each.tool, name=f"{self.name}{OF_NAMESPACE}{each.name}")
 
     def shown(self, *, is_long: bool) -> dict[str, Any]:
-        """Return it as a response repeats it; of a long one nothing but names."""
+        """Return the namespace as a response shows it; if the tools are long, only names."""
         return {
             "type": NAMESPACE,
             "name": self.name,
@@ -123,7 +124,7 @@ class NamedFunctionBody(Body):
 
 
 class ChoiceBody(Body):
-    """`tool_choice`: the function that the answer has to call, or a word as its `kind`."""
+    """`tool_choice`: the function that the answer has to call, or a `ChoiceKind` as `kind`."""
 
     content_words: ClassVar[str] = "none, auto, required, or a function"
 
@@ -133,20 +134,20 @@ class ChoiceBody(Body):
 
     @property
     def chosen(self) -> str:
-        """The function's name."""
+        """The function's name; "" if none is named."""
         return self.name if self.function is None else self.function.name
 
 
-def _choice(given: Any) -> Any:
-    if not isinstance(given, str):
-        return given
-    if given not in set(ChoiceKind):
+def _to_choice(raw: Any) -> Any:
+    if not isinstance(raw, str):
+        return raw
+    if raw not in set(ChoiceKind):
         raise WrongMemberError(
             "{path} cannot be so", f"send {', '.join(ChoiceKind)}, or a function"
         )
-    return ChoiceBody.model_construct(kind=given, function=None, name="")
+    return ChoiceBody.model_construct(kind=raw, function=None, name="")
 
 
 ChatTools = Annotated[list[ChatToolBody], FailFast()]
 ResponseTools = Annotated[list[ResponseToolBody], FailFast()]
-ToolChoice = Annotated[ChoiceBody, BeforeValidator(_choice)]
+ToolChoice = Annotated[ChoiceBody, BeforeValidator(_to_choice)]

@@ -1,4 +1,4 @@
-"""Turns in OpenAI's words, as far as their bodies are alike: sampling, tools, retention."""
+"""Members that OpenAI's bodies for turns have in common: sampling, tools, retention."""
 
 import re
 from abc import ABC, abstractmethod
@@ -26,20 +26,20 @@ from inference_svc.http_api.bodies.tools import check_tools
 from inference_svc.http_api.openai.tools import FUNCTION, ToolChoice
 from shared.types.units import parse_duration_s
 
-LONG, LONG_S = "24h", 86_400.0
+LONG, LONG_S = "24h", 86_400.0  # a value of `prompt_cache_retention`, and its seconds
 _TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")
 
 
-def _by_token(given: Any) -> Any:
-    """Read the names of a bias as token ids: in JSON they are texts."""
-    if not isinstance(given, dict):
-        return given
-    if len(given) > MAX_BIASED_TOKENS or not all(map(_TOKEN_ID.fullmatch, given)):
+def _to_token_ids(raw: Any) -> Any:
+    """Convert the names of `logit_bias` to token ids: in JSON names are texts."""
+    if not isinstance(raw, dict):
+        return raw
+    if len(raw) > MAX_BIASED_TOKENS or not all(map(_TOKEN_ID.fullmatch, raw)):
         raise WrongMemberError(
             "{path} cannot be so",
             f'send ids of at most {MAX_BIASED_TOKENS} tokens, as in {{"50256": -100}}',
         )
-    return {int(name): bias for name, bias in given.items()}
+    return {int(name): bias for name, bias in raw.items()}
 
 
 Bias = Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]
@@ -47,30 +47,32 @@ Penalty = Annotated[float, Field(ge=-MAX_PENALTY, le=MAX_PENALTY)]
 
 
 class SampledBody(TurnBody, ABC):
-    """How answers are sampled, beyond what every API has.
+    """Sampling parameters beyond those of every API.
 
-    OpenAI's responses have no penalties and no bias; here they do.
+    OpenAI's responses have no penalties and no bias; this service's do.
 
     Attributes:
-        min_tokens, stop_token_ids, structured_outputs: not OpenAI's, but vLLM's, which its clients
-            send, too.
+        min_tokens, stop_token_ids, structured_outputs: vLLM's parameters, which its clients send
+            to OpenAI's endpoints, too.
     """
 
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
-    logit_bias: Annotated[dict[int, Bias], BeforeValidator(_by_token)] = Field(default_factory=dict)
+    logit_bias: Annotated[dict[int, Bias], BeforeValidator(_to_token_ids)] = Field(
+        default_factory=dict
+    )
     min_tokens: int | None = Field(default=None, ge=0, le=MOST_TOKENS)
     stop_token_ids: Annotated[list[TokenId], FailFast()] = Field(default_factory=list)
     structured_outputs: StructuredOutputs | None = None
 
     @property
     def grammar(self) -> Grammar | None:
-        """What the answer has to be; None: whatever the model says."""
+        """The grammar that the answer has to follow; None for free text."""
         return None if self.structured_outputs is None else self.structured_outputs.grammar
 
     @property
     def own_sampling(self) -> dict[str, Any]:
-        """Sampling values that only OpenAI's requests have; see `TurnBody`."""
+        """Sampling values that only OpenAI's bodies have; None where the client gives none."""
         return {
             "frequency_penalty": self.frequency_penalty,
             "presence_penalty": self.presence_penalty,
@@ -84,7 +86,7 @@ class ToolsBody(SampledBody, ABC):
     """A request whose answer may call tools.
 
     Attributes:
-        parallel_tool_calls: whether it may call more than one.
+        parallel_tool_calls: whether the answer may have more than one call.
     """
 
     tool_kinds: ClassVar[frozenset[str]] = frozenset({FUNCTION})
@@ -93,7 +95,7 @@ class ToolsBody(SampledBody, ABC):
     parallel_tool_calls: bool = True
 
     @model_validator(mode="after")
-    def _choose_what_is_there(self) -> Self:
+    def _check_tools(self) -> Self:
         tools = self.offered
         choice = self.tool_choice
         chosen = "" if choice is None else choice.chosen
@@ -118,7 +120,7 @@ class ToolsBody(SampledBody, ABC):
 
     @property
     def tool_use(self) -> ToolUse:
-        """What the answer may do with tools."""
+        """The tools that the answer may or has to call."""
         choice = self.tool_choice
         most_calls = None if self.parallel_tool_calls else 1
         if choice is None:
@@ -128,8 +130,8 @@ class ToolsBody(SampledBody, ABC):
         return ToolUse(self.offered, kind, choice.chosen, most_calls)
 
 
-def _ttl(value: str) -> str:
-    """Check a time as OpenAI's clients write it; theirs is 30m."""
+def _check_ttl(value: str) -> str:
+    """Check a duration, as in OpenAI's only value "30m"; a validator."""
     try:
         is_possible = 0 < parse_duration_s(value) <= MAX_RETENTION_S
     except ValueError:
@@ -142,25 +144,25 @@ def _ttl(value: str) -> str:
 
 
 class CacheOptions(Body):
-    """`prompt_cache_options`; whatever its mode, all that is computed may be found again."""
+    """`prompt_cache_options`; in both modes all computed KV is kept, and may be reused."""
 
     content_words: ClassVar[str] = "mode and ttl"
 
     mode: Literal["implicit", "explicit"] = "implicit"
-    ttl: Annotated[str, AfterValidator(_ttl)] = "30m"
+    ttl: Annotated[str, AfterValidator(_check_ttl)] = "30m"
 
     @property
     def ttl_s(self) -> float:
-        """Its time in seconds."""
+        """The TTL in seconds."""
         return parse_duration_s(self.ttl)
 
 
 class OpenAITurnBody(ToolsBody, ABC):
-    """A chat's or a response's body.
+    """The body of a chat or a response.
 
     Attributes:
-        top_logprobs: how many alternatives of each token; None if the client does not say.
-        chat_template_kwargs: not OpenAI's, but vLLM's and SGLang's.
+        top_logprobs: number of alternatives of each token; None if the client does not say.
+        chat_template_kwargs: arguments of the chat template; vLLM's and SGLang's parameter.
     """
 
     refused: ClassVar[Mapping[str, Refused]] = {
@@ -183,21 +185,21 @@ class OpenAITurnBody(ToolsBody, ABC):
 
     @property
     def effort(self) -> Effort | None:
-        """How much the model is to think; None if the client does not say."""
+        """The reasoning effort; None if the client gives none."""
         return None
 
     @property
     def template_arguments(self) -> dict[str, Any]:
-        """Arguments of the chat template; those that are named count before the effort."""
+        """Arguments of the chat template; the client's own override those of the effort."""
         return {**effort_arguments(self.effort), **self.chat_template_kwargs}
 
     @property
     def cache_key(self) -> str:
-        """The client's name of the conversation, see `agents.py`; "" if it says none."""
+        """The client's name of the conversation, see `agents.py`; "" if it gives none."""
         return self.prompt_cache_key
 
     @property
     def retention(self) -> Retention:
-        """For how long the client wants the session to be kept at least: the longer of two ways."""
+        """How long the client wants the KV cache to be kept at least: the longer of two values."""
         options, is_long = self.prompt_cache_options, self.prompt_cache_retention == LONG
         return Retention(max(options.ttl_s if options else 0.0, LONG_S if is_long else 0.0))

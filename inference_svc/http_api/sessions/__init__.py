@@ -1,1 +1,1 @@
-"""Which session an HTTP request goes to, how its turn ends, and what is stored of it."""
+"""Sessions of HTTP requests: routing, completion of turns, and what is stored between requests."""

@@ -1,11 +1,12 @@
-"""Responses that are computed while nobody waits: begun, followed, cancelled.
+"""Background responses: computed without a waiting client; started, followed, cancelled.
 
-A response in the background is queued, then in progress, and ends like any other; one that fails or
-is cancelled is remembered, too. Whoever follows one gets its events from the first, one token at a
-time, and may come back: the same response has the same events, with the same numbers, also when it
-has ended.
+A background response is queued, then in progress, and ends like any other response. A failed or
+cancelled response is stored, too. A client that follows a response gets its events from the first
+one, one token at a time, and may reconnect: the same response has the same events with the same
+sequence numbers, also after its end.
 
-What the service was computing when it was killed, or stopped in haste, has failed.
+Responses that were being computed when the service was killed, or stopped without a drain, have
+failed.
 
 *Source:* OpenAI API guides, "Background mode".
 """
@@ -39,33 +40,33 @@ from inference_svc.http_api.sessions.store import ApiStore
 from shared.serving.grpc_status import InternalError
 from shared.types.errors import ReportedError
 
-RETRY_S = 1.0  # after a refusal
+RETRY_S = 1.0  # seconds after which a refused client may try again
 
 Event = Mapping[str, Any]
 
 
 class BackgroundObjects(Protocol):
-    """Makes the objects of one response, as clients of its API read them."""
+    """Builds the JSON objects and stream events of one response, in the format of its API."""
 
     session_id: str
 
-    def standing(self, status: str, error: Event | None = None) -> dict[str, Any]:
-        """Make the response as it stands, without an answer."""
+    def without_answer(self, status: str, error: Event | None = None) -> dict[str, Any]:
+        """Build the response object in a given status, without an answer."""
 
-    def queued_opening(self) -> Iterable[Event]:
-        """Make the events of its beginning."""
+    def background_opening(self) -> Iterable[Event]:
+        """Build the events of the response's beginning."""
 
     def piece(self, tokens: Sequence[AnswerToken]) -> Iterable[Event]:
-        """Make the events of its next tokens."""
+        """Build the events of the next tokens."""
 
     def closing(self, finished: Finished) -> Iterable[Event]:
-        """Make the events of its end."""
+        """Build the events of the response's end."""
 
     def failure(self, error: ReportedError) -> Event:
-        """Make its last event, if it has failed."""
+        """Build the last event of a response that failed."""
 
     def cancellation(self) -> Event:
-        """Make its last event, if it was cancelled."""
+        """Build the last event of a response that was cancelled."""
 
 
 MakeObjects = Callable[[str], BackgroundObjects]
@@ -73,18 +74,18 @@ Reported = Callable[[Exception], ReportedError]
 
 
 @dataclass(eq=False)
-class Running:
-    """A response that is being computed.
+class RunningResponse:
+    """A background response that is being computed.
 
     Attributes:
-        caller: who asked for it.
-        turn: the turn that it is.
-        info: its members beside its answer.
-        objects: makes what makes its objects, given its session.
-        session_id: the session that it is answered in; "" while it is queued.
-        is_cancelled: whether its client has cancelled it.
-        task: computes it.
-        is_queued: whether it was taken: what fails later is no refusal.
+        caller: the client and its tenant.
+        turn: the response's turn.
+        info: the response's members beside its answer.
+        objects: returns the builder of the response's objects, given its session id.
+        session_id: the session of the turn; "" while the turn is queued.
+        is_cancelled: whether the client has cancelled the response.
+        task: the task that computes the response.
+        is_queued: whether the turn was accepted; a later error is a failure, no refusal.
     """
 
     caller: Caller
@@ -102,31 +103,33 @@ class Running:
 
     @property
     def key(self) -> tuple[str, str]:
-        """Whose it is, and its id."""
+        """The tenant, and the response's id."""
         return self.caller.tenant, self.turn.response_id
 
     @property
     def is_answered(self) -> bool:
-        """Whether it has its answer, which is stored."""
+        """Whether the answer is complete, and stored."""
         return self._finished is not None
 
     @property
-    def standing(self) -> dict[str, Any]:
-        """The response as it stands."""
-        return self.objects(self.session_id).standing(IN_PROGRESS if self.session_id else QUEUED)
+    def current_object(self) -> dict[str, Any]:
+        """The response object in its current status."""
+        return self.objects(self.session_id).without_answer(
+            IN_PROGRESS if self.session_id else QUEUED
+        )
 
     async def run(self, answers: Answers, reported: Reported) -> None:
-        """Have it answered.
+        """Start the turn, and collect its answer.
 
         Args:
             answers: starts turns.
-            reported: makes an error that clients may see of any.
+            reported: converts any exception to an error that clients may see.
 
         Raises:
-            ReportedError: it failed.
+            ReportedError: the turn failed.
         """
         try:
-            async with await answers.open(self.caller, self.turn, self._queue) as answer:
+            async with await answers.open(self.caller, self.turn, self._on_queued) as answer:
                 self.session_id = answer.session_id
                 async for event in answer.events():
                     if isinstance(event, Finished):
@@ -135,19 +138,19 @@ class Running:
                         self._tokens += event.tokens
                     self._wake_followers()
         except asyncio.CancelledError:
-            self._error = stopped()
+            self._error = response_stopped()
             raise
-        except Exception as error:  # nobody waits whom it could be raised to: it is remembered
+        except Exception as error:  # kept for followers: no client waits for this task
             self._error = reported(error)
             raise self._error from error
         finally:
             self._wake_followers()
 
-    async def until_queued(self) -> None:
-        """Wait until it is known whether it can be had.
+    async def wait_queued(self) -> None:
+        """Wait until the turn is queued or refused.
 
         Raises:
-            ReportedError: it was refused.
+            ReportedError: the turn was refused.
         """
         while not self.is_queued:
             if self._error is not None:
@@ -155,18 +158,18 @@ class Running:
             await self._news.wait()
 
     async def events(self, after: int) -> AsyncGenerator[Mapping[str, Any], None]:
-        """Yield its events, those that come after one of a number; see the module docstring."""
-        async for event in self._all():
+        """Yield the events whose sequence number is above `after`; see the module docstring."""
+        async for event in self._all_events():
             if event["sequence_number"] > after:
                 yield event
 
-    async def _all(self) -> AsyncIterator[Mapping[str, Any]]:
+    async def _all_events(self) -> AsyncIterator[Mapping[str, Any]]:
         objects, num_read = self.objects(self.session_id), 0
-        for opening in objects.queued_opening():
+        for opening in objects.background_opening():
             yield opening
         while True:
-            for made in events_of_tokens(objects, self._tokens[num_read:]):
-                yield made
+            for event in events_of_tokens(objects, self._tokens[num_read:]):
+                yield event
             num_read, objects.session_id = len(self._tokens), self.session_id
             if self._finished is not None:
                 for closing in objects.closing(self._finished):
@@ -178,12 +181,12 @@ class Running:
             await self._news.wait()
 
     def end(self) -> None:
-        """Let nobody wait for it any more: it is over, perhaps before it was begun."""
+        """Wake all waiters: the response is over, perhaps before its task has begun."""
         if not self.is_answered and self._error is None:
-            self._error = stopped()
+            self._error = response_stopped()
         self._wake_followers()
 
-    def _queue(self) -> None:
+    def _on_queued(self) -> None:
         self.is_queued = True
         self._wake_followers()
 
@@ -195,19 +198,19 @@ class Running:
 def events_of_tokens(
     objects: BackgroundObjects, tokens: Sequence[AnswerToken]
 ) -> Iterator[Mapping[str, Any]]:
-    """Make the events of tokens, one at a time: the same however they came."""
+    """Build the events of tokens one token at a time, so that they do not depend on batching."""
     for token in tokens:
         yield from objects.piece([token])
 
 
 class BackgroundResponses:
-    """Runs responses in the background.
+    """Runs background responses.
 
     Args:
         answers: starts turns.
-        store: remembers those that have no answer.
-        max_running: bound of those that run at once.
-        reported: makes an error that clients may see of any.
+        store: stores responses that have no answer.
+        max_running: most responses that run at once.
+        reported: converts any exception to an error that clients may see.
     """
 
     def __init__(
@@ -217,30 +220,32 @@ class BackgroundResponses:
         self._store = store
         self._max_running = max_running
         self._reported = reported
-        self._running: dict[tuple[str, str], Running] = {}
+        self._running: dict[tuple[str, str], RunningResponse] = {}
         self._is_closing = False
 
     async def close(self) -> None:
-        """Stop all, as a kill would; they have failed."""
+        """Stop all running responses; they have failed then, as after a kill."""
         self._is_closing = True
-        tasks = [one.task for one in self._running.values() if one.task is not None]
+        tasks = [response.task for response in self._running.values() if response.task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def find(self, tenant: str, response_id: str) -> Running | None:
-        """Return a tenant's response that runs; None if there is none of that id."""
+    def find(self, tenant: str, response_id: str) -> RunningResponse | None:
+        """Return a tenant's running response; None if none of that id runs."""
         return self._running.get((tenant, response_id))
 
-    async def start(self, running: Running, release: Callable[[], None]) -> Running:
-        """Begin a response, and return it when it is queued; a repeat gets the one that runs.
+    async def start(self, running: RunningResponse, release: Callable[[], None]) -> RunningResponse:
+        """Start a response, and return it when it is queued.
+
+        A repeat of a running response returns the running one.
 
         Args:
             running: the response.
-            release: called when it is over, or cannot be begun.
+            release: called when the response is over, or cannot be started.
 
         Raises:
-            ReportedError: it was refused.
+            ReportedError: the response was refused.
         """
         found = self._running.get(running.key)
         if found is not None:
@@ -256,23 +261,25 @@ class BackgroundResponses:
         self._running[running.key] = running
         running.task = asyncio.create_task(self._run(running))
 
-        def settle(_task: asyncio.Task[None]) -> None:  # also of a task that never came to begin
+        # A done callback, not a `finally` in the task: a task that is cancelled before its first
+        # step runs none of its code.
+        def settle(_task: asyncio.Task[None]) -> None:
             del self._running[running.key]
             running.end()
             release()
 
         running.task.add_done_callback(settle)
-        await running.until_queued()
+        await running.wait_queued()
         return running
 
-    async def cancel(self, running: Running) -> None:
-        """Cancel a response, and return when it is over: it may have its answer after all."""
+    async def cancel(self, running: RunningResponse) -> None:
+        """Cancel a response, and return when it is over; its answer may still be complete."""
         running.is_cancelled = True
         assert running.task is not None, "it was started"  # noqa: S101
         running.task.cancel()
         await asyncio.wait({running.task})
 
-    async def _run(self, running: Running) -> None:
+    async def _run(self, running: RunningResponse) -> None:
         tenant, response_id = running.key
         unanswered = UnansweredResponse(running.info)
         try:
@@ -291,6 +298,6 @@ class BackgroundResponses:
                 await self._store.forget_unanswered(tenant, response_id)
 
 
-def stopped() -> ReportedError:
-    """Make the error of a response that the service has not gone on with."""
+def response_stopped() -> ReportedError:
+    """Make the error of a response that the service stopped computing."""
     return InternalError("the service has stopped meanwhile", "send the request again")

@@ -1,7 +1,7 @@
-"""Which versions conversations here are of, in the store that services share; read and set whole.
+"""Versions of this server's conversations in the shared object store; read and replaced whole.
 
-The tables' triggers note each change of a conversation, whoever makes it: from then on it is
-*behind*, until the store has it as well (`moving_conversations.py`).
+Triggers of the tables record each change of a conversation. From then on the conversation is
+*behind*: the object store lacks some of it, until `replicated_conversations.py` puts it there.
 """
 
 import json
@@ -12,7 +12,7 @@ from inference_svc.http_api.sessions.conversations import ROW_BYTES, UNREAD, Run
 from inference_svc.http_api.sessions.store_file import durable
 from shared.blobs.conversation_entry import ConversationEntry, EntryItem
 
-_STANDING = (
+_SYNC_STATE = (
     "SELECT number, behind FROM versions JOIN conversations ON id = conversation"
     " WHERE id = ? AND tenant = ?"
 )
@@ -30,51 +30,54 @@ _SESSION = "SELECT session FROM conversations WHERE id = ? AND tenant = ?"
 _REMOVE = "DELETE FROM conversations WHERE id = ? AND tenant = ?"
 _INSERT = "INSERT INTO conversations VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
 _INSERT_ITEM = "INSERT INTO items VALUES (?, ?, ?, ?, ?, ?)"
-_AGREE = "UPDATE versions SET number = ?, behind = ? WHERE conversation = ?"
+_SET_VERSION = "UPDATE versions SET number = ?, behind = ? WHERE conversation = ?"
 _INSERT_GONE = "INSERT INTO gone VALUES (?, ?, ?)"
-_LEAVE = "INSERT OR IGNORE INTO passing VALUES (?, ?)"
-_STAYS = "DELETE FROM passing WHERE tenant = ? AND session = ?"
+_MARK_TEMPORARY = "INSERT OR IGNORE INTO passing VALUES (?, ?)"
+_MARK_LASTING = "DELETE FROM passing WHERE tenant = ? AND session = ?"
 
 
 @dataclass(frozen=True)
-class Standing:
-    """How a conversation here stands to the store.
+class SyncState:
+    """The state of a conversation here, compared with the object store's.
 
     Attributes:
-        number: of the version that it comes from; 0: there was none, or it is not here.
-        is_behind: whether the store does not have all of it.
+        number: number of the store's version that it comes from; 0 if it comes from none, or is
+            not here.
+        is_behind: whether the store lacks some of it.
     """
 
     number: int
     is_behind: bool
 
 
-ABSENT = Standing(0, is_behind=False)
+ABSENT = SyncState(0, is_behind=False)
 
 
 class ConversationVersions:
-    """See the module docstring; each method may raise StoreUnavailableError.
+    """Reads and replaces whole conversations with their versions.
+
+    Each method may raise StoreUnavailableError.
 
     Args:
         db: the database with the tables.
-        run: runs calls on its thread.
+        run: runs calls on the database's thread.
     """
 
     def __init__(self, db: sqlite3.Connection, run: Run) -> None:
         self._db = db
         self._run = run
 
-    async def standing(self, tenant: str, name: str) -> Standing:
-        """Return how a tenant's conversation stands."""
+    async def sync_state(self, tenant: str, name: str) -> SyncState:
+        """Return the state of a tenant's conversation; `ABSENT` if it is not here."""
 
-        def find() -> Standing:
-            row = self._db.execute(_STANDING, (name, tenant)).fetchone()
-            return ABSENT if row is None else Standing(row[0], bool(row[1]))
+        def find() -> SyncState:
+            row = self._db.execute(_SYNC_STATE, (name, tenant)).fetchone()
+            return ABSENT if row is None else SyncState(row[0], bool(row[1]))
 
         return await self._run(find)
 
-    async def whole(self, tenant: str, name: str) -> ConversationEntry | None:
-        """Return a tenant's conversation; None: it is not here."""
+    async def read(self, tenant: str, name: str) -> ConversationEntry | None:
+        """Return a tenant's conversation with all items; None if it is not here."""
 
         def find() -> ConversationEntry | None:
             row = self._db.execute(_FIND, (name, tenant)).fetchone()
@@ -91,52 +94,55 @@ class ConversationVersions:
 
         return await self._run(find)
 
-    async def take(self, entry: ConversationEntry, there: ConversationEntry, number: int) -> None:
-        """Put a conversation in the place of what is here.
+    async def replace(
+        self, entry: ConversationEntry, store_entry: ConversationEntry, number: int
+    ) -> None:
+        """Replace a conversation here.
 
         Args:
-            entry: the conversation; what is behind of it, if it is another one than the store's.
-            there: what the store has of it.
-            number: of the store's version.
+            entry: the new content; it is behind if it differs from the object store's.
+            store_entry: the object store's content.
+            number: number of the object store's version.
         """
         name, tenant = entry.conversation, entry.tenant
 
         def take() -> None:
             with durable(self._db):
-                left = self._db.execute(_SESSION, (name, tenant)).fetchone()
+                old_session = self._db.execute(_SESSION, (name, tenant)).fetchone()
                 self._db.execute(_REMOVE, (name, tenant))
                 self._insert(entry)
-                self._db.execute(_AGREE, (number, entry != there, name))
-                if left is not None and left[0] != entry.session:  # whoever went on removes it, too
-                    self._db.execute(_LEAVE, (tenant, left[0]))
-                self._db.execute(_STAYS, (tenant, entry.session))
+                self._db.execute(_SET_VERSION, (number, entry != store_entry, name))
+                # The server that continued the conversation also removes the session it left.
+                if old_session is not None and old_session[0] != entry.session:
+                    self._db.execute(_MARK_TEMPORARY, (tenant, old_session[0]))
+                self._db.execute(_MARK_LASTING, (tenant, entry.session))
 
         await self._run(take)
 
-    async def agreed(self, name: str, number: int) -> None:
-        """Take that the store has all of a conversation, as a version of this number."""
-        await self._agree(name, number, is_behind=False)
+    async def mark_in_step(self, name: str, number: int) -> None:
+        """Record that the object store has all of a conversation, as version `number`."""
+        await self._set_version(name, number, is_behind=False)
 
-    async def lost(self, name: str) -> None:
-        """Take that the store has nothing of a conversation any more."""
-        await self._agree(name, 0, is_behind=True)
+    async def mark_lost(self, name: str) -> None:
+        """Record that the object store has lost a conversation."""
+        await self._set_version(name, 0, is_behind=True)
 
-    async def behind(self, most: int) -> list[tuple[str, str]]:
-        """Return so many conversations of which the store does not have all: tenant and id."""
+    async def list_behind(self, most: int) -> list[tuple[str, str]]:
+        """Return at most `most` conversations that are behind, as (tenant, id)."""
         return await self._run(lambda: self._db.execute(_BEHIND, (most,)).fetchall())
 
-    async def shared(self) -> list[tuple[str, str]]:
-        """Return the conversations that the store has, or had: tenant and id."""
+    async def list_shared(self) -> list[tuple[str, str]]:
+        """Return the conversations that the object store has, or had, as (tenant, id)."""
         sql = (
             "SELECT tenant, id FROM versions JOIN conversations ON id = conversation"
             " WHERE number > 0"
         )
         return await self._run(lambda: self._db.execute(sql).fetchall())
 
-    async def _agree(self, name: str, number: int, *, is_behind: bool) -> None:
+    async def _set_version(self, name: str, number: int, *, is_behind: bool) -> None:
         def agree() -> None:
             with durable(self._db):
-                self._db.execute(_AGREE, (number, is_behind, name))
+                self._db.execute(_SET_VERSION, (number, is_behind, name))
 
         await self._run(agree)
 
@@ -150,10 +156,10 @@ class ConversationVersions:
                 *(entry.session, entry.turns, entry.request, size),
             ),
         )
-        texts = [(one, json_text(one.item)) for one in entry.items]
+        texts = [(item, json_text(item.item)) for item in entry.items]
         rows = [
-            (name, place, one.item_id, one.turn or UNREAD, text, len(text.encode()))
-            for place, (one, text) in enumerate(texts, 1)
+            (name, place, item.item_id, item.turn or UNREAD, text, len(text.encode()))
+            for place, (item, text) in enumerate(texts, 1)
         ]
         self._db.executemany(_INSERT_ITEM, rows)
         numbered = [(name, number, item) for number, item in enumerate(entry.gone, 1)]

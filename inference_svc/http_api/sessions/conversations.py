@@ -1,11 +1,11 @@
-"""Conversations: what is stored of them, and who changes one.
+"""Conversations: their storage, and holds that let one request at a time change one.
 
 A conversation is a list of items with a session of its own, whose first turns have read the first
-of these. The items are what counts: what the session has not read, or has read no more because an
-item before it was deleted, the next turn reads. So a turn that fails, and a session that is lost,
-take nothing away from a conversation.
+items. The items are authoritative. The next turn reads all items that the session has not read,
+or has to read again because an item before them was deleted. So a failed turn or a lost session
+takes nothing away from a conversation.
 
-Rows stay until they are deleted; beyond a bound of bytes a tenant adds no more.
+Rows stay until they are deleted. A tenant at its bound of bytes can add no more.
 """
 
 import json
@@ -22,10 +22,10 @@ from inference_svc.http_api.sessions.store_file import durable
 T = TypeVar("T")
 Items = Sequence[Mapping[str, Any]]  # each with its id
 
-ROW_BYTES = 4096  # that a conversation counts for itself: about the file of its session
-UNREAD = 2**62  # the turn of an item that none has read
+ROW_BYTES = 4096  # counted for a conversation without its items: about its session's file
+UNREAD = 2**62  # the turn of an item that no turn has read
 MAX_UNREAD = 4096  # items that one turn reads: as many as a body may have messages
-PAGE_CHARACTERS = 2**20  # of the items of a page, but for one item that has more
+PAGE_CHARACTERS = 2**20  # most characters of a page's items; a single longer item is a page
 
 _INSERT = "INSERT INTO conversations VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
 _FIND = (
@@ -36,21 +36,23 @@ _SIZE = "SELECT coalesce(sum(size), 0) FROM conversations WHERE tenant = ?"
 _LAST_PLACE = "SELECT coalesce(max(place), 0) FROM items WHERE conversation = ?"
 _PLACE_AND_TURN = "SELECT place, turn FROM items WHERE conversation = ? AND id = ?"
 _OF_UNREAD = "FROM items WHERE conversation = ? AND turn > ?"
-_UNREAD = f"SELECT item {_OF_UNREAD} ORDER BY +place"  # by the index of turns: most are read
+# "+place" keeps SQLite from walking all items in their order: the index of turns finds the few.
+_UNREAD = f"SELECT item {_OF_UNREAD} ORDER BY +place"
 _UNREAD_SIZE = f"SELECT count(*), coalesce(sum(size), 0) {_OF_UNREAD}"
 _CALLS = "SELECT item FROM items WHERE conversation = ? AND turn = ? AND id GLOB 'fc_*'"
 _PAGES = {  # by whether the oldest come first
     True: "SELECT item FROM items WHERE conversation = ? AND place > ? ORDER BY place",
     False: "SELECT item FROM items WHERE conversation = ? AND place < ? ORDER BY place DESC",
 }
-_AFTER_ALL = 2**62
-_GO_ON = (
+_BEHIND_ALL = 2**62
+_ADVANCE = (
     "UPDATE conversations SET session = ?, turns = ?, request = ?, instructions = ?"
     " WHERE id = ? AND session = ? AND turns = ? AND request = ?"
 )
-_READ = "UPDATE items SET turn = ? WHERE conversation = ? AND turn > ?"
-_STAYS = "DELETE FROM passing WHERE tenant = ? AND session = ?"
-# The session that is left goes; ids of its first turns are those of their copies.
+_MARK_READ = "UPDATE items SET turn = ? WHERE conversation = ? AND turn > ?"
+_MARK_LASTING = "DELETE FROM passing WHERE tenant = ? AND session = ?"
+# The old session is removed. Its first turns were copied to the new one with their request ids,
+# so rows that point at them stay valid there.
 _KEEP_RESPONSES = (
     "UPDATE responses SET session = :new WHERE tenant = :tenant AND session = :old"
     " AND turns <= :kept"
@@ -58,7 +60,7 @@ _KEEP_RESPONSES = (
 _KEEP_REQUESTS = (
     "UPDATE requests SET session = :new WHERE tenant = :tenant AND session = :old AND turns < :kept"
 )
-_MOVE = (
+_MOVE_SESSION = (
     "INSERT OR IGNORE INTO passing VALUES (:tenant, :old)",
     _KEEP_RESPONSES,
     _KEEP_REQUESTS,
@@ -67,7 +69,7 @@ _MOVE = (
 
 
 class Run(Protocol):
-    """Runs a call on the thread of the database."""
+    """A function that runs a call on the database's thread."""
 
     def __call__(self, call: Callable[[], T]) -> Awaitable[T]:
         """Return what the call returns.
@@ -80,15 +82,15 @@ class Run(Protocol):
 class Conversations:
     """Stores conversations; each method may raise StoreUnavailableError.
 
-    A conversation that is given was found: it is the tenant's who asks.
+    Methods without a tenant trust their caller: it has found the conversation as its tenant's.
 
     Args:
         db: the database with the tables.
-        run: runs calls on its thread.
-        max_bytes: bound of what one tenant stores.
+        run: runs calls on the database's thread.
+        max_bytes: most bytes of one tenant's conversations; 0: there are none.
 
     Attributes:
-        are_kept: whether there may be any.
+        are_kept: whether conversations can be stored.
     """
 
     def __init__(self, db: sqlite3.Connection, run: Run, max_bytes: int) -> None:
@@ -97,16 +99,26 @@ class Conversations:
         self._max_bytes = max_bytes
         self.are_kept = max_bytes > 0
 
-    async def create(self, tenant: str, made: Conversation, items: Items) -> None:
+    async def create(self, tenant: str, conversation: Conversation, items: Items) -> None:
         """Store a new conversation.
 
         Raises:
             ConversationsFullError: the tenant has no room for it.
         """
-        metadata = json_text(made.metadata)
+        metadata = json_text(conversation.metadata)
         size = ROW_BYTES + len(metadata.encode())
-        name = made.conversation_id
-        row = (name, tenant, made.created_s, metadata, "", made.session_id, 0, "", size)
+        name = conversation.conversation_id
+        row = (
+            name,
+            tenant,
+            conversation.created_s,
+            metadata,
+            "",
+            conversation.session_id,
+            0,
+            "",
+            size,
+        )
 
         def create() -> None:
             self._check_room(tenant, size, items)
@@ -121,16 +133,16 @@ class Conversations:
         row = await self._run(lambda: self._row(_FIND, conversation_id, tenant))
         if row is None:
             return None
-        name, created_s, metadata, *rest = row
-        return Conversation(name, created_s, json.loads(metadata), *rest)
+        name, created_s, metadata, *columns = row
+        return Conversation(name, created_s, json.loads(metadata), *columns)
 
     async def set_metadata(
         self, tenant: str, conversation_id: str, metadata: Mapping[str, str]
     ) -> None:
-        """Put a client's notes in the place of those that are there.
+        """Replace a conversation's metadata.
 
         Raises:
-            ConversationsFullError: the tenant has no room for them.
+            ConversationsFullError: the tenant has no room for it.
         """
         text = json_text(metadata)
 
@@ -143,7 +155,7 @@ class Conversations:
         await self._run(change)
 
     async def delete(self, tenant: str, conversation_id: str) -> None:
-        """Delete a conversation and its items, if it is there."""
+        """Delete a conversation and its items, if it exists."""
         sql = "DELETE FROM conversations WHERE id = ? AND tenant = ?"
 
         def delete() -> None:
@@ -155,10 +167,10 @@ class Conversations:
     # ----------------------------------------------------------------------------------- items
 
     async def check_room(self, tenant: str, items: Items, instructions: str = "") -> None:
-        """Check that a tenant may store these.
+        """Check that a tenant has room for items and instructions.
 
         Raises:
-            ConversationsFullError: it may not.
+            ConversationsFullError: it has no room.
         """
         more = len(instructions.encode())
         await self._run(lambda: self._check_room(tenant, more, items))
@@ -168,7 +180,7 @@ class Conversations:
 
         Raises:
             ConversationsFullError: the tenant has no room for them.
-            UnknownConversationError: its session was deleted, and so it is gone.
+            UnknownConversationError: the conversation was deleted, perhaps with its session.
         """
 
         def add() -> None:
@@ -183,20 +195,20 @@ class Conversations:
     async def page(
         self, conversation_id: str, limit: int, after: str, *, is_ascending: bool
     ) -> tuple[list[dict[str, Any]], bool] | None:
-        """Return items in their order, or the other way; None if there is none to follow.
+        """Return a page of a conversation's items.
 
         Args:
-            conversation_id: that they are of.
-            limit: most of them; there may be fewer, lest a page has too many bytes.
-            after: id of the item that they follow; "": from the beginning.
+            conversation_id: id of the conversation.
+            limit: most items; there are fewer if they exceed `PAGE_CHARACTERS`.
+            after: id of the item before the page; "": from the beginning.
             is_ascending: whether the oldest come first.
 
         Returns:
-            The items, and whether there are more.
+            The items, and whether there are more; None if there is no item `after`.
         """
 
         def find() -> tuple[list[dict[str, Any]], bool] | None:
-            begin = 0 if is_ascending else _AFTER_ALL
+            begin = 0 if is_ascending else _BEHIND_ALL
             if after:
                 row = self._row(_PLACE_AND_TURN, conversation_id, after)
                 if row is None:
@@ -222,10 +234,10 @@ class Conversations:
     async def unread(
         self, conversation_id: str, turns: int, most_bytes: int
     ) -> list[dict[str, Any]]:
-        """Return the items that the first turns of the conversation's session have not read.
+        """Return the items that the first `turns` turns of the session have not read.
 
         Raises:
-            InputTooLongError: they have more bytes than one turn may read.
+            InputTooLongError: they are more, or have more bytes, than one turn may read.
         """
 
         def find() -> list[dict[str, Any]]:
@@ -241,55 +253,60 @@ class Conversations:
         return await self._run(find)
 
     async def calls(self, conversation_id: str, turn: int) -> list[dict[str, Any]]:
-        """Return the calls of tools among the items of a turn, from 1."""
+        """Return the tool calls among a turn's items; turns are numbered from 1."""
         return await self._run(lambda: self._items(_CALLS, conversation_id, turn))
 
     async def turn_of(self, conversation_id: str, item_id: str) -> int | None:
-        """Return the turn that has read an item, from 1, or UNREAD; None if it is not there."""
+        """Return the turn that has read an item, from 1, or UNREAD; None if there is no item."""
         row = await self._run(lambda: self._row(_PLACE_AND_TURN, conversation_id, item_id))
         return None if row is None else int(row[1])
 
-    async def delete_item(self, left: Conversation, item_id: str) -> None:
-        """Delete an item of a conversation, which has so many turns left as is said."""
-        name = left.conversation_id
+    async def delete_item(self, remaining: Conversation, item_id: str) -> None:
+        """Delete an item, and set the conversation's turns back to those before it.
+
+        Args:
+            remaining: the conversation with the turns that stay valid.
+            item_id: id of the item.
+        """
+        name = remaining.conversation_id
 
         def delete() -> None:
             with durable(self._db):
                 sql = "UPDATE conversations SET turns = ?, request = ? WHERE id = ?"
-                self._db.execute(sql, (left.turns, left.request_id, name))
+                self._db.execute(sql, (remaining.turns, remaining.request_id, name))
                 sql = "DELETE FROM items WHERE conversation = ? AND id = ?"
                 self._db.execute(sql, (name, item_id))
 
         await self._run(delete)
 
     async def record(self, tenant: str, turn: ConversationTurn, end: Point, items: Items) -> bool:
-        """Add a turn: what it brought and said, and where the conversation is now.
+        """Add a turn: its items, and the session and turn where the conversation is now.
 
         Args:
-            tenant: whose conversation it is.
+            tenant: the conversation's tenant.
             turn: the turn.
             end: where it ended.
-            items: of input and answer.
+            items: the items of its input and its answer.
 
         Returns:
-            Whether it was added: a repeat that followed it has added it before, or will.
+            Whether the turn was added; False if a repeat has added it already.
         """
         before, kept = turn.before, turn.at.turns if turn.at else 0
         name = before.conversation_id
         known = (name, before.session_id, before.turns, before.request_id)
         now = (end.session_id, end.turns, end.request_id, turn.instructions)
-        moved = {"tenant": tenant, "old": before.session_id, "new": end.session_id, "kept": kept}
+        values = {"tenant": tenant, "old": before.session_id, "new": end.session_id, "kept": kept}
 
         def record() -> bool:
             with durable(self._db):
-                if not self._db.execute(_GO_ON, (*now, *known)).rowcount:
+                if not self._db.execute(_ADVANCE, (*now, *known)).rowcount:
                     return False
-                self._db.execute(_READ, (end.turns, name, kept))
+                self._db.execute(_MARK_READ, (end.turns, name, kept))
                 self._add(name, items, end.turns)
                 if end.session_id != before.session_id:
-                    for sql in _MOVE:
-                        self._db.execute(sql, moved)
-                self._db.execute(_STAYS, (tenant, end.session_id))
+                    for sql in _MOVE_SESSION:
+                        self._db.execute(sql, values)
+                self._db.execute(_MARK_LASTING, (tenant, end.session_id))
                 return True
 
         return await self._run(record)
@@ -320,28 +337,28 @@ class Conversations:
 
 
 def json_text(value: Mapping[str, Any]) -> str:
-    """Return how an item, or notes, are stored, and counted."""
+    """Return an item or metadata as JSON text, as it is stored and its bytes are counted."""
     return json.dumps(value, ensure_ascii=False)
 
 
 class Holds:
-    """Who changes a conversation: one request at a time, and repeats of it."""
+    """Holds of conversations: one request at a time, and its repeats, may change one."""
 
     def __init__(self) -> None:
         self._holders: dict[tuple[str, str], list[bytes | None]] = {}  # keys of repeats
 
     def num_holders(self, tenant: str, conversation_id: str) -> int:
-        """Return how many requests hold a conversation: more than one are repeats of one."""
+        """Return how many requests hold a conversation; several are repeats of one request."""
         return len(self._holders.get((tenant, conversation_id), ()))
 
     @contextmanager
-    def held(
+    def hold(
         self, tenant: str, conversation_id: str, repeat_key: bytes | None = None
     ) -> Iterator[Callable[[], None]]:
-        """Hold a conversation; what is yielded releases it before the block ends.
+        """Hold a conversation; yield a function that releases it before the block ends.
 
         Raises:
-            SessionBusyError: another request changes it.
+            SessionBusyError: another request holds it.
         """
         name = tenant, conversation_id
         holders = self._holders.setdefault(name, [])

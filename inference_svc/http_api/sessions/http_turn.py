@@ -1,4 +1,4 @@
-"""A turn that an HTTP request asks for, and who asks. Pure but for the clock and new ids."""
+"""The turn of an HTTP request, and its caller. Pure, except for the clock and new ids."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -31,41 +31,43 @@ from shared.types.session_key import SessionKey
 
 @dataclass(frozen=True)
 class Caller:
-    """A client's identity, and the tenant that it acts for: one of the identity's."""
+    """A client's identity, and the tenant that it acts for, one of the identity's tenants."""
 
     identity: Identity
     tenant: str
 
     def key(self, model: str, session_id: str) -> SessionKey:
-        """Return the key of a session of the tenant's, under a model of this fingerprint."""
+        """Return the key of a session of the tenant, under the model of this fingerprint."""
         return self.identity.key(self.tenant, model, session_id)
 
 
 @dataclass(frozen=True)
 class HttpTurn:
-    """A turn that an HTTP request asks for, whichever API it speaks.
+    """The turn of an HTTP request, whichever API the client speaks.
 
     Attributes:
-        messages: the history and the new ones, or those that follow `previous`; none: it is raw.
+        messages: the history and the new messages, or those that follow `previous`; empty if the
+            turn is raw.
         sampling: the client's sampling values, by the names of `SamplingParams`.
         session_id: the session that the client named; "" for none.
         is_kept: whether the session may stay when the turn is over.
-        overflow: the overflow policy's name; "" for the service's.
-        request_id: the turn's: a digest of the whole request, or one that is never used again.
+        overflow: name of the overflow policy; "" for the service's.
+        request_id: id of the turn: a digest of the whole request, or an id that is used once.
         body: digest of the request's body.
-        repeat_key: digest of its idempotency key; None if there is none.
-        previous: the response that it follows.
-        response_id: id under which its response is stored; "" if it is no response.
+        repeat_key: digest of the idempotency key; None if there is none.
+        previous: the response that the turn follows.
+        response_id: id under which the response is stored; "" if the turn is no response.
         info: the response's members beside its answer.
-        brought: the response's input, to be kept with it; "": it is not.
-        raw: raw text or token ids in place of messages; no later history is known by them.
-        reading: how its answer is read, and the tools that it offers.
-        is_final: whether the session is deleted when the answer has come.
-        is_subagent: whether a sub-agent asks.
-        retention: for how long the client wants what is computed to be kept at least.
-        arguments: of the chat template, as the client gives them.
-        prediction: what most of the answer will likely be; "" if the client does not say.
-        conversation: the conversation that it is a turn of, in the session `session_id`.
+        stored_input: the response's input as JSON, to be stored with it; "" to store none.
+        raw: raw text or token ids in place of messages; later turns cannot find them as a history.
+        reading: how the answer is read, and the tools that it may call.
+        is_final: whether the session is deleted when the answer is complete.
+        is_subagent: whether a sub-agent sent the request.
+        retention: how long the client wants the KV cache to be kept at least.
+        arguments: the client's arguments of the chat template.
+        prediction: the client's guess of most of the answer; "" if there is none.
+        conversation: what the turn does to its conversation, whose session is `session_id`; None
+            if the turn belongs to none.
     """
 
     messages: tuple[Message, ...]
@@ -79,7 +81,7 @@ class HttpTurn:
     previous: StoredResponse | None = None
     response_id: str = ""
     info: ResponseInfo | None = None
-    brought: str = ""
+    stored_input: str = ""
     raw: TextInput | TokenInput | None = None
     reading: Reading = field(default_factory=Reading)
     is_final: bool = False
@@ -98,13 +100,13 @@ class HttpTurn:
         *,
         is_local: bool = False,
     ) -> Submission:
-        """Make the submission to the route's session.
+        """Return the submission of the turn to the route's session.
 
         Args:
             route: where the turn goes.
-            key: of the session there.
-            defaults: what the client does not say.
-            before: digest of all that was said before the answer; see `Router.before_answer`.
+            key: key of the route's session.
+            defaults: values where the client gives none.
+            before: digest of all messages before the answer; see `Router.digest_before_answer`.
             is_local: whether the session is this server's alone; see `Router.is_local`.
 
         Raises:
@@ -140,14 +142,14 @@ class HttpTurn:
     def _said(
         self, key: SessionKey, before: bytes | None, *, is_named: bool
     ) -> Callable[[str, str], Said] | None:
-        """Return what makes digests of all that was said, once the answer is there."""
+        """Return a function that makes the digests of the history with the turn's answer."""
         if before is None:
             return None
         chain = open_chain(key.tenant, key.model)
 
-        def said(text: str, session_id: str) -> Said:
+        def make_digests(text: str, session_id: str) -> Said:
             history = chain.after(before, self.reading.message(text))
             own = chain.within(history, session_id).hex()
             return Said(own, "" if is_named else history.hex())
 
-        return said
+        return make_digests

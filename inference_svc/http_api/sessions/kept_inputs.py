@@ -1,10 +1,10 @@
-"""The inputs of stored responses, as their clients may read them again.
+"""The inputs of stored responses, which clients can read again.
 
-They are text of users, and large beside the other rows. So they are bounded in bytes: beyond the
-bound the oldest go, of the tenant that has the most, and never because another has added its own.
-An input goes with its response, whatever deletes that, and with the session of its response.
+Inputs are users' text, and large compared with the other rows. So their bytes are bounded: beyond
+the bound, the tenant with the most bytes loses its oldest inputs, and no tenant loses any because
+another one added its own. An input is deleted with its response, and with the response's session.
 
-Methods run on one thread: that of the database.
+Methods run on the database's thread.
 """
 
 import sqlite3
@@ -18,12 +18,12 @@ _FORGET = (
 
 
 class KeptInputs:
-    """Keeps inputs, and deletes those that are too many bytes.
+    """Stores inputs, and deletes the oldest ones beyond a bound of bytes.
 
     Args:
         db: the database with the tables.
         tables: adds rows to them.
-        max_bytes: bound of all inputs together.
+        max_bytes: most bytes of all inputs together.
     """
 
     def __init__(self, db: sqlite3.Connection, tables: BoundedTables, max_bytes: int) -> None:
@@ -31,15 +31,15 @@ class KeptInputs:
         self._rows = KeptBytes(db, tables, INPUTS, max_bytes)
 
     def keep(self, tenant: str, response_id: str, items: str) -> None:
-        """Keep the input of a response that is stored."""
+        """Store the input of a stored response."""
         size = len(items.encode())
         self._rows.add((response_id, tenant, items, size), size)
 
     def find(self, tenant: str, response_id: str) -> str | None:
-        """Return the input of a tenant's response; None if it is not kept."""
+        """Return the input of a tenant's response; None if it is not stored."""
         row = self._db.execute(_FIND, (response_id, tenant)).fetchone()
         return None if row is None else str(row[0])
 
     def forget(self, tenant: str, session_id: str) -> None:
-        """Delete what a session's responses were asked."""
+        """Delete the inputs of a session's responses."""
         self._db.execute(_FORGET, (tenant, session_id))

@@ -1,4 +1,4 @@
-"""What is stored of earlier requests, and where a turn goes by that. Pure: values."""
+"""Values of routing: what is stored of earlier requests, and the route of a turn. Pure."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,21 +9,22 @@ from inference_svc.core.misses import Resembled
 from inference_svc.core.transcript_format import Transcript
 from inference_svc.core.turn_record import Finished
 
-CONVERSATION = "conv_"  # what ids of conversations begin with, and names of their sessions
+CONVERSATION = "conv_"  # prefix of the ids of conversations, and of their sessions' names
 
-# How a response stands that has no answer.
+# The states of a response that has no answer.
 QUEUED, IN_PROGRESS, FAILED, CANCELLED = "queued", "in_progress", "failed", "cancelled"
 
 
 @dataclass(frozen=True)
 class Point:
-    """Where a history ends.
+    """The end of a history: a position in a session.
 
     Attributes:
-        session_id: the session that has it.
-        turns: number of complete turns of the session up to there.
-        request_id: request id of the last of them: a name may be another session's by now.
-        is_named: whether a client gave the session its name: then others do not continue it.
+        session_id: the session with the history.
+        turns: number of complete turns of the session up to the point.
+        request_id: request id of the last of these turns, which proves that the session is still
+            the same one: its name may have been used again.
+        is_named: whether a client named the session; other clients then do not continue it.
     """
 
     session_id: str
@@ -32,7 +33,7 @@ class Point:
     is_named: bool
 
     def is_in(self, transcript: Transcript) -> bool:
-        """Whether a session still has the turn: one of the same name may have been made since."""
+        """Return whether a session still has the point's last turn; see `request_id`."""
         turns = transcript.turns
         return 0 < self.turns <= len(turns) and turns[self.turns - 1].request_id == self.request_id
 
@@ -45,16 +46,17 @@ class ResponseInfo:
         created_s: Unix time in seconds.
         model: the model's name as the client wrote it.
         instructions: the beginning of the client's instructions.
-        instructions_digest: digest of all of them.
+        instructions_digest: digest of the whole instructions.
         truncation: "auto" or "disabled".
-        text_format: what the answer had to be, as the client wrote it.
-        tools: those that were offered, as a response shows them; of long ones nothing but names.
-        tool_choice: whether they were to be called, as a response shows it.
-        input_bytes: size of the input, kept or not; 0: an earlier release did not count it.
-        effort: how much the model was to think; None: the client did not say.
-        conversation_id: the conversation that it is a turn of; "": it is of none.
-        is_background: whether it was computed while nobody waited.
-        call_ids: ids of the calls in its answer, if another server has made these.
+        is_kept: whether the client asked for the response to be stored.
+        text_format: the format that the answer had to have, as the client wrote it.
+        tools: the offered tools, as a response shows them; long ones by their names only.
+        tool_choice: whether tools had to be called, as a response shows it.
+        input_bytes: size of the input, stored or not; 0: an earlier release did not count it.
+        effort: reasoning effort; None if the client gave none.
+        conversation_id: the conversation of the turn; "" if it has none.
+        is_background: whether it was a background response.
+        call_ids: ids of the calls in the answer, if another server made them.
     """
 
     created_s: float
@@ -81,14 +83,16 @@ class ResponseInfo:
 
     @property
     def is_free(self) -> bool:
-        """Whether the answer could be any text."""
+        """Whether the answer's format was free: any text."""
         return self.text_format.get("type") == "text"
 
     @property
     def tool_use(self) -> ToolUse:
-        """What the answer could do with tools: their names are enough to read it."""
+        """The tools that the answer could call; to read an answer their names are enough."""
         tools = tuple(
-            Tool(prefix + tool["name"]) for prefix, found in self._listed() for tool in found
+            Tool(prefix + tool["name"])
+            for prefix, found in self._prefixed_tools()
+            for tool in found
         )
         most_calls = None if self.parallel_tool_calls else 1
         if isinstance(self.tool_choice, str):
@@ -96,19 +100,23 @@ class ResponseInfo:
         return ToolUse(tools, ChoiceKind.REQUIRED, self.tool_choice["name"], most_calls)
 
     def call_id_by(self, made_here: Callable[[int], str]) -> Callable[[int], str]:
-        """Return what has the id of a call by its index, given what makes those of this server."""
+        """Return a function from a call's index to its id.
+
+        Args:
+            made_here: makes the id of a call of this server's own answers, by its index.
+        """
         ids = dict(enumerate(self.call_ids))
         return lambda index: ids.get(index) or made_here(index)
 
     def split_name(self, name: str) -> tuple[str, str]:
-        """Return the namespace that a tool is of, "" if it is of none, and its name there."""
-        for prefix, _ in self._listed():
+        """Split a tool's full name into its namespace ("" if it has none) and its name there."""
+        for prefix, _ in self._prefixed_tools():
             if prefix and name.startswith(prefix):
                 return prefix[:-1], name[len(prefix) :]
         return "", name
 
-    def _listed(self) -> Iterator[tuple[str, Sequence[Mapping[str, Any]]]]:
-        """Yield tools with what stands before their names."""
+    def _prefixed_tools(self) -> Iterator[tuple[str, Sequence[Mapping[str, Any]]]]:
+        """Yield tools with the prefix of their names: a namespace and a dot, or ""."""
         for tool in self.tools:
             yield (tool["name"] + ".", tool["tools"]) if "tools" in tool else ("", [tool])
 
@@ -118,8 +126,8 @@ class StoredResponse:
     """A stored response.
 
     Attributes:
-        at: where its turn ended.
-        history: digest of all messages up to its answer; None if it is unknown.
+        at: the end of its turn.
+        history: digest of all messages, the answer included; None if it is unknown.
         info: its members beside its answer.
     """
 
@@ -130,13 +138,14 @@ class StoredResponse:
 
 @dataclass(frozen=True)
 class UnansweredResponse:
-    """A response in the background that has no answer.
+    """A background response that has no answer.
 
     Attributes:
         info: its members.
-        state: "queued": it runs, or the service was killed meanwhile; "failed", "cancelled".
-        code: of the error that it failed with.
-        message: likewise.
+        state: "queued" (it runs, or the service was killed before its end), "failed" or
+            "cancelled".
+        code: reason slug of the error that it failed with; "" if there is none.
+        message: message of that error.
     """
 
     info: ResponseInfo
@@ -147,17 +156,18 @@ class UnansweredResponse:
 
 @dataclass(frozen=True)
 class Route:
-    """Where a turn goes.
+    """The session that a turn goes to, and which of its messages are new.
 
     Attributes:
-        session_id: the session that it goes to; "" for a new one.
+        session_id: the session; "" for a new one.
         turns: number of the session's turns that precede this one.
-        first: index of the first message that is new.
-        history: digest of the messages before that one; None if it is unknown.
+        first: index of the first new message.
+        history: digest of the messages before `first`; None if it is unknown.
         is_named: whether the client named the session.
-        may_append: whether the turn may be appended to the session; else it is for a fork of it.
-        name: name of the fork, or of a new session; "": one is made up.
-        resembles: what the new messages were likely meant to go on with; None: they have no answer.
+        may_append: whether the turn may be appended to the session; else it goes to a fork.
+        name: name of the fork, or of a new session; "": a new id.
+        resembles: the session that the client probably meant to continue; None if no new message
+            is an answer.
     """
 
     session_id: str
@@ -172,16 +182,16 @@ class Route:
 
 @dataclass(frozen=True)
 class Conversation:
-    """A conversation, but for its items.
+    """A conversation without its items.
 
     Attributes:
-        conversation_id: its id, which is the name of its first session, too.
+        conversation_id: its id, which is also the name of its first session.
         created_s: Unix time in seconds.
         metadata: the client's own notes.
-        instructions: that lead it.
+        instructions: the instructions at its head.
         session_id: the session of its turns.
-        turns: number of the session's first turns that are the conversation's.
-        request_id: request id of the last of these; "" if there are none.
+        turns: number of the session's first turns that belong to the conversation.
+        request_id: request id of the last of these turns; "" if there are none.
     """
 
     conversation_id: str
@@ -198,19 +208,19 @@ class ConversationTurn:
     """What a turn does to its conversation.
 
     Attributes:
-        before: the conversation as the turn found it.
-        at: where it goes on; None: everything is read anew.
-        instructions: that lead the conversation from now on.
-        brought: the items of the input.
-        answered: makes the items of the answer.
-        release: lets others change the conversation.
+        before: the conversation as it was when the turn arrived.
+        at: the point that the turn follows; None: the turn reads all items again.
+        instructions: the conversation's instructions from now on.
+        input_items: the items of the input.
+        make_answer_items: makes the items of the answer.
+        release: releases the conversation, so that other requests may change it.
     """
 
     before: Conversation
     at: Point | None
     instructions: str
-    brought: Sequence[Mapping[str, Any]]
-    answered: Callable[[Finished], Sequence[Mapping[str, Any]]]
+    input_items: Sequence[Mapping[str, Any]]
+    make_answer_items: Callable[[Finished], Sequence[Mapping[str, Any]]]
     release: Callable[[], None]
 
 
@@ -219,8 +229,8 @@ class StoredRequest:
     """A request that may be repeated.
 
     Attributes:
-        body: digest of its body: a repeat has the same.
-        route: the route that it took.
+        body: digest of its body; a repeat has the same.
+        route: its route.
     """
 
     body: bytes

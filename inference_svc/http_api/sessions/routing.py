@@ -1,13 +1,13 @@
-"""Where a turn goes: into which session, after how many of its turns, with which of the messages.
+"""Routing: the session of a turn, how many of its turns precede it, and which messages are new.
 
-Three ways to say it: the client names a session, or a response that it follows, or lets the
-messages speak for themselves: then the longest beginning of them that ended with an answer of this
-service is the session's history, and what follows is new. Nothing is changed here, but that
-sessions of other servers come here.
+There are three ways to find a session: the client names it, or names the response that it
+follows, or sends the whole conversation. In the third case the longest beginning of the messages
+that ended with an answer of this service is the session's history; the messages after it are new.
+Routing changes nothing, except that transcripts of other servers are copied to this one.
 
-A history is known by a digest (`history_chain.py`). Where one ended, this service has stored, of
-its own answers. Of an answer that another server gave the session's transcript says it; which
-session that is, the client says, or the store of those that nobody named (`elsewhere.py`).
+A history is identified by a digest (`history_chain.py`). Where a history ended, this service has
+stored for its own answers. For an answer of another server, the session's transcript has it. The
+client names that session, or it is unnamed and found in the object store (`remote_histories.py`).
 """
 
 from collections.abc import Awaitable, Callable, Sequence
@@ -19,23 +19,24 @@ from inference_svc.core.misses import Resembled
 from inference_svc.core.template_arguments import Arguments
 from inference_svc.core.transcript_format import Transcript
 from inference_svc.http_api.errors import UnknownHistoryError, unknown_conversation
-from inference_svc.http_api.sessions.elsewhere import Elsewhere
 from inference_svc.http_api.sessions.history_chain import HistoryChain, beginnings, open_chain
 from inference_svc.http_api.sessions.http_turn import Caller, HttpTurn
 from inference_svc.http_api.sessions.lookup import ConversationTurn, Point, Route
+from inference_svc.http_api.sessions.remote_histories import RemoteHistories
 from inference_svc.http_api.sessions.store import ApiStore
 from inference_svc.runtime.turns.sessions import Sessions
 from shared.types.errors import NotFoundError
 
 
 class Router:
-    """Finds routes; one for all tenants.
+    """Finds the routes of turns, for all tenants.
 
     Args:
-        sessions: of the service.
+        sessions: the service's sessions.
         model: fingerprint of the model, part of every session's key.
         store: finds histories.
-        framing: of a client's template arguments; see `TurnText.framing`.
+        framing: returns what the template makes of a client's template arguments; see
+            `TurnText.framing`.
     """
 
     def __init__(
@@ -49,72 +50,78 @@ class Router:
         self._model = model
         self._store = store
         self._framing = framing
-        self._elsewhere = Elsewhere(sessions, model, store)
+        self._remote = RemoteHistories(sessions, model, store)
 
     async def find(self, caller: Caller, chain: HistoryChain, turn: HttpTurn) -> Route:
-        """Find the route of a turn whose messages, if it has any, may repeat a history.
+        """Find the route of a turn that follows no response; its messages may repeat a history.
 
         Args:
-            caller: who asks.
-            chain: digests of the caller's tenant.
-            turn: that follows no response.
+            caller: the client and its tenant.
+            chain: the history chain of the caller's tenant.
+            turn: the turn.
 
         Raises:
             UnknownHistoryError: the named session has another history.
         """
         messages, name = turn.messages, turn.session_id
         digests = await self._digests(chain, turn)
-        start = digests[0] if messages else None  # what is raw is no history of messages
-        transcript, _ = await self._session(caller, name, is_fresh=True) if name else (None, False)
+        start = digests[0] if messages else None  # raw text or token ids have no such history
+        transcript, _ = (
+            await self._read_session(caller, name, is_fresh=True) if name else (None, False)
+        )
         if transcript is not None and transcript.turns:
-            return await self._in_session(chain, digests, turn, transcript)
-        route = await self._longest_known(caller, digests, messages)
+            return await self._find_in_session(chain, digests, turn, transcript)
+        route = await self._find_longest_known(caller, digests, messages)
         if not name:
             known = route.first if route else 0
-            route = await self._from_elsewhere(caller, turn, digests, known) or route
+            route = await self._find_remote(caller, turn, digests, known) or route
         if route is None or transcript is not None:
             route = Route(name, 0, 0, start, is_named=bool(name))
         elif name:
             route = replace(route, may_append=False, is_named=True, name=name)
-        resembles = await self._resembled(caller, chain, messages, route.first)
+        resembles = await self._find_resembled(caller, chain, messages, route.first)
         return replace(route, resembles=resembles)
 
-    async def before_answer(self, caller: Caller, turn: HttpTurn, route: Route) -> bytes | None:
-        """Return the digest, the same on every server, of all that was said before a turn's answer.
+    async def digest_before_answer(
+        self, caller: Caller, turn: HttpTurn, route: Route
+    ) -> bytes | None:
+        """Return the digest of all messages before a turn's answer, the same on every server.
 
-        None: the turn does not have all of it, or its session is of no use to other servers.
+        Returns:
+            The digest; None if the turn's messages are not the whole history, or if other servers
+            have no use for the session.
         """
         has_all = turn.messages and (route.first or not route.turns)
         stays = turn.is_kept and not turn.is_final
-        is_shared = route.is_named or (stays and self._elsewhere.is_shared)
+        is_shared = route.is_named or (stays and self._remote.is_shared)
         if not (has_all and is_shared) or turn.conversation is not None:
             return None
         return (await self._open_digests(caller, turn))[-1]
 
     def is_local(self, turn: HttpTurn, route: Route, before: bytes | None) -> bool:
-        """Whether a turn's session is of no use to other servers: nobody could find it there.
+        """Return whether a turn's session is this server's alone: no other server could find it.
 
         Args:
             turn: the turn.
             route: where it goes.
-            before: what `before_answer` has said of it.
+            before: the result of `digest_before_answer` for the turn.
         """
         is_response = turn.info is not None and turn.is_kept and not turn.is_final
-        is_found = before is not None or (is_response and self._elsewhere.is_shared)
+        is_found = before is not None or (is_response and self._remote.is_shared)
         return not (route.is_named or is_found)
 
     async def _digests(self, chain: HistoryChain, turn: HttpTurn) -> list[bytes]:
-        """Return the digests of a turn's messages: of none of them, the first, … all of them."""
+        """Return the digests of a turn's histories: of no message, the first one, … all of them."""
         framing = await self._framing(turn.arguments) if turn.messages else ""
         return chain.along(chain.opening(turn.reading.use.tools, framing), turn.messages)
 
     async def _open_digests(self, caller: Caller, turn: HttpTurn) -> list[bytes]:
-        """Return the same digests as every server has."""
+        """Return the digests of a turn's histories that are the same on every server."""
         return await self._digests(open_chain(caller.tenant, self._model), turn)
 
-    async def after(self, caller: Caller, at: Point, history: bytes | None) -> Route | None:
-        """Find the route of messages that follow a point; None if its session is gone."""
-        transcript, is_busy = await self._session(caller, at.session_id)
+    async def find_after(self, caller: Caller, at: Point, history: bytes | None) -> Route | None:
+        """Return the route of messages that follow a point; None if its session is gone."""
+        transcript, is_busy = await self._read_session(caller, at.session_id)
         if transcript is None or not at.is_in(transcript):
             return None
         is_last = len(transcript.turns) == at.turns
@@ -123,22 +130,22 @@ class Router:
             at.session_id, at.turns, 0, history, is_named=at.is_named, may_append=may_append
         )
 
-    async def in_conversation(
-        self, caller: Caller, chain: HistoryChain, turn: HttpTurn, going: ConversationTurn
+    async def find_in_conversation(
+        self, caller: Caller, chain: HistoryChain, turn: HttpTurn, conversation: ConversationTurn
     ) -> Route:
-        """Find the route of a turn of a conversation: its session, or one that takes its place.
+        """Find the route of a conversation's turn: its session, or one that replaces the session.
 
         Raises:
-            UnknownConversationError: the conversation was deleted meanwhile.
-            SessionBusyError: a turn is under way in its session.
+            UnknownConversationError: the conversation was deleted in the meantime.
+            SessionBusyError: a turn is running in its session.
         """
-        name, before = turn.session_id, going.before
+        name, before = turn.session_id, conversation.before
         is_new = name != before.session_id
-        if going.at is None:
+        if conversation.at is None:
             start = chain.opening(turn.reading.use.tools)
             new_name = name if is_new else ""
             return Route("" if is_new else name, 0, 0, start, is_named=True, name=new_name)
-        route = await self.after(caller, going.at, None)
+        route = await self.find_after(caller, conversation.at, None)
         if route is None:
             raise unknown_conversation(before.conversation_id)
         if is_new:
@@ -149,10 +156,13 @@ class Router:
             )
         return route
 
-    async def _longest_known(
+    async def _find_longest_known(
         self, caller: Caller, digests: Sequence[bytes], messages: Sequence[Message]
     ) -> Route | None:
-        """Find the longest beginning that is stored, and whose session is still there."""
+        """Find the longest stored beginning of the messages whose session still exists.
+
+        Stored histories of sessions that are gone are forgotten on the way.
+        """
         lengths = beginnings(messages)
         if not lengths:
             return None
@@ -161,8 +171,9 @@ class Router:
         found = None
         for length in lengths:
             at = points.get(digests[length])
-            route = await self.after(caller, at, digests[length]) if at else None
-            if route is not None:  # nobody continues a session that another client named
+            route = await self.find_after(caller, at, digests[length]) if at else None
+            if route is not None:
+                # A named session is its client's: a match by history alone only forks it.
                 may_append = route.may_append and not route.is_named
                 found = replace(route, first=length, is_named=False, may_append=may_append)
                 break
@@ -172,48 +183,53 @@ class Router:
             await self._store.forget_histories(gone)
         return found
 
-    async def _from_elsewhere(
+    async def _find_remote(
         self, caller: Caller, turn: HttpTurn, digests: Sequence[bytes], known: int
     ) -> Route | None:
-        """Find a beginning that other servers know, if it is longer than what is known here."""
+        """Find a beginning that another server answered, longer than the one that is known here."""
         lengths = [length for length in beginnings(turn.messages) if length > known]
-        if not (lengths and self._elsewhere.is_shared):
+        if not (lengths and self._remote.is_shared):
             return None
         shared = await self._open_digests(caller, turn)
-        found = await self._elsewhere.find(caller, [(length, shared[length]) for length in lengths])
+        found = await self._remote.find(caller, [(length, shared[length]) for length in lengths])
         if found is None:
             return None
         length, at = found
-        route = await self.after(caller, at, digests[length])
+        route = await self.find_after(caller, at, digests[length])
         return None if route is None else replace(route, first=length)
 
-    async def _resembled(
+    async def _find_resembled(
         self, caller: Caller, chain: HistoryChain, messages: Sequence[Message], first: int
     ) -> Resembled | None:
-        """Find a session that gave an answer among the new messages, the last one that is known."""
+        """Find the session that gave the last known answer among the new messages.
+
+        Returns:
+            That session, or the fact that it is gone or unknown; None if no new message is an
+            answer.
+        """
         ends = [place for place in beginnings(messages) if place > max(first, 1)]
         if not ends:
             return None
         digests = [chain.exchange(*messages[end - 2 : end]) for end in ends]
         points = await self._store.find_histories(digests)
         for at in (points[digest] for digest in digests if digest in points):
-            transcript, _ = await self._session(caller, at.session_id)
+            transcript, _ = await self._read_session(caller, at.session_id)
             if transcript is not None and at.is_in(transcript):
                 where = at.session_id, at.turns
                 return Resembled(*where, was_known=True, first_message=first, is_named=at.is_named)
         return Resembled(was_known=bool(points), first_message=first)
 
-    async def _in_session(
+    async def _find_in_session(
         self,
         chain: HistoryChain,
         digests: Sequence[bytes],
         turn: HttpTurn,
         transcript: Transcript,
     ) -> Route:
-        """Route to the end of a session that the client named: its messages repeat it, or none do.
+        """Route to the end of a named session; the messages repeat its whole history or none of it.
 
         Raises:
-            UnknownHistoryError: they have another history.
+            UnknownHistoryError: the messages have another history.
         """
         session_id, turns = transcript.header.session_id, len(transcript.turns)
         own = {
@@ -225,8 +241,8 @@ class Router:
             at = points.get(digest)
             if at is not None and at.turns == turns and at.is_in(transcript):
                 return Route(session_id, turns, length, digests[length], is_named=True)
-        length = await self._length_said(turn, transcript) if own else 0
-        if length:  # another server has answered, or this one has forgotten
+        length = await self._matching_length(turn, transcript) if own else 0
+        if length:  # another server answered, or the row here was pruned
             return Route(session_id, turns, length, digests[length], is_named=True)
         if any(message.role == ASSISTANT for message in turn.messages):
             raise UnknownHistoryError(
@@ -235,10 +251,10 @@ class Router:
             )
         return Route(session_id, turns, 0, None, is_named=True)
 
-    async def _length_said(self, turn: HttpTurn, transcript: Transcript) -> int:
-        """Return how many of the messages are all that a transcript's turns have said; 0: none."""
-        said, header = transcript.turns[-1].said, transcript.header
-        if not said:
+    async def _matching_length(self, turn: HttpTurn, transcript: Transcript) -> int:
+        """Return how many of the messages make up a transcript's whole history; 0: none do."""
+        digest_here, header = transcript.turns[-1].said, transcript.header
+        if not digest_here:
             return 0
         chain = open_chain(header.tenant, header.model)
         digests = await self._digests(chain, turn)
@@ -246,15 +262,15 @@ class Router:
             (
                 length
                 for length in beginnings(turn.messages)
-                if chain.within(digests[length], header.session_id).hex() == said
+                if chain.within(digests[length], header.session_id).hex() == digest_here
             ),
             0,
         )
 
-    async def _session(
+    async def _read_session(
         self, caller: Caller, session_id: str, *, is_fresh: bool = False
     ) -> tuple[Transcript | None, bool]:
-        """Return a session's transcript, if it is there, and whether a turn is under way."""
+        """Return a session's transcript (None: there is no session), and whether a turn runs."""
         try:
             return await self._sessions.get(caller.key(self._model, session_id), is_fresh=is_fresh)
         except NotFoundError:

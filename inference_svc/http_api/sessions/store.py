@@ -1,10 +1,10 @@
-"""What is stored between requests, bounded and on disk: histories, responses, chats, repeats.
+"""The HTTP API's store on disk: histories, responses, chats, requests and sessions, bounded.
 
-Nothing here is needed for an answer. What cannot be read counts as absent, what cannot be written
-is lost; both are logged. The oldest rows are deleted first, those that were used last stay.
-Conversations are another matter (`conversations.py`): they are kept, or refused.
+No answer depends on the store. Rows that cannot be read count as absent, rows that cannot be
+written are lost; both are logged. The least recently used rows are deleted first. Conversations
+are different (`conversations.py`): they are stored durably, or refused.
 
-Calls run on one thread of the store's own, in the order in which they were made.
+Calls run on the store's own thread, in the order in which they were made.
 """
 
 import json
@@ -48,7 +48,7 @@ log = get_logger(__name__)
 
 
 class StoreUnavailableError(UnavailableError):
-    """The file of the state directory cannot be read right now."""
+    """The store's file in the state directory cannot be used for now."""
 
     reason = "openai_memory_unavailable"
 
@@ -59,14 +59,14 @@ class ApiStore:
     Args:
         directory: the service's state directory.
         max_rows: most rows of each table.
-        max_input_bytes: most bytes of the inputs of responses.
-        conversation_bytes: most bytes of a tenant's conversations.
-        chat_bytes: most bytes of the chats that are stored.
+        max_input_bytes: most bytes of the inputs of all responses.
+        conversation_bytes: most bytes of one tenant's conversations.
+        chat_bytes: most bytes of all stored chats.
 
     Attributes:
-        key: the secret that digests are keyed with.
+        key: the secret key of digests.
         conversations: stores conversations.
-        versions: which these are of, in the store that services share.
+        versions: tracks their versions in the object store that servers share.
         chats: stores chats whose clients asked for it.
     """
 
@@ -88,14 +88,14 @@ class ApiStore:
         self.chats = StoredChats(self._db, self._run, self._tables, chat_bytes)
 
     def close(self) -> None:
-        """Close the file after the call that runs."""
+        """Close the file, after the running call."""
         self._thread.close()
         self._db.close()
 
     # ------------------------------------------------------------------------------- histories
 
     async def find_histories(self, digests: Sequence[bytes]) -> dict[bytes, Point]:
-        """Return where each of the histories ends, as far as they are stored."""
+        """Return where each history ends, for those that are stored; this counts as a use."""
 
         def find() -> dict[bytes, Point]:
             found = {}
@@ -111,7 +111,7 @@ class ApiStore:
         return await self._try(find, {})
 
     async def keep_histories(self, tenant: str, points: Iterable[tuple[bytes, Point]]) -> None:
-        """Store where histories end; a later one with the same digest replaces an earlier one."""
+        """Store where histories end; a later point of the same digest replaces an earlier one."""
         rows = [(digest, *_point_row(at), tenant) for digest, at in points]
         await self._try(lambda: self._tables.insert(HISTORIES, rows), None)
 
@@ -127,7 +127,7 @@ class ApiStore:
     async def keep_response(
         self, tenant: str, response_id: str, response: StoredResponse, items: str = ""
     ) -> None:
-        """Store a response, and its input, if that is to be kept."""
+        """Store a response, and its input unless that is ""."""
         info = json.dumps(asdict(response.info), ensure_ascii=False)
         row = (response_id, tenant, *_point_row(response.at), response.history, info)
 
@@ -171,7 +171,7 @@ class ApiStore:
         return {str(row[0]) for row in rows}
 
     async def find_input(self, tenant: str, response_id: str) -> str | None:
-        """Return the input of a tenant's response; None if it is not kept.
+        """Return the input of a tenant's response as JSON; None if it is not stored.
 
         Raises:
             StoreUnavailableError: the store cannot be read.
@@ -179,7 +179,7 @@ class ApiStore:
         return await self._run(lambda: self._inputs.find(tenant, response_id))
 
     async def forget_texts(self, tenant: str, session_id: str) -> None:
-        """Delete the inputs of a session's responses, and its chats; the session is gone."""
+        """Delete the inputs of a deleted session's responses, and its chats."""
 
         def forget() -> None:
             self._inputs.forget(tenant, session_id)
@@ -199,13 +199,13 @@ class ApiStore:
     async def keep_unanswered(
         self, tenant: str, response_id: str, response: UnansweredResponse
     ) -> None:
-        """Store how a response in the background stands, which has no answer."""
+        """Store the state of a background response that has no answer."""
         info = json.dumps(asdict(response.info), ensure_ascii=False)
         row = (response_id, tenant, info, response.state, response.code, response.message)
         await self._try(lambda: self._tables.insert(UNANSWERED, [row]), None)
 
     async def find_unanswered(self, tenant: str, response_id: str) -> UnansweredResponse | None:
-        """Return a tenant's response that has no answer; None if it has none of that id.
+        """Return a tenant's unanswered response; None if it has none of that id.
 
         Raises:
             StoreUnavailableError: the store cannot be read.
@@ -215,14 +215,14 @@ class ApiStore:
         return None if row is None else UnansweredResponse(_info(row[0]), *row[1:])
 
     async def forget_unanswered(self, tenant: str, response_id: str) -> None:
-        """Forget that a response has no answer: it has one, or is deleted."""
+        """Delete the row of an unanswered response: it is answered, or deleted."""
         sql = "DELETE FROM unanswered WHERE id = ? AND tenant = ?"
         await self._try(lambda: self._db.execute(sql, (response_id, tenant)), None)
 
     # -------------------------------------------------------------------------------- requests
 
     async def find_request(self, request_key: bytes) -> StoredRequest | None:
-        """Return where the request of this key went; None if it is new."""
+        """Return the stored request of this key; None if it is new."""
         sql = "SELECT body, session, turns, first, history, named FROM requests WHERE id = ?"
         row = await self._try(lambda: self._row(sql, request_key), None)
         if row is None:
@@ -231,7 +231,7 @@ class ApiStore:
         return StoredRequest(body, Route(session_id, turns, first, history, bool(named)))
 
     async def keep_request(self, tenant: str, request_key: bytes, request: StoredRequest) -> None:
-        """Store the route of a request, before it takes it."""
+        """Store the route of a request; call it before the turn is submitted."""
         to = request.route
         row = (request_key, request.body, to.session_id, to.turns, to.first, to.history)
         await self._try(lambda: self._tables.insert(REQUESTS, [(*row, to.is_named, tenant)]), None)
@@ -239,22 +239,28 @@ class ApiStore:
     # -------------------------------------------------------------------------------- sessions
 
     async def use_session(self, tenant: str, session_id: str) -> None:
-        """Record the use of a session that nobody named."""
+        """Record the use of an unnamed session."""
         await self._try(lambda: self._tables.insert(SESSIONS, [(tenant, session_id)]), None)
 
     async def touch_session(self, tenant: str, session_id: str) -> None:
-        """Record the use of a session; do nothing if a client named it."""
+        """Record the use of a session if it is an unnamed one, else do nothing."""
         await self._try(lambda: self._tables.touch(SESSIONS, [(tenant, session_id)]), None)
 
     async def take_oldest(self, max_sessions: int) -> list[tuple[str, str]]:
-        """Forget the oldest sessions beyond a bound, of the tenants that have the most.
+        """Take the least recently used unnamed sessions beyond a bound out of the store.
 
-        The caller owes their removal.
+        Tenants with the most sessions lose theirs first. The caller owes the sessions' removal.
+
+        Returns:
+            The sessions, as (tenant, session id).
         """
         return await self._try(lambda: self._tables.take(SESSIONS, max_sessions), [])
 
     async def take_oldest_of(self, tenant: str) -> str:
-        """Forget a tenant's oldest session, and return it, as above; "" if it has none."""
+        """Take a tenant's least recently used unnamed session out of the store; "" if none.
+
+        The caller owes the session's removal.
+        """
         sql = (
             "DELETE FROM sessions WHERE (tenant, session) IN (SELECT tenant, session"
             " FROM sessions WHERE tenant = ? ORDER BY used LIMIT 1) RETURNING session"
@@ -262,31 +268,31 @@ class ApiStore:
         row = await self._try(lambda: self._row(sql, tenant), None)
         return str(row[0]) if row else ""
 
-    # --------------------------------------------------------------------------------- passing
+    # ----------------------------------------------------------------------- temporary sessions
 
-    async def begin_passing(self, tenant: str, session_id: str) -> None:
-        """Record that a session is deleted when its turn is over, whatever happens before."""
+    async def record_temporary(self, tenant: str, session_id: str) -> None:
+        """Record that a session is temporary: deleted after its turn, or at the next start."""
         sql = "INSERT OR IGNORE INTO passing VALUES (?, ?)"
         await self._try(lambda: self._db.execute(sql, (tenant, session_id)), None)
 
-    async def end_passing(self, tenant: str, session_id: str) -> None:
-        """Record that the session is deleted, or stays after all."""
+    async def forget_temporary(self, tenant: str, session_id: str) -> None:
+        """Record that a temporary session was deleted, or is a lasting one now."""
         sql = "DELETE FROM passing WHERE tenant = ? AND session = ?"
         await self._try(lambda: self._db.execute(sql, (tenant, session_id)), None)
 
-    async def passing(self) -> list[tuple[str, str]]:
-        """Return sessions that the service did not get around to remove: (tenant, session)."""
+    async def temporary_sessions(self) -> list[tuple[str, str]]:
+        """Return the temporary sessions that are still to be removed: (tenant, session id)."""
         sql = "SELECT tenant, session FROM passing"
         return await self._try(lambda: self._db.execute(sql).fetchall(), [])
 
     # ------------------------------------------------------------------- on the thread, below
 
     def _row(self, sql: str, *values: object) -> Any | None:
-        """Return the only row of a statement; None if there is none."""
+        """Return the first row of a statement; None if there is none."""
         return next(iter(self._db.execute(sql, values).fetchall()), None)
 
     def _touch(self, table: Table, keys: Sequence[tuple[object, ...]]) -> None:
-        """Record the use of rows; if a full disk refuses that, they are found all the same."""
+        """Record the use of rows; a full disk must not keep them from being found."""
         try:
             self._tables.touch(table, keys)
         except sqlite3.OperationalError as error:
@@ -314,7 +320,7 @@ class ApiStore:
 
 
 def info_of(found: Mapping[str, Any]) -> ResponseInfo:
-    """Make what was encoded; what only a newer release knows of a response is left out."""
+    """Make a ResponseInfo of its encoded members, without those of newer releases."""
     return ResponseInfo(**{f.name: found[f.name] for f in fields(ResponseInfo) if f.name in found})
 
 

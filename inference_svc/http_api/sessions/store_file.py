@@ -1,16 +1,15 @@
-"""The file of what is stored between requests: its tables, opening it, and their bounds.
+"""The file of the HTTP API's store: its tables, how it is opened, and the bounds of its tables.
 
-SQLite in WAL mode, readable by the service's user only. A file that cannot be used as it is
-(damage, another release's tables) is set aside and begun anew: histories are then computed again,
-and responses are not there. What a later release only adds to the tables is added to the file of an
-earlier one, too, and either goes on with it.
+The file is SQLite in WAL mode, readable by the service's user only. A file that cannot be used
+(damage, another release's tables) is renamed, and a new one is begun: then histories are computed
+again, and stored responses are gone. Tables and columns that a later release only adds are added
+to an earlier release's file, and both releases can use it.
 
-Tables are bounded: the row that was not used for longest goes first. The bound is for all tenants
-together, and one of them cannot push out another's rows by adding its own: who has the most rows
-gives up its oldest, again and again, until the bound holds. Conversations stay until they are
-deleted.
+Tables are bounded: the least recently used row is deleted first. A bound is for all tenants
+together, but no tenant can push out another's rows: the tenant with the most rows loses its oldest
+row, again and again, until the bound holds. Conversations stay until they are deleted.
 
-Methods run on one thread: that of the database.
+Methods run on the database's thread.
 """
 
 import contextlib
@@ -27,8 +26,8 @@ from inference_svc.core.errors import TranscriptError
 from shared.blobs.conversation_entry import MAX_GONE
 from shared.process.log import get_logger
 
-LEFT_OF_16 = 15  # sixteenths of a bound of bytes that are left when it was reached: then is peace
-PRUNE_EVERY = 256  # rows that are added between two looks at the bound
+LEFT_OF_16 = 15  # sixteenths of a byte bound left after pruning, so that pruning is rare
+PRUNE_EVERY = 256  # rows added between two checks of the row bound
 
 
 _INSERT = Template("INSERT OR REPLACE INTO $name VALUES ($marks)")
@@ -36,7 +35,8 @@ _LAST_USE = Template("SELECT coalesce(max(used), 0) FROM $name")
 _TOUCH = Template("UPDATE $name SET used = ? WHERE ($key) = ($key_marks)")
 _COUNT = Template("SELECT count(*) FROM $name")
 _TOTAL = Template("SELECT coalesce(sum(size), 0) FROM $name")
-# By what a tenant has up to a row, its newest first: what is furthest down goes until it is enough.
+# `upto`: a tenant's bytes from its newest row to this one. Rows with the largest go first, until
+# enough bytes are freed: so the tenant with the most bytes loses its oldest rows.
 _TAKE_BYTES = Template(
     "DELETE FROM $name WHERE ($key) IN (SELECT $key FROM (SELECT $key, size,"
     " sum(size) OVER (ORDER BY upto DESC, used) AS freed FROM (SELECT $key, size, used,"
@@ -51,7 +51,7 @@ _TAKE = Template(
 
 
 class Table:
-    """The statements of a table that has a tenant, and in its last column when a row was used.
+    """The SQL statements of a table with a column `tenant`, and `used` as its last column.
 
     Args:
         name: the table's name.
@@ -59,17 +59,17 @@ class Table:
         key: columns of its primary key.
 
     Attributes:
-        take: removes as many rows as it is given, and returns their keys.
-        total: of the bytes of its rows, in the column `size`.
-        take_bytes: removes rows of as many bytes as it is given.
+        take: deletes a given number of rows, and returns their keys.
+        total: sums up the bytes of all rows, in the column `size`.
+        take_bytes: deletes rows of a given number of bytes.
     """
 
     def __init__(self, name: str, num_columns: int, *key: str) -> None:
         words = {
             "name": name,
             "key": ", ".join(key),
-            "key_marks": _marks(len(key)),
-            "marks": _marks(num_columns),
+            "key_marks": _placeholders(len(key)),
+            "marks": _placeholders(num_columns),
         }
         self.insert = _INSERT.substitute(words)
         self.last_use = _LAST_USE.substitute(words)
@@ -80,7 +80,7 @@ class Table:
         self.take_bytes = _TAKE_BYTES.substitute(words)
 
 
-def _marks(number: int) -> str:
+def _placeholders(number: int) -> str:
     return ", ".join("?" * number)
 
 
@@ -90,13 +90,13 @@ REQUESTS = Table("requests", 9, "id")
 INPUTS = Table("inputs", 5, "id")
 CHATS = Table("chats", 8, "id")
 UNANSWERED = Table("unanswered", 7, "id")
-SESSIONS = Table("sessions", 3, "tenant", "session")  # who takes a row takes the session, too
+SESSIONS = Table("sessions", 3, "tenant", "session")  # not pruned: a row's session goes with it
 PRUNED = (HISTORIES, RESPONSES, REQUESTS, UNANSWERED)
 
 
 @contextmanager
 def transaction(db: sqlite3.Connection) -> Iterator[None]:
-    """Make all changes of the block, or none."""
+    """Commit all changes of the block, or none."""
     db.execute("BEGIN IMMEDIATE")
     try:
         yield
@@ -109,7 +109,7 @@ def transaction(db: sqlite3.Connection) -> Iterator[None]:
 
 @contextmanager
 def durable(db: sqlite3.Connection) -> Iterator[None]:
-    """Make all changes of the block, or none; they outlast a power cut."""
+    """Commit all changes of the block, or none; committed changes survive a power cut."""
     db.execute("PRAGMA synchronous = FULL")
     try:
         with transaction(db):
@@ -119,11 +119,11 @@ def durable(db: sqlite3.Connection) -> Iterator[None]:
 
 
 class BoundedTables:
-    """Adds rows, and removes those that were not used for longest.
+    """Adds rows to bounded tables, and deletes the least recently used ones.
 
     Args:
         db: the database with the tables.
-        max_rows: most rows of each table.
+        max_rows: most rows of each pruned table.
     """
 
     def __init__(self, db: sqlite3.Connection, max_rows: int) -> None:
@@ -135,9 +135,9 @@ class BoundedTables:
         )
 
     def insert(self, table: Table, rows: Sequence[tuple[object, ...]]) -> None:
-        """Add rows, or put them in the place of those with the same key."""
+        """Add rows; they replace rows with the same key."""
         with transaction(self._db):
-            self._db.executemany(table.insert, [(*row, self._use()) for row in rows])
+            self._db.executemany(table.insert, [(*row, self._next_use()) for row in rows])
             self._num_added += len(rows)
             if self._num_added >= PRUNE_EVERY:
                 self._num_added = 0
@@ -145,29 +145,29 @@ class BoundedTables:
                     self.take(pruned, self._max_rows)
 
     def touch(self, table: Table, keys: Sequence[tuple[object, ...]]) -> None:
-        """Record the use of rows, if they are there."""
+        """Record the use of rows, if they exist."""
         with transaction(self._db):
-            self._db.executemany(table.touch, [(self._use(), *key) for key in keys])
+            self._db.executemany(table.touch, [(self._next_use(), *key) for key in keys])
 
     def take(self, table: Table, most: int) -> list[Any]:
-        """Remove the rows beyond a bound, and return their keys."""
+        """Delete the rows beyond a bound, and return their keys."""
         (num_rows,) = self._db.execute(table.count).fetchone()
         excess = num_rows - most
         return self._db.execute(table.take, (excess,)).fetchall() if excess > 0 else []
 
-    def _use(self) -> int:
+    def _next_use(self) -> int:
         self._last_use += 1
         return self._last_use
 
 
 class KeptBytes:
-    """Bounds the bytes of a table's rows; beyond the bound the oldest go, of whoever has the most.
+    """Bounds the bytes of a table: beyond it the tenant with the most loses its oldest rows.
 
     Args:
         db: the database with the table.
         tables: adds rows to it.
         table: the table.
-        max_bytes: the bound.
+        max_bytes: most bytes of all rows together.
     """
 
     def __init__(
@@ -177,10 +177,10 @@ class KeptBytes:
         self._tables = tables
         self._table = table
         self._max_bytes = max_bytes
-        self._most_bytes = self._total()  # there may be less: who deletes does not count
+        self._most_bytes = self._total()  # an upper bound: deletions elsewhere are not counted
 
     def add(self, row: tuple[object, ...], size: int) -> None:
-        """Add a row of so many bytes, if that is not more than the bound; make room for it."""
+        """Add a row of `size` bytes, unless it exceeds the bound alone; make room for it."""
         if size <= self._max_bytes:
             self._tables.insert(self._table, [row])
             self._most_bytes += size
@@ -201,9 +201,9 @@ class KeptBytes:
 
 
 FILE_NAME = "openai.sqlite"
-KEY_BYTES = 32  # of the secret that digests are keyed with
+KEY_BYTES = 32  # size of the secret key of digests
 SCHEMA_VERSION = 1
-BUSY_S = 5.0  # SQLite's wait for somebody's lock (a backup, an operator's sqlite3)
+BUSY_S = 5.0  # SQLite's wait for another process's lock (a backup, an operator's sqlite3)
 
 _SCHEMA = """
 CREATE TABLE meta (name TEXT PRIMARY KEY, value BLOB NOT NULL) WITHOUT ROWID, STRICT;
@@ -237,7 +237,8 @@ CREATE TABLE passing (                      -- sessions that go when their turn 
 ) WITHOUT ROWID, STRICT;
 """
 
-# Added to files of the same version; triggers, so that no release leaves anything behind.
+# Added to files of the same version. Dependent rows are deleted by triggers, so that an earlier
+# release, which does not know these tables, leaves nothing behind either.
 _ADDITIONS = Template("""
 CREATE TABLE IF NOT EXISTS inputs (         -- of responses: their items, as JSON
     id TEXT PRIMARY KEY, tenant TEXT NOT NULL, items TEXT NOT NULL, size INTEGER NOT NULL,
@@ -324,10 +325,10 @@ log = get_logger(__name__)
 
 
 def open_store(directory: Path) -> tuple[sqlite3.Connection, bytes]:
-    """Open or create the file.
+    """Open or create the store's file.
 
     Returns:
-        The connection, and the secret key of its digests.
+        The connection, and the secret key of digests.
 
     Raises:
         TranscriptError: the directory cannot be used.
@@ -337,7 +338,7 @@ def open_store(directory: Path) -> tuple[sqlite3.Connection, bytes]:
         try:
             return _open(path)
         except sqlite3.DatabaseError as error:
-            if not _is_damage(error):  # locked, no access, a disk that is full or fails
+            if not _is_damage(error):  # locked, no access, or a full or failing disk
                 raise
             moved = _set_aside(path)
             log.warning("openai_memory_set_aside", moved_to=str(moved), error=str(error))
@@ -353,8 +354,8 @@ def _open(path: Path) -> tuple[sqlite3.Connection, bytes]:
     db = sqlite3.connect(path, timeout=BUSY_S, check_same_thread=False, isolation_level=None)
     try:
         db.execute("PRAGMA journal_mode = WAL")
-        db.execute("PRAGMA synchronous = NORMAL")  # a power cut costs a recomputation, no more
-        db.execute("PRAGMA secure_delete = ON")  # what users have said is overwritten
+        db.execute("PRAGMA synchronous = NORMAL")  # rows lost in a power cut are only recomputed
+        db.execute("PRAGMA secure_delete = ON")  # deleted rows hold users' text: overwrite it
         (version,) = db.execute("PRAGMA user_version").fetchone()
         if version == 0:
             db.executescript(f"BEGIN; {_SCHEMA} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;")
@@ -368,7 +369,7 @@ def _open(path: Path) -> tuple[sqlite3.Connection, bytes]:
 
 
 def _secret(db: sqlite3.Connection) -> bytes:
-    """Return the key of all digests; it is drawn once."""
+    """Return the secret key of digests, which is drawn once per file."""
     new = secrets.token_bytes(KEY_BYTES)
     db.execute("INSERT OR IGNORE INTO meta VALUES ('key', ?)", (new,))
     (key,) = db.execute("SELECT value FROM meta WHERE name = 'key'").fetchone()
@@ -376,13 +377,13 @@ def _secret(db: sqlite3.Connection) -> bytes:
 
 
 def _is_damage(error: sqlite3.DatabaseError) -> bool:
-    """Whether opening failed because of what is in the file: else it may be fine, and stays."""
+    """Return whether opening failed because of the file's content; else the file is kept."""
     code = getattr(error, "sqlite_errorcode", None)
     return type(error) is sqlite3.DatabaseError or code == sqlite3.SQLITE_ERROR
 
 
 def _set_aside(path: Path) -> Path:
-    """Rename the file, and what SQLite keeps beside it; nothing is deleted or overwritten."""
+    """Rename the file and SQLite's files beside it; nothing is deleted or overwritten."""
     number = 1
     while (moved := path.with_name(f"{path.name}.unusable-{number}")).exists():
         number += 1

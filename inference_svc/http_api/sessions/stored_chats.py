@@ -1,7 +1,8 @@
-"""Chats that their clients asked to have stored: what was asked and answered, with their notes.
+"""Stored chats: chat completions that clients asked to store, with their messages and metadata.
 
-They are bounded in bytes: beyond the bound the oldest go, of the tenant that has the most, and
-never because another has added its own. A chat goes with any of the sessions that have answered it.
+Their bytes are bounded: beyond the bound, the tenant with the most bytes loses its oldest chats,
+and no tenant loses any because another one added its own. A chat is deleted with any of the
+sessions that answered it.
 """
 
 import json
@@ -39,18 +40,18 @@ _ORDERS = {  # by whether the oldest come first
     True: f"{_PAGE} AND used > :place ORDER BY used",
     False: f"{_PAGE} AND used < :place ORDER BY used DESC",
 }
-_AFTER_ALL = 2**62
+_BEHIND_ALL = 2**62
 
 
 @dataclass(frozen=True)
 class StoredChat:
-    """A chat that is to be stored.
+    """A chat to be stored.
 
     Attributes:
-        completion: the object that its client got.
-        messages: what was asked, each with its id.
+        completion: the completion object that the client got.
+        messages: the messages of the request, each with its id.
         metadata: the client's own notes.
-        sessions: that have answered it.
+        sessions: ids of the sessions that answered it.
     """
 
     completion: Mapping[str, Any]
@@ -60,14 +61,14 @@ class StoredChat:
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """Which chats a list has.
+class ChatFilter:
+    """The filter of a list of chats, and the page of it.
 
     Attributes:
-        model: by its name as their clients wrote it; "": any.
-        metadata: notes that they have, among others.
-        after: id of the one that they follow; "": from the beginning.
-        limit: most of them; there may be fewer, lest a page has too many bytes.
+        model: the model's name as the client wrote it; "": any model.
+        metadata: notes that each chat has, among others.
+        after: id of the chat before the page; "": from the beginning.
+        limit: most chats; there are fewer if they exceed `PAGE_CHARACTERS`.
         is_ascending: whether the oldest come first.
     """
 
@@ -83,9 +84,9 @@ class StoredChats:
 
     Args:
         db: the database with the tables.
-        run: runs calls on its thread.
-        tables: adds rows to them.
-        max_bytes: bound of all chats together; 0: none is stored.
+        run: runs calls on the database's thread.
+        tables: adds rows to the tables.
+        max_bytes: most bytes of all chats together; 0: none is stored.
     """
 
     def __init__(
@@ -96,56 +97,62 @@ class StoredChats:
         self._rows = KeptBytes(db, tables, CHATS, max_bytes)
 
     async def keep(self, tenant: str, chat: StoredChat) -> None:
-        """Store a chat; a repeat of one that is stored changes nothing."""
-        made = chat.completion
-        name, metadata = made["id"], _text(chat.metadata)
-        texts = (_text(made), _text(chat.messages))
+        """Store a chat; nothing changes if it is already stored."""
+        completion = chat.completion
+        name, metadata = completion["id"], _text(chat.metadata)
+        texts = (_text(completion), _text(chat.messages))
         size = sum(len(text.encode()) for text in (*texts, metadata))
-        row = (name, tenant, made["model"], metadata, *texts, size)
+        row = (name, tenant, completion["model"], metadata, *texts, size)
 
         def keep() -> None:
             if self._db.execute(_KNOWN, (name,)).fetchone():
                 return
             self._rows.add(row, size)
             with transaction(self._db):
-                if self._db.execute(_KNOWN, (name,)).fetchone():  # it may be more than the bound
+                # A chat above the bound was not added, or is deleted again.
+                if self._db.execute(_KNOWN, (name,)).fetchone():
                     rows = [(tenant, session, name) for session in set(chat.sessions)]
                     self._db.executemany("INSERT INTO chat_sessions VALUES (?, ?, ?)", rows)
 
         await self._run(keep)
 
     async def find(self, tenant: str, chat_id: str) -> dict[str, Any] | None:
-        """Return a tenant's chat with its notes; None if it has none of that id."""
+        """Return a tenant's chat with its metadata; None if it has none of that id."""
         row = await self._run(lambda: self._db.execute(_FIND, (chat_id, tenant)).fetchone())
-        return None if row is None else _shown(*row)
+        return None if row is None else _as_object(*row)
 
     async def messages(self, tenant: str, chat_id: str) -> list[dict[str, Any]] | None:
-        """Return what was asked in a tenant's chat; None if it has none of that id."""
+        """Return the messages of a tenant's chat; None if it has none of that id."""
         row = await self._run(lambda: self._db.execute(_MESSAGES, (chat_id, tenant)).fetchone())
         return None if row is None else list(json.loads(row[0]))
 
-    async def page(self, tenant: str, wanted: Wanted) -> tuple[list[dict[str, Any]], bool] | None:
-        """Return a tenant's chats, and whether there are more; None if there is none to follow."""
+    async def page(
+        self, tenant: str, query: ChatFilter
+    ) -> tuple[list[dict[str, Any]], bool] | None:
+        """Return a page of a tenant's chats, and whether there are more.
+
+        None if the tenant has no chat `query.after`.
+        """
 
         def find() -> tuple[list[dict[str, Any]], bool] | None:
-            place = 0 if wanted.is_ascending else _AFTER_ALL
-            if wanted.after:
-                row = self._db.execute(_PLACE, (wanted.after, tenant)).fetchone()
+            place = 0 if query.is_ascending else _BEHIND_ALL
+            if query.after:
+                row = self._db.execute(_PLACE, (query.after, tenant)).fetchone()
                 if row is None:
                     return None
                 place = row[0]
             values = {
                 "tenant": tenant,
-                "model": wanted.model,
-                "metadata": _text(wanted.metadata),
+                "model": query.model,
+                "metadata": _text(query.metadata),
                 "place": place,
             }
-            return _first(self._db.execute(_ORDERS[wanted.is_ascending], values), wanted.limit)
+            return _read_page(self._db.execute(_ORDERS[query.is_ascending], values), query.limit)
 
         return await self._run(find)
 
     async def set_metadata(self, tenant: str, chat_id: str, metadata: Mapping[str, str]) -> None:
-        """Put a client's notes in the place of those that are there."""
+        """Replace a chat's metadata."""
         values = {"metadata": _text(metadata), "id": chat_id, "tenant": tenant}
         await self._run(lambda: self._db.execute(_SET, values))
 
@@ -155,23 +162,23 @@ class StoredChats:
         return changed > 0
 
     def forget_session(self, tenant: str, session_id: str) -> None:
-        """Delete the chats that a session has answered; on the thread of the database."""
+        """Delete the chats that a session answered; runs on the database's thread."""
         self._db.execute(_FORGET, (tenant, session_id))
 
 
-def _first(rows: sqlite3.Cursor, limit: int) -> tuple[list[dict[str, Any]], bool]:
-    """Return the first chats of some, and whether there are more."""
+def _read_page(rows: sqlite3.Cursor, limit: int) -> tuple[list[dict[str, Any]], bool]:
+    """Return the chats of the first rows, and whether there are more rows."""
     found: list[dict[str, Any]] = []
     size = 0
     for completion, metadata in rows:
         size += len(completion)
         if found and (len(found) == limit or size > PAGE_CHARACTERS):
             return found, True
-        found.append(_shown(completion, metadata))
+        found.append(_as_object(completion, metadata))
     return found, False
 
 
-def _shown(completion: str, metadata: str) -> dict[str, Any]:
+def _as_object(completion: str, metadata: str) -> dict[str, Any]:
     return {**json.loads(completion), "metadata": json.loads(metadata)}
 
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from multidict import CIMultiDict
 
-from inference_svc.http_api.agents import MAX_TOLD, AgentHints, IdleSubagents, hints_of
+from inference_svc.http_api.agents import MAX_LOGGED, AgentHints, IdleSubagents, hints_of
 from shared.types.session_key import SessionKey
 
 
@@ -44,15 +44,15 @@ def test_what_headers_say(headers, hints):
 def test_the_body_names_a_conversation_that_no_header_does():
     """OpenAI's own parameter."""
     assert hints_of({}, "key") == AgentHints(cache_key="key")
-    assert hints_of({}, "key").told == {"conversation": "key"}
-    assert hints_of(CIMultiDict({"session-id": "s"}), "key").told == {"conversation": "s"}
+    assert hints_of({}, "key").log_fields == {"conversation": "key"}
+    assert hints_of(CIMultiDict({"session-id": "s"}), "key").log_fields == {"conversation": "s"}
 
 
 def test_long_names_are_cut_in_the_log_only():
     """Two names are not one because they begin alike."""
     name = "x" * 1000
     assert hints_of({"X-Session-Id": name}).conversation == name
-    assert hints_of({"X-Session-Id": name}).told == {"conversation": "x" * MAX_TOLD}
+    assert hints_of({"X-Session-Id": name}).log_fields == {"conversation": "x" * MAX_LOGGED}
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_those_are_taken_that_nobody_has_used_for_long(steps):
     for turns, (passed_s, key) in enumerate(steps):
         now_s += passed_s
         if key is not None:
-            idle.used(key, turns, now_s)
+            idle.record_use(key, turns, now_s)
             used.pop(key, None)
             used[key] = now_s, turns
             if len(used) > MOST:

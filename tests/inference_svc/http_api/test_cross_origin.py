@@ -7,12 +7,12 @@ from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 
 from inference_svc.http_api.cross_origin import (
-    MAX_ASKED,
+    MAX_REQUESTED,
     NotLocalError,
-    answering_preflights,
-    asked_names,
     check_local,
-    naming_origins,
+    origin_headers,
+    preflight_middleware,
+    requested_header_names,
 )
 from inference_svc.http_api.errors import RequestError
 
@@ -32,8 +32,8 @@ async def site(*origins):
     async def answer(_request):
         raise AssertionError("nobody gets here")
 
-    app = web.Application(middlewares=[answering_preflights(origins), deny])
-    app.on_response_prepare.append(naming_origins(origins))
+    app = web.Application(middlewares=[preflight_middleware(origins), deny])
+    app.on_response_prepare.append(origin_headers(origins))
     app.router.add_get("/one", answer)
     app.router.add_delete("/one", answer)
     async with TestClient(TestServer(app)) as client:
@@ -117,18 +117,18 @@ async def test_pages_of_any_origin():
 
 
 @pytest.mark.parametrize(
-    "sent", ["a b", "a,,b", ",", "a;b", "a\tb", "é", "a" * 129, "a," * MAX_ASKED + "a"]
+    "sent", ["a b", "a,,b", ",", "a;b", "a\tb", "é", "a" * 129, "a," * MAX_REQUESTED + "a"]
 )
 def test_what_is_no_name_of_a_header_is_refused(sent):
     """Nothing that a stranger made up goes back in a header."""
     with pytest.raises(RequestError, match="Access-Control-Request-Headers"):
-        asked_names([sent])
+        requested_header_names([sent])
 
 
 def test_names_that_come_in_several_headers():
     """Are one list, as HTTP has it; and there may be none."""
-    assert asked_names(["a, b", "c"]) == "a, b, c"
-    assert asked_names([]) == asked_names([""]) == ""
+    assert requested_header_names(["a, b", "c"]) == "a, b, c"
+    assert requested_header_names([]) == requested_header_names([""]) == ""
 
 
 HERE = ["127.0.0.1:8000"]

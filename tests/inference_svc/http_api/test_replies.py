@@ -57,7 +57,7 @@ async def test_a_silent_stream_gets_comments(short_dir):
     async def handler(request):
         stream = EventStream(request, 10.0)
         await stream.open({})
-        async with stream.pinged(0.01):
+        async with stream.pinging(0.01):
             await go_on.wait()
             for _ in range(20):
                 await stream.send(LONG)

@@ -51,7 +51,7 @@ def test_services_have_to_be_named():
 
 async def test_a_service_that_is_not_there(tmp_path):
     service = LocalService(ServiceAddress(f"unix:{tmp_path}/none.sock"), most_sessions=4)
-    service.sessions.used("ann", 5)
+    service.sessions.record_use("ann", 5)
     try:
         with pytest.raises(ServiceError) as refused:
             await service.check()
@@ -88,7 +88,7 @@ async def test_a_service_that_is_there(tiny_model, tmp_path):
         try:
             await service.check()
             assert await service.report() == ServerReport(num_places=3)
-            await service.note_session("ann", "s-nobody")
+            await service.record_session("ann", "s-nobody")
             assert list(service.sessions.as_dict().values()) == [0]
         finally:
             await service.close()

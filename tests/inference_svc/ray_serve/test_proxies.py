@@ -12,7 +12,7 @@ from ray.serve._private.grpc_util import gRPCGenericServer
 from ray.serve._private.http_util import validate_http_proxy_callback_return
 from ray.serve._private.proxy_request_response import gRPCStreamingType
 
-from inference_svc.ray_serve.proxies import NamingSessions, add_inference, http_middlewares
+from inference_svc.ray_serve.proxies import SessionHeaderMiddleware, add_inference, http_middlewares
 
 DETAILS = "details of the service"
 TOKEN = pb.TurnEvent(accepted=pb.Accepted(turn=3))
@@ -86,13 +86,13 @@ async def test_errors_are_as_the_service_words_them(num_events):
 async def test_sessions_that_agents_name(headers, named):
     """Ray finds one name, in the header that it reads; nothing is taken away."""
     (middleware,) = validate_http_proxy_callback_return(http_middlewares())
-    assert middleware.cls is NamingSessions
+    assert middleware.cls is SessionHeaderMiddleware
     seen = []
 
     async def app(scope, _receive, _send):
         seen.append(scope["headers"])
 
-    await NamingSessions(app)({"type": "http", "headers": headers}, None, None)
+    await SessionHeaderMiddleware(app)({"type": "http", "headers": headers}, None, None)
     (found,) = seen
     assert found[: len(headers)] == headers
     names = [value.decode() for name, value in found if name == b"x-session-id"]
@@ -105,5 +105,5 @@ async def test_what_is_no_request_passes():
     async def app(scope, _receive, _send):
         seen.append(scope)
 
-    await NamingSessions(app)({"type": "lifespan"}, None, None)
+    await SessionHeaderMiddleware(app)({"type": "lifespan"}, None, None)
     assert seen == [{"type": "lifespan"}]

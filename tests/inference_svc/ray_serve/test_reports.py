@@ -50,8 +50,8 @@ def test_what_a_service_says_of_itself():
         counters={"turns_finished": 7, "turns_cancelled": 2, "turns_failed": 1, "steps": 99},
     )
     times = PlaceTimes()
-    times.note(0.0, 1, 0)
-    times.note(6.0, 1, 2)
+    times.record(0.0, 1, 0)
+    times.record(6.0, 1, 2)
     report = report_of(model, times, {1: 20}, takes_turns=True)
     assert report == ServerReport(
         num_turns=7,
@@ -84,7 +84,7 @@ def test_turns_of_one_length_are_found_out(running, turn_s, every_s):
     times = PlaceTimes()
     for number in range(int(5 * HALF_LIFE_S / every_s)):
         now_s = number * every_s
-        times.note(now_s, running, int(now_s * running / turn_s))
+        times.record(now_s, running, int(now_s * running / turn_s))
     assert times.turn_s == pytest.approx(turn_s, rel=0.15)
     assert times.starts_per_s == pytest.approx(running / turn_s, rel=0.15)
 
@@ -92,26 +92,26 @@ def test_turns_of_one_length_are_found_out(running, turn_s, every_s):
 def test_nothing_is_known_before_a_turn_has_ended():
     times = PlaceTimes()
     assert times.turn_s == 0.0
-    times.note(0.0, 2, 0)
-    times.note(5.0, 2, 0)
+    times.record(0.0, 2, 0)
+    times.record(5.0, 2, 0)
     assert times.turn_s == 0.0
-    times.note(6.0, 2, 4)
+    times.record(6.0, 2, 4)
     assert times.turn_s == pytest.approx(3.0, rel=0.1)
 
 
 def test_a_service_that_was_started_again_counts_anew():
     times = PlaceTimes()
-    times.note(0.0, 1, 100)
-    times.note(4.0, 1, 2)
+    times.record(0.0, 1, 100)
+    times.record(4.0, 1, 2)
     assert times.turn_s == pytest.approx(2.0)
 
 
 def test_what_is_long_ago_counts_less():
     times = PlaceTimes()
     for number in range(100):
-        times.note(number * 10.0, 1, number)  # 10 s each
+        times.record(number * 10.0, 1, number)  # 10 s each
     for number in range(300):
-        times.note(991.0 + number, 1, 99 + number)  # 1 s each
+        times.record(991.0 + number, 1, 99 + number)  # 1 s each
     assert times.turn_s == pytest.approx(1.0, rel=0.1)
 
 
@@ -120,8 +120,8 @@ def test_what_is_long_ago_counts_less():
 
 def test_the_longest_unused_session_is_forgotten():
     sessions = RecentSessions(2)
-    sessions.used("ann", 10)
-    sessions.used("bob", 20)
-    sessions.used("ann", 30)
-    sessions.used("cid", 40)
+    sessions.record_use("ann", 10)
+    sessions.record_use("bob", 20)
+    sessions.record_use("ann", 30)
+    sessions.record_use("cid", 40)
     assert sessions.as_dict() == {name_hash("ann"): 30, name_hash("cid"): 40}

@@ -1,1 +1,1 @@
-"""Responses: turns with ids of their own, their input, and the objects that show them."""
+"""The Responses API: a turn with an id of its own, its input, and its objects and events."""

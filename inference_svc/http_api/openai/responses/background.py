@@ -1,20 +1,22 @@
-"""Responses that were computed while nobody waited, as their clients see them afterwards."""
+"""Objects and events of background responses after their end, and replies that follow one."""
 
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 from inference_svc.core.turn_record import AnswerToken, Finished, Started
 from inference_svc.http_api.openai.responses.response_objects import ResponseObjects
-from inference_svc.http_api.sessions.background import events_of_tokens, stopped
+from inference_svc.http_api.sessions.background import events_of_tokens, response_stopped
 from inference_svc.http_api.sessions.lookup import CANCELLED, FAILED, UnansweredResponse
 from shared.types.errors import ReportedError
 
 
-def events_of_past(
+def events_of_ended(
     objects: ResponseObjects, tokens: Sequence[AnswerToken], end: Finished, *, is_background: bool
 ) -> Iterator[Mapping[str, Any]]:
-    """Yield the events of a response that has ended, as those who followed it had them."""
-    yield from objects.queued_opening() if is_background else objects.opening(Started(0, 0, 0.0, 0))
+    """Yield the events of an ended response, the same as its followers got."""
+    yield from (
+        objects.background_opening() if is_background else objects.opening(Started(0, 0, 0.0, 0))
+    )
     yield from events_of_tokens(objects, tokens)
     yield from objects.closing(end)
 
@@ -22,31 +24,31 @@ def events_of_past(
 def events_of_unanswered(
     objects: ResponseObjects, found: UnansweredResponse, after: int
 ) -> Iterator[Mapping[str, Any]]:
-    """Yield the beginning and the end of a response that has no answer; nothing else is kept.
+    """Yield the first and the last events of a response without an answer; no others are stored.
 
     Args:
-        objects: makes its objects.
+        objects: builds its objects.
         found: the response.
-        after: number of the last event that whoever follows it has; its end comes behind that.
+        after: sequence number of the last event that the client has; the end has a higher one.
     """
     number = -1
-    for opening in objects.queued_opening():
+    for opening in objects.background_opening():
         number = opening["sequence_number"]
         if number > after:
             yield opening
     yield {
         "type": "response.failed",
         "sequence_number": max(number, after) + 1,
-        "response": shown_unanswered(objects, found),
+        "response": unanswered_object(objects, found),
     }
 
 
-class Following:
-    """The reply with the events of a response; see `replies.Streamed`.
+class FollowedReply:
+    """A reply that follows the events of a response; see `replies.Streamed`.
 
     Args:
-        events: of the response.
-        failure: makes the event of a stream that fails.
+        events: the response's events.
+        failure: builds the event of a stream that fails.
     """
 
     stream_end: ClassVar[bytes] = b""
@@ -68,10 +70,12 @@ class Following:
         return self._failure(error)
 
 
-def shown_unanswered(objects: ResponseObjects, found: UnansweredResponse) -> dict[str, Any]:
-    """Make the response that has no answer, and does not run."""
+def unanswered_object(objects: ResponseObjects, found: UnansweredResponse) -> dict[str, Any]:
+    """Return the object of a response that has no answer and does not run."""
     if found.state == CANCELLED:
-        return objects.standing(CANCELLED)
+        return objects.without_answer(CANCELLED)
     if found.state == FAILED:
-        return objects.standing(FAILED, {"code": found.code, "message": found.message})
-    return objects.standing(FAILED, {"code": "server_error", "message": str(stopped())})
+        return objects.without_answer(FAILED, {"code": found.code, "message": found.message})
+    return objects.without_answer(
+        FAILED, {"code": "server_error", "message": str(response_stopped())}
+    )

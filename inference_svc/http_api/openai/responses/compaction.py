@@ -1,13 +1,15 @@
-"""POST /v1/responses/compact: a conversation in a few words, which takes its place as an item.
+"""POST /v1/responses/compact: a summary of a conversation, as an item that replaces it.
 
-The model is asked to sum the conversation up, in a fork that goes when it has: so what was computed
-of it is not computed again. What comes back is one item. As input it is what was asked and what
-the model said, a user's message and its answer, so that any chat template takes what follows.
+The model is asked to sum up the conversation, in a fork that is deleted afterwards; so the
+conversation's KV cache is reused. The result is one item. As input, the item stands for two
+messages: the user's request for a summary, and the model's answer. So any chat template accepts
+the messages after it.
 
-Its content is opaque to OpenAI's clients, and no secret: it is the client's own conversation.
+The item's content is opaque to OpenAI's clients, but no secret: it is the client's own
+conversation.
 
-*Source:* OpenAI API reference, "Compact a response"; there the users' messages stand before the
-item, here the model is asked to keep what matters of them.
+*Source:* OpenAI API reference, "Compact a response". There the users' messages are kept before
+the item; here the model is asked to keep what matters of them.
 """
 
 import time
@@ -20,7 +22,7 @@ from aiohttp import web
 from inference_svc.core.chat import USER, ChoiceKind, Message, ToolUse
 from inference_svc.http_api.api import Api
 from inference_svc.http_api.bodies.body import Refused
-from inference_svc.http_api.openai.responses.input_items import COMPACTION, PREFIXES, packed
+from inference_svc.http_api.openai.responses.input_items import COMPACTION, PREFIXES, pack_summary
 from inference_svc.http_api.openai.responses.response_body import ResponseBody
 from inference_svc.http_api.openai.responses.response_objects import response_usage
 from inference_svc.http_api.openai.responses.response_turns import response_turn
@@ -28,7 +30,7 @@ from inference_svc.http_api.replies import reply
 from inference_svc.http_api.requests import REQUEST_IDS
 
 MAX_SUMMARY_TOKENS = 2048
-OF_WINDOW = 4  # the summary has so much of the window at most: its fourth part
+WINDOW_SHARE = 4  # the summary may have at most one fourth of the window
 ASKED = (
     "Sum up this conversation for somebody who goes on with it and has not read it: what was asked,"
     " what was found out, decided and done, with names and numbers as they are, and what is left"
@@ -37,7 +39,7 @@ ASKED = (
 
 
 class CompactBody(ResponseBody):
-    """The body of POST /v1/responses/compact, whose model need not be named."""
+    """The body of POST /v1/responses/compact, which need not name the model."""
 
     needs_input: ClassVar[bool] = False
     refused: ClassVar[Mapping[str, Refused]] = {
@@ -55,7 +57,7 @@ class CompactBody(ResponseBody):
 
     @property
     def tool_use(self) -> ToolUse:
-        """The tools of the conversation, which the summary does not call."""
+        """The conversation's tools, of which the summary calls none."""
         return ToolUse(self.offered, ChoiceKind.NONE)
 
 
@@ -63,11 +65,11 @@ async def compact_response(api: Api, request: web.Request) -> web.Response:
     """Sum a conversation up."""
     turn_request = await api.read(request, CompactBody)
     turn, _ = await response_turn(api, turn_request)
-    most = min(MAX_SUMMARY_TOKENS, max(1, api.model.context_window // OF_WINDOW))
-    bound = min(most, turn.sampling.get("max_tokens", most))
+    max_tokens = min(MAX_SUMMARY_TOKENS, max(1, api.model.context_window // WINDOW_SHARE))
+    bound = min(max_tokens, turn.sampling.get("max_tokens", max_tokens))
     turn = replace(
         turn,
-        messages=_asking(turn.messages),
+        messages=_with_request(turn.messages),
         sampling={**turn.sampling, "max_tokens": bound},
         is_kept=False,
         info=None,
@@ -76,7 +78,7 @@ async def compact_response(api: Api, request: web.Request) -> web.Response:
         _, finished = await answer.whole()
     summary = turn.reading.whole(finished.text).content.strip()
     name = turn.response_id.removeprefix("resp_")
-    made: dict[str, Any] = {
+    compaction: dict[str, Any] = {
         "id": turn.response_id,
         "object": "response.compaction",
         "created_at": int(time.time()),
@@ -84,16 +86,19 @@ async def compact_response(api: Api, request: web.Request) -> web.Response:
             {
                 "id": f"{PREFIXES[COMPACTION]}_{name}",
                 "type": COMPACTION,
-                "encrypted_content": packed(ASKED, summary),
+                "encrypted_content": pack_summary(ASKED, summary),
             }
         ],
         "usage": response_usage(finished.usage),
     }
-    return reply(made, dict.fromkeys(REQUEST_IDS, turn.request_id))
+    return reply(compaction, dict.fromkeys(REQUEST_IDS, turn.request_id))
 
 
-def _asking(messages: tuple[Message, ...]) -> tuple[Message, ...]:
-    """Return messages that end with the question: templates may refuse two of a user's in a row."""
+def _with_request(messages: tuple[Message, ...]) -> tuple[Message, ...]:
+    """Append the request for a summary.
+
+    It is added to a user's last message: chat templates may refuse two user messages in a row.
+    """
     if messages and messages[-1].role == USER:
         last = messages[-1]
         return (*messages[:-1], replace(last, content=f"{last.content}\n\n{ASKED}"))

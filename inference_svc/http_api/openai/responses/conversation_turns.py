@@ -1,9 +1,9 @@
-"""Turns of a conversation: what of it they read, and in which session.
+"""Turns of a conversation: which items they read, and in which session.
 
-The session of a conversation has read its items up to some turn, and its tools and instructions at
-the beginning. What is left is new to the next turn. Where less of the session counts than it has
-(an item was deleted, a turn was begun that nobody waited for), a fork takes its place, and where
-instructions or tools are others, a new session does, which reads everything.
+The session of a conversation has read its instructions and tools at the beginning, and its items
+up to some turn. The next turn reads the other items. If not all turns of the session are valid
+(an item was deleted, a turn was started whose client left), a fork replaces the session. If the
+instructions or tools have changed, a new session replaces it, and reads everything.
 
 *Source:* OpenAI API reference, "Conversations".
 """
@@ -27,17 +27,17 @@ from shared.types.errors import NotFoundError
 
 
 class _StoredItems(Body):
-    """Items as they are stored: their number was bounded as they came."""
+    """Stored items; their number was checked when they were added."""
 
     items: list[Item]
 
 
 class Place(NamedTuple):
-    """Where the next turn goes.
+    """Where the next turn of a conversation goes.
 
     Attributes:
-        at: the turns that it follows; None: it reads everything.
-        session_id: the session that has them, or one that takes its place.
+        at: the point that it follows; None: it reads everything.
+        session_id: the conversation's session, or the name of one that replaces it.
     """
 
     at: Point | None
@@ -45,14 +45,14 @@ class Place(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Going:
-    """A conversation that goes on.
+class NextTurn:
+    """The next turn of a conversation.
 
     Attributes:
-        before: the conversation as it is.
-        place: where its next turn goes.
-        instructions: that lead it.
-        messages: what that turn reads.
+        before: the conversation before the turn.
+        place: where the turn goes.
+        instructions: the conversation's instructions.
+        messages: the messages that the turn reads.
     """
 
     before: Conversation
@@ -68,53 +68,58 @@ def next_place(
     tools: Sequence[Tool],
     new_name: str,
 ) -> Place:
-    """Find where the next turn goes. Pure.
+    """Find where the next turn of a conversation goes. Pure.
 
     Args:
         before: the conversation.
-        session: its session, if it is there.
-        instructions: of the next response; "": those that lead the conversation.
-        tools: that it offers; none: those of the conversation.
-        new_name: name of a session that takes the other's place.
+        session: its session; None if there is none.
+        instructions: instructions of the next response; "" to keep the conversation's.
+        tools: tools that it offers; empty to keep the conversation's.
+        new_name: name of a session that would replace the conversation's.
     """
     if session is None:
         return Place(None, before.session_id)
     digest = ChatInput((), tuple(tools)).tools_digest
-    is_led_so = instructions in {"", before.instructions}
-    goes_on = is_led_so and digest in {"", session.tools_digest} and _has(session, before)
-    num_read = before.turns if goes_on else 0
+    has_same_instructions = instructions in {"", before.instructions}
+    continues = (
+        has_same_instructions
+        and digest in {"", session.tools_digest}
+        and _has_turns(session, before)
+    )
+    num_read = before.turns if continues else 0
     is_free = len(session.turns) == num_read and not session.has_ended
-    at = _end(before) if goes_on else None
+    at = _end_point(before) if continues else None
     return Place(at, before.session_id if is_free else new_name)
 
 
 def without_turn(before: Conversation, session: Transcript | None, turn: int) -> Conversation:
-    """Return the conversation when an item is deleted, as far as its session still counts. Pure.
+    """Return a conversation with the turns that stay valid when an item is deleted. Pure.
 
     Args:
         before: the conversation.
-        session: its session, if it is there.
-        turn: that has read the item, from 1; more than the conversation has: none has.
+        session: its session; None if there is none.
+        turn: the turn that has read the item, from 1; a larger number than the conversation has
+            turns if none has read it.
     """
     if turn > before.turns:
         return before
-    if session is None or turn == 1 or not _has(session, before):
+    if session is None or turn == 1 or not _has_turns(session, before):
         return replace(before, turns=0, request_id="")
     return replace(before, turns=turn - 1, request_id=session.turns[turn - 2].request_id)
 
 
-def _end(conversation: Conversation) -> Point:
+def _end_point(conversation: Conversation) -> Point:
     """Return where the turns of a conversation end."""
     name, turns = conversation.session_id, conversation.turns
     return Point(name, turns, conversation.request_id, is_named=True)
 
 
-def _has(session: Transcript, conversation: Conversation) -> bool:
-    """Whether a session has the conversation's turns: one of its name may have been made since."""
-    return _end(conversation).is_in(session)
+def _has_turns(session: Transcript, conversation: Conversation) -> bool:
+    """Return whether a session has the conversation's turns; its name may have been used again."""
+    return _end_point(conversation).is_in(session)
 
 
-async def going_on(
+async def find_next_turn(
     api: Api,
     caller: Caller,
     conversation_id: str,
@@ -123,22 +128,22 @@ async def going_on(
     tools: Sequence[Tool],
     *,
     is_held: bool = False,
-) -> Going:
-    """Find where a conversation goes on, and what its next turn reads.
+) -> NextTurn:
+    """Find where the next turn of a conversation goes, and what it reads.
 
     Args:
         api: the API's parts.
-        caller: whose conversation it is.
-        conversation_id: its id.
-        items: of the next response's input.
+        caller: the client and its tenant.
+        conversation_id: id of the conversation.
+        items: input items of the next response.
         instructions: see `next_place`.
-        tools: likewise.
-        is_held: whether the caller holds it.
+        tools: see `next_place`.
+        is_held: whether the caller holds the conversation.
 
     Raises:
-        UnknownConversationError: there is none of that id.
-        TranscriptUnavailableError: nobody knows whether there is.
-        InputTooLongError: a turn does not read so much.
+        UnknownConversationError: the tenant has none of that id.
+        TranscriptUnavailableError: it is not here, and the object store does not answer.
+        InputTooLongError: there is more to read than one turn may.
     """
     before = await find_conversation(api, caller, conversation_id, is_held=is_held)
     session = await session_of(api, caller, before)
@@ -147,27 +152,29 @@ async def going_on(
     num_read = place.at.turns if place.at else 0
     stored, most_bytes = api.store.conversations, api.settings.max_body_bytes
     unread = await stored.unread(conversation_id, num_read, most_bytes)
-    called = await stored.calls(conversation_id, num_read) if num_read else []
-    leading = instructions or before.instructions
-    told = () if num_read or not leading else (Message(SYSTEM, leading),)
-    messages = with_names(messages_of([*_decoded(unread), *items]), _calls(called))
-    return Going(before, place, leading, (*told, *messages))
+    calls = await stored.calls(conversation_id, num_read) if num_read else []
+    leading_instructions = instructions or before.instructions
+    system = (
+        () if num_read or not leading_instructions else (Message(SYSTEM, leading_instructions),)
+    )
+    messages = with_names(messages_of([*_decode_items(unread), *items]), _calls_of(calls))
+    return NextTurn(before, place, leading_instructions, (*system, *messages))
 
 
 async def find_conversation(
     api: Api, caller: Caller, conversation_id: str, *, is_held: bool = False
 ) -> Conversation:
-    """Look the caller's conversation up; what other servers have made of it is here then.
+    """Return a conversation of the caller's tenant, with the changes of other servers.
 
     Args:
         api: the API's parts.
-        caller: whose conversation it is.
-        conversation_id: its id.
-        is_held: whether the caller holds it.
+        caller: the client and its tenant.
+        conversation_id: id of the conversation.
+        is_held: whether the caller holds the conversation.
 
     Raises:
-        UnknownConversationError: it has none of that id.
-        TranscriptUnavailableError: nobody knows whether it has.
+        UnknownConversationError: the tenant has none of that id.
+        TranscriptUnavailableError: it is not here, and the object store does not answer.
     """
     if conversation_id.isascii() and conversation_id.startswith(CONVERSATION):
         find = api.conversations.find
@@ -178,7 +185,7 @@ async def find_conversation(
 
 
 async def session_of(api: Api, caller: Caller, conversation: Conversation) -> Transcript | None:
-    """Return a conversation's session, wherever it went on; None: it has none yet, or lost it."""
+    """Return the newest transcript of a conversation's session; None if there is none."""
     key = api.gateway.key(caller.identity, caller.tenant, conversation.session_id)
     try:
         session, _ = await api.gateway.turns.sessions.get(key, is_fresh=True)
@@ -187,9 +194,9 @@ async def session_of(api: Api, caller: Caller, conversation: Conversation) -> Tr
     return session
 
 
-def _decoded(items: Sequence[Mapping[str, Any]]) -> list[Item]:
+def _decode_items(items: Sequence[Mapping[str, Any]]) -> list[Item]:
     return decode(_StoredItems, {"items": items}).items
 
 
-def _calls(items: Sequence[Mapping[str, Any]]) -> list[ToolCall]:
-    return [call for message in messages_of(_decoded(items)) for call in message.tool_calls]
+def _calls_of(items: Sequence[Mapping[str, Any]]) -> list[ToolCall]:
+    return [call for message in messages_of(_decode_items(items)) for call in message.tool_calls]

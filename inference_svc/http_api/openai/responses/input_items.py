@@ -1,6 +1,6 @@
-"""The input of a response: messages, calls of tools, and what these returned.
+"""The input items of a response: messages, tool calls, and results of tools.
 
-What an answer said and what it called are items of their own, and together one message.
+The text of an answer and its calls are separate items, but one message for the chat template.
 
 *Source:* OpenAI API reference, "Responses".
 """
@@ -14,7 +14,7 @@ from pydantic import BeforeValidator, Discriminator, FailFast, Field, Tag, model
 
 from inference_svc.core.chat import ASSISTANT, TOOL, USER, Message
 from inference_svc.http_api.bodies.body import Body, WrongMemberError
-from inference_svc.http_api.bodies.conversation import bounded, with_names
+from inference_svc.http_api.bodies.conversation import check_bounded, with_names
 from inference_svc.http_api.bodies.tools import CalledFunctionBody, CallId, decode_call
 from inference_svc.http_api.errors import UnsupportedValueError
 from inference_svc.http_api.openai.messages import Content, MessageBody, PartBody
@@ -27,13 +27,13 @@ MESSAGE, CALL, RESULT, REASONING, COMPACTION = KINDS = (
     "reasoning",
     "compaction",
 )
-PREFIXES = {MESSAGE: "msg", CALL: "fc", RESULT: "fco", COMPACTION: "cmp"}  # of ids
-PACKED = "summary.v1."  # what the content of a compaction begins with
-_OF_ITEMS = frozenset({"created_by", "id", "status", "type"})
+PREFIXES = {MESSAGE: "msg", CALL: "fc", RESULT: "fco", COMPACTION: "cmp"}  # of items' ids
+PACKED = "summary.v1."  # prefix of the content of a compaction item
+_OF_ITEMS = frozenset({"created_by", "id", "status", "type"})  # members of all items, ignored
 
 
 class CallItem(CalledFunctionBody):
-    """A call of a tool, as it was answered."""
+    """A tool call of an earlier answer."""
 
     content_words: ClassVar[str] = "call_id, name and arguments"
     ignored: ClassVar[frozenset[str]] = _OF_ITEMS
@@ -43,13 +43,13 @@ class CallItem(CalledFunctionBody):
 
     @property
     def message(self) -> Message:
-        """The answer that asked for it."""
+        """The call as an answer without text."""
         name = f"{self.namespace}{OF_NAMESPACE}{self.name}" if self.namespace else self.name
         return Message(ASSISTANT, "", (decode_call(name, self.arguments, self.call_id),))
 
 
 class ResultItem(Body):
-    """What a tool returned."""
+    """The result of a tool call."""
 
     content_words: ClassVar[str] = "call_id and output"
     ignored: ClassVar[frozenset[str]] = _OF_ITEMS
@@ -59,46 +59,46 @@ class ResultItem(Body):
 
     @property
     def message(self) -> Message:
-        """The message of the tool."""
+        """The result as the tool's message."""
         text = "".join(part.text for part in self.output)
         return Message(TOOL, text, tool_call_id=self.call_id)
 
 
 class ReasoningItem(Body):
-    """What a model thought: it stays in its session, and is not read again."""
+    """The model's thoughts: they stay in their session, and are not read again."""
 
     ignored: ClassVar[frozenset[str]] = _OF_ITEMS | {"content", "encrypted_content", "summary"}
 
     message: ClassVar[None] = None
 
 
-def packed(asked: str, summary: str) -> str:
-    """Write a summary, and what was asked for it, as an item has it: see `compaction.py`."""
-    said = json.dumps({"asked": asked, "summary": summary}, ensure_ascii=False)
-    return PACKED + base64.b64encode(said.encode()).decode()
+def pack_summary(request: str, summary: str) -> str:
+    """Encode a summary, and the request for it, as an item's content: see `compaction.py`."""
+    message = json.dumps({"asked": request, "summary": summary}, ensure_ascii=False)
+    return PACKED + base64.b64encode(message.encode()).decode()
 
 
-def _unpacked(given: str) -> tuple[str, str]:
-    """Return what was asked for a summary, and the summary.
+def _unpack_summary(raw: str) -> tuple[str, str]:
+    """Decode the content of a compaction item: the request for a summary, and the summary.
 
     Raises:
-        WrongMemberError: it is no content of a compaction.
+        WrongMemberError: it is no such content.
     """
     try:
-        found = json.loads(base64.b64decode(given.removeprefix(PACKED), validate=True))
-        asked, summary = found["asked"], found["summary"]
-        (asked + summary).encode()  # they are texts, of whole characters
+        found = json.loads(base64.b64decode(raw.removeprefix(PACKED), validate=True))
+        request, summary = found["asked"], found["summary"]
+        (request + summary).encode()  # raises if they are no texts, or have lone surrogates
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
         raise WrongMemberError(
             "{path} was not made by POST /v1/responses/compact here",
             "send the item as it was answered, or the conversation that it sums up",
             "encrypted_content",
         ) from error
-    return asked, summary
+    return request, summary
 
 
 class CompactionItem(Body):
-    """A conversation that was summed up, by `POST /v1/responses/compact`."""
+    """The summary of a conversation, made by `POST /v1/responses/compact`."""
 
     content_words: ClassVar[str] = "type and encrypted_content"
     ignored: ClassVar[frozenset[str]] = _OF_ITEMS
@@ -106,19 +106,19 @@ class CompactionItem(Body):
     encrypted_content: str = ""
 
     @model_validator(mode="after")
-    def _know_it(self) -> Self:
-        _unpacked(self.encrypted_content)
+    def _check_content(self) -> Self:
+        _unpack_summary(self.encrypted_content)
         return self
 
     @property
     def messages(self) -> tuple[Message, ...]:
-        """What was asked, and what the model said."""
-        asked, summary = _unpacked(self.encrypted_content)
-        return Message(USER, asked), Message(ASSISTANT, summary)
+        """The user's request for the summary, and the model's answer."""
+        request, summary = _unpack_summary(self.encrypted_content)
+        return Message(USER, request), Message(ASSISTANT, summary)
 
 
 def _kind(item: Any) -> Any:
-    """Return the item's type as the client wrote it; nothing is a message."""
+    """Return the item's type as the client wrote it; an item without a type is a message."""
     found = item.get("type") if isinstance(item, dict) else None
     return MESSAGE if found is None else found
 
@@ -133,18 +133,18 @@ Item = Annotated[
 ]
 
 
-def _input(given: Any) -> Any:
-    """Take a text for a user's only message."""
-    if isinstance(given, str):
-        return [{"role": USER, "content": given}]
-    if not isinstance(given, list):
+def _to_items(raw: Any) -> Any:
+    """Convert a text to a user's message, and check the types of items; a validator."""
+    if isinstance(raw, str):
+        return [{"role": USER, "content": raw}]
+    if not isinstance(raw, list):
         raise WrongMemberError("{path} is neither text nor a list", "send a string or messages")
-    return of_known_kinds(given)
+    return check_kinds(raw)
 
 
-def of_known_kinds(given: list[Any]) -> list[Any]:
-    """Refuse items of kinds that there are not, before they are read."""
-    for index, item in enumerate(given):
+def check_kinds(raw: list[Any]) -> list[Any]:
+    """Check the types of items before they are validated."""
+    for index, item in enumerate(raw):
         kind = _kind(item)
         if kind not in KINDS:
             raise WrongMemberError(
@@ -153,21 +153,23 @@ def of_known_kinds(given: list[Any]) -> list[Any]:
                 f"[{index}].type",
                 UnsupportedValueError,
             )
-    return given
+    return raw
 
 
-def _bounded(given: Any) -> Any:
-    """Bound the input; whether there has to be any depends on what else is named."""
-    return bounded(given) if given else given
+def _check_input_bounds(raw: Any) -> Any:
+    """Check the bounds of the input, which may be empty: see `ResponseBody`."""
+    return check_bounded(raw) if raw else raw
 
 
-InputItems = Annotated[list[Item], FailFast(), BeforeValidator(_bounded), BeforeValidator(_input)]
+InputItems = Annotated[
+    list[Item], FailFast(), BeforeValidator(_check_input_bounds), BeforeValidator(_to_items)
+]
 
 
 def messages_of(items: Iterable[Item]) -> tuple[Message, ...]:
-    """Return items as messages: answers that follow one another are one, if they call anything."""
+    """Convert items to messages; consecutive answers are one message if they have tool calls."""
     found: list[Message] = []
-    for message in (said for item in items for said in _said(item)):
+    for message in (message for item in items for message in _messages_of_item(item)):
         last = found[-1] if found else None
         if last is not None and last.role == message.role == ASSISTANT:
             calls = (*last.tool_calls, *message.tool_calls)
@@ -178,14 +180,14 @@ def messages_of(items: Iterable[Item]) -> tuple[Message, ...]:
     return with_names(found)
 
 
-def _said(item: Item) -> tuple[Message, ...]:
+def _messages_of_item(item: Item) -> tuple[Message, ...]:
     if isinstance(item, CompactionItem):
         return item.messages
     return () if item.message is None else (item.message,)
 
 
 def with_ids(response_id: str, items: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return items of a response's input with ids, which say whose they are and where."""
+    """Return items of a response's input with ids, made of the response's id and their index."""
     name = response_id.removeprefix("resp_")
     return [
         {"id": f"{PREFIXES[item['type']]}_{name}_in_{index}", **item}
@@ -194,11 +196,11 @@ def with_ids(response_id: str, items: Iterable[Mapping[str, Any]]) -> list[dict[
 
 
 def objects_of(items: Iterable[Item]) -> list[dict[str, Any]]:
-    """Return items as clients read them, but for their ids; what was thought is not among them."""
-    return [shown for item in items for shown in _objects(item)]
+    """Return items as the objects that clients read, without ids; thoughts are left out."""
+    return [shown for item in items for shown in _objects_of_item(item)]
 
 
-def _objects(item: Item) -> Iterator[dict[str, Any]]:
+def _objects_of_item(item: Item) -> Iterator[dict[str, Any]]:
     if isinstance(item, CompactionItem):
         yield {"type": COMPACTION, "encrypted_content": item.encrypted_content}
     elif isinstance(item, CallItem):
@@ -206,7 +208,7 @@ def _objects(item: Item) -> Iterator[dict[str, Any]]:
         yield _object(CALL, call_id=item.call_id, arguments=item.arguments, **name)
     elif isinstance(item, ResultItem):
         yield _object(RESULT, call_id=item.call_id, output=_output(item.output))
-    elif isinstance(item, MessageBody) and item.role == TOOL:  # as chats have it
+    elif isinstance(item, MessageBody) and item.role == TOOL:  # a result as chats write it
         yield _object(RESULT, call_id=item.tool_call_id, output=_output(item.content))
     elif isinstance(item, MessageBody):
         if item.content or not item.tool_calls:
@@ -221,7 +223,7 @@ def _object(kind: str, **members: Any) -> dict[str, Any]:
 
 
 def _output(parts: list[PartBody]) -> Any:
-    """Return what a tool returned: a text, or parts if there are several."""
+    """Return the output of a tool: a text, or parts if there are several."""
     return parts[0].text if len(parts) == 1 else _content(TOOL, parts)
 
 

@@ -1,4 +1,4 @@
-"""The body of a request for a response.
+"""The body of POST /v1/responses.
 
 *Source:* OpenAI API reference, "Responses".
 """
@@ -22,7 +22,7 @@ from inference_svc.http_api.openai.turn_body import OpenAITurnBody
 
 
 class TextOptions(Body):
-    """Options of the text that is written."""
+    """`text`: options of the answer's text."""
 
     refused: ClassVar[Mapping[str, Refused]] = {
         "verbosity": Refused(("medium",), "say it in a message"),
@@ -32,7 +32,7 @@ class TextOptions(Body):
 
 
 class ReasoningOptions(Body):
-    """How the model is to think."""
+    """`reasoning`: options of the model's thinking."""
 
     content_words: ClassVar[str] = "effort"
     ignored: ClassVar[frozenset[str]] = frozenset({"context", "generate_summary", "summary"})
@@ -41,40 +41,40 @@ class ReasoningOptions(Body):
 
 
 class ResponseStreamOptions(Body):
-    """Options of a stream; none of them changes anything."""
+    """`stream_options`: none of them has an effect."""
 
     ignored: ClassVar[frozenset[str]] = frozenset({"include_obfuscation"})
 
 
-def _include(given: Any) -> Any:
+def _check_include(raw: Any) -> Any:
     try:
-        check_included(given if isinstance(given, list) else ())
+        check_included(raw if isinstance(raw, list) else ())
     except UnsupportedValueError as error:
         raise WrongMemberError(error.message, error.remedy, kind=type(error)) from error
-    return given
+    return raw
 
 
-def _conversation(given: Any) -> Any:
-    """Take a conversation's id, or the object that has it."""
-    name = given.get("id") if isinstance(given, dict) and len(given) == 1 else given
+def _to_conversation_id(raw: Any) -> Any:
+    """Convert a conversation's id, or the object that has it, to the id; a validator."""
+    name = raw.get("id") if isinstance(raw, dict) and len(raw) == 1 else raw
     if not isinstance(name, str) or not name:
         raise WrongMemberError("{path} cannot be so", 'send a conversation\'s id, or {"id": …}')
     return name
 
 
-ConversationName = Annotated[str, BeforeValidator(_conversation)]
+ConversationName = Annotated[str, BeforeValidator(_to_conversation_id)]
 
 
 class ResponseBody(OpenAITurnBody):
     """The body of POST /v1/responses.
 
     Attributes:
-        instructions: lead the conversation, as its system message.
+        instructions: the system message at the beginning of the conversation.
         previous_response_id: id of the response that this one follows; "" if it follows none.
-        include: names of what is shown beside the answer.
-        truncation: OpenAI's name of the overflow policy; "": the service's.
-        background: whether it is computed while nobody waits.
-        needs_input: whether what follows a response has to say anything.
+        include: names of additional members to show with the answer.
+        truncation: OpenAI's name of the overflow policy; "" for the service's.
+        background: whether it is a background response.
+        needs_input: whether a request that follows a response needs input of its own.
     """
 
     needs_input: ClassVar[bool] = True
@@ -100,14 +100,14 @@ class ResponseBody(OpenAITurnBody):
     previous_response_id: str = ""
     conversation_id: ConversationName = Field(default="", alias="conversation")
     max_output_tokens: Count | None = None
-    include: Annotated[list[str], BeforeValidator(_include)] = Field(default_factory=list)
+    include: Annotated[list[str], BeforeValidator(_check_include)] = Field(default_factory=list)
     truncation: Literal["", "auto", "disabled"] = ""
     text: TextOptions = TextOptions()
     reasoning: ReasoningOptions = ReasoningOptions()
     stream_options: ResponseStreamOptions = ResponseStreamOptions()
 
     @model_validator(mode="after")
-    def _agree(self) -> Self:
+    def _check_members(self) -> Self:
         if self.conversation_id and (self.previous_response_id or self.session_id):
             raise WrongMemberError(
                 "both {path} and a response or session are named",
@@ -126,8 +126,8 @@ class ResponseBody(OpenAITurnBody):
         return self
 
     @model_validator(mode="after")
-    def _be_found_again(self) -> Self:
-        """Check that what is computed in the background is all of it stored."""
+    def _check_background(self) -> Self:
+        """Check that a background response can be stored with all that it shows."""
         if self.background and not self.store:
             raise WrongMemberError(
                 "{path} goes with store: true", "leave one of them out", "background"
@@ -143,18 +143,18 @@ class ResponseBody(OpenAITurnBody):
 
     @property
     def new_messages(self) -> tuple[Message, ...]:
-        """The input alone."""
+        """The messages of the input."""
         return messages_of(self.input)
 
     @property
     def conversation(self) -> tuple[Message, ...]:
-        """Instructions and input."""
+        """The instructions, as a system message, and the messages of the input."""
         leading = (Message(SYSTEM, self.instructions),) if self.instructions else ()
         return (*leading, *self.new_messages)
 
     @property
     def effort(self) -> Effort | None:
-        """How much the model is to think; None if the client does not say."""
+        """The reasoning effort; None if the client gives none."""
         return self.reasoning.effort
 
     @property
@@ -164,22 +164,22 @@ class ResponseBody(OpenAITurnBody):
 
     @property
     def max_answer_tokens(self) -> int | None:
-        """Bound of the answer; None if the client does not say."""
+        """Most tokens of the answer; None if the client gives no bound."""
         return self.max_output_tokens
 
     @property
     def shown_logprobs(self) -> int | None:
-        """How many alternatives are shown of each token; None: no log-probabilities."""
+        """Number of alternatives shown of each token; None: no log-probabilities."""
         is_asked = LOGPROBS in self.include or self.top_logprobs is not None
         return (self.top_logprobs or 0) if is_asked else None
 
     @property
     def grammar(self) -> Grammar | None:
-        """What the answer has to be; None: whatever the model says."""
+        """The grammar that the answer has to follow; None for free text."""
         return super().grammar if self.text.format is None else self.text.format.grammar
 
     def overflow(self, default: str) -> str:
-        """Return OpenAI's word of truncation as a policy's name; "" for the default one."""
+        """Return the overflow policy's name for OpenAI's `truncation`; "" for the default one."""
         if self.truncation == "disabled":
             return REJECT
         return OLDEST if self.truncation == "auto" and default == REJECT else ""

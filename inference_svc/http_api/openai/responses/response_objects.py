@@ -1,18 +1,18 @@
-"""The objects of /v1/responses: a response as it stands, and the events of a streamed one.
+"""The objects of /v1/responses: a response in any status, and the events of a streamed one.
 
-The events come in order and numbered:
+The events are numbered, and come in this order:
 
     created, (in the background: queued,) in_progress, the items, completed | incomplete | failed
 
-Each item is a message, what was thought before it, or a call of a tool:
+Each item is a message, the thoughts before it, or a tool call:
 
     output_item.added, content_part.added, output_text.delta… | reasoning_text.delta…,
         output_text.done | reasoning_text.done, content_part.done, output_item.done
     output_item.added, function_call_arguments.delta…, function_call_arguments.done,
         output_item.done
 
-*Source:* OpenAI API reference, "Responses" and "Streaming events"; beside what it has stands
-`session_id`.
+*Source:* OpenAI API reference, "Responses" and "Streaming events". `session_id` is this service's
+own.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -29,7 +29,7 @@ from inference_svc.core.tools.parts import (
     Reasoning,
 )
 from inference_svc.core.turn_record import AnswerToken, Finished, Started, Usage
-from inference_svc.http_api.answer_members import TokenText, shown_reuse
+from inference_svc.http_api.answer_members import TokenText, reuse_members
 from inference_svc.http_api.answer_parts import Reading
 from inference_svc.http_api.openai.dialect import error_object
 from inference_svc.http_api.sessions.lookup import (
@@ -49,14 +49,14 @@ Rows = list[dict[str, Any]]  # tokens with their log-probabilities
 
 @dataclass
 class _TextItem:
-    """An item of text that is being written: a message, or what was thought before it.
+    """A text item that is being written: a message, or the thoughts before it.
 
     Attributes:
-        index: of the item in the output.
+        index: index of the item in the output.
         item_id: its id.
         is_thought: whether it is a reasoning item.
-        text: what it has so far.
-        rows: its tokens with their log-probabilities.
+        text: its text so far.
+        rows: its tokens so far, with their log-probabilities.
     """
 
     index: int
@@ -67,7 +67,7 @@ class _TextItem:
 
     @property
     def part(self) -> dict[str, Any]:
-        """Its one part as it stands."""
+        """The item's only content part, with the text so far."""
         if self.is_thought:
             return {"type": "reasoning_text", "text": self.text}
         return {
@@ -79,11 +79,11 @@ class _TextItem:
 
     @property
     def channel(self) -> str:
-        """What the events of its text are called."""
+        """The prefix of the types of its text events."""
         return "response.reasoning_text" if self.is_thought else "response.output_text"
 
     def shown(self, status: str) -> dict[str, Any]:
-        """Return the item as it stands; it has no part before it has begun."""
+        """Return the item in a status; while it is in progress it is shown without its part."""
         parts = [] if status == IN_PROGRESS else [self.part]
         if self.is_thought:
             return {"id": self.item_id, "type": "reasoning", "summary": [], "content": parts}
@@ -97,18 +97,18 @@ class _TextItem:
 
 
 class ResponseObjects:
-    """Makes the objects of one response.
+    """Builds the objects and events of one response.
 
     Args:
-        response_id: its id.
-        session_id: the session that it is a turn of.
-        info: its members beside its answer.
-        token_text: writes tokens.
-        reading: how its answer is read.
-        top_logprobs: how many alternatives of each token; None: no log-probabilities.
+        response_id: the response's id.
+        session_id: the session of its turn; "" if it is not known yet.
+        info: the response's members beside its answer.
+        token_text: makes the objects of tokens.
+        reading: how the answer is parsed.
+        top_logprobs: number of alternatives of each token; None: no log-probabilities.
 
     Attributes:
-        session_id: see above; of a turn that is queued it may become known later.
+        session_id: the session; the caller sets it when a queued turn has got one.
     """
 
     def __init__(
@@ -126,60 +126,62 @@ class ResponseObjects:
         self._token_text = token_text
         self._reader = reading.reader()
         self._top_logprobs = top_logprobs
-        self._number = 0
-        self._output: list[dict[str, Any]] = []  # items that are complete
+        self._number = 0  # sequence number of the next event
+        self._output: list[dict[str, Any]] = []  # complete items
         self._open: _TextItem | None = None
-        self._call: dict[str, Any] = {}  # the last one, as it stands
-        self._rows: Rows = []  # of tokens whose text did not come yet
+        self._call: dict[str, Any] = {}  # the last call, with its arguments so far
+        self._rows: Rows = []  # tokens whose text the reader still holds back
 
     def whole(self, tokens: Sequence[AnswerToken], finished: Finished) -> dict[str, Any]:
-        """Make a response that has ended."""
+        """Build a response that has ended."""
         *_, last = chain(self.piece(tokens), self.closing(finished))
         response: dict[str, Any] = last["response"]
         return response
 
     def opening(self, _started: Started) -> Iterator[dict[str, Any]]:
-        """Make the events of a turn that has begun."""
+        """Build the first events of a turn that has begun."""
         response = self._response(IN_PROGRESS, [])
         yield self._event("response.created", {"response": response})
         yield self._event("response.in_progress", {"response": response})
 
-    def queued_opening(self) -> Iterator[dict[str, Any]]:
-        """Make the events of a turn in the background, which was queued and has begun."""
+    def background_opening(self) -> Iterator[dict[str, Any]]:
+        """Build the first events of a background response, which is queued first."""
         for kind, status in (("created", QUEUED), (QUEUED, QUEUED), (IN_PROGRESS, IN_PROGRESS)):
-            response = {**self.standing(status), "session_id": ""}  # it has none yet
+            # Without the session, which is not known yet: the events have to repeat exactly.
+            response = {**self.without_answer(status), "session_id": ""}
             yield self._event(f"response.{kind}", {"response": response})
 
     def piece(self, tokens: Sequence[AnswerToken]) -> Iterator[dict[str, Any]]:
-        """Make the events of its next tokens; none if they show nothing."""
+        """Build the events of the next tokens; there are none if they show nothing."""
         self._add_rows(tokens)
         yield from self._read(self._reader.push(tokens))
 
     def closing(self, finished: Finished) -> Iterator[dict[str, Any]]:
-        """Make the events of its end."""
+        """Build the events of the end."""
         status = _status(finished)
         yield from self._read(self._reader.end())
-        if not self._output and self._open is None:  # an answer that says nothing is one, too
-            yield from self._say("", is_thought=False)
+        if not self._output and self._open is None:  # an empty answer is an empty message
+            yield from self._add_text("", is_thought=False)
         yield from self._close(status)
         response = self._response(status, self._output, finished.usage)
         yield self._event(f"response.{status}", {"response": response})
 
     def failure(self, error: ReportedError) -> dict[str, Any]:
-        """Make the event of a turn that has failed."""
+        """Build the event of a turn that failed."""
         found = error_object(error)
-        said = {"code": found["code"], "message": found["message"]}
-        return self._event("response.failed", {"response": self.standing(FAILED, said)})
+        members = {"code": found["code"], "message": found["message"]}
+        return self._event("response.failed", {"response": self.without_answer(FAILED, members)})
 
     def cancellation(self) -> dict[str, Any]:
-        """Make the last event of a response that was cancelled: OpenAI has none of its own."""
-        return self._event("response.failed", {"response": self.standing(CANCELLED)})
+        """Build the last event of a cancelled response: `failed`, as OpenAI has no other."""
+        return self._event("response.failed", {"response": self.without_answer(CANCELLED)})
 
-    def standing(self, status: str, error: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Make a response that has no answer, or none yet."""
+    def without_answer(self, status: str, error: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Build a response in a status, without an answer."""
         return self._response(status, [], error=error)
 
     def _read(self, parts: Iterable[Part]) -> Iterator[dict[str, Any]]:
+        """Build the events of parts."""
         for part in parts:
             if isinstance(part, CallBegun):
                 yield from self._close(COMPLETED)
@@ -189,12 +191,12 @@ class ResponseObjects:
             elif isinstance(part, CallEnded):
                 yield from self._end_call(INCOMPLETE if part.is_cut else COMPLETED)
             elif isinstance(part, Content | Reasoning):
-                yield from self._say(part.text, is_thought=isinstance(part, Reasoning))
+                yield from self._add_text(part.text, is_thought=isinstance(part, Reasoning))
         if self._rows and self._open is not None and not self._open.is_thought:
-            yield from self._say("", is_thought=False)
+            yield from self._add_text("", is_thought=False)
 
-    def _say(self, text: str, *, is_thought: bool) -> Iterator[dict[str, Any]]:
-        """Make the events of text, in an item of its own if what is written is another."""
+    def _add_text(self, text: str, *, is_thought: bool) -> Iterator[dict[str, Any]]:
+        """Build the events of text; close the open item if it is of the other kind."""
         item = self._open
         if item is None or item.is_thought != is_thought:
             yield from self._close(COMPLETED)
@@ -202,7 +204,7 @@ class ResponseObjects:
             item = self._open = _TextItem(len(self._output), item_id, is_thought)
             added = {"output_index": item.index, "item": item.shown(IN_PROGRESS)}
             yield self._event("response.output_item.added", added)
-            yield self._of_part("response.content_part.added", {"part": item.part})
+            yield self._part_event("response.content_part.added", {"part": item.part})
         rows: Rows = []
         if not is_thought:
             rows, self._rows = self._rows, []
@@ -210,21 +212,21 @@ class ResponseObjects:
         item.rows += rows
         if text or rows:
             more = {} if is_thought else {"logprobs": rows}
-            yield self._of_part(f"{item.channel}.delta", {"delta": text, **more})
+            yield self._part_event(f"{item.channel}.delta", {"delta": text, **more})
 
     def _close(self, status: str) -> Iterator[dict[str, Any]]:
-        """Make the events of the end of the text that is being written, if any is."""
+        """Build the events of the end of the open text item, if there is one."""
         item = self._open
         if item is None:
             return
         more = {} if item.is_thought else {"logprobs": item.rows}
-        yield self._of_part(f"{item.channel}.done", {"text": item.text, **more})
-        yield self._of_part("response.content_part.done", {"part": item.part})
-        yield from self._done(item.shown(status))
+        yield self._part_event(f"{item.channel}.done", {"text": item.text, **more})
+        yield self._part_event("response.content_part.done", {"part": item.part})
+        yield from self._end_item(item.shown(status))
         self._open = None
 
     def _begin_call(self, begun: CallBegun) -> Iterator[dict[str, Any]]:
-        """Make the event of the beginning of a call."""
+        """Build the event of the beginning of a call."""
         namespace, name = self._info.split_name(begun.name)
         self._call = {
             "id": self._item_id("fc"),
@@ -239,21 +241,21 @@ class ResponseObjects:
         yield self._event("response.output_item.added", added)
 
     def _add_arguments(self, text: str) -> Iterator[dict[str, Any]]:
-        """Make the event of what follows of a call's arguments."""
+        """Build the event of the next part of a call's arguments."""
         self._call["arguments"] += text
-        yield self._of_call("response.function_call_arguments.delta", {"delta": text})
+        yield self._call_event("response.function_call_arguments.delta", {"delta": text})
 
     def _end_call(self, status: str) -> Iterator[dict[str, Any]]:
-        """Make the events of the end of a call."""
-        said = {name: self._call[name] for name in ("name", "arguments")}
-        yield self._of_call("response.function_call_arguments.done", said)
-        yield from self._done({**self._call, "status": status})
+        """Build the events of the end of a call."""
+        members = {name: self._call[name] for name in ("name", "arguments")}
+        yield self._call_event("response.function_call_arguments.done", members)
+        yield from self._end_item({**self._call, "status": status})
 
-    def _of_call(self, kind: str, members: Mapping[str, Any]) -> dict[str, Any]:
+    def _call_event(self, kind: str, members: Mapping[str, Any]) -> dict[str, Any]:
         place = {"item_id": self._call["id"], "output_index": len(self._output)}
         return self._event(kind, {**place, **members})
 
-    def _done(self, item: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    def _end_item(self, item: dict[str, Any]) -> Iterator[dict[str, Any]]:
         index = len(self._output)
         self._output.append(item)
         yield self._event("response.output_item.done", {"output_index": index, "item": item})
@@ -262,8 +264,8 @@ class ResponseObjects:
         if self._top_logprobs is not None:
             self._rows += self._token_text.rows(tokens, self._top_logprobs)
 
-    def _of_part(self, kind: str, members: Mapping[str, Any]) -> dict[str, Any]:
-        """Make an event of the text that is being written."""
+    def _part_event(self, kind: str, members: Mapping[str, Any]) -> dict[str, Any]:
+        """Build an event of the open text item's part."""
         item = self._open
         assert item is not None, "it is open"  # noqa: S101
         place = {"item_id": item.item_id, "output_index": item.index, "content_index": 0}
@@ -274,7 +276,7 @@ class ResponseObjects:
         return {"type": kind, "sequence_number": self._number - 1, **members}
 
     def _item_id(self, prefix: str) -> str:
-        """Make the id of the next item; the first one's is the response's."""
+        """Return the id of the next item: the response's id, with a number from the second on."""
         number = len(self._output)
         return f"{prefix}_{self._id.removeprefix('resp_')}" + (f"_{number}" if number else "")
 
@@ -285,7 +287,7 @@ class ResponseObjects:
         usage: Usage | None = None,
         error: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Make a response as it stands."""
+        """Build a response in a status, with the given output."""
         info = self._info
         is_cut = status == INCOMPLETE
         return {
@@ -320,11 +322,11 @@ class ResponseObjects:
 
 
 def response_usage(usage: Usage, num_thought: int = 0) -> dict[str, Any]:
-    """Make the usage of a response: tokens that were not computed again are `cached_tokens`.
+    """Return the usage object of a response; reused tokens are its `cached_tokens`.
 
     Args:
-        usage: of its turn.
-        num_thought: tokens of the answer that were thought.
+        usage: the usage of its turn.
+        num_thought: number of thought tokens in the answer.
     """
     input_tokens = usage.history_tokens + usage.new_tokens
     return {
@@ -336,7 +338,7 @@ def response_usage(usage: Usage, num_thought: int = 0) -> dict[str, Any]:
         "output_tokens": usage.output_tokens,
         "output_tokens_details": {"reasoning_tokens": num_thought},
         "total_tokens": input_tokens + usage.output_tokens,
-        **shown_reuse(usage),
+        **reuse_members(usage),
     }
 
 

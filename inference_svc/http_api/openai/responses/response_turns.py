@@ -1,4 +1,4 @@
-"""Turns of responses: the one that a request asks for, and those that were answered and stored."""
+"""Turns of responses: the turn that a request asks for, and the turns of stored responses."""
 
 import json
 import time
@@ -26,31 +26,31 @@ from inference_svc.http_api.sessions.lookup import ResponseInfo, StoredResponse
 from inference_svc.openai_settings import OpenAISettings
 from shared.types.errors import NotFoundError
 
-MAX_KEPT = 16384  # characters of instructions, or tools, that GET shows again
-MAX_INPUT_BYTES = 256 * 1024  # of one input: what is longer is not kept
+MAX_KEPT = 16384  # characters of instructions, and of tools, that are stored
+MAX_INPUT_BYTES = 256 * 1024  # a longer input is not stored
 
 B = TypeVar("B", bound=ResponseBody)
 
 
 async def response_turn(api: Api, turn_request: TurnRequest[B]) -> tuple[HttpTurn, ResponseInfo]:
-    """Make the turn of a request that is of no conversation.
+    """Return the turn of a request that names no conversation, and its response's members.
 
     Raises:
-        UnknownResponseError: the response that it follows is not there.
-        RequestError: the instructions are others than that has.
+        UnknownResponseError: the tenant does not have the response that it follows.
+        RequestError: its instructions differ from those of that response.
     """
     body = turn_request.body
     if body.previous_response_id:
-        return await _following(api, turn_request)
-    return asked_turn(api, turn_request, body.conversation, body.instructions)
+        return await _turn_after(api, turn_request)
+    return make_turn(api, turn_request, body.conversation, body.instructions)
 
 
-async def _following(api: Api, turn_request: TurnRequest[B]) -> tuple[HttpTurn, ResponseInfo]:
-    """Make the turn of a request that follows a response.
+async def _turn_after(api: Api, turn_request: TurnRequest[B]) -> tuple[HttpTurn, ResponseInfo]:
+    """Return the turn of a request that follows a response, and its response's members.
 
     Raises:
-        UnknownResponseError: that is not there.
-        RequestError: the instructions are others than it has.
+        UnknownResponseError: the tenant does not have that response.
+        RequestError: its instructions differ from those of that response.
     """
     body, caller = turn_request.body, turn_request.caller
     previous = await find_stored(api, caller, body.previous_response_id, is_followed=True)
@@ -59,7 +59,7 @@ async def _following(api: Api, turn_request: TurnRequest[B]) -> tuple[HttpTurn, 
     if any(message.role == TOOL for message in body.new_messages):
         record, reading = await recorded_turn(api, caller, body.previous_response_id, previous)
         calls = reading.whole(record.text).calls
-    turn, info = asked_turn(api, turn_request, with_names(body.new_messages, calls), "")
+    turn, info = make_turn(api, turn_request, with_names(body.new_messages, calls), "")
     info = replace(
         info,
         instructions=previous.info.instructions,
@@ -72,10 +72,11 @@ def _check_instructions(api: Api, turn_request: TurnRequest[B], previous: Stored
     """Check that a session keeps the instructions that it began with.
 
     Raises:
-        RequestError: others are given.
+        RequestError: the request has other instructions.
     """
     instructions = turn_request.body.instructions
-    chains = (_open_chain(api, turn_request), turn_request.chain)  # an earlier release's digest
+    # The second is the chain of earlier releases, which keyed this digest with the secret.
+    chains = (_open_chain(api, turn_request), turn_request.chain)
     digests = {chain.id_of("instructions", instructions) for chain in chains}
     if instructions and previous.info.instructions_digest not in digests:
         raise RequestError(
@@ -86,30 +87,30 @@ def _check_instructions(api: Api, turn_request: TurnRequest[B], previous: Stored
 
 
 def _open_chain(api: Api, turn_request: TurnRequest[B]) -> HistoryChain:
-    """Return what makes digests that another server compares: as of words that it has, too."""
+    """Return the chain of digests that other servers can compare, too."""
     return open_chain(turn_request.caller.tenant, api.gateway.model)
 
 
-def asked_turn(
+def make_turn(
     api: Api,
     turn_request: TurnRequest[B],
     messages: tuple[Message, ...],
     instructions: str,
 ) -> tuple[HttpTurn, ResponseInfo]:
-    """Make the turn of a request, and the information about its response.
+    """Return the turn of a request, and the members of its response.
 
     Args:
         api: the API's parts.
         turn_request: the request.
-        messages: what is new.
-        instructions: that lead the conversation.
+        messages: the messages that the turn reads.
+        instructions: the conversation's instructions.
     """
     body, chain = turn_request.body, turn_request.chain
     overflow = api.gateway.defaults.overflow.name
     turn = turn_request.turn(messages, body.overflow(overflow))
     is_long = len(canonical(body.offered)) > MAX_KEPT
-    brought = json.dumps(objects_of(body.input), ensure_ascii=False) if body.store else ""
-    input_bytes = len(brought.encode())
+    stored_input = json.dumps(objects_of(body.input), ensure_ascii=False) if body.store else ""
+    input_bytes = len(stored_input.encode())
     info = ResponseInfo(
         created_s=int(time.time()),
         model=body.model,
@@ -133,33 +134,33 @@ def asked_turn(
         is_background=body.background,
     )
     response_id = "resp_" + chain.id_of("response", turn.request_id)
-    if input_bytes > most_kept(turn_request.settings):
-        brought = ""
+    if input_bytes > max_stored_input(turn_request.settings):
+        stored_input = ""
     stored = info if body.store else None
-    return replace(turn, response_id=response_id, info=stored, brought=brought), info
+    return replace(turn, response_id=response_id, info=stored, stored_input=stored_input), info
 
 
-def most_kept(settings: OpenAISettings) -> int:
-    """Return the bytes of the longest input that is kept."""
+def max_stored_input(settings: OpenAISettings) -> int:
+    """Return the most bytes of an input that is stored."""
     return min(MAX_INPUT_BYTES, settings.kept_input_bytes)
 
 
 async def find_stored(
     api: Api, caller: Caller, response_id: str, *, is_followed: bool = False
 ) -> StoredResponse:
-    """Look the caller's response up; one that another server has made is here then.
+    """Return a stored response of the caller's tenant; one of another server is copied here.
 
     Args:
         api: the API's parts.
-        caller: who asks.
-        response_id: of the response.
-        is_followed: whether a turn is to follow it: nobody waits for what others have done to one
-            that is here.
+        caller: the client and its tenant.
+        response_id: id of the response.
+        is_followed: whether a turn follows it: then the object store is not asked whether another
+            server has deleted a response that is here.
 
     Raises:
-        UnknownResponseError: it has none of that id.
-        UnfinishedResponseError: it is not complete.
-        TranscriptUnavailableError: nobody knows whether it has.
+        UnknownResponseError: the tenant has none of that id.
+        UnfinishedResponseError: it has no answer yet.
+        TranscriptUnavailableError: it is not here, and the object store does not answer.
     """
     if api.background.find(caller.tenant, response_id) is not None:
         raise unfinished_response(response_id)
@@ -174,7 +175,7 @@ async def find_stored(
 async def recorded_turn(
     api: Api, caller: Caller, response_id: str, stored: StoredResponse
 ) -> tuple[TurnRecord, Reading]:
-    """Return the turn of a stored response, and how its answer is read.
+    """Return the turn's record of a stored response, and how its answer is parsed.
 
     Raises:
         UnknownResponseError: its session is gone.
@@ -194,10 +195,10 @@ async def recorded_turn(
 async def session_up_to(
     api: Api, caller: Caller, response_id: str, stored: StoredResponse
 ) -> Transcript:
-    """Return the session of a stored response, up to its turn.
+    """Return the transcript of a stored response's session, up to its turn.
 
     Raises:
-        UnknownResponseError: it is gone.
+        UnknownResponseError: the session is gone.
     """
     at = stored.at
     try:

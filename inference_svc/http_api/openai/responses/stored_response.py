@@ -1,4 +1,4 @@
-"""Responses that are there: shown with their input, followed, cancelled and deleted by their ids.
+"""Existing responses by their ids: show them and their input, follow, cancel and delete them.
 
 *Source:* OpenAI API reference, "Responses" and "List input items".
 """
@@ -20,16 +20,16 @@ from inference_svc.http_api.errors import (
 )
 from inference_svc.http_api.openai.pages import check_query, read_page
 from inference_svc.http_api.openai.responses.background import (
-    Following,
-    events_of_past,
+    FollowedReply,
+    events_of_ended,
     events_of_unanswered,
-    shown_unanswered,
+    unanswered_object,
 )
 from inference_svc.http_api.openai.responses.input_items import with_ids
 from inference_svc.http_api.openai.responses.response_objects import ResponseObjects
 from inference_svc.http_api.openai.responses.response_turns import (
     find_stored,
-    most_kept,
+    max_stored_input,
     recorded_turn,
 )
 from inference_svc.http_api.replies import reply, send_events
@@ -38,19 +38,19 @@ from inference_svc.http_api.sessions.http_turn import Caller
 from inference_svc.http_api.sessions.lookup import StoredResponse
 from shared.types.errors import NotFoundError
 
-MAX_NUMBER = 12  # digits of an event's number
+MAX_NUMBER = 12  # a sequence number has fewer digits
 
 
 async def show_response(api: Api, request: web.Request) -> web.StreamResponse:
-    """Show a response that was stored, or that is computed in the background."""
+    """Show a stored or running response, or stream its events if the client asks for them."""
     caller, response_id = caller_of(request), request.match_info["id"]
-    after = _asked_after(request)
+    after = _read_starting_after(request)
     running = api.background.find(caller.tenant, response_id)
     if running is not None:
         if after is None:
-            return reply(running.standing)
-        followed = Following(running.events(after), running.objects("").failure)
-        return await send_events(request, api.settings, followed, {})
+            return reply(running.current_object)
+        following = FollowedReply(running.events(after), running.objects("").failure)
+        return await send_events(request, api.settings, following, {})
     try:
         stored = await find_stored(api, caller, response_id)
     except UnknownResponseError:
@@ -59,9 +59,9 @@ async def show_response(api: Api, request: web.Request) -> web.StreamResponse:
             raise
         objects = ResponseObjects(response_id, "", unanswered.info, api.token_text, Reading())
         if after is None:
-            return reply(shown_unanswered(objects, unanswered))
+            return reply(unanswered_object(objects, unanswered))
         return await _send(api, request, objects, events_of_unanswered(objects, unanswered, after))
-    objects, tokens, finished = await _recorded(api, caller, response_id, stored)
+    objects, tokens, finished = await _read_recorded(api, caller, response_id, stored)
     if after is None:
         return reply(objects.whole(tokens, finished))
     if after >= 0 and not stored.info.is_background:
@@ -70,25 +70,25 @@ async def show_response(api: Api, request: web.Request) -> web.StreamResponse:
             "leave starting_after out, or create it with background: true",
             "starting_after",
         )
-    past = events_of_past(objects, tokens, finished, is_background=stored.info.is_background)
+    past = events_of_ended(objects, tokens, finished, is_background=stored.info.is_background)
     return await _send(
         api, request, objects, (event for event in past if event["sequence_number"] > after)
     )
 
 
 async def list_input_items(api: Api, request: web.Request) -> web.Response:
-    """Show the input of a response that was stored, or a page of it."""
+    """Show a page of a stored response's input items."""
     caller, response_id = caller_of(request), request.match_info["id"]
     page = read_page(request)
     stored = await find_stored(api, caller, response_id)
     await recorded_turn(api, caller, response_id, stored)
     items = await api.store.find_input(caller.tenant, response_id)
     if items is None:
-        raise _not_kept(stored.info.input_bytes, most_kept(api.settings))
+        raise _input_not_kept_error(stored.info.input_bytes, max_stored_input(api.settings))
     return reply(page.of(with_ids(response_id, json.loads(items))))
 
 
-def _not_kept(num_bytes: int, most: int) -> InputNotKeptError:
+def _input_not_kept_error(num_bytes: int, most: int) -> InputNotKeptError:
     if num_bytes > most:
         message = f"the input of the response has {num_bytes} bytes, and up to {most} are kept"
     else:
@@ -99,20 +99,20 @@ def _not_kept(num_bytes: int, most: int) -> InputNotKeptError:
 async def _send(
     api: Api, request: web.Request, objects: ResponseObjects, past: Iterator[Mapping[str, Any]]
 ) -> web.StreamResponse:
-    """Send events of a response that has ended."""
+    """Send events of an ended response."""
 
     async def events() -> AsyncGenerator[Mapping[str, Any], None]:
         for event in past:
             yield event
 
-    return await send_events(request, api.settings, Following(events(), objects.failure), {})
+    return await send_events(request, api.settings, FollowedReply(events(), objects.failure), {})
 
 
-def _asked_after(request: web.Request) -> int | None:
-    """Return the number of the event after which a stream is asked for; None: none is.
+def _read_starting_after(request: web.Request) -> int | None:
+    """Return the sequence number after which the client wants events; None if it wants no stream.
 
     Raises:
-        RequestError: a parameter is off, or unknown.
+        RequestError: a parameter is invalid or unknown.
     """
     query = request.query
     check_query(request, "stream", "starting_after", "include_obfuscation")
@@ -132,10 +132,10 @@ def _asked_after(request: web.Request) -> int | None:
     return None
 
 
-async def _recorded(
+async def _read_recorded(
     api: Api, caller: Caller, response_id: str, stored: StoredResponse
 ) -> tuple[ResponseObjects, list[AnswerToken], Finished]:
-    """Return a stored response's tokens and end, and what makes its objects.
+    """Return the builder of a stored response's objects, its tokens, and its end.
 
     Raises:
         UnknownResponseError: its session is gone.
@@ -148,7 +148,7 @@ async def _recorded(
 
 
 async def cancel_response(api: Api, request: web.Request) -> web.StreamResponse:
-    """Cancel a response in the background; one that has ended is shown as it is."""
+    """Cancel a background response, and show it; one that has ended is only shown."""
     caller, response_id = caller_of(request), request.match_info["id"]
     running = api.background.find(caller.tenant, response_id)
     if running is not None:
@@ -165,7 +165,7 @@ async def cancel_response(api: Api, request: web.Request) -> web.StreamResponse:
 
 
 async def delete_response(api: Api, request: web.Request) -> web.Response:
-    """Forget a response; its session goes with the last one, if nobody named it."""
+    """Delete a response, and an unnamed session with its last response."""
     caller, response_id = caller_of(request), request.match_info["id"]
     running = api.background.find(caller.tenant, response_id)
     if running is not None:
@@ -178,16 +178,16 @@ async def delete_response(api: Api, request: web.Request) -> web.Response:
     except UnknownResponseError:
         if unanswered is None:
             raise
-        return _deleted(response_id)
+        return _deletion_reply(response_id)
     at, responses = stored.at, api.completion.responses
-    # First what may be refused: a turn may be under way.
+    # The session first: this may be refused, because a turn runs, and then nothing is deleted.
     if not at.is_named and await responses.is_last(caller, response_id, at):
         with suppress(NotFoundError):
             key = api.gateway.key(caller.identity, caller.tenant, at.session_id)
             await api.gateway.delete_session(key)
     await responses.delete(caller, response_id, at)
-    return _deleted(response_id)
+    return _deletion_reply(response_id)
 
 
-def _deleted(response_id: str) -> web.Response:
+def _deletion_reply(response_id: str) -> web.Response:
     return reply({"id": response_id, "object": "response", "deleted": True})

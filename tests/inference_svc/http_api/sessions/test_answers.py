@@ -26,15 +26,15 @@ from inference_svc.runtime.turns.turn import Turn
 from inference_svc.service.gateway import TurnStream
 from shared.access.identity import socket_identity
 from shared.types.session_key import SessionKey
-from tests.inference_svc.http_api.sessions import test_elsewhere
+from tests.inference_svc.http_api.sessions import test_remote_histories
 from tests.inference_svc.http_api.sessions.test_routing import ANN, answered, turn
 from tests.inference_svc.service.gateways import gateway_to
 
 model, servers, here, there = (
-    test_elsewhere.model,
-    test_elsewhere.servers,
-    test_elsewhere.here,
-    test_elsewhere.there,
+    test_remote_histories.model,
+    test_remote_histories.servers,
+    test_remote_histories.here,
+    test_remote_histories.there,
 )
 CALLER = Caller(socket_identity("socket", ("a",), ("client",)), "a")
 WAITS = Accepted("s", 0, "r", 3, is_replayed=False)
@@ -44,7 +44,12 @@ SAID = Tokens((AnswerToken(7, "yes"),))
 
 def answer_of(turn):
     return LiveAnswer(
-        None, CALLER, None, Route("s", 0, 0, None), TurnStream(turn, lambda: None), is_passing=False
+        None,
+        CALLER,
+        None,
+        Route("s", 0, 0, None),
+        TurnStream(turn, lambda: None),
+        is_temporary=False,
     )
 
 
@@ -71,7 +76,7 @@ async def test_a_loaded_turn_that_is_handed_back_is_refused():
     turn.publish(WAITS, LOADED)
     turn.close(DrainingError("about to stop", "submit again"))
     with pytest.raises(DrainingError):
-        await answer_of(turn).until_begun()
+        await answer_of(turn).wait_begun()
 
 
 async def test_a_turn_that_is_cancelled_while_it_waits_is_no_failure():
@@ -80,7 +85,7 @@ async def test_a_turn_that_is_cancelled_while_it_waits_is_no_failure():
     turn.publish(WAITS, Finished("cancelled", "", Usage(), 0))
     turn.close()
     with pytest.raises(TurnCancelledError):
-        await answer_of(turn).until_begun()
+        await answer_of(turn).wait_begun()
 
 
 async def test_nothing_is_lost_of_an_answer_that_has_begun():
@@ -88,7 +93,7 @@ async def test_nothing_is_lost_of_an_answer_that_has_begun():
     turn = new_turn()
     turn.publish(WAITS, LOADED, SAID)
     answer = answer_of(turn)
-    await answer.until_begun()
+    await answer.wait_begun()
     assert await anext(answer.events()) == SAID
 
 
@@ -119,7 +124,7 @@ async def test_a_turn_that_was_overtaken_is_known_where_it_is(tmp_path):
     turn.publish(WAITS, LOADED, SAID, Finished("stop", "yes", Usage(), 3, moved_to="mine"))
     turn.close()
     stream = TurnStream(turn, lambda: None)
-    answer = LiveAnswer(completion, CALLER, asked, route, stream, is_passing=False)
+    answer = LiveAnswer(completion, CALLER, asked, route, stream, is_temporary=False)
     await answer.whole()
     assert answer.session_id == "mine"
     assert await store.find_request(b"key") == StoredRequest(

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from inference_svc.http_api.sessions.background import BackgroundResponses, Running
+from inference_svc.http_api.sessions.background import BackgroundResponses, RunningResponse
 from inference_svc.http_api.sessions.http_turn import Caller
 from inference_svc.http_api.sessions.lookup import CANCELLED, QUEUED, ResponseInfo
 from inference_svc.http_api.sessions.store import ApiStore
@@ -32,7 +32,7 @@ async def test_one_that_ends_before_it_is_begun_keeps_nobody_waiting(
     store = ApiStore(tmp_path, 100)
     released = []
     responses = BackgroundResponses(Unreached(), store, 1, lambda error: error)
-    running = Running(CALLER, turn(response_id="resp_1"), INFO, lambda _session_id: None)
+    running = RunningResponse(CALLER, turn(response_id="resp_1"), INFO, lambda _session_id: None)
     starting = asyncio.create_task(responses.start(running, lambda: released.append(1)))
     for _ in range(num_rounds):
         await asyncio.sleep(0)

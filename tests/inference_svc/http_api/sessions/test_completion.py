@@ -63,11 +63,11 @@ class World:
             turn = await self.begin(session_id)
             _ = [event async for event in turn.follow()]
 
-    async def record(self, session_id, answer=ANSWER, *, route=None, is_passing=False, **fields):
+    async def record(self, session_id, answer=ANSWER, *, route=None, is_temporary=False, **fields):
         """Record an answer of a session."""
         turn = HttpTurn((ASKED,), {}, "", True, "", f"r-{session_id}", b"", **fields)
         at = route or Route(session_id, 0, 0, self.completion.chain(ANN).start)
-        await self.completion.record(ANN, turn, at, answer, is_passing=is_passing)
+        await self.completion.record(ANN, turn, at, answer, is_temporary=is_temporary)
 
     async def left(self, *session_ids):
         """Those of some sessions that are still there."""
@@ -104,7 +104,7 @@ async def world_in(model, directory, max_sessions=10, subagent_idle_s=900.0, cal
         store = ApiStore(directory, 1000, 2**20, 2**20)
         completion = Completion(service.turns.sessions, MODEL, store, max_sessions, subagent_idle_s)
         running = asyncio.create_task(completion.run())
-        await store.passing()  # `run` has begun
+        await store.temporary_sessions()  # `run` has begun
         yield World(service, store, completion)
         running.cancel()
         await asyncio.wait([running])
@@ -202,17 +202,17 @@ async def test_room_is_made_by_a_session_that_is_not_in_use(model, tmp_path):
 
 
 async def test_what_a_kill_left_of_passing_sessions_goes_at_the_next_start(model, tmp_path):
-    """One whose answer was stored is not passing any more, and stays."""
+    """One whose answer was stored is not temporary any more, and stays."""
     async with world_in(model, tmp_path) as world:
         await world.make("lost", "kept")
         for name in ("lost", "kept"):
-            await world.completion.begin_passing(ANN, name)
-        await world.record("kept", is_passing=True)
-        assert await world.store.passing() == [("acme", "lost")]
+            await world.completion.record_temporary(ANN, name)
+        await world.record("kept", is_temporary=True)
+        assert await world.store.temporary_sessions() == [("acme", "lost")]
     async with world_in(model, tmp_path) as again:
 
         async def is_tidy():
-            return await again.store.passing() == []
+            return await again.store.temporary_sessions() == []
 
         await again.until(is_tidy)
         assert await again.left("lost", "kept") == {"kept"}
@@ -224,7 +224,7 @@ async def test_a_session_that_went_on_is_not_removed(model, tmp_path, most, is_r
     async with world_in(model, tmp_path) as world:
         await world.make("s")
         info = ResponseInfo(1.0, "m")
-        await world.record("s", response_id="resp_1", info=info, brought="[]")
+        await world.record("s", response_id="resp_1", info=info, stored_input="[]")
         assert await world.completion.remove(ANN, "s", most) is is_removed
         assert await world.left("s") == (set() if is_removed else {"s"})
         found = await world.store.find_input("acme", "resp_1")
@@ -303,7 +303,7 @@ async def test_a_conversation_is_free_when_its_turn_is_stored(model, tmp_path):
         released = []
         turn = turn_of(made, "conv_a-2", release=lambda: released.append(True))
         at = Route("conv_a-2", 0, 0, None, is_named=True)
-        await world.completion.record(ANN, turn, at, ANSWER, is_passing=True)
+        await world.completion.record(ANN, turn, at, ANSWER, is_temporary=True)
         assert released
         assert (await world.store.conversations.find("acme", "conv_a")).session_id == "conv_a-2"
 
@@ -321,7 +321,7 @@ async def test_a_turn_that_its_client_left_at_its_end_is_not_the_conversations(m
         await world.store.conversations.create("acme", made, ())
         for session_id in ("conv_a-2", "conv_a-3"):
             route = Route(session_id, 0, 0, None, is_named=True)
-            await world.completion.leave(ANN, turn_of(made, session_id), route)
+            await world.completion.abandon(ANN, turn_of(made, session_id), route)
         assert await world.left("conv_a-2", "conv_a-3") == {"conv_a-3"}
 
 

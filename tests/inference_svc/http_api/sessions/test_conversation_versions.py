@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from inference_svc.http_api.sessions.conversation_versions import ABSENT, Standing
+from inference_svc.http_api.sessions.conversation_versions import ABSENT, SyncState
 from inference_svc.http_api.sessions.lookup import Conversation, ConversationTurn, Point
 from inference_svc.http_api.sessions.store import ApiStore
 from shared.blobs.conversation_entry import ConversationEntry, EntryItem
@@ -27,18 +27,18 @@ def rows(store, table):
 
 async def test_a_new_conversation_is_behind_until_it_is_agreed(store):
     """Of others' there is nothing."""
-    assert await store.versions.standing("acme", "conv_a") == Standing(0, is_behind=True)
-    assert await store.versions.behind(9) == [("acme", "conv_a")]
-    assert await store.versions.shared() == []
-    await store.versions.agreed("conv_a", 3)
-    assert await store.versions.standing("acme", "conv_a") == Standing(3, is_behind=False)
-    assert await store.versions.behind(9) == []
-    assert await store.versions.shared() == [("acme", "conv_a")]
+    assert await store.versions.sync_state("acme", "conv_a") == SyncState(0, is_behind=True)
+    assert await store.versions.list_behind(9) == [("acme", "conv_a")]
+    assert await store.versions.list_shared() == []
+    await store.versions.mark_in_step("conv_a", 3)
+    assert await store.versions.sync_state("acme", "conv_a") == SyncState(3, is_behind=False)
+    assert await store.versions.list_behind(9) == []
+    assert await store.versions.list_shared() == [("acme", "conv_a")]
     for tenant, name in (("other", "conv_a"), ("acme", "conv_b")):
-        assert await store.versions.standing(tenant, name) == ABSENT
-        assert await store.versions.whole(tenant, name) is None
-    await store.versions.lost("conv_a")
-    assert await store.versions.standing("acme", "conv_a") == Standing(0, is_behind=True)
+        assert await store.versions.sync_state(tenant, name) == ABSENT
+        assert await store.versions.read(tenant, name) is None
+    await store.versions.mark_lost("conv_a")
+    assert await store.versions.sync_state("acme", "conv_a") == SyncState(0, is_behind=True)
 
 
 async def test_every_change_is_noted(store):
@@ -53,15 +53,15 @@ async def test_every_change_is_noted(store):
         kept.delete_item(replace(MADE, turns=1, request_id="r-1"), "msg_a"),
         kept.delete_item(MADE, "msg_none"),
     ):
-        await store.versions.agreed("conv_a", 3)
+        await store.versions.mark_in_step("conv_a", 3)
         await change
-        assert await store.versions.standing("acme", "conv_a") == Standing(3, is_behind=True)
-    assert (await store.versions.whole("acme", "conv_a")).gone == ("msg_a",)
+        assert await store.versions.sync_state("acme", "conv_a") == SyncState(3, is_behind=True)
+    assert (await store.versions.read("acme", "conv_a")).gone == ("msg_a",)
 
 
 async def test_a_conversation_is_read_whole_and_set_whole(store):
     """With what was deleted of it, and its bytes; it is behind if the store has another one."""
-    found = await store.versions.whole("acme", "conv_a")
+    found = await store.versions.read("acme", "conv_a")
     items = tuple(map(EntryItem, ITEMS))
     assert found == ConversationEntry(
         "acme", "conv_a", 1.0, {"for": "é"}, "", "conv_a", 0, "", items
@@ -75,13 +75,13 @@ async def test_a_conversation_is_read_whole_and_set_whole(store):
         items=(EntryItem({"id": "msg_x", "text": "é"}, 1), items[1]),
         gone=("msg_z", "msg_a"),
     )
-    await store.versions.take(other, other, 5)
-    assert await store.versions.whole("acme", "conv_a") == other
-    assert await store.versions.standing("acme", "conv_a") == Standing(5, is_behind=False)
+    await store.versions.replace(other, other, 5)
+    assert await store.versions.read("acme", "conv_a") == other
+    assert await store.versions.sync_state("acme", "conv_a") == SyncState(5, is_behind=False)
     unread = await store.conversations.unread("conv_a", 1, 2**20)
     assert [item["id"] for item in unread] == ["msg_b"]
-    await store.versions.take(other, found, 6)
-    assert await store.versions.standing("acme", "conv_a") == Standing(6, is_behind=True)
+    await store.versions.replace(other, found, 6)
+    assert await store.versions.sync_state("acme", "conv_a") == SyncState(6, is_behind=True)
     size = store._db.execute("SELECT size FROM conversations").fetchone()
     await store.conversations.delete("acme", "conv_a")
     again = replace(MADE, metadata=other.metadata)
@@ -93,13 +93,13 @@ async def test_a_conversation_is_read_whole_and_set_whole(store):
 
 
 async def test_a_session_that_is_left_is_to_go_and_one_that_is_taken_stays(store):
-    found = await store.versions.whole("acme", "conv_a")
+    found = await store.versions.read("acme", "conv_a")
     moved = replace(found, session="conv_a-2")
-    await store.begin_passing("acme", "conv_a-2")
-    await store.versions.take(moved, moved, 5)
-    assert await store.passing() == [("acme", "conv_a")]
-    await store.versions.take(found, found, 6)
-    assert await store.passing() == [("acme", "conv_a-2")]
+    await store.record_temporary("acme", "conv_a-2")
+    await store.versions.replace(moved, moved, 5)
+    assert await store.temporary_sessions() == [("acme", "conv_a")]
+    await store.versions.replace(found, found, 6)
+    assert await store.temporary_sessions() == [("acme", "conv_a-2")]
 
 
 async def test_nothing_of_a_deleted_conversation_is_left(store):

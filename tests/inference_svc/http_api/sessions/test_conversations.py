@@ -208,9 +208,9 @@ async def test_a_session_that_is_left_is_to_go(store, kept):
         route = Route("conv_a", number - 1, 0, None, is_named=True)
         await store.keep_request("acme", name.encode(), StoredRequest(b"", route))
     await delete(kept, "msg_c", 1, "r-1")
-    await store.begin_passing("acme", "conv_a-2")
+    await store.record_temporary("acme", "conv_a-2")
     await turn(kept, "ef", end(1), to=end(2, "conv_a-2"))
-    assert await store.passing() == [("acme", "conv_a")]
+    assert await store.temporary_sessions() == [("acme", "conv_a")]
     sessions = [(await store.find_response("acme", f"resp_{n}")).at.session_id for n in (1, 2)]
     assert sessions == ["conv_a-2", "conv_a"]
     assert (await store.find_request(b"resp_1")).route.session_id == "conv_a-2"
@@ -255,12 +255,12 @@ async def test_nothing_is_added_to_what_is_gone(kept):
 async def test_an_earlier_files_tables_are_added_to(tmp_path):
     """What it has stays."""
     store = ApiStore(tmp_path, 100, conversation_bytes=BOUND)
-    await store.begin_passing("acme", "s-1")
+    await store.record_temporary("acme", "s-1")
     store.close()
     with contextlib.closing(sqlite3.connect(tmp_path / FILE_NAME)) as db:
         db.executescript("DROP TABLE conversations; DROP TABLE items;")
     again = ApiStore(tmp_path, 100, conversation_bytes=BOUND)
-    assert await again.passing() == [("acme", "s-1")]
+    assert await again.temporary_sessions() == [("acme", "s-1")]
     await again.conversations.create("acme", MADE, items("a"))
     again.close()
     last = ApiStore(tmp_path, 100, conversation_bytes=BOUND)
@@ -272,18 +272,18 @@ async def test_an_earlier_files_tables_are_added_to(tmp_path):
 def test_one_request_changes_a_conversation():
     """Others are refused until it is over; another conversation is another matter."""
     holds = Holds()
-    with holds.held("acme", "conv_a"):
-        with pytest.raises(SessionBusyError), holds.held("acme", "conv_a"):
+    with holds.hold("acme", "conv_a"):
+        with pytest.raises(SessionBusyError), holds.hold("acme", "conv_a"):
             pass
-        with pytest.raises(SessionBusyError), holds.held("acme", "conv_a", b"key"):
+        with pytest.raises(SessionBusyError), holds.hold("acme", "conv_a", b"key"):
             pass
-        with holds.held("acme", "conv_b"), holds.held("other", "conv_a"):
+        with holds.hold("acme", "conv_b"), holds.hold("other", "conv_a"):
             pass
-    with holds.held("acme", "conv_a") as release:
+    with holds.hold("acme", "conv_a") as release:
         release()
-        with holds.held("acme", "conv_a"):
+        with holds.hold("acme", "conv_a"):
             release()
-            with pytest.raises(SessionBusyError), holds.held("acme", "conv_a"):
+            with pytest.raises(SessionBusyError), holds.hold("acme", "conv_a"):
                 pass
     assert holds._holders == {}
 
@@ -291,9 +291,9 @@ def test_one_request_changes_a_conversation():
 def test_repeats_of_a_request_hold_it_together():
     """It is free when the last of them is over."""
     holds = Holds()
-    with holds.held("acme", "conv_a", b"key") as first, holds.held("acme", "conv_a", b"key"):
+    with holds.hold("acme", "conv_a", b"key") as first, holds.hold("acme", "conv_a", b"key"):
         first()
-        with pytest.raises(SessionBusyError), holds.held("acme", "conv_a", b"other"):
+        with pytest.raises(SessionBusyError), holds.hold("acme", "conv_a", b"other"):
             pass
-    with holds.held("acme", "conv_a"):
+    with holds.hold("acme", "conv_a"):
         pass

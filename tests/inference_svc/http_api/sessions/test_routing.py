@@ -124,14 +124,14 @@ class Server:
 
     async def record(self, asked, route, text):
         key = SessionKey("acme", "model", route.session_id)
-        before = await self.router.before_answer(ANN, asked, route)
+        before = await self.router.digest_before_answer(ANN, asked, route)
         is_local = self.router.is_local(asked, route, before)
         submission = asked.as_submission(route, key, DEFAULTS, before, is_local=is_local)
         record = answered(route.turns, text, submission.said_in(route.session_id, text))
         record = replace(record, request_id=asked.request_id, response=submission.response_id)
         await self._transcripts.append(key, record, is_final=False, is_local=is_local)
         finished = Finished("stop", text, Usage(), route.turns + 1)
-        await self.completion.record(ANN, asked, route, finished, is_passing=False)
+        await self.completion.record(ANN, asked, route, finished, is_temporary=False)
 
     async def knows(self, digest):
         """Whether it has stored where a history of the session ends."""
@@ -326,7 +326,7 @@ async def test_what_is_not_all_of_a_named_session_is_not_told(two):
     """Of sessions that nobody named, raw turns, and those that follow something that is stored."""
     route = Route(NAME, 0, 0, b"", is_named=True)
     going = ConversationTurn(Conversation("conv_1", 1.0, {}), None, "", (), lambda _: (), bool)
-    before = two.here.router.before_answer
+    before = two.here.router.digest_before_answer
     assert await before(ANN, turn(), route) is not None
     for asked, at in (
         (turn(), replace(route, is_named=False)),

@@ -97,10 +97,10 @@ async def test_requests_and_passing_sessions(store):
     await store.keep_request("acme", b"key", request)
     assert await store.find_request(b"key") == request
     assert await store.find_request(b"other") is None
-    await store.begin_passing("acme", "s-9")
-    assert await store.passing() == [("acme", "s-9")]
-    await store.end_passing("acme", "s-9")
-    assert await store.passing() == []
+    await store.record_temporary("acme", "s-9")
+    assert await store.temporary_sessions() == [("acme", "s-9")]
+    await store.forget_temporary("acme", "s-9")
+    assert await store.temporary_sessions() == []
 
 
 async def test_the_oldest_sessions_are_taken_once(store):

@@ -3,7 +3,7 @@
 import pytest
 
 from inference_svc.http_api.sessions.store import ApiStore
-from inference_svc.http_api.sessions.stored_chats import StoredChat, Wanted
+from inference_svc.http_api.sessions.stored_chats import ChatFilter, StoredChat
 
 BOUND = 8000
 
@@ -22,7 +22,7 @@ def chat(name, said="Hello", model="tiny", sessions=("s-1",), **metadata):
 
 
 async def ids(store, tenant="acme", **wanted):
-    page, has_more = await store.chats.page(tenant, Wanted(**wanted))
+    page, has_more = await store.chats.page(tenant, ChatFilter(**wanted))
     return [one["id"] for one in page], has_more
 
 
@@ -35,7 +35,7 @@ async def test_a_chat_is_found_by_its_tenant(store):
     assert await store.chats.find("other", "c1") is None
     assert await store.chats.messages("other", "c1") is None
     assert not await store.chats.delete("other", "c1")
-    assert await store.chats.page("other", Wanted(after="c1")) is None
+    assert await store.chats.page("other", ChatFilter(after="c1")) is None
     assert await store.chats.delete("acme", "c1")
     assert await store.chats.find("acme", "c1") is None
 

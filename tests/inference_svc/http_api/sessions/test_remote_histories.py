@@ -211,7 +211,7 @@ async def test_what_others_could_not_find_stays_here(here):
 
 
 async def submitted(server, asked, route):
-    before = await server.router.before_answer(ANN, asked, route)
+    before = await server.router.digest_before_answer(ANN, asked, route)
     is_local = server.router.is_local(asked, route, before)
     key = SessionKey("acme", "model", "s")
     return asked.as_submission(route, key, DEFAULTS, before, is_local=is_local)

@@ -12,9 +12,9 @@ import pytest
 from inference_svc.core.errors import SessionMovedError, TranscriptUnavailableError
 from inference_svc.core.transcript_format import TranscriptDamagedError, TranscriptSealedError
 from inference_svc.http_api.errors import ConversationsFullError, UnknownConversationError
-from inference_svc.http_api.sessions import moving_conversations
+from inference_svc.http_api.sessions import replicated_conversations
 from inference_svc.http_api.sessions.lookup import Conversation, ConversationTurn, Point
-from inference_svc.http_api.sessions.moving_conversations import MovingConversations
+from inference_svc.http_api.sessions.replicated_conversations import ReplicatedConversations
 from inference_svc.http_api.sessions.store import ApiStore
 from inference_svc.runtime.turns.shared_conversations import SharedConversations, place_of
 from inference_svc.runtime.turns.store_calls import StoreCalls
@@ -48,7 +48,7 @@ class Server:
         self.calls = calls
         self.store = ApiStore(directory, 1000, conversation_bytes=bound)
         shared = None if calls is None else SharedConversations(calls, sealer)
-        self.moving = MovingConversations(shared, self.store)
+        self.moving = ReplicatedConversations(shared, self.store)
 
     def close(self):
         self.store.close()
@@ -71,19 +71,19 @@ class Server:
         return "".join(item["id"].removeprefix("msg_") for item in found)
 
     async def add(self, names):
-        with self.moving.holds.held("acme", NAME):
+        with self.moving.holds.hold("acme", NAME):
             if await self.find(is_held=True) is None:
                 raise UnknownConversationError(NAME, "")
             await self.moving.add("acme", NAME, items(names))
 
     async def delete_item(self, name):
-        with self.moving.holds.held("acme", NAME):
+        with self.moving.holds.hold("acme", NAME):
             left = replace(await self.find(is_held=True), turns=0, request_id="")
             await self.moving.delete_item("acme", left, f"msg_{name}")
 
     async def begin(self):
         """Begin a turn; returns what it ends with."""
-        hold = self.moving.holds.held("acme", NAME)
+        hold = self.moving.holds.hold("acme", NAME)
         release = hold.__enter__()  # the turn's end leaves it
         before = await self.find(is_held=True)
 
@@ -108,7 +108,7 @@ class Server:
         return self.store._db.execute(sql, (NAME,)).fetchone()
 
     async def behind(self):
-        return [name for _, name in await self.store.versions.behind(1000)]
+        return [name for _, name in await self.store.versions.list_behind(1000)]
 
     def num_calls(self, kind):
         return self.calls.ended.counts[(kind,)]
@@ -161,7 +161,10 @@ def logged(monkeypatch):
     """The warnings that are logged."""
     lines = []
     monkeypatch.setattr(
-        moving_conversations.log, "warning", lambda event, **_: lines.append(event), raising=False
+        replicated_conversations.log,
+        "warning",
+        lambda event, **_: lines.append(event),
+        raising=False,
     )
     return lines
 
@@ -261,7 +264,7 @@ async def test_a_conversation_goes_with_its_session(servers):
 async def test_of_two_who_change_it_at_once_one_is_refused(servers):
     """Nothing of that is there; tried again it follows the other one's."""
     await servers.a.create("x")
-    with servers.a.moving.holds.held("acme", NAME):
+    with servers.a.moving.holds.hold("acme", NAME):
         assert await servers.a.find(is_held=True)
         await servers.b.add("b")
         with pytest.raises(SessionMovedError, match="another server"):
@@ -281,7 +284,7 @@ async def test_of_two_who_change_it_at_once_one_is_refused(servers):
 
 async def test_one_that_was_deleted_meanwhile_is_not_changed(servers):
     await servers.a.create("x")
-    with servers.a.moving.holds.held("acme", NAME):
+    with servers.a.moving.holds.hold("acme", NAME):
         assert await servers.a.find(is_held=True)
         await servers.b.moving.delete("acme", NAME)
         with pytest.raises(UnknownConversationError):
@@ -315,9 +318,11 @@ async def test_a_session_that_is_not_the_conversations_is_left(servers, here, th
     now = (await servers.a.find()).session_id
     assert now == (there or NAME)
     assert left == {NAME, here or NAME} - {now}
-    passing = {session_id for _, session_id in await servers.a.store.passing()}
-    assert now not in passing
-    assert {here} - {now, ""} <= passing
+    temporary_sessions = {
+        session_id for _, session_id in await servers.a.store.temporary_sessions()
+    }
+    assert now not in temporary_sessions
+    assert {here} - {now, ""} <= temporary_sessions
 
 
 async def test_a_turn_whose_conversation_was_deleted_meanwhile_brings_it_not_back(servers, logged):
@@ -335,10 +340,10 @@ async def test_repeats_of_a_request_find_the_same(servers):
     await servers.a.create("x")
     await servers.b.find()
     await servers.a.turn("12")
-    with servers.b.moving.holds.held("acme", NAME, b"key"):
+    with servers.b.moving.holds.hold("acme", NAME, b"key"):
         first = asyncio.create_task(servers.b.find(is_held=True))
         await asyncio.sleep(0)  # it has begun
-        with servers.b.moving.holds.held("acme", NAME, b"key"):
+        with servers.b.moving.holds.hold("acme", NAME, b"key"):
             second = await servers.b.find(is_held=True)
         assert await first == second
     assert second.turns == 1
@@ -457,7 +462,7 @@ async def test_what_the_store_has_lost_it_gets_again(servers):
     assert await servers.a.listed() == "x"
     await servers.b.add("y")
     assert await servers.a.listed() == "xy"
-    with servers.a.moving.holds.held("acme", NAME):
+    with servers.a.moving.holds.hold("acme", NAME):
         servers.lose()
         await servers.a.moving.add("acme", NAME, items("z"))
     assert await servers.a.listed() == "xyz"
@@ -572,15 +577,15 @@ async def test_of_what_was_deleted_the_last_items_are_known(servers):
     await servers.a.store.conversations.add("acme", NAME, [{"id": name} for name in names])
     for name in names:
         servers.a.store._db.execute("DELETE FROM items WHERE id = ?", (name,))
-    assert (await servers.a.store.versions.whole("acme", NAME)).gone == tuple(names[3:])
+    assert (await servers.a.store.versions.read("acme", NAME)).gone == tuple(names[3:])
     await servers.a.find()
     await servers.b.find()
-    assert (await servers.b.store.versions.whole("acme", NAME)).gone == tuple(names[3:])
+    assert (await servers.b.store.versions.read("acme", NAME)).gone == tuple(names[3:])
 
 
 async def test_conversations_of_before_get_there(servers, monkeypatch):
     """Whatever an earlier release has made; some at a time."""
-    monkeypatch.setattr(moving_conversations, "MOST_AT_ONCE", 2)
+    monkeypatch.setattr(replicated_conversations, "MOST_AT_ONCE", 2)
     db = servers.a.store._db
     db.executescript("DROP TABLE versions; DROP TABLE gone;")
     for (trigger,) in db.execute(

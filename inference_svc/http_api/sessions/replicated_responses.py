@@ -1,9 +1,10 @@
-"""Stored responses, also those that other servers have made, where servers share an object store.
+"""Stored responses that several servers can read, through a shared object store.
 
-A response is where its session is: in the store, with what its turn's record does not have
-(`shared_responses.py`). Whoever is asked for one that is not here has the session's transcript
-here, and looks whether that has the turn; then it is as if it had been made here. The digest of
-its history stays where it was made, for it is keyed with a secret of that server.
+The object store has a response where it has the session: an entry with the members that the
+turn's record lacks (`shared_responses.py`). A server without the response copies the session's
+transcript, and checks that it has the turn. From then on the response is stored here as if it had
+been made here, except for the digest of its history, which is keyed with the other server's
+secret.
 """
 
 from collections.abc import Sequence
@@ -22,13 +23,13 @@ from shared.blobs.response_entry import ResponseEntry
 from shared.types.errors import NotFoundError
 
 
-class MovingResponses:
-    """See the module docstring.
+class ReplicatedResponses:
+    """Finds, shares and deletes responses, here and in the object store.
 
     Args:
-        sessions: of the service.
+        sessions: the service's sessions.
         model: fingerprint of the model, part of every session's key.
-        store: has the responses that are here.
+        store: the store of this server's responses.
     """
 
     def __init__(self, sessions: Sessions, model: str, store: ApiStore) -> None:
@@ -44,17 +45,17 @@ class MovingResponses:
         items: str,
         call_ids: Sequence[str],
     ) -> None:
-        """Let other servers know a response that is stored here, if they have its session.
+        """Put a response into the object store, if its session is shared.
 
         Args:
-            caller: whose response it is.
-            response_id: of the response.
-            response: as it is stored here.
-            items: its input as JSON; "": that is not kept.
-            call_ids: ids of the calls in its answer.
+            caller: the client and its tenant.
+            response_id: id of the response.
+            response: the response as it is stored here.
+            items: its input as JSON; "" if that is not stored.
+            call_ids: ids of the tool calls in its answer.
         """
         at = response.at
-        shared = self._shared(caller, at)
+        shared = self._shared_responses(caller, at)
         if shared is None:
             return
         entry = ResponseEntry(
@@ -74,92 +75,93 @@ class MovingResponses:
         """Return a response; None if the caller's tenant has none of that id.
 
         Args:
-            caller: who asks.
-            response_id: of the response.
-            is_followed: whether one that is here is not asked for in the store: a turn waits.
+            caller: the client and its tenant.
+            response_id: id of the response.
+            is_followed: whether a turn follows it and waits: then the object store is not asked
+                whether another server has deleted a response that is here.
 
         Raises:
-            StoreUnavailableError: what is here cannot be read.
-            TranscriptUnavailableError: nobody knows whether there is one.
+            StoreUnavailableError: this server's tables cannot be read.
+            TranscriptUnavailableError: it is not here, and the object store does not answer.
         """
         tenant = caller.tenant
         stored = await self._store.find_response(tenant, response_id)
         if stored is None:
             is_here = await self._store.find_unanswered(tenant, response_id) is not None
-            return None if is_here else await self._from_elsewhere(caller, response_id)
-        shared = self._shared(caller, stored.at)
+            return None if is_here else await self._copy_remote(caller, response_id)
+        shared = self._shared_responses(caller, stored.at)
         if shared is None:
             return stored
         if not is_followed and await _is_deleted(shared, tenant, response_id):
             await self._store.forget_response(tenant, response_id)
             return None
-        return stored if await self._has(caller, stored.at) else None
+        return stored if await self._has_turn(caller, stored.at) else None
 
     async def is_last(self, caller: Caller, response_id: str, at: Point) -> bool:
-        """Whether a session has no other response, wherever these were made.
+        """Return whether a session has no other response, at any server.
 
         Raises:
-            StoreUnavailableError: what is here cannot be read.
-            TranscriptUnavailableError: nobody knows.
+            StoreUnavailableError: this server's tables cannot be read.
+            TranscriptUnavailableError: the object store does not answer.
         """
-        here = await self._store.responses_of(caller.tenant, at.session_id) - {response_id}
-        shared = self._shared(caller, at)
+        local_ids = await self._store.responses_of(caller.tenant, at.session_id) - {response_id}
+        shared = self._shared_responses(caller, at)
         if shared is None:
-            return not here
+            return not local_ids
         try:
             key = caller.key(self._model, at.session_id)
             transcript, _ = await self._sessions.get(key, is_fresh=True)
         except NotFoundError:
             return True
-        others = here | {turn.response for turn in transcript.turns} - {"", response_id}
+        other_ids = local_ids | {turn.response for turn in transcript.turns} - {"", response_id}
         try:
-            found = await shared.standing(caller.tenant, others)
+            found = await shared.standing(caller.tenant, other_ids)
         except StoreSilentError as error:
-            _raise_unknown(shared, error)
+            _raise_unavailable(shared, error)
         return not any(
-            standing is Standing.THERE or (standing is Standing.ABSENT and one in here)
-            for one, standing in found.items()
+            standing is Standing.THERE or (standing is Standing.ABSENT and found_id in local_ids)
+            for found_id, standing in found.items()
         )
 
     async def delete(self, caller: Caller, response_id: str, at: Point) -> None:
-        """Delete a response, for other servers first.
+        """Delete a response, first in the object store, then here.
 
         Raises:
-            StoreUnavailableError: it could not be deleted.
-            TranscriptUnavailableError: likewise: other servers have it.
+            StoreUnavailableError: it could not be deleted here.
+            TranscriptUnavailableError: it could not be deleted in the object store.
         """
-        shared = self._shared(caller, at)
+        shared = self._shared_responses(caller, at)
         if shared is not None:
             try:
                 await shared.delete(caller.tenant, response_id)
             except StoreSilentError as error:
-                _raise_unknown(shared, error)
+                _raise_unavailable(shared, error)
         await self._store.forget_response(caller.tenant, response_id)
 
-    async def _from_elsewhere(self, caller: Caller, response_id: str) -> StoredResponse | None:
-        """Have a response here that another server has made; None: there is none."""
+    async def _copy_remote(self, caller: Caller, response_id: str) -> StoredResponse | None:
+        """Copy a response of another server here, and return it; None if there is none."""
         shared, tenant = self._sessions.responses, caller.tenant
         if shared is None:
             return None
         try:
             entry = await shared.find(tenant, response_id)
         except StoreSilentError as error:
-            _raise_unknown(shared, error)
+            _raise_unavailable(shared, error)
         if entry is None:
             return None
         try:
             info = info_of(entry.info)
-        except TypeError:  # what every response has is not there
+        except TypeError:  # a required member is missing
             return None
         at = Point(entry.session, entry.turns, entry.request, entry.named)
-        if not await self._has(caller, at):
+        if not await self._has_turn(caller, at):
             return None
         stored = StoredResponse(at, None, info)
         await self._store.keep_response(tenant, response_id, stored, entry.items)
         return stored
 
-    async def _has(self, caller: Caller, at: Point) -> bool:
-        """Whether a session has a turn; it is brought here if it is not."""
+    async def _has_turn(self, caller: Caller, at: Point) -> bool:
+        """Return whether a session has a turn, here or, once copied here, at another server."""
         key = caller.key(self._model, at.session_id)
         try:
             found, _ = await self._sessions.get(key)
@@ -173,17 +175,17 @@ class MovingResponses:
         except NotFoundError:
             return False
         if not at.is_named:
-            await self._store.use_session(caller.tenant, at.session_id)  # its file is here
+            await self._store.use_session(caller.tenant, at.session_id)  # counted: its file is here
         return at.is_in(found)
 
-    def _shared(self, caller: Caller, at: Point) -> SharedResponses | None:
-        """Return where a session's responses are for all servers; None: they are here alone."""
+    def _shared_responses(self, caller: Caller, at: Point) -> SharedResponses | None:
+        """Return the object store's responses if a session is shared, else None."""
         is_shared = self._sessions.is_shared(caller.key(self._model, at.session_id))
         return self._sessions.responses if is_shared else None
 
 
 async def _is_deleted(shared: SharedResponses, tenant: str, response_id: str) -> bool:
-    """Whether another server has deleted a response, as far as the store answers."""
+    """Return whether another server has deleted a response; False if the store does not answer."""
     try:
         found = await shared.standing(tenant, [response_id])
     except StoreSilentError:
@@ -191,8 +193,8 @@ async def _is_deleted(shared: SharedResponses, tenant: str, response_id: str) ->
     return found[response_id] is Standing.DELETED
 
 
-def _raise_unknown(shared: SharedResponses, error: StoreSilentError) -> NoReturn:
-    """Refuse what nobody knows for now.
+def _raise_unavailable(shared: SharedResponses, error: StoreSilentError) -> NoReturn:
+    """Refuse a request, because the object store does not answer.
 
     Raises:
         TranscriptUnavailableError: always.

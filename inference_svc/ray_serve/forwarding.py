@@ -1,7 +1,7 @@
-"""What of a call goes on to the service, and what of its answer to the client. Pure.
+"""Headers and metadata: which are forwarded to the service, and which back to the client. Pure.
 
-All but what concerns the one connection. `Host` goes on: a service that takes callers of its own
-machine without an account refuses those that were sent to another name.
+All are forwarded except those that concern one connection. `Host` is forwarded, too: a service
+that serves local callers without an account refuses requests that were sent to another host name.
 """
 
 from collections.abc import Iterable, Mapping
@@ -16,34 +16,34 @@ _OF_CONNECTION = frozenset(
         *("proxy-connection", "proxy-authenticate", "proxy-authorization"),
     }
 )
-# Ray's proxies say these of an answer themselves; the service's id is in Request-Id, too.
+# Ray's proxies set these themselves; the service's request id is in Request-Id, too.
 _OF_PROXY = frozenset({"date", "server", "x-request-id"})
 _OF_RAY = frozenset({"application", "multiplexed_model_id", "request_id"})
 
 
-def passed_headers(headers: Headers) -> list[tuple[str, str]]:
-    """Return the headers that go on, in their order, each as often as it is there."""
+def forwarded_headers(headers: Headers) -> list[tuple[str, str]]:
+    """Return the headers to forward, in their order, repeated ones included."""
     found = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in headers]
     named = {
-        one.strip().lower()
+        name_listed.strip().lower()
         for name, value in found
         if name.lower() == "connection"
-        for one in value.split(",")
+        for name_listed in value.split(",")
     }
     left_out = _OF_CONNECTION | named
     return [(name, value) for name, value in found if name.lower() not in left_out]
 
 
-def answered_headers(headers: Headers) -> list[tuple[str, str]]:
-    """Return the headers of an answer that go back."""
-    passed = passed_headers(headers)
+def response_headers(headers: Headers) -> list[tuple[str, str]]:
+    """Return the headers of an answer to send back to the client."""
+    passed = forwarded_headers(headers)
     return [(name, value) for name, value in passed if name.lower() not in _OF_PROXY]
 
 
-def passed_metadata(
+def forwarded_metadata(
     metadata: Iterable[tuple[str, str | bytes]],
 ) -> tuple[tuple[str, str | bytes], ...]:
-    """Return a call's metadata that goes on: neither what gRPC itself sends, nor what Ray reads."""
+    """Return a call's metadata to forward, without gRPC's own and without Ray's."""
     return tuple(
         (key, value)
         for key, value in metadata
@@ -52,18 +52,19 @@ def passed_metadata(
 
 
 def session_of(metadata: Iterable[tuple[str, str | bytes]]) -> str:
-    """Return the session that routers have read in a call's metadata; "" if there is none."""
+    """Return the session in a call's metadata, by which it was routed; "" if there is none."""
     return next((str(value) for key, value in metadata if key == SESSION_METADATA), "")
 
 
 def header_of(headers: Mapping[str, str], key: str) -> str:
-    """Return the session that routers have read in a request's headers; "" if there is none.
+    """Return the session in a request's headers, by which it was routed; "" if there is none.
 
     Args:
-        headers: of the request.
-        key: name of the header, of which Ray takes "-" and "_" for the same.
+        headers: the request's headers.
+        key: name of the header; as in Ray, "-" and "_" are the same.
     """
-    wanted = key.lower().replace("_", "-")
+    name_wanted = key.lower().replace("_", "-")
     return next(
-        (value for name, value in headers.items() if name.lower().replace("_", "-") == wanted), ""
+        (value for name, value in headers.items() if name.lower().replace("_", "-") == name_wanted),
+        "",
     )

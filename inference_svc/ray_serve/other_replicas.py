@@ -1,7 +1,7 @@
-"""The other replicas, for a request that this one's service does not take.
+"""The other replicas of the deployment, for a request that this one's service refuses.
 
-A service that drains, or has just gone, refuses requests before routers know: they hear of it with
-the next report.
+A service that drains, or has just ended, refuses requests before the routers know: they learn it
+from the next report.
 """
 
 from collections.abc import AsyncIterator
@@ -13,17 +13,17 @@ from ray.serve.exceptions import RayServeException
 
 
 class OtherReplicas:
-    """The deployment that this replica is of.
+    """The other replicas of this replica's deployment.
 
     Args:
-        handle: of the deployment.
+        handle: Ray's handle of the deployment.
     """
 
     def __init__(self, handle: Any) -> None:
         self._handle = handle.options(method_name="answer", stream=True)
 
     async def answer(self, asked: Any, tried: str) -> AsyncIterator[Any]:
-        """Yield what another replica's `answer` does; nothing, if that one is lost as well.
+        """Yield the parts of another replica's `answer`; nothing if that replica is lost, too.
 
         Args:
             asked: the request.
@@ -41,7 +41,7 @@ class OtherReplicas:
 
 
 def other_replicas() -> OtherReplicas | None:
-    """Find the other replicas; None: this is none."""
+    """Return the other replicas; None outside of a replica."""
     try:
         context = serve.get_replica_context()
     except RayServeException:

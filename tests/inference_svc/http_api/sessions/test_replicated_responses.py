@@ -12,14 +12,14 @@ from shared.access.identity import Identity
 from shared.blobs.release import RESPONSES
 from shared.types.session_key import SessionKey
 from tests.faulty_store import Odds
-from tests.inference_svc.http_api.sessions import test_elsewhere
+from tests.inference_svc.http_api.sessions import test_remote_histories
 from tests.inference_svc.http_api.sessions.test_routing import ANN, MORE, QUESTION, turn
 
 model, servers, here, there = (
-    test_elsewhere.model,
-    test_elsewhere.servers,
-    test_elsewhere.here,
-    test_elsewhere.there,
+    test_remote_histories.model,
+    test_remote_histories.servers,
+    test_remote_histories.here,
+    test_remote_histories.there,
 )
 INFO = ResponseInfo(1.0, "m", "Be brief.", metadata={"a": "é"})
 ITEMS = '[{"type": "message"}]'
@@ -49,7 +49,7 @@ class Talk:
         asked = turn(
             messages=(MORE if self.num else QUESTION,),
             request_id=f"r-{response_id}",
-            **{"response_id": response_id, "info": INFO, "brought": ITEMS, **fields},
+            **{"response_id": response_id, "info": INFO, "stored_input": ITEMS, **fields},
         )
         route = Route(self.session_id, self.num, 0, b"" if not self.num else None)
         if self.num:
@@ -91,7 +91,7 @@ async def test_a_response_is_the_same_everywhere(here, there):
     num_asked = there.num_calls("asked")
     assert await find(there, first, is_followed=True) == found
     assert there.num_calls("asked") == num_asked, "it is here now"
-    route = await there.router.after(ANN, found.at, found.history)
+    route = await there.router.find_after(ANN, found.at, found.history)
     assert (route.session_id, route.turns, route.may_append) == ("s-1", 1, True)
     assert await there.store.take_oldest(0) == [("acme", "s-1")], "it is counted like others"
 
@@ -102,7 +102,7 @@ async def test_a_conversation_goes_back_and_forth(here, there):
     for server, other in ((here, there), (there, here), (here, there)):
         last = await talk.ask(server)
         found = await find(other, last)
-        assert (await other.router.after(ANN, found.at, None)).may_append
+        assert (await other.router.find_after(ANN, found.at, None)).may_append
     transcript = await here.service.store.get(talk.key)
     assert [made.response for made in transcript.turns] == ["resp_1-0", "resp_1-1", "resp_1-2"]
     assert not [made.response for made in transcript.forked("fork", 3).turns if made.response]
@@ -130,8 +130,8 @@ async def test_what_is_not_to_be_stored_is_in_no_store(here, there):
     first = await Talk().ask(here, info=None)
     assert await find(there, first) is None
     assert here.num_calls("told") == 1, "the history"
-    passing = await Talk("s-2").ask(here, is_final=True)
-    assert await find(there, passing) is None
+    temporary_sessions = await Talk("s-2").ask(here, is_final=True)
+    assert await find(there, temporary_sessions) is None
 
 
 async def test_a_deleted_response_is_gone_everywhere(here, there):

@@ -2,11 +2,11 @@
 
 import pytest
 
-from inference_svc.ray_serve.passing import (
-    answered_headers,
+from inference_svc.ray_serve.forwarding import (
+    forwarded_headers,
+    forwarded_metadata,
     header_of,
-    passed_headers,
-    passed_metadata,
+    response_headers,
     session_of,
 )
 
@@ -19,7 +19,7 @@ def test_headers_go_on_each_as_often_as_it_is_there():
         (b"x-a", b"\xe9"),
         (b"Content-Length", b"12"),
     ]
-    assert passed_headers(headers) == [
+    assert forwarded_headers(headers) == [
         ("Host", "balancer.example"),
         ("Authorization", "Bearer t"),
         ("X-A", "1"),
@@ -37,12 +37,12 @@ def test_headers_of_the_connection_stay():
         (b"Expect", b"100-continue"),
         (b"X-Other", b"2"),
     ]
-    assert passed_headers(headers) == [("X-Other", "2")]
+    assert forwarded_headers(headers) == [("X-Other", "2")]
 
 
 def test_what_proxies_say_themselves_is_not_said_twice():
     headers = [(b"Server", b"inference-svc"), (b"Date", b"now"), (b"X-Session-Id", b"s-1")]
-    assert answered_headers(headers) == [("X-Session-Id", "s-1")]
+    assert response_headers(headers) == [("X-Session-Id", "s-1")]
 
 
 def test_metadata_go_on_but_for_grpcs_and_rays():
@@ -54,7 +54,7 @@ def test_metadata_go_on_but_for_grpcs_and_rays():
         ("trace-bin", b"\x00"),
         ("session_id", "ann"),
     ]
-    assert passed_metadata(metadata) == tuple(metadata[3:])
+    assert forwarded_metadata(metadata) == tuple(metadata[3:])
     assert session_of(metadata) == "ann"
     assert session_of([]) == ""
 
