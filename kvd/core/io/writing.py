@@ -196,7 +196,7 @@ class Writer:
             if is_kept:
                 state.unwritten.add(block)
         state.settle(block)
-        state.outbox.space_freed()
+        state.outbox.on_space_freed()
 
     def drop_done(self, op_id: int) -> None:
         """Take the commit of a DropBlock."""

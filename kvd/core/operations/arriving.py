@@ -105,7 +105,7 @@ class Arrivals:
         """Let the leases that wait use a block, whose bytes are good."""
         for lease in arrival.waiting.values():
             self._count_arrival(lease)
-        self._state.outbox.space_freed()
+        self._state.outbox.on_space_freed()
         self._state.settle(arrival.block)
 
     def _fall_back(self, arrival: Arrival) -> None:

@@ -14,7 +14,7 @@ from kvd.core.state.cache_state import CacheState
 from kvd.core.state.compaction_run import Phase, Target
 from kvd.core.state.leases import LeasePhase, LoadLease, StoreLease
 from kvd.core.state.slots import SlotState
-from kvd.core.state.stored_parts import group_parts, interleaved, is_window
+from kvd.core.state.stored_parts import group_parts, interleave, is_window
 from shared.types.block_key import TOKEN_BYTES
 
 
@@ -148,7 +148,7 @@ def _check_parts(state: CacheState) -> None:
             assert is_window(parts[0]) == bool(state.layout.window), "the layout says which of both"
             users.setdefault(part_key, set()).add(key)
         if beside:
-            is_in_place = spans == interleaved(runs, beside.values())
+            is_in_place = spans == interleave(runs, beside.values())
             assert is_in_place, "a state is behind its tokens, a window behind its block"
     found = [] if state.stored_parts is None else list(state.stored_parts)
     assert {stored.key: set(stored.users) for stored in found} == users, "parts are found"
@@ -227,7 +227,7 @@ def _held_for_compaction(state: CacheState) -> list[Block]:
     run = state.compaction
     if run is None or run.phase is Phase.COPYING:
         return []
-    return run.made if run.phase is Phase.WRITING else run.sources
+    return run.new_blocks if run.phase is Phase.WRITING else run.sources
 
 
 def _check_load(state: CacheState, lease: LoadLease) -> None:

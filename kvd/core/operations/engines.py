@@ -101,7 +101,7 @@ class EngineReports:
     def replace_queue(self, engine_id: int, queue: QueueChange) -> int:
         """Take all of an engine's waiting queue; returns its digest."""
         state = self._state
-        state.turns.queue_replaced(engine_id, queue, state.now_ns)
+        state.turns.on_queue_replace(engine_id, queue, state.now_ns)
         self._prefetcher.queue_changed()
         digest = state.placement.replace_queue(engine_id, queue, state.now_ns)
         self._arrived(state.placement.arrived)
@@ -111,7 +111,7 @@ class EngineReports:
     def change_queue(self, engine_id: int, change: QueueChange) -> int:
         """Take a change of an engine's waiting queue; returns the digest of what it is now."""
         state = self._state
-        state.turns.queue_changed(engine_id, change, state.now_ns)
+        state.turns.on_queue_change(engine_id, change, state.now_ns)
         self._prefetcher.queue_changed()
         digest = state.placement.change_queue(engine_id, change, state.now_ns)
         self._arrived(state.placement.arrived)
@@ -125,7 +125,7 @@ class EngineReports:
 
     def _forget_queue(self, engine_id: int) -> None:
         self._state.placement.forget_engine(engine_id, self._state.now_ns)
-        self._state.turns.engine_gone(engine_id)
+        self._state.turns.on_engine_gone(engine_id)
         self._prefetcher.queue_changed()
 
     def _release(self, lease: Lease) -> None:

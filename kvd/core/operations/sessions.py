@@ -79,7 +79,7 @@ class Sessions:
         num_kept = discarding.discard(state, key, token_ids, ranges, lineage)
         session = state.sessions.get(key)
         if session is not None:
-            state.turns.discarded(key, session.num_tokens)
+            state.turns.on_discard(key, session.num_tokens)
             self._consider_compaction(key)
         return num_kept
 
@@ -109,7 +109,7 @@ class Sessions:
     def end(self, key: SessionKey) -> bool:
         """Note that a session will not come back: the first to go; returns whether it is stored."""
         state = self._state
-        state.turns.ended(key)
+        state.turns.on_end(key)
         self._reschedule_prefetch()
         state.policy.on_end(key)  # be it stored: it may learn from it
         state.outbox.emit(SESSION_ENDED, key)  # be it stored: it may be elsewhere
@@ -119,7 +119,7 @@ class Sessions:
         state.retain(session, None)
         session.ended = True
         state.tenants.on_end(key)
-        state.outbox.index.session_changed(key)
+        state.outbox.index.put_session(key)
         state.record_move(key, MoveKind.ENDED)
         return True
 
@@ -141,7 +141,7 @@ class Sessions:
         state.users.recount(session, answered)
         if pin is not Pin.HARD:
             _rank(state, session)
-        state.outbox.index.session_changed(key)
+        state.outbox.index.put_session(key)
         kind = MoveKind.UNPINNED if pin is Pin.NONE else MoveKind.PINNED
         state.record_move(key, kind, why="" if pin is Pin.NONE else pin.name.lower())
 
@@ -160,7 +160,7 @@ class Sessions:
         session = find_session(state, key)
         session.ttl_ns = ttl_ns
         state.schedule_expiry(session)
-        state.outbox.index.session_changed(key)
+        state.outbox.index.put_session(key)
         state.record_move(key, MoveKind.TTL_SET)
         return self._inspector.sum_up(session)
 

@@ -100,7 +100,7 @@ class Storer:
         """
         state = self._state
         state.tenants.refuse_erased(key.tenant)
-        state.turns.stored(key, num_tokens_of(token_ids), state.now_ns)
+        state.turns.on_store(key, num_tokens_of(token_ids), state.now_ns)
         return self.lease_slots(key, token_ids, from_token, engine_id, lineage, load_ends)
 
     def lease_slots(
@@ -197,7 +197,7 @@ class Storer:
             if not self._is_outdated(lease):
                 self._publisher.publish(lease, held)
             if state.placement.queue.is_running(lease.key):
-                state.placement.loaded(lease.key)
+                state.placement.on_load(lease.key)
         self.release(lease)
         session = state.sessions.get(lease.key)
         state.histograms.store_s.observe((state.now_ns - lease.since_ns) / NS_PER_S)
@@ -216,7 +216,7 @@ class Storer:
         else:
             for slot_id, _ in lease.slots():
                 self._state.free_slot(slot_id)
-        self._state.outbox.space_freed()  # here only: a refused call frees nothing, and must not
+        self._state.outbox.on_space_freed()  # here only: a refused call frees nothing, and must not
         # wake the others that wait, or they would wake each other for ever
 
     def outdate(self, lease: StoreLease) -> None:
@@ -298,7 +298,7 @@ class Storer:
     def _refused(self, why: str, stored_end: int) -> StoreAnswer:
         outbox = self._state.outbox
         if why == WAIT:
-            outbox.want_wake()
+            outbox.request_wake()
             outbox.count("stores_waited")
         else:
             outbox.count("stores_refused")

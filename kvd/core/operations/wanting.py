@@ -153,7 +153,7 @@ class Wanting:
         if self._num_this_second == MOST_PER_S:
             return
         self._num_this_second += 1
-        self._state.outbox.fetch_ended(key)  # who waits for an earlier ask looks at this one
+        self._state.outbox.on_fetch_end(key)  # who waits for an earlier ask looks at this one
         stored_tokens = self._num_stored(key)
         self._asks[key] = _Ask(now_ns, history_tokens, stored_tokens)
         self._asks.move_to_end(key)
@@ -162,7 +162,7 @@ class Wanting:
         if len(self._asks) > MOST_REMEMBERED:
             forgotten, _ = self._asks.popitem(last=False)
             self._unanswered.pop(forgotten, None)
-            self._state.outbox.fetch_ended(forgotten)
+            self._state.outbox.on_fetch_end(forgotten)
         self._state.outbox.count("sessions_wanted")
         fields = {"num_tokens": history_tokens, "stored_tokens": stored_tokens}
         self._state.outbox.emit(SESSION_WANTED, key, fields)
@@ -178,7 +178,7 @@ class Wanting:
             return
         ask.is_coming, ask.ended = is_coming, "" if is_coming else ABSENT
         if not is_coming:
-            self._state.outbox.fetch_ended(key)
+            self._state.outbox.on_fetch_end(key)
 
     def next_deadline_ns(self) -> int | None:
         """Return when to call `end_due`; None: nobody owes an answer."""
@@ -195,12 +195,12 @@ class Wanting:
                 break
             del self._unanswered[key]
             self._asks[key].ended = UNANSWERED
-            self._state.outbox.fetch_ended(key)
+            self._state.outbox.on_fetch_end(key)
             given_up = given_up or self._answered_ns <= asked_ns
         if given_up and self._is_answered:
             self._is_answered = False
             for key in self._unanswered:
-                self._state.outbox.fetch_ended(key)
+                self._state.outbox.on_fetch_end(key)
 
     def check(self) -> None:
         """Raise AssertionError if an invariant is broken."""
@@ -269,4 +269,4 @@ class Wanting:
             result = ask.ended = LATE
         state.outbox.count(f"fetch_waits_{result}")
         state.histograms.fetch_wait_s.observe((state.now_ns - since_ns) / NS_PER_S, result)
-        state.outbox.fetch_ended(key)  # others who wait for it are still to be told of its end
+        state.outbox.on_fetch_end(key)  # others who wait for it are still to be told of its end
