@@ -18,8 +18,8 @@ from shared.types.queue_delta import (
     QueueChange,
     QueuedRequest,
     RunningRequest,
-    combined,
     running_digest,
+    update_digest,
     waiting_digest,
 )
 from shared.types.session_key import SessionKey
@@ -47,9 +47,9 @@ class Requests:
         """Of all of it, computed anew."""
         digest = 0
         for request in self.waiting.values():
-            digest = combined(digest, added=waiting_digest(request.rank, request.key))
+            digest = update_digest(digest, added=waiting_digest(request.rank, request.key))
         for number, key in self.running.items():
-            digest = combined(digest, added=running_digest(number, key))
+            digest = update_digest(digest, added=running_digest(number, key))
         return digest
 
 

@@ -26,8 +26,8 @@ from shared.types.queue_delta import (
     QueuedRequest,
     Rank,
     RunningRequest,
-    combined,
     running_digest,
+    update_digest,
     waiting_digest,
     waiting_digests,
 )
@@ -215,9 +215,9 @@ class QueueWindow:
                 num_running[key] = num_running.get(key, 0) + 1
             digest = 0
             for place in own:
-                digest = combined(digest, added=waiting_digest(place.rank, place.key))
+                digest = update_digest(digest, added=waiting_digest(place.rank, place.key))
             for number, key in engine.running.items():
-                digest = combined(digest, added=running_digest(number, key))
+                digest = update_digest(digest, added=running_digest(number, key))
             assert digest == engine.digest
         assert num_running == self._num_running
 
@@ -262,7 +262,7 @@ class QueueWindow:
         )
         engine.places = {rank[2]: place for rank, place in zip(ranks, places, strict=True)}
         engine.order = SortedList(ranks)
-        engine.digest = combined(
+        engine.digest = update_digest(
             engine.digest, added=waiting_digests(zip(ranks, keys, strict=True))
         )
         self._order.update(places)
@@ -314,14 +314,18 @@ class QueueWindow:
             starts_at_ns, engine_id, request.rank, request.key
         )
         order.add(request.rank)
-        engine.digest = combined(engine.digest, added=waiting_digest(request.rank, request.key))
+        engine.digest = update_digest(
+            engine.digest, added=waiting_digest(request.rank, request.key)
+        )
         self._order.add(place)
         insort(self._places.setdefault(request.key, []), place)
         touched[request.key] = None
 
     def _add_running(self, engine: _EngineQueue, request: RunningRequest, touched: Touched) -> None:
         engine.running[request.number] = request.key
-        engine.digest = combined(engine.digest, added=running_digest(request.number, request.key))
+        engine.digest = update_digest(
+            engine.digest, added=running_digest(request.number, request.key)
+        )
         self._num_running[request.key] = self._num_running.get(request.key, 0) + 1
         touched[request.key] = None
 
@@ -329,13 +333,15 @@ class QueueWindow:
         """Remove a request, if it is known."""
         place = engine.places.pop(number, None)
         if place is not None:
-            engine.digest = combined(engine.digest, removed=waiting_digest(place.rank, place.key))
+            engine.digest = update_digest(
+                engine.digest, removed=waiting_digest(place.rank, place.key)
+            )
             engine.order.remove(place.rank)
             self._order.remove(place)
             self._vacate(place, touched)
         key = engine.running.pop(number, None)
         if key is not None:
-            engine.digest = combined(engine.digest, removed=running_digest(number, key))
+            engine.digest = update_digest(engine.digest, removed=running_digest(number, key))
             self._num_running[key] -= 1
             if not self._num_running[key]:
                 del self._num_running[key]
