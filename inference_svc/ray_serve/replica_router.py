@@ -56,7 +56,7 @@ class SessionReplicaRouter(RequestRouter):  # type: ignore[misc]
         pending_request.routing_context.should_backoff = True
         route = self._sessions.choose(_session_of(pending_request))
         tried = pending_request.kwargs.get("tried", ())
-        ranked = [name for name in (route.server, *route.others) if name not in tried]
+        ranked = [name for name in (route.server, *route.fallbacks) if name not in tried]
         if not ranked:  # where to is all the same then
             ranked = [name for name in self._by_server if name not in tried] or [route.server]
         self._count(pending_request, ranked[0])
@@ -76,7 +76,7 @@ class SessionReplicaRouter(RequestRouter):  # type: ignore[misc]
         del replica_id
         server, session = self._under_way.pop(internal_request_id, ("", None))
         if server:
-            self._sessions.ended(server, session)
+            self._sessions.on_end(server, session)
 
     def _count(self, request: PendingRequest, server: str) -> None:
         """Count a turn where it goes to, at once: others are chosen before it is there."""
@@ -87,18 +87,18 @@ class SessionReplicaRouter(RequestRouter):  # type: ignore[misc]
         if before == server:
             return
         if before:
-            self._sessions.ended(before)
+            self._sessions.on_end(before)
         else:
             request.future.add_done_callback(partial(self._given_up, number))
         self._under_way[number] = server, session
-        self._sessions.began(server, session)
+        self._sessions.on_begin(server, session)
 
     def _given_up(self, number: str, chosen: Future[Any]) -> None:
         """Forget a turn whose client went before it was sent: nobody says that it is over."""
         server, _ = self._under_way.get(number, ("", None))
         if server and chosen.cancelled():
             del self._under_way[number]
-            self._sessions.ended(server)
+            self._sessions.on_end(server)
 
     def _take_in(self, replicas: list[RunningReplica]) -> None:
         self._by_server = {}

@@ -1,4 +1,4 @@
-"""What keeps a user from a Unix socket: the directory or socket, whose it is, and the way in."""
+"""Denials: why a user may not open a Unix socket, and what to do about it."""
 
 import grp
 import os
@@ -13,19 +13,19 @@ _OPEN = os.R_OK | os.W_OK
 
 
 class Denial(NamedTuple):
-    """Why a socket cannot be opened, and what helps; both are parts of a sentence."""
+    """Why a socket cannot be opened, and the remedy. Both are parts of a sentence."""
 
     what: str
     remedy: str
 
 
 def denial_of(*paths: Path) -> Denial | None:
-    """Return what keeps this user from a socket; None: nothing, or there is no such file.
+    """Return why this user may not open a socket; None: it may, or there is no such file.
 
-    Directories are looked at from the top: below one that is closed nothing can be seen.
+    Directories are checked from the top, because nothing can be seen below a closed one.
 
     Args:
-        paths: paths of sockets in one directory; access to one is enough.
+        paths: paths of sockets in one directory. Access to one of them is enough.
     """
     for directory in reversed(paths[0].parents):
         if not _may(os.F_OK, directory):
@@ -38,8 +38,8 @@ def denial_of(*paths: Path) -> Denial | None:
     return _denial("open", there, stat.S_IRGRP | stat.S_IWGRP)
 
 
-def _may(do: int, path: Path) -> bool:
-    return os.access(path, do, effective_ids=True)
+def _may(mode: int, path: Path) -> bool:
+    return os.access(path, mode, effective_ids=True)
 
 
 def _denial(do: str, paths: Sequence[Path], group_mode: int) -> Denial:
@@ -69,7 +69,7 @@ def _denial(do: str, paths: Sequence[Path], group_mode: int) -> Denial:
 
 
 def user_name(uid: int) -> str:
-    """Return a user's name; the number, if none has it."""
+    """Return a user's name; the number if there is no name."""
     try:
         return pwd.getpwuid(uid).pw_name
     except KeyError:

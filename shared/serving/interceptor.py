@@ -146,7 +146,7 @@ class AccessInterceptor(CallInterceptor):
         """Return the caller, after checking its role; None: an unknown caller's health check."""
         identity = None
         if self._own is None:
-            self._metrics.tls.called(context.peer())
+            self._metrics.tls.on_call(context.peer())
         try:
             identity = self._identify(context)
             role = self._roles.get(method.split("/")[1])
