@@ -157,7 +157,7 @@ class CacheEngine:
         self._announcer.look()
 
     def next_deadline_ns(self) -> int | None:
-        """Return when to call `expire`: in the past means now, None means after another call."""
+        """Return when to call `expire`. In the past: at once. None: not before another call."""
         earliest_ns = None
         for deadline_ns in (  # a loop, not a generator, for speed: this runs after every call
             self._reconfigurer.next_deadline_ns(),

@@ -183,7 +183,7 @@ def ssl_context(tls: TlsSettings) -> ssl.SSLContext:
     first = current = files.context()
 
     def renew(connection: Any, _name: str | None, _context: ssl.SSLContext) -> None:
-        """Replace the context if need be. Called for each connection, before the handshake."""
+        """Replace the context if need be. TLS calls it before it chooses a certificate."""
         nonlocal current
         current = files.reload_if_changed(files.context) or current
         if current is not first:

@@ -35,7 +35,7 @@ from shared.serving.http_connections import (
 )
 
 BACKLOG = 1024  # of the kernel: connections that come while the loop is busy
-LINGER_S = 2.0  # for the rest of a body after its answer: an immediate close would reset both
+LINGER_S = 2.0  # for the rest of a body after its answer: closing at once would destroy the answer
 ACCEPT_AGAIN_S = 0.1  # pause after a connection for which there was no file descriptor
 _NO_FILES = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 _LEFT = (ssl.SSLEOFError, ssl.SSLZeroReturnError)  # a client that only tests whether a port is open

@@ -88,18 +88,18 @@ class MessageFields(Generic[Record, Encoded]):
             given[target] = numbers[getattr(record, name)]
         return self._message(**given)
 
-    def decode(self, message: Encoded, **others: Any) -> Record:
-        """Return the record of a message. `others` are its enums, and fields without a match."""
+    def decode(self, message: Encoded, **extra: Any) -> Record:
+        """Return the record of a message. `extra` are its enums, and fields without a match."""
         values = {name: getattr(message, target) for name, target in self._plain}
-        values.update(others)
+        values.update(extra)
         return self._record(**values)
 
-    def decode_row(self, message: Encoded, *others: Any) -> Record:
+    def decode_row(self, message: Encoded, *extra: Any) -> Record:
         """Return the record of one of very many messages: by position, which takes half the time.
 
-        `others` are the record's last fields. All fields before them are plain.
+        `extra` are the record's last fields. All fields before them are plain.
         """
-        return self._record(*[getattr(message, target) for _, target in self._plain], *others)
+        return self._record(*[getattr(message, target) for _, target in self._plain], *extra)
 
 
 class _Numbers(dict[str | Enum, int]):

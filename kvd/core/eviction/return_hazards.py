@@ -93,25 +93,27 @@ class ReturnHazards:
         """Let rates and hazards be computed from all counts so far, from now on."""
         self._learned = object()
 
-    def rates(self, of: SessionClass) -> list[float]:
+    def rates(self, session_class: SessionClass) -> list[float]:
         """Return the rate of keeping a session of the class, by bucket; see return_rates."""
-        if of.rated != self._learned:
-            of.rated = self._learned
-            of.rates = return_rates(self.hazards(of))
-        return of.rates
+        if session_class.rated != self._learned:
+            session_class.rated = self._learned
+            session_class.rates = return_rates(self.hazards(session_class))
+        return session_class.rates
 
-    def hazards(self, of: SessionClass) -> Hazards:
+    def hazards(self, session_class: SessionClass) -> Hazards:
         """Return the probability by bucket that a session, idle at its start, returns in it."""
-        if of.learned != self._learned:
-            of.learned = self._learned
-            parent = of.parent
-            of.hazards = _refined(self.hazards(parent), of) if parent else _smoothed(of)
-        return of.hazards
+        if session_class.learned != self._learned:
+            session_class.learned = self._learned
+            parent = session_class.parent
+            session_class.hazards = (
+                _refine(self.hazards(parent), session_class) if parent else _smooth(session_class)
+            )
+        return session_class.hazards
 
 
-def observe(of: SessionClass, bucket: int, *, has_returned: bool) -> None:
+def observe(session_class: SessionClass, bucket: int, *, has_returned: bool) -> None:
     """Count a session that returned in a bucket, or was observed through it."""
-    counts: SessionClass | None = of
+    counts: SessionClass | None = session_class
     while counts is not None:
         counts.seen[bucket] += 1
         counts.returned[bucket] += has_returned
@@ -155,7 +157,7 @@ def return_rates(hazards: Hazards) -> list[float]:
     return rates[::-1]
 
 
-def _smoothed(counts: SessionClass) -> Hazards:
+def _smooth(counts: SessionClass) -> Hazards:
     hazards: Hazards = []
     before = 0.0
     for bucket in range(NUM_BUCKETS):
@@ -171,7 +173,7 @@ def _smoothed(counts: SessionClass) -> Hazards:
     return hazards
 
 
-def _refined(hazards: Hazards, counts: SessionClass) -> Hazards:
+def _refine(hazards: Hazards, counts: SessionClass) -> Hazards:
     """Return the hazards of a class, from those of its parent."""
     expected = sum(map(float.__mul__, counts.seen, hazards))
     factor = (sum(counts.returned) + FACTOR_WEIGHT) / (expected + FACTOR_WEIGHT)

@@ -65,9 +65,9 @@ class ToolReturns:
         classes = [self._count_call((tenant, name)) for name in called]
         return max(classes, key=self.slow_ns) if len(classes) > 1 else classes[0]
 
-    def slow_ns(self, of: SessionClass) -> int:
+    def slow_ns(self, session_class: SessionClass) -> int:
         """Return the time after which SLOW_SHARE of a tool's sessions have returned."""
-        return quantile_ns(self._hazards.hazards(of), SLOW_SHARE)
+        return quantile_ns(self._hazards.hazards(session_class), SLOW_SHARE)
 
     def _count_call(self, key: ToolKey) -> SessionClass:
         tool = self._tools.get(key)

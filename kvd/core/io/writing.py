@@ -181,7 +181,7 @@ class Writer:
         op = state.under_way.end_write(op_id)
         self._issued_bytes -= op.num_sectors * SECTOR_BYTES
         block = op.block
-        is_kept = state.blocks.holds(block) and block.wanted
+        is_kept = state.blocks.holds(block) and block.is_needed
         if outcome is not IoOutcome.OK:
             self._degrade(outcome)
         else:

@@ -245,7 +245,7 @@ def _check_load(state: CacheState, lease: LoadLease) -> None:
 def _check_block(state: CacheState, block: Block) -> None:
     """A block is somewhere, wanted, and answered for in every tier it is in."""
     assert block.slot_id is not None or block.extent is not None, "a block has a place"
-    assert block.wanted or block.io is not BlockIo.IDLE, "a block nobody wants is gone"
+    assert block.is_needed or block.io is not BlockIo.IDLE, "a block nobody wants is gone"
     if block.io is BlockIo.READING:
         assert block.slot_id is not None, "a read has a slot"
         assert block.extent is not None, "a read has an extent"

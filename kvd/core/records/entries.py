@@ -2,7 +2,7 @@
 
 Pure, frozen. Token ids are little-endian uint32 bytes; positions and lengths count tokens.
 
-The spans of a session are packed in its entry. In memory, the blocks of an idle session are:
+The spans of a session are packed in its entry; the blocks of an idle session, in memory as well:
 
     spans     = kind (u8) | record per span
     kind 0    = key (16) | num_tokens (u32)                          every span is plain

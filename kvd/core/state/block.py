@@ -127,7 +127,7 @@ class Block:
         return self.slot_id is not None and self.io is not BlockIo.READING
 
     @property
-    def wanted(self) -> bool:
+    def is_needed(self) -> bool:
         """Whether a session, load or store needs the block."""
         return bool(self.users or self.readers or self.holders)
 

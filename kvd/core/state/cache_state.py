@@ -137,7 +137,7 @@ class CacheState:
 
     @property
     def prefetch_window(self) -> int:
-        """The paper's L_pw in requests: slots that may be read into, over a mean session."""
+        """The paper's L_pw in requests: mean sessions that fit in the slots for reads."""
         num_slots = len(self.slots) - self.num_kept_free
         return self.placement.window(num_slots * self.layout.block_bytes)
 
@@ -335,7 +335,7 @@ class CacheState:
         if block.users:
             block.is_discarded = False
             self.users.settle(block)
-        elif not block.wanted and block.io is BlockIo.IDLE:
+        elif not block.is_needed and block.io is BlockIo.IDLE:
             self.forget(block)
 
     def find_block(self, key: bytes) -> Block | None:

@@ -68,7 +68,7 @@ def interleave(runs: Sequence[Span], parts_of: Collection[Sequence[Span]]) -> li
     """Insert the parts of states and windows between the runs of tokens.
 
     The parts of a state follow the run with the last token that it covers, those of a window follow
-    the first run on its block. Parts that would follow the last run's end are left out.
+    the first run on its block. Parts that belong after the last run are left out.
 
     Args:
         runs: runs of a session's tokens, from its first token on.
