@@ -13,7 +13,7 @@ END = "--"  # no word after it is an option
 def arrange_options(root: Any, words: Sequence[str], movable: Iterable[str]) -> list[str]:
     """Move each movable option to where it is defined: at the program, or at the command.
 
-    An option that is defined at neither stays at the command, so that the library complains.
+    An option that is defined at neither goes to the command, so that the library complains.
 
     Args:
         root: the program's command.

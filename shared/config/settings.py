@@ -36,7 +36,7 @@ from shared.types.setting_types import HIDDEN, Section
 
 ANY_NAME = "*"  # stands for the name of a table in known keys
 HIDDEN_TEXT = "(hidden)"
-NEAR = 0.8  # from this similarity on, a name is a misspelling and no foreign one: KVD_STATE_DRI
+NEAR = 0.8  # a name this similar to one of ours is a misspelling, not foreign: KVD_STATE_DRI
 
 log = get_logger(__name__)
 

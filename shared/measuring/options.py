@@ -39,7 +39,7 @@ def names_of(text: str, known: Collection[str], what: str) -> list[str]:
     Args:
         text: the names.
         known: the valid names.
-        what: what a name names, for the error message.
+        what: the kind of thing that has a name, for the error message.
 
     Raises:
         InvalidInputError: a name is not known, or there is none.

@@ -50,7 +50,7 @@ class InternalError(ReportedError):
 
 
 class MessageTooLargeError(InvalidInputError):
-    """gRPC has refused to send or receive a message of this size. It has no own status for it."""
+    """gRPC has refused to send or receive a message of this size. Only its text says so."""
 
     reason = "message_too_large"
 

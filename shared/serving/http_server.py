@@ -179,7 +179,7 @@ class HttpServer:
     async def stop(self, grace_s: float) -> None:
         """Stop; cancel requests that still run after grace_s. No effect if it is not started.
 
-        The caller ends streams that never end on their own before.
+        Before that, the caller ends streams that never end on their own.
         """
         if self._listener is None:
             return

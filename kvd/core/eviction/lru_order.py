@@ -17,10 +17,10 @@ LRU_PAGE = 1 << 16  # sessions per dict: one of a million takes 0.1 s to grow, w
 class LruOrder:
     """Sessions, least recently used first. *Guarded* ones come after all others.
 
-    A session is in a page, O(1), as long as it comes or is used without a guard. While it has one,
-    and after that, it has a place by its last use, O(log sessions with a place). The time of a call
-    is bounded, however many sessions there are: beyond LRU_PAGE of them, each page is searched for
-    the session.
+    A session that comes, or is used, without a guard goes into a page: O(1). While it has a guard,
+    and after that until its next use, it has a place by its last use: O(log sessions with a place).
+    The time of a call is bounded, however many sessions there are: beyond LRU_PAGE of them, each
+    page is searched for the session.
 
     Invariant: a session is in a page or has a place, never both. A guarded session has a place.
     """

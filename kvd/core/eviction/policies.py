@@ -130,7 +130,7 @@ class PredictivePolicy(LookaheadQueuePolicy):
     tools (ToolReturns). For about as long as nine of ten calls take, it ranks above sessions of
     people. After that it is rated as what it has become, a session whose tool has not answered.
     Holding it that long regardless of its rate was tried, and is worse (kvd/PLAN.md): a session
-    that is past its tool's usual time, and on its way to a tenth of its rate, keeps room from one
+    that is past its tool's usual time, but not among the slowest tenth yet, keeps room from one
     that has just called a tool.
 
     While a turn with a tool's results runs, no session that is only likely to return is read ahead.

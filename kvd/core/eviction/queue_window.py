@@ -71,8 +71,8 @@ class QueueWindow:
     """The merged queue. Each change costs O(log requests).
 
     Args:
-        on_change: called after each change, with the sessions whose places may have changed, or
-            whether they run.
+        on_change: called after each change, with the sessions that may have another place, or may
+            have begun or ceased to run.
     """
 
     def __init__(self, on_change: Callable[[Touched], None]) -> None:

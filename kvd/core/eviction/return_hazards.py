@@ -131,8 +131,8 @@ def bucket_at(idle_ns: int) -> int:
 def return_rates(hazards: Hazards) -> list[float]:
     """Return the rate of keeping a session, in returns per second, from the start of each bucket.
 
-    The rate is the highest P(it returns while kept) / E[seconds kept] over all times to give it up
-    at: this many returns per second are bytes worth that are held so long. (The number of bytes
+    The rate is the highest P(it returns while kept) / E[seconds kept] over all times at which to
+    give it up: bytes held until then are worth this many returns per second. (The number of bytes
     does not matter: what a return saves grows with the session as the room it takes does.)
 
     Computed from the last bucket to the first. Buckets are joined to a *stretch* as long as
