@@ -117,7 +117,7 @@ class ClientBook:
 
 
 def authenticate(
-    clients: Clients, authorization: str, names: Sequence[str], own: Identity | None
+    clients: Clients, authorization: str, names: Sequence[str], socket_identity: Identity | None
 ) -> Identity:
     """Return the caller's identity: by token, else by certificate, else that of the Unix socket.
 
@@ -125,13 +125,13 @@ def authenticate(
         clients: the clients in force.
         authorization: the header or metadata of that name; "" if there is none.
         names: names in the client's certificate, verified; empty without one.
-        own: the identity of callers at the Unix socket; None for TCP.
+        socket_identity: the identity of callers at the Unix socket; None for TCP.
 
     Raises:
         UnauthenticatedError: there is none of these, or the token or certificate is not known.
     """
-    if own is not None and not clients:
-        return own  # no client has a token, so the one that some libraries always send is ignored
+    if socket_identity is not None and not clients:
+        return socket_identity  # no client has a token; some libraries send one anyway
     if authorization:
         scheme, _, token = authorization.partition(" ")
         if scheme.lower() != "bearer":
@@ -139,9 +139,9 @@ def authenticate(
         return clients.by_token(token.strip())
     if names:
         return clients.by_certificate(names)
-    if own is None:
+    if socket_identity is None:
         raise unauthenticated()
-    return own
+    return socket_identity
 
 
 def unauthenticated() -> UnauthenticatedError:

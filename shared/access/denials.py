@@ -43,6 +43,7 @@ def _may(mode: int, path: Path) -> bool:
 
 
 def _denial(do: str, paths: Sequence[Path], group_mode: int) -> Denial:
+    """Describe why this user may not open or enter the paths; name a group that may."""
     statuses = [path.stat() for path in paths]
     groups = [
         _group(status.st_gid)
@@ -56,14 +57,14 @@ def _denial(do: str, paths: Sequence[Path], group_mode: int) -> Denial:
             for status in statuses
         )
     )
-    who = user_name(os.geteuid())
-    what = f"user {who} may not {do} {' or '.join(map(str, paths))} ({owner})"
+    me = user_name(os.geteuid())
+    what = f"user {me} may not {do} {' or '.join(map(str, paths))} ({owner})"
     if not groups:
         return Denial(what, f"use sudo, or be {user_name(statuses[0].st_uid)}")
     names = " or ".join(dict.fromkeys(groups))
     return Denial(
         what,
-        f"become a member of group {names} (sudo usermod -aG {groups[0]} {who}, and log in again), "
+        f"become a member of group {names} (sudo usermod -aG {groups[0]} {me}, and log in again), "
         "or use sudo",
     )
 

@@ -50,8 +50,8 @@ Values = Callable[[Any, Sequence[str]], Iterable[str]]
 
 def print_candidates(root: Any, words: Sequence[str] | None, values: Values) -> None:
     """Print what the last word may become: a word and, after a tab, its meaning on each line."""
-    for found in candidates(root, words or (), values):
-        typer.echo(f"{found.word}\t{found.about}")
+    for candidate in candidates(root, words or (), values):
+        typer.echo(f"{candidate.word}\t{candidate.about}")
 
 
 def candidates(root: Any, words: Sequence[str], values: Values) -> Iterator[Candidate]:
@@ -63,25 +63,25 @@ def candidates(root: Any, words: Sequence[str], values: Values) -> Iterator[Cand
         values: returns the values of an option or argument. Those that do not begin with the last
             word are left out.
     """
-    *typed, begun = words or ("",)
+    *typed, last_word = words or ("",)
     command, num_positional, option = _walk(root, typed)
-    found: Iterable[Candidate]
+    results: Iterable[Candidate]
     if option is not None:
-        found = map(Candidate, values(option, words))
-    elif begun.startswith("-") and "=" in begun:
-        name = begun.partition("=")[0]
+        results = map(Candidate, values(option, words))
+    elif last_word.startswith("-") and "=" in last_word:
+        name = last_word.partition("=")[0]
         option = _option(command, name)
         known = () if option is None else values(option, words)
-        found = (Candidate(f"{name}={value}") for value in known)
-    elif begun.startswith("-"):
-        found = _options(command)
+        results = (Candidate(f"{name}={value}") for value in known)
+    elif last_word.startswith("-"):
+        results = _options(command)
     elif hasattr(command, "commands"):
-        found = _commands(command)
+        results = _commands(command)
     else:
         arguments = [param for param in command.params if param.param_type_name == "argument"]
         here = arguments[num_positional : num_positional + 1]
-        found = (Candidate(value) for argument in here for value in values(argument, words))
-    return (candidate for candidate in found if candidate.word.startswith(begun))
+        results = (Candidate(value) for argument in here for value in values(argument, words))
+    return (candidate for candidate in results if candidate.word.startswith(last_word))
 
 
 def value_of(words: Sequence[str], option: str) -> str:

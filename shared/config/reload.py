@@ -154,15 +154,15 @@ def _leaves_of(value: Any, key: str) -> Iterator[tuple[str, Any]]:
 
 def _merge(old: BaseModel, new: BaseModel, live: Sequence[str], prefix: str = "") -> dict[str, Any]:
     """Return what was given: of live keys in the new settings, of others in the old ones."""
-    given: dict[str, Any] = {}
+    merged: dict[str, Any] = {}
     for name in type(old).model_fields:
         key = f"{prefix}{name}"
         before, after = getattr(old, name), getattr(new, name)
         if not is_live(key, live) and isinstance(before, BaseModel):
-            given[name] = _merge(before, after, live, f"{key}.")
+            merged[name] = _merge(before, after, live, f"{key}.")
         elif name in (source := new if is_live(key, live) else old).model_fields_set:
-            given[name] = after if source is new else before
-    return given
+            merged[name] = after if source is new else before
+    return merged
 
 
 def _sort_keys(

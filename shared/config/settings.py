@@ -155,7 +155,7 @@ def load_settings(
         InvalidSettingsError: there are problems; all are named, separated by "; ".
     """
     known = tuple(_leaf_keys(model))
-    given: dict[str, tuple[str, object]] = {}
+    entries: dict[str, tuple[str, object]] = {}
     problems: list[str] = []
     in_file = _flatten(_read_toml(toml_path), known)
     by_flag = {key: value for key, value in flags.items() if value is not None}
@@ -164,20 +164,20 @@ def load_settings(
         ("env", _from_environ(env_prefix, known, environ, other_variables, problems)),
         ("flag", by_flag),
     ):
-        given.update({key: (source, value) for key, value in values.items()})
+        entries.update({key: (source, value) for key, value in values.items()})
     problems += [
         f"{key} ({source}): {_unknown(key, known)}"
-        for key, (source, _) in given.items()
+        for key, (source, _) in entries.items()
         if not _path(key, known)
     ]
-    usable = {key: value for key, value in given.items() if _path(key, known)}
+    usable = {key: value for key, value in entries.items() if _path(key, known)}
     settings, unusable = _validate(model, usable, known)
     problems += unusable
     if problems or settings is None:
         raise invalid_settings(problems)
     fixed = [key for key in known if ANY_NAME not in key]
-    named = sorted(set(given) - set(fixed))
-    provenance = {key: given[key][0] if key in given else "default" for key in (*fixed, *named)}
+    named = sorted(set(entries) - set(fixed))
+    provenance = {key: entries[key][0] if key in entries else "default" for key in (*fixed, *named)}
     overridden = tuple(_overridden(model, known, in_file, by_flag))
     return LoadedSettings(settings, provenance, toml_path, overridden)
 
@@ -214,12 +214,12 @@ def _text(value: object) -> str:
 
 
 def _validate(
-    model: type[S], given: Mapping[str, tuple[str, object]], known: tuple[str, ...]
+    model: type[S], entries: Mapping[str, tuple[str, object]], known: tuple[str, ...]
 ) -> tuple[S | None, list[str]]:
     """Build the model from flat keys. On failure return what is wrong with each key."""
     nested: dict[str, Any] = {}
     hidden = frozenset(_leaf_keys(model, only_hidden=True))
-    for key, (_, value) in given.items():
+    for key, (_, value) in entries.items():
         *sections, name = _path(key, known)
         section = nested
         for part in sections:
@@ -231,11 +231,11 @@ def _validate(
         found = {}
         for problem in error.errors(include_url=False):
             location = tuple(part for part in problem["loc"] if part != "[key]")
-            key = next((k for k in _prefixes(location) if k in given), _dotted(location))
-            source, value = given.get(key, ("default", None))
+            key = next((k for k in _prefixes(location) if k in entries), _dotted(location))
+            source, value = entries.get(key, ("default", None))
             what = problem["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
             shown = HIDDEN_TEXT if _pattern(key, known) in hidden else repr(str(value)[:60])
-            named = f"{key} = {shown} ({source})" if key in given else key
+            named = f"{key} = {shown} ({source})" if key in entries else key
             found[key] = f"{named}: {what}" if named else what  # unnamed: it concerns several keys
         return None, list(found.values())
 

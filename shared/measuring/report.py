@@ -115,7 +115,7 @@ def table_of(
         title: text above the table.
         caption: text below the table.
     """
-    rows = [[write(each) for _, write in cells] for each in found]
+    rows = [[write(item) for _, write in cells] for item in found]
     return fitted([column for column, _ in cells], rows, width, title, caption)
 
 

@@ -169,6 +169,7 @@ class ConnectionTable(Generic[C]):
             del self._by_address[address]
 
     def _full_room(self, address: str) -> "tuple[_Room[C] | None, str]":
+        """Return the connections whose limit a new one would exceed, and the limit; None: none."""
         most = self._bounds.max_per_address
         own = self._by_address.get(address)
         if most and own is not None and len(own) >= most:

@@ -179,6 +179,7 @@ class HttpListener:
     def _admit(
         self, loop: asyncio.AbstractEventLoop, place: Place, sock: socket.socket, peer: str
     ) -> None:
+        """Register an accepted connection and start its handshake, or refuse it."""
         connection = Connection(self, self._http, place, peer, loop)
         admission = self._table.admit(connection, address_of(peer, self.bounds.proxies))
         if isinstance(admission.cut, Connection):
@@ -204,6 +205,7 @@ class HttpListener:
     def _on_opened(
         self, sock: socket.socket, connection: "Connection", opening: "asyncio.Task[None]"
     ) -> None:
+        """Record the end of a handshake; count it if it failed."""
         self._opening.discard(opening)
         connection.opening = None
         if not connection.has_socket:

@@ -36,13 +36,15 @@ _OF_SUBJECT = "commonName"
 API_KEY = "X-Api-Key"  # the header with which Anthropic's clients send a token
 
 
-def identity_of(request: web.Request, clients: Clients, own: Identity | None = None) -> Identity:
+def identity_of(
+    request: web.Request, clients: Clients, socket_identity: Identity | None = None
+) -> Identity:
     """Return the identity of a request's caller, before its body is read.
 
     Args:
         request: a request of an aiohttp server.
         clients: the clients in force (ClientBook.current).
-        own: the identity of callers at the Unix socket of the request; None: it came by TCP.
+        socket_identity: the identity of callers at the Unix socket of the request; None: TCP.
 
     Raises:
         UnauthenticatedError: the caller is not known.
@@ -50,7 +52,7 @@ def identity_of(request: web.Request, clients: Clients, own: Identity | None = N
     authorization = request.headers.get("Authorization", "")
     if not authorization and API_KEY in request.headers:
         authorization = f"Bearer {request.headers[API_KEY]}"
-    return authenticate(clients, authorization, list(_certificate_names(request)), own)
+    return authenticate(clients, authorization, list(_certificate_names(request)), socket_identity)
 
 
 def _certificate_names(request: web.Request) -> Iterator[str]:

@@ -64,7 +64,7 @@ class AccessInterceptor(CallInterceptor):
     Args:
         book: the clients that may connect.
         roles: the role that a service requires, by its full name; other services require none.
-        own: the identity of callers at this Unix socket; None for TCP.
+        socket_identity: the identity of callers at this Unix socket; None for TCP.
         streams: limits the streams of clients at a TCP port; None: they are limited elsewhere.
         check: called before the handler with method, identity and what the handler takes: the one
             message, which it may change, or a stream, which it must leave alone. May raise a
@@ -79,7 +79,7 @@ class AccessInterceptor(CallInterceptor):
         self,
         book: ClientBook,
         roles: Mapping[str, str],
-        own: Identity | None,
+        socket_identity: Identity | None,
         *,
         streams: StreamCounts | None = None,
         check: Check = _no_check,
@@ -89,7 +89,7 @@ class AccessInterceptor(CallInterceptor):
     ) -> None:
         self._book = book
         self._roles = roles
-        self._own = own
+        self._socket_identity = socket_identity
         self._streams = streams
         self._check = check
         self._leaves_reading = leaves_reading
@@ -145,7 +145,7 @@ class AccessInterceptor(CallInterceptor):
     def _admit(self, method: str, context: Any) -> Identity | None:
         """Return the caller, after checking its role; None: an unknown caller's health check."""
         identity = None
-        if self._own is None:
+        if self._socket_identity is None:
             self._metrics.tls.on_call(context.peer())
         try:
             identity = self._identify(context)
@@ -163,12 +163,15 @@ class AccessInterceptor(CallInterceptor):
         return identity
 
     def _identify(self, context: Any) -> Identity:
+        """Return the identity of the caller by its socket, token or certificate."""
         clients = self._book.current
-        if self._own is not None and not clients:
-            return self._own
+        if self._socket_identity is not None and not clients:
+            return self._socket_identity
         metadata = context.invocation_metadata() or ()
         authorization = next((str(value) for key, value in metadata if key == AUTHORIZATION), "")
-        return authenticate(clients, authorization, _certificate_names(context), self._own)
+        return authenticate(
+            clients, authorization, _certificate_names(context), self._socket_identity
+        )
 
     def _record_refusal(
         self, error: ReportedError, method: str, identity: Identity | None, context: Any
@@ -186,7 +189,7 @@ class AccessInterceptor(CallInterceptor):
         )
 
     def _count_stream(self, identity: Identity, context: Any) -> None:
-        if self._streams is None or self._own is not None:
+        if self._streams is None or self._socket_identity is not None:
             return
         streams = self._streams
         streams.hold(identity)
@@ -197,7 +200,7 @@ class AccessInterceptor(CallInterceptor):
         self, method: str, handler: Any, identity: Identity, requests: Any, context: Any
     ) -> Any:
         """Return what the handler takes: the stream of requests, or the one request, checked."""
-        most = MAX_UNREAD if self._own is None else None
+        most = MAX_UNREAD if self._socket_identity is None else None
         request = await self._read(handler, requests, identity.name, most)
         try:
             self._check(method, identity, request)

@@ -98,6 +98,7 @@ class RpcObserver(CallInterceptor):
         return _Call(method, time.monotonic(), span)
 
     def _record_end(self, call: "_Call", context: Any, *, is_answered: bool) -> None:
+        """Count a call that has ended, and end its span."""
         code = _code_of(context, is_answered=is_answered)
         self._metrics.ended.add(call.method, code)
         if call.span is None:

@@ -142,7 +142,7 @@ class _PagedOrder:
 
     def _join_two(self) -> None:
         """Join two neighbouring pages that hold little, before a page is added."""
-        for index, (page, other) in enumerate(pairwise(self._pages)):
-            if len(page) + len(other) <= LRU_PAGE // 2:
-                self._pages[index : index + 2] = [OrderedDict(page | other)]
+        for index, (page, next_page) in enumerate(pairwise(self._pages)):
+            if len(page) + len(next_page) <= LRU_PAGE // 2:
+                self._pages[index : index + 2] = [OrderedDict(page | next_page)]
                 return

@@ -303,6 +303,7 @@ class QueueWindow:
         now_ns: int,
         touched: Touched,
     ) -> None:
+        """Add a waiting request, with an estimated start between those of its neighbours."""
         order, places = engine.order, engine.places
         index = order.bisect_left(request.rank)
         starts_at_ns = now_ns + (index + 1) * engine.interval_ns

@@ -113,6 +113,7 @@ class SessionOrder(Generic[Rank]):
     def _read(
         self, low: Rank | None, high: Rank | None, *, is_reversed: bool
     ) -> Iterator[tuple[Rank, SessionKey]]:
+        """Yield the sessions with ranks in [low, high); those not placed yet come last."""
         self._settle()
         least, most = None if low is None else (low,), None if high is None else (high,)
         found = self._placed.irange(least, most, reverse=is_reversed)

@@ -242,6 +242,7 @@ class BlockIndex:
         self._recount(block, 1)
 
     def _recount(self, block: Block, sign: int) -> None:
+        """Add a block to the counts, or take it out before one of its places changes."""
         self.num_dram += sign * (block.slot_id is not None)
         self.num_ssd += sign * (block.extent is not None)
         self.num_dirty += sign * block.dirty

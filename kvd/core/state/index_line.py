@@ -119,6 +119,7 @@ class IndexLine:
         return taken
 
     def _session_entry(self, key: SessionKey | int) -> PutSession | DropSession:
+        """Return the entry of a session as it is now; DropSession if it is gone."""
         assert not isinstance(key, int), "a numbered entry has its action"
         self._gone.discard(key)
         self._used.pop(key, None)

@@ -144,6 +144,7 @@ class PackedTails:
         return [session.packed[:KEY_BYTES]] if session.packed else []
 
     def _pack_blocks(self, session: Session, blocks: list[Block]) -> None:
+        """Turn the last blocks of a session, in token order, into bytes."""
         num_kept = len(session.spans) - len(blocks)
         spans = [*session.spans[num_kept:], *session.tail_spans()]
         records = []

@@ -78,7 +78,7 @@ class TenantTable:
             `insert_before`, the last to be evicted first, and then calls `begin_quotas`.
         """
         self._limits_of = limits_of
-        begun = []
+        with_new_quota = []
         for name, tenant in self._tenants.items():
             had_quota = tenant.order is not None and tenant.is_ordered
             tenant.limits = limits_of(name)
@@ -87,8 +87,8 @@ class TenantTable:
             elif not had_quota:
                 tenant.order = LruOrder()
                 tenant.is_ordered = not tenant.num_sessions
-                begun.append(name)
-        return frozenset(begun)
+                with_new_quota.append(name)
+        return frozenset(with_new_quota)
 
     def begin_quotas(self) -> None:
         """Enforce every quota from now on, because all sessions are in their orders."""

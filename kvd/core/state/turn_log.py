@@ -95,17 +95,17 @@ class _Turn:
 
     def to_record(self) -> RecordedTurn:
         """Return the turn as operators see it."""
-        wanted = self.history_tokens
+        wanted_tokens = self.history_tokens
         if self.is_asked:
-            wanted = min(wanted, self.prompt_tokens)
-        wanted = max(wanted, self.dram_tokens + self.ssd_tokens)
+            wanted_tokens = min(wanted_tokens, self.prompt_tokens)
+        wanted_tokens = max(wanted_tokens, self.dram_tokens + self.ssd_tokens)
         return RecordedTurn(
             session=self.session,
             turn=self.turn,
             arrived_ns=self.arrived_ns,
             started_ns=self.started_ns,
             ended_ns=self.ended_ns,
-            wanted_tokens=wanted,
+            wanted_tokens=wanted_tokens,
             dram_tokens=self.dram_tokens,
             ssd_tokens=self.ssd_tokens,
             stored_tokens=max(self.stored_tokens, self.prompt_tokens),
@@ -235,6 +235,7 @@ class TurnLog:
             turn.history_tokens = history_tokens or turn.history_tokens
 
     def _begin(self, key: SessionKey, now_ns: int) -> _Turn:
+        """Add a turn of a session; the oldest turn leaves a full log."""
         before = self._newest.get(key)
         if len(self._turns) == self._max_turns:
             oldest = self._turns.popleft()
