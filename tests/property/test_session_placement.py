@@ -194,7 +194,7 @@ class PlacementMachine(RuleBasedStateMachine):
     @rule(key=KEYS)
     def load(self, key) -> None:
         """An engine has what is stored: its turn may run before or after that is reported."""
-        self.placement.loaded(key)
+        self.placement.on_load(key)
         running = {key for requests in self.engines.values() for key in requests.running.values()}
         assert self.placement.is_released(key) == (key in running)
 
