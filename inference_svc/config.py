@@ -18,14 +18,14 @@ from inference_svc.core.tenant_limits import TenantBounds
 from inference_svc.installation import default_listen, default_state_dir
 from inference_svc.openai_settings import OpenAISettings
 from inference_svc.remote_settings import RemoteSettings
-from shared.access.addresses import usable_sockets
+from shared.access.addresses import validate_sockets
 from shared.access.settings import (
     ClientName,
     ClientSettings,
     Tenants,
     TlsSettings,
+    check_distinct,
     check_guarded,
-    distinct,
 )
 from shared.config.room import Demand, check_room
 from shared.config.settings import LoadedSettings, load_settings
@@ -166,7 +166,7 @@ class ServerSettings(Section):
     @classmethod
     def _usable(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         addresses = [default_listen() if one == AUTO else one for one in value]
-        return usable_sockets(addresses, also=", or auto")
+        return validate_sockets(addresses, also=", or auto")
 
 
 class CacheSettings(Section):
@@ -319,9 +319,9 @@ class InferenceSettings(Section):
     scheduler: SchedulerSettings = SchedulerSettings()
     limits: LimitSettings = LimitSettings()
     tenants: Mapping[TenantName, TenantSettings] = Field(default_factory=dict)
-    clients: Annotated[Mapping[ClientName, InferenceClientSettings], AfterValidator(distinct)] = (
-        Field(default_factory=dict)
-    )
+    clients: Annotated[
+        Mapping[ClientName, InferenceClientSettings], AfterValidator(check_distinct)
+    ] = Field(default_factory=dict)
     tls: TlsSettings = TlsSettings()
     openai: OpenAISettings = OpenAISettings()
     remote: RemoteSettings = RemoteSettings()

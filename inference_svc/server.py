@@ -247,8 +247,8 @@ async def _serving_http(
     """Serve monitors and the OpenAI-compatible API inside the block, where they have addresses."""
     from inference_svc.http_api.serving import serving_openai
     from inference_svc.metrics.values import make_exporter
-    from shared.serving.http_observer import observing
-    from shared.serving.operations_http import Operations, serving_operations
+    from shared.serving.http_observer import request_observer
+    from shared.serving.operations_http import Operations, serve_operations
 
     operations = Operations(
         exporter=make_exporter(parts, calls),
@@ -257,13 +257,13 @@ async def _serving_http(
         connections=calls.connections,
     )
     async with (
-        serving_operations(settings.metrics, settings.tls, operations),
+        serve_operations(settings.metrics, settings.tls, operations),
         serving_openai(
             settings,
             parts.gateway,
             model.loaded.tokenizer,
             book,
-            [observing(calls.http)],
+            [request_observer(calls.http)],
             calls.connections,
         ),
     ):

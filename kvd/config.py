@@ -17,8 +17,8 @@ from shared.access.settings import (
     ListenTcp,
     Tenants,
     TlsSettings,
+    check_distinct,
     check_guarded,
-    distinct,
 )
 from shared.config import reload
 from shared.config.reload import LiveSettings
@@ -295,8 +295,8 @@ class Settings(Section):
     limits: LimitSettings = LimitSettings()
     access: AccessSettings = AccessSettings()
     engine_users: Mapping[UserName, EngineUserSettings] = Field(default_factory=dict)
-    clients: Annotated[Mapping[ClientName, KvdClientSettings], AfterValidator(distinct)] = Field(
-        default_factory=dict
+    clients: Annotated[Mapping[ClientName, KvdClientSettings], AfterValidator(check_distinct)] = (
+        Field(default_factory=dict)
     )
     tls: TlsSettings = TlsSettings()
     metrics: MetricsSettings = MetricsSettings()

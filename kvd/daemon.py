@@ -241,7 +241,7 @@ class Daemon:
         # A second of imports, only where they are needed.
         from kvd.metrics.values import Sources, make_exporter
         from shared.serving.http_connections import ConnectionMetrics
-        from shared.serving.operations_http import Operations, serving_operations
+        from shared.serving.operations_http import Operations, serve_operations
 
         connections = ConnectionMetrics()
         sources = Sources(
@@ -254,7 +254,7 @@ class Daemon:
             return "" if self._is_serving else "starting"
 
         operations = Operations(make_exporter(sources), not_ready, self._access.book, connections)
-        return serving_operations(settings.metrics, settings.tls, operations)
+        return serve_operations(settings.metrics, settings.tls, operations)
 
     def _servers(self, parts: _Parts) -> list[GrpcServer]:
         """Return one server per role."""

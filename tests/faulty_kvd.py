@@ -27,7 +27,7 @@ from kvd.host.clock import Clock
 from kvd.tiers.faults import NoFaults, WritePoint
 from kvd.tiers.manifest import Manifest
 from shared.children.child_process import wait_serving
-from shared.config.reload import fixed
+from shared.config.reload import fixed_settings
 from shared.process.dumps import forbid_dumps
 from shared.process.log import configure_logging
 from shared.process.runtime_dir import OPERATOR_SOCKET
@@ -141,7 +141,7 @@ class FaultyKvd(KvdProcess):
 
 async def _main(settings: config.Settings, faults: InjectedFaults) -> None:
     stop = asyncio.Event()
-    daemon = CheckedDaemon(fixed(settings), faults)
+    daemon = CheckedDaemon(fixed_settings(settings), faults)
 
     def interrupt() -> None:
         daemon.keeps_dram = False

@@ -30,7 +30,7 @@ from inference_svc.runtime.model.model_directory import check_model
 from shared.config.lazy_commands import WholeHelp
 from shared.measuring.options import command
 from shared.measuring.plots import check_plot
-from shared.measuring.report import check_json, print_report, say_progress
+from shared.measuring.report import check_json, print_progress, print_report
 from shared.process.log import configure_logging
 from shared.types.errors import ConfigError, InvalidInputError
 
@@ -155,7 +155,7 @@ def measure(part: Part, choice: ModelChoice, output: OutputOptions) -> None:
     configure_logging("warning", json=False)  # stdout is for the report
     directory = output.directory or Path.cwd()
     try:
-        report = run(part, choice, RunOptions(directory, tuple(sys.argv), say_progress))
+        report = run(part, choice, RunOptions(directory, tuple(sys.argv), print_progress))
     except OSError as error:
         raise UnusableDirectoryError(
             f"cannot write in {directory} ({error.strerror})",

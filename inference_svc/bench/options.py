@@ -38,7 +38,7 @@ from inference_svc.bench.option_types import (
     some_numbers,
     splits_of,
 )
-from shared.measuring.options import TEXT, one_of, say_nothing, some_of
+from shared.measuring.options import TEXT, ignore_progress, one_of, some_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class RunOptions:
 
     directory: Path
     command: tuple[str, ...] = ()
-    on_progress: Callable[[str], None] = say_nothing
+    on_progress: Callable[[str], None] = ignore_progress
 
 
 @dataclass(frozen=True, slots=True)

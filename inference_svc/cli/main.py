@@ -14,8 +14,8 @@ from typing import Annotated, Any
 import typer
 
 from inference_svc.cli.connection import MOVABLE
-from shared.config.command_line import arranged
-from shared.config.lazy_commands import LazyCommand, adding_examples, exit_codes_help, lazy_group
+from shared.config.command_line import arrange_options
+from shared.config.lazy_commands import LazyCommand, examples_adder, exit_codes_help, lazy_group
 from shared.types.errors import ReportedError
 from shared.version import __version__
 
@@ -146,7 +146,7 @@ COMMANDS: Mapping[str, LazyCommand] = {
 
 app = typer.Typer(
     name="inference-svc",
-    cls=lazy_group(COMMANDS, adding_examples(EXAMPLES)),
+    cls=lazy_group(COMMANDS, examples_adder(EXAMPLES)),
     epilog=exit_codes_help(EXIT_CODES),
     rich_markup_mode=None,
     no_args_is_help=True,
@@ -200,7 +200,7 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         root = root_command()
         root(
-            arranged(root, sys.argv[1:] if arguments is None else arguments, MOVABLE),
+            arrange_options(root, sys.argv[1:] if arguments is None else arguments, MOVABLE),
             prog_name="inference-svc",
         )
     except ReportedError as error:

@@ -19,7 +19,7 @@ from inference_svc.installation import require_engine
 from inference_svc.runtime.model.model_directory import check_model
 from shared.config.lazy_commands import WholeHelp
 from shared.measuring.options import command
-from shared.measuring.report import check_json, print_report, say_progress
+from shared.measuring.report import check_json, print_progress, print_report
 from shared.process.log import configure_logging
 
 eval_app = typer.Typer(
@@ -114,5 +114,5 @@ def _measure(options: Options, choice: EvalChoice, output: OutputOptions) -> Non
 
     check_json(output.json_to)
     configure_logging("warning", json=False)  # stdout is for the report
-    report = run(options, replace(choice, on_progress=say_progress))
+    report = run(options, replace(choice, on_progress=print_progress))
     print_report(as_document(report), lambda width: tables(report, width), output.json_to)

@@ -23,7 +23,7 @@ from inference_svc.eval.edits import (
     kinds_of,
     modes_of,
 )
-from shared.measuring.options import TEXT, names_of, say_nothing
+from shared.measuring.options import TEXT, ignore_progress, names_of
 from shared.types.errors import InvalidInputError
 
 Method = Literal["ca", "ca-shift", "tt", "of", "nkvt"]
@@ -111,7 +111,7 @@ class EvalChoice:
     window_tokens: Annotated[
         int, typer.Option("--window", min=0, help="Context window; 0: the model's.")
     ] = 0
-    on_progress: Callable[[str], None] = say_nothing
+    on_progress: Callable[[str], None] = ignore_progress
 
 
 @dataclass(frozen=True, slots=True)

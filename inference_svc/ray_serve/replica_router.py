@@ -61,7 +61,7 @@ class SessionReplicaRouter(RequestRouter):  # type: ignore[misc]
         pending_request.routing_context.should_backoff = True
         route = self._sessions.choose(_session_of(pending_request))
         tried = pending_request.kwargs.get("tried", ())
-        ranked = [name for name in (route.server, *route.others) if name not in tried]
+        ranked = [name for name in (route.server, *route.fallbacks) if name not in tried]
         if not ranked:  # any other server will do; if all have refused it, the chosen one
             ranked = [name for name in self._by_server if name not in tried] or [route.server]
         self._count(pending_request, ranked[0])
@@ -81,7 +81,7 @@ class SessionReplicaRouter(RequestRouter):  # type: ignore[misc]
         del replica_id
         server, session = self._under_way.pop(internal_request_id, ("", None))
         if server:
-            self._sessions.ended(server, session)
+            self._sessions.on_end(server, session)
 
     def _count(self, request: PendingRequest, server: str) -> None:
         """Count a turn at the server it is sent to, before it arrives: others are chosen then."""
@@ -92,18 +92,18 @@ class SessionReplicaRouter(RequestRouter):  # type: ignore[misc]
         if before == server:
             return
         if before:
-            self._sessions.ended(before)
+            self._sessions.on_end(before)
         else:
             request.future.add_done_callback(partial(self._forget_if_cancelled, number))
         self._under_way[number] = server, session
-        self._sessions.began(server, session)
+        self._sessions.on_begin(server, session)
 
     def _forget_if_cancelled(self, number: str, chosen: Future[Any]) -> None:
         """Forget a turn whose client left before it was sent: Ray does not report its end."""
         server, _ = self._under_way.get(number, ("", None))
         if server and chosen.cancelled():
             del self._under_way[number]
-            self._sessions.ended(server)
+            self._sessions.on_end(server)
 
     def _set_servers_and_reports(self, replicas: list[RunningReplica]) -> None:
         self._by_server = {}

@@ -251,8 +251,8 @@ class _QueueReports:
         self._replica = QueueReplica(self._apply)
 
     def change(self, number: int) -> None:
-        """Let a request leave, and another one join at some place."""
-        self._feed.left(number)
+        """Let a request leave, and another join somewhere."""
+        self._feed.on_leave(number)
         self._add(self._num_jobs + number, number * 0.618 % 1 * self._num_jobs)
 
     def report(self) -> float:
@@ -264,11 +264,11 @@ class _QueueReports:
         received = kvd_pb2.QueueSnapshot.FromString(sent)
         is_known = self._replica.take(queue_update(received, MODEL, self._num_jobs))
         seconds = time.thread_time() - started
-        self._feed.acknowledged(update.sequence, send_full=not is_known)
+        self._feed.on_acknowledge(update.sequence, send_full=not is_known)
         return seconds
 
     def _add(self, number: int, tag: float) -> None:
-        self._feed.waits((0, tag, number), bench_key(f"queued-{number}"), 1000)
+        self._feed.on_wait((0, tag, number), bench_key(f"queued-{number}"), 1000)
 
     def _apply(self, update: QueueUpdate) -> int:
         engines = self._engine.engines

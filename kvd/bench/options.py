@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from shared.measuring.options import say_nothing
+from shared.measuring.options import ignore_progress
 from shared.types.kv_layout import Component, KVLayout, Layer
 
 MIB = 1 << 20
@@ -133,4 +133,4 @@ class BenchOptions:
     copy_threads: int = 2
     io_threads: int = 4
     command: tuple[str, ...] = ()
-    on_progress: Callable[[str], None] = say_nothing
+    on_progress: Callable[[str], None] = ignore_progress

@@ -8,7 +8,7 @@ import typer
 
 from kvd.cli.options import AsJson
 from kvd.errors import UnclearSelectionError, UnusableDirectoryError
-from shared.measuring.report import ONLY, print_report, say_progress
+from shared.measuring.report import ONLY, print_progress, print_report
 from shared.process.log import configure_logging
 
 PART_NAMES = "arena, ssd, encryption, control, queue or restart"
@@ -50,7 +50,7 @@ def bench(
         scale=resized(QUICK if quick else FULL, sessions, blocks),
         io_threads=4,
         command=tuple(sys.argv),
-        on_progress=say_progress,
+        on_progress=print_progress,
     )
     configure_logging("warning", json=False)  # stdout is for the report
     try:

@@ -14,8 +14,8 @@ import typer
 
 from kvd.client.connection import MOVABLE, connection_options
 from kvd.errors import BrokenError
-from shared.config.command_line import arranged
-from shared.config.lazy_commands import LazyCommand, adding_examples, exit_codes_help, lazy_group
+from shared.config.command_line import arrange_options
+from shared.config.lazy_commands import LazyCommand, examples_adder, exit_codes_help, lazy_group
 from shared.types.errors import ReportedError
 from shared.version import __version__
 
@@ -258,7 +258,7 @@ COMMANDS: Mapping[str, LazyCommand] = {
 
 app = typer.Typer(
     name="kvd",
-    cls=lazy_group(COMMANDS, adding_examples(EXAMPLES)),
+    cls=lazy_group(COMMANDS, examples_adder(EXAMPLES)),
     help="KV-cache daemon: keeps the keys and values of conversations in DRAM and on SSD.\n\n"
     "--runtime-dir, and --address with what belongs to it, stand before or after the command.",
     epilog=exit_codes_help(EXIT_CODES),
@@ -297,7 +297,7 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         root = root_command()
         root(
-            arranged(root, sys.argv[1:] if arguments is None else arguments, MOVABLE),
+            arrange_options(root, sys.argv[1:] if arguments is None else arguments, MOVABLE),
             prog_name="kvd",
         )
     except ReportedError as error:

@@ -1,26 +1,26 @@
-"""CacheEngine: the one entrance to the cache of one layout.
+"""CacheEngine: the entrance to the cache of one layout.
 
-It makes the parts, which share one CacheState, shows those that others call, and carries out what
-concerns all of them: the begin, the end, other limits, time. Must not know: clocks, files, sockets,
-tasks. Time enters through `advance`, before each call; effects leave through `drain`, after it;
-completions come back as calls of the part that asked for the effect.
+It makes the parts, which share one CacheState, exposes those that callers use, and does what
+concerns all of them: start, end, changed limits, time. Must not know: clocks, files, sockets,
+tasks. Time enters through `advance`, before each call. Effects leave through `drain`, after it.
+Completions come back as calls of the part that asked for the effect.
 
-    who asks                     part
+    caller                       parts
     an engine                    loads, stores, sessions (discard, end), retention, expectations,
                                  engines (queues), wanting (waits)
     an operator                  sessions, inspection, scrubs, erasing, session_files, growing,
                                  wanting
-    the performer, at an end     arrivals (ReadBlock, VerifySlot, VerifyExtent), hashes (HashSlot),
+    the performer, when done     arrivals (ReadBlock, VerifySlot, VerifyExtent), hashes (HashSlot),
                                  writes (WriteBlock, DropBlock), compactions (CompactTokens,
                                  CommitIndex), erasing (WipeSlots)
 
 Invariants (checking.py holds them as code):
-1. what a load answers is the KV of exactly the tokens asked for, or less of it, never other bytes;
-2. bytes are visible only after a store is completed with success, and never change afterwards;
-3. a leased slot is given to nobody else; a lease ends by its completion or with its engine;
-4. what remains of a session is a prefix; evicting never breaks it in the middle;
-5. after every call the index entries emitted so far restore to a usable cache: those of blocks
-   follow their data, sessions are cut to what exists.
+1. a load is answered with the KV of exactly the tokens asked for, or of fewer, never other bytes;
+2. bytes are visible only after a store was completed successfully, and never change afterwards;
+3. a leased slot is given to no one else; a lease ends by its completion or with its engine;
+4. what is left of a session is a prefix; eviction never breaks it in the middle;
+5. after every call the index entries emitted so far can be restored to a usable cache: those of
+   blocks follow their data, and sessions are cut to the blocks that exist.
 
 Calls that name an engine are made only between its attach and `engines.remove`.
 
@@ -64,30 +64,30 @@ from shared.types.kv_layout import KVLayout
 
 
 class CacheEngine:
-    """See the module docstring.
+    """The cache of one layout: all its parts, and what concerns them together.
 
     Args:
         layout: what a block looks like; all sessions here have its model.
         limits: bounds of everything that grows.
-        salt_of: the persisted secret salt of a tenant, SALT_BYTES long.
-        make_policy: builds what ranks sessions for eviction.
+        salt_of: returns the persisted secret salt of a tenant, SALT_BYTES long.
+        make_policy: makes the eviction policy.
 
     Attributes:
         layout: the layout of all blocks here.
         loads: from tokens to leased slots that hold their KV.
-        stores: from tokens to leased slots to be filled, and to a longer session.
+        stores: from tokens to leased slots that the engine fills, and to a longer session.
         sessions: discards, ends, pins, TTLs, flushes.
-        retention: which sessions clients want to be kept for a while.
-        expectations: what is likely to become of sessions, and where those were that returned.
-        engines: their queues, and what becomes of their leases.
-        wanting: sessions that are asked for elsewhere, and which of them loads wait for.
-        inspection: what there is, and what happened.
-        scrubs: comparing every copy with what was stored.
-        erasing: dropping tenants without a trace.
-        session_files: sessions on their way into files, and out of them.
-        growing: sessions that have what of an import has come.
+        retention: sessions that clients want kept for a while.
+        expectations: what is likely to happen to sessions, and in which tier returned ones were.
+        engines: queues of engines, and what happens to their leases.
+        wanting: sessions that are requested from elsewhere, and loads that wait for them.
+        inspection: sessions, blocks, counters and histories, for operators.
+        scrubs: comparisons of every copy with what was stored.
+        erasing: removal of tenants without a trace.
+        session_files: sessions that are exported to files, or imported.
+        growing: sessions whose import has come in part.
         index_line: actions of the index that were not drained yet.
-        arrivals, hashes, writes, compactions: what the performer answers to.
+        arrivals, hashes, writes, compactions: parts to which the performer reports completions.
     """
 
     def __init__(
@@ -140,15 +140,15 @@ class CacheEngine:
 
     @property
     def now_ns(self) -> int:
-        """The time that everything goes by."""
+        """The time of the current call, in nanoseconds of kvd's own clock."""
         return self._state.now_ns
 
     def advance(self, now_ns: int) -> None:
-        """Take the time of the call that follows. It never goes back (D17)."""
+        """Set the time of the call that follows. Time never goes backwards (D17)."""
         self._state.advance(now_ns)
 
     def expire(self) -> None:
-        """Do what is due, a bounded amount: expiries, write-backs, what is to be tried again."""
+        """Do a bounded amount of the work that is due: expiries, write-backs, retries."""
         self._reconfigurer.resume()
         self.sessions.expire()
         self.retention.end_due()
@@ -159,9 +159,9 @@ class CacheEngine:
         self._announcer.look()
 
     def next_deadline_ns(self) -> int | None:
-        """When to call `expire`; may be in the past (at once). None: not before another call."""
+        """Return when to call `expire`. In the past: at once. None: not before another call."""
         earliest_ns = None
-        for deadline_ns in (  # not by a generator: this is asked after every call
+        for deadline_ns in (  # a loop, not a generator, for speed: this runs after every call
             self._reconfigurer.next_deadline_ns(),
             self._state.ttl.next_deadline_ns(),
             self._state.retention.next_deadline_ns(),
@@ -179,9 +179,11 @@ class CacheEngine:
     # ------------------------------------------------------------------------------------- effects
 
     def drain(self, max_index_bytes: int = NO_BOUND) -> list[Action]:
-        """Return every action since the last drain, in order. Each is to be carried out.
+        """Return all actions since the last drain, in order. The caller carries out each.
 
-        Of the entries of the index only so many bytes, or a little more; see `index_line`.
+        Args:
+            max_index_bytes: how many bytes of index entries to return, or a little more; see
+                `index_line`.
         """
         state = self._state
         self._prefetcher.resume()
@@ -189,7 +191,7 @@ class CacheEngine:
             self.compactions.resume()
         state.tails.pack_idle()
         entries = self.index_line.take(max_index_bytes)
-        self.writes.resume()  # they may have waited for an index that was far behind
+        self.writes.resume()  # writes may have waited because the index was far behind
         self._announcer.consider()
         return [*entries, *state.outbox.drain()]
 
@@ -202,17 +204,17 @@ class CacheEngine:
         orphans: Sequence[OrphanSlot],
         first_lease_id: int,
     ) -> None:
-        """Start from what the index and the journal of the arena say; before anything else.
+        """Restore the cache from the index and the arena's journal, before any other call.
 
-        Sessions are cut to the prefix whose blocks exist; entries and slots that nothing needs are
-        removed. Adopted blocks are verified before their first use. Orphans' slots stay their
-        engines': each engine is to be named in `engines.reattach` or `engines.remove`.
+        Sessions are cut to the prefix whose blocks exist. Entries and slots that nothing needs are
+        removed. Adopted blocks are verified before their first use. The slots of orphans stay with
+        their engines: the caller names each of these in `engines.reattach` or `engines.remove`.
 
         Args:
             entries: all entries of this layout.
             adopted: slots that hold a block.
             orphans: slots that engines may still be writing to.
-            first_lease_id: above every lease id that an earlier kvd has granted in this arena.
+            first_lease_id: an id above all that earlier kvds have granted in this arena.
         """
         adopting.adopt(self._state, adopted, orphans, first_lease_id)
         restoring.restore(self._state, entries)
@@ -220,39 +222,39 @@ class CacheEngine:
         self._verifier.issue()
 
     def add_slots(self, num_slots: int, first_lease_id: int) -> None:
-        """Take an arena in; there is none. Leases on it are numbered from `first_lease_id` on."""
+        """Add an arena; there must be none. Leases are numbered from `first_lease_id` on."""
         self._state.slots.add(num_slots)
         self._state.leases.start_at(first_lease_id)
         self._prefetcher.on_queue_change()
 
     def release_dram(self) -> bool:
-        """Empty the arena as far as possible, writing what is dirty; call again on SpaceFreed.
+        """Empty the arena as far as possible, and write dirty blocks; repeat on SpaceFreed.
 
         Returns:
-            Whether no slot is in use: then `drop_slots`.
+            Whether no slot is in use, so that `drop_slots` may be called.
         """
         num_slots = len(self._state.slots)
-        self._state.outbox.want_wake()
+        self._state.outbox.request_wake()
         self._prefetcher.stop()
         self.compactions.stop()
         return self.writes.make_slots(num_slots) == num_slots
 
     def drop_slots(self) -> None:
-        """Give the arena up; no slot is in use."""
+        """Remove the arena. No slot may be in use."""
         self._state.slots.drop()
 
     def set_limits(self, limits: Limits) -> None:
-        """Hold other limits from now on; `num_slots` and `num_extents` are not looked at.
+        """Apply other limits from now on. Their `num_slots` and `num_extents` are ignored.
 
-        What they ask of sessions that are stored already comes in time, by `expire`.
+        Their effects on sessions that are already stored follow in steps, by `expire`.
         """
         self._reconfigurer.change(limits)
         self._prefetcher.reschedule()
 
     def write_dirty(self) -> None:
-        """Write every dirty block now or as soon as it can be, whatever the policy; O(blocks).
+        """Write every dirty block now, or as soon as possible, whatever the policy; O(blocks).
 
-        The end is near: what is dirty from now on is not left to rest either.
+        For the shutdown: blocks that become dirty later are written at once, too.
         """
         self._prefetcher.stop(for_good=True)
         self.compactions.stop(for_good=True)

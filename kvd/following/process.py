@@ -24,7 +24,7 @@ from shared.process.log import LEVELS, configure_logging, get_logger
 from shared.process.runtime_dir import default_runtime_dir
 from shared.serving.metric_export import MetricExporter
 from shared.serving.observing_settings import MetricsSettings
-from shared.serving.operations_http import Operations, serving_operations
+from shared.serving.operations_http import Operations, serve_operations
 from shared.types.errors import ReportedError
 
 BEAT_S = 5.0
@@ -107,9 +107,7 @@ async def _metrics_server(
         return "store_fails" if figures.store_up is False else ""
 
     operations = Operations(exporter, not_ready, ClientBook(Clients({})))
-    serving = serving_operations(
-        MetricsSettings(listen=settings.metrics), TlsSettings(), operations
-    )
+    serving = serve_operations(MetricsSettings(listen=settings.metrics), TlsSettings(), operations)
     try:
         await serving.__aenter__()
     except ReportedError as error:

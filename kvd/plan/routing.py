@@ -106,7 +106,7 @@ class SessionRouting(Routing):
         """Choose a server for a turn of a session, and count the turn there."""
         self._now_s = now_ns / NS_PER_S
         server = self._router.choose(str(session)).server
-        self._router.began(server, str(session))
+        self._router.on_begin(server, str(session))
         return int(server)
 
     def on_turn_end(
@@ -119,7 +119,7 @@ class SessionRouting(Routing):
     ) -> None:
         """Count a turn that has ended; take the server's report, at most one per REPORT_S."""
         self._now_s = now_ns / NS_PER_S
-        self._router.ended(str(server), str(session), tokens)
+        self._router.on_end(str(server), str(session), tokens)
         if self._now_s >= self._reported_s.get(server, -REPORT_S) + REPORT_S:
             self._router.report(str(server), report())
             self._reported_s[server] = self._now_s

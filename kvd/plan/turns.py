@@ -57,7 +57,7 @@ class Pace:
         if self._started_ns is not None:
             self.interval_ns = _mean(self.interval_ns, now_ns - self._started_ns)
         self._started_ns = now_ns
-        self.starts.note(now_ns)
+        self.starts.record(now_ns)
 
     def on_end(self, started_ns: int, now_ns: int) -> None:
         """Record that a turn freed its slot."""

@@ -11,37 +11,37 @@ _TCP = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):(\d{1,5})\Z")
 
 
 def is_unix(address: str) -> bool:
-    """Whether it is a Unix socket, which its mode and group guard."""
+    """Whether an address is a Unix socket, which is guarded by its mode and group."""
     return address.startswith(UNIX)
 
 
 def is_tcp(address: str) -> bool:
-    """Whether it is a host and a port."""
+    """Whether an address is a host and a port."""
     found = _TCP.match(address)
     return found is not None and int(found[2]) < 1 << 16
 
 
-def usable_sockets(addresses: Sequence[str], *, also: str = "") -> tuple[str, ...]:
+def validate_sockets(addresses: Sequence[str], *, also: str = "") -> tuple[str, ...]:
     """Check a setting that lists addresses to listen at, each a Unix socket or a host and a port.
 
     Args:
-        addresses: as they are written.
-        also: what else the setting takes, for the error.
+        addresses: the addresses as written in the settings.
+        also: what else the setting accepts, for the error message.
 
     Raises:
-        ValueError: naming the first that is no address, or is there twice.
+        ValueError: one is no address, or is listed twice; the first such one is named.
     """
     kinds = f"unix:/path (at most {MAX_SOCKET_PATH} bytes) or host:port"
-    return _distinct(addresses, lambda one: is_tcp(one) or _is_socket_path(one), kinds + also)
+    return _validate(addresses, lambda a: is_tcp(a) or _is_socket_path(a), kinds + also)
 
 
-def usable_ports(addresses: Sequence[str]) -> tuple[str, ...]:
+def validate_ports(addresses: Sequence[str]) -> tuple[str, ...]:
     """Check a setting that lists addresses to listen at, each a host and a port.
 
     Raises:
-        ValueError: naming the first that is no address, or is there twice.
+        ValueError: one is no address, or is listed twice; the first such one is named.
     """
-    return _distinct(addresses, is_tcp, "host:port")
+    return _validate(addresses, is_tcp, "host:port")
 
 
 def _is_socket_path(address: str) -> bool:
@@ -49,24 +49,24 @@ def _is_socket_path(address: str) -> bool:
     return address.startswith("unix:/") and len(path.encode()) <= MAX_SOCKET_PATH
 
 
-def _distinct(
+def _validate(
     addresses: Sequence[str], is_usable: Callable[[str], bool], kinds: str
 ) -> tuple[str, ...]:
-    for index, one in enumerate(addresses):
-        if not is_usable(one):
-            raise ValueError(f"{one!r} is no address: write {kinds}")
-        if one in addresses[:index]:
-            raise ValueError(f"{one} is there twice, name it once")
+    for index, address in enumerate(addresses):
+        if not is_usable(address):
+            raise ValueError(f"{address!r} is no address: write {kinds}")
+        if address in addresses[:index]:
+            raise ValueError(f"{address} is there twice, name it once")
     return tuple(addresses)
 
 
 def is_loopback(address: str) -> bool:
-    """Whether a TCP address is reached from this machine only."""
+    """Whether a TCP address is reachable from this machine only."""
     return is_loopback_host(address.rpartition(":")[0])
 
 
 def is_loopback_host(host: str) -> bool:
-    """Whether a host, an address in brackets or not, can be this machine only."""
+    """Whether a host, an address in brackets or not, is this machine only."""
     try:
         return ip_address(host.strip("[]")).is_loopback
     except ValueError:

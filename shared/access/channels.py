@@ -1,8 +1,8 @@
-"""The client's side: a gRPC channel that says who calls.
+"""Channels of gRPC clients, which authenticate with a token or a certificate.
 
-A token goes over a Unix socket, to this machine, or over TLS, and nowhere else. gRPC has call
-credentials for `authorization: Bearer TOKEN`, which it refuses to send without TLS, to a loopback
-port too; hence interceptors of our own.
+A token is sent over a Unix socket, to this machine, or over TLS, and nowhere else. gRPC has call
+credentials for `authorization: Bearer TOKEN`, but refuses to send them without TLS, even to a
+loopback port. Hence our own interceptors.
 """
 
 from collections.abc import Sequence
@@ -49,7 +49,7 @@ class _AioToken:
         return await continuation(details._replace(metadata=metadata), request)
 
 
-# grpc.aio takes an interceptor of several kinds for one of the first kind only.
+# grpc.aio uses an interceptor of several kinds as one of the first kind only.
 class _AioUnaryUnary(_AioToken, grpc.aio.UnaryUnaryClientInterceptor):  # type: ignore[type-arg]
     intercept_unary_unary: Any = _AioToken.intercept
 
@@ -76,14 +76,14 @@ Options = Sequence[tuple[str, Any]]
 
 
 class ConnectionOptionsError(InvalidInputError):
-    """The address, or a file that a command line names, cannot be used."""
+    """The address, or a file that the command line names, cannot be used."""
 
     reason = "connection_options"
 
 
 @dataclass(frozen=True)
 class ClientCredentials:
-    """How a client shows who it is, and checks who answers.
+    """What a client proves its identity with, and how it verifies the server.
 
     Attributes:
         token: the client's token; "" for none.
@@ -99,7 +99,7 @@ class ClientCredentials:
 
     @property
     def names_tls(self) -> bool:
-        """Whether it only makes sense with TLS."""
+        """Whether it has parts that only make sense with TLS."""
         return self.authorities is not None or self.certificate is not None
 
 
@@ -109,10 +109,10 @@ def read_credentials(
     tls_cert: Path | None = None,
     tls_key: Path | None = None,
 ) -> ClientCredentials:
-    """Read what command lines name.
+    """Read the files that a command line names.
 
     Raises:
-        InvalidInputError: a file cannot be read, or one is missing.
+        InvalidInputError: a file cannot be read, or a key or certificate is missing.
     """
     if (tls_cert is None) != (tls_key is None):
         raise ConnectionOptionsError(
@@ -126,13 +126,15 @@ def read_credentials(
     )
 
 
-def channel_of(address: str, given: ClientCredentials | None, options: Options) -> grpc.Channel:
-    """Make a synchronous channel; it connects at the first call.
+def channel_of(
+    address: str, credentials: ClientCredentials | None, options: Options
+) -> grpc.Channel:
+    """Return a synchronous channel. It connects at the first call.
 
     Raises:
-        InvalidInputError: the address is none.
+        InvalidInputError: the address is invalid.
     """
-    credentials = given or ClientCredentials()
+    credentials = credentials or ClientCredentials()
     if _uses_tls(address, credentials):
         channel = grpc.secure_channel(address, _tls(credentials), options=options)
     else:
@@ -143,23 +145,23 @@ def channel_of(address: str, given: ClientCredentials | None, options: Options) 
 
 
 def aio_channel_of(
-    address: str, given: ClientCredentials | None, options: Options
+    address: str, credentials: ClientCredentials | None, options: Options
 ) -> grpc.aio.Channel:
-    """Make a channel for asyncio; it connects at the first call.
+    """Return a channel for asyncio. It connects at the first call.
 
     Raises:
-        InvalidInputError: the address is none.
+        InvalidInputError: the address is invalid.
     """
-    credentials = given or ClientCredentials()
-    before = aio_interceptors(credentials.token) if credentials.token else []
+    credentials = credentials or ClientCredentials()
+    interceptors = aio_interceptors(credentials.token) if credentials.token else []
     if _uses_tls(address, credentials):
         tls = _tls(credentials)
-        return grpc.aio.secure_channel(address, tls, options=options, interceptors=before)
-    return grpc.aio.insecure_channel(address, options=options, interceptors=before)
+        return grpc.aio.secure_channel(address, tls, options=options, interceptors=interceptors)
+    return grpc.aio.insecure_channel(address, options=options, interceptors=interceptors)
 
 
 def _uses_tls(address: str, credentials: ClientCredentials) -> bool:
-    """Whether to use TLS: wherever others could listen in, and where it is requested."""
+    """Whether to use TLS: if credentials ask for it, and wherever others could listen in."""
     if is_unix(address):
         return False
     if not is_tcp(address):
@@ -170,10 +172,10 @@ def _uses_tls(address: str, credentials: ClientCredentials) -> bool:
 
 
 def _tls(credentials: ClientCredentials) -> grpc.ChannelCredentials:
-    made: grpc.ChannelCredentials = grpc.ssl_channel_credentials(
+    channel_credentials: grpc.ChannelCredentials = grpc.ssl_channel_credentials(
         credentials.authorities, credentials.key, credentials.certificate
     )
-    return made
+    return channel_credentials
 
 
 def _read(path: Path | None, option: str) -> bytes | None:

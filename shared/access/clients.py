@@ -1,7 +1,7 @@
-"""Which client a token or a certificate belongs to, and how many streams each holds. Pure.
+"""Clients: which one a token or a certificate belongs to, and how many streams each holds. Pure.
 
-Tokens are random (shared/access/tokens.py), so that their plain SHA-256 tells nothing about them;
-only that is ever kept. Every refusal reads the same: it does not say what was wrong.
+Tokens are random (shared/access/tokens.py), so their plain SHA-256 reveals nothing about them; only
+that is ever kept. All refusals read the same: they do not say what was wrong.
 """
 
 import hmac
@@ -26,7 +26,7 @@ class StreamCounts:
     """Counts the streams that each client holds.
 
     Args:
-        most: most streams of a client that has no bound of its own; a reload may change it.
+        most: most streams of a client without a limit of its own. A reload may change it.
     """
 
     def __init__(self, most: int) -> None:
@@ -34,10 +34,10 @@ class StreamCounts:
         self._held: Counter[str] = Counter()
 
     def hold(self, identity: Identity) -> None:
-        """Count one more; the caller owes a release.
+        """Count one more stream. The caller has to call `release` when it ends.
 
         Raises:
-            TooManyStreamsError: it would be one too many.
+            TooManyStreamsError: the client holds as many as it may.
         """
         most = identity.max_streams or self.most
         if self._held[identity.name] >= most:
@@ -49,20 +49,20 @@ class StreamCounts:
         self._held[identity.name] += 1
 
     def release(self, identity: Identity) -> None:
-        """Count one less."""
+        """Count one stream less."""
         self._held[identity.name] -= 1
         if not self._held[identity.name]:
             del self._held[identity.name]
 
 
-MAX_TOKEN_BYTES = 256  # anything longer is none of ours, and is not hashed
+MAX_TOKEN_BYTES = 256  # no token of ours is longer; a longer text is not hashed as a whole
 
 
 class Clients:
-    """The clients of one set of settings.
+    """The clients of one version of the settings.
 
     Args:
-        settings: by name.
+        settings: the clients by name.
     """
 
     def __init__(self, settings: Mapping[str, ClientSettings]) -> None:
@@ -81,23 +81,23 @@ class Clients:
         return bool(self._by_digest or self._by_name)
 
     def by_token(self, token: str) -> Identity:
-        """Return the client with this token, in a time that does not depend on which it is.
+        """Return the client with this token, in a time that does not depend on which one it is.
 
         Raises:
-            UnauthenticatedError: nobody has it.
+            UnauthenticatedError: no client has it.
         """
-        given = token.encode("utf-8", "surrogateescape")
-        digest = sha256(given[:MAX_TOKEN_BYTES]).digest()
-        found = [who for known, who in self._by_digest if hmac.compare_digest(known, digest)]
-        if not found or len(given) > MAX_TOKEN_BYTES:
+        token_bytes = token.encode("utf-8", "surrogateescape")
+        digest = sha256(token_bytes[:MAX_TOKEN_BYTES]).digest()
+        found = [client for known, client in self._by_digest if hmac.compare_digest(known, digest)]
+        if not found or len(token_bytes) > MAX_TOKEN_BYTES:
             raise unauthenticated()
         return found[0]
 
     def by_certificate(self, names: Iterable[str]) -> Identity:
-        """Return the client that a checked certificate of these names belongs to.
+        """Return the client that a verified certificate with these names belongs to.
 
         Raises:
-            UnauthenticatedError: nobody's.
+            UnauthenticatedError: it belongs to no client.
         """
         for name in names:
             if name in self._by_name:
@@ -106,32 +106,32 @@ class Clients:
 
 
 class ClientBook:
-    """The clients in force, which a reload replaces as a whole."""
+    """The clients in force. A reload replaces all of them at once."""
 
     def __init__(self, clients: Clients) -> None:
         self.current = clients
 
     def use(self, clients: Clients) -> None:
-        """Replace the clients from now on."""
+        """Replace the clients, from now on."""
         self.current = clients
 
 
 def authenticate(
-    clients: Clients, authorization: str, names: Sequence[str], own: Identity | None
+    clients: Clients, authorization: str, names: Sequence[str], socket_identity: Identity | None
 ) -> Identity:
-    """Find out who calls: by token before certificate before the Unix socket's own identity.
+    """Return the caller's identity: by token, else by certificate, else that of the Unix socket.
 
     Args:
         clients: the clients in force.
-        authorization: the header or metadata of that name, "" if there is none.
-        names: names in the client's certificate, checked; empty without one.
-        own: the identity of callers on the Unix socket; None for TCP.
+        authorization: the header or metadata of that name; "" if there is none.
+        names: names in the client's certificate, verified; empty without one.
+        socket_identity: the identity of callers at the Unix socket; None for TCP.
 
     Raises:
-        UnauthenticatedError: by nothing of that; or a token was given that is nobody's.
+        UnauthenticatedError: there is none of these, or the token or certificate is not known.
     """
-    if own is not None and not clients:
-        return own  # nobody has a token: what some libraries always send is none
+    if socket_identity is not None and not clients:
+        return socket_identity  # no client has a token; some libraries send one anyway
     if authorization:
         scheme, _, token = authorization.partition(" ")
         if scheme.lower() != "bearer":
@@ -139,13 +139,13 @@ def authenticate(
         return clients.by_token(token.strip())
     if names:
         return clients.by_certificate(names)
-    if own is None:
+    if socket_identity is None:
         raise unauthenticated()
-    return own
+    return socket_identity
 
 
 def unauthenticated() -> UnauthenticatedError:
-    """Make the one error for everybody who is not authenticated."""
+    """Return the error for every caller that is not authenticated."""
     return UnauthenticatedError(
         "nobody knows who calls",
         "send a known token (authorization: Bearer TOKEN) or show a known certificate",

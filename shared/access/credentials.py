@@ -1,14 +1,14 @@
-"""TLS of our servers, gRPC's and aiohttp's, from the same files; and who fails at it.
+"""TLS of our gRPC and HTTP servers, from the same files; and a count of failed handshakes.
 
-A renewed certificate, key or list of authorities counts from the next connection on, without a
-restart or a reload. Files that do not fit together (a renewal under way) are noted in the log, and
-what was in use stays in use.
+A renewed certificate, key or list of authorities takes effect with the next connection, without a
+restart or a reload. Files that do not fit together (a renewal under way) are logged, and the
+previous ones stay in use.
 
-gRPC reports no handshake that fails. What it does report: that a connection begins, when it asks
-for the certificates, and each call's peer. A connection on which no call has come within CALL_S has
-failed its handshake (a client without a certificate, one that does not trust ours, something that
-does not speak TLS), or is of somebody who only knocks: gRPC's clients connect to call. So the count
-is of failures, give or take a client that connected long before it called.
+gRPC reports no failed handshake. It does report that a connection begins, when it asks for the
+certificates, and it reports the peer of each call. A connection without a call within CALL_S has
+failed its handshake (a client without a certificate, one that does not trust ours, a peer that does
+not speak TLS), or belongs to a peer that only tests the port: gRPC clients connect in order to
+call. So the count is that of failures, except for clients that call long after they connect.
 """
 
 import os
@@ -27,28 +27,28 @@ from shared.process.log import RefusalLog, get_logger
 from shared.types.errors import ConfigError
 
 CALL_S = 15.0  # gRPC ends a handshake after 10 s: shared/serving/grpc_handlers.py
-MAX_PEERS = 4096  # kept: more than may be connected
+MAX_PEERS = 4096  # kept; more than may be connected
 
 
 class TlsConnections:
-    """Counts the TLS connections of all ports of a process; for any thread."""
+    """Counts the TLS connections at all ports of a process. May be used from any thread."""
 
     def __init__(self, clock_s: Callable[[], float] = time.monotonic) -> None:
         self._clock_s = clock_s
         self._lock = threading.Lock()
-        self._begun: deque[float] = deque()  # without a call yet, oldest first
-        self._called: OrderedDict[str, None] = OrderedDict()  # peers, the last one to call last
+        self._begun: deque[float] = deque()  # times of connections without a call, oldest first
+        self._called: OrderedDict[str, None] = OrderedDict()  # peers, by their last call
         self._num_unused = 0
         self._log = RefusalLog("tls_connection_unused")
 
-    def begun(self) -> None:
+    def on_begin(self) -> None:
         """Record that a connection begins."""
         with self._lock:
             self._begun.append(self._clock_s())
         self.count_unused()
 
-    def called(self, peer: str) -> None:
-        """Record a call; `peer` is gRPC's name, another one for each connection."""
+    def on_call(self, peer: str) -> None:
+        """Record a call. `peer` is gRPC's name for it, different for each connection."""
         with self._lock:
             is_new = peer not in self._called
             self._called[peer] = None
@@ -56,10 +56,10 @@ class TlsConnections:
             if len(self._called) > MAX_PEERS:
                 self._called.popitem(last=False)
             if is_new and self._begun:
-                self._begun.pop()  # the newest: calls come right after their handshake
+                self._begun.pop()  # the newest, because calls come right after their handshake
 
     def count_unused(self) -> int:
-        """Count the connections so far that had no call in their time."""
+        """Return how many connections so far had no call in time."""
         with self._lock:
             until_s = self._clock_s() - CALL_S
             before = self._num_unused
@@ -72,7 +72,7 @@ class TlsConnections:
         return self._num_unused
 
 
-CREDENTIALS = "CREDENTIALS_DIRECTORY"  # systemd's variable, of LoadCredential=
+CREDENTIALS = "CREDENTIALS_DIRECTORY"  # systemd's variable for files of LoadCredential=
 
 T = TypeVar("T")
 
@@ -86,7 +86,7 @@ class TlsFilesError(ConfigError):
 
 
 class TlsFiles:
-    """The files of [tls], as they were when last looked at."""
+    """The files of [tls], with their state when they were last read."""
 
     def __init__(self, tls: TlsSettings) -> None:
         assert tls.certificate is not None, "is_on"  # noqa: S101
@@ -97,12 +97,12 @@ class TlsFiles:
         self._stamps: tuple[tuple[int, int, int], ...] = ()
 
     def context(self) -> ssl.SSLContext:
-        """Make a TLS context of the files, which proves that they fit together.
+        """Return a TLS context of the files, which proves that they fit together.
 
         Raises:
-            TlsFilesError: they do not.
+            TlsFilesError: they do not, or cannot be read.
         """
-        self._stamps = self._look()
+        self._stamps = self._read_stamps()
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         named = f"tls.certificate {self._certificate} with tls.key {self._key}"
         try:
@@ -120,7 +120,7 @@ class TlsFiles:
         return context
 
     def grpc_configuration(self) -> grpc.ServerCertificateConfiguration:
-        """Make gRPC's configuration of the files.
+        """Return gRPC's configuration of the files.
 
         Raises:
             TlsFilesError: they cannot be used.
@@ -129,13 +129,13 @@ class TlsFiles:
         try:
             authorities = None if self._client_ca is None else self._client_ca.read_bytes()
             pair = (self._key.read_bytes(), self._certificate.read_bytes())
-        except OSError as error:  # gone since
+        except OSError as error:  # removed since they were read for the context
             raise TlsFilesError("the files of [tls] have gone", "put them back") from error
         return grpc.ssl_server_certificate_configuration([pair], authorities)
 
-    def if_changed(self, read: Callable[[], T]) -> T | None:
-        """Return what `read` makes of the files if they changed; None: keep what is in use."""
-        if self._look() == self._stamps:
+    def reload_if_changed(self, read: Callable[[], T]) -> T | None:
+        """Return what `read` makes of the files if they have changed; None: keep what is in use."""
+        if self._read_stamps() == self._stamps:
             return None
         try:
             renewed = read()
@@ -145,7 +145,7 @@ class TlsFiles:
         log.info("tls_files_renewed")
         return renewed
 
-    def _look(self) -> tuple[tuple[int, int, int], ...]:
+    def _read_stamps(self) -> tuple[tuple[int, int, int], ...]:
         paths = (self._certificate, self._key, self._client_ca)
         return tuple(_stamp(path) for path in paths if path is not None)
 
@@ -153,22 +153,22 @@ class TlsFiles:
 def server_credentials(
     tls: TlsSettings, connections: TlsConnections | None = None
 ) -> grpc.ServerCredentials:
-    """Return credentials of a gRPC server's port; `connections` counts each that begins.
+    """Return the credentials of a gRPC server's port. `connections` counts its connections.
 
     Raises:
         TlsFilesError: the files cannot be used.
     """
     files = TlsFiles(tls)
 
-    def renewed() -> Any:
-        """Called for each connection, on a thread of gRPC's; None: as before."""
+    def renew() -> Any:
+        """Return a new configuration, or None: no change. gRPC calls it for each connection."""
         if connections is not None:
-            connections.begun()
-        return files.if_changed(files.grpc_configuration)
+            connections.on_begin()
+        return files.reload_if_changed(files.grpc_configuration)
 
     return grpc.dynamic_ssl_server_credentials(
         files.grpc_configuration(),
-        renewed,
+        renew,
         require_client_authentication=tls.client_ca is not None,
     )
 
@@ -183,9 +183,9 @@ def ssl_context(tls: TlsSettings) -> ssl.SSLContext:
     first = current = files.context()
 
     def renew(connection: Any, _name: str | None, _context: ssl.SSLContext) -> None:
-        """Called for each connection, before a certificate is chosen."""
+        """Replace the context if need be. TLS calls it before it chooses a certificate."""
         nonlocal current
-        current = files.if_changed(files.context) or current
+        current = files.reload_if_changed(files.context) or current
         if current is not first:
             connection.context = current
 
@@ -194,16 +194,17 @@ def ssl_context(tls: TlsSettings) -> ssl.SSLContext:
 
 
 def file_of(path: Path) -> Path:
-    """Return the path of a file; a bare name is that of a credential that systemd has loaded."""
+    """Return the path of a file. A bare name is that of a credential that systemd has loaded."""
     directory = os.environ.get(CREDENTIALS)
     return path if len(path.parts) > 1 or directory is None else Path(directory) / path
 
 
 def _ask_each_time(context: ssl.SSLContext) -> None:
-    """Ask for a certificate at each connection.
+    """Require a certificate at each connection.
 
-    Who resumes a session shows none, and would stay when its authority is taken off the list. TLS
-    1.2 resumes sessions without tickets, too, and Python cannot turn that off.
+    A client that resumes a session shows no certificate, so it would keep its access after its
+    authority was removed from the list. TLS 1.2 can resume sessions even without tickets, and
+    Python cannot turn that off.
     """
     context.verify_mode = ssl.CERT_REQUIRED
     context.minimum_version = ssl.TLSVersion.TLSv1_3
@@ -219,5 +220,5 @@ def _stamp(path: Path) -> tuple[int, int, int]:
 
 
 def _no_password() -> str:
-    """Asking on a terminal for the key's password would hang the start."""
+    """Fail instead of asking on a terminal for the key's password, which would hang the start."""
     raise ValueError("the key has a password")

@@ -1,4 +1,4 @@
-"""What keeps a user from a Unix socket: the directory or socket, whose it is, and the way in."""
+"""Denials: why a user may not open a Unix socket, and what to do about it."""
 
 import grp
 import os
@@ -13,19 +13,19 @@ _OPEN = os.R_OK | os.W_OK
 
 
 class Denial(NamedTuple):
-    """Why a socket cannot be opened, and what helps; both are parts of a sentence."""
+    """Why a socket cannot be opened, and the remedy. Both are parts of a sentence."""
 
     what: str
     remedy: str
 
 
 def denial_of(*paths: Path) -> Denial | None:
-    """Return what keeps this user from a socket; None: nothing, or there is no such file.
+    """Return why this user may not open a socket; None: it may, or there is no such file.
 
-    Directories are looked at from the top: below one that is closed nothing can be seen.
+    Directories are checked from the top, because nothing can be seen below a closed one.
 
     Args:
-        paths: paths of sockets in one directory; access to one is enough.
+        paths: paths of sockets in one directory. Access to one of them is enough.
     """
     for directory in reversed(paths[0].parents):
         if not _may(os.F_OK, directory):
@@ -38,11 +38,12 @@ def denial_of(*paths: Path) -> Denial | None:
     return _denial("open", there, stat.S_IRGRP | stat.S_IWGRP)
 
 
-def _may(do: int, path: Path) -> bool:
-    return os.access(path, do, effective_ids=True)
+def _may(mode: int, path: Path) -> bool:
+    return os.access(path, mode, effective_ids=True)
 
 
 def _denial(do: str, paths: Sequence[Path], group_mode: int) -> Denial:
+    """Describe why this user may not open or enter the paths; name a group that may."""
     statuses = [path.stat() for path in paths]
     groups = [
         _group(status.st_gid)
@@ -56,20 +57,20 @@ def _denial(do: str, paths: Sequence[Path], group_mode: int) -> Denial:
             for status in statuses
         )
     )
-    who = user_name(os.geteuid())
-    what = f"user {who} may not {do} {' or '.join(map(str, paths))} ({owner})"
+    me = user_name(os.geteuid())
+    what = f"user {me} may not {do} {' or '.join(map(str, paths))} ({owner})"
     if not groups:
         return Denial(what, f"use sudo, or be {user_name(statuses[0].st_uid)}")
     names = " or ".join(dict.fromkeys(groups))
     return Denial(
         what,
-        f"become a member of group {names} (sudo usermod -aG {groups[0]} {who}, and log in again), "
+        f"become a member of group {names} (sudo usermod -aG {groups[0]} {me}, and log in again), "
         "or use sudo",
     )
 
 
 def user_name(uid: int) -> str:
-    """Return a user's name; the number, if none has it."""
+    """Return a user's name; the number if there is no name."""
     try:
         return pwd.getpwuid(uid).pw_name
     except KeyError:

@@ -1,7 +1,7 @@
-"""An identity: who a caller is, and what that allows.
+"""Identity: the name of a caller, and what it is allowed to do.
 
-It comes from a Unix socket (whoever may open it), a token or a certificate, never from what a
-request says of itself: a request names a tenant, and the identity says whether it may. The
+It comes from a Unix socket (its callers share one identity), a token or a certificate, never from
+the contents of a request: a request names a tenant, and the identity says whether it may. The
 interceptor of gRPC, or the middleware of HTTP, sets the identity of the running call.
 """
 
@@ -12,18 +12,18 @@ from dataclasses import dataclass
 from shared.types.errors import DeniedError
 from shared.types.session_key import DEFAULT_TENANT, SessionKey, session_key
 
-ANY = "*"  # among an identity's tenants: all there are
-_INCLUDED = {"reader": "operator"}  # role -> the one that includes it
+ANY = "*"  # among an identity's tenants: it may use all
+_INCLUDED = {"reader": "operator"}  # role -> another role that includes it
 
 
 class TenantDeniedError(DeniedError):
-    """The caller named a tenant that is not its own."""
+    """The caller named a tenant that it may not use."""
 
     reason = "tenant_denied"
 
 
 class RoleDeniedError(DeniedError):
-    """The caller is known, and may not do this."""
+    """The caller is known, but may not do this."""
 
     reason = "role_denied"
 
@@ -35,9 +35,9 @@ class Identity:
     Attributes:
         name: name of the client or of the socket, for logs, metrics and limits.
         via: "unix", "loopback", "token" or "certificate".
-        tenants: tenants that it may name; the first is meant when it names none; ANY: all.
+        tenants: tenants that it may name. The first is meant when it names none. ANY: all.
         roles: some of "engine", "client", "reader", "operator".
-        max_streams: most streams held at once; None: the limits' bound.
+        max_streams: most streams held at once; None: as in [limits].
     """
 
     name: str
@@ -48,14 +48,14 @@ class Identity:
 
     @property
     def allowed_tenants(self) -> frozenset[str] | None:
-        """The tenants it may name; None: all."""
+        """The tenants that it may name; None: all."""
         return None if ANY in self.tenants else frozenset(self.tenants)
 
     def tenant(self, requested: str) -> str:
         """Return the tenant that a request is about.
 
         Raises:
-            TenantDeniedError: it is none of the caller's; whether it exists is not revealed.
+            TenantDeniedError: it is none of the caller's. Whether it exists is not revealed.
         """
         if requested and (ANY in self.tenants or requested in self.tenants):
             return requested
@@ -68,15 +68,15 @@ class Identity:
         )
 
     def key(self, tenant: str, model: str, session_id: str) -> SessionKey:
-        """Return the key of a session of that tenant; "" is the identity's own, its first.
+        """Return the key of a session of a tenant; "" is the identity's first tenant.
 
         Raises:
-            InvalidNameError: tenant or session can be no names.
+            InvalidNameError: tenant or session id is no valid name.
             TenantDeniedError: the tenant is not one of the identity's.
         """
-        # What is no name is told first: the identity would only say that it is not its own.
-        asked = session_key(tenant, model, session_id)
-        return asked._replace(tenant=self.tenant(tenant))
+        # Names are checked first, because for an invalid one that is the more useful error.
+        key = session_key(tenant, model, session_id)
+        return key._replace(tenant=self.tenant(tenant))
 
     def check_role(self, role: str) -> None:
         """Check that the caller has a role.
@@ -91,10 +91,10 @@ class Identity:
             )
 
     def check_all_tenants(self, what: str) -> None:
-        """Check that the caller may name all tenants.
+        """Check that the caller may use all tenants.
 
         Raises:
-            TenantDeniedError: the caller may not name all.
+            TenantDeniedError: it may not.
         """
         if ANY not in self.tenants:
             raise TenantDeniedError(
@@ -104,7 +104,7 @@ class Identity:
 
 
 def socket_identity(name: str, tenants: Iterable[str], roles: Collection[str]) -> Identity:
-    """Make the identity of callers on a Unix socket."""
+    """Return the identity of callers at a Unix socket."""
     return Identity(name, "unix", tuple(tenants), frozenset(roles))
 
 
@@ -112,10 +112,10 @@ _CURRENT: ContextVar[Identity] = ContextVar("identity")
 
 
 def current_identity() -> Identity:
-    """Return the identity of the caller of this call.
+    """Return the identity of this call's caller.
 
     Raises:
-        LookupError: this is no call that was authenticated, which no server of ours has.
+        LookupError: the call was not authenticated, which never happens in our servers.
     """
     return _CURRENT.get()
 

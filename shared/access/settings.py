@@ -1,4 +1,4 @@
-"""Sections of the settings that say who may come in, and where: [tls] and [clients.NAME]. Pure."""
+"""Settings of access: [tls], [clients.NAME], and what an address to listen at needs. Pure."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -6,7 +6,7 @@ from typing import Annotated, TypeVar
 
 from pydantic import AfterValidator, Field, StringConstraints, model_validator
 
-from shared.access.addresses import is_loopback, is_unix, usable_ports, usable_sockets
+from shared.access.addresses import is_loopback, is_unix, validate_ports, validate_sockets
 from shared.access.identity import ANY
 from shared.types.errors import ConfigError
 from shared.types.session_key import InvalidNameError, session_key
@@ -17,13 +17,13 @@ _DIGEST = re.compile(r"[0-9a-f]{64}\Z")
 C = TypeVar("C", bound="ClientSettings")
 
 
-def _digests(digests: tuple[str, ...]) -> tuple[str, ...]:
+def _validate_digests(digests: tuple[str, ...]) -> tuple[str, ...]:
     if not all(_DIGEST.match(digest) for digest in digests):
         raise ValueError("give the SHA-256 of a token, 64 hex digits (see: kvd token)")
     return digests
 
 
-def _tenants(names: tuple[str, ...]) -> tuple[str, ...]:
+def _validate_tenants(names: tuple[str, ...]) -> tuple[str, ...]:
     if not names:
         raise ValueError('name the tenants it may use, the first is its own; "*" for all')
     for name in names:
@@ -35,20 +35,20 @@ def _tenants(names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 ClientName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
-TokenDigests = Annotated[TextList, AfterValidator(_digests), HIDDEN]
-Tenants = Annotated[TextList, AfterValidator(_tenants)]
-Listen = Annotated[TextList, AfterValidator(usable_sockets)]  # "unix:/path", "host:port"
-ListenTcp = Annotated[TextList, AfterValidator(usable_ports)]  # "host:port"
+TokenDigests = Annotated[TextList, AfterValidator(_validate_digests), HIDDEN]
+Tenants = Annotated[TextList, AfterValidator(_validate_tenants)]
+Listen = Annotated[TextList, AfterValidator(validate_sockets)]  # "unix:/path", "host:port"
+ListenTcp = Annotated[TextList, AfterValidator(validate_ports)]  # "host:port"
 
 
 class TlsSettings(Section):
-    """TLS of every TCP port; a renewed file is read at the next connection.
+    """TLS of every TCP port. A renewed file is read at the next connection.
 
     Attributes:
         certificate: the server's certificate with its chain, PEM.
         key: the certificate's key, PEM.
-        client_ca: clients must show a certificate that one of these has signed, PEM; None: they
-            show none, and come with a token.
+        client_ca: authorities, PEM: clients have to show a certificate that one of them has signed.
+            None: clients show none, and authenticate with a token.
     """
 
     certificate: PathOrNone = None
@@ -56,7 +56,7 @@ class TlsSettings(Section):
     client_ca: PathOrNone = None
 
     @model_validator(mode="after")
-    def _whole(self) -> "TlsSettings":
+    def _check_complete(self) -> "TlsSettings":
         if (self.certificate is None) != (self.key is None):
             raise ValueError("tls.certificate and tls.key go together: give both, or none")
         if self.client_ca is not None and self.certificate is None:
@@ -70,13 +70,13 @@ class TlsSettings(Section):
 
 
 class ClientSettings(Section):
-    """One client; the processes say which roles there are.
+    """One client. The processes define the roles.
 
     Attributes:
         token_sha256: SHA-256 of each of its tokens, in hex; two while one is being replaced.
         certificate_names: common names or alternative names of its certificates.
-        tenants: tenants that it may name; the first is meant if it names none; "*": all.
-        roles: the roles that it has.
+        tenants: tenants that it may name. The first is meant if it names none. "*": all.
+        roles: its roles.
         max_streams: most streams held at once; None: as in [limits].
     """
 
@@ -87,28 +87,28 @@ class ClientSettings(Section):
     max_streams: int | None = Field(default=None, ge=1)
 
     @model_validator(mode="after")
-    def _reachable(self) -> "ClientSettings":
+    def _check_reachable(self) -> "ClientSettings":
         if not self.token_sha256 and not self.certificate_names:
             raise ValueError("give it a token_sha256 (see: kvd token) or certificate_names")
         return self
 
 
-def distinct(clients: Mapping[str, C]) -> Mapping[str, C]:
-    """Check that no two clients share a token or name; a validator of the table of clients."""
+def check_distinct(clients: Mapping[str, C]) -> Mapping[str, C]:
+    """Check that no two clients share a token or name: a validator of the table of clients."""
     owners: dict[str, str] = {}
     for name, client in clients.items():
-        for what in {*client.token_sha256, *client.certificate_names}:
-            if what in owners:
+        for proof in {*client.token_sha256, *client.certificate_names}:
+            if proof in owners:
                 raise ValueError(
-                    f"{owners[what]} and {name} have the same token or certificate name:"
+                    f"{owners[proof]} and {name} have the same token or certificate name:"
                     " give each client its own"
                 )
-            owners[what] = name
+            owners[proof] = name
     return clients
 
 
 class UnguardedError(ConfigError):
-    """A port would be open to strangers."""
+    """An address would be open to unknown callers."""
 
     reason = "unguarded"
 
@@ -116,10 +116,10 @@ class UnguardedError(ConfigError):
 def check_guarded(
     addresses: Iterable[str], tls: TlsSettings, clients: Mapping[str, ClientSettings]
 ) -> None:
-    """Refuse addresses where strangers could come in, or what they say could be overheard.
+    """Refuse addresses that unknown callers could use, or where tokens could be overheard.
 
     Raises:
-        UnguardedError: naming what is missing.
+        UnguardedError: an address is not guarded; the message names what is missing.
     """
     for address in addresses:
         if not is_unix(address):

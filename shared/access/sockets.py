@@ -1,8 +1,8 @@
-"""Unix sockets that are about to be listened at: their paths are claimed, their group is let in.
+"""Unix sockets to listen at: claiming their paths, and opening them to a group.
 
-Whoever is in the group may connect, nobody else. The directory of a socket is made if the one above
-it is there, and that is logged: a slip of the pen is not to become a tree of directories in which
-nobody looks for a socket.
+Only members of the group may connect. The directory of a socket is made if its parent exists, and
+that is logged. No more is made: a misspelled path must not become a tree of directories in which no
+client looks for a socket.
 """
 
 import errno
@@ -18,7 +18,7 @@ log = get_logger(__name__)
 
 
 class SocketInUseError(ConfigError):
-    """Another process answers at the path, or something that is no socket lies there."""
+    """Another process answers at the path, or a file that is no socket is there."""
 
     reason = "socket_in_use"
 
@@ -41,7 +41,7 @@ def claim_path(path: Path) -> None:
         if not path.is_socket():
             raise FileExistsError(errno.EEXIST, "it is no socket")
         with socket.socket(socket.AF_UNIX) as probe:
-            probe.settimeout(1.0)  # a full backlog must not hold the start
+            probe.settimeout(1.0)  # connecting blocks while the other process's backlog is full
             probe.connect(str(path))
     except FileNotFoundError as error:
         raise SocketInUseError(
@@ -71,7 +71,7 @@ class SocketGroupError(ConfigError):
 
 
 def open_to_group(path: Path, group: str = "", mode: int = SOCKET_MODE) -> None:
-    """Let a group connect to a socket that has just been bound, under a umask that let nobody.
+    """Let a group connect to a socket that was just bound under a umask that admits no one.
 
     Args:
         path: the socket's path.

@@ -1,4 +1,4 @@
-"""New tokens, and what the settings keep of them."""
+"""Tokens: making, writing and reading them, and the digests that the settings keep."""
 
 import os
 from hashlib import sha256
@@ -17,25 +17,25 @@ class TokenFileError(InvalidInputError):
 
 
 def new_token() -> str:
-    """Draw a token that nobody can guess."""
-    import secrets  # late: clients read tokens, and do without
+    """Return a new random token."""
+    import secrets  # imported late, because clients that only read tokens do without
 
     return PREFIX + secrets.token_urlsafe(TOKEN_BYTES)
 
 
 def token_digest(token: str) -> str:
-    """Return a token's SHA-256 in hex, as the settings have it: clients.NAME.token_sha256."""
+    """Return a token's SHA-256 in hex, as in the settings: clients.NAME.token_sha256."""
     return sha256(token.encode()).hexdigest()
 
 
 def make_token(file: Path | None) -> dict[str, str]:
-    """Make a token for somebody, in a new file if one is named.
+    """Make a token, in a new file if one is named.
 
     Returns:
-        What is shown of it, by name: "token" or "file", and "token_sha256".
+        The values to show, by name: "token" or "file", and "token_sha256".
 
     Raises:
-        TokenFileError: the file is there already, or cannot be made.
+        TokenFileError: the file exists already, or cannot be made.
     """
     token = new_token()
     shown = {"token": token}
@@ -46,19 +46,19 @@ def make_token(file: Path | None) -> dict[str, str]:
 
 
 def token_text(name: str, token: dict[str, str]) -> str:
-    """Write what `make_token` returns for people, with a client's table for the settings."""
-    what, value = next(iter(token.items()))
+    """Return the result of `make_token` as text, with a client's table for the settings."""
+    kind, value = next(iter(token.items()))
     return (
-        f"{what}: {value}\n\n[clients.{name}]\n"
+        f"{kind}: {value}\n\n[clients.{name}]\n"
         f'token_sha256 = ["{token["token_sha256"]}"]\ntenants = ["default"]'
     )
 
 
 def write_token(path: Path, token: str) -> None:
-    """Write a new file that only this user can read.
+    """Write a token to a new file that only this user can read.
 
     Raises:
-        TokenFileError: it is there already, or cannot be made.
+        TokenFileError: the file exists already, or cannot be made.
     """
     try:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -74,7 +74,7 @@ def read_token(path: Path) -> str:
     """Read a token from its file.
 
     Raises:
-        TokenFileError: there is none.
+        TokenFileError: the file cannot be read, or holds no token.
     """
     try:
         token = path.read_text(encoding="utf-8").strip()

@@ -1,27 +1,27 @@
-"""A command line whose options of connection may stand before or after the command's name. Pure.
+"""A command line whose connection options may stand before or after the command's name. Pure.
 
-Walks the tree of commands as the command line library has it, by its attributes only: `get_command`
-of a group; `params`, with `opts`, `is_flag`.
+It walks the tree of commands of the command line library by these attributes only: `get_command` of
+a group; `params`, with `opts` and `is_flag`.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-END = "--"  # what follows is no option, whatever it looks like
+END = "--"  # no word after it is an option
 
 
-def arranged(root: Any, words: Sequence[str], movable: Iterable[str]) -> list[str]:
-    """Put each movable option where it is one: at the program, or at the command.
+def arrange_options(root: Any, words: Sequence[str], movable: Iterable[str]) -> list[str]:
+    """Move each movable option to where it is defined: at the program, or at the command.
 
-    What no command of the line knows stays where it is, for the library to complain about.
+    An option that is defined at neither goes to the command, so that the library complains.
 
     Args:
         root: the program's command.
-        words: typed after its name.
-        movable: long names of options, each with a value.
+        words: the words typed after the program's name.
+        movable: long names of the options to move; each takes a value.
     """
     typed = list(words)
-    rest = [typed.pop() for _ in range(len(typed) - typed.index(END))] if END in typed else []
+    tail = [typed.pop() for _ in range(len(typed) - typed.index(END))] if END in typed else []
     path, moved, kept = [root], [], []
     index_of_command = 0
     for option, values in _parts(path, typed, frozenset(movable)):
@@ -40,15 +40,15 @@ def arranged(root: Any, words: Sequence[str], movable: Iterable[str]) -> list[st
             at_command += len(values)
         else:
             kept[at_command:at_command] = values
-    return kept + rest[::-1]
+    return kept + tail[::-1]
 
 
 def _parts(
     path: list[Any], typed: Sequence[str], movable: frozenset[str]
 ) -> Iterator[tuple[str, list[str]]]:
-    """Yield options with their values, and other words; commands are added to `path` as they come.
+    """Yield each option with its values, and each other word with "" for the option's name.
 
-    Of other words the name of the option is "".
+    Commands are added to `path` as they come.
     """
     waiting = list(reversed(typed))
     while waiting:

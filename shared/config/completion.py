@@ -1,12 +1,11 @@
-"""What may come next on a command line: what shells ask for at each Tab.
+"""Completion of command lines: the words that may come next, which shells ask for at each Tab.
 
-It is found by walking the tree of commands as the command line library has it, by its attributes
-only: `commands` of a group, or `summaries` of a lazy one; `params`, with `name`, `opts`, `help`,
-`is_flag`. What an option or argument may be, each program says for itself.
+They are found by walking the tree of commands of the command line library, by these attributes
+only: `commands` of a group, or `summaries` of a lazy one; `params`, with `name`, `opts`, `help` and
+`is_flag`. Each program supplies the possible values of its options and arguments.
 
-Scripts that ask for it are of our own (`completion_script`), because the command line library's
-split words at colons and have zsh `eval` what comes back: the ids of sessions are chosen by
-clients.
+The shell scripts are our own (`completion_script`). Those of the command line library split words
+at colons, and let zsh `eval` the result: but the ids of sessions are chosen by clients.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,7 +19,7 @@ from shared.config.lazy_commands import first_sentence, summary
 
 
 class Shell(StrEnum):
-    """Shells that are known."""
+    """The supported shells."""
 
     BASH = "bash"
     ZSH = "zsh"
@@ -38,21 +37,21 @@ class Candidate:
     """A word that may come next.
 
     Attributes:
-        about: what it means, in a few words.
+        about: its meaning, in a few words.
     """
 
     word: str
     about: str = ""
 
 
-# What an option or argument may be. It gets all words that are typed: they say, too, who is asked.
+# Possible values of an option or argument. All typed words are passed: they name the server, too.
 Values = Callable[[Any, Sequence[str]], Iterable[str]]
 
 
 def print_candidates(root: Any, words: Sequence[str] | None, values: Values) -> None:
-    """Print what the last word may become: a line each, with what it means behind a tab."""
-    for found in candidates(root, words or (), values):
-        typer.echo(f"{found.word}\t{found.about}")
+    """Print what the last word may become: a word and, after a tab, its meaning on each line."""
+    for candidate in candidates(root, words or (), values):
+        typer.echo(f"{candidate.word}\t{candidate.about}")
 
 
 def candidates(root: Any, words: Sequence[str], values: Values) -> Iterator[Candidate]:
@@ -60,32 +59,33 @@ def candidates(root: Any, words: Sequence[str], values: Values) -> Iterator[Cand
 
     Args:
         root: the program's command.
-        words: typed after its name; the last one is being typed, and may be empty.
-        values: what an option or argument may be; what does not begin as the word does is left out.
+        words: the words after the program's name. The last one is being typed, and may be empty.
+        values: returns the values of an option or argument. Those that do not begin with the last
+            word are left out.
     """
-    *typed, begun = words or ("",)
+    *typed, last_word = words or ("",)
     command, num_positional, option = _walk(root, typed)
-    found: Iterable[Candidate]
+    results: Iterable[Candidate]
     if option is not None:
-        found = map(Candidate, values(option, words))
-    elif begun.startswith("-") and "=" in begun:
-        name = begun.partition("=")[0]
+        results = map(Candidate, values(option, words))
+    elif last_word.startswith("-") and "=" in last_word:
+        name = last_word.partition("=")[0]
         option = _option(command, name)
         known = () if option is None else values(option, words)
-        found = (Candidate(f"{name}={value}") for value in known)
-    elif begun.startswith("-"):
-        found = _options(command)
+        results = (Candidate(f"{name}={value}") for value in known)
+    elif last_word.startswith("-"):
+        results = _options(command)
     elif hasattr(command, "commands"):
-        found = _commands(command)
+        results = _commands(command)
     else:
         arguments = [param for param in command.params if param.param_type_name == "argument"]
         here = arguments[num_positional : num_positional + 1]
-        found = (Candidate(value) for argument in here for value in values(argument, words))
-    return (candidate for candidate in found if candidate.word.startswith(begun))
+        results = (Candidate(value) for argument in here for value in values(argument, words))
+    return (candidate for candidate in results if candidate.word.startswith(last_word))
 
 
 def value_of(words: Sequence[str], option: str) -> str:
-    """Return the value of an option that is typed already, "" if it is not."""
+    """Return the value of an option that is typed already; "" if it is not."""
     for index, word in enumerate(words[:-1]):
         if word == option and index + 1 < len(words) - 1:
             return words[index + 1]
@@ -95,14 +95,14 @@ def value_of(words: Sequence[str], option: str) -> str:
 
 
 def _commands(group: Any) -> Iterator[Candidate]:
-    if hasattr(group, "summaries"):  # a lazy group says them without importing its commands
+    if hasattr(group, "summaries"):  # a lazy group has them without importing its commands
         return (Candidate(name, about) for name, about in group.summaries.items())
     commands = group.commands.items()
     return (Candidate(name, summary(sub)) for name, sub in commands if not sub.hidden)
 
 
 def _walk(root: Any, typed: Sequence[str]) -> tuple[Any, int, Any]:
-    """The command that is typed, how many arguments it has, and the option whose value comes."""
+    """Return the typed command, its number of arguments, and the option that expects a value."""
     command, num_positional, option = root, 0, None
     for word in typed:
         if option is not None:
@@ -171,8 +171,8 @@ _SCRIPTS: Mapping[Shell, str] = {Shell.BASH: _BASH, Shell.ZSH: _ZSH, Shell.FISH:
 
 
 def completion_script(program: str, shell: Shell) -> str:
-    """Return the script of one of our programs."""
+    """Return the completion script of one of our programs."""
     function = f"_{program.replace('-', '_')}"
     if shell is Shell.ZSH:
-        function = f"_{program}"  # a file of this name has it
+        function = f"_{program}"  # zsh loads it from a file of this name
     return _SCRIPTS[shell].replace("FUNCTION", function).replace("PROGRAM", program)

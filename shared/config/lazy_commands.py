@@ -1,8 +1,8 @@
-"""Commands whose modules are imported when they are run: `--help` and `version` stay quick.
+"""Commands whose modules are imported when they run, so that `--help` and `version` are quick.
 
-A group knows of each command its name, what it does, and where its function (or its Typer app, for
-a group in it) is. The command itself is made when somebody asks for it. Its --help lists commands
-under headings, each with its whole first sentence; examples and exit codes may stand beneath.
+A group knows the name and the summary of each command, and where its function is (or the Typer app
+of a group inside it). The command itself is made when it is first needed. The group's --help lists
+commands under headings, each with its whole first sentence; examples and exit codes may follow.
 """
 
 import importlib
@@ -23,7 +23,7 @@ _HELP_WIDTH = 74
 
 
 class WholeHelp(TyperGroup):
-    """A group whose help says of each command what it does, however narrow the terminal."""
+    """A group whose help has the whole summary of each command, however narrow the terminal."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Write the list of commands of --help."""
@@ -39,11 +39,11 @@ class WholeHelp(TyperGroup):
 
 
 def write_commands(formatter: Any, rows: Iterable[tuple[str, str, str]]) -> None:
-    """Write a list of commands; what is under one heading stands together.
+    """Write a list of commands. Those under one heading are put together.
 
     Args:
-        formatter: of the command line library.
-        rows: heading, name and summary of each.
+        formatter: the help formatter of the command line library.
+        rows: heading, name and summary of each command.
     """
     ordered = list(rows)
     headings = list(dict.fromkeys(heading for heading, _, _ in ordered))
@@ -51,7 +51,7 @@ def write_commands(formatter: Any, rows: Iterable[tuple[str, str, str]]) -> None
     widest = max((len(name) for _, name, _ in ordered), default=0)
     for heading, found in groupby(ordered, key=itemgetter(0)):
         with formatter.section(heading):
-            # As wide in each section: their second columns stand below each other.
+            # Padded to one width, so that the second columns of all sections are aligned.
             formatter.write_dl([(name.ljust(widest), f"{text}.") for _, name, text in found])
 
 
@@ -90,6 +90,7 @@ class LazyCommands(MutableMapping[str, Any]):
     """Commands by name, each made at its first use.
 
     Args:
+        lazy: the commands by name.
         prepare: called with an app that has the command, before the command is made.
     """
 
@@ -135,7 +136,7 @@ class LazyCommands(MutableMapping[str, Any]):
 def lazy_group(
     lazy: Mapping[str, LazyCommand], prepare: Prepare = lambda _app: None
 ) -> type[TyperGroup]:
-    """Make the class of a group with these commands: `typer.Typer(cls=lazy_group(…))`."""
+    """Return the class of a group with these commands: `typer.Typer(cls=lazy_group(…))`."""
 
     class LazyGroup(TyperGroup):
         """A group that lists its commands without making them."""
@@ -145,12 +146,12 @@ def lazy_group(
             self.commands = LazyCommands(lazy, prepare)
 
         def get_params(self, ctx: Any) -> list[Any]:
-            """Its options, with --help."""
-            return _keeping_defaults(super().get_params(ctx))
+            """Return its options, with --help."""
+            return _keep_defaults(super().get_params(ctx))
 
         @property
         def summaries(self) -> Mapping[str, str]:
-            """What each command does that is not hidden, without making it."""
+            """Summaries of the commands that are not hidden, without making them."""
             return {name: command.summary for name, command in lazy.items() if not command.hidden}
 
         def format_commands(self, ctx: Any, formatter: Any) -> None:
@@ -165,13 +166,13 @@ def lazy_group(
 
 
 class _Option(TyperOption):
-    """An option whose own default, and a plain word, are taken as they are.
+    """An option that takes its own default, and a plain word, without checking them.
 
-    Typer imports pydantic to look at a value, which takes longer than all that `kvd ls` does.
+    Typer imports pydantic to check a value, which takes longer than all that `kvd ls` does.
     """
 
     def process_value(self, ctx: Any, value: Any) -> Any:
-        """The value that the function gets."""
+        """Return the value that the function gets."""
         if _is_own_default(self, ctx, value):
             return value
         plain = _plain_kind(self, value)
@@ -179,10 +180,10 @@ class _Option(TyperOption):
 
 
 class _Argument(TyperArgument):
-    """As _Option."""
+    """An argument that does the same as _Option."""
 
     def process_value(self, ctx: Any, value: Any) -> Any:
-        """The value that the function gets."""
+        """Return the value that the function gets."""
         if _is_own_default(self, ctx, value):
             return value
         plain = _plain_kind(self, value)
@@ -190,9 +191,9 @@ class _Argument(TyperArgument):
 
 
 def _is_own_default(param: Any, ctx: Any, value: Any) -> bool:
-    """Whether nobody has given a value, and the default is none that is to be turned into another.
+    """Whether no value was given, and the default needs no conversion.
 
-    That of a list becomes a list, a word may become one of an enum.
+    The default of a list is converted to a list, and a word may be converted to an enum member.
     """
     source = ctx.get_parameter_source(param.name)
     if source is None or source.name != "DEFAULT" or param.required:
@@ -203,7 +204,7 @@ def _is_own_default(param: Any, ctx: Any, value: Any) -> bool:
 
 
 def _plain_kind(param: Any, value: Any) -> type[str] | type[Path] | None:
-    """What a word is made: a str or a Path, if nothing about it is to be checked; else None."""
+    """Return str or Path if a word is converted to it without any check; None otherwise."""
     declared = getattr(param, "type_descriptor", None)  # older releases of typer need no pydantic
     if declared is None or type(value) is not str or param.callback is not None:
         return None
@@ -219,8 +220,8 @@ def _plain_kind(param: Any, value: Any) -> type[str] | type[Path] | None:
     return None
 
 
-def _keeping_defaults(params: Iterable[Any]) -> list[Any]:
-    """The parameters of a command, made to take their own defaults as they are."""
+def _keep_defaults(params: Iterable[Any]) -> list[Any]:
+    """Make the parameters of a command take their own defaults as they are; return them."""
     kinds: dict[type[Any], type[Any]] = {TyperOption: _Option, TyperArgument: _Argument}
     found = list(params)
     for param in found:
@@ -229,18 +230,18 @@ def _keeping_defaults(params: Iterable[Any]) -> list[Any]:
 
 
 class _Command(TyperCommand):
-    """A command that imports nothing to look at its own defaults."""
+    """A command that imports nothing to check its own defaults."""
 
     def get_params(self, ctx: Any) -> list[Any]:
-        """Its arguments and options, with --help."""
-        return _keeping_defaults(super().get_params(ctx))
+        """Return its arguments and options, with --help."""
+        return _keep_defaults(super().get_params(ctx))
 
 
-def adding_examples(examples: Mapping[str, tuple[str, ...]]) -> Prepare:
-    """Return what puts the examples under the help of an app's commands.
+def examples_adder(examples: Mapping[str, tuple[str, ...]]) -> Prepare:
+    """Return a function that puts the examples under the help of an app's commands.
 
     Args:
-        examples: the words of a command behind the program's name → lines.
+        examples: lines, by the words of a command after the program's name.
     """
 
     def add(app: typer.Typer, prefix: str = "") -> None:
@@ -256,9 +257,9 @@ def adding_examples(examples: Mapping[str, tuple[str, ...]]) -> Prepare:
 
 
 def exit_codes_help(codes: Mapping[int, str]) -> str:
-    """The table for --help; its first character has the command line library leave it as it is."""
+    """Return the table for --help. Its first character tells the library not to reflow it."""
     lines = []
     for code, meaning in codes.items():
-        first, *others = textwrap.wrap(meaning, _HELP_WIDTH - 5)
-        lines += [f"{code:>5}  {first}", *(f"       {line}" for line in others)]
+        first, *more = textwrap.wrap(meaning, _HELP_WIDTH - 5)
+        lines += [f"{code:>5}  {first}", *(f"       {line}" for line in more)]
     return "\n".join(("\b", "Exit codes:", *lines))

@@ -1,8 +1,8 @@
-"""Settings that change while a process runs: what may, what may not, and all at once or not at all.
+"""Reload: changes of settings while a process runs, all at once or not at all.
 
 A process names the keys that it can change while it runs (LIVE_KEYS in its config.py): dotted keys,
-or a section or table as a whole. A reload reads file, environment and flags again. What may not
-change keeps its value until the next start, and is reported; one problem anywhere, and nothing
+or whole sections or tables. A reload reads file, environment and flags again. A key that cannot
+change keeps its value until the next start, and is reported. If there is any problem, nothing
 changes.
 """
 
@@ -20,19 +20,19 @@ S = TypeVar("S", bound=Section)
 
 
 class ReloadRefusedError(ConfigError):
-    """The settings as they are now cannot be used; those in force stay."""
+    """The new settings cannot be used; those in force stay."""
 
     reason = "reload_refused"
 
 
 @dataclass(frozen=True)
 class Changes(Generic[S]):
-    """What a reload comes to.
+    """The result of a reload.
 
     Attributes:
         live: the settings from now on: the new values of live keys, the old ones of all others.
-        applied: keys that have another value from now on.
-        needs_restart: keys that will have another value after the next start.
+        applied: keys that have changed now.
+        needs_restart: keys that will change at the next start.
     """
 
     live: LoadedSettings[S]
@@ -40,16 +40,18 @@ class Changes(Generic[S]):
     needs_restart: tuple[str, ...]
 
 
-def changes(old: LoadedSettings[S], new: LoadedSettings[S], live: Sequence[str]) -> Changes[S]:
-    """Compare what is in force with what was read.
+def compare_settings(
+    old: LoadedSettings[S], new: LoadedSettings[S], live: Sequence[str]
+) -> Changes[S]:
+    """Compare the settings in force with those that were read.
 
     Args:
         old: the settings in force. A key that waits for the next start is reported at each reload.
-        new: the settings as read just now.
+        new: the settings that were just read.
         live: the process's LIVE_KEYS.
 
     Raises:
-        InvalidSettingsError: the new values of live keys do not go with the old ones of others.
+        InvalidSettingsError: the new values of live keys do not fit the old values of others.
     """
     before, after = dict(_leaves(old.settings)), dict(_leaves(new.settings))
     different = [
@@ -61,7 +63,7 @@ def changes(old: LoadedSettings[S], new: LoadedSettings[S], live: Sequence[str])
     if not applied:
         return Changes(replace(old, overridden=new.overridden), (), tuple(different))
     try:
-        settings = type(old.settings).model_validate(_merged(old.settings, new.settings, live))
+        settings = type(old.settings).model_validate(_merge(old.settings, new.settings, live))
     except ValidationError as error:
         what = "; ".join(problem["msg"] for problem in error.errors(include_url=False))
         raise InvalidSettingsError(
@@ -69,9 +71,9 @@ def changes(old: LoadedSettings[S], new: LoadedSettings[S], live: Sequence[str])
         ) from error
     provenance = {key: where for key, where in old.provenance.items() if not is_live(key, live)}
     provenance |= {key: where for key, where in new.provenance.items() if is_live(key, live)}
-    rest = tuple(key for key in different if key not in applied)
-    loaded = LoadedSettings(settings, _in_order(provenance, old, new), new.file, new.overridden)
-    return Changes(loaded, applied, rest)
+    needs_restart = tuple(key for key in different if key not in applied)
+    loaded = LoadedSettings(settings, _sort_keys(provenance, old, new), new.file, new.overridden)
+    return Changes(loaded, applied, needs_restart)
 
 
 class LiveSettings(Generic[S]):
@@ -83,9 +85,9 @@ class LiveSettings(Generic[S]):
         live: the process's LIVE_KEYS.
 
     Attributes:
-        loaded: in force: ask again rather than keep them.
-        checks: called with settings before they are in force; they raise a ConfigError.
-        on_change: called with each new settings. They must not fail: that is what checks are for.
+        loaded: the settings in force. Read them each time instead of keeping them.
+        checks: called with settings before these are in force; they may raise a ConfigError.
+        on_change: called with new settings. They must not fail: that is what `checks` are for.
     """
 
     def __init__(
@@ -101,13 +103,13 @@ class LiveSettings(Generic[S]):
         self.on_change: list[Callable[[S], None]] = []
 
     def reload(self) -> Changes[S]:
-        """Read the settings again and put into force what may change.
+        """Read the settings again and apply those that may change.
 
         Raises:
             ReloadRefusedError: they cannot be used; nothing has changed.
         """
         try:
-            found = changes(self.loaded, self._read(), self._live)
+            found = compare_settings(self.loaded, self._read(), self._live)
             for check in self.checks:
                 check(found.live.settings)
         except ConfigError as error:
@@ -115,24 +117,24 @@ class LiveSettings(Generic[S]):
                 f"nothing has changed: {error.message}", "correct the settings and reload again"
             ) from error
         self.loaded = found.live
-        for apply in self.on_change:  # even if no key changed: certificates are files, say
+        for apply in self.on_change:  # even without a changed key: certificate files may be new
             apply(found.live.settings)
         return found
 
 
-def fixed(settings: S) -> LiveSettings[S]:
-    """Settings that no reload changes: of a process that was given them and reads no file."""
+def fixed_settings(settings: S) -> LiveSettings[S]:
+    """Return settings that no reload changes, for a process that reads no file."""
     loaded = LoadedSettings(settings, {})
     return LiveSettings(loaded, lambda: loaded, ())
 
 
 def is_live(key: str, live: Sequence[str]) -> bool:
-    """Whether a reload changes a key."""
+    """Whether a reload may change a key."""
     return any(key == name or key.startswith(f"{name}.") for name in live)
 
 
 def _leaves(model: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every value by its dotted key; of tables by name, only what was given."""
+    """Yield every value with its dotted key; of tables by name, only values that were given."""
     for name in type(model).model_fields:
         yield from _leaves_of(getattr(model, name), f"{prefix}{name}")
 
@@ -150,24 +152,22 @@ def _leaves_of(value: Any, key: str) -> Iterator[tuple[str, Any]]:
         yield key, value
 
 
-def _merged(
-    old: BaseModel, new: BaseModel, live: Sequence[str], prefix: str = ""
-) -> dict[str, Any]:
-    """What was given: of live keys in the new settings, of others in the old ones."""
-    given: dict[str, Any] = {}
+def _merge(old: BaseModel, new: BaseModel, live: Sequence[str], prefix: str = "") -> dict[str, Any]:
+    """Return what was given: of live keys in the new settings, of others in the old ones."""
+    merged: dict[str, Any] = {}
     for name in type(old).model_fields:
         key = f"{prefix}{name}"
         before, after = getattr(old, name), getattr(new, name)
         if not is_live(key, live) and isinstance(before, BaseModel):
-            given[name] = _merged(before, after, live, f"{key}.")
+            merged[name] = _merge(before, after, live, f"{key}.")
         elif name in (source := new if is_live(key, live) else old).model_fields_set:
-            given[name] = after if source is new else before
-    return given
+            merged[name] = after if source is new else before
+    return merged
 
 
-def _in_order(
+def _sort_keys(
     provenance: Mapping[str, str], old: LoadedSettings[S], new: LoadedSettings[S]
 ) -> dict[str, str]:
-    """Fixed keys stand in the model's order, tables by name after them."""
+    """Sort keys: those of the model in its order, then those of tables by name."""
     order = dict.fromkeys((*old.provenance, *new.provenance))
     return {key: provenance[key] for key in order if key in provenance}

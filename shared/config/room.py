@@ -1,4 +1,4 @@
-"""Settings that demand more memory or disk than this machine has: they can never be met."""
+"""Check that no setting demands more memory or disk than this machine has."""
 
 import os
 from collections.abc import Iterable
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import psutil
 
-from shared.config.settings import invalid
+from shared.config.settings import invalid_settings
 from shared.types.units import format_bytes
 
 
@@ -17,9 +17,9 @@ class Demand:
 
     Attributes:
         key: the setting's dotted key.
-        num_bytes: bytes; None: whatever there is ("auto", "none").
+        num_bytes: bytes; None: what is available ("auto", "none").
         directory: a directory on the disk; None: memory.
-        instead: a value that may be written in its place, beside a smaller size.
+        instead: a value that can be set instead, beside a smaller size.
     """
 
     key: str
@@ -29,22 +29,23 @@ class Demand:
 
 
 def check_room(demands: Iterable[Demand]) -> None:
-    """Refuse settings that demand more than the whole machine has, used or not.
+    """Refuse settings that demand more than the whole machine has, free or used.
 
     Raises:
-        InvalidSettingsError: naming each.
+        InvalidSettingsError: some do; each is named.
     """
     problems = []
-    for one in demands:
-        room = _memory_bytes() if one.directory is None else _disk_bytes(one.directory)
-        if one.num_bytes is not None and room is not None and one.num_bytes > room:
-            where = "memory" if one.directory is None else f"disk under {one.directory}"
+    for demand in demands:
+        room = _memory_bytes() if demand.directory is None else _disk_bytes(demand.directory)
+        if demand.num_bytes is not None and room is not None and demand.num_bytes > room:
+            where = "memory" if demand.directory is None else f"disk under {demand.directory}"
             problems.append(
-                f"{one.key} = {format_bytes(one.num_bytes)}: this machine has {format_bytes(room)}"
-                f" of {where}, write less{one.instead and f', or {one.instead}'}"
+                f"{demand.key} = {format_bytes(demand.num_bytes)}: this machine has"
+                f" {format_bytes(room)} of {where}, write less"
+                f"{demand.instead and f', or {demand.instead}'}"
             )
     if problems:
-        raise invalid(problems)
+        raise invalid_settings(problems)
 
 
 def _memory_bytes() -> int:
@@ -52,7 +53,7 @@ def _memory_bytes() -> int:
 
 
 def _disk_bytes(directory: Path) -> int | None:
-    """Size of the file system that a directory is on, or will be; None where nobody can say."""
+    """Return the size of the file system of a directory, existing or not; None: not known."""
     for path in (directory, *directory.absolute().parents):
         try:
             found = os.statvfs(path)

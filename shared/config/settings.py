@@ -8,16 +8,16 @@ of section `dram` is written
     KVD_DRAM__BYTES=2GB   in the environment (prefix KVD; two underscores between section and key)
 
 A field that maps names to sections is a table of tables: `[tenants.acme]` in the file,
-KVD_TENANTS__ACME__TTL in the environment (always a name in lower case). Its known keys are written
-"tenants.*.ttl"; a name may itself contain dots. One that maps names to plain values is one setting:
-a table in the file, and what its type makes of a text in the environment.
+KVD_TENANTS__ACME__TTL in the environment (where the name is always lower case). Its known keys are
+written "tenants.*.ttl"; a name may itself contain dots. A field that maps names to plain values is
+one setting: a table in the file, and in the environment a text that its type parses.
 
-A bad value or an unknown key anywhere refuses the start, and the one-line error lists every problem
-with what is accepted. A flag that is None was not given. The value of a setting marked HIDDEN is in
-neither an error nor what `config show` prints.
+A bad value or an unknown key anywhere refuses the start. The one-line error lists every problem
+with what is accepted. A flag that is None was not given. The value of a setting marked HIDDEN is
+shown neither in an error nor by `config show`.
 
-Whoever edits the file expects it to count: what the command line says in its place is logged
-(warn_of_overridden). The environment is not: to come before the file is what it is for.
+An operator who edits the file expects it to take effect, so a flag that overrides the file is
+logged (warn_of_overridden). The environment is not: it is meant to come before the file.
 """
 
 import difflib
@@ -36,7 +36,7 @@ from shared.types.setting_types import HIDDEN, Section
 
 ANY_NAME = "*"  # stands for the name of a table in known keys
 HIDDEN_TEXT = "(hidden)"
-NEAR = 0.8  # likeness from which a name is a slip of the pen, and no stranger's: KVD_STATE_DRI
+NEAR = 0.8  # a name this similar to one of ours is a misspelling, not foreign: KVD_STATE_DRI
 
 log = get_logger(__name__)
 
@@ -45,7 +45,7 @@ class InvalidSettingsError(ConfigError):
     """A setting is unknown or unusable, or the settings file cannot be read.
 
     Attributes:
-        problems: each of them, for whoever has a line for each.
+        problems: the problems one by one, for callers with a line for each.
     """
 
     reason = "invalid_settings"
@@ -55,8 +55,8 @@ class InvalidSettingsError(ConfigError):
         self.problems = tuple(problems) or (str(self),)
 
 
-def invalid(problems: Sequence[str]) -> InvalidSettingsError:
-    """The error that names every problem."""
+def invalid_settings(problems: Sequence[str]) -> InvalidSettingsError:
+    """Return the error that names every problem."""
     remedy = "correct the settings and start again"
     return InvalidSettingsError("; ".join(problems), remedy, problems)
 
@@ -66,12 +66,12 @@ S = TypeVar("S", bound=Section)
 
 @dataclass(frozen=True)
 class Overridden:
-    """A key of the file that does not count, because the command line says otherwise.
+    """A key of the file that has no effect, because the command line has another value.
 
     Attributes:
-        key: dotted.
-        in_file: its value there.
-        in_force: that of the command line.
+        key: the dotted key.
+        in_file: its value in the file.
+        in_force: its value on the command line.
     """
 
     key: str
@@ -85,10 +85,10 @@ class LoadedSettings(Generic[S]):
 
     Attributes:
         settings: the frozen, checked model.
-        provenance: dotted key → "default", "file", "env" or "flag", the strongest that names it,
-            for every key of the model; of tables by name, for those keys that were given.
-        file: that "file" means; None if there is none.
-        overridden: keys of the file in whose place the command line says something else.
+        provenance: source of each key, "default", "file", "env" or "flag": the strongest one that
+            names it. It has every key of the model; of tables by name, the keys that were given.
+        file: the settings file; None if there is none.
+        overridden: keys of the file that the command line overrides.
     """
 
     settings: S
@@ -97,14 +97,15 @@ class LoadedSettings(Generic[S]):
     overridden: tuple[Overridden, ...] = ()
 
     def rows(self) -> Iterator[tuple[str, str, str]]:
-        """Every setting as (dotted key, value for people, source), in the model's order."""
+        """Yield every setting as (dotted key, value for people, source), in the model's order."""
         for key, _, shown in self._shown():
             yield key, shown if isinstance(shown, str) else _show(shown), self.provenance[key]
 
     def values(self) -> dict[str, object]:
-        """Every setting for JSON, by its dotted key: sizes are bytes, durations seconds.
+        """Return every setting for JSON, by dotted key: sizes in bytes, durations in seconds.
 
-        What has a word in place of a number ("auto", "never") has that; hidden ones are hidden.
+        A setting with a word in place of a number ("auto", "never") has the word. Hidden ones are
+        hidden.
         """
         return {
             key: value if isinstance(value, int | float) and shown != HIDDEN_TEXT else shown
@@ -112,7 +113,7 @@ class LoadedSettings(Generic[S]):
         }
 
     def _shown(self) -> Iterator[tuple[str, Any, Any]]:
-        """Every key with its value, and that as it is serialized, unless nobody is shown it."""
+        """Yield every key with its value and the value to show, serialized or HIDDEN_TEXT."""
         values = self.settings.model_dump()
         serialized = self.settings.model_dump(mode="json")
         known = tuple(_leaf_keys(type(self.settings)))
@@ -125,7 +126,7 @@ class LoadedSettings(Generic[S]):
 
 
 def _at(values: Mapping[str, Any], path: Sequence[str]) -> Any:
-    """What stands in nested tables."""
+    """Return the value at a path in nested tables."""
     found: Any = values
     for part in path:
         found = found[part]
@@ -146,15 +147,15 @@ def load_settings(
         model: the settings model.
         toml_path: a file that must exist, or None for no file.
         env_prefix: "KVD" for variables such as KVD_DRAM__BYTES.
-        flags: dotted key → value from the command line; None values were not given.
-        environ: for tests.
-        other_variables: with the prefix, that are no settings: those of the command's options.
+        flags: values from the command line by dotted key; None: not given.
+        environ: the environment; another one in tests.
+        other_variables: variables with the prefix that are not settings, but options of commands.
 
     Raises:
-        InvalidSettingsError: naming every problem, separated by "; ".
+        InvalidSettingsError: there are problems; all are named, separated by "; ".
     """
     known = tuple(_leaf_keys(model))
-    given: dict[str, tuple[str, object]] = {}
+    entries: dict[str, tuple[str, object]] = {}
     problems: list[str] = []
     in_file = _flatten(_read_toml(toml_path), known)
     by_flag = {key: value for key, value in flags.items() if value is not None}
@@ -163,33 +164,33 @@ def load_settings(
         ("env", _from_environ(env_prefix, known, environ, other_variables, problems)),
         ("flag", by_flag),
     ):
-        given.update({key: (source, value) for key, value in values.items()})
+        entries.update({key: (source, value) for key, value in values.items()})
     problems += [
         f"{key} ({source}): {_unknown(key, known)}"
-        for key, (source, _) in given.items()
+        for key, (source, _) in entries.items()
         if not _path(key, known)
     ]
-    usable = {key: value for key, value in given.items() if _path(key, known)}
+    usable = {key: value for key, value in entries.items() if _path(key, known)}
     settings, unusable = _validate(model, usable, known)
     problems += unusable
     if problems or settings is None:
-        raise invalid(problems)
+        raise invalid_settings(problems)
     fixed = [key for key in known if ANY_NAME not in key]
-    named = sorted(set(given) - set(fixed))
-    provenance = {key: given[key][0] if key in given else "default" for key in (*fixed, *named)}
+    named = sorted(set(entries) - set(fixed))
+    provenance = {key: entries[key][0] if key in entries else "default" for key in (*fixed, *named)}
     overridden = tuple(_overridden(model, known, in_file, by_flag))
     return LoadedSettings(settings, provenance, toml_path, overridden)
 
 
 def warn_of_overridden(loaded: LoadedSettings[S]) -> None:
-    """Log each key of the file that does not count, because the command line says otherwise."""
-    for one in loaded.overridden:
+    """Log each key of the file that has no effect, because the command line has another value."""
+    for setting in loaded.overridden:
         log.warning(
             "setting_overridden",
-            setting=one.key,
+            setting=setting.key,
             file=str(loaded.file),
-            in_file=one.in_file,
-            in_force=one.in_force,
+            in_file=setting.in_file,
+            in_force=setting.in_force,
             remedy="the command line comes before the file: take it from one of them",
         )
 
@@ -208,17 +209,17 @@ def _overridden(
 
 
 def _text(value: object) -> str:
-    """A value as it was given; one is as good as a list of one."""
+    """Return a value as text. A list of one value gives the same text as the value."""
     return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
 def _validate(
-    model: type[S], given: Mapping[str, tuple[str, object]], known: tuple[str, ...]
+    model: type[S], entries: Mapping[str, tuple[str, object]], known: tuple[str, ...]
 ) -> tuple[S | None, list[str]]:
-    """Build the model from flat keys; on failure return what is wrong with each key."""
+    """Build the model from flat keys. On failure return what is wrong with each key."""
     nested: dict[str, Any] = {}
     hidden = frozenset(_leaf_keys(model, only_hidden=True))
-    for key, (_, value) in given.items():
+    for key, (_, value) in entries.items():
         *sections, name = _path(key, known)
         section = nested
         for part in sections:
@@ -230,17 +231,17 @@ def _validate(
         found = {}
         for problem in error.errors(include_url=False):
             location = tuple(part for part in problem["loc"] if part != "[key]")
-            key = next((k for k in _prefixes(location) if k in given), _dotted(location))
-            source, value = given.get(key, ("default", None))
+            key = next((k for k in _prefixes(location) if k in entries), _dotted(location))
+            source, value = entries.get(key, ("default", None))
             what = problem["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
             shown = HIDDEN_TEXT if _pattern(key, known) in hidden else repr(str(value)[:60])
-            named = f"{key} = {shown} ({source})" if key in given else key
-            found[key] = f"{named}: {what}" if named else what  # none: it is of several keys
+            named = f"{key} = {shown} ({source})" if key in entries else key
+            found[key] = f"{named}: {what}" if named else what  # unnamed: it concerns several keys
         return None, list(found.values())
 
 
 def _prefixes(location: tuple[int | str, ...]) -> Iterator[str]:
-    """Dotted prefixes of a pydantic location, longest first (an item's problem is its list's)."""
+    """Yield prefixes of a pydantic location, longest first: a list's items have no own setting."""
     for length in range(len(location), 0, -1):
         yield _dotted(location[:length])
 
@@ -268,7 +269,7 @@ def _is_section(kind: Any) -> bool:
 
 
 def _path(key: str, known: tuple[str, ...]) -> list[str]:
-    """Split a dotted key at its sections; [] if there is no such setting."""
+    """Split a dotted key at its sections; return [] if there is no such setting."""
     table, _, inner = key.partition(".")
     name, _, last = inner.rpartition(".")
     if name and f"{table}.{ANY_NAME}.{last}" in known:
@@ -277,7 +278,7 @@ def _path(key: str, known: tuple[str, ...]) -> list[str]:
 
 
 def _pattern(key: str, known: tuple[str, ...]) -> str:
-    """A dotted key as known keys are written: with ANY_NAME in place of a table's name."""
+    """Return a dotted key as known keys are written, with ANY_NAME in place of a table's name."""
     path = _path(key, known)
     return key if key in known or not path else f"{path[0]}.{ANY_NAME}.{path[-1]}"
 
@@ -295,14 +296,14 @@ def _read_toml(path: Path | None) -> dict[str, Any]:
             if may_not
             else "name an existing file with --config",
         ) from error
-    except (ValueError, RecursionError) as error:  # no text, no TOML; numbers, nesting without end
+    except (ValueError, RecursionError) as error:  # not UTF-8, not TOML, huge numbers, deep nesting
         raise InvalidSettingsError(f"{path} is not TOML ({error})", "correct the file") from error
 
 
 def _flatten(
     table: Mapping[str, Any], known: tuple[str, ...], prefix: str = ""
 ) -> dict[str, object]:
-    """Flat dotted keys; a table is descended into unless it is itself the value of a known key."""
+    """Flatten tables to dotted keys, except a table that is itself the value of a known key."""
     flat: dict[str, object] = {}
     for name, value in table.items():
         key = prefix + name
@@ -317,19 +318,20 @@ def _from_environ(
     prefix: str,
     known: tuple[str, ...],
     environ: Mapping[str, str],
-    others: Collection[str],
+    other_variables: Collection[str],
     problems: list[str],
 ) -> dict[str, object]:
-    """Variables that are ours; a near miss is a problem: one underscore for two, a slip of the pen.
+    """Return the settings in the environment by dotted key; add misspelled ones to `problems`.
 
-    A stranger's is not: orchestrators put names such as KVD_SERVICE_HOST into every environment.
+    A misspelled name is one underscore for two, or one close to a known name. Foreign names are
+    ignored: orchestrators put names such as KVD_SERVICE_HOST into every environment.
     """
     right = {key.replace(".", "_"): _variable(prefix, key) for key in known if ANY_NAME not in key}
-    right |= {name.removeprefix(f"{prefix}_").lower(): name for name in others}
+    right |= {name.removeprefix(f"{prefix}_").lower(): name for name in other_variables}
     sections = _sections(known)
     found: dict[str, object] = {}
     for variable, value in environ.items():
-        if not variable.startswith(prefix + "_") or variable in others:
+        if not variable.startswith(prefix + "_") or variable in other_variables:
             continue
         name = variable.removeprefix(prefix + "_").lower()
         if "__" in name or name in sections:  # a section alone is refused with its keys
@@ -346,7 +348,7 @@ def _variable(prefix: str, key: str) -> str:
 
 
 def _unknown(key: str, known: tuple[str, ...]) -> str:
-    # Keys of its table by name are shown with the name that the given key has, or a placeholder.
+    # Keys of a table by name are shown with the name in the given key, or with a placeholder.
     section, _, name = key.partition(".")
     name = name.rpartition(".")[0] or name or "NAME"
     known = tuple(
@@ -365,7 +367,7 @@ def _unknown(key: str, known: tuple[str, ...]) -> str:
 
 
 def _sections(known: tuple[str, ...]) -> list[str]:
-    """Sections, and keys that are in none."""
+    """Return the names of sections, and keys that are in no section."""
     return sorted({key.split(".", maxsplit=1)[0] for key in known})
 
 

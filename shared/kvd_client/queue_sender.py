@@ -86,7 +86,7 @@ class QueueSender:
                     ack = await stream.read()
                 if not isinstance(ack, pb.QueueAck):
                     raise KvdProtocolError("kvd has ended the queue's stream", "see its log")
-                self._feed.acknowledged(ack.sequence, send_full=ack.send_full)
+                self._feed.on_acknowledge(ack.sequence, send_full=ack.send_full)
                 if not ack.send_full:
                     _wake(waiting)
                 await asyncio.sleep(PAUSE_S)

@@ -8,7 +8,7 @@
     @command(Options)
     def measure(options: Options) -> None: ...
 
-An option's value, its default and its help text stand in one place.
+So an option's value, its default and its help text are in one place.
 """
 
 from collections.abc import Callable, Collection
@@ -20,29 +20,29 @@ from typer.models import OptionInfo
 
 from shared.types.errors import InvalidInputError
 
-TEXT = "<str>"  # as which help shows a value that is parsed here
+TEXT = "<str>"  # shown in help for a value that is parsed here
 
 
 class BadListError(InvalidInputError):
-    """A list of numbers that is none."""
+    """A text is not a list of numbers."""
 
     reason = "bad_list"
 
 
-def say_nothing(_what: str) -> None:
-    """Report progress to nobody."""
+def ignore_progress(_what: str) -> None:
+    """Ignore a report of progress."""
 
 
 def names_of(text: str, known: Collection[str], what: str) -> list[str]:
-    """Read names between commas, in any case and each once.
+    """Parse a list of names separated by commas, in any case; return each once.
 
     Args:
         text: the names.
-        known: those that there are.
-        what: one of them is.
+        known: the valid names.
+        what: the kind of thing that has a name, for the error message.
 
     Raises:
-        InvalidInputError: another name is there, or none at all.
+        InvalidInputError: a name is not known, or there is none.
     """
     names = list(dict.fromkeys(part.strip().lower() for part in text.split(",") if part.strip()))
     unknown = [name for name in names if name not in known]
@@ -55,36 +55,37 @@ def names_of(text: str, known: Collection[str], what: str) -> list[str]:
 
 
 def command(*groups: type[Any], order: str = "") -> Callable[[Callable[..., None]], Any]:
-    """Make a command of a function that takes one value of each of these dataclasses.
+    """Return a decorator for a function that takes one value of each of these dataclasses.
 
-    A field is an option if it is annotated with a `typer.Option`; others keep their default. Of a
-    default that is parsed, metadata may have the `text`.
+    It makes the function a command. A field is an option if it is annotated with a `typer.Option`;
+    other fields keep their defaults. For a default that is parsed, the field's metadata may have
+    its `text`.
 
     Args:
-        groups: dataclasses; no two of them have an option of one name.
-        order: names of fields, separated by blanks: these are the options, in this order. "": all
-            of them, as they stand.
+        groups: dataclasses; no two of them have an option of the same name.
+        order: names of fields, separated by blanks: these are the options, in this order. "": all,
+            in the order of the dataclasses.
     """
 
     def decorate(run: Callable[..., None]) -> Any:
-        found = {name: (group, each) for group in groups for name, each in _options(group)}
+        found = {name: (group, option) for group in groups for name, option in _options(group)}
         names = order.split() or list(found)
 
-        def called(**given: Any) -> None:
+        def call(**given: Any) -> None:
             values: dict[type[Any], dict[str, Any]] = {group: {} for group in groups}
             for name, value in given.items():
                 values[found[name][0]][name] = value
             run(*(group(**values[group]) for group in groups))
 
-        called.__name__, called.__doc__ = run.__name__, run.__doc__
-        called.__signature__ = Signature([found[name][1] for name in names])  # type: ignore[attr-defined]
-        return called
+        call.__name__, call.__doc__ = run.__name__, run.__doc__
+        call.__signature__ = Signature([found[name][1] for name in names])  # type: ignore[attr-defined]
+        return call
 
     return decorate
 
 
 def _options(group: type[Any]) -> list[tuple[str, Parameter]]:
-    """Return the options of a dataclass, by field, as parameters of a function."""
+    """Return the options of a dataclass as parameters of a function, with their fields' names."""
     hints = get_type_hints(group, include_extras=True)
     found = []
     for field in fields(group):
@@ -101,7 +102,7 @@ def _options(group: type[Any]) -> list[tuple[str, Parameter]]:
 
 
 def as_text(value: Any) -> Any:
-    """Write a default as the command line has it: ((900, 100), (500, 500)) is "900/100,500/500"."""
+    """Return a default as on the command line: ((900, 100), (500, 500)) as "900/100,500/500"."""
     if not isinstance(value, tuple):
         return value
     parts = ("/".join(map(str, part)) if isinstance(part, tuple) else str(part) for part in value)
@@ -109,7 +110,7 @@ def as_text(value: Any) -> Any:
 
 
 def one_of(what: str, *names: str) -> Callable[[str], str]:
-    """Make a parser of one name; "" is one only if it is among them."""
+    """Return a parser of one name; "" is accepted only if it is among them."""
     known = [name for name in names if name]
 
     def parse(text: str) -> str:
@@ -122,7 +123,7 @@ def one_of(what: str, *names: str) -> Callable[[str], str]:
 
 
 def some_of(what: str, *names: str) -> Callable[[str], tuple[str, ...]]:
-    """Make a parser of several names, separated by commas."""
+    """Return a parser of several names, separated by commas."""
 
     def parse(text: str) -> tuple[str, ...]:
         found = tuple(text.split(","))
@@ -134,10 +135,10 @@ def some_of(what: str, *names: str) -> Callable[[str], tuple[str, ...]]:
 
 
 def numbers(text: str, least: int = 1) -> tuple[int, ...]:
-    """Read "1,8,24"; "" is none.
+    """Parse a list of numbers such as "1,8,24"; "" is the empty list.
 
     Raises:
-        BadListError: something else is there, or a number below `least`.
+        BadListError: a part is no number, or one below `least`.
     """
     try:
         found = tuple(int(part) for part in text.split(",") if part.strip())

@@ -1,4 +1,4 @@
-"""Pictures of reports; they need matplotlib, which is imported when one is drawn."""
+"""Pictures of reports. They need matplotlib, which is imported when one is drawn."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +17,7 @@ class NoPlotError(ConfigError):
 
 
 def check_plot(path: Path) -> None:
-    """Raise NoPlotError if a picture could not be made: before the minutes that measuring takes."""
+    """Raise NoPlotError if a picture could not be written: checked before minutes of measuring."""
     pyplot = load_pyplot()
     if path.is_dir():
         raise NoPlotError(f"{path} is a directory", "name a file with --plot")
@@ -32,10 +32,10 @@ def check_plot(path: Path) -> None:
 
 @contextmanager
 def picture(path: Path, rows: int, columns: int, **how: Any) -> Iterator[tuple[Any, Any]]:
-    """Make a figure and its axes, and write them when the block has drawn them.
+    """Make a figure and its axes, and write the picture when the block has drawn them.
 
     Args:
-        path: its name says the format.
+        path: the file; its suffix determines the format.
         rows: number of rows of axes.
         columns: number of columns of axes.
         how: further arguments of `pyplot.subplots`.
@@ -47,7 +47,7 @@ def picture(path: Path, rows: int, columns: int, **how: Any) -> Iterator[tuple[A
     figure, axes = pyplot.subplots(rows, columns, layout="constrained", **how)
     try:
         yield figure, axes
-        # Text stays text, and the same figures are the same file.
+        # Text stays text, and equal pictures give equal files.
         is_svg = path.suffix == ".svg"
         with pyplot.rc_context({"svg.fonttype": "none", "svg.hashsalt": "measured"}):
             figure.savefig(path, dpi=DOTS_PER_INCH, metadata={"Date": None} if is_svg else None)
@@ -58,7 +58,7 @@ def picture(path: Path, rows: int, columns: int, **how: Any) -> Iterator[tuple[A
 
 
 def load_pyplot() -> Any:
-    """Import matplotlib's pyplot, for pictures in files; raise NoPlotError if it is missing."""
+    """Import matplotlib's pyplot, for pictures in files. Raise NoPlotError if it is missing."""
     try:
         import matplotlib as mpl
     except ImportError as error:

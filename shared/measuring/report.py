@@ -15,7 +15,7 @@ from shared.terminal.printing import console
 from shared.terminal.tables import Column, fitted
 from shared.types.errors import ConfigError
 
-ONLY = "-"  # as the file of --json: the document goes to stdout, and nothing else
+ONLY = "-"  # as the file of --json: only the document is printed, to stdout
 
 
 class UnusableOutputError(ConfigError):
@@ -26,7 +26,7 @@ class UnusableOutputError(ConfigError):
 
 @contextmanager
 def progress_bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Show a bar on stderr if that is a terminal; yield what receives the progress."""
+    """Show a bar on stderr if that is a terminal; yield the callback for the progress."""
     from rich import progress
     from rich.console import Console
 
@@ -44,13 +44,13 @@ def progress_bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
         yield lambda num_done: bar.update(task, completed=num_done)
 
 
-def say_progress(what: str) -> None:
+def print_progress(what: str) -> None:
     """Print on stderr what is being measured."""
     typer.echo(f"measuring: {what}", err=True)
 
 
 def check_json(json_to: str) -> None:
-    """Raise UnusableOutputError if it cannot be written, before minutes are spent."""
+    """Raise UnusableOutputError if the file cannot be written: checked before minutes are spent."""
     path = Path(json_to)
     if json_to not in {"", ONLY} and (path.is_dir() or not path.resolve().parent.is_dir()):
         raise UnusableOutputError(
@@ -64,13 +64,13 @@ def print_report(
     json_to: str,
     notes: Iterable[str] = (),
 ) -> None:
-    """Print the tables, and write the document if it is asked for; or print the document alone.
+    """Print the tables, and write the document if a file is named; or print the document alone.
 
     Args:
         document: plain values.
-        tables: makes the tables for a terminal of so many columns.
-        json_to: file for the document, ONLY for it alone, "" for none.
-        notes: lines behind the tables, which are not wrapped: they may be commands.
+        tables: returns the tables for a terminal with this many columns.
+        json_to: file for the document; ONLY: print it alone; "": no document.
+        notes: lines after the tables. They are not wrapped, because they may be commands.
 
     Raises:
         UnusableOutputError: the file cannot be written.
@@ -95,7 +95,7 @@ def print_report(
 
 
 def number(heading: str, rank: int = 0) -> Column:
-    """Make a column of numbers; see Column for the rank."""
+    """Return a column of numbers; see Column for the rank."""
     return Column(heading, is_number=True, rank=rank)
 
 
@@ -106,24 +106,24 @@ def table_of(
     title: str,
     caption: str = "",
 ) -> Table:
-    """Make a table with a row for each thing that was found.
+    """Return a table with a row for each item.
 
     Args:
-        cells: columns, and how what they say of one thing is written.
-        found: the things.
-        width: terminal columns.
-        title: above it.
-        caption: below it.
+        cells: the columns, each with the function that writes its cell of an item.
+        found: the items.
+        width: columns of the terminal.
+        title: text above the table.
+        caption: text below the table.
     """
-    rows = [[write(each) for _, write in cells] for each in found]
+    rows = [[write(item) for _, write in cells] for item in found]
     return fitted([column for column, _ in cells], rows, width, title, caption)
 
 
 def quartiles(spread: Spread, form: str = ".2f") -> str:
-    """Write quartiles as tables show them."""
+    """Return quartiles as tables show them."""
     return f"{format(spread.low, form)} - {format(spread.high, form)}"
 
 
 def verdict(is_met: bool) -> str:
-    """Write whether a goal is met, as tables show it: it is shown, never asserted."""
+    """Return whether a goal is met, as tables show it. A goal is shown, never asserted."""
     return "met" if is_met else "MISSED"

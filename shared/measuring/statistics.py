@@ -1,13 +1,13 @@
 """Medians, percentiles and quartiles, intervals and ratios of measurements. Pure.
 
-Machines are noisy: neighbours, clock rates and disks change from second to second. What is compared
-is therefore measured in turn, many times; the median does not mind a few bad seconds, and its
-quartiles say how far to trust it.
+Machines are noisy: neighbours, clock rates and disks change from second to second. So alternatives
+are measured in turn, many times. The median is not affected by a few bad seconds, and its quartiles
+say how far to trust it.
 
-Shares and means have 95 % intervals, transfers are compared in interleaved pairs.
+Shares and means have 95 % intervals. Transfers are compared in interleaved pairs.
 
 *Source:* for shares, E. B. Wilson, "Probable inference, the law of succession, and statistical
-inference" (1927): unlike the plain normal interval it is right near 0 and 1.
+inference" (1927): unlike the plain normal interval, it is right near 0 and 1.
 """
 
 import math
@@ -28,7 +28,7 @@ def percentile(values: Sequence[float], fraction: float) -> float:
     """Return the value below which `fraction` of the values lie, interpolated between neighbours.
 
     Raises:
-        ValueError: if there are no values.
+        ValueError: there are no values.
     """
     if not values:
         raise ValueError("no values, no percentile")
@@ -44,7 +44,7 @@ def spread(values: Sequence[float]) -> Spread:
     return Spread(percentile(values, 0.25), percentile(values, 0.5), percentile(values, 0.75))
 
 
-Z = 1.959964  # 95 % of a normal distribution are within so many standard deviations
+Z = 1.959964  # 95 % of a normal distribution lie within this many standard deviations
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class Interval:
 
 
 def share(num_hits: int, num: int) -> Interval:
-    """Return a share with Wilson's interval; of no samples, the interval is [0, 1]."""
+    """Return a share with Wilson's interval; without samples the interval is [0, 1]."""
     if not num:
         return Interval(0.0, 0.0, 1.0)
     value = num_hits / num
@@ -67,12 +67,12 @@ def share(num_hits: int, num: int) -> Interval:
 
 
 def mean(values: Sequence[float]) -> Interval:
-    """Return a mean with its normal interval, from the values' own spread; one value has none."""
+    """Return a mean with its normal interval, by the spread of the values; infinite for one."""
     num = len(values)
     value = math.fsum(values) / num
     if num == 1:
         return Interval(-math.inf, value, math.inf)
-    variance = math.fsum((each - value) ** 2 for each in values) / (num - 1)
+    variance = math.fsum((item - value) ** 2 for item in values) / (num - 1)
     half = Z * math.sqrt(variance / num)
     return Interval(value - half, value, value + half)
 
@@ -92,17 +92,17 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """The same work done by kvd and by the machine alone, one right after the other."""
+    """The same work, done by kvd and by the machine alone, one right after the other."""
 
     kvd: Sample
     floor: Sample
 
     @property
     def ratio(self) -> float:
-        """Speed of kvd in units of the floor's: 1.0 is as fast as the machine."""
+        """Speed of kvd relative to the floor's: 1.0 is as fast as the machine."""
         return self.kvd.bytes_per_s / self.floor.bytes_per_s
 
 
 def growth(before: Sequence[float], after: Sequence[float]) -> Spread:
-    """Return how many times larger `after` is, round by round: both are of the same rounds."""
+    """Return how many times larger `after` is, round by round. Both have the same rounds."""
     return spread([later / earlier for earlier, later in zip(before, after, strict=True)])

@@ -1,7 +1,7 @@
-"""What a measurement works with: directories, memory, an end on Ctrl-C, the machine's facts.
+"""The workspace of a measurement: directories, memory, an end on Ctrl-C, facts of the machine.
 
-Whatever it makes is removed when it ends. Without the facts of the machine nobody can compare what
-was measured.
+Everything that is made is removed at the end. Without the facts of the machine, measurements cannot
+be compared.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage")
 
 
 def common_facts(libraries: Iterable[str]) -> dict[str, Any]:
-    """Return what every report says of its machine, by the names of a document.
+    """Return the facts of the machine for every report, by their names in the document.
 
     Args:
         libraries: names of libraries whose versions matter.
@@ -43,7 +43,7 @@ def common_facts(libraries: Iterable[str]) -> dict[str, Any]:
 
 
 def cpu_name() -> str:
-    """Return the processor's name, as the kernel knows it."""
+    """Return the processor's name, as the kernel reports it."""
     for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
         name, _, value = line.partition(":")
         if name.strip() == "model name":
@@ -53,15 +53,15 @@ def cpu_name() -> str:
 
 def private_huge_pages() -> str:
     """Return when private memory gets transparent huge pages: "always", "madvise" or "never"."""
-    return _chosen(_HUGE_PAGES / "enabled")
+    return _selected(_HUGE_PAGES / "enabled")
 
 
 def shared_huge_pages() -> str:
     """Return when shared memory gets transparent huge pages: "advise", "never", …."""
-    return _chosen(_HUGE_PAGES / "shmem_enabled")
+    return _selected(_HUGE_PAGES / "shmem_enabled")
 
 
-def _chosen(setting: Path) -> str:
+def _selected(setting: Path) -> str:
     """Return the mode in brackets of "always [madvise] never"; "" without such a setting."""
     text = setting.read_text(encoding="ascii") if setting.exists() else ""
     return text.partition("[")[2].partition("]")[0]
@@ -71,20 +71,20 @@ T = TypeVar("T")
 
 
 class NoRoomError(ExhaustedError):
-    """The memory, or the disk, does not hold what is to be measured."""
+    """The memory, or the disk, is too small for what is to be measured."""
 
     reason = "no_room"
 
 
 @contextmanager
 def directories(parent: Path, prefix: str) -> Iterator[tuple[Path, Path]]:
-    """Make two directories that nobody else uses, removed with all that is in them at the end.
+    """Make two temporary directories, which are removed with their contents at the end.
 
     Returns:
         One in `parent`, on the disk to measure; and one for sockets, whose paths must be short.
 
     Raises:
-        OSError: nothing can be made there.
+        OSError: no directory can be made there.
     """
     with (
         tempfile.TemporaryDirectory(prefix=prefix, dir=parent) as state,
@@ -94,7 +94,7 @@ def directories(parent: Path, prefix: str) -> Iterator[tuple[Path, Path]]:
 
 
 def check_memory(needed_bytes: int, what: str, remedy: str) -> None:
-    """Raise NoRoomError unless the machine has that much memory to give."""
+    """Raise NoRoomError unless this much memory is available."""
     available = psutil.virtual_memory().available
     if available < needed_bytes:
         raise NoRoomError(
@@ -105,13 +105,13 @@ def check_memory(needed_bytes: int, what: str, remedy: str) -> None:
 
 
 def run_until_signal(measure: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    """Run a measurement; SIGTERM ends it as Ctrl-C does, so that everything is removed.
+    """Run a measurement. SIGTERM ends it like Ctrl-C, so that everything is removed.
 
     Raises:
         KeyboardInterrupt: one of the two came.
     """
 
-    async def measured() -> T:
+    async def run() -> T:
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         assert task is not None, "the runner runs a task"  # noqa: S101
         loop.add_signal_handler(signal.SIGTERM, task.cancel)
@@ -122,6 +122,6 @@ def run_until_signal(measure: Callable[[], Coroutine[Any, Any, T]]) -> T:
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         try:
-            return runner.run(measured())
+            return runner.run(run())
         except asyncio.CancelledError:
             raise KeyboardInterrupt from None

@@ -1,7 +1,7 @@
-"""Which server a session's turns go to, for a balancer in front of servers and for plans.
+"""Routing: the server for a session's turns, for a balancer in front of servers and for plans.
 
-    hash_ring       whose a session is, by names alone
-    session_router  where its next turn goes, by who holds its KV and what waiting there costs
+    hash_ring       the server of a session, by names alone
+    session_router  the server of its next turn, by which one holds its KV and the cost of waiting
 
-Pure; nothing here knows how turns travel.
+Pure; nothing here knows how turns are sent.
 """

@@ -1,23 +1,26 @@
-"""Where a session's next turn goes: to who holds its KV, unless waiting there costs more. Pure.
+"""SessionRouter: chooses the server of a session's next turn. Pure.
+
+The turn goes to the server that holds the session's KV, unless waiting there costs more:
 
     a session that some server holds   that server
-    another one                        its server on the hash ring
-    a turn of no named session         of some servers that are drawn, the least busy one
+    another session                    its server on the hash ring
+    a turn without a named session     the least busy one of some servers drawn at random
 
-A named session goes elsewhere if that is worth it: to one of its next servers on the ring, so that
-other routers, which count other turns, find it there. Compared is what each choice costs, in
-seconds of waiting:
+A named session goes elsewhere if that pays: to one of its next servers on the ring, so that other
+routers, which count other turns, find it there. The costs of the choices are compared in seconds of
+waiting:
 
     there      until a place is free, by the turns that wait or run and how long a turn has a place
-    elsewhere  the same, and what brings the history there: fetching it, which the turn alone waits
-               for, or computing it, which holds up those who wait there as well, and those who are
-               likely to come meanwhile. What has just been stored may not be there to be fetched
+    elsewhere  the same, plus getting the history there: either fetching it, for which only this
+               turn waits, or computing it, which also delays the turns that wait there and those
+               that are likely to come meanwhile. A session that was just stored may not be
+               fetchable yet
 
-Servers that drain get no turn while others take some. Who is gone is asked no more.
+A server that drains gets no turn while others accept some. A server that is gone gets none.
 
-A router is told of servers (`set_servers`), of what each says now and then (`report`), and of the
-turns that it has sent (`began`, `ended`). It forgets the sessions that were longest unused where it
-would know more than `most_sessions`: these go by the ring again.
+The caller reports the servers (`set_servers`), what each of them reports now and then (`report`),
+and the turns that it has sent (`on_begin`, `on_end`). Beyond `most_sessions` the router forgets the
+sessions that were unused for the longest time; these go by the ring again.
 
 *Source:* bounding loads along the ring: Mirrokni, Thorup and Zadimoghaddam, Consistent Hashing with
 Bounded Loads (SODA 2018); the least of a few that are drawn: Mitzenmacher, The Power of Two Choices
@@ -35,26 +38,26 @@ from typing import Literal, NamedTuple
 
 from shared.routing.hash_ring import HashRing, name_hash
 
-DRAWN_SERVERS = 8  # looked at for a turn of no session: the least of so many is hardly ever busy
+DRAWN_SERVERS = 8  # compared for a turn without a session: the least busy of 8 is hardly ever busy
 
 Reason = Literal["held", "owner", "moved", "least_busy"]
 
 
 @dataclass(frozen=True, slots=True)
 class ServerReport:
-    """What a server says of itself. Unless it has said anything it is idle.
+    """The state of a server, as it reports it. A server without a report counts as idle.
 
     Attributes:
         num_turns: turns that wait or run there.
-        num_places: turns that run at the same time, at least one.
-        turn_s: mean time for which a turn has its place.
-        compute_s: of a token of history that is computed.
+        num_places: turns that can run at the same time, at least 1.
+        turn_s: mean seconds for which a turn has its place.
+        compute_s: seconds to compute one token of history.
         starts_per_s: how often a turn gets a place there.
-        fetch_s: of a token of history that is fetched from where other servers have stored it;
+        fetch_s: seconds to fetch one token of history from where other servers have stored it;
             None: this server fetches nothing.
-        stored_after_s: how long after its turn a session is stored there for others.
-        takes_turns: False: it drains.
-        sessions: tokens held of sessions that were used lately, by their `name_hash`.
+        stored_after_s: seconds from a turn's end until its session is stored for other servers.
+        takes_turns: whether it accepts turns; False: it drains.
+        sessions: number of tokens held of recently used sessions, by their `name_hash`.
     """
 
     num_turns: int = 0
@@ -69,19 +72,19 @@ class ServerReport:
 
 
 class Route(NamedTuple):
-    """Where a turn goes.
+    """The choice for one turn.
 
     Attributes:
         server: name of the server.
-        reason: "held": it is known to hold the session; "owner": nobody is, and it is the session's
-            own; "moved": the one of these would cost more, or drains; "least_busy": the turn names
-            no session.
-        others: those to be asked if this one cannot be reached, the best first.
+        reason: "held": it is known to hold the session; "owner": no server is, and this is the
+            session's own on the ring; "moved": the one of these costs more, or drains;
+            "least_busy": the turn names no session.
+        fallbacks: servers to try if this one cannot be reached, the best first.
     """
 
     server: str
     reason: Reason
-    others: tuple[str, ...]
+    fallbacks: tuple[str, ...]
 
 
 class NoServerError(LookupError):
@@ -89,13 +92,13 @@ class NoServerError(LookupError):
 
 
 class SessionRouter:
-    """Which server gets a turn; see the module.
+    """Chooses the server of each turn.
 
     Args:
-        num_fallbacks: servers behind its own on the ring that a session may go to.
-        most_sessions: sessions of which it is known who holds them.
-        seed: of what is drawn for turns of no session.
-        clock: seconds, from anywhere on.
+        num_fallbacks: how many servers after its own on the ring a session may go to.
+        most_sessions: for how many sessions the holder is remembered.
+        seed: seed of the draws for turns without a session.
+        clock: returns seconds since any fixed point.
     """
 
     def __init__(
@@ -115,10 +118,10 @@ class SessionRouter:
         self._names: list[str] = []
         self._held: OrderedDict[int, _Held] = OrderedDict()  # the longest unused first
 
-    # ------------------------------------------------------------------------------ what is told
+    # --------------------------------------------------------------------------------- reports
 
     def set_servers(self, servers: Iterable[str]) -> None:
-        """Know these servers, and no others."""
+        """Replace the servers."""
         self._ring.set_servers(servers)
         self._servers = {
             name: self._servers.get(name) or _Server() for name in sorted(self._ring.servers)
@@ -126,7 +129,7 @@ class SessionRouter:
         self._names = list(self._servers)
 
     def report(self, server: str, report: ServerReport) -> None:
-        """Take in what a server says; of one that is not known nothing is."""
+        """Record a server's report. Reports of servers that are not known are ignored."""
         known = self._servers.get(server)
         if known is None:
             return
@@ -135,34 +138,34 @@ class SessionRouter:
         for session, tokens in report.sessions.items() - before.sessions.items():
             self._hold(session, server, tokens)
 
-    def began(self, server: str, session: str | None) -> None:
-        """Count a turn that was sent to a server: from now on its session is held there."""
+    def on_begin(self, server: str, session: str | None) -> None:
+        """Record a turn that was sent to a server, which holds its session from now on."""
         if (known := self._servers.get(server)) is not None:
             known.num_since += 1
         if session is not None:
             hashed = name_hash(session)
             before = self._held.get(hashed, _NOTHING)
-            self._note(hashed, _Held(server, before.tokens, before.changed_s))
+            self._remember(hashed, _Held(server, before.tokens, before.changed_s))
 
-    def ended(self, server: str, session: str | None = None, tokens: int = 0) -> None:
-        """Count a turn that is over; `tokens` of its session are held there, if that is known."""
+    def on_end(self, server: str, session: str | None = None, tokens: int = 0) -> None:
+        """Record the end of a turn; `tokens` of its session are held there, if that is known."""
         if (known := self._servers.get(server)) is not None:
             known.num_since -= 1
         if session is not None and tokens:
-            self._note(name_hash(session), _Held(server, tokens, self._clock()))
+            self._remember(name_hash(session), _Held(server, tokens, self._clock()))
 
     @property
     def num_known(self) -> int:
-        """Number of sessions of which it is known who holds them."""
+        """Number of sessions whose holder is known."""
         return len(self._held)
 
-    # ---------------------------------------------------------------------------- what is decided
+    # -------------------------------------------------------------------------------- choices
 
     def choose(self, session: str | None) -> Route:
-        """Say where a turn goes.
+        """Choose the server of a turn.
 
         Args:
-            session: name of its session; None: it has none, or one that nobody knows.
+            session: name of its session; None: it has none, or one that is not known anywhere.
 
         Raises:
             NoServerError: there is no server.
@@ -176,14 +179,14 @@ class SessionRouter:
         names = self._candidates(session, holder)
         age_s = self._clock() - held.changed_s
         ranked = sorted(names, key=lambda name: self._cost(name, holder, held.tokens, age_s))
-        best = ranked[0]  # of equals the one that was first: sorting is stable
+        best = ranked[0]  # of equal costs the first candidate, because sorting is stable
         reason: Reason = "held" if best == holder else "moved"
         if holder is None and best == names[0]:
             reason = "owner"
         return Route(best, reason, tuple(ranked[1:]))
 
     def _candidates(self, session: str, holder: str | None) -> list[str]:
-        """List the holder, then the session's servers on the ring, those that drain at the end."""
+        """List the holder, then the session's servers on the ring, draining ones only if all do."""
         names = [] if holder is None else [holder]
         taking: list[str] = []
         draining: list[str] = []
@@ -195,7 +198,7 @@ class SessionRouter:
         return names + [name for name in owners if name != holder]
 
     def _cost(self, name: str, holder: str | None, tokens: int, age_s: float) -> tuple[bool, float]:
-        """Return what a turn there costs, to be compared: who drains costs more than any other."""
+        """Return the cost of a turn there, for comparison. A draining server costs most."""
         server = self._servers[name]
         moving_s = 0.0 if name == holder else server.moving_s(tokens, age_s)
         return not server.report.takes_turns, server.wait_s() + moving_s
@@ -207,17 +210,17 @@ class SessionRouter:
         ranked = sorted(drawn, key=lambda name: self._servers[name].busyness())
         return Route(ranked[0], "least_busy", tuple(ranked[1:]))
 
-    # -------------------------------------------------------------------------------- who has what
+    # --------------------------------------------------------------------------- held sessions
 
     def _hold(self, session: int, server: str, tokens: int) -> None:
-        """Take in that a server holds so much of a session, unless another one holds more."""
+        """Record that a server holds tokens of a session, unless another one holds more."""
         held = self._held.get(session, _NOTHING)
         if held.server in self._servers and held.server != server and held.tokens > tokens:
             return
         changed_s = held.changed_s if held.tokens == tokens else self._clock()
-        self._note(session, _Held(server, tokens, changed_s))
+        self._remember(session, _Held(server, tokens, changed_s))
 
-    def _note(self, session: int, held: "_Held") -> None:
+    def _remember(self, session: int, held: "_Held") -> None:
         self._held[session] = held
         self._held.move_to_end(session)
         if len(self._held) > self._most_sessions:
@@ -225,7 +228,7 @@ class SessionRouter:
 
 
 class _Held(NamedTuple):
-    """Who holds a session, how many tokens of it and since when, as far as that is known."""
+    """The holder of a session, the number of its tokens, and since when; as far as known."""
 
     server: str
     tokens: int
@@ -237,7 +240,7 @@ _NOTHING = _Held("", 0, -inf)
 
 @dataclass(slots=True)
 class _Server:
-    """A server as a router sees it: its last report, and what this router has sent since."""
+    """A server as the router sees it: its last report, and what the router has sent since."""
 
     report: ServerReport = field(default_factory=ServerReport)
     num_since: int = 0  # turns that began since the report, less those that ended
@@ -251,16 +254,16 @@ class _Server:
         return max(0, self.num_turns - self.report.num_places)
 
     def wait_s(self) -> float:
-        """Return how long one more turn would wait for its place."""
+        """Return how many seconds one more turn would wait for its place."""
         num_before = max(0, self.num_turns - self.report.num_places + 1)
         return num_before * self.report.turn_s / self.report.num_places
 
     def moving_s(self, tokens: int, age_s: float) -> float:
-        """Return what it costs all turns here to have so much history that is elsewhere.
+        """Return the cost, for all turns here, of a history that is held elsewhere.
 
         Args:
-            tokens: what another server holds.
-            age_s: how long it has held that.
+            tokens: number of tokens that another server holds.
+            age_s: for how many seconds it has held them.
         """
         report = self.report
         compute_s = tokens * report.compute_s
@@ -269,11 +272,11 @@ class _Server:
         if report.fetch_s is None:
             return compute_s
         fetch_s = tokens * report.fetch_s
-        is_stored = age_s >= report.stored_after_s + fetch_s  # that took as long
+        is_stored = age_s >= report.stored_after_s + fetch_s  # storing takes as long as fetching
         return min(fetch_s, compute_s) if is_stored else compute_s
 
     def busyness(self) -> tuple[bool, float, float]:
-        """Return what servers are compared by for a turn whose history is nowhere."""
+        """Return the key by which servers are compared for a turn without a history."""
         return (
             not self.report.takes_turns,
             self.wait_s(),

@@ -1,1 +1,1 @@
-"""What both processes serve besides their work: guards of calls, metrics, health, traces, HTTP."""
+"""Serving apart from the work itself: guards of calls, metrics, health, traces, HTTP."""

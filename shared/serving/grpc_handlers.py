@@ -1,7 +1,7 @@
-"""What every gRPC server of ours has: options that bound a connection, and wrapped handlers.
+"""Parts of every gRPC server: options that bound connections, and wrapped handlers.
 
-An interceptor that stands around every RPC takes a handler's behaviour and makes a handler of the
-same kind around it.
+An interceptor around every RPC takes the method of a handler (grpc calls it the behaviour) and
+makes a handler of the same kind around it.
 """
 
 from abc import ABC, abstractmethod
@@ -10,10 +10,10 @@ from typing import Any, TypeAlias
 
 import grpc
 
-HANDSHAKE_MS = 10_000  # from connecting to the end of the handshake: half-open connections go
-KEEPALIVE_MS = 60_000  # a TCP client that does not answer a ping goes
-KEEPALIVE_ANSWER_MS = 20_000
-IDLE_MS = 120_000  # a TCP connection without a call; clients connect again by themselves
+HANDSHAKE_MS = 10_000  # from connecting to the end of the handshake; closes half-open connections
+KEEPALIVE_MS = 60_000  # between pings to a TCP client
+KEEPALIVE_ANSWER_MS = 20_000  # a client that does not answer a ping in this time is disconnected
+IDLE_MS = 120_000  # a TCP connection without a call is closed; clients reconnect by themselves
 MAX_METADATA_BYTES = 16 << 10
 
 
@@ -23,9 +23,9 @@ def server_options(
     """Return options for grpc.aio.server.
 
     Args:
-        max_message_bytes: most bytes of a message, either way.
+        max_message_bytes: most bytes of a message, in either direction.
         max_connections: most connections at one address; more are closed at once.
-        is_tcp: whether the address is a port.
+        is_tcp: whether the address is a TCP port.
     """
     options: list[tuple[str, Any]] = [
         ("grpc.so_reuseport", 0),  # a port in use is an error, not a second, half-served server
@@ -51,15 +51,15 @@ Streaming: TypeAlias = Callable[[Any, Any], AsyncIterator[Any]]
 
 
 def behaviour_of(handler: Handler) -> Any:
-    """Return the servicer's method of a handler of any of the four kinds."""
+    """Return the servicer's method of a handler, of whichever of the four kinds."""
     return (
         handler.stream_stream or handler.stream_unary or handler.unary_stream or handler.unary_unary
     )
 
 
 def with_behaviour(handler: Handler, behaviour: Single | Streaming) -> Handler:
-    """Make a handler of the same kind with another method."""
-    return made_handler(
+    """Return a handler of the same kind with another method."""
+    return make_handler(
         behaviour,
         handler.request_deserializer,
         handler.response_serializer,
@@ -68,7 +68,7 @@ def with_behaviour(handler: Handler, behaviour: Single | Streaming) -> Handler:
     )
 
 
-def made_handler(
+def make_handler(
     behaviour: Single | Streaming,
     deserializer: Callable[[bytes], Any] | None,
     serializer: Callable[[Any], bytes] | None,
@@ -76,34 +76,34 @@ def made_handler(
     takes_stream: bool,
     gives_stream: bool,
 ) -> Handler:
-    """Make a handler of one of the four kinds."""
+    """Return a handler of one of the four kinds: single or streaming, either way."""
     maker: Any = {
         (False, False): grpc.unary_unary_rpc_method_handler,
         (False, True): grpc.unary_stream_rpc_method_handler,
         (True, False): grpc.stream_unary_rpc_method_handler,
         (True, True): grpc.stream_stream_rpc_method_handler,
     }[takes_stream, gives_stream]
-    made: Handler = maker(behaviour, deserializer, serializer)
-    return made
+    handler: Handler = maker(behaviour, deserializer, serializer)
+    return handler
 
 
 class CallInterceptor(grpc.aio.ServerInterceptor, ABC):  # type: ignore[type-arg]
-    """Stands around every call of a method that the server has; grpc refuses any other itself."""
+    """Wraps every call of a method that the server has. grpc itself refuses any other method."""
 
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Handler:
-        """Wrap the method's handler; called by grpc for each RPC."""
-        handler: Any = await continuation(handler_call_details)  # None, whatever its type says
-        return None if handler is None else self.wrapped(handler, handler_call_details)  # type: ignore[return-value]
+        """Wrap the method's handler. Called by grpc for each RPC."""
+        handler: Any = await continuation(handler_call_details)  # may be None despite its type
+        return None if handler is None else self.wrap(handler, handler_call_details)  # type: ignore[return-value]
 
     @abstractmethod
-    def wrapped(self, handler: Any, details: grpc.HandlerCallDetails) -> Handler:
-        """Make the handler that answers in place of `handler`.
+    def wrap(self, handler: Any, details: grpc.HandlerCallDetails) -> Handler:
+        """Return the handler that is called in place of `handler`.
 
         Args:
-            handler: of the servicer's method, or of the interceptor behind this one.
+            handler: the handler of the servicer's method, or of the next interceptor.
             details: the call's method and metadata.
         """

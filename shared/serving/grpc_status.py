@@ -1,9 +1,9 @@
-"""The one place that turns our errors into gRPC statuses and back.
+"""Conversion of our errors to gRPC statuses and back; the only place that does it.
 
 A status carries google.rpc.ErrorInfo: `reason` (slug), `domain` ("kvd", "inference"), metadata
-"retryable", "remedy", "message" and the error's own details; and google.rpc.RetryInfo if the error
-says when to come back. Servers install ReportedErrorInterceptor, so that servicers simply raise;
-clients pass what they caught to error_from_rpc.
+"retryable", "remedy", "message" and the error's own details. It carries google.rpc.RetryInfo, too,
+if the error says when to try again. Servers install ReportedErrorInterceptor, so that servicers
+simply raise. Clients pass the exception they caught to error_from_rpc.
 
 *Source:* https://google.aip.dev/193 (errors).
 """
@@ -17,7 +17,7 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import DecodeError, Message
 from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
 
-from shared.serving.grpc_handlers import CallInterceptor, Handler, behaviour_of, made_handler
+from shared.serving.grpc_handlers import CallInterceptor, Handler, behaviour_of, make_handler
 from shared.types.errors import (
     ConflictError,
     DeadlineError,
@@ -33,16 +33,16 @@ from shared.types.errors import (
 from shared.types.units import NS_PER_S
 
 DETAILS_KEY = "grpc-status-details-bin"  # where gRPC carries google.rpc.Status
-MAX_TEXT = 1000  # of a message or remedy: trailing metadata is bounded (8 KB by default)
+MAX_TEXT = 1000  # of a message or remedy: trailing metadata is limited (8 KB by default)
 MAX_DETAIL_TEXT = 100  # of a detail, for the same reason
-MAX_RETRY_S = 86400.0  # a hint to come back later than tomorrow is not sent
+MAX_RETRY_S = 86400.0  # later retry hints are cut to a day
 GRPC_TOO_LARGE = "message larger than max"  # gRPC's words, on either side
-NO_ANSWER = frozenset({DeadlineError.grpc_code, "UNKNOWN"})  # codes of a peer that said nothing
-OUR_METADATA = frozenset({"retryable", "remedy", "message"})  # the rest is the error's details
+NO_ANSWER = frozenset({DeadlineError.grpc_code, "UNKNOWN"})  # codes when the peer sent no status
+OUR_METADATA = frozenset({"retryable", "remedy", "message"})  # all other keys are error details
 
 
 class InternalError(ReportedError):
-    """The peer failed in a way it did not expect itself."""
+    """The peer failed unexpectedly."""
 
     reason = "internal"
     grpc_code = "INTERNAL"
@@ -50,7 +50,7 @@ class InternalError(ReportedError):
 
 
 class MessageTooLargeError(InvalidInputError):
-    """gRPC has refused to send, or to take, a message of this size; it says so in words only."""
+    """gRPC has refused to send or receive a message of this size. Only its text says so."""
 
     reason = "message_too_large"
 
@@ -72,7 +72,7 @@ _BY_CODE: Mapping[str, type[ReportedError]] = {
 
 
 def details_of(error: ReportedError, domain: str) -> bytes:
-    """Serialised google.rpc.Status for `error`, the value of the trailing metadata DETAILS_KEY."""
+    """Serialise the google.rpc.Status of an error: the trailing metadata under DETAILS_KEY."""
     status = status_pb2.Status(code=_code(error).value[0], message=str(error)[:MAX_TEXT])
     info = error_details_pb2.ErrorInfo(reason=error.reason, domain=domain)
     for name, value in error.details.items():
@@ -98,19 +98,20 @@ async def abort_with(
 
 
 def error_from_rpc(rpc_error: grpc.RpcError) -> ReportedError:
-    """Rebuild the error a server raised; statuses without our details become the nearest class.
+    """Rebuild the error that a server raised. A status without our details gives the nearest class.
 
     The result is an instance of the base class for its code (StateError for every
     FAILED_PRECONDITION), with the original reason, message, remedy, retryable, details and
     retry_after_s.
     """
-    # grpc.RpcError is an empty base: what is raised is always a call, with these methods.
+    # grpc.RpcError is an empty base class: what grpc raises is always a call with these methods.
     call: Any = rpc_error
     code = call.code().name
     info = error_details_pb2.ErrorInfo()
     if not _find_detail(call.trailing_metadata(), info):
-        # Nobody's word: a deadline that passed on this side says that the peer did not answer, and
-        # UNKNOWN that it ended without a status, as a balancer has it whose server is killed.
+        # The server has not sent this status. A deadline that passed on this side means that the
+        # peer did not answer. UNKNOWN means that it ended without a status: a balancer reports
+        # that when its server is killed.
         text = f"{code}: {call.details() or 'no details'}"[:MAX_TEXT]
         if GRPC_TOO_LARGE in text:
             return MessageTooLargeError(text, "send less at once")
@@ -136,22 +137,22 @@ def error_from_rpc(rpc_error: grpc.RpcError) -> ReportedError:
 
 
 class ReportedErrorInterceptor(CallInterceptor):
-    """Turns a ReportedError raised by a servicer into its status, and anything else into INTERNAL.
+    """Converts a ReportedError of a servicer to its status, and any other exception to INTERNAL.
 
     Attributes:
-        domain: domain of ErrorInfo: "kvd" or "inference".
+        domain: the domain of ErrorInfo: "kvd" or "inference".
     """
 
     def __init__(self, domain: str) -> None:
         self.domain = domain
 
-    def wrapped(self, handler: Any, details: grpc.HandlerCallDetails) -> Handler:
+    def wrap(self, handler: Any, details: grpc.HandlerCallDetails) -> Handler:
         """See CallInterceptor."""
         method = details.method
         wrap = self._streaming if handler.response_streaming else self._single
-        return made_handler(
+        return make_handler(
             wrap(method, behaviour_of(handler)),
-            _reading(handler.request_deserializer),
+            _make_reader(handler.request_deserializer),
             handler.response_serializer,
             takes_stream=handler.request_streaming,
             gives_stream=handler.response_streaming,
@@ -160,7 +161,7 @@ class ReportedErrorInterceptor(CallInterceptor):
     def _single(self, method: str, behaviour: Any) -> Any:
         async def answer(request: Any, context: Any) -> Any:
             try:
-                return await behaviour(_readable(request), context)
+                return await behaviour(_check_readable(request), context)
             except Exception as error:  # noqa: BLE001  # the edge: nothing above would report it
                 await self._abort(method, context, error)
 
@@ -169,7 +170,7 @@ class ReportedErrorInterceptor(CallInterceptor):
     def _streaming(self, method: str, behaviour: Any) -> Any:
         async def answer(request: Any, context: Any) -> AsyncIterator[Any]:
             try:
-                responses = behaviour(_readable(request), context)
+                responses = behaviour(_check_readable(request), context)
                 if inspect.isawaitable(responses):  # health's Watch writes to the context itself
                     await responses
                     return
@@ -185,7 +186,7 @@ class ReportedErrorInterceptor(CallInterceptor):
             raise error
         if not isinstance(error, ReportedError):
             from shared.process.log import (
-                get_logger,  # late: clients, too, import this module, and log not
+                get_logger,  # imported late, because clients import this module and do not log
             )
 
             log = get_logger(__name__)
@@ -195,12 +196,12 @@ class ReportedErrorInterceptor(CallInterceptor):
 
 
 class _Unreadable:
-    """Stands for a request whose bytes are no message: grpc itself would answer UNKNOWN."""
+    """A request whose bytes are no valid message. grpc itself would answer UNKNOWN."""
 
 
-def _reading(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
+def _make_reader(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
     def read(data: bytes) -> Any:
-        assert deserialize is not None  # noqa: S101  # see below
+        assert deserialize is not None  # noqa: S101  # otherwise `read` is not returned
         try:
             return deserialize(data)
         except DecodeError:
@@ -209,18 +210,18 @@ def _reading(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], An
     return None if deserialize is None else read
 
 
-def _readable(request: Any) -> Any:
-    """Return the request, or the stream of requests, as it is; refuse what could not be read."""
+def _check_readable(request: Any) -> Any:
+    """Return the request, or the stream of requests. Raise InvalidInputError if unreadable."""
     if isinstance(request, _Unreadable):
         raise InvalidInputError("the request is not a message", "send what the .proto file says")
     if isinstance(request, AsyncIterator):
-        return _all_readable(request)
+        return _check_all_readable(request)
     return request
 
 
-async def _all_readable(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
+async def _check_all_readable(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
     async for request in requests:
-        yield _readable(request)
+        yield _check_readable(request)
 
 
 def _code(error: ReportedError) -> grpc.StatusCode:
@@ -247,12 +248,12 @@ def _retry_after_s(trailing_metadata: Any) -> float | None:
 
 
 def _find_detail(trailing_metadata: Any, detail: Message) -> bool:
-    """Fill `detail` from the first of its type in the status; False if there is none."""
+    """Fill `detail` from the first one of its type in the status; return whether there is one."""
     for key, value in trailing_metadata or ():
         if key == DETAILS_KEY:
             try:
-                packed = status_pb2.Status.FromString(value).details
-                return any(one.Unpack(detail) for one in packed)
+                details = status_pb2.Status.FromString(value).details
+                return any(packed.Unpack(detail) for packed in details)
             except DecodeError:  # not written by this module
                 return False
     return False

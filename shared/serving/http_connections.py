@@ -1,19 +1,19 @@
-"""Which HTTP connections a server has open, and which of them goes for the next one. Pure.
+"""The open HTTP connections of a server, and which of them is closed for a new one. Pure.
 
 A connection is in one of three phases:
 
-    UNFINISHED   its TLS handshake, or the headers of its next request, have not come whole
-    ANSWERING    a request of it is being answered: it is not cut for anybody
-    IDLE         it was answered, and may ask again
+    UNFINISHED   its TLS handshake, or the headers of its next request, are not complete
+    ANSWERING    a request of it is being answered: it is never cut
+    IDLE         its request was answered, and it may send another one
 
-What holds:
-
+Invariants:
 1. At most `max_connections` are open, and at most `max_per_address` of one address.
-2. Who comes when there is no room is let in, and the one that has been UNFINISHED longest goes; if
-   none is, the one that has been IDLE longest. If its own address has too many, one of these goes.
-   It is refused only if all of them are ANSWERING.
-3. A part of the places, `reserve`, is for requests of reserved paths: others are answered on the
-   rest. So somebody who asks for health gets in, however many are being answered.
+2. A new connection is let in even if there is no room. Then the one that has been UNFINISHED for
+   the longest time is closed; if there is none, the one that has been IDLE for the longest time. If
+   the new one's address has too many, one of that address is closed. The new one is refused only if
+   all of them are ANSWERING.
+3. A part of the places, `reserve`, is for requests of reserved paths; other requests are answered
+   on the rest. So a health check is answered, however many requests are being answered.
 
 Every operation takes constant time.
 """
@@ -27,8 +27,8 @@ from typing import Generic, NamedTuple, TypeVar
 
 from shared.types.histogram import Tally
 
-RESERVED_SHARE = 16  # one in so many places
-V6_PREFIX = 64  # bits: what one household or host gets, and can change addresses within
+RESERVED_SHARE = 16  # one in 16 places is reserved
+V6_PREFIX = 64  # bits: what one household or host gets, and within which it can change addresses
 
 Network = IPv4Network | IPv6Network
 C = TypeVar("C", bound=Hashable)
@@ -46,16 +46,16 @@ class Phase(Enum):
 
 @dataclass(frozen=True)
 class Bounds:
-    """Bounds of connections to one server.
+    """Limits of the connections to one server.
 
     Attributes:
         max_connections: most connections at once.
-        max_per_address: most connections of one IPv4 address, or one IPv6 network of 64 bits; 0: as
-            many as there are places.
-        proxies: networks that `max_per_address` is not for: many clients come from there as one.
+        max_per_address: most connections of one IPv4 address, or of one IPv6 network of 64 bits;
+            0: as many as there are places.
+        proxies: networks without `max_per_address`, because many clients share one address there.
         header_s: most seconds for a TLS handshake, and then for the headers of each request.
-        idle_s: most seconds between two requests; longer than proxies keep connections, so that
-            they close first.
+        idle_s: most seconds between two requests. Longer than proxies keep connections, so that
+            the proxies close first.
         write_s: most seconds in which the client reads nothing of what was sent.
     """
 
@@ -68,7 +68,7 @@ class Bounds:
 
     @property
     def reserve(self) -> int:
-        """Places for requests of reserved paths."""
+        """Number of places for requests of reserved paths."""
         return max(1, self.max_connections // RESERVED_SHARE) if self.max_connections > 1 else 0
 
 
@@ -86,12 +86,12 @@ class ConnectionMetrics:
 
 
 class Admission(NamedTuple):
-    """Whether a new connection is let in.
+    """The decision about a new connection.
 
     Attributes:
         is_in: whether it stays.
-        cut: the connection that is closed for it, now; None: none is.
-        why: bound that was reached: "places" or "address"; "" if none was.
+        cut: the connection that is closed for it; None: none is.
+        why: the limit that was reached: "places" or "address"; "" if none was.
     """
 
     is_in: bool
@@ -100,10 +100,10 @@ class Admission(NamedTuple):
 
 
 class ConnectionTable(Generic[C]):
-    """See the module docstring.
+    """The connections of a server by phase.
 
     Args:
-        bounds: the server's bounds.
+        bounds: the server's limits.
     """
 
     def __init__(self, bounds: Bounds) -> None:
@@ -116,13 +116,13 @@ class ConnectionTable(Generic[C]):
         return len(self._entries)
 
     def admit(self, connection: C, address: str) -> Admission:
-        """Take a connection in as UNFINISHED, if there is room or somebody to cut for it.
+        """Add a connection as UNFINISHED, if there is room or another one can be cut.
 
-        The one that is cut is not in the table any more.
+        The one to be cut is removed from the table; the caller closes it.
 
         Args:
             connection: a new connection.
-            address: its address by `address_of`; "" if their number is not bounded.
+            address: its address by `address_of`; "" if connections from there are not limited.
         """
         full, why = self._full_room(address)
         cut = None if full is None else full.longest_waiting()
@@ -149,7 +149,7 @@ class ConnectionTable(Generic[C]):
         return place and place[0]
 
     def move(self, connection: C, phase: Phase) -> None:
-        """Put a connection last in another phase; nothing happens if it is not in the table."""
+        """Put a connection last in another phase. No effect if it is not in the table."""
         if connection not in self._entries:
             return
         before, address = self._entries[connection]
@@ -159,7 +159,7 @@ class ConnectionTable(Generic[C]):
             room.enter(connection, phase)
 
     def remove(self, connection: C) -> None:
-        """Forget a connection; nothing happens if it is not in the table."""
+        """Remove a connection. No effect if it is not in the table."""
         phase, address = self._entries.pop(connection, (None, ""))
         if phase is None:
             return
@@ -169,6 +169,7 @@ class ConnectionTable(Generic[C]):
             del self._by_address[address]
 
     def _full_room(self, address: str) -> "tuple[_Room[C] | None, str]":
+        """Return the connections whose limit a new one would exceed, and the limit; None: none."""
         most = self._bounds.max_per_address
         own = self._by_address.get(address)
         if most and own is not None and len(own) >= most:
@@ -183,18 +184,18 @@ class ConnectionTable(Generic[C]):
 
 
 def address_of(host: str, proxies: Sequence[Network]) -> str:
-    """Return the address, or the IPv6 network, whose connections are bounded together.
+    """Return the address, or the IPv6 network, whose connections are limited together.
 
     Args:
         host: address of the other side; "" for a Unix socket.
-        proxies: networks that have no bound.
+        proxies: networks without a limit.
 
     Returns:
-        "": it is not bounded.
+        "" if the connection is not limited.
     """
     if not host:
         return ""
-    address = ip_address(host.partition("%")[0])  # without the scope of a link-local one
+    address = ip_address(host.partition("%")[0])  # without the scope of a link-local address
     if isinstance(address, IPv6Address) and address.ipv4_mapped is not None:
         address = address.ipv4_mapped
     if any(address in network for network in proxies):
@@ -205,9 +206,10 @@ def address_of(host: str, proxies: Sequence[Network]) -> str:
 
 
 class _Room(Generic[C]):
-    """Connections that share a bound, those of each phase in the order in which they entered it.
+    """Connections that share a limit, by phase, in the order in which they entered it.
 
-    Ordered dictionaries: with plain ones the first key is found past all that were deleted.
+    Ordered dictionaries, because in a plain dict the first key is found by skipping the deleted
+    ones.
     """
 
     def __init__(self) -> None:

@@ -1,17 +1,17 @@
-"""Accepts HTTP connections at some sockets, and closes those that cost more than they may.
+"""HttpListener: accepts HTTP connections, and closes those that exceed their limits.
 
-It accepts them itself, and hands each to the event loop afterwards: so each is counted, and can be
-closed, from its first moment on, whether TLS comes first or not. What the bounds are, and who goes
-when they are reached, is said in http_connections. Beyond them a connection is cut
+It accepts connections itself and then hands each to the event loop. So each is counted, and can be
+closed, from the first moment on, with or without TLS. The limits, and which connection is closed
+when they are reached, are in http_connections. A connection is also cut for these reasons:
 
-    handshake   whose TLS handshake has not ended in time
-    headers     whose headers have not come in time
-    unread      whose client does not read what was sent
-    tls         whose TLS handshake failed
-    malformed   that sends no HTTP: 400, without a word of what was sent
+    handshake   its TLS handshake has not ended in time
+    headers     its headers have not come in time
+    unread      its client does not read what was sent
+    tls         its TLS handshake failed
+    malformed   it sends no valid HTTP: it gets a 400 that repeats nothing of what was sent
 
-and each is counted by that reason. Of each reason one line a second is logged, with the number of
-those that had none, and never with anything that was sent.
+Each is counted by its reason. For each reason one line a second is logged, with the number of
+connections that had no line, and never with anything that was sent.
 """
 
 import asyncio
@@ -34,22 +34,22 @@ from shared.serving.http_connections import (
     address_of,
 )
 
-BACKLOG = 1024  # of the kernel's: connections that come while the loop is busy
-LINGER_S = 2.0  # for what is left of a body after its answer: a close at once would destroy that
-ACCEPT_AGAIN_S = 0.1  # when there was no file for a connection
+BACKLOG = 1024  # of the kernel: connections that come while the loop is busy
+LINGER_S = 2.0  # for the rest of a body after its answer: closing at once would destroy the answer
+ACCEPT_AGAIN_S = 0.1  # pause after a connection for which there was no file descriptor
 _NO_FILES = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
-_LEFT = (ssl.SSLEOFError, ssl.SSLZeroReturnError)  # who looks only whether a port is open
+_LEFT = (ssl.SSLEOFError, ssl.SSLZeroReturnError)  # a client that only tests whether a port is open
 
 log = get_logger(__name__)
 
 
 class Place(NamedTuple):
-    """Where connections come in.
+    """An address at which connections come in.
 
     Attributes:
-        address: as it was given.
-        sock: bound to it; the listener closes it.
-        ssl_context: for TLS; None for none.
+        address: the address as it was given.
+        sock: a socket bound to it; the listener closes it.
+        ssl_context: for TLS; None: no TLS.
     """
 
     address: str
@@ -58,13 +58,13 @@ class Place(NamedTuple):
 
 
 class HttpListener:
-    """See the module docstring.
+    """Accepts HTTP connections at some sockets, and closes those that exceed their limits.
 
     Args:
         name: the server's name, in metrics and log lines.
-        places: where it listens.
+        places: the addresses to listen at.
         http: aiohttp's server, which parses requests.
-        bounds: bounds of the connections at all places together.
+        bounds: limits of the connections at all places together.
         metrics: counts of connections.
         reserved: paths whose requests are answered on the reserve.
     """
@@ -91,14 +91,14 @@ class HttpListener:
         self._accepting: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:
-        """Listen and accept."""
+        """Listen, and accept connections."""
         for place in self._places:
             place.sock.setblocking(False)
             place.sock.listen(BACKLOG)
         self._accepting = {asyncio.create_task(self._accept(place)) for place in self._places}
 
     async def stop(self) -> None:
-        """Accept no more, and cancel the handshakes under way; open connections stay open."""
+        """Stop accepting, and cancel the handshakes under way. Open connections stay open."""
         tasks = self._accepting | self._opening
         for task in tasks:
             task.cancel()
@@ -107,10 +107,10 @@ class HttpListener:
         for place in self._places:
             place.sock.close()
 
-    # -------------------------------------------------------------------------- what connections do
+    # ------------------------------------------------------------------- reports of connections
 
     def begin(self, connection: "Connection", path: str) -> bool:
-        """Record a request that is complete but for its body; False: it cannot be answered now."""
+        """Record a request whose headers are complete; return whether it can be answered now."""
         if path not in self._reserved and not self._table.may_answer():
             self._count("places", connection.peer)
             return False
@@ -127,17 +127,17 @@ class HttpListener:
         """Whether a connection is in that phase."""
         return self._table.phase_of(connection) is phase
 
-    def malformed(self, connection: "Connection", error: BaseException) -> None:
-        """Log a connection that has sent no HTTP, by the kind of the error."""
+    def count_malformed(self, connection: "Connection", error: BaseException) -> None:
+        """Count and log a connection that has sent no valid HTTP, by the kind of the error."""
         self._count("malformed", connection.peer, error=type(error).__name__)
 
     def cut(self, connection: "Connection", reason: str, **facts: str) -> None:
-        """Close a connection now."""
+        """Close a connection now, and count it."""
         self._count(reason, connection.peer, **facts)
         connection.abort()
 
     def forget(self, connection: "Connection") -> None:
-        """Record the end of a connection; a second call does nothing."""
+        """Record the end of a connection. A second call has no effect."""
         connection.expect(None)
         self._table.remove(connection)
         self._metrics.open[self._name] = len(self._table)
@@ -155,7 +155,7 @@ class HttpListener:
             try:
                 sock, peer = await loop.sock_accept(place.sock)
             except ConnectionAbortedError:
-                continue  # it was gone before it was accepted
+                continue  # the client was gone before it was accepted
             except OSError as error:
                 if error.errno in _NO_FILES:
                     self._spare_file()
@@ -164,21 +164,22 @@ class HttpListener:
                 await asyncio.sleep(ACCEPT_AGAIN_S)
                 continue
             try:
-                self._take(loop, place, sock, peer[0] if isinstance(peer, tuple) else "")
-            except Exception:  # the edge: nobody else would accept the next one
+                self._admit(loop, place, sock, peer[0] if isinstance(peer, tuple) else "")
+            except Exception:  # the edge: without this the task ends, and accepts no more
                 sock.close()
                 log.exception("http_connection_failed", server=self._name)
 
     def _spare_file(self) -> None:
-        """Close a connection that only waits, when no file is left for a new one."""
+        """Close a waiting connection, when no file descriptor is left for a new one."""
         waiting = self._table.longest_waiting()
         if waiting is not None:
             self.cut(waiting, "files")
             self.forget(waiting)
 
-    def _take(
+    def _admit(
         self, loop: asyncio.AbstractEventLoop, place: Place, sock: socket.socket, peer: str
     ) -> None:
+        """Register an accepted connection and start its handshake, or refuse it."""
         connection = Connection(self, self._http, place, peer, loop)
         admission = self._table.admit(connection, address_of(peer, self.bounds.proxies))
         if isinstance(admission.cut, Connection):
@@ -192,7 +193,7 @@ class HttpListener:
         opening = loop.create_task(self._open(loop, sock, connection))
         connection.opening = opening
         self._opening.add(opening)
-        opening.add_done_callback(partial(self._opened, sock, connection))
+        opening.add_done_callback(partial(self._on_opened, sock, connection))
 
     async def _open(
         self, loop: asyncio.AbstractEventLoop, sock: socket.socket, connection: "Connection"
@@ -201,9 +202,10 @@ class HttpListener:
         context = connection.place.ssl_context
         await loop.connect_accepted_socket(lambda: connection, sock, ssl=context)
 
-    def _opened(
+    def _on_opened(
         self, sock: socket.socket, connection: "Connection", opening: "asyncio.Task[None]"
     ) -> None:
+        """Record the end of a handshake; count it if it failed."""
         self._opening.discard(opening)
         connection.opening = None
         if not connection.has_socket:
@@ -219,13 +221,13 @@ class HttpListener:
 
 
 class Connection(web.RequestHandler):
-    """One connection: aiohttp's, which reports to its listener how far it is.
+    """One connection of aiohttp, which reports its progress to the listener.
 
     Attributes:
         place: where it came in.
         peer: address of the other side; "" on a Unix socket.
-        opening: hands the socket to the event loop, and waits for the TLS handshake.
-        has_socket: the event loop closes the socket.
+        opening: task that hands the socket to the event loop and waits for the TLS handshake.
+        has_socket: whether the event loop owns the socket, and closes it.
     """
 
     def __init__(
@@ -241,37 +243,37 @@ class Connection(web.RequestHandler):
             loop=loop,
             keepalive_timeout=listener.bounds.idle_s,
             lingering_time=LINGER_S,
-            auto_decompress=False,  # nobody takes compressed bodies
-            access_log=None,  # type: ignore[arg-type]  # as aiohttp's own servers may be set
+            auto_decompress=False,  # compressed bodies are not accepted
+            access_log=None,  # type: ignore[arg-type]  # aiohttp allows None for its own servers
         )
         self.place = place
         self.peer = peer
         self.opening: asyncio.Task[None] | None = None
         self.has_socket = False
         self.listener = listener
-        self._wire: asyncio.Transport | None = None  # aiohttp forgets its own when it closes it
+        self._wire: asyncio.Transport | None = None  # aiohttp drops its own when it closes it
         self._deadline: asyncio.TimerHandle | None = None
         self._unread: asyncio.TimerHandle | None = None
 
     def expect(self, phase: Phase | None) -> None:
-        """Arm what ends a phase that takes too long; None: there is none any more."""
+        """Start the timer that ends a phase which takes too long; None: the connection is over."""
         _cancel(self._deadline)
         self._deadline = None
         if phase is Phase.UNFINISHED:
-            self._deadline = self._loop.call_later(self.listener.bounds.header_s, self._late)
+            self._deadline = self._loop.call_later(self.listener.bounds.header_s, self._on_deadline)
         elif phase is Phase.IDLE and self._num_unsent():
-            self._deadline = self._loop.call_later(self.listener.bounds.write_s, self._late)
+            self._deadline = self._loop.call_later(self.listener.bounds.write_s, self._on_deadline)
         elif phase is None:
             _cancel(self._unread)
 
     def abort(self) -> None:
-        """Close it now, whatever is unsent."""
+        """Close it now, without sending what is unsent."""
         if self._wire is not None:
             self._wire.abort()
         elif self.opening is not None:
             self.opening.cancel()
 
-    def _late(self) -> None:
+    def _on_deadline(self) -> None:
         if self.listener.is_in(self, Phase.UNFINISHED):
             self.listener.cut(self, "handshake" if self._wire is None else "headers")
         elif self._num_unsent():
@@ -280,41 +282,41 @@ class Connection(web.RequestHandler):
     def _num_unsent(self) -> int:
         return 0 if self._wire is None else self._wire.get_write_buffer_size()
 
-    # ------------------------------------------------------------------- what the event loop calls
+    # ----------------------------------------------------------------- called by the event loop
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """The handshake is over, if there is one."""
-        self._wire = cast("asyncio.Transport", transport)  # uvloop's are no subclass of it
+        """Begin with the connection, after the TLS handshake if there is one."""
+        self._wire = cast("asyncio.Transport", transport)  # uvloop's is no subclass of it
         self.expect(Phase.UNFINISHED)
         super().connection_made(transport)
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        """The end."""
+        """Report the end to the listener."""
         self.listener.forget(self)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """The first byte after an answer begins the next request."""
+        """Begin the next request with the first byte after an answer."""
         if data and self.listener.is_in(self, Phase.IDLE):
             self.listener.enter(self, Phase.UNFINISHED)
         super().data_received(data)
 
     def pause_writing(self) -> None:
-        """The client does not read as fast as it is written to."""
+        """Start a timer, because the client does not read what is sent to it."""
         super().pause_writing()
         self._unread = self._loop.call_later(
             self.listener.bounds.write_s, self.listener.cut, self, "unread"
         )
 
     def resume_writing(self) -> None:
-        """It has read."""
+        """Stop the timer, because the client has read."""
         _cancel(self._unread)
         super().resume_writing()
 
-    # --------------------------------------------------------------------------- what aiohttp calls
+    # ------------------------------------------------------------------------- called by aiohttp
 
     async def start(self) -> None:
-        """Answer requests; afterwards what is unsent is all that keeps the connection open."""
+        """Answer requests. Afterwards only unsent bytes keep the connection open."""
         try:
             await super().start()
         finally:
@@ -323,7 +325,7 @@ class Connection(web.RequestHandler):
     async def finish_response(
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
     ) -> tuple[web.StreamResponse, bool]:
-        """Send what is left of an answer; then the connection may be cut for another one."""
+        """Send the rest of an answer. After that the connection may be cut for another one."""
         try:
             return await super().finish_response(request, resp, start_time)
         finally:
@@ -336,20 +338,20 @@ class Connection(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """Answer what is no HTTP without its words, which may be secret, in answer and log."""
+        """Answer invalid HTTP without repeating it in answer or log, because it may be secret."""
         if not isinstance(exc, HttpProcessingError):
             return super().handle_error(request, status, exc, message)
-        self.listener.malformed(self, exc)
+        self.listener.count_malformed(self, exc)
         response = web.Response(status=status, text=f"{status}: {type(exc).__name__}\n")
         response.force_close()
         return response
 
     def log_exception(self, *_args: Any, **kw: Any) -> None:
-        """Count a body that is no HTTP as malformed; log any other error as one of ours."""
+        """Count a body that is invalid HTTP as malformed; log any other error as one of ours."""
         error = kw.get("exc_info")
         if isinstance(error, HttpProcessingError | web.RequestPayloadError):
-            self.listener.malformed(self, error)
-        elif not isinstance(error, ConnectionError):  # whose client has left
+            self.listener.count_malformed(self, error)
+        elif not isinstance(error, ConnectionError):  # its client has gone
             log.error("http_request_failed", exc_info=error)
 
 

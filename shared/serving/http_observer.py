@@ -1,8 +1,8 @@
-"""Watches every HTTP request: counts it, times it, gives it a trace id, and writes its log line.
+"""The HTTP middleware that counts and times every request, gives it a trace id and logs it.
 
-A middleware, the outermost one. The one canonical line of a request, `http_request`, says what was
-asked of which route and how it ended; never headers or bodies, which may be secret. Of the requests
-that are refused only so many a second have one for each client: `more` says how many had none.
+It has to be the outermost middleware. Each request has one log line, `http_request`, with its
+route and how it ended, but never with headers or bodies, which may be secret. Of the refused
+requests of a client only a few per second have a line; its field `more` says how many had none.
 """
 
 import asyncio
@@ -15,12 +15,12 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from shared.process.log import LineAllowance, get_logger
-from shared.serving.tracing import carried, enter_request, fail_span
+from shared.serving.tracing import enter_request, extract_trace_context, fail_span
 from shared.types.histogram import Histogram, Tally
 
-CLIENT_LEFT = 499  # as proxies write it: the client went away before its answer
+CLIENT_LEFT = 499  # the client went away before its answer; the status that proxies use for it
 REFUSED = 400  # and above
-NO_ROUTE = "none"  # whatever path was asked for: a stranger must not make labels
+NO_ROUTE = "none"  # for every unknown path: clients must not be able to make labels
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 
 log = get_logger(__name__)
@@ -32,18 +32,18 @@ class HttpMetrics:
 
     Attributes:
         ended: number of requests by method, route and status.
-        seconds: seconds of requests by route; of streams: to their last byte.
+        seconds: seconds of requests by route; for streams, to their last byte.
     """
 
     ended: Tally = field(default_factory=Tally)
     seconds: Histogram = field(default_factory=Histogram)
 
 
-def observing(metrics: HttpMetrics) -> Middleware:
-    """Make the middleware that watches requests; put it first.
+def request_observer(metrics: HttpMetrics) -> Middleware:
+    """Return the middleware that observes requests. It has to be the first one.
 
-    What handlers bind with `structlog.contextvars.bind_contextvars` (session, client, …) is in the
-    request's line.
+    Values that handlers bind with `structlog.contextvars.bind_contextvars` (session, client, …) are
+    in the request's line.
     """
     refused = LineAllowance()
 
@@ -51,7 +51,7 @@ def observing(metrics: HttpMetrics) -> Middleware:
     async def observe(
         request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        structlog.contextvars.clear_contextvars()  # of the request before on this connection
+        structlog.contextvars.clear_contextvars()  # those of the connection's previous request
         call = _Call(request)
         status = CLIENT_LEFT
         try:
@@ -80,7 +80,9 @@ class _Call:
         self.began_s = time.monotonic()
         self.span = enter_request(
             f"{self.method} {self.route}",
-            carried([(name.lower(), value) for name, value in request.headers.items()]),
+            extract_trace_context(
+                [(name.lower(), value) for name, value in request.headers.items()]
+            ),
             {"http.request.method": self.method, "http.route": self.route},
         )
 

@@ -1,17 +1,18 @@
-"""An HTTP server at some addresses, in the event loop of the process that it belongs to.
+"""HttpServer: an HTTP server at some addresses, in the event loop of its process.
 
-Knows sockets, hostile connections and who sent a request, and nothing of what is served. Its
-promises:
+It knows sockets, hostile connections and the identity of callers, and nothing of what is served.
+Its promises:
 
-1. A Unix socket has its mode (and group, if one is named) before anybody can connect to it.
-2. A connection that says nothing, or a header byte by byte, is closed after `header_s`; one that
-   comes while all places are taken gets that of one that only waits (http_connections). What a
-   request's body may cost is the application's `client_max_size`.
+1. A Unix socket has its mode (and group, if one is named) before any client can connect to it.
+2. A connection that sends nothing, or its headers byte by byte, is closed after `header_s`. A new
+   connection that comes while all places are taken gets that of one that only waits
+   (http_connections). The size of a request's body is limited by the application's
+   `client_max_size`.
 3. A handler is cancelled when its client goes away.
-4. `stop` takes no new connection, closes the idle ones, and lets requests under way finish for as
-   long as it is given; then they are cancelled.
+4. `stop` accepts no new connection, closes the idle ones, and lets requests under way finish in the
+   time it is given; then they are cancelled.
 
-Errors that a start meets are ConfigErrors that name the address and the remedy.
+Errors at the start are ConfigErrors that name the address and the remedy.
 """
 
 import socket
@@ -32,28 +33,30 @@ from shared.serving.http_listener import Connection, HttpListener, Place
 from shared.types.errors import ConfigError
 
 _OF_SUBJECT = "commonName"
-API_KEY = "X-Api-Key"  # a token in the words of Anthropic's clients
+API_KEY = "X-Api-Key"  # the header with which Anthropic's clients send a token
 
 
-def identity_of(request: web.Request, clients: Clients, own: Identity | None = None) -> Identity:
-    """Find out who sent a request, before its body is read.
+def identity_of(
+    request: web.Request, clients: Clients, socket_identity: Identity | None = None
+) -> Identity:
+    """Return the identity of a request's caller, before its body is read.
 
     Args:
         request: a request of an aiohttp server.
         clients: the clients in force (ClientBook.current).
-        own: the identity of callers on the Unix socket that it came by; None: it came by TCP.
+        socket_identity: the identity of callers at the Unix socket of the request; None: TCP.
 
     Raises:
-        UnauthenticatedError: nobody knows.
+        UnauthenticatedError: the caller is not known.
     """
     authorization = request.headers.get("Authorization", "")
     if not authorization and API_KEY in request.headers:
         authorization = f"Bearer {request.headers[API_KEY]}"
-    return authenticate(clients, authorization, list(_certificate_names(request)), own)
+    return authenticate(clients, authorization, list(_certificate_names(request)), socket_identity)
 
 
 def _certificate_names(request: web.Request) -> Iterator[str]:
-    """Names of the client's certificate, which TLS has checked."""
+    """Yield the names in the client's certificate, which TLS has verified."""
     found = None if request.transport is None else request.transport.get_extra_info("ssl_object")
     if not isinstance(found, ssl.SSLObject | ssl.SSLSocket):
         return
@@ -64,12 +67,12 @@ def _certificate_names(request: web.Request) -> Iterator[str]:
         yield from (str(name) for kind, name in part if kind == _OF_SUBJECT)
 
 
-SOCKET_MODE = 0o660  # user and group
+SOCKET_MODE = 0o660  # user and group may connect
 RETRY_AFTER = {"Retry-After": "1"}
 
 
 class HttpListenError(ConfigError):
-    """An address that HTTP was to be served at cannot be used."""
+    """An address for HTTP cannot be used."""
 
     reason = "http_listen"
 
@@ -89,10 +92,10 @@ def split_address(listen: str) -> tuple[str, int]:
 
 
 def check_free(listen: Iterable[str]) -> None:
-    """Refuse ports that are taken, before anything is begun that would be in vain.
+    """Refuse ports that are taken, before a start does any expensive work.
 
     Raises:
-        HttpListenError: naming the first.
+        HttpListenError: a port is taken; the first one is named.
     """
     for address in listen:
         if not is_unix(address):
@@ -115,15 +118,15 @@ class HttpServer:
     """Serves an aiohttp application at some addresses.
 
     Args:
-        app: the application with its routes; not started yet, and served by nobody else.
-        listen: "unix:/path" or "host:port" -> TLS context there, None for no TLS; port 0 lets the
-            system choose one.
+        app: the application with its routes. It is not started yet, and served only here.
+        listen: TLS context by address, "unix:/path" or "host:port"; None: no TLS. With port 0 the
+            system chooses one.
         socket_mode: mode of Unix sockets.
-        socket_group: name or number of the group that gets Unix sockets; "" leaves it.
+        socket_group: name or number of the group of Unix sockets; "": unchanged.
         name: the server's name, in metrics and log lines.
-        bounds: bounds of connections, at all addresses together.
+        bounds: limits of connections, at all addresses together.
         metrics: counts of connections.
-        reserved: paths whose requests are answered when the places of all others are taken.
+        reserved: paths whose requests are answered even if all other places are taken.
     """
 
     def __init__(
@@ -146,18 +149,18 @@ class HttpServer:
         self._bounds = bounds or Bounds()
         self._metrics = metrics or ConnectionMetrics()
         self._reserved = reserved
-        app.middlewares.insert(0, self._admitting())
+        app.middlewares.insert(0, self._make_admission())
         self._runner = web.AppRunner(app, handler_cancellation=True)
         self._listener: HttpListener | None = None
         self._bound: dict[str, str] = {}
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """Where it listens, with the ports that were chosen; as given before the start."""
+        """Addresses it listens at, with the chosen ports; before the start, those it was given."""
         return tuple(self._bound.get(address, address) for address in self._listen)
 
     async def start(self) -> None:
-        """Bind and serve.
+        """Bind all addresses and serve.
 
         Raises:
             ConfigError: an address cannot be used.
@@ -176,9 +179,9 @@ class HttpServer:
         self._listener.start()
 
     async def stop(self, grace_s: float) -> None:
-        """End; requests still running after grace_s are cancelled. Nothing happens if it is not on.
+        """Stop; cancel requests that still run after grace_s. No effect if it is not started.
 
-        Streams that never end on their own should have been ended before.
+        Before that, the caller ends streams that never end on their own.
         """
         if self._listener is None:
             return
@@ -196,8 +199,8 @@ class HttpServer:
         for address in filter(is_unix, self._bound):
             Path(address.removeprefix(UNIX)).unlink(missing_ok=True)
 
-    def _admitting(self) -> Middleware:
-        """Reports each request to the listener, which may have no place for it: 503."""
+    def _make_admission(self) -> Middleware:
+        """Return a middleware that reports each request to the listener, or answers it with 503."""
 
         @web.middleware
         async def admit(
@@ -228,7 +231,7 @@ class HttpServer:
         return places
 
     def _bind_one(self, address: str) -> tuple[socket.socket, str]:
-        """A socket that is bound to an address, and that with the port that was chosen."""
+        """Return a socket bound to an address, and the address with the port that was chosen."""
         if not is_unix(address):
             return _bind_tcp(address)
         try:
@@ -241,7 +244,7 @@ class HttpServer:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         try:
             sock.bind(str(path))
-            # Before listening: nobody can connect until then.
+            # Before listening, because no client can connect until then.
             open_to_group(path, self._socket_group, self._socket_mode)
         except BaseException:
             sock.close()
@@ -256,7 +259,7 @@ def _cannot_listen(address: str, error: OSError) -> HttpListenError:
 
 
 def _bind_tcp(listen: str) -> tuple[socket.socket, str]:
-    """A socket that is bound to a host and a port, and these with the port that was chosen."""
+    """Return a socket bound to "host:port", and that address with the port that was chosen."""
     host, port = split_address(listen)
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(

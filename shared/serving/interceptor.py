@@ -1,8 +1,8 @@
-"""Every RPC has a caller: found out before anything of the request is read.
+"""AccessInterceptor: determines the caller of every RPC, before anything of the request is read.
 
-A request that takes one message is read here, in a bounded time: who opens a call and then says
-nothing holds its place for seconds, not for ever. Health's Check is open to all, to few at once;
-reflection is for whoever is known.
+A request of one message is read here, within a bounded time: a client that opens a call and then
+sends nothing occupies its place for seconds only. Health's Check is open to all, but to few at
+once. Reflection is open to known clients.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from shared.access.channels import AUTHORIZATION
 from shared.access.clients import ClientBook, StreamCounts, authenticate
 from shared.access.identity import Identity, act_as
 from shared.process.log import RefusalLog, get_logger
-from shared.serving.grpc_handlers import CallInterceptor, Handler, behaviour_of, made_handler
+from shared.serving.grpc_handlers import CallInterceptor, Handler, behaviour_of, make_handler
 from shared.serving.rpc_observer import RpcMetrics
 from shared.types.errors import (
     DeadlineError,
@@ -28,14 +28,14 @@ from shared.types.errors import (
 )
 
 OPEN_METHOD = "/grpc.health.v1.Health/Check"
-MAX_STRANGERS = 8  # calls for health at once of callers that nobody knows
-MAX_UNREAD = 128  # calls at once of a client of a port, whose message has not come
+MAX_STRANGERS = 8  # health checks at once by callers that are not known
+MAX_UNREAD = 128  # calls at once, of one client of a TCP port, whose message has not come
 RETRY_S = 1.0
-STRANGER = ""  # no client is called so
+STRANGER = ""  # no client has this name
 READ_S = 10.0  # from the start of a call to the end of its one message
 AUDITED = "operator"  # the role whose calls change things: each is logged
-MAX_NAMES, MAX_NAME = 4, 200  # of a certificate, in a line of the log; characters of them
-_NAMES = ("x509_subject_alternative_name", "x509_common_name")  # of gRPC's auth context
+MAX_NAMES, MAX_NAME = 4, 200  # of a certificate in a log line; names, and characters of each
+_NAMES = ("x509_subject_alternative_name", "x509_common_name")  # keys of gRPC's auth context
 
 log = get_logger(__name__)
 
@@ -43,33 +43,34 @@ Check: TypeAlias = Callable[[str, Identity, Any], None]
 
 
 class RequestLateError(DeadlineError):
-    """The one message of a call has not come."""
+    """The one message of a call has not come in time."""
 
     reason = "request_late"
 
 
 class TooManyCallsError(ExhaustedError):
-    """Too many calls at once whose message has not come: of one client, or of strangers."""
+    """Too many calls at once whose message has not come, of one client or of unknown callers."""
 
     reason = "too_many_calls"
 
 
 def _no_check(_method: str, _identity: Identity, _request: Any) -> None:
-    """Everything else is the servicer's business."""
+    """Accept every request: the servicer checks it."""
 
 
 class AccessInterceptor(CallInterceptor):
-    """Runs each handler as its caller; stands after shared.serving.grpc_status's interceptor.
+    """Runs each handler as its caller. It comes after shared.serving.grpc_status's interceptor.
 
     Args:
         book: the clients that may connect.
-        roles: full name of a service -> the role that it takes; others take none.
-        own: the identity of callers on this Unix socket; None for TCP.
-        streams: bounds what clients hold of a TCP port; None: somebody else does.
+        roles: the role that a service requires, by its full name; other services require none.
+        socket_identity: the identity of callers at this Unix socket; None for TCP.
+        streams: limits the streams of clients at a TCP port; None: they are limited elsewhere.
         check: called before the handler with method, identity and what the handler takes: the one
-            message, which it may change, or a stream, to be left alone. May raise a ReportedError.
-        leaves_reading: to grpc, before the caller is known: faster by 70 us of processor time, for
-            a socket that only few may open.
+            message, which it may change, or a stream, which it must leave alone. May raise a
+            ReportedError.
+        leaves_reading: lets grpc read the message before the caller is known. That saves 70 us of
+            processor time, and is for a socket that only few may open.
         read_s: most seconds for the one message of a call.
         metrics: counts of refusals.
     """
@@ -78,7 +79,7 @@ class AccessInterceptor(CallInterceptor):
         self,
         book: ClientBook,
         roles: Mapping[str, str],
-        own: Identity | None,
+        socket_identity: Identity | None,
         *,
         streams: StreamCounts | None = None,
         check: Check = _no_check,
@@ -88,7 +89,7 @@ class AccessInterceptor(CallInterceptor):
     ) -> None:
         self._book = book
         self._roles = roles
-        self._own = own
+        self._socket_identity = socket_identity
         self._streams = streams
         self._check = check
         self._leaves_reading = leaves_reading
@@ -97,13 +98,13 @@ class AccessInterceptor(CallInterceptor):
         self._metrics = metrics or RpcMetrics()
         self._refusals = RefusalLog()
 
-    def wrapped(self, handler: Any, details: grpc.HandlerCallDetails) -> Handler:
+    def wrap(self, handler: Any, details: grpc.HandlerCallDetails) -> Handler:
         """See CallInterceptor."""
         method = details.method
         wrap = self._streaming if handler.response_streaming else self._single
-        # Most become handlers of streams: grpc would read a single message before it calls us.
+        # Single requests become streams: otherwise grpc reads the message before it calls us.
         is_read_here = handler.request_streaming or not self._leaves_reading
-        return made_handler(
+        return make_handler(
             wrap(method, handler),
             handler.request_deserializer,
             handler.response_serializer,
@@ -142,10 +143,10 @@ class AccessInterceptor(CallInterceptor):
         return answer
 
     def _admit(self, method: str, context: Any) -> Identity | None:
-        """Find out who calls and what for; None: a stranger, who asks for health."""
+        """Return the caller, after checking its role; None: an unknown caller's health check."""
         identity = None
-        if self._own is None:
-            self._metrics.tls.called(context.peer())
+        if self._socket_identity is None:
+            self._metrics.tls.on_call(context.peer())
         try:
             identity = self._identify(context)
             role = self._roles.get(method.split("/")[1])
@@ -156,20 +157,23 @@ class AccessInterceptor(CallInterceptor):
         except ReportedError as error:
             if method == OPEN_METHOD:
                 return None
-            self._refused(error, method, identity, context)
+            self._record_refusal(error, method, identity, context)
             raise
         act_as(identity)
         return identity
 
     def _identify(self, context: Any) -> Identity:
+        """Return the identity of the caller by its socket, token or certificate."""
         clients = self._book.current
-        if self._own is not None and not clients:
-            return self._own
+        if self._socket_identity is not None and not clients:
+            return self._socket_identity
         metadata = context.invocation_metadata() or ()
         authorization = next((str(value) for key, value in metadata if key == AUTHORIZATION), "")
-        return authenticate(clients, authorization, _certificate_names(context), self._own)
+        return authenticate(
+            clients, authorization, _certificate_names(context), self._socket_identity
+        )
 
-    def _refused(
+    def _record_refusal(
         self, error: ReportedError, method: str, identity: Identity | None, context: Any
     ) -> None:
         """Log and count a refused call, with its caller as far as that is known."""
@@ -185,28 +189,28 @@ class AccessInterceptor(CallInterceptor):
         )
 
     def _count_stream(self, identity: Identity, context: Any) -> None:
-        if self._streams is None or self._own is not None:
+        if self._streams is None or self._socket_identity is not None:
             return
         streams = self._streams
         streams.hold(identity)
-        # A callback, not `finally`: a generator that is left at a yield is not closed in time.
+        # A callback, not `finally`: a generator abandoned at a yield is not closed in time.
         context.add_done_callback(lambda _: streams.release(identity))
 
     async def _request(
         self, method: str, handler: Any, identity: Identity, requests: Any, context: Any
     ) -> Any:
-        """Return what the handler takes: the stream of requests, or the one, which is checked."""
-        most = MAX_UNREAD if self._own is None else None
+        """Return what the handler takes: the stream of requests, or the one request, checked."""
+        most = MAX_UNREAD if self._socket_identity is None else None
         request = await self._read(handler, requests, identity.name, most)
         try:
             self._check(method, identity, request)
         except DeniedError as error:
-            self._refused(error, method, identity, context)
+            self._record_refusal(error, method, identity, context)
             raise
         return request
 
     async def _read(self, handler: Any, requests: Any, name: str, most: int | None) -> Any:
-        """Wait for the message of a call, if that is ours to do; of at most so many at once."""
+        """Read the message of a call, if that is ours to do; at most `most` such reads at once."""
         if handler.request_streaming or self._leaves_reading:
             return requests
         if most is not None and self._unread[name] >= most:

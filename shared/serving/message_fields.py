@@ -1,13 +1,14 @@
-"""Records and messages that say the same: equal names are copied, and every other one is named.
+"""MessageFields: copies a record to a protobuf message and back, by equal field names. Pure.
 
 A `MessageFields` pairs a record (a dataclass or a named tuple) with a message. A field of the
-record goes into the field of the message that has its name, without a leading `is_` or `num_` if
-need be. What has another name is in `renamed`; what has no counterpart, in `left_out`; what the
-encoder works out, in `given`. A pair that does not add up cannot be made, and it is made when its
-module is imported: a field that is new on one side is not forgotten on the other.
+record corresponds to the field of the message with the same name, or with that name without a
+leading `is_` or `num_`. All others have to be listed: in `renamed` if they have another name, in
+`left_out` if the message has no such field, in `given` if the encoder computes the value. A pair
+that is not complete raises an error when its module is imported: so a field that is new on one side
+is not forgotten on the other.
 
-An enum of the message is filled from an Enum of ours, or from a text, whose names are the same but
-for the prefix: Tier.DRAM, or "dram", is TIER_DRAM. Pure.
+An enum of the message is filled from our Enum, or from a text, with the same names except for the
+prefix: Tier.DRAM, or "dram", is TIER_DRAM.
 """
 
 import re
@@ -18,24 +19,25 @@ from typing import Any, Generic, TypeVar
 
 from google.protobuf.message import Message
 
-PREFIXES = ("is_", "num_")  # of our names, which messages do without
+PREFIXES = ("is_", "num_")  # of our names; messages do without
 
 Record = TypeVar("Record")
 Encoded = TypeVar("Encoded", bound=Message)
 
 
 class MessageFields(Generic[Record, Encoded]):
-    """One pair.
+    """A record type and a message type whose fields correspond.
 
     Args:
         record: a dataclass or named tuple.
-        message: what it is encoded as.
-        renamed: field of the record → field of the message.
+        message: the message type for it.
+        renamed: field of the message, by field of the record.
         left_out: fields of the record that are not in the message under any name.
-        given: fields of the message that whoever encodes works out, be there one of the same name.
+        given: fields of the message whose values the caller of `encode` passes, even if the record
+            has a field of the same name.
 
     Raises:
-        TypeError: they do not add up; names what is missing where.
+        TypeError: a field has no counterpart; the message names all of them.
     """
 
     def __init__(
@@ -72,39 +74,39 @@ class MessageFields(Generic[Record, Encoded]):
         ]
 
     def encode(self, record: Record, **given: Any) -> Encoded:
-        """Make the message of a record.
+        """Return the message of a record.
 
         Args:
-            record: what is encoded; a field that is None is left empty.
-            given: all of the pair's `given`; None leaves one empty.
+            record: the record; a field that is None is left empty.
+            given: values for all of the pair's `given`; None leaves one empty.
         """
         if given.keys() != self._given:
             raise TypeError(f"given are {sorted(given)}, not {sorted(self._given)}")
-        for name, target in self._plain:  # a load has hundreds of spans: this is as fast as by hand
+        for name, target in self._plain:  # as fast as by hand; a load has hundreds of spans
             given[target] = getattr(record, name)
         for name, target, numbers in self._enums:
             given[target] = numbers[getattr(record, name)]
         return self._message(**given)
 
-    def decode(self, message: Encoded, **others: Any) -> Record:
-        """Make the record of a message: `others` are its enums, and the fields without equal."""
+    def decode(self, message: Encoded, **extra: Any) -> Record:
+        """Return the record of a message. `extra` are its enums, and fields without a match."""
         values = {name: getattr(message, target) for name, target in self._plain}
-        values.update(others)
+        values.update(extra)
         return self._record(**values)
 
-    def decode_row(self, message: Encoded, *others: Any) -> Record:
-        """Make the record of one of very many messages: by position, which takes half the time.
+    def decode_row(self, message: Encoded, *extra: Any) -> Record:
+        """Return the record of one of very many messages: by position, which takes half the time.
 
-        `others` are the record's last fields; all fields before them are plain.
+        `extra` are the record's last fields. All fields before them are plain.
         """
-        return self._record(*[getattr(message, target) for _, target in self._plain], *others)
+        return self._record(*[getattr(message, target) for _, target in self._plain], *extra)
 
 
 class _Numbers(dict[str | Enum, int]):
-    """The numbers of a message's enum, by names without their prefix, and by members of ours."""
+    """Numbers of a message's enum, by names without their prefix, and by members of our Enum."""
 
     def __init__(self, enum: Any) -> None:
-        """Take the descriptor of the message's enum."""
+        """Fill the table from the descriptor of the message's enum."""
         prefix = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", enum.name).lower() + "_"
         super().__init__((v.name.lower().removeprefix(prefix), v.number) for v in enum.values)
 
@@ -116,12 +118,12 @@ class _Numbers(dict[str | Enum, int]):
 
 
 def _names(record: type[Any]) -> Sequence[str]:
-    """Name the fields of a dataclass or of a named tuple."""
+    """Return the names of the fields of a dataclass or named tuple."""
     named: Sequence[str] | None = getattr(record, "_fields", None)
     return [field.name for field in fields(record)] if named is None else named
 
 
 def _target(name: str, renamed: Mapping[str, str], sent: Mapping[str, object]) -> str:
-    """The field of the message that is meant; its own name if there is none."""
+    """Return the field of the message for a field of the record; its own name if there is none."""
     names = [renamed.get(name, name), *(name.removeprefix(prefix) for prefix in PREFIXES)]
     return next((found for found in names if found in sent), name)

@@ -1,12 +1,12 @@
-"""A table of metrics, and how Prometheus scrapes it: values are read when they are asked for.
+"""Tables of metrics, and their export to Prometheus: values are read when they are scraped.
 
-The tables are literals of `Metric` in each process. A counter or gauge may name where its values
-come from, `counters`: the value of its last label → the name in the process's own counters ("" →
-name, where it has no such label). Then nobody has to write code for it, and a test can see that no
-counter was forgotten.
+The tables are literals of `Metric` in each process. A counter or gauge may say where its values
+come from, in `counters`: the name in the process's own counters, by the value of its last label
+(by "" if it has no such label). Then no code is needed for it, and a test can check that no counter
+was forgotten.
 
-`Scrape` collects the values of one scrape by the names of the table; `MetricExporter` turns them
-into the text format that the scraper accepts, or OpenMetrics.
+`Scrape` collects the values of one scrape by the names of the table. `MetricExporter` renders them
+in the text format that the scraper accepts, or OpenMetrics.
 """
 
 import re
@@ -36,11 +36,11 @@ _ENDINGS: Mapping[str, str] = {"counter": "_total", "info": "_info"}
 
 @dataclass(frozen=True)
 class Metric:
-    """One row of a table.
+    """One metric, as a row of a table.
 
     Attributes:
-        name: its name as it is scraped, without what Prometheus appends to histograms.
-        kind: its kind.
+        name: name as it is scraped, without what Prometheus appends to histograms.
+        kind: "counter", "gauge", "histogram" or "info".
         help: one sentence, without a full stop.
         labels: names of its labels.
         counters: see the module docstring.
@@ -61,10 +61,10 @@ class Metric:
 
 
 class MetricTable:
-    """Rows by name, in their order.
+    """The metrics of a process by name, in their order.
 
     Raises:
-        AssertionError: a name is used twice, or does not say what it must.
+        AssertionError: a name is used twice, or does not fit its kind.
     """
 
     def __init__(self, rows: Sequence[Metric]) -> None:
@@ -83,11 +83,11 @@ class MetricTable:
         return self._rows[name]
 
     def exported_names(self) -> frozenset[str]:
-        """Names of all samples."""
+        """Return the names of all samples."""
         return frozenset(name for row in self for name in row.exported_names)
 
     def counters(self) -> frozenset[str]:
-        """Names of the process's own counters that some row exports."""
+        """Return the names of the process's own counters that some row exports."""
         return frozenset(name for row in self for name in row.counters.values())
 
 
@@ -104,19 +104,19 @@ class Scrape:
         self._histograms: dict[str, list[tuple[Labels, Histogram]]] = defaultdict(list)
 
     def put(self, name: str, value: float, *labels: str) -> None:
-        """Put one value; of equal labels the last one counts."""
+        """Set one value. Of equal labels the last value counts."""
         assert len(labels) == len(self._table[name].labels), name  # noqa: S101
         self._values[name][labels] = value
 
     def put_tally(self, name: str, tally: Tally, *labels: str) -> None:
-        """Put all of a tally's counts; `labels` come before its own."""
+        """Set values from all counts of a tally. `labels` come before the tally's own."""
         for own, count in tally.counts.items():
             self.put(name, count, *labels, *own)
 
     def put_counters(self, counters: Mapping[str, float], *labels: str) -> None:
         """Fill every row that names counters of the process, as far as there are such counters.
 
-        Rows whose labels are others than `labels` and, perhaps, one more, are passed over.
+        A row is skipped unless its labels are `labels`, or `labels` and one more.
         """
         for row in self._table:
             for value, name in row.counters.items():
@@ -125,11 +125,11 @@ class Scrape:
                     self.put(row.name, counters[name], *own)
 
     def put_histogram(self, name: str, histogram: Histogram, *labels: str) -> None:
-        """Put all series of a histogram; `labels` come before its own."""
+        """Add all series of a histogram. `labels` come before the histogram's own."""
         self._histograms[name].append((labels, histogram))
 
     def families(self) -> Iterable[MetricFamily]:
-        """Return everything as the client library has it, in the table's order."""
+        """Yield all metrics as objects of the client library, in the table's order."""
         for row in self._table:
             yield (
                 _histogram(row, self._histograms[row.name])
@@ -139,11 +139,11 @@ class Scrape:
 
 
 class MetricExporter:
-    """Renders a table.
+    """Renders the metrics of a table.
 
     Args:
-        table: what there is.
-        fill: puts the values of this moment.
+        table: the table.
+        fill: sets the current values.
     """
 
     def __init__(self, table: MetricTable, fill: Callable[[Scrape], None]) -> None:
@@ -151,7 +151,7 @@ class MetricExporter:
         self._registry.register(_TableCollector(table, fill))
 
     def render(self, accept: str) -> tuple[bytes, str]:
-        """Return the text and its content type, in the format that an Accept header names."""
+        """Return the text and its content type, in the format that an Accept header asks for."""
         encode, content_type = choose_encoder(accept)
         return encode(self._registry), content_type
 

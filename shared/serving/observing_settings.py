@@ -1,4 +1,4 @@
-"""Sections of the settings by which a process is watched: [metrics], [tracing], [process]. Pure."""
+"""Settings for observing a process: sections [metrics], [tracing], [process]. Pure."""
 
 from collections.abc import Mapping
 
@@ -13,32 +13,32 @@ class MetricsSettings(Section):
     """Metrics and probes over HTTP.
 
     Attributes:
-        listen: addresses, each "unix:/path" or "host:port"; none: nowhere.
+        listen: addresses, each "unix:/path" or "host:port"; none: metrics are not served.
     """
 
     listen: Listen = ()
 
     def check_guarded(self, tls: TlsSettings, clients: Mapping[str, ClientSettings]) -> None:
-        """Refuse addresses that strangers reach and nothing guards.
+        """Refuse addresses that are reachable from other machines and not guarded.
 
         Raises:
-            UnguardedError: naming what is missing.
+            UnguardedError: an address is; the message names what is missing.
         """
         guarded = [address for address in self.listen if not is_open(address)]
         check_guarded(guarded, tls, clients)
 
 
 def is_open(address: str) -> bool:
-    """Whether whoever reaches an address may read metrics: this machine does, nobody else."""
+    """Whether metrics may be read at an address without authentication: only this machine can."""
     return is_unix(address) or is_loopback(address)
 
 
 class TracingSettings(Section):
-    """Where traces go.
+    """Export of traces.
 
     Attributes:
         endpoint: URL of an OTLP collector (gRPC), "http://host:4317"; https for TLS; "" for none.
-        sample_ratio: share of traces that begin here, in [0, 1]; others' callers have decided.
+        sample_ratio: share of the traces that begin here, in [0, 1]; for others the caller decides.
     """
 
     endpoint: str = Field(default="", pattern=r"^(https?://[^\s/]+)?$")
@@ -49,7 +49,7 @@ class ProcessSettings(Section):
     """The process itself.
 
     Attributes:
-        dumps: whether it may be dumped, and debugged by its own user: see shared/process/dumps.py.
+        dumps: whether it may be dumped, and debugged by its own user; see shared/process/dumps.py.
     """
 
     dumps: bool = False

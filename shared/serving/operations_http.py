@@ -1,12 +1,13 @@
 """Metrics and probes of a process over HTTP, for monitors.
 
-    /metrics   every metric of its table, as Prometheus takes it
+    /metrics   every metric of its table, in Prometheus' format
     /healthz   200 while its event loop answers: restart it if not (liveness)
-    /readyz    200 while it takes work, else 503 and one word why: send it none (readiness)
+    /readyz    200 while it accepts work, else 503 and one word why: send it none (readiness)
 
-The two probes say one word and are open to whoever reaches the address. So are the metrics on a
-Unix socket or the loopback; elsewhere they take a client with the role `reader` and all tenants.
-Requests are neither counted nor traced: scrapes and probes come every few seconds.
+The two probes answer with one word, and are open to every client that reaches the address. So are
+the metrics on a Unix socket or the loopback. Elsewhere they require a client with the role `reader`
+and all tenants. Requests are neither counted nor traced, because scrapes and probes come every few
+seconds.
 """
 
 from collections.abc import AsyncIterator, Callable
@@ -25,9 +26,9 @@ from shared.serving.metric_export import MetricExporter
 from shared.serving.observing_settings import MetricsSettings, is_open
 from shared.types.errors import ReportedError
 
-MAX_BODY_BYTES = 4096  # nobody has anything to send here
+MAX_BODY_BYTES = 4096  # these routes take no bodies
 BOUNDS = Bounds(max_connections=64, max_per_address=32)
-PROBES = frozenset({"/healthz", "/readyz"})  # answered however many scrapes there are
+PROBES = frozenset({"/healthz", "/readyz"})  # answered however many scrapes are under way
 READER = "reader"
 STOP_GRACE_S = 1.0
 
@@ -40,9 +41,9 @@ class Operations:
 
     Attributes:
         exporter: renders the metrics.
-        not_ready: returns why no work is taken, in one word; "" while it is.
-        book: the clients that may connect, where not everybody may.
-        connections: counts of the address's connections.
+        not_ready: returns in one word why no work is accepted; "" if it is.
+        book: the clients that may connect, for addresses that require one.
+        connections: counts of the connections.
     """
 
     exporter: MetricExporter
@@ -52,7 +53,7 @@ class Operations:
 
 
 @asynccontextmanager
-async def serving_operations(
+async def serve_operations(
     settings: MetricsSettings, tls: TlsSettings, operations: Operations
 ) -> AsyncIterator[None]:
     """Serve the routes inside the block, if there is an address for them.
@@ -82,7 +83,7 @@ async def serving_operations(
 
 
 def operations_app(operations: Operations) -> web.Application:
-    """Make the application of the routes."""
+    """Return the application with the routes."""
     app = web.Application(client_max_size=MAX_BODY_BYTES)
 
     async def metrics(request: web.Request) -> web.Response:

@@ -1,6 +1,6 @@
-"""Metrics of a process and its HTTP servers, the same in both processes: the table, its values.
+"""Metrics of a process and its HTTP servers, equal in both processes: the table and its values.
 
-Of itself a process speaks by the names that Prometheus has for it everywhere.
+The metrics of the process itself have Prometheus' standard names.
 """
 
 import resource
@@ -12,7 +12,7 @@ from shared.serving.metric_export import Metric, Scrape
 
 
 def fill_process(scrape: Scrape) -> None:
-    """Put the values of this process, as they are now."""
+    """Set the current values of this process."""
     process = psutil.Process()
     with process.oneshot():
         times = process.cpu_times()
@@ -25,7 +25,7 @@ def fill_process(scrape: Scrape) -> None:
 
 
 def fill_connections(prefix: str, metrics: ConnectionMetrics, scrape: Scrape) -> None:
-    """Put the values of the process's HTTP servers."""
+    """Set the values of the process's HTTP servers."""
     for server, count in metrics.open.items():
         scrape.put(f"{prefix}_http_connections", count, server)
     scrape.put_tally(f"{prefix}_http_cut_connections_total", metrics.cut)
@@ -42,7 +42,7 @@ PROCESS_METRICS = (
 
 
 def connection_metrics(prefix: str) -> tuple[Metric, ...]:
-    """Make the rows about the connections of HTTP servers.
+    """Return the rows about the connections of HTTP servers.
 
     Args:
         prefix: prefix of the process's metrics.

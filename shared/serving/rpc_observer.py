@@ -1,8 +1,8 @@
-"""Watches every RPC of a server: counts it, times it, and gives it a span and a trace id.
+"""RpcObserver: counts and times every RPC of a server, and gives it a span and a trace id.
 
-The outermost interceptor: it sees the status that the others have made of an error. Long-lived
-streams (an engine's attachment, its queue, a watch) get a count when they end, and no span: one
-that never ends helps nobody.
+It has to be the outermost interceptor, to see the status that the others have made of an error.
+Long-lived streams (an engine's attachment, its queue, a watch) are counted when they end, and have
+no span: a span that never ends is useless.
 """
 
 import time
@@ -15,14 +15,14 @@ from opentelemetry.trace import Span
 
 from shared.access.credentials import TlsConnections
 from shared.serving.grpc_handlers import CallInterceptor, Handler, behaviour_of, with_behaviour
-from shared.serving.tracing import carried, enter_request, fail_span
+from shared.serving.tracing import enter_request, extract_trace_context, fail_span
 from shared.types.histogram import Histogram, Tally
 
-# Of other people's services (health, reflection) the calls are neither counted nor traced: probes
-# come every few seconds, and say nothing of ours.
+# Calls of grpc's own services (health, reflection) are neither counted nor traced: probes come
+# every few seconds, and say nothing about ours.
 FOREIGN = "/grpc."
-# A client's deadline passes sooner than ours, which began when the call arrived: the news that it
-# has given up may come before ours has passed.
+# A client's deadline passes earlier than ours, which began when the call arrived. So its
+# cancellation may arrive before ours has passed.
 EARLY_S = 0.01
 
 
@@ -32,9 +32,9 @@ class RpcMetrics:
 
     Attributes:
         ended: number of calls by method ("Engine/PrepareLoad") and code ("OK").
-        seconds: seconds of calls by method, of those that are not long-lived.
-        refused: number of refused calls by reason and client's name in the settings, "" for a
-            stranger.
+        seconds: seconds of calls by method, without long-lived ones.
+        refused: number of refused calls by reason and by the client's name in the settings, "" for
+            an unknown caller.
         tls: TLS connections, as far as gRPC reports them.
     """
 
@@ -45,24 +45,24 @@ class RpcMetrics:
 
 
 class RpcObserver(CallInterceptor):
-    """See the module docstring.
+    """Counts and times every RPC of a server, and gives it a span and a trace id.
 
     Args:
         metrics: the counts.
-        long_lived: methods ("Engine/Attach") whose calls last as long as their caller.
+        long_lived: methods ("Engine/Attach") whose calls last as long as their client.
     """
 
     def __init__(self, metrics: RpcMetrics, long_lived: Collection[str] = ()) -> None:
         self._metrics = metrics
         self._long_lived = frozenset(long_lived)
 
-    def wrapped(self, handler: Any, details: grpc.HandlerCallDetails) -> Handler:
+    def wrap(self, handler: Any, details: grpc.HandlerCallDetails) -> Handler:
         """See CallInterceptor."""
         full_name = details.method
         if full_name.startswith(FOREIGN):
             return handler  # type: ignore[no-any-return]
         method = full_name.rpartition(".")[2]  # "/kvd.v1.Engine/PrepareLoad": what follows "v1."
-        carrier = carried(details.invocation_metadata)
+        carrier = extract_trace_context(details.invocation_metadata)
         wrap = self._streaming if handler.response_streaming else self._single
         return with_behaviour(handler, wrap(method, carrier, behaviour_of(handler)))
 
@@ -74,7 +74,7 @@ class RpcObserver(CallInterceptor):
                 response = await behaviour(request, context)
                 is_answered = True
             finally:
-                self._ended(call, context, is_answered=is_answered)
+                self._record_end(call, context, is_answered=is_answered)
             return response
 
         return answer
@@ -82,9 +82,9 @@ class RpcObserver(CallInterceptor):
     def _streaming(self, method: str, carrier: dict[str, str], behaviour: Any) -> Any:
         async def answer(request: Any, context: Any) -> AsyncIterator[Any]:
             call = self._begin(method, carrier)
-            # A callback, not `finally`: a generator that is left at a yield is not closed in time.
+            # A callback, not `finally`: a generator abandoned at a yield is not closed in time.
             context.add_done_callback(
-                lambda _: self._ended(call, context, is_answered=context.done())
+                lambda _: self._record_end(call, context, is_answered=context.done())
             )
             async for response in behaviour(request, context):
                 yield response
@@ -97,7 +97,8 @@ class RpcObserver(CallInterceptor):
             span = enter_request(method, carrier, {"rpc.system": "grpc", "rpc.method": method})
         return _Call(method, time.monotonic(), span)
 
-    def _ended(self, call: "_Call", context: Any, *, is_answered: bool) -> None:
+    def _record_end(self, call: "_Call", context: Any, *, is_answered: bool) -> None:
+        """Count a call that has ended, and end its span."""
         code = _code_of(context, is_answered=is_answered)
         self._metrics.ended.add(call.method, code)
         if call.span is None:
@@ -116,7 +117,7 @@ class _Call:
 
 
 def _code_of(context: Any, *, is_answered: bool) -> str:
-    """Return the status's name; grpc sets none for success, and none when the caller is gone."""
+    """Return the status's name. grpc sets none for success, and none when the caller is gone."""
     if context.code():
         return str(context.code().name)
     if is_answered:
@@ -125,5 +126,5 @@ def _code_of(context: Any, *, is_answered: bool) -> str:
 
 
 def code_without_answer(left_s: float | None) -> str:
-    """Name what became of a call that ended with `left_s` until its deadline; None: it had none."""
+    """Return the code of a call without a status, by the time left to its deadline; None: none."""
     return "CANCELLED" if left_s is None or left_s > EARLY_S else "DEADLINE_EXCEEDED"

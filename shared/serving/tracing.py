@@ -1,9 +1,9 @@
 """Traces across both processes, and the trace id in their logs.
 
-W3C trace context comes with a request (gRPC metadata, HTTP headers), goes on to kvd with each call,
-and is made here if the client sent none: so the lines that both processes log about one turn have
-one trace id, with or without an exporter. Spans are recorded and exported by OTLP only when
-`tracing.endpoint` is set: before that everything here is the API's own doing of nothing.
+A W3C trace context comes with a request (gRPC metadata, HTTP headers), or is made here if the
+client sent none. It is passed on to kvd with each call. So the lines that both processes log about
+one turn have one trace id, with or without an exporter. Spans are recorded and exported by OTLP
+only if `tracing.endpoint` is set; otherwise the calls here use the API's no-op implementations.
 
 *Source:* https://www.w3.org/TR/trace-context/, OpenTelemetry.
 """
@@ -33,16 +33,16 @@ if TYPE_CHECKING:
 
 Metadata: TypeAlias = tuple[tuple[str, str], ...]
 
-EXPORT_S = 5.0  # of one export, and of the last one at the end
+EXPORT_S = 5.0  # for one export, and for the last one at the end
 HEADERS = ("traceparent", "tracestate")
-MAX_HEADER = 512  # characters; what W3C asks implementations to carry
+MAX_HEADER = 512  # characters; the length that W3C requires implementations to support
 
 _PROPAGATOR = TraceContextTextMapPropagator()
 _TRACER = trace.get_tracer("cachedattention")  # finds the provider once there is one
 
 
 class TracingUnavailableError(ConfigError):
-    """Traces were asked for, and the packages that export them are not installed."""
+    """Traces are to be exported, but the packages for it are not installed."""
 
     reason = "tracing_unavailable"
 
@@ -54,17 +54,17 @@ class Tracing:
     provider: "TracerProvider | None"
 
     def close(self) -> None:
-        """Export what is left, for a bounded time; blocks."""
+        """Export the remaining spans, for a bounded time. Blocks."""
         if self.provider is not None:
             self.provider.force_flush(int(EXPORT_S * 1000))
             self.provider.shutdown()
 
 
 def start_tracing(settings: TracingSettings, service: str, version: str) -> Tracing:
-    """Export spans from now on, if an endpoint is set; once per process.
+    """Start the export of spans, if an endpoint is set. Called once per process.
 
     Raises:
-        TracingUnavailableError: the extra is not installed.
+        TracingUnavailableError: the packages are not installed.
     """
     if not settings.endpoint:
         return Tracing(None)
@@ -94,9 +94,9 @@ def start_tracing(settings: TracingSettings, service: str, version: str) -> Trac
 
 
 def sampler_of(ratio: float) -> "Sampler":
-    """Keep a share of the traces, by their ids: the same ones in both processes.
+    """Return a sampler that keeps a share of the traces by their ids: the same in both processes.
 
-    Who calls may leave its trace out, but not force it in.
+    A caller may exclude its trace, but cannot force it in.
     """
     from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 
@@ -107,7 +107,7 @@ def sampler_of(ratio: float) -> "Sampler":
 # ------------------------------------------------------------------------------- between processes
 
 
-def carried(metadata: Sequence[tuple[str, str | bytes]] | None) -> dict[str, str]:
+def extract_trace_context(metadata: Sequence[tuple[str, str | bytes]] | None) -> dict[str, str]:
     """Return the trace context in an RPC's metadata, or in HTTP headers."""
     return {
         name: value
@@ -129,9 +129,9 @@ def outgoing() -> Metadata | None:
 
 
 def enter_request(name: str, carrier: Mapping[str, str], attributes: Mapping[str, Any]) -> Span:
-    """Begin a request's span and make it the current one of this task, to the task's end.
+    """Begin a request's span, and make it the current one of this task until the task ends.
 
-    The caller ends it. Log lines of the task, and of tasks made by it, have its trace id.
+    The caller ends the span. Log lines of the task, and of tasks made by it, have its trace id.
     """
     parent = _PROPAGATOR.extract(carrier, context=Context())
     span = _TRACER.start_span(name, parent, SpanKind.SERVER, attributes)
@@ -155,14 +155,14 @@ def child_span(name: str, attributes: Mapping[str, Any] | None = None) -> Iterat
 
 
 def open_span(name: str, attributes: Mapping[str, Any] | None = None) -> Span:
-    """Open a span under the current one, which stays current; the caller ends it."""
+    """Open a span under the current one, which stays current. The caller ends it."""
     return _TRACER.start_span(name, attributes=attributes)
 
 
-def past_span(
+def record_past_span(
     parent: Span, name: str, began_ns: int, ended_ns: int, attributes: Mapping[str, Any]
 ) -> None:
-    """Record what is over: from and to on the monotonic clock, under a span that is not."""
+    """Record a span that is over, under one that is not. Times are of the monotonic clock."""
     if not parent.is_recording():
         return
     to_wall_ns = time.time_ns() - time.monotonic_ns()

@@ -1,4 +1,4 @@
-"""Values that both processes speak of: keys, layout, lineage, the queue's changes, errors, units.
+"""Values that both processes share: keys, layout, lineage, changes of the queue, errors, units.
 
 Pure; imports nothing else of ours.
 """

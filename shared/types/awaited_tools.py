@@ -1,7 +1,7 @@
-"""Names of tools that a session waits for, as both processes bound them. Pure.
+"""Names of the tools that a session awaits, and the limits of them in both processes. Pure.
 
-The name is what a model was offered, and what an operator reads: of printable characters, few of
-them, and few names.
+A name is what the model was offered, and what an operator reads. So it consists of printable
+characters, names are short, and there are few of them.
 """
 
 from collections.abc import Iterable
@@ -9,13 +9,13 @@ from collections.abc import Iterable
 from shared.types.errors import InvalidInputError
 
 MAX_AWAITED_TOOLS = (
-    32  # of one answer; latencies are learned by name, and one waits for the slowest
+    32  # of one answer: return times are learned by name, and a session waits for the slowest tool
 )
 MAX_TOOL_NAME = 128  # characters
 
 
 class InvalidToolNamesError(InvalidInputError):
-    """Names of tools that cannot be awaited."""
+    """The names of tools are too many, or one of them is invalid."""
 
     reason = "invalid_tool_names"
 
@@ -41,6 +41,6 @@ def awaited_tools(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def possible_tools(names: Iterable[str]) -> tuple[str, ...]:
-    """Return those of the names that can be awaited, each once: for hints of what models write."""
+    """Return the valid ones of the names, each once, up to the limit: for names a model wrote."""
     possible = (name for name in names if 0 < len(name) <= MAX_TOOL_NAME and name.isprintable())
     return tuple(dict.fromkeys(possible))[:MAX_AWAITED_TOOLS]

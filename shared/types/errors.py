@@ -1,21 +1,21 @@
 """The error tree of both processes.
 
     ReportedError                 base: one line, names the remedy; never instantiated itself
-    ├── InvalidInputError         INVALID_ARGUMENT      exit 2    the caller's values are off
+    ├── InvalidInputError         INVALID_ARGUMENT      exit 2    the caller's values are invalid
     ├── NotFoundError             NOT_FOUND             exit 3
-    ├── ConflictError             ABORTED               exit 4    somebody else is at it; try again
-    ├── StateError                FAILED_PRECONDITION   exit 5    not as things stand now
+    ├── ConflictError             ABORTED               exit 4    a conflict with another; try again
+    ├── StateError                FAILED_PRECONDITION   exit 5    not possible in the current state
     ├── ExhaustedError            RESOURCE_EXHAUSTED    exit 6    full; try again later
     ├── DeniedError               PERMISSION_DENIED     exit 7
-    ├── UnauthenticatedError      UNAUTHENTICATED       exit 7    nobody knows who calls
-    ├── DeadlineError             DEADLINE_EXCEEDED     exit 8    not done in the caller's time
+    ├── UnauthenticatedError      UNAUTHENTICATED       exit 7    the caller's identity is not known
+    ├── DeadlineError             DEADLINE_EXCEEDED     exit 8    not done before the deadline
     ├── UnavailableError          UNAVAILABLE           exit 69   the peer is not there; try again
-    │   └── LoadFailedError       a load that was under way will not arrive
+    │   └── LoadFailedError       a load that was under way will not complete
     └── ConfigError               FAILED_PRECONDITION   exit 78   the start was refused
 
-A concrete error is a subclass with a `reason` slug; those of one process live in its
-`core/errors.py`. Answers of a lookup (hit, pending, miss) are never errors. Errors know their
-outward codes; `shared.serving.grpc_status` is the one place that turns them into statuses and back.
+A concrete error is a subclass with a `reason` slug. Those of one process are in its
+`core/errors.py`. Answers of a lookup (hit, pending, miss) are never errors. Errors know their codes
+outside; only `shared.serving.grpc_status` converts them to gRPC statuses and back.
 """
 
 from collections.abc import Mapping
@@ -26,10 +26,10 @@ class ReportedError(Exception):
     """An error meant for the caller.
 
     Attributes:
-        message: one line, what is wrong, with the offending value.
-        remedy: one line, what to do about it.
-        details: more about it for programs, by short names of our own.
-        retry_after_s: when the same call is likely to succeed; None if nobody can say.
+        message: one line: what is wrong, with the offending value.
+        remedy: one line: what to do about it.
+        details: more facts for programs, by short names of our own.
+        retry_after_s: seconds after which the same call is likely to succeed; None: not known.
     """
 
     reason: ClassVar[str] = "error"
@@ -53,7 +53,7 @@ class ReportedError(Exception):
 
 
 class InvalidInputError(ReportedError):
-    """The caller's values are off; the same call can never succeed."""
+    """The caller's values are invalid; the same call can never succeed."""
 
     reason = "invalid_input"
     grpc_code = "INVALID_ARGUMENT"
@@ -61,7 +61,7 @@ class InvalidInputError(ReportedError):
 
 
 class NotFoundError(ReportedError):
-    """What the call names does not exist."""
+    """The thing named by the call does not exist."""
 
     reason = "not_found"
     grpc_code = "NOT_FOUND"
@@ -69,7 +69,7 @@ class NotFoundError(ReportedError):
 
 
 class ConflictError(ReportedError):
-    """Somebody else is at it; the same call may succeed later."""
+    """The call conflicts with another one; it may succeed later."""
 
     reason = "conflict"
     retryable = True
@@ -78,7 +78,7 @@ class ConflictError(ReportedError):
 
 
 class StateError(ReportedError):
-    """Not possible as things stand now."""
+    """The call is not possible in the current state."""
 
     reason = "failed_precondition"
     grpc_code = "FAILED_PRECONDITION"
@@ -86,7 +86,7 @@ class StateError(ReportedError):
 
 
 class ExhaustedError(ReportedError):
-    """A bound is reached; the same call may succeed later."""
+    """A limit is reached; the same call may succeed later."""
 
     reason = "exhausted"
     retryable = True
@@ -103,7 +103,7 @@ class DeniedError(ReportedError):
 
 
 class UnauthenticatedError(ReportedError):
-    """Nobody knows who calls; no answer says which part of a proof of identity was wrong."""
+    """The caller's identity is not known. No answer says which part of its proof was wrong."""
 
     reason = "unauthenticated"
     grpc_code = "UNAUTHENTICATED"
@@ -111,7 +111,7 @@ class UnauthenticatedError(ReportedError):
 
 
 class DeadlineError(ReportedError):
-    """The call was not done in the time its caller gave it."""
+    """The call did not complete before its caller's deadline."""
 
     reason = "deadline_exceeded"
     retryable = True
@@ -120,7 +120,7 @@ class DeadlineError(ReportedError):
 
 
 class UnavailableError(ReportedError):
-    """The peer is not there, or went away during the call."""
+    """The peer is not there, or has gone during the call."""
 
     reason = "unavailable"
     retryable = True
@@ -129,7 +129,7 @@ class UnavailableError(ReportedError):
 
 
 class LoadFailedError(UnavailableError):
-    """A load that was under way will not arrive: what was read of it may not be used."""
+    """A load that was under way will not complete. The bytes read so far must not be used."""
 
     reason = "load_failed"
 

@@ -1,4 +1,4 @@
-"""GraftSource: tokens of one session whose KV another one is to go on with. Pure."""
+"""GraftSource: tokens of one session whose KV another session reuses. Pure."""
 
 from dataclasses import dataclass
 
@@ -8,14 +8,14 @@ from shared.types.session_key import SessionKey
 
 @dataclass(frozen=True, slots=True)
 class GraftSource:
-    """What a graft gives (docs/glossary.md); the session that it is given to is named apart.
+    """The source of a graft (docs/glossary.md). The session that receives it is named elsewhere.
 
     Attributes:
-        key: of the session that has it, of the same tenant and model.
-        token_ids: its context from the first token on, at least up to `end`; little-endian uint32.
-        lineage: of these tokens.
-        start: first token that is given.
-        end: behind the last one.
+        key: the session that has the KV; of the same tenant and model as the receiver.
+        token_ids: its context from the first token, at least up to `end`; little-endian uint32.
+        lineage: lineage of these tokens.
+        start: position of the first token whose KV is given.
+        end: position after the last one.
     """
 
     key: SessionKey
@@ -25,5 +25,10 @@ class GraftSource:
     end: int
 
     def lineage_after(self, token_ids: bytes, lineage: Lineage) -> Lineage:
-        """Return the lineage of a context of these tokens, once what is given follows them."""
+        """Return the lineage of a context after the graft has been appended to it.
+
+        Args:
+            token_ids: tokens of the context before the graft; little-endian uint32.
+            lineage: lineage of these tokens.
+        """
         return lineage.after_graft(token_ids, self.lineage, self.token_ids, self.start, self.end)

@@ -1,7 +1,7 @@
-"""Counts of measured values by bucket, and counts by label. Pure; one thread owns each.
+"""Histograms (measured values by bucket and label) and tallies (counts by label). Pure.
 
-Kept by whoever measures, read by whoever is asked (a scrape, `stats`): nothing is counted twice.
-Bucket bounds are upper bounds, inclusive, as Prometheus has them.
+Each is owned by one thread. It is kept where the values are measured, and read on demand (a scrape,
+`stats`), so nothing is counted twice. Bucket bounds are upper bounds, inclusive, as in Prometheus.
 """
 
 from bisect import bisect_left
@@ -9,12 +9,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-# Seconds, from what a memory copy takes to what a person does not wait for any more.
+# Seconds: from the time of a memory copy to longer than a person waits.
 LATENCY_BOUNDS_S = (
     *(0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05),
     *(0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0),
 )
-# Seconds that a conversation rests: from a second to a month.
+# Seconds that a conversation is idle: from a second to a month.
 REST_BOUNDS_S = (1.0, 5.0, 15.0, 60.0, 300.0, 900.0, 3600.0, 14400.0, 86400.0, 604800.0, 2592000.0)
 SIZE_BOUNDS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
@@ -26,7 +26,8 @@ class Series:
     """Measured values of one set of labels.
 
     Attributes:
-        counts: per bucket, not cumulative; the last one has what exceeds all bounds.
+        counts: number of values per bucket, not cumulative; the last bucket has no upper bound.
+        total: sum of the values.
     """
 
     counts: list[int]
@@ -39,7 +40,7 @@ class Series:
 
 
 class Histogram:
-    """Values by bucket, for each set of labels that came.
+    """Values by bucket, for each set of labels that was observed.
 
     Args:
         bounds: upper bounds, ascending.
@@ -51,7 +52,7 @@ class Histogram:
         self._series: dict[Labels, Series] = {}
 
     def observe(self, value: float, *labels: str) -> None:
-        """Count one value; whoever calls bounds the number of label sets."""
+        """Count one value. The caller keeps the number of different label sets small."""
         series = self._series.get(labels)
         if series is None:
             series = self._series[labels] = Series([0] * (len(self.bounds) + 1))
@@ -60,7 +61,7 @@ class Histogram:
 
     @property
     def total(self) -> Series:
-        """All measured values, whatever the labels."""
+        """All measured values, of all labels."""
         every = Series([0] * (len(self.bounds) + 1))
         for series in self._series.values():
             every.counts = [a + b for a, b in zip(every.counts, series.counts, strict=True)]
@@ -68,17 +69,18 @@ class Histogram:
         return every
 
     def quantile(self, share: float) -> float | None:
-        """Estimate from the buckets the value that this share does not exceed; None: no value.
+        """Estimate the value that this share of the values does not exceed; None: no values.
 
-        Within a bucket values are taken to lie evenly; above the last bound it is that bound.
+        Within a bucket the values are assumed to be spread evenly. Above the last bound the result
+        is that bound.
         """
         counts = self.total.counts
-        wanted = share * sum(counts)
+        target = share * sum(counts)
         num_before = 0
         for index, count in enumerate(counts[:-1]):
-            if count and num_before + count >= wanted:
+            if count and num_before + count >= target:
                 low = self.bounds[index - 1] if index else 0.0
-                return low + (self.bounds[index] - low) * (wanted - num_before) / count
+                return low + (self.bounds[index] - low) * (target - num_before) / count
             num_before += count
         return self.bounds[-1] if counts[-1] else None
 
@@ -95,5 +97,5 @@ class Tally:
     counts: Counter[Labels] = field(default_factory=Counter)
 
     def add(self, *labels: str, amount: int = 1) -> None:
-        """Count; whoever calls bounds the number of label sets."""
+        """Add to a count. The caller keeps the number of different label sets small."""
         self.counts[labels] += amount

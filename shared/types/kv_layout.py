@@ -6,18 +6,19 @@ A block holds `block_tokens` consecutive tokens of all layers. Inside it:
     slice  = component 0 | component 1 | … | padding       K and V of one layer are adjacent
     component = [block_tokens, *shape] in C order       token-major: a token run is one memory run
 
-A layer with a *window* attends to the last tokens only, so its KV is wanted where a load may end,
-and nowhere else. Where other layers attend to all tokens it lies apart from theirs: a token block
-has no slices of such layers, and the *window* of a block is all they have of its tokens. It lies in
-`window_slots` slots (*parts*), each with the slices of some of these layers, one behind the other,
-and padding behind the last one.
+A layer with a *window* attends to the last tokens only, so its KV is needed where a load may end,
+and nowhere else. If other layers attend to all tokens, its KV lies apart from theirs: token blocks
+have no slices of such layers, and the *window* of a block is all that these layers have of its
+tokens. A window lies in `window_slots` slots (*parts*). Each has the slices of some of these
+layers, one after the other, and padding after the last one.
 
-Models that have recurrent layers keep, beside the KV of tokens, a *state*: all recurrent tensors of
-the model behind a position, `state_bytes` in one piece. It lies in `state_slots` slots: part i has
-the bytes [i * block_bytes, (i + 1) * block_bytes), and zeros behind the last one.
+Models with recurrent layers have, beside the KV of tokens, a *state*: all recurrent tensors of the
+model after a position, `state_bytes` in one piece. It lies in `state_slots` slots: part i has the
+bytes [i * block_bytes, (i + 1) * block_bytes), and zeros after the last byte.
 
-Pure. Invariants: 1. equal layouts have equal fingerprints, in every process and version; 2. a
-partial block uses the first tokens of each component, at the same offsets as a full one.
+Pure. Invariants:
+1. equal layouts have equal fingerprints, in every process and version;
+2. a partial block uses the first tokens of each component, at the same offsets as a full one.
 """
 
 import hashlib
@@ -33,17 +34,17 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 POSITION_MODES = ("decoupled", "coupled", "naive")
 MIN_BLOCK_TOKENS = 16
 MIN_SLICE_BYTES = 64 * 1024  # below it a copy or an I/O costs more to start than to do
-MAX_BLOCK_BYTES = 1 << 30  # a bound for what a peer may ask us to allocate
+MAX_BLOCK_BYTES = 1 << 30  # a limit for what a peer may make us allocate
 MAX_LAYERS = 4096
 MAX_STATE_BYTES = 4 << 30
 MAX_WINDOW = 1 << 31
-WHOLE_EVERY = 8  # where all layers have a window, KV of one in so many is kept of all tokens
-RECURRENT_BLOCK_BYTES = MIB  # of a model without any KV of tokens, if its state has as much
-RECURRENT_BLOCK_TOKENS = 256  # of such a model: its blocks of tokens have no bytes
+WHOLE_EVERY = 8  # if all layers have a window, one in so many keeps the KV of all tokens
+RECURRENT_BLOCK_BYTES = MIB  # of a model without KV of tokens; less if its state is smaller
+RECURRENT_BLOCK_TOKENS = 256  # of such a model, whose token blocks have no bytes
 
 
 class InvalidLayoutError(InvalidInputError):
-    """A layout that cannot be: unknown dtype, no layers, absurd sizes."""
+    """The layout is invalid: unknown dtype, no layers, absurd sizes."""
 
     reason = "invalid_layout"
 
@@ -54,9 +55,9 @@ class Component:
 
     Attributes:
         name: "k", "v", or what the model caches instead.
-        shape: per token, (kv_heads, head_dim) for an ordinary key.
+        shape: shape per token, (kv_heads, head_dim) for an ordinary key.
         dtype: a name in ITEM_BYTES.
-        rotary: digest of the rotary recipe that loading applies to the position-free bytes, or "".
+        rotary: digest of the rotary recipe that a load applies to the position-free bytes, or "".
     """
 
     name: str
@@ -66,7 +67,7 @@ class Component:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token."""
+        """Size of one token in bytes."""
         return prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
@@ -75,7 +76,7 @@ class Layer:
     """The components of one layer, as they lie in memory; none if it shares another layer's KV.
 
     Attributes:
-        window: to how many tokens it attends, the last ones; 0: to all.
+        window: how many tokens it attends to, the last ones; 0: all.
     """
 
     components: tuple[Component, ...]
@@ -83,17 +84,21 @@ class Layer:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token in this layer, without padding."""
+        """Size of one token in this layer in bytes, without padding."""
         return sum(component.token_bytes for component in self.components)
 
 
 @dataclass(frozen=True)
 class KVLayout:
-    """The whole layout; see the module docstring for the byte order.
+    """The layout of all layers; see the module docstring for the byte order.
 
     Attributes:
-        layers: those that cache tokens; a model that caches none has one without components.
-        state_bytes: of a state, whose contents are the engine's business; 0: the model has none.
+        model: the model's fingerprint.
+        layers: the layers that cache tokens. A model that caches none has one without components.
+        block_tokens: tokens of a full block.
+        position_mode: one of POSITION_MODES.
+        tp_rank, tp_size: the tensor-parallel shard, and how many there are.
+        state_bytes: size of a state, whose contents only the engine knows; 0: the model has none.
     """
 
     model: str
@@ -106,36 +111,37 @@ class KVLayout:
 
     @cached_property
     def fingerprint(self) -> str:
-        """128-bit digest, hex. Processes may exchange KV bytes only if theirs are equal."""
+        """128-bit digest, hex. Two processes may exchange KV bytes only if theirs are equal."""
         fields = asdict(self)
         if not self.state_bytes:
-            del fields["state_bytes"]  # such layouts were named before there were states
+            del fields["state_bytes"]  # keeps the fingerprints of layouts from before states
         if not self.window:
             for layer in fields["layers"]:
-                del layer["window"]  # and before there were windows
+                del layer["window"]  # the same, from before windows
         text = json.dumps(fields, sort_keys=True, separators=(",", ":"))
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     @property
     def token_bytes(self) -> int:
-        """KV bytes of one token over all layers, without padding."""
+        """Size of one token's KV over all layers in bytes, without padding."""
         return sum(layer.token_bytes for layer in self.layers)
 
     @cached_property
     def caches_tokens(self) -> bool:
-        """Whether tokens have any bytes: a model that is only recurrent has states alone."""
+        """Whether tokens have any bytes. A model that is only recurrent has states alone."""
         return any(layer.components for layer in self.layers)
 
     @cached_property
     def state_slots(self) -> int:
-        """Slots of one state; 0 if there are none."""
+        """Number of slots of one state; 0 if there are no states."""
         return ceil_div(self.state_bytes, self.block_bytes) if self.state_bytes else 0
 
     @cached_property
     def window(self) -> int:
-        """Tokens before the end of a load of which all layers have KV; the others have it of some.
+        """How many tokens before the end of a load need KV of all layers.
 
-        0: all layers are wanted of all tokens. So it is, too, where every layer has a window.
+        Tokens before these need that of some layers only. 0: all tokens need that of all layers,
+        as in a model whose layers all have a window.
         """
         windows = {layer.window for layer in self.layers if layer.components}
         return max(windows) if 0 in windows else 0
@@ -157,21 +163,21 @@ class KVLayout:
 
     @property
     def window_slots(self) -> int:
-        """Slots of one window; 0 if there are none."""
+        """Number of slots of one window; 0 if there are no windows."""
         return len(self.window_parts)
 
     @property
     def part_slots(self) -> int:
-        """Slots of what lies in blocks without tokens, a state or a window; 0: there is neither."""
+        """Number of slots of a state or window, in blocks without tokens; 0: there is neither."""
         return self.state_slots or self.window_slots
 
     @property
     def fewest_block_tokens(self) -> int:
-        """How few tokens a block may have: none, if it can be a part of something."""
+        """The fewest tokens that a block may have: 0 if it may be a part of a state or window."""
         return 0 if self.part_slots else 1
 
     def part_of(self, layer_index: int) -> int:
-        """Where a layer's slice of a block is: 0: in the token block, 1 …: in that part."""
+        """Return where a layer's slice of a block is: 0: in the token block, i: in part i."""
         if not self._is_windowed(layer_index):
             return 0
         return next(i for i, part in enumerate(self.window_parts, 1) if layer_index in part)
@@ -182,14 +188,17 @@ class KVLayout:
 
     @cached_property
     def token_layers(self) -> tuple[Layer, ...]:
-        """The layers as token blocks have them: without the components of those with windows."""
+        """The layers of token blocks: those with windows are without components."""
         return tuple(
             Layer(()) if self._is_windowed(index) else layer
             for index, layer in enumerate(self.layers)
         )
 
     def slice_bytes(self, layer_index: int) -> int:
-        """Bytes of one layer slice, padding included; all of a block where tokens have none."""
+        """Return the size of a layer slice in bytes, padding included.
+
+        In a layout without KV of tokens the first slice is the whole block.
+        """
         if not self.caches_tokens:
             slot_bytes = align_up(min(self.state_bytes, RECURRENT_BLOCK_BYTES), SECTOR_BYTES)
             return slot_bytes if layer_index == 0 else 0
@@ -207,7 +216,7 @@ class KVLayout:
 
     @cached_property
     def slot_slices(self) -> tuple[int, ...]:
-        """Bytes of a slot by layer, as those of parts are verified: all of it, be it padding."""
+        """Bytes of a slot by layer for verifying parts: all bytes of the slot, padding too."""
         sizes = [
             0 if self._is_windowed(index) else self.slice_bytes(index)
             for index in range(len(self.layers))
@@ -218,7 +227,7 @@ class KVLayout:
 
     @cached_property
     def block_bytes(self) -> int:
-        """Bytes of one block, padding included: the size of a slot and of an extent."""
+        """Size of one block in bytes, padding included: that of a slot."""
         together, largest = 0, 0
         for layer_index in range(len(self.layers)):
             num_bytes = self.slice_bytes(layer_index)
@@ -229,7 +238,7 @@ class KVLayout:
         return max(together, largest)
 
     def component_offset(self, layer_index: int, component_index: int) -> int:
-        """Offset of a component in its block; token i starts `i * token_bytes` after it."""
+        """Return the offset of a component in its block. Token i is `i * token_bytes` after it."""
         before = self.layers[layer_index].components[:component_index]
         skipped = sum(component.token_bytes for component in before) * self.block_tokens
         return self.slice_offsets[layer_index] + skipped
@@ -274,7 +283,7 @@ class KVLayout:
 
 
 def choose_block_tokens(layers: tuple[Layer, ...]) -> int:
-    """Smallest power of two >= 16 whose smallest non-empty layer slice is >= 64 KiB (D6).
+    """Return the smallest power of two >= 16 with all non-empty layer slices >= 64 KiB (D6).
 
     A model that caches nothing of tokens has RECURRENT_BLOCK_TOKENS.
     """

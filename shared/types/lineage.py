@@ -1,18 +1,18 @@
-"""Lineage: which discards and grafts the tokens of a context come after, in 40 bytes. Pure.
+"""Lineage: a digest of the discards and grafts in a context, in 40 bytes. Pure.
 
-After a discard the tokens that are left are the same as those of a session that never had the
-others, but their KV is not: it was computed while the others were there. Tokens alone do not tell
-the two apart. The lineage does: equal tokens of equal lineage mean equal KV, whoever has computed
-it, and whatever kvd still holds of it.
+After a discard, the tokens that are left are the same as those of a session that never had the
+others, but their KV is not: it was computed while the others were there. The tokens alone do not
+tell the two apart. The lineage does: equal tokens with equal lineages have equal KV, no matter
+which engine computed it and how much of it kvd still has.
 
-A graft is the other way round: tokens of another session's context follow, with the KV that they
-have there, computed over what is not before them here.
+A graft is the reverse: tokens of another session's context are appended with the KV that they have
+there. That KV was computed over tokens that are not before them here.
 
-WHOLE, that nothing was discarded or grafted, is a lineage like the others; `None` in its place, in
-the calls to kvd, is that the caller does not say.
+WHOLE says that nothing was discarded or grafted; it is a lineage like the others. In calls to kvd,
+`None` in place of a lineage means that the caller does not name one.
 
-It follows from the tokens, the discards and the grafts alone, so that an engine finds it again by
-replaying a transcript, and kvd by recording those that it receives.
+A lineage follows from the tokens, the discards and the grafts alone. So an engine can compute it by
+replaying a transcript, and kvd by recording the discards and grafts that it receives.
 """
 
 import hashlib
@@ -33,9 +33,9 @@ class Lineage:
     """The discards and grafts of one context.
 
     Attributes:
-        digest: of all of them and of the tokens they fell on; b"": there was none that matters.
-        clean_tokens: leading tokens of the context before which nothing was discarded or grafted:
-            their KV is that of a session without any. Without meaning if there was none.
+        digest: digest of all of them, and of the tokens they fell on; b"": none that matters.
+        clean_tokens: number of leading tokens before which nothing was discarded or grafted. Their
+            KV is that of a session without any. Meaningless if `digest` is empty.
     """
 
     digest: bytes = b""
@@ -53,10 +53,10 @@ class Lineage:
     def after(self, token_ids: bytes, ranges: Sequence[tuple[int, int]]) -> "Lineage":
         """Return the lineage after one more discard; O(tokens).
 
-        What is dropped from the end leaves the rest as it was, and is no discard that matters.
+        A discard of the last tokens leaves the KV before it as it was, and so does not count.
 
         Args:
-            token_ids: of the context before it, little-endian uint32.
+            token_ids: tokens of the context before the discard, little-endian uint32.
             ranges: half-open positions in that context, sorted, not touching.
         """
         if not ranges:
@@ -72,14 +72,14 @@ class Lineage:
     def after_graft(
         self, token_ids: bytes, source: "Lineage", source_ids: bytes, start: int, end: int
     ) -> "Lineage":
-        """Return the lineage once KV of another context's tokens follows; O(tokens).
+        """Return the lineage after KV of another context's tokens was appended; O(tokens).
 
         Args:
-            token_ids: of the context before it, little-endian uint32: the seam is behind them.
+            token_ids: tokens of the context before, little-endian uint32; the seam is after them.
             source: lineage of the other context.
-            source_ids: its tokens, from the first one on; what is behind `end` does not matter.
-            start: first of them whose KV follows, however much of it there is.
-            end: behind the last one.
+            source_ids: its tokens, from the first one on; those after `end` are ignored.
+            start: position of the first token whose KV is appended, however much of it exists.
+            end: position after the last one.
         """
         seen = source_ids[: end * TOKEN_BYTES]
         hasher = hashlib.blake2b(digest_size=LINEAGE_BYTES, person=b"graft")
@@ -96,7 +96,7 @@ WHOLE = Lineage()
 
 
 def join_ranges(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Join half-open ranges of tokens that overlap or touch; they are sorted."""
+    """Join half-open ranges of tokens that overlap or touch. They have to be sorted."""
     joined: list[tuple[int, int]] = []
     for start, end in ranges:
         if joined and start <= joined[-1][1]:

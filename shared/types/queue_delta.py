@@ -1,8 +1,8 @@
-"""A queue, and changes of it, as one side of PushQueue reports them to the other. Pure.
+"""The queue of an engine, and changes of it, as PushQueue carries them. Pure.
 
-The digest of a queue is the sum of its requests' digests modulo 2**64, so that it is kept up to
-date in O(1) per change. A request's digest covers its rank, so equal sums mean equal requests in
-equal order (up to chance: 2**-64; it guards against errors, not against attacks).
+The digest of a queue is the sum of its requests' digests modulo 2**64, so it is kept up to date in
+O(1) per change. A request's digest covers its rank, so equal sums mean equal requests in equal
+order (up to chance: 2**-64; it guards against errors, not against attacks).
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,7 +22,7 @@ _RUNNING = Struct("<Q")
 
 
 class QueuedRequest(NamedTuple):
-    """A request that waits."""
+    """A waiting request."""
 
     rank: Rank  # the engine's own order; rank[2] is its number, unique within the engine
     key: SessionKey
@@ -30,7 +30,7 @@ class QueuedRequest(NamedTuple):
 
 
 class RunningRequest(NamedTuple):
-    """A request that is being computed: its session's KV is in the engine's memory."""
+    """A running request: its session's KV is in the engine's memory."""
 
     number: int
     key: SessionKey
@@ -38,13 +38,13 @@ class RunningRequest(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class QueueChange:
-    """Changes of an engine's queue, or all of it.
+    """Changes of an engine's queue, or the whole queue.
 
     Attributes:
         waiting: requests that joined, came back, or have another rank.
-        running: requests that are being computed now.
+        running: requests that run now.
         left: numbers of requests that neither wait nor run any more.
-        interval_ns: mean nanoseconds between two starts; 0: unknown.
+        interval_ns: mean nanoseconds between the starts of two requests; 0: unknown.
     """
 
     waiting: Sequence[QueuedRequest] = ()
@@ -55,11 +55,11 @@ class QueueChange:
 
 @dataclass(frozen=True, slots=True)
 class QueueUpdate:
-    """A change as it travels.
+    """A change as it is sent.
 
     Attributes:
-        sequence: number of this update, higher than the one before it has.
-        base_sequence: number of the update that it changes; 0: it holds all of the queue.
+        sequence: number of this update, higher than that of the one before.
+        base_sequence: number of the update that it changes; 0: it holds the whole queue.
         change: the changes, or the whole queue.
         digest: digest of the queue after it: the sum of its requests' `waiting_digest` and
             `running_digest`.
@@ -72,22 +72,22 @@ class QueueUpdate:
 
 
 def waiting_digest(rank: Rank, key: SessionKey) -> int:
-    """Return the digest of a request that waits."""
+    """Return the digest of a waiting request."""
     tenant, _, session_id = key
     return xxh3_64_intdigest(_RANK.pack(*rank) + f"{tenant}/{session_id}".encode())
 
 
-def waiting_digests(jobs: Iterable[tuple[Rank, SessionKey]]) -> int:
-    """Sum of `waiting_digest` of many jobs, in two thirds of the time."""
+def waiting_digests(requests: Iterable[tuple[Rank, SessionKey]]) -> int:
+    """Return the sum of `waiting_digest` of many requests, in two thirds of the time."""
     digest, pack = xxh3_64_intdigest, _RANK.pack
-    return sum([digest(pack(*rank) + f"{key[0]}/{key[2]}".encode()) for rank, key in jobs])
+    return sum([digest(pack(*rank) + f"{key[0]}/{key[2]}".encode()) for rank, key in requests])
 
 
 def running_digest(number: int, key: SessionKey) -> int:
-    """Return the digest of a request that is being computed."""
+    """Return the digest of a running request."""
     return xxh3_64_intdigest(_RUNNING.pack(number) + f"{key.tenant}/{key.session_id}".encode())
 
 
-def combined(digest: int, *, added: int = 0, removed: int = 0) -> int:
+def update_digest(digest: int, *, added: int = 0, removed: int = 0) -> int:
     """Return a queue's digest after one request's was added or removed."""
     return (digest + added - removed) & _MASK

@@ -1,12 +1,14 @@
-"""QueueFeed: an engine's queue as it is, and how much of it is not reported to the other side yet.
+"""QueueFeed: an engine's queue, and its changes that are not reported to kvd yet.
 
-Pure. The scheduler records what happens to its requests as it happens; the sender takes the next
-update when it can send one, so that a request which comes and goes between two updates is never
-reported. At most one update is on its way. Of a queue that is longer than the other side takes, its
-head is reported: the requests that run, then those that wait, in their order.
+Pure. The scheduler records what happens to its requests as it happens. The sender takes the next
+update when it can send one. So a request that comes and goes between two updates is never reported.
+At most one update is in flight. Of a queue longer than kvd accepts, the head is reported: the
+running requests, then waiting ones in their order.
 
-Invariants (`check`): 1. a request waits or runs, once; 2. what is reported is a head of the order,
-except for requests marked as changed; 3. no more are marked than are worth reporting as a change.
+Invariants (`check`):
+1. a request waits or runs, and is here once;
+2. what is reported is a head of the order, except for requests marked as changed;
+3. no more are marked than are worth reporting as a change.
 """
 
 from itertools import chain
@@ -20,14 +22,14 @@ from shared.types.queue_delta import (
     QueueUpdate,
     Rank,
     RunningRequest,
-    combined,
     running_digest,
+    update_digest,
     waiting_digest,
 )
 from shared.types.session_key import SessionKey
 from shared.types.units import NS_PER_S
 
-Position = tuple[bool, int, float, int]  # whether it waits, then its rank; if it runs (0, 0, n)
+Position = tuple[bool, int, float, int]  # whether it waits, then its rank; running: (0, 0, number)
 
 END: Position = (True, 1 << 63, 0.0, 0)  # after every position
 FEW_CHANGES = 1024  # always worth reporting as changes, however short the queue is
@@ -40,11 +42,11 @@ class _Request(NamedTuple):
     digest: int
 
 
-_News = dict[int, _Request | None]  # by number; None: it neither waits nor runs any more
+_Changes = dict[int, _Request | None]  # by number; None: it neither waits nor runs any more
 
 
-def _nothing() -> None:
-    """Nobody listens."""
+def _ignore() -> None:
+    """Do nothing: the default callback."""
 
 
 class QueueFeed:
@@ -56,77 +58,77 @@ class QueueFeed:
     """
 
     def __init__(self) -> None:
-        self.on_change = _nothing
+        self.on_change = _ignore
         self.interval_s = 0.0
         self._requests: dict[int, _Request] = {}
         self._order: SortedList[Position] = SortedList()
         self._sequence = 0
-        self._base = 0  # sequence of the newest update; 0: all of the queue is to be sent
-        self._reported: dict[int, _Request] = {}  # what the other side has after the newest update
+        self._base = 0  # sequence of the newest update; 0: the whole queue has to be sent
+        self._reported: dict[int, _Request] = {}  # what kvd has after the newest update
         self._reported_end = END  # the first position that is not reported
         self._reported_digest = 0
         self._changed: set[int] = set()  # since the newest update
-        self._is_on_its_way = False
+        self._is_in_flight = False
 
     def __len__(self) -> int:
         return len(self._requests)
 
     # ------------------------------------------------------------------------------ the scheduler
 
-    def waits(self, rank: Rank, key: SessionKey, history_tokens: int) -> None:
+    def on_wait(self, rank: Rank, key: SessionKey, history_tokens: int) -> None:
         """Record a request that joined, came back, or has another rank."""
         self._put(_Request((True, *rank), key, history_tokens, waiting_digest(rank, key)))
 
-    def runs(self, number: int, key: SessionKey) -> None:
-        """Record a request that is being computed from now on; it may have waited."""
+    def on_run(self, number: int, key: SessionKey) -> None:
+        """Record a request that runs from now on. It may have waited before."""
         self._put(_Request((False, 0, 0.0, number), key, 0, running_digest(number, key)))
 
-    def left(self, number: int) -> None:
-        """Record a request that neither waits nor runs any more; it need not be in the queue."""
+    def on_leave(self, number: int) -> None:
+        """Record that a request neither waits nor runs any more. It need not be in the queue."""
         request = self._requests.pop(number, None)
         if request is not None:
             self._order.remove(request.position)
-            self._note(number)
+            self._mark_changed(number)
 
     # -------------------------------------------------------------------------------- the sender
 
     def next_update(self, most_requests: int) -> QueueUpdate | None:
-        """Return all that is not reported yet; None if there is nothing.
+        """Return all unreported changes as an update; None if there are none.
 
-        The caller owes `acknowledged`, or `restart`, before the next call.
+        The caller has to call `on_acknowledge` or `restart` before the next call.
 
         Args:
-            most_requests: number of requests that the other side takes.
+            most_requests: how many requests kvd accepts.
         """
-        assert not self._is_on_its_way, "one update at a time"  # noqa: S101
+        assert not self._is_in_flight, "one update at a time"  # noqa: S101
         end = self._order[most_requests] if len(self._order) > most_requests else END
         base = self._base
-        news = self._news(end) if base else self._head(end)
+        changes = self._find_changes(end) if base else self._head(end)
         self._reported_end = end
         self._changed.clear()
-        if base and not news:
+        if base and not changes:
             return None
         self._sequence += 1
-        self._base, self._is_on_its_way = self._sequence, True
-        change = self._report(news)
+        self._base, self._is_in_flight = self._sequence, True
+        change = self._report(changes)
         return QueueUpdate(self._sequence, base, change, self._reported_digest)
 
-    def acknowledged(self, sequence: int, *, send_full: bool) -> None:
-        """Record that the other side has taken an update, or needs all of the queue."""
-        if send_full or not self._is_on_its_way or sequence != self._sequence:
+    def on_acknowledge(self, sequence: int, *, send_full: bool) -> None:
+        """Record that kvd has accepted an update, or needs the whole queue."""
+        if send_full or not self._is_in_flight or sequence != self._sequence:
             self._forget_reported()
-        self._is_on_its_way = False
+        self._is_in_flight = False
 
     def restart(self) -> None:
-        """Forget what was reported: the next update holds all of the queue."""
+        """Forget what was reported: the next update holds the whole queue."""
         self._forget_reported()
-        self._is_on_its_way = False
+        self._is_in_flight = False
 
     def check(self) -> None:
         """Raise AssertionError if an invariant is broken."""
         positions = sorted(request.position for request in self._requests.values())
         assert list(self._order) == positions  # noqa: S101
-        assert all(one.position[3] == number for number, one in self._requests.items())  # noqa: S101
+        assert all(r.position[3] == number for number, r in self._requests.items())  # noqa: S101
         assert len(self._changed) <= len(self._reported) + FEW_CHANGES  # noqa: S101
         if self._base:
             head = self._head(self._reported_end)
@@ -142,10 +144,10 @@ class QueueFeed:
             self._order.remove(before.position)
         self._requests[number] = request
         self._order.add(request.position)
-        self._note(number)
+        self._mark_changed(number)
 
-    def _note(self, number: int) -> None:
-        """Mark a request as changed."""
+    def _mark_changed(self, number: int) -> None:
+        """Mark a request as changed, or give up on changes if they are too many to report."""
         if self._base:
             self._changed.add(number)
             if len(self._changed) > len(self._reported) + FEW_CHANGES:
@@ -157,35 +159,35 @@ class QueueFeed:
         self._reported.clear()
         self._changed.clear()
 
-    def _head(self, end: Position) -> _News:
+    def _head(self, end: Position) -> _Changes:
         """Return the requests before a position."""
         positions = self._order.irange(maximum=end, inclusive=(True, False))
         return {position[3]: self._requests[position[3]] for position in positions}
 
-    def _news(self, end: Position) -> _News:
+    def _find_changes(self, end: Position) -> _Changes:
         """Return requests that changed, and those between the old and new end of the report."""
         between = self._order.irange(min(end, self._reported_end), max(end, self._reported_end))
-        news: _News = {}
+        changes: _Changes = {}
         for number in chain(self._changed, (position[3] for position in between)):
             request = self._requests.get(number)
             if request is not None and request.position >= end:
                 request = None
             if request != self._reported.get(number):
-                news[number] = request
-        return news
+                changes[number] = request
+        return changes
 
-    def _report(self, news: _News) -> QueueChange:
-        """Count news as reported, and return them as a change."""
+    def _report(self, changes: _Changes) -> QueueChange:
+        """Record changes as reported, and return them as a QueueChange."""
         waiting, running, left = [], [], []
-        for number, request in news.items():
+        for number, request in changes.items():
             before = self._reported.pop(number, None)
             if before is not None:
-                self._reported_digest = combined(self._reported_digest, removed=before.digest)
+                self._reported_digest = update_digest(self._reported_digest, removed=before.digest)
             if request is None:
                 left.append(number)
                 continue
             self._reported[number] = request
-            self._reported_digest = combined(self._reported_digest, added=request.digest)
+            self._reported_digest = update_digest(self._reported_digest, added=request.digest)
             if request.position[0]:
                 rank = request.position[1:]
                 waiting.append(QueuedRequest(rank, request.key, request.history_tokens))

@@ -1,4 +1,4 @@
-"""The one key of a session: (tenant, model fingerprint, session id). Pure."""
+"""SessionKey: names a session by (tenant, model fingerprint, session id). Pure."""
 
 import re
 from collections.abc import Sequence
@@ -14,13 +14,13 @@ _NAMES = re.compile(rf"(?:{_NAME_PATTERN}\n)*{_NAME_PATTERN}\Z")
 
 
 class InvalidNameError(InvalidInputError):
-    """A tenant or session id that cannot be one."""
+    """The name of a tenant or session is invalid."""
 
     reason = "invalid_name"
 
 
 class SessionKey(NamedTuple):
-    """Identity of a session in both processes, on disk and on the wire."""
+    """Name of a session in both processes, on disk and on the wire."""
 
     tenant: str
     model: str  # model fingerprint, hex
@@ -31,15 +31,15 @@ class SessionKey(NamedTuple):
 
 
 def is_name(text: str) -> bool:
-    """Whether a tenant or a session may be called so."""
+    """Whether a text is a valid name of a tenant or a session."""
     return _NAME.match(text) is not None
 
 
 def session_key(tenant: str, model: str, session_id: str) -> SessionKey:
-    """Check and build a key; an empty tenant is the default one.
+    """Check the names and return the key. An empty tenant is the default one.
 
     Raises:
-        InvalidNameError: if a name has characters other than letters, digits and ._:@+-, does not
+        InvalidNameError: a name has characters other than letters, digits and ._:@+-, does not
             start with a letter or digit, or is longer than 128.
     """
     tenant = tenant or DEFAULT_TENANT
@@ -55,10 +55,10 @@ def session_key(tenant: str, model: str, session_id: str) -> SessionKey:
 def session_keys(
     tenants: Sequence[str], model: str, session_ids: Sequence[str]
 ) -> list[SessionKey]:
-    """Check and build many keys at once, in a quarter of the time; see `session_key`.
+    """Check many names and return their keys, in a quarter of the time; see `session_key`.
 
     Raises:
-        InvalidNameError: naming the first that is not valid.
+        InvalidNameError: a name is invalid; the first such name is reported.
     """
     rows = zip(tenants, [model] * len(tenants), session_ids, strict=True)
     text = "\n".join(session_ids)

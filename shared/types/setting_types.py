@@ -1,6 +1,6 @@
 """Types of settings: sizes, durations and words as people write them in a TOML file.
 
-The serializers are for people (`config show`); model_dump() in Python mode keeps the numbers.
+The serializers are for people (`config show`). model_dump() in Python mode keeps the numbers.
 """
 
 from collections.abc import Mapping
@@ -16,14 +16,14 @@ from shared.types.units import format_bytes, format_duration, parse_bytes, parse
 
 @dataclass(frozen=True)
 class Hidden:
-    """Marks a setting whose value nobody is shown: Annotated[str, HIDDEN]."""
+    """Marks a setting whose value is never shown: Annotated[str, HIDDEN]."""
 
 
 HIDDEN = Hidden()
 
 
 class Section(BaseModel):
-    """Base of every settings model: frozen, and an unknown key is an error."""
+    """Base of all settings models: frozen, and an unknown key is an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
@@ -61,7 +61,7 @@ def _to_seconds_or_never(value: object) -> object:
 
 
 def to_list(value: object) -> object:
-    """A list, which the environment gives as a text: a,b."""
+    """Return a list for a text "a,b", as the environment has it; other values unchanged."""
     return _parts(value) if isinstance(value, str) else value
 
 

@@ -1,8 +1,8 @@
-"""Transitions: what may happen to a thing in each of its states, as a table.
+"""Transitions: the table of a state machine: which events may happen in each state.
 
-Pure. Each machine is an enum of states and one such table; whoever changes a state says what has
-happened. What is not in the table cannot happen: a broken invariant. The diagrams of the READMEs
-are drawn from the same tables.
+Pure. Each machine is an enum of states and one such table. Code that changes a state names the
+event. An event that is not in the table is a broken invariant. The diagrams of the READMEs are
+generated from the same tables.
 
 *Source:* event-triggered transitions as data: h11.
 """
@@ -15,30 +15,30 @@ State = TypeVar("State", bound=Enum)
 
 
 class Transitions(Generic[State]):
-    """One machine.
+    """The transitions of one state machine.
 
     Args:
-        moves: by state: what may happen in it, and the state that follows. The first one is the
-            state that everything begins in; one in which nothing may happen is an end.
+        moves: for each state, its events and the state that follows each. The first state is the
+            initial one. A state without events is final.
     """
 
     def __init__(self, moves: Mapping[State, Mapping[str, State]]) -> None:
         self._moves = moves
-        # An enum's own hash takes longer than all the rest of a look-up.
+        # Keyed by id, because an enum's own hash takes longer than the rest of a look-up.
         self._by_id = {id(state): following for state, following in moves.items()}
 
     def after(self, state: State, event: str) -> State:
-        """Look up the state that follows an event; AssertionError if it cannot happen now."""
+        """Return the state that follows an event. AssertionError: it cannot happen in this one."""
         following = self._by_id[id(state)].get(event)
         assert following is not None, f"{event} cannot happen to what is {state.value}"  # noqa: S101
         return following
 
     def events(self, state: State) -> frozenset[str]:
-        """Name what may happen in a state: nothing in one that is an end."""
+        """Return the events that may happen in a state; none in a final one."""
         return frozenset(self._moves[state])
 
     def diagram(self) -> str:
-        """Draw the machine in Mermaid's language: one arrow from a state to another."""
+        """Return the machine as a Mermaid diagram, with one arrow from a state to another."""
         arrows: dict[tuple[State, State], list[str]] = {}
         for state, moves in self._moves.items():
             for event, following in moves.items():

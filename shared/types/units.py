@@ -1,4 +1,4 @@
-"""Bytes and durations: parse, format, and the two integer roundings everything here needs.
+"""Bytes and durations: parsing and formatting; rounding up of integers.
 
 Pure. Byte units are binary (1 GB = 1 GiB = 2**30), as memory is sold; durations are seconds.
 """
@@ -10,13 +10,13 @@ _DURATION_UNITS = {"": 1.0, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 8
 _DURATION_PARTS = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|[smhd])\s*")  # "8m27s": each with its unit
 _NUMBER_UNIT = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*$")
 
-# Two units beside each other, and from which on: what rounds to a whole larger one is one.
+# From how many seconds on, and two neighbouring units. Rounding must not give "60s" or "24h".
 _UNIT_PAIRS = ((86370.0, "d", 3600, "h", 24), (3599.5, "h", 60, "m", 60), (0.0, "m", 1, "s", 60))
 
 NS_PER_S = 1_000_000_000
 MIB = 1 << 20
 GIB = 1 << 30
-SECTOR_BYTES = 4096  # page size, and the alignment direct I/O asks for
+SECTOR_BYTES = 4096  # page size, and the alignment that direct I/O requires
 
 
 def ceil_div(numerator: int, denominator: int) -> int:
@@ -33,7 +33,7 @@ def parse_bytes(text: str) -> int:
     """Parse "512MB", "1.5 GiB", "4096".
 
     Raises:
-        ValueError: with the accepted forms in its message.
+        ValueError: the text is not a size; the message lists the accepted forms.
     """
     match = _NUMBER_UNIT.match(text)
     unit = match.group(2).lower() if match else ""
@@ -57,7 +57,7 @@ def parse_duration_s(text: str) -> float:
     """Parse "30s", "10m", "1.5h", "7d", "250ms", "1h30m", "12" (seconds).
 
     Raises:
-        ValueError: with the accepted forms in its message.
+        ValueError: the text is not a duration; the message lists the accepted forms.
     """
     parts = _DURATION_PARTS.findall(text.lower())
     if len(parts) > 1 and not _DURATION_PARTS.sub("", text.lower()).strip():
@@ -71,13 +71,13 @@ def parse_duration_s(text: str) -> float:
 def format_duration(seconds: float) -> str:
     """Write a duration for people: 0.0123 -> "12 ms", 2.5 -> "2.5 s", 507 -> "8m27s".
 
-    From a minute on its two largest units, the second left out if there is nothing of it; both
-    forms are read by parse_duration_s.
+    From one minute on it has the two largest units, without the second one if that is zero.
+    parse_duration_s reads all these forms.
     """
     if seconds < 0.9995:
         return f"{seconds * 1e3:.0f} ms"
     if seconds < 59.95:
         return f"{seconds:.3g} s"
     _, large, size, small, num = next(pair for pair in _UNIT_PAIRS if seconds >= pair[0])
-    whole, rest = divmod(round(seconds / size), num)
-    return f"{whole}{large}" + (f"{rest}{small}" if rest else "")
+    whole, remainder = divmod(round(seconds / size), num)
+    return f"{whole}{large}" + (f"{remainder}{small}" if remainder else "")

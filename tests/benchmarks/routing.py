@@ -42,8 +42,8 @@ def measured(num_servers: int) -> tuple[float, ...]:
 
     def turn(session: str | None) -> None:
         server = router.choose(session).server
-        router.began(server, session)
-        router.ended(server, session, 1000)
+        router.on_begin(server, session)
+        router.on_end(server, session, 1000)
 
     return (
         timed(lambda: turn(next(names)), len(SESSIONS)),

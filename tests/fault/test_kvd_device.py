@@ -16,7 +16,7 @@ from kvd.config import DramSettings, Settings, SsdSettings
 from kvd.daemon import Daemon
 from kvd.tiers.faults import NoFaults
 from shared.children.child_process import wait_serving
-from shared.config.reload import fixed
+from shared.config.reload import fixed_settings
 from tests.kvd_polling import all_clean, eventually, reader_stats
 from tests.processes import KvdProcess
 from tests.synthetic_engine import attached_engine, key_of
@@ -60,7 +60,7 @@ async def _daemon(
         ssd=SsdSettings(bytes=4 << 20),
     )
     stop = asyncio.Event()
-    running = asyncio.create_task(Daemon(fixed(settings), faults).run(stop))
+    running = asyncio.create_task(Daemon(fixed_settings(settings), faults).run(stop))
     try:
         await wait_serving(f"unix:{where.runtime_dir}/operator.sock")
         yield where

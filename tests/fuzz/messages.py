@@ -23,8 +23,8 @@ from shared.types.queue_delta import (
     QueuedRequest,
     QueueUpdate,
     RunningRequest,
-    combined,
     running_digest,
+    update_digest,
     waiting_digest,
 )
 from shared.types.session_key import SessionKey
@@ -144,7 +144,7 @@ def _queues(draw) -> kvd_pb2.QueueSnapshot:
     digests += [running_digest(job.number, job.key) for job in running]
     change = QueueChange(waiting, running, left, draw(st.sampled_from([0, 10**9])))
     sequence = base_sequence + draw(st.integers(1, 2))
-    update = QueueUpdate(sequence, base_sequence, change, combined(0, added=sum(digests)))
+    update = QueueUpdate(sequence, base_sequence, change, update_digest(0, added=sum(digests)))
     return snapshot_message(draw(_marks), update)
 
 

@@ -276,9 +276,9 @@ async def test_engines_of_a_user_are_held_to_its_tenants(tmp_path):
             assert denied.value.reason == "tenant_denied"
         assert (await engine.load(key_of("talk", "acme"), TOKENS)).num_tokens == len(TOKENS)
         assert await is_heard_of_nothing(engine)
-        engine.queue.waits((0, 0.0, 1), key_of("talk", "acme"), len(TOKENS))
+        engine.queue.on_wait((0, 0.0, 1), key_of("talk", "acme"), len(TOKENS))
         await eventually(lambda: queued_jobs(kvd), 1)
-        engine.queue.waits((0, 0.0, 2), other, len(TOKENS))
+        engine.queue.on_wait((0, 0.0, 2), other, len(TOKENS))
         await eventually(lambda: queued_jobs(kvd), 0)
         await no_other_can_call_as(engine, kvd)
 

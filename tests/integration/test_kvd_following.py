@@ -66,8 +66,8 @@ async def test_sessions_follow_their_turns(tmp_path: Path) -> None:
         await a.engine.store(key_of("s"), TOKENS)
         await until_there(store, "s", 1050)
         await b.following.until_said("kvd_followed")
-        b.engine.queue.waits((0, 0.0, 1), key_of("s"), len(TOKENS))
-        b.engine.queue.waits((0, 1.0, 2), key_of("nowhere"), 50)
+        b.engine.queue.on_wait((0, 0.0, 1), key_of("s"), len(TOKENS))
+        b.engine.queue.on_wait((0, 1.0, 2), key_of("nowhere"), 50)
         await until_there(store, "s", 1050, epoch=2)
         await b.following.until_said("session_pulled")
         assert (await b.engine.load(key_of("s"), TOKENS)).num_tokens == 1050
@@ -326,7 +326,7 @@ async def test_what_is_evicted_is_there_before(
         assert there == names[: len(there)] != names
         assert {manifest_of(store, name).num_tokens for name in there} == {1050}
         assert "s0" not in {info.session.session_id for info in await sessions_of(one.kvd)}
-        one.engine.queue.waits((0, 0.0, 1), key_of("s0"), 1050)
+        one.engine.queue.on_wait((0, 0.0, 1), key_of("s0"), 1050)
         await one.following.until_said("session_pulled")
         assert (await one.engine.load(key_of("s0"), conversations["s0"])).num_tokens == 1050
         assert await one.following.end(15) == 0

@@ -76,12 +76,12 @@ async def test_turns_are_known_by_their_jobs(tmp_path: Path) -> None:
 
     async with running_kvd(tmp_path, *flags) as kvd, attached_engine(kvd.runtime_dir) as engine:
         await _turn(engine, 1, 0)
-        engine.queue.waits((0, 0.0, 7), key_of("s1"), GROWTH)
+        engine.queue.on_wait((0, 0.0, 7), key_of("s1"), GROWTH)
         await eventually(queue, (1, 0))
-        engine.queue.runs(7, key_of("s1"))
+        engine.queue.on_run(7, key_of("s1"))
         await eventually(queue, (0, 1))
         await _turn(engine, 1, 1)
-        engine.queue.left(7)
+        engine.queue.on_leave(7)
         with connect(kvd.runtime_dir) as client:
             (told,) = await asyncio.to_thread(client.recent_turns, "")
     first, second = told.turns

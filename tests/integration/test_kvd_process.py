@@ -215,7 +215,7 @@ async def test_queue_end_and_session_facts_reach_kvd(tmp_path: Path) -> None:
     ):
         await engine.store(key_of("a"), TOKENS)
         for number, name in enumerate("ab"):
-            engine.queue.waits((0, 0.0, number), key_of(name), 50)
+            engine.queue.on_wait((0, 0.0, number), key_of(name), 50)
         await eventually(lambda: _queued(kvd), 2)
         await engine.client.end_session(key_of("a"))
         info = await engine.client.get_session(key_of("a"))

@@ -102,7 +102,7 @@ async def test_a_session_survives_its_server(tmp_path: Path, server) -> None:
         await one.kill()
         async with attached_engine(two.runtime_dir) as other, _following(two) as following:
             await following.until_said("kvd_followed")
-            other.queue.waits((0, 0.0, 1), key_of("s"), len(TOKENS))
+            other.queue.on_wait((0, 0.0, 1), key_of("s"), len(TOKENS))
             await following.until_said("session_pulled")
             assert (await other.load(key_of("s"), TOKENS)).num_tokens == 1050
             await until_there(server.url, "s", 1050, epoch=2)

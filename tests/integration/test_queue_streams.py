@@ -25,7 +25,7 @@ async def jobs_of(kvd: KvdProcess, name: str) -> tuple[int, int]:
 
 def wait(engine: SyntheticEngine, *numbers: int) -> None:
     for number in numbers:
-        engine.queue.waits((0, 0.0, number), key_of(f"s{number}"), 50)
+        engine.queue.on_wait((0, 0.0, number), key_of(f"s{number}"), 50)
 
 
 class RawQueue:
@@ -55,11 +55,11 @@ async def test_jobs_wait_run_and_leave(tmp_path: Path) -> None:
         wait(engine, *range(2000))
         await eventually(lambda: jobs_of(kvd, "a"), (2000, 0))
         for number in range(10):
-            engine.queue.runs(number, key_of(f"s{number}"))
-        engine.queue.left(1000)
+            engine.queue.on_run(number, key_of(f"s{number}"))
+        engine.queue.on_leave(1000)
         await eventually(lambda: jobs_of(kvd, "a"), (1989, 10))
         for number in range(2000):
-            engine.queue.left(number)
+            engine.queue.on_leave(number)
         await eventually(lambda: jobs_of(kvd, "a"), (0, 0))
         assert kvd.log().count('"level": "error"') == 0
 
@@ -72,12 +72,12 @@ async def test_of_a_long_queue_kvd_knows_the_head(tmp_path: Path, monkeypatch) -
         attached_engine(kvd.runtime_dir, name="a") as engine,
     ):
         wait(engine, *range(50))
-        engine.queue.runs(60, key_of("r"))
+        engine.queue.on_run(60, key_of("r"))
         await eventually(lambda: jobs_of(kvd, "a"), (4, 1))
-        engine.queue.left(60)
+        engine.queue.on_leave(60)
         await eventually(lambda: jobs_of(kvd, "a"), (5, 0))
         for number in range(47):
-            engine.queue.left(number)
+            engine.queue.on_leave(number)
         await eventually(lambda: jobs_of(kvd, "a"), (3, 0))
 
 
@@ -91,8 +91,8 @@ async def test_a_kvd_that_comes_back_is_told_all(tmp_path: Path) -> None:
         await eventually(lambda: jobs_of(kvd, "a"), (3, 0))
         await kvd.kill()
         wait(engine, 4)
-        engine.queue.left(1)
-        engine.queue.left(2)
+        engine.queue.on_leave(1)
+        engine.queue.on_leave(2)
         await kvd.start()
         await engine.client.wait_attached(30)
         await eventually(lambda: jobs_of(kvd, "a"), (2, 0))

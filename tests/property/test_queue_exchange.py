@@ -77,7 +77,7 @@ class TellingEngine:
             seen["acknowledgement lost"] += 1
             self.reconnect()
             return
-        feed.acknowledged(update.sequence, send_full=not is_known)
+        feed.on_acknowledge(update.sequence, send_full=not is_known)
         if is_known:
             seen["changes" if update.base_sequence else "full"] += 1
             self.is_forgotten = False

@@ -18,8 +18,8 @@ from shared.types.queue_delta import (
     QueueChange,
     QueuedRequest,
     RunningRequest,
-    combined,
     running_digest,
+    update_digest,
     waiting_digest,
 )
 from shared.types.session_key import SessionKey
@@ -47,9 +47,9 @@ class Requests:
         """Of all of it, computed anew."""
         digest = 0
         for request in self.waiting.values():
-            digest = combined(digest, added=waiting_digest(request.rank, request.key))
+            digest = update_digest(digest, added=waiting_digest(request.rank, request.key))
         for number, key in self.running.items():
-            digest = combined(digest, added=running_digest(number, key))
+            digest = update_digest(digest, added=running_digest(number, key))
         return digest
 
 
@@ -194,7 +194,7 @@ class PlacementMachine(RuleBasedStateMachine):
     @rule(key=KEYS)
     def load(self, key) -> None:
         """An engine has what is stored: its turn may run before or after that is reported."""
-        self.placement.loaded(key)
+        self.placement.on_load(key)
         running = {key for requests in self.engines.values() for key in requests.running.values()}
         assert self.placement.is_released(key) == (key in running)
 

@@ -13,11 +13,11 @@ from shared.access.clients import ClientBook, Clients
 from shared.access.settings import ClientSettings, TlsSettings, UnguardedError
 from shared.access.tokens import new_token, token_digest
 from shared.process.log import configure_logging
-from shared.serving.http_observer import HttpMetrics, observing
+from shared.serving.http_observer import HttpMetrics, request_observer
 from shared.serving.http_server import HttpServer
 from shared.serving.metric_export import Metric, MetricExporter, MetricTable
 from shared.serving.observing_settings import MetricsSettings, is_open
-from shared.serving.operations_http import Operations, operations_app, serving_operations
+from shared.serving.operations_http import Operations, operations_app, serve_operations
 
 TABLE = MetricTable((Metric("a_rows", "gauge", "Rows"),))
 EXPORTER = MetricExporter(TABLE, lambda scrape: scrape.put("a_rows", 7))
@@ -94,10 +94,10 @@ async def test_who_may_read_the_metrics():
 async def test_an_address_or_none(short_dir):
     """Without an address nothing is served; with one it is, until the end."""
     _, asked = operations()
-    async with serving_operations(MetricsSettings(), TlsSettings(), asked):
+    async with serve_operations(MetricsSettings(), TlsSettings(), asked):
         pass
     path = short_dir / "metrics.sock"
-    async with serving_operations(MetricsSettings(listen=f"unix:{path}"), TlsSettings(), asked):
+    async with serve_operations(MetricsSettings(listen=f"unix:{path}"), TlsSettings(), asked):
         reader, writer = await asyncio.open_unix_connection(path)
         writer.write(b"GET /readyz HTTP/1.0\r\n\r\n")
         assert (await reader.read()).endswith(b"ready\n")
@@ -154,7 +154,7 @@ async def test_requests_are_counted_and_told(capsys):
             raise ValueError
         return web.Response(text="fine")
 
-    app = web.Application(middlewares=[observing(metrics)])
+    app = web.Application(middlewares=[request_observer(metrics)])
     app.router.add_get("/items/{id}", item)
     headers = {"traceparent": f"00-{TRACE}-b7ad6b7169203331-01", "Authorization": "Bearer sesame1"}
     async with served(app) as (session, base):
@@ -189,7 +189,7 @@ async def test_who_leaves_is_told(capsys):
         finally:
             left.set()
 
-    app = web.Application(middlewares=[observing(metrics)])
+    app = web.Application(middlewares=[request_observer(metrics)])
     app.router.add_get("/wait", wait)
     async with served(app) as (session, base):
         asking = asyncio.create_task(session.get(f"{base}/wait"))

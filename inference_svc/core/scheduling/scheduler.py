@@ -249,7 +249,7 @@ class Scheduler:
         assert request.is_over, "only an ended request releases its KV"
         self.slots.release_kv(request)
         self._active.kv_left(request)
-        self.feed.left(request.number)
+        self.feed.on_leave(request.number)
 
     def truncated(self, request: Request, ranges: Sequence[Range]) -> None:
         """Cut the context of a request that overflowed; it is admitted once its resident is ready.
@@ -275,7 +275,7 @@ class Scheduler:
             self.end(request, RequestEvent.FAIL, now_ns)
         plan = self._planner.plan(now_ns, drafts)
         for _ in plan.admitted:
-            self._starts.note(now_ns)
+            self._starts.record(now_ns)
         if len(self.queue):
             self.estimates.waits(now_ns)
         self.feed.interval_s = self.estimates.interval_s(self.queue)

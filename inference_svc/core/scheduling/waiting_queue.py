@@ -78,7 +78,7 @@ class WaitingQueue:
         """
         self._arriving[number] = key
         rank = (-priority, self._next_tag(key.tenant), number)
-        self._feed.waits(rank, key, history_tokens)
+        self._feed.on_wait(rank, key, history_tokens)
 
     @contextmanager
     def arriving(
@@ -94,7 +94,7 @@ class WaitingQueue:
     def withdraw(self, number: int) -> None:
         """Report that a turn has left before its request came; nothing if that has come."""
         if self._arriving.pop(number, None) is not None:
-            self._feed.left(number)
+            self._feed.on_leave(number)
 
     def is_arriving(self, key: SessionKey) -> bool:
         """Whether a turn of the session has arrived whose request has not come."""
@@ -115,17 +115,17 @@ class WaitingQueue:
         insort(self._ranks.setdefault(request.key, []), rank)
         self._requests[request.number] = request
         if request.is_stored:
-            self._feed.waits(rank, request.key, request.history_tokens)
+            self._feed.on_wait(rank, request.key, request.history_tokens)
 
     def history_changed(self, request: Request) -> None:
         """Report that the session of a request that waits has another history now."""
-        self._feed.waits(_rank_of(request), request.key, request.history_tokens)
+        self._feed.on_wait(_rank_of(request), request.key, request.history_tokens)
 
     def admit(self, request: Request) -> None:
         """Take a request out of the queue because it is its turn: it runs from now on."""
         self._take_out(request)
         if request.is_stored:
-            self._feed.runs(request.number, request.key)
+            self._feed.on_run(request.number, request.key)
         self._virtual_time = max(self._virtual_time, request.start_tag)
         if not self._order:
             # Nobody was kept waiting by anybody: who got how much does not matter any more.
@@ -135,7 +135,7 @@ class WaitingQueue:
     def remove(self, request: Request) -> None:
         """Take out a request that is cancelled; its tenant does not pay for what it never got."""
         self._take_out(request)
-        self._feed.left(request.number)
+        self._feed.on_leave(request.number)
         tenant = request.key.tenant
         if not request.admitted_ns and tenant in self._finish_tags:
             self._finish_tags[tenant] -= self._cost(request)

@@ -21,7 +21,7 @@ from inference_svc.core.submission import Submission, TurnNames
 from inference_svc.core.turn_histograms import TurnHistograms
 from inference_svc.core.turn_record import TurnRecord, Usage
 from shared.process.log import LineAllowance, get_logger
-from shared.serving.tracing import child_span, past_span
+from shared.serving.tracing import child_span, record_past_span
 from shared.types.errors import ReportedError
 from shared.types.session_key import DEFAULT_TENANT
 
@@ -168,4 +168,4 @@ def _annotate(span: Span, request: Request, finish_reason: str, usage: Usage) ->
 def _add_phase(span: Span, name: str, instants: Sequence[int]) -> None:
     began_ns, ended_ns = instants
     if began_ns and ended_ns:  # else it did not come so far
-        past_span(span, name, began_ns, ended_ns, {})
+        record_past_span(span, name, began_ns, ended_ns, {})

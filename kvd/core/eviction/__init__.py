@@ -1,1 +1,1 @@
-"""Which session goes first: the engines' queues, the policies, and when a session expires."""
+"""Eviction: the order in which sessions go, from queues and policies; and when they expire."""

@@ -1,4 +1,4 @@
-"""LruOrder: sessions by their last use alone, for the quotas of tenants. Pure."""
+"""LruOrder: sessions in the order of their last use, for the quotas of tenants. Pure."""
 
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -11,25 +11,25 @@ from sortedcontainers import SortedList
 from kvd.core.eviction.session_order import Guard
 from shared.types.session_key import SessionKey
 
-LRU_PAGE = 1 << 16  # sessions in one table: one of a million takes a tenth of a second to grow
+LRU_PAGE = 1 << 16  # sessions per dict: one of a million takes 0.1 s to grow, within one call
 
 
 class LruOrder:
-    """Sessions, least recently used first; *guarded* ones come after all the others.
+    """Sessions, least recently used first. *Guarded* ones come after all others.
 
-    A session is in a page, O(1), as long as it comes or is used without a guard. With one, and
-    after it, it has a place by its last use, O(log sessions that have one). A call takes a bounded
-    time, however many sessions there are: of more than LRU_PAGE, each of their pages is asked for
-    the session.
+    A session that comes, or is used, without a guard goes into a page: O(1). While it has a guard,
+    and after that until its next use, it has a place by its last use: O(log sessions with a place).
+    The time of a call is bounded, however many sessions there are: beyond LRU_PAGE of them, each
+    page is searched for the session.
 
-    Invariant: a session is in a page or has a place, never both; one that is guarded has a place.
+    Invariant: a session is in a page or has a place, never both. A guarded session has a place.
     """
 
     def __init__(self) -> None:
         self._pages = _PagedOrder()
         self._placed: SortedList[tuple[Any, ...]] = SortedList()  # the values of _places
         self._places: dict[SessionKey, tuple[Guard, int, SessionKey]] = {}
-        self._guards: dict[SessionKey, Guard] = {}  # of those that have one, in the order or not
+        self._guards: dict[SessionKey, Guard] = {}  # of guarded sessions, in the order or not
         self._newest_use = 0
         self._oldest_use = 0
 
@@ -43,7 +43,7 @@ class LruOrder:
         return chain((key for _, key in by_use), (key for _, _, key in guarded))
 
     def touch(self, key: SessionKey) -> None:
-        """Put the session behind all others that are guarded as it is."""
+        """Put the session after all others with its guard."""
         self._take(key)
         self._newest_use += 1
         if key in self._guards:
@@ -52,12 +52,12 @@ class LruOrder:
             self._pages.append(key, self._newest_use)
 
     def enter(self, key: SessionKey) -> None:
-        """Do so, unless it is in the order."""
+        """Put the session after all others with its guard, unless it is in the order."""
         if key not in self:
             self.touch(key)
 
     def enter_before(self, key: SessionKey) -> None:
-        """Put the session before all others that are guarded as it is, unless it is in order."""
+        """Put the session before all others with its guard, unless it is in the order."""
         if key in self:
             return
         self._oldest_use -= 1
@@ -67,25 +67,25 @@ class LruOrder:
             self._pages.prepend(key, self._oldest_use)
 
     def end(self, key: SessionKey) -> None:
-        """Move the session before the others, if it is in the order."""
+        """Move the session before all others with its guard, if it is in the order."""
         if self._take(key) is not None:
             self.enter_before(key)
 
     def guard(self, key: SessionKey, guard: Guard) -> None:
-        """Guard the session so from now on. That it is pinned no more counts as a use."""
-        was = self._guards.pop(key, Guard.NONE)
+        """Set the session's guard. The end of a pin counts as a use."""
+        previous = self._guards.pop(key, Guard.NONE)
         if guard:
             self._guards[key] = guard
         use = self._take(key)
         if use is None:
             return
-        if guard < was is Guard.PINNED:
+        if guard < previous is Guard.PINNED:
             self.touch(key)
         else:
             self._place(key, use)
 
     def remove(self, key: SessionKey) -> None:
-        """Forget the session."""
+        """Remove the session, and its guard."""
         self._take(key)
         self._guards.pop(key, None)
 
@@ -94,7 +94,7 @@ class LruOrder:
         self._placed.add(place)
 
     def _take(self, key: SessionKey) -> int | None:
-        """Take the session out; returns its last use, None if it was not there."""
+        """Remove the session's place; return its last use, None if it has none."""
         place = self._places.pop(key, None)
         if place is None:
             return self._pages.remove(key)
@@ -103,7 +103,7 @@ class LruOrder:
 
 
 class _PagedOrder:
-    """Sessions and their uses, page by page: the later one is used, the farther behind it is."""
+    """Sessions with the numbers of their uses, in ascending order, page by page."""
 
     def __init__(self) -> None:
         self._pages: list[OrderedDict[SessionKey, int]] = [OrderedDict()]
@@ -112,18 +112,18 @@ class _PagedOrder:
         return ((use, key) for page in self._pages for key, use in page.items())
 
     def use(self, key: SessionKey) -> int | None:
-        """Look up the session's use; None: it is not there."""
+        """Return the number of the session's use; None if it is not in a page."""
         return next((page[key] for page in self._pages if key in page), None)
 
     def append(self, key: SessionKey, use: int) -> None:
-        """Put a session that is not there behind all others."""
+        """Add a new session after all others."""
         if len(self._pages[-1]) >= LRU_PAGE:
             self._join_two()
             self._pages.append(OrderedDict())
         self._pages[-1][key] = use
 
     def prepend(self, key: SessionKey, use: int) -> None:
-        """Put a session that is not there before all others."""
+        """Add a new session before all others."""
         if len(self._pages[0]) >= LRU_PAGE:
             self._join_two()
             self._pages.insert(0, OrderedDict())
@@ -131,7 +131,7 @@ class _PagedOrder:
         self._pages[0].move_to_end(key, last=False)
 
     def remove(self, key: SessionKey) -> int | None:
-        """Take a session out; returns its use, None if it was not there."""
+        """Remove a session; return the number of its use, None if it was not in a page."""
         for index, page in enumerate(self._pages):
             if key in page:
                 use = page.pop(key)
@@ -141,8 +141,8 @@ class _PagedOrder:
         return None
 
     def _join_two(self) -> None:
-        """Make one page of two that hold little, before there is one more."""
-        for index, (page, other) in enumerate(pairwise(self._pages)):
-            if len(page) + len(other) <= LRU_PAGE // 2:
-                self._pages[index : index + 2] = [OrderedDict(page | other)]
+        """Join two neighbouring pages that hold little, before a page is added."""
+        for index, (page, next_page) in enumerate(pairwise(self._pages)):
+            if len(page) + len(next_page) <= LRU_PAGE // 2:
+                self._pages[index : index + 2] = [OrderedDict(page | next_page)]
                 return

@@ -1,9 +1,9 @@
-"""The policies, and the table of them by name.
+"""The eviction policies, and the table of them by name.
 
-Pure. `fifo` and `lru` look neither at the queue nor at the future; `lookahead_queue` lets idle
-sessions go first and then the queue, tail first; `lookahead` is the paper's look-ahead eviction, to
-the letter; `predictive` ranks idle sessions by what keeping them is likely to pay. What they have
-in common is `EvictionPolicy`.
+Pure. `fifo` and `lru` consider neither the queue nor the future. `lookahead_queue` evicts idle
+sessions first and then queued ones from the queue's tail. `lookahead` is the paper's look-ahead
+eviction, to the letter. `predictive` ranks idle sessions by the expected benefit of keeping them.
+What they have in common is in `EvictionPolicy`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,7 +27,7 @@ from kvd.core.eviction.session_order import EvictionRank, Guard
 from kvd.core.records.records import Tier
 from shared.types.session_key import SessionKey
 
-SOME_AT_ONCE = 1024  # of more
+SOME_AT_ONCE = 1024  # sessions that one call ranks again, if there are more than ALL_AT_ONCE
 
 
 class LruPolicy(EvictionPolicy):
@@ -40,7 +40,7 @@ class LruPolicy(EvictionPolicy):
 
 
 class FifoPolicy(EvictionPolicy):
-    """By when a session was first stored; one that was dropped and comes back enters anew.
+    """By first store. A session that was dropped and comes back counts from its return.
 
     *Source:* the baseline of CachedAttention §4.3.4.
     """
@@ -57,13 +57,13 @@ class FifoPolicy(EvictionPolicy):
 
 
 class LookaheadQueuePolicy(EvictionPolicy):
-    """Look-ahead eviction over the whole queue; sessions with no turn in it go least recently used.
+    """Look-ahead eviction over the whole queue. Sessions without a waiting turn go by last use.
 
-    A running session is in the engine's memory: its copy in DRAM is of no use before it is stored
-    again. Elsewhere it counts as just used, for that copy may be the only one.
+    A running session is in the engine's memory, so its copy in DRAM is useless until the session is
+    stored again. In other tiers it counts as just used, because that copy may be the only one.
 
-    *Source:* CachedAttention §3.3.2, without the limit of its window: beyond a window, least
-    recently used first takes exactly the queued sessions that are needed next.
+    *Source:* CachedAttention §3.3.2, without the limit of its window: beyond a window, evicting
+    the least recently used takes exactly the queued sessions that are needed next.
     """
 
     name = "lookahead_queue"
@@ -78,21 +78,22 @@ class LookaheadQueuePolicy(EvictionPolicy):
         return super()._rank(key, facts, tier)
 
     def _place_of(self, key: SessionKey) -> QueuePlace | None:
-        """Return the place that a session is kept for, if there is one."""
+        """Return the place in the queue for which a session is kept; None if there is none."""
         return self._queue.place(key)
 
 
 def later_first(place: QueuePlace) -> EvictionRank:
-    """Numbers that sort places from the tail of the queue to its head."""
+    """Return numbers that sort places from the tail of the queue to its head."""
     priority, tag, number = place.rank
     return -place.starts_at_ns, -place.engine_id, -priority, -tag, -number
 
 
 class LookaheadPolicy(LookaheadQueuePolicy):
-    """Sessions in the eviction window go last, tail of the window first; others go by last use.
+    """Sessions in the eviction window go last, from the window's tail. Others go by last use.
 
-    The window is of `L_ew = (C_mem + C_disk) / S_kv` requests. Its edge is moved when victims are
-    asked for: by a session or so for each request that joined or left since, O(log requests) each.
+    The window has `L_ew = (C_mem + C_disk) / S_kv` requests. Its edge moves when victims are
+    determined: by about one session for each request that has come or left since, O(log requests)
+    each.
 
     *Source:* CachedAttention §3.3.2 (the order outside the window is not stated there).
     """
@@ -104,10 +105,10 @@ class LookaheadPolicy(LookaheadQueuePolicy):
         self._window = context.eviction_window
         self._edge: QueuePlace | None = None  # the first place outside; None: all are inside
 
-    def _pass_time(self, now_ns: int) -> None:  # noqa: ARG002
+    def _update_ranks(self, now_ns: int) -> None:  # noqa: ARG002
         edge = self._queue.place_at(self._window())
         for place in self._queue.between(self._edge, edge):
-            self._changed(place.key)
+            self._rerank(place.key)
         self._edge = edge
 
     def _place_of(self, key: SessionKey) -> QueuePlace | None:
@@ -119,23 +120,25 @@ class LookaheadPolicy(LookaheadQueuePolicy):
 class PredictivePolicy(LookaheadQueuePolicy):
     """As `lookahead_queue`, but idle sessions are ranked by the rate at which they return.
 
-    The rate is learned from the sessions seen so far (IdleSessions, ReturnHazards); of equal rates
-    the least recently used goes first, and before anything was learned all are equal. A session's
-    rate changes as it gets older, O(log sessions) each time it does, and with what is learned:
-    then all are ranked anew, seldom, and some at a time if they are many.
+    The rate is learned from the sessions seen so far (IdleSessions, ReturnHazards). Of sessions
+    with equal rates the least recently used is evicted first; before anything is learned all rates
+    are equal. A session's rate changes with its age, at O(log sessions) for each change. It also
+    changes when the rates are learned again. That is rare, and all sessions are then ranked again,
+    some at a time if they are many.
 
-    Sessions whose answer called tools (`on_await`) are rated as others that wait for these tools
-    (ToolReturns): above those of people for about as long as nine of ten calls take, and then as
-    what they have become, one whose tool has not answered. To hold them that long whatever the
-    rates say was tried, and is worse (kvd/PLAN.md): what is past its tool's usual time, and on its
-    way to a tenth, keeps room from what has just called one.
+    A session whose answer called tools (`on_await`) is rated like others that waited for these
+    tools (ToolReturns). For about as long as nine of ten calls take, it ranks above sessions of
+    people. After that it is rated as what it has become, a session whose tool has not answered.
+    Holding it that long regardless of its rate was tried, and is worse (kvd/PLAN.md): a session
+    that is past its tool's usual time, but not among the slowest tenth yet, keeps room from one
+    that has just called a tool.
 
-    While a turn runs that came with a tool's results, nothing is read ahead of sessions that are
-    only likely to return: its session is about to come back for the room, and what is being read
-    cannot give way to it.
+    While a turn with a tool's results runs, no session that is only likely to return is read ahead.
+    The running turn's session is about to need the room again, and a read under way cannot give it
+    back.
 
-    *Source:* the queue part is CachedAttention §3.3.2; the rest is for when no queue says who is
-    next.
+    *Source:* the queue part is CachedAttention §3.3.2. The rest is for the time when no queue says
+    which session is next.
     """
 
     name = "predictive"
@@ -143,8 +146,8 @@ class PredictivePolicy(LookaheadQueuePolicy):
     def __init__(self, context: PolicyContext) -> None:
         super().__init__(context)
         self._idle = IdleSessions()
-        self._outdated: Iterator[SessionKey] = iter(())  # ranked by what was known before
-        self._at_work: set[SessionKey] = set()  # busy with turns that tools' results came with
+        self._outdated: Iterator[SessionKey] = iter(())  # still ranked by the rates learned before
+        self._at_work: set[SessionKey] = set()  # running, or queued, with the results of tools
 
     def on_submit(self, key: SessionKey, now_ns: int) -> None:
         """See EvictionPolicy."""
@@ -156,55 +159,55 @@ class PredictivePolicy(LookaheadQueuePolicy):
     def on_queue(self, keys: Touched, now_ns: int) -> None:
         """See EvictionPolicy."""
         super().on_queue(keys, now_ns)
-        self._idle.busy(keys)
+        self._idle.on_busy(keys)
         for key in self._queue.not_queued(keys):
             facts = self._facts.get(key)
             if self._queue.is_running(key):
                 continue
             self._at_work.discard(key)
             if not (facts and facts.is_ended):
-                self._idle.idle(key, now_ns)
+                self._idle.on_idle(key, now_ns)
 
     def on_access(self, key: SessionKey, now_ns: int) -> None:
-        """See EvictionPolicy; for a session that is idle its idle time begins again."""
+        """See EvictionPolicy. The idle time of an idle session begins again."""
         super().on_access(key, now_ns)
-        self._idle.stored(key)
+        self._idle.on_store(key)
         if self._queue.place(key) is None and not self._queue.is_running(key):
-            self._idle.idle(key, now_ns)
+            self._idle.on_idle(key, now_ns)
 
     def on_insert(self, key: SessionKey, tier: Tier) -> None:
         """See EvictionPolicy."""
         super().on_insert(key, tier)
         if key in self._facts:
-            self._idle.stored(key)
+            self._idle.on_store(key)
 
     def on_resize(self, key: SessionKey, num_tokens: int) -> None:
         """See EvictionPolicy."""
         self._idle.on_resize(key, num_tokens)
-        self._changed(key)
+        self._rerank(key)
 
     def on_end(self, key: SessionKey) -> None:
         """See EvictionPolicy."""
         super().on_end(key)
-        self._idle.busy((key,))
+        self._idle.on_busy((key,))
 
     def on_await(self, key: SessionKey, tools: Sequence[str], now_ns: int) -> None:  # noqa: ARG002
         """See EvictionPolicy."""
-        if not self._queue.is_queued(key):  # else it is back already
+        if not self._queue.is_queued(key):  # otherwise it has returned already
             self._wake(key)
             self._idle.on_await(key, tools)
-            self._changed(key)
+            self._rerank(key)
 
     def on_remove(self, key: SessionKey) -> None:
-        """See EvictionPolicy; the session is still watched for a while."""
+        """See EvictionPolicy. The session is still watched for a while."""
         super().on_remove(key)
-        self._idle.dropped(key)
+        self._idle.on_drop(key)
 
     def returning(self, now_ns: int) -> Iterator[SessionKey]:
         """See EvictionPolicy."""
-        self._pass_time(now_ns)
+        self._update_ranks(now_ns)
         if self._at_work:
-            return  # their room is not idle
+            return  # the room in DRAM will be needed again at once
         for guard in reversed(Guard):
             order = self._orders[Tier.SSD]
             for key in order.downwards((guard, IDLE), (guard, IDLE, END)):
@@ -215,24 +218,24 @@ class PredictivePolicy(LookaheadQueuePolicy):
 
     def _rank(self, key: SessionKey, facts: SessionFacts, tier: Tier | None) -> EvictionRank:
         rate = self._idle.rate(key)
-        if rate:  # no turn of it waits or runs, and it has not ended: else it would not be idle
+        if rate:  # only idle sessions have a rate: no turn waits or runs, and it has not ended
             return IDLE, rate, facts.last_use
         rank = super()._rank(key, facts, tier)
         return (IDLE, rate, facts.last_use) if rank == (IDLE, facts.last_use) else rank
 
     def _wake(self, key: SessionKey) -> SessionFacts | None:
         if key in self._resting:
-            self._idle.stored(key)
+            self._idle.on_store(key)
         return super()._wake(key)
 
-    def _pass_time(self, now_ns: int) -> None:
-        for key in self._idle.aged(now_ns):
-            self._changed(key)
-        if self._idle.has_learned():
+    def _update_ranks(self, now_ns: int) -> None:
+        for key in self._idle.pop_aged(now_ns):
+            self._rerank(key)
+        if self._idle.learn_if_due():
             self._outdated = iter([*self._facts])
         most = ALL_AT_ONCE if len(self._facts) <= ALL_AT_ONCE else SOME_AT_ONCE
         for key in islice(self._outdated, most):
-            self._changed(key)
+            self._rerank(key)
 
 
 _POLICIES = (FifoPolicy, LruPolicy, LookaheadPolicy, LookaheadQueuePolicy, PredictivePolicy)

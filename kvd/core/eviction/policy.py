@@ -1,26 +1,26 @@
-"""EvictionPolicy: what ranks sessions for eviction, per tier.
+"""EvictionPolicy: ranks sessions for eviction, for each tier.
 
 Pure. A policy knows nothing of blocks, bytes in a tier or leases. For each tier it keeps an order
-of the sessions that may have bytes there. Being in an order without bytes is allowed (who makes
-room takes such a session out when it meets it), having bytes and no user in the order is not.
+of the sessions that may have bytes there. A session without bytes may be in an order: the caller
+that makes room removes it when it finds none. Bytes in a tier always have a user in its order.
 
-One order more is of the sessions that may have *clean* bytes in DRAM: those that are on SSD too
-and not in use, so that they may go at once. Who makes room without writing looks at these only, and
-not at every session that has nothing to give just then.
+One more order is of the sessions that may have *clean* bytes in DRAM: bytes that are on SSD too and
+not in use, and so may leave DRAM at once. A caller that makes room without writing examines these
+sessions only, and not every session that has nothing to give at the moment.
 
-A policy is an eviction rank for each session: numbers, compared in turn, of which the first is the
-band, and the lowest go first. The bands, in order of eviction: *ended* sessions, *running* ones in
-DRAM (their KV is in the engine's memory), *idle* ones, *queued* ones. Guarded sessions, in the same
-bands, come after all the others: first those that are retained, then those that are pinned.
+A policy gives each session an eviction rank: a tuple of numbers, compared in turn. The lowest rank
+is evicted first. The first number is the band. The bands, in order of eviction: *ended* sessions,
+*running* ones in DRAM (their KV is in the engine's memory), *idle* ones, *queued* ones. Guarded
+sessions, in the same bands, come after all others: first retained ones, then pinned ones.
 
-A session that is retained may be idle for an hour, and is not to hold DRAM against those in use: it
-is guarded there only if SSD cannot have it.
+A retained session may be idle for an hour, and must not keep DRAM from sessions in use. So it is
+guarded in DRAM only if SSD cannot have it.
 
-Sessions that a start found rest (RestingSessions) until something happens to them: they are idle,
-in the order of all tiers and in that of SSD, with no entry of their own in either.
+Sessions that recovery found rest (RestingSessions) until something happens to them. They are idle.
+They count as in the order of all tiers and in that of SSD, without an entry of their own in either.
 
 Invariant: facts are kept of the sessions in the order of all tiers that do not rest, and of guarded
-ones.
+sessions.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -36,14 +36,14 @@ from kvd.core.records.records import Tier
 from shared.types.session_key import SessionKey
 
 ENDED, RUNNING, IDLE, QUEUED = range(4)  # bands
-ALL_AT_ONCE = 8192  # sessions that are ranked anew in one call: tens of milliseconds
-END = inf  # of a band, or of all of them
-NOBODY = SessionKey("", "", "")  # stands for any session that rests: no turn of it waits or runs
+ALL_AT_ONCE = 8192  # most sessions that one call ranks again: tens of milliseconds
+END = inf  # above every rank of a band, or above all bands
+RESTING_KEY = SessionKey("", "", "")  # stands for any resting session: no turn of it waits or runs
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyContext:
-    """What a policy may look at.
+    """The facts that a policy may use.
 
     Attributes:
         queue: the queues of all engines, merged.
@@ -58,10 +58,10 @@ class PolicyContext:
 
 @dataclass(slots=True)
 class SessionFacts:
-    """What is known of a session.
+    """Facts about one session.
 
     Attributes:
-        first_use: number of the use that it came with.
+        first_use: number of its first use since it came.
         last_use: number of its last use.
     """
 
@@ -72,12 +72,12 @@ class SessionFacts:
 
 
 class EvictionPolicy:
-    """See the module docstring. Every call is O(log sessions), and so is each victim.
+    """Ranks sessions for eviction. Every call is O(log sessions), and so is each victim.
 
     Attributes:
-        name: names it in the settings.
-        looks_ahead: whether sessions that wait, or are likely to return, are read from SSD in
-            advance.
+        name: the policy's name in the settings.
+        looks_ahead: whether sessions that are queued, or likely to return, are read from SSD ahead
+            of their loads.
     """
 
     name: str
@@ -102,22 +102,22 @@ class EvictionPolicy:
         facts: SessionFacts,
         tier: Tier | None,  # noqa: ARG002
     ) -> EvictionRank:
-        """Rank a session: its band, and numbers that no other in the band has; by its last use."""
+        """Rank a session: its band, then numbers unique in the band. By default, its last use."""
         return ENDED if facts.is_ended else IDLE, facts.last_use
 
-    def _pass_time(self, now_ns: int) -> None:
-        """Have ranks be those of now, before victims are asked for."""
+    def _update_ranks(self, now_ns: int) -> None:
+        """Bring ranks up to date, before victims are determined."""
 
     # -------------------------------------------------------------------------- a session's life
 
     def on_submit(self, key: SessionKey, now_ns: int) -> None:
-        """Record that a turn of the session was submitted; perhaps nothing is stored of it."""
+        """Record that a turn of the session was submitted. The session need not be stored."""
 
     def on_queue(self, keys: Touched, now_ns: int) -> None:  # noqa: ARG002
-        """Record that the queue says something else of these sessions: where they wait, or run.
+        """Record that the state of these sessions in the queue has changed.
 
-        A running session's KV is in the engine's memory: in DRAM it goes before others. In SSD it
-        does not, it may be the only copy.
+        A running session's KV is in the engine's memory, so in DRAM it is evicted before others. On
+        SSD it is not, because that may be the only copy.
         """
         if self._resting:
             for key in keys:
@@ -126,45 +126,45 @@ class EvictionPolicy:
             order.change(keys)
 
     def on_access(self, key: SessionKey, now_ns: int) -> None:  # noqa: ARG002
-        """Record that the session is used now; it enters the order of every tier."""
+        """Record that the session is used now. It enters the order of every tier."""
         facts = self._facts_of(key)
         facts.last_use = self._next_use()
         facts.is_ended = False
         for order in self._orders.values():
             order.enter(key)
-        self._changed(key)
+        self._rerank(key)
         self._settle_many()
 
     def on_resize(self, key: SessionKey, num_tokens: int) -> None:
-        """Record how much is stored of the session, after it was stored."""
+        """Record how many tokens are stored of the session, after a store."""
 
     def on_end(self, key: SessionKey) -> None:
-        """Record that the session will not come back: first victim, until touched again."""
+        """Record that the session has ended: it is evicted first, until it is used again."""
         facts = self._wake(key)
         if facts is not None:
             facts.is_ended = True
-            self._changed(key)
+            self._rerank(key)
 
     def on_supersede(self, key: SessionKey) -> None:
-        """Record that another session goes on in its place: it goes first, as one that has ended.
+        """Record that another session continues in its place: it is evicted like an ended one.
 
-        Until it is used again: the guess may be wrong. What guards it still does, among others
-        that are guarded as it is.
+        This holds until it is used again, because the guess may be wrong. Guards stay: among
+        sessions with its guard it goes first.
         """
         self.on_end(key)
 
     def on_await(self, key: SessionKey, tools: Sequence[str], now_ns: int) -> None:
-        """Record that the session is back when these tools have answered; perhaps it is not stored.
+        """Record that the session returns when these tools have answered. It need not be stored.
 
-        Holds until the next `on_submit` of it. The engine says so on a way of its own: its queue
-        may say only afterwards that the turn which calls them runs no more. Here it changes
-        nothing.
+        This holds until the next `on_submit` of the session. The engine reports it apart from its
+        queue, so the queue may report only later that the turn that calls the tools has ended. The
+        base class ignores it.
         """
 
     def guard(self, key: SessionKey, guard: Guard) -> None:
-        """Rank the session after all that are guarded less, from now on.
+        """Rank the session after all sessions with a lower guard, from now on.
 
-        That it is pinned no more counts as a use; the end of a retention does not.
+        The end of a pin counts as a use. The end of a retention does not.
         """
         if self._wake(key) is None and not guard:
             return
@@ -172,10 +172,10 @@ class EvictionPolicy:
         if guard < facts.guard is Guard.PINNED:
             facts.last_use = self._next_use()
         facts.guard = guard
-        self._changed(key)
+        self._rerank(key)
 
     def on_remove(self, key: SessionKey) -> None:
-        """Take the session out of every order: it is dropped, or hard-pinned."""
+        """Remove the session from every order, because it is dropped or hard-pinned."""
         if self._resting.wake(key) is not None:
             return  # it was nowhere else
         self._facts.pop(key, None)
@@ -185,16 +185,16 @@ class EvictionPolicy:
     # -------------------------------------------------------------------------------- its bytes
 
     def on_restore(self, keys: Sequence[SessionKey]) -> None:
-        """Take in sessions of an earlier kvd in order of eviction, all with bytes on SSD.
+        """Add sessions of an earlier kvd, in order of eviction. All have bytes on SSD.
 
-        Before any other call. What is known of one beyond its place follows, as `guard`, `on_end`
-        and `on_insert`.
+        Called before anything else. Further facts of a session follow by `guard`, `on_end` and
+        `on_insert`.
         """
         self._resting.restore(keys, self._num_uses + 1)
         self._num_uses += len(keys)
 
     def on_insert(self, key: SessionKey, tier: Tier) -> None:
-        """Record bytes in this tier without a use (a late write, a shared block it answers for).
+        """Record bytes in a tier without a use: a late write, or a shared block it answers for.
 
         A session that was never used counts as used now.
         """
@@ -206,7 +206,7 @@ class EvictionPolicy:
         self._settle_many()
 
     def on_evict(self, key: SessionKey, tier: Tier) -> None:
-        """Record that nothing of it is to be had in this tier."""
+        """Record that the session has nothing more to give in this tier."""
         self._wake(key)
         self._orders[tier].leave(key)
         if tier is Tier.DRAM:
@@ -216,19 +216,19 @@ class EvictionPolicy:
         """Whether the session is in this tier's order."""
         return key in self._orders[tier] or (tier is Tier.SSD and key in self._resting)
 
-    def offered(self, key: SessionKey) -> None:
+    def start_offering(self, key: SessionKey) -> None:
         """Record that the session, which is in the order of DRAM, has clean bytes there."""
         self._clean.enter(key)
 
-    def spent(self, key: SessionKey) -> None:
-        """Record that it has none that it could give, until they are offered again."""
+    def stop_offering(self, key: SessionKey) -> None:
+        """Record that the session has no clean bytes to give, until `start_offering`."""
         self._clean.leave(key)
 
     def offers(self, key: SessionKey) -> bool:
         """Whether the session is in the order of those that may have clean bytes."""
         return key in self._clean
 
-    # ------------------------------------------------------------------------------------ asked
+    # ---------------------------------------------------------------------------------- queries
 
     def victims(
         self,
@@ -238,28 +238,32 @@ class EvictionPolicy:
         giving_way_to: SessionKey | None = None,
         clean: bool = False,
     ) -> Iterator[SessionKey]:
-        """Yield sessions in order of eviction; None: over all tiers. No other call meanwhile.
+        """Yield sessions in order of eviction. No other method may be called meanwhile.
 
-        With `clean`, which is for DRAM, only those that may have clean bytes there.
-        With `giving_way_to`, only those that may give way to this session, which need not be in the
-        order itself: none that is needed sooner.
+        Args:
+            tier: the tier to make room in; None: over all tiers.
+            now_ns: the time.
+            giving_way_to: yield only sessions that may give way to this one, so none that is needed
+                sooner. It need not be in the order itself.
+            clean: yield only sessions that may have clean bytes in DRAM, which `tier` has to be.
         """
-        self._pass_time(now_ns)
+        self._update_ranks(now_ns)
         between = self._clean.between if clean else partial(self._between, tier)
         if giving_way_to is None:
             return between((Guard.NONE,), (Guard.PINNED, END))
         guard, *rank = self._rank_of(giving_way_to, tier)
-        needed_sooner = rank if rank[0] == QUEUED else (QUEUED,)  # though guarded less
-        return chain.from_iterable(  # one look after the other: each gives sessions their places
+        needed_sooner = rank if rank[0] == QUEUED else (QUEUED,)  # although it has a lower guard
+        return chain.from_iterable(  # lazily: each look at an order may place sessions in it
             between((level,), (level, *(rank if level == guard else needed_sooner)))
             for level in Guard
             if level <= guard
         )
 
     def returning(self, now_ns: int) -> Iterator[SessionKey]:  # noqa: ARG002
-        """Yield sessions on SSD and not in DRAM that are likely to return soon, likeliest first.
+        """Yield sessions on SSD, not in DRAM, that are likely to return soon, likeliest first.
 
-        Sessions of which a turn waits or runs are not among them. No other call meanwhile.
+        Sessions that are queued or running are not among them. No other method may be called
+        meanwhile.
         """
         return iter(())
 
@@ -268,7 +272,7 @@ class EvictionPolicy:
     def _between(
         self, tier: Tier | None, low: EvictionRank, high: EvictionRank
     ) -> Iterator[SessionKey]:
-        """Return the sessions from one rank to below another, in order of eviction."""
+        """Yield the sessions with ranks in [low, high), in order of eviction."""
         order = self._orders[tier]
         if tier is Tier.DRAM or not self._resting:
             return order.between(low, high)
@@ -277,7 +281,7 @@ class EvictionPolicy:
         return (key for _, key in merge(resting, order.ranked_between(low, high)))
 
     def _resting_rank(self, tier: Tier | None, use: int) -> EvictionRank:
-        return (Guard.NONE, *self._rank(NOBODY, SessionFacts(use, use), tier))
+        return (Guard.NONE, *self._rank(RESTING_KEY, SessionFacts(use, use), tier))
 
     def _rank_of(self, key: SessionKey, tier: Tier | None) -> EvictionRank:
         """Rank a session that need not be in the order; one never used is idle, and goes early."""
@@ -297,7 +301,7 @@ class EvictionPolicy:
         return (Guard.NONE if is_elsewhere else facts.guard, *self._rank(key, facts, tier))
 
     def _wake(self, key: SessionKey) -> SessionFacts | None:
-        """Rank a session by itself if it rests; returns what is known of it, if it is known."""
+        """Give a resting session an entry of its own; return its facts, or None if unknown."""
         use = self._resting.wake(key)
         if use is None:
             return self._facts.get(key)
@@ -321,7 +325,7 @@ class EvictionPolicy:
         for order in self._all_orders:
             order.settle_many()
 
-    def _changed(self, key: SessionKey) -> None:
+    def _rerank(self, key: SessionKey) -> None:
         for order in self._all_orders:
             order.change({key: None})
 

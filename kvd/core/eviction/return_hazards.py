@@ -1,21 +1,23 @@
-"""ReturnHazards: how likely idle sessions are to return, and when; learned while running. Pure.
+"""ReturnHazards: how likely idle sessions are to return, and when; learned at run time. Pure.
 
-Idle time is cut into buckets, two an octave from a second on. Of each *class* of sessions two
-numbers are kept per bucket `b`: how many were seen to its end or until they returned in it (`n_b`),
-and how many of them returned (`e_b`). A session that is dropped, ended or still idle counts in the
-buckets that it was seen through, and in no other: all that censoring asks for.
+Idle time is divided into buckets, two an octave from one second on. For each *class* of sessions
+and bucket `b` two numbers are kept: how many sessions were observed to the bucket's end or returned
+in it (`n_b`), and how many returned in it (`e_b`). A session that is dropped, ended or still idle
+counts in the buckets through which it was observed, and in no other. No more is needed for censored
+observations.
 
-A class is a path of traits, most telling first, and every session counts for each start of its
-path. The hazard of bucket `b` is then, from no trait to all of them,
+A class is a path of traits, the most telling first. Every session counts for each prefix of its
+path. The hazard of bucket `b` is computed from no trait to all of them:
 
     a_b  = (Σ_d K_d e_{b+d} + T φ h_{b-1}) / (Σ_d K_d n_{b+d} + T)      without any trait,
     h_b  = (e_b + N a_b) / (n_b + N)
     m    = (Σ_b e_b + M) / (Σ_b n_b h_b + M)                            with one more:
     h_b <- (e_b + P m h_b) / (n_b + P)
 
-so neighbouring buckets support one another, a bucket that nobody has reached is thought less likely
-than the one before, a class begins as its parent, soon differs from it by a factor, and by its
-shape only with many sessions. Counts are halved when a bucket has many: old ones fade.
+So neighbouring buckets support one another. A bucket that no session has reached is thought less
+likely than the one before. A class begins with the hazards of its parent, soon differs from them by
+a factor, and in shape only with many sessions. Counts are halved when a bucket has many, so that
+old ones fade.
 
 *Source:* discrete-time hazards with censoring (Kaplan & Meier, 1958; Cox, 1972), shrunk towards the
 parent class as an empirical-Bayes estimate is.
@@ -29,7 +31,7 @@ from shared.types.units import NS_PER_S
 
 EDGES_NS = [0, *(NS_PER_S >> shift for shift in (10, 8, 6, 4, 2))] + [
     round(2 ** (half_octaves / 2) * NS_PER_S) for half_octaves in range(36)
-]  # a millisecond for programs, two days for people
+]  # from a millisecond, for programs, to two days, for people
 NUM_BUCKETS = len(EDGES_NS) - 1
 _WIDTHS_S = [(end - start) / NS_PER_S for start, end in pairwise(EDGES_NS)]
 KERNEL = ((-2, 0.25), (-1, 0.6), (0, 1.0), (1, 0.6), (2, 0.25))  # K: an octave to either side
@@ -38,8 +40,8 @@ TAIL_WEIGHT = 4.0  # T, sessions
 TAIL_DECAY = 0.7  # φ, per bucket
 FACTOR_WEIGHT = 20.0  # M, returns
 SHAPE_WEIGHT = 400.0  # P, sessions
-MOST_SEEN = 4096.0  # of one class in one bucket, before they are halved
-MOST_LIKELY = 0.95  # hazard of a bucket that a factor may lead to
+MOST_SEEN = 4096.0  # of one class in one bucket; beyond it counts are halved
+MOST_LIKELY = 0.95  # highest hazard of a bucket that the factor may lead to
 
 Traits = tuple[int, ...]
 Hazards = list[float]
@@ -47,13 +49,15 @@ Hazards = list[float]
 
 @dataclass(slots=True)
 class SessionClass:
-    """Sessions with the same traits; what is counted of them, by bucket, and made of it.
+    """Sessions with the same traits: counts by bucket, and what is computed from them.
 
     Attributes:
+        parent: the class with one trait less; None for the class of all sessions.
         shape_weight: `P`.
         seen: `n_b`.
         returned: `e_b`.
-        learned: the state of learning that the hazards are of; `rated`: the rates.
+        hazards, rates: by bucket; see `ReturnHazards`.
+        learned: token of the learning that the hazards are of; `rated`: the same for the rates.
     """
 
     parent: "SessionClass | None"
@@ -66,48 +70,50 @@ class SessionClass:
     rated: object = None
 
     def forget(self) -> None:
-        """Begin anew, as the parent."""
+        """Reset the counts: the class begins again with the hazards of its parent."""
         self.seen, self.returned = [0.0] * NUM_BUCKETS, [0.0] * NUM_BUCKETS
         self.learned = self.rated = None
 
 
 class ReturnHazards:
-    """See the module docstring. What was made up stays until `learn` is called."""
+    """Hazards and rates of all classes. Computed values stay until `learn` is called."""
 
     def __init__(self) -> None:
         self._classes: dict[Traits, SessionClass] = {(): SessionClass(None)}
-        self._learned = object()  # another one whenever something was learned
+        self._learned = object()  # a token that is replaced by each `learn`
 
     def class_of(self, traits: Traits) -> SessionClass:
-        """Find or make the class of these traits."""
+        """Return the class of these traits. It is created if need be."""
         found = self._classes.get(traits)
         if found is None:
             found = self._classes[traits] = SessionClass(self.class_of(traits[:-1]))
         return found
 
     def learn(self) -> None:
-        """Have rates be of all that was counted, from now on."""
+        """Let rates and hazards be computed from all counts so far, from now on."""
         self._learned = object()
 
-    def rates(self, of: SessionClass) -> list[float]:
-        """Rate what it pays to keep a session of the class, by bucket; see return_rates."""
-        if of.rated != self._learned:
-            of.rated = self._learned
-            of.rates = return_rates(self.hazards(of))
-        return of.rates
+    def rates(self, session_class: SessionClass) -> list[float]:
+        """Return the rate of keeping a session of the class, by bucket; see return_rates."""
+        if session_class.rated != self._learned:
+            session_class.rated = self._learned
+            session_class.rates = return_rates(self.hazards(session_class))
+        return session_class.rates
 
-    def hazards(self, of: SessionClass) -> Hazards:
-        """Say how likely a session of the class, idle still, returns in each bucket."""
-        if of.learned != self._learned:
-            of.learned = self._learned
-            parent = of.parent
-            of.hazards = _refined(self.hazards(parent), of) if parent else _smoothed(of)
-        return of.hazards
+    def hazards(self, session_class: SessionClass) -> Hazards:
+        """Return the probability by bucket that a session, idle at its start, returns in it."""
+        if session_class.learned != self._learned:
+            session_class.learned = self._learned
+            parent = session_class.parent
+            session_class.hazards = (
+                _refine(self.hazards(parent), session_class) if parent else _smooth(session_class)
+            )
+        return session_class.hazards
 
 
-def observe(of: SessionClass, bucket: int, *, has_returned: bool) -> None:
-    """Count a session that returned in a bucket, or was seen through it."""
-    counts: SessionClass | None = of
+def observe(session_class: SessionClass, bucket: int, *, has_returned: bool) -> None:
+    """Count a session that returned in a bucket, or was observed through it."""
+    counts: SessionClass | None = session_class
     while counts is not None:
         counts.seen[bucket] += 1
         counts.returned[bucket] += has_returned
@@ -118,21 +124,21 @@ def observe(of: SessionClass, bucket: int, *, has_returned: bool) -> None:
 
 
 def bucket_at(idle_ns: int) -> int:
-    """Number of the bucket of an idle time."""
+    """Return the bucket of an idle time."""
     return min(bisect_right(EDGES_NS, idle_ns), NUM_BUCKETS) - 1
 
 
 def return_rates(hazards: Hazards) -> list[float]:
-    """Rate what it pays to keep a session, from the start of each bucket on.
+    """Return the rate of keeping a session, in returns per second, from the start of each bucket.
 
-    The rate is the best there is of P(it returns while kept) / E[seconds kept], over all times to
-    give it up at: bytes held that long are worth so many returns a second each. (Bytes need not
-    be known: what a return saves grows with the session as what it occupies does.)
+    The rate is the highest P(it returns while kept) / E[seconds kept] over all times at which to
+    give it up: bytes held until then are worth this many returns per second. (The number of bytes
+    does not matter: what a return saves grows with the session as the room it takes does.)
 
-    Told from the last bucket to the first: buckets are joined to a *stretch*, as long as going on
-    into the next stretch raises the rate. What a stretch has (returns, seconds, sessions left) is
-    of one session at its start, so that nothing is subtracted: rates are exact to the last digits,
-    also of sessions of which hardly any are left.
+    Computed from the last bucket to the first. Buckets are joined to a *stretch* as long as
+    continuing into the next stretch raises the rate. The numbers of a stretch (returns, seconds,
+    sessions left) are per session at its start, so nothing is ever subtracted: rates are exact to
+    the last digits, even for ages that hardly any session reaches.
 
     *Source:* the index of Gittins (1979) for one arm that pays once; joined as adjacent violators
     are (Ayer et al., 1955).
@@ -151,7 +157,7 @@ def return_rates(hazards: Hazards) -> list[float]:
     return rates[::-1]
 
 
-def _smoothed(counts: SessionClass) -> Hazards:
+def _smooth(counts: SessionClass) -> Hazards:
     hazards: Hazards = []
     before = 0.0
     for bucket in range(NUM_BUCKETS):
@@ -167,8 +173,8 @@ def _smoothed(counts: SessionClass) -> Hazards:
     return hazards
 
 
-def _refined(hazards: Hazards, counts: SessionClass) -> Hazards:
-    """Hazards of a class, of those of its parent."""
+def _refine(hazards: Hazards, counts: SessionClass) -> Hazards:
+    """Return the hazards of a class, from those of its parent."""
     expected = sum(map(float.__mul__, counts.seen, hazards))
     factor = (sum(counts.returned) + FACTOR_WEIGHT) / (expected + FACTOR_WEIGHT)
     weight = counts.shape_weight

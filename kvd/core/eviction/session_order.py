@@ -1,8 +1,8 @@
-"""Orders of sessions, from the one to be evicted first on.
+"""Orders of sessions, by rank.
 
-Pure. `SessionOrder` holds sessions by whatever ranks them (also those that are to be read ahead);
-`RestingSessions` are those that a start found and nobody has used since. `Guard` is what a rank may
-begin with.
+Pure. `SessionOrder` holds sessions in the order of any rank, for eviction or for reading ahead.
+`RestingSessions` are those that recovery found and that have not been used since. `Guard` is the
+first part of an eviction rank.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,35 +15,35 @@ from sortedcontainers import SortedList
 
 from shared.types.session_key import SessionKey
 
-Rank = TypeVar("Rank", bound=tuple[object, ...])  # no two sessions of an order have the same
-EvictionRank = tuple[float, ...]  # the lowest goes first
-MOST_CHANGED = 512  # sessions of a large order that one call places: some five milliseconds
-BULK_SHARE = 8  # with more than one of so many sessions to be moved, sorting all is faster
-RESTING_PAGE = 1024  # places whose sessions are counted together, to pass over those that woke
+Rank = TypeVar("Rank", bound=tuple[object, ...])  # unique among the sessions of an order
+EvictionRank = tuple[float, ...]  # the lowest is evicted first
+MOST_CHANGED = 512  # sessions of a large order that one call places: about five milliseconds
+BULK_SHARE = 8  # if more than 1/BULK_SHARE of the sessions have changed, sorting all is faster
+RESTING_PAGE = 1024  # places counted together, to skip pages whose sessions have all woken
 
 
 class Guard(IntEnum):
-    """What keeps a session from going while there are others: more of it goes later."""
+    """What protects a session from eviction while there are others. A higher one goes later."""
 
     NONE = 0
-    RETAINED = 1  # its client wants it to be kept for a while
-    PINNED = 2  # an operator does
+    RETAINED = 1  # its client wants it kept for a while
+    PINNED = 2  # an operator has soft-pinned it
 
 
 class SessionOrder(Generic[Rank]):
-    """Some sessions by their rank. Changes are O(1), a look O(log sessions) for each.
+    """Some sessions in the order of their ranks. A change is O(1), each result O(log sessions).
 
-    Places are looked up when the order is asked, not when something changes: a session that changes
-    ten times between two looks is moved once, and a whole queue that is reported at once is sorted
-    at once. A look at a large order places some sessions only, and passes over the others that have
-    changed: they come last, until later looks have placed them.
+    Sessions are placed when the order is read, not when they change. A session that changes ten
+    times between two reads is moved once, and a whole queue that is reported at once is sorted at
+    once. A read of a large order places only some of the changed sessions and skips the others:
+    they come last, until later reads have placed them.
 
-    Invariant: a session is in the order, with one rank, or waits to be placed; never neither.
+    Invariant: a session of the order has a place, with one rank, or waits to be placed.
 
     Args:
-        rank_of: of a session of the order, now.
-        most_at_once: sessions of an order that is sorted as a whole by one look, however large it
-            is; beyond it MOST_CHANGED are placed.
+        rank_of: returns the current rank of a session of the order.
+        most_at_once: an order of up to this many sessions is sorted as a whole by one read. In a
+            larger one, a read places MOST_CHANGED sessions.
     """
 
     def __init__(self, rank_of: Callable[[SessionKey], Rank], most_at_once: float = inf) -> None:
@@ -51,7 +51,7 @@ class SessionOrder(Generic[Rank]):
         self._most_at_once = most_at_once
         self._placed: SortedList[tuple[Any, ...]] = SortedList()  # (rank, key)
         self._ranks: dict[SessionKey, Rank | None] = {}  # None: not placed yet
-        self._changed: dict[SessionKey, None] = {}  # others among them, which are passed over
+        self._changed: dict[SessionKey, None] = {}  # to be placed, as far as they are in _ranks
 
     def __len__(self) -> int:
         return len(self._ranks)
@@ -60,59 +60,60 @@ class SessionOrder(Generic[Rank]):
         return key in self._ranks
 
     def enter(self, key: SessionKey) -> None:
-        """Take the session in, if it is not there yet."""
+        """Add the session, if it is not in the order."""
         if self._ranks.setdefault(key) is None:
             self._changed[key] = None
 
     def change(self, keys: Mapping[SessionKey, None]) -> None:
-        """Record that sessions, as far as they are in the order, may have other ranks."""
+        """Record that the ranks of sessions may have changed; ignore those not in the order."""
         if self._ranks:
             self._changed.update(keys)
 
     def put(self, keys: Mapping[SessionKey, None]) -> None:
-        """Take sessions in, or note that they may have other ranks."""
+        """Add sessions, or record that their ranks may have changed."""
         self._changed.update(keys)
         if len(keys) * BULK_SHARE > len(self._ranks):
-            self._ranks = {**keys, **self._ranks}  # no key is hashed again
+            self._ranks = {**keys, **self._ranks}  # merging dicts reuses the hashes of the keys
         else:
             for key in keys:
                 self._ranks.setdefault(key)
 
     def leave(self, key: SessionKey) -> None:
-        """Take the session out, if it is there."""
+        """Remove the session, if it is in the order."""
         rank = self._ranks.pop(key, None)
         if rank is not None:
             self._placed.remove((rank, key))
         self._changed.pop(key, None)
 
     def rank(self, key: SessionKey) -> Rank | None:
-        """Look up the session's rank in this order; None: it is not there."""
+        """Return the session's rank in this order; None if it is not in it."""
         if key in self._changed:
             self._place([key])
         return self._ranks.get(key)
 
     def settle_many(self) -> None:
-        """Give sessions their places if many have changed; what ranks them is known now."""
+        """Place changed sessions if they are many. Their ranks have to be up to date."""
         if len(self._changed) >= MOST_CHANGED:
             self._settle()
 
     def between(self, low: Rank, high: Rank) -> Iterator[SessionKey]:
-        """Return the sessions of at least the one rank and below the other, the lowest first."""
+        """Yield the sessions with ranks in [low, high), the lowest first."""
         return (key for _, key in self.ranked_between(low, high))
 
     def ranked_between(
         self, low: Rank | None = None, high: Rank | None = None
     ) -> Iterator[tuple[Rank, SessionKey]]:
-        """The same, each with its rank; None: without a bound."""
-        return self._look(low, high, is_reversed=False)
+        """Yield the sessions with ranks in [low, high), each with its rank. None: no bound."""
+        return self._read(low, high, is_reversed=False)
 
     def downwards(self, low: Rank, high: Rank) -> Iterator[SessionKey]:
-        """The same, in reverse order."""
-        return (key for _, key in self._look(low, high, is_reversed=True))
+        """Yield the sessions with ranks in [low, high), the highest first."""
+        return (key for _, key in self._read(low, high, is_reversed=True))
 
-    def _look(
+    def _read(
         self, low: Rank | None, high: Rank | None, *, is_reversed: bool
     ) -> Iterator[tuple[Rank, SessionKey]]:
+        """Yield the sessions with ranks in [low, high); those not placed yet come last."""
         self._settle()
         least, most = None if low is None else (low,), None if high is None else (high,)
         found = self._placed.irange(least, most, reverse=is_reversed)
@@ -124,7 +125,7 @@ class SessionOrder(Generic[Rank]):
     def _unsettled(
         self, low: Rank | None, high: Rank | None, *, is_reversed: bool
     ) -> Iterator[tuple[Rank, SessionKey]]:
-        """Place sessions that a look has passed over, and yield those between the bounds."""
+        """Place the sessions that a read has skipped, and yield those between the bounds."""
         while self._changed:
             keys = [*islice(self._changed, MOST_CHANGED)]
             self._place(keys)
@@ -136,7 +137,7 @@ class SessionOrder(Generic[Rank]):
             )
 
     def _settle(self) -> None:
-        """Give sessions that changed their places: all of them, or some of many."""
+        """Place the sessions that have changed: all of them, or some of many."""
         num_changed = len(self._changed)
         if num_changed * BULK_SHARE > len(self._ranks) <= self._most_at_once:
             self._ranks = {key: self._rank_of(key) for key in self._ranks}
@@ -146,7 +147,7 @@ class SessionOrder(Generic[Rank]):
             self._place([*islice(self._changed, MOST_CHANGED)])
 
     def _place(self, keys: Sequence[SessionKey]) -> None:
-        """Give sessions their places that have changed; those of others stay as they are."""
+        """Place those of the sessions that have changed."""
         for key in keys:
             del self._changed[key]
             if key in self._ranks:
@@ -159,11 +160,11 @@ class SessionOrder(Generic[Rank]):
 
 
 class RestingSessions:
-    """What a start found of an earlier kvd and nobody has used since.
+    """Sessions that recovery found of an earlier kvd, not used since.
 
-    There may be a million such sessions, most of which are not used for days. They are in order as
-    they come, so none of them needs a place of its own in an order, or facts: a use that follows
-    from where it stands says all. A session wakes, and is ranked by itself, as soon as anything
+    There may be a million of them, and most are not used for days. They come in order of eviction,
+    so none of them needs a place in an order, or facts: the number of its last use follows from its
+    position, and says everything. A session *wakes*, and is ranked by itself, as soon as anything
     happens to it. `wake` is O(1), finding a place in the order O(log sessions).
 
     Invariant: a session rests at most once, and never again after it woke.
@@ -171,8 +172,8 @@ class RestingSessions:
 
     def __init__(self) -> None:
         self._first_use = 0
-        self._places: list[SessionKey | None] = []  # None: it woke
-        self._num_resting: list[int] = []  # by page
+        self._places: list[SessionKey | None] = []  # None: the session has woken
+        self._num_resting: list[int] = []  # by page of RESTING_PAGE places
         self._uses: dict[SessionKey, int] = {}
 
     def __len__(self) -> int:
@@ -182,7 +183,7 @@ class RestingSessions:
         return key in self._uses
 
     def restore(self, keys: Sequence[SessionKey], first_use: int) -> None:
-        """Begin with sessions in order of eviction; `first_use` is the use of the first one."""
+        """Add sessions in order of eviction. `first_use` is the number of the first one's use."""
         assert not self._places, "sessions of an earlier kvd come once"
         self._first_use = first_use
         self._places = list(keys)
@@ -191,11 +192,11 @@ class RestingSessions:
         self._num_resting = [min(RESTING_PAGE, count) for count in counts]
 
     def use(self, key: SessionKey) -> int | None:
-        """Number of the session's last use; None: it does not rest."""
+        """Return the number of the session's last use; None if it does not rest."""
         return self._uses.get(key)
 
     def wake(self, key: SessionKey) -> int | None:
-        """Take the session out; returns as `use`."""
+        """Remove the session; return the number of its last use, None if it does not rest."""
         use = self._uses.pop(key, None)
         if use is not None:
             place = use - self._first_use
@@ -206,12 +207,13 @@ class RestingSessions:
     def between(
         self, low: EvictionRank, high: EvictionRank, rank_of: Callable[[int], EvictionRank]
     ) -> Iterator[tuple[EvictionRank, SessionKey]]:
-        """Yield the sessions of at least the one rank and below the other, in order of eviction.
+        """Yield the sessions with ranks in [low, high), in order of eviction.
 
         Args:
             low: the lowest rank, included.
-            high: the bound above, excluded.
-            rank_of: of a session at rest by its last use: the later the higher.
+            high: the upper bound, excluded.
+            rank_of: returns the rank of a resting session by the number of its last use. It grows
+                with that number.
         """
         start, end = (self._bisect(bound, rank_of) for bound in (low, high))
         while start < end:
@@ -224,7 +226,7 @@ class RestingSessions:
             start = page_end
 
     def _bisect(self, bound: EvictionRank, rank_of: Callable[[int], EvictionRank]) -> int:
-        """Return the first place that is not below the bound."""
+        """Return the first place whose rank is not below the bound."""
         low, high = 0, len(self._places)
         while low < high:
             middle = (low + high) // 2

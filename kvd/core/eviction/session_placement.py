@@ -1,9 +1,10 @@
-"""SessionPlacement: which sessions go and which come, by queue and policy; knows no blocks.
+"""SessionPlacement: which sessions to evict and which to prefetch, by queue and policy.
 
-Pure (D1). The daemon makes room in blocks by it (kvd/core/io/placement.py), `kvd plan` in bytes, so
-that what is planned is what ships. It owns the queue, the policy and the order of prefetching; it
-must not know where any byte is: its callers report what enters and leaves a tier, and, with
-`settle` and `reopen`, of which waiting sessions something is to be read.
+Pure (D1). The daemon uses it to make room in blocks (kvd/core/io/placement.py), `kvd plan` to make
+room in bytes: so the plan and the product decide alike. It owns the queue, the policy and the order
+of prefetching. It knows no blocks, and must not know where any byte is: its callers report what
+enters and leaves a tier and, by `settle` and `reopen`, which waiting sessions have something to be
+read.
 
 *Source:* CachedAttention §3.3.1 (windows, S_kv, look-ahead prefetching).
 """
@@ -17,14 +18,14 @@ from kvd.core.eviction.session_order import SessionOrder
 from shared.types.queue_delta import QueueChange
 from shared.types.session_key import SessionKey
 
-MOST_LATE = 16  # sessions passed over because they cannot be read in time, per look
-MEAN_SHARE = 1 / 256  # of the newest session's size in the running mean
+MOST_LATE = 16  # sessions that `pick` skips at most because they cannot be read in time
+MEAN_SHARE = 1 / 256  # weight of the newest session's size in the running mean
 
 
 class PrefetchOrder:
-    """Waiting sessions that may still have something to be read into DRAM, soonest needed first.
+    """Waiting sessions that may have something to be read into DRAM, soonest needed first.
 
-    A look costs O(log sessions) for each change before it.
+    `pick` costs O(log sessions) for each change before it.
     """
 
     def __init__(self, queue: QueueWindow) -> None:
@@ -32,31 +33,31 @@ class PrefetchOrder:
         self._open = SessionOrder(queue.place_of)
 
     def __len__(self) -> int:
-        """Sessions that may have something to be read."""
+        """Return the number of sessions that may have something to be read."""
         return len(self._open)
 
     def on_queue(self, keys: Touched) -> None:
-        """Look at sessions again whose places are others, or which wait no more. O(1) each."""
+        """Consider sessions whose places have changed, or that no longer wait. O(1) each."""
         self._open.put(keys)
         for key in self._queue.not_queued(keys):
             self._open.leave(key)
 
     def reopen(self, key: SessionKey) -> None:
-        """Look at a session again, if it waits: bytes of it left DRAM, or came to SSD."""
+        """Consider a session again, if it waits: bytes of it left DRAM, or came to SSD."""
         self.on_queue({key: None})
 
     def settle(self, key: SessionKey) -> None:
-        """Take out a session of which there is nothing more to be read now."""
+        """Remove a session that has nothing more to be read for now."""
         self._open.leave(key)
 
     def pick(self, window: int, is_in_time: Callable[[SessionKey, int], bool]) -> SessionKey | None:
-        """Return the session to be read next, if there is one.
+        """Return the session to read next; None if there is none.
 
         Args:
-            window: requests of the queue that are looked at (the paper's L_pw).
-            is_in_time: whether a session can be read within so many nanoseconds, 0: not known when.
-                One that cannot yields to a later one that can; if none can, the first is read
-                all the same: what is there by then need not be read on demand.
+            window: how many requests of the queue are considered (the paper's L_pw).
+            is_in_time: whether a session can be read within a number of nanoseconds; 0: its start
+                is not known. A session that cannot yields to a later one that can. If none can, the
+                first is read all the same: what is read by then need not be read on demand.
         """
         first = None
         for place, key in islice(self._open.ranked_between(), MOST_LATE):
@@ -69,11 +70,11 @@ class PrefetchOrder:
 
 
 class SessionPlacement:
-    """See the module docstring.
+    """The queue, the eviction policy and the order of prefetching.
 
     Args:
-        make_policy: builds the policy, once.
-        capacity_bytes: returns the bytes of DRAM and SSD together, as of now.
+        make_policy: makes the policy; called once.
+        capacity_bytes: returns the current size of DRAM and SSD together.
         has_ssd: whether there is an SSD tier.
 
     Attributes:
@@ -94,18 +95,18 @@ class SessionPlacement:
         self._capacity_bytes = capacity_bytes
         self._mean_bytes = 0.0
         self._num_sized = 0
-        self._arriving: set[SessionKey] = set()  # by the change that is being taken
-        self._loaded: dict[SessionKey, bool] = {}  # an engine has the KV, for a turn -> it runs
+        self._arriving: set[SessionKey] = set()  # sessions with a new turn in the current change
+        self._loaded: dict[SessionKey, bool] = {}  # whose KV an engine has, for a turn -> it runs
         self._now_ns = 0
         self.policy = make_policy(PolicyContext(self.queue, self.eviction_window, has_ssd))
 
     # --------------------------------------------------------------------------------------- queue
 
     def replace_queue(self, engine_id: int, queue: QueueChange, now_ns: int) -> int:
-        """Take all of an engine's queue; returns its digest.
+        """Replace an engine's queue; return its digest.
 
-        If the engine had no queue here before, the policy gets no `on_submit` for these turns: when
-        they arrived nobody knows.
+        If the engine had no queue here before, the policy gets no `on_submit` for these turns,
+        because it is not known when they arrived.
         """
         is_known = self._has_requests(engine_id)
         self._prepare_change(engine_id, queue, now_ns)
@@ -113,20 +114,20 @@ class SessionPlacement:
         return self.queue.replace(engine_id, queue, now_ns)
 
     def change_queue(self, engine_id: int, change: QueueChange, now_ns: int) -> int:
-        """Take a change of an engine's queue; returns the digest of what it is now."""
+        """Apply a change of an engine's queue; return the digest of the result."""
         self._prepare_change(engine_id, change, now_ns)
         self._arriving = self._new_turns(engine_id, change)
         return self.queue.change(engine_id, change, now_ns)
 
     def forget_engine(self, engine_id: int, now_ns: int) -> None:
-        """Forget an engine's queue."""
+        """Remove an engine's queue."""
         self._now_ns = now_ns
         self._arriving = set()
         self.queue.forget(engine_id)
 
     @property
     def arrived(self) -> Collection[SessionKey]:
-        """Sessions of which the newest change, if it was one of a queue, has brought a turn."""
+        """Sessions for which the last change of a queue has brought a new turn."""
         return self._arriving
 
     def is_busy(self, key: SessionKey) -> bool:
@@ -135,36 +136,36 @@ class SessionPlacement:
 
     @property
     def has_busy(self) -> bool:
-        """Whether any session is busy."""
+        """Whether any session has a turn that waits or runs."""
         return len(self.queue) > 0 or self.queue.num_sessions_running > 0
 
-    def loaded(self, key: SessionKey) -> None:
-        """Record that an engine has what is stored of the session, for the turn it is busy with."""
+    def on_load(self, key: SessionKey) -> None:
+        """Record that an engine has the session's stored KV, for the turn that waits or runs."""
         if self.is_busy(key):
             self._loaded[key] = self.queue.is_running(key)
 
     def is_released(self, key: SessionKey) -> bool:
-        """Whether a turn runs in an engine that has its KV: DRAM need not hold what SSD does.
+        """Whether a turn runs in an engine that has its KV, so that DRAM need not keep it too.
 
-        A session begins to run before it is loaded.
+        Running alone does not say so: a session begins to run before it is loaded.
         """
         return key in self._loaded and self.queue.is_running(key)
 
     # ------------------------------------------------------------------------------------- windows
 
     def observe_size(self, num_bytes: int) -> None:
-        """Record the size of a session that was just stored: it counts in S_kv."""
+        """Record the size of a session that was just stored, for the mean S_kv."""
         self._num_sized += 1
         share = max(MEAN_SHARE, 1 / self._num_sized)
         self._mean_bytes += share * (num_bytes - self._mean_bytes)
 
     @property
     def mean_bytes(self) -> int:
-        """S_kv; 0: nothing was stored yet."""
+        """S_kv in bytes; 0: nothing was stored yet."""
         return int(self._mean_bytes)
 
     def window(self, capacity_bytes: int) -> int:
-        """Count the sessions of mean size that fit."""
+        """Return how many sessions of mean size fit a capacity; 0 if nothing was stored yet."""
         return int(capacity_bytes / self._mean_bytes) if self._mean_bytes else 0
 
     def eviction_window(self) -> int:
@@ -174,7 +175,7 @@ class SessionPlacement:
     # -------------------------------------------------------------------------------------- inside
 
     def _prepare_change(self, engine_id: int, change: QueueChange, now_ns: int) -> None:
-        """Record, before a change is applied, what its result does not show any more."""
+        """Record, before a change is applied, what can no longer be seen afterwards."""
         self._now_ns = now_ns
         for request in change.running:
             if self.queue.is_running(request.key) and not self.queue.runs(
@@ -183,7 +184,7 @@ class SessionPlacement:
                 self._loaded.pop(request.key, None)  # the turn that it was loaded for has ended
 
     def _new_turns(self, engine_id: int, change: QueueChange) -> set[SessionKey]:
-        """Sessions with a request that is new, be another one's end reported in the same change."""
+        """Return the sessions with a new request, even if the same change reports its end."""
         if not self._has_requests(engine_id):
             waiting = {request.key for request in change.waiting}
             return waiting | {request.key for request in change.running}
@@ -199,7 +200,7 @@ class SessionPlacement:
         return bool(self.queue.num_waiting(engine_id) or self.queue.num_running(engine_id))
 
     def _on_queue(self, touched: Touched) -> None:
-        """The queue says something else of these sessions than before."""
+        """Update everything that depends on the queue, after a change of these sessions."""
         for key in self._loaded.keys() & touched:
             is_running = self.queue.is_running(key)
             if (self._loaded[key] and not is_running) or not self.is_busy(key):

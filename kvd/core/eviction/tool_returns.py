@@ -1,15 +1,15 @@
 """ToolReturns: how soon sessions return that wait for a tool; learned for each tenant and tool.
 
-Pure. A session whose answer calls a tool comes back with what the tool says: within seconds, where
-a person takes minutes. Such sessions are counted by themselves, by tool and not by the traits of
-others: a tool's class (return_hazards.py) is a child of that of all tools, which begins as if
-PRIOR_SESSIONS sessions had returned as published ones did. Of several tools called at once the
-slowest stands for all, for the session waits for the last of them; one that was never seen is taken
-to be as slow as tools are.
+Pure. A session whose answer calls a tool returns with the tool's result: within seconds, where a
+person takes minutes. Such sessions are counted apart from the others, by tool instead of by traits.
+A tool's class (return_hazards.py) is a child of the class of all tools, which begins as if
+PRIOR_SESSIONS sessions had returned like published ones did. Of several tools called at once the
+slowest stands for all, because the session waits for the last of them. A tool that was never seen
+is taken to be as slow as tools are in general.
 
-At most MOST_TOOLS are known. For one more the one with the fewest calls goes, and the new one goes
-on counting where that stopped: whatever names are made up, a tool that is called more often than
-once in MOST_TOOLS calls stays.
+At most MOST_TOOLS are known. A new tool beyond that replaces the one with the fewest calls, and
+takes over its count. So however many names are made up, a tool that has more than one in MOST_TOOLS
+of the calls stays.
 
 *Source:* TraceLab, arXiv 2606.30560 (times of 4,265 sessions' tools); Space-Saving, Metwally et
 al., 2005 (which counters stay).
@@ -29,12 +29,12 @@ from kvd.core.eviction.return_hazards import (
 from shared.types.units import NS_PER_S
 
 MOST_TOOLS = 256  # 4 KiB each
-MOST_NAME_CHARS = 128  # by which tools are told apart
-MOST_AT_ONCE = 16  # of the tools that one answer calls are looked at
-SLOW_SHARE = 0.9  # of a tool's sessions are back by the time by which tools are compared
-SHAPE_WEIGHT = 20.0  # sessions: tools differ more than sessions of people do
+MOST_NAME_CHARS = 128  # of a tool's name; the rest is ignored
+MOST_AT_ONCE = 16  # tools that are considered of those that one answer calls
+SLOW_SHARE = 0.9  # tools are compared by the time in which this share of sessions returns
+SHAPE_WEIGHT = 20.0  # sessions; low, because tools differ more than sessions of people do
 PRIOR_SESSIONS = 200.0
-# Seconds, and the share of the sessions that are back by then. The first and the last are ours.
+# Seconds, and the share of sessions back by then. The first and the last point are our estimates.
 PRIOR_QUANTILES = ((0.01, 0.0), (0.3, 0.5), (13.6, 0.9), (216.0, 0.99), (3600.0, 1.0))
 
 ToolKey = tuple[str, str]  # tenant, name
@@ -42,14 +42,14 @@ ToolKey = tuple[str, str]  # tenant, name
 
 @dataclass(slots=True)
 class _Tool:
-    """One that is known."""
+    """One known tool."""
 
     session_class: SessionClass
     num_calls: int
 
 
 class ToolReturns:
-    """See the module docstring. A call costs O(tools called), for new ones O(MOST_TOOLS) each."""
+    """Classes of tools. A call costs O(tools called), and O(MOST_TOOLS) for each new one."""
 
     def __init__(self, hazards: ReturnHazards) -> None:
         self._hazards = hazards
@@ -57,16 +57,19 @@ class ToolReturns:
         self._tools: dict[ToolKey, _Tool] = {}
 
     def class_of(self, tenant: str, names: Sequence[str]) -> SessionClass:
-        """Find or make the class of a tenant's sessions that wait for these tools, at least one."""
+        """Return the class of a tenant's sessions that wait for these tools, at least one.
+
+        A tool that is not known is added. Each tool's calls are counted.
+        """
         called = dict.fromkeys(name[:MOST_NAME_CHARS] for name in names[:MOST_AT_ONCE])
-        classes = [self._called((tenant, name)) for name in called]
+        classes = [self._count_call((tenant, name)) for name in called]
         return max(classes, key=self.slow_ns) if len(classes) > 1 else classes[0]
 
-    def slow_ns(self, of: SessionClass) -> int:
-        """Return the time by which SLOW_SHARE of a tool's sessions are back."""
-        return quantile_ns(self._hazards.hazards(of), SLOW_SHARE)
+    def slow_ns(self, session_class: SessionClass) -> int:
+        """Return the time after which SLOW_SHARE of a tool's sessions have returned."""
+        return quantile_ns(self._hazards.hazards(session_class), SLOW_SHARE)
 
-    def _called(self, key: ToolKey) -> SessionClass:
+    def _count_call(self, key: ToolKey) -> SessionClass:
         tool = self._tools.get(key)
         if tool is None:
             tool = self._tools[key] = self._new_tool()
@@ -74,10 +77,10 @@ class ToolReturns:
         return tool.session_class
 
     def _new_tool(self) -> _Tool:
-        """Return a tool that nothing is known of, perhaps in the place of one that goes.
+        """Return a new tool, perhaps in place of one that is replaced.
 
-        A session that waits for the latter still, waits for the new one from now on: else it would
-        keep all that was counted alive.
+        The class object of a replaced tool is reused. So sessions that still wait for that tool now
+        wait for the new one, and do not keep its counts alive.
         """
         if len(self._tools) < MOST_TOOLS:
             return _Tool(SessionClass(self._any_tool, SHAPE_WEIGHT), 0)
@@ -88,7 +91,7 @@ class ToolReturns:
 
 
 def quantile_ns(hazards: Hazards, share: float) -> int:
-    """Return the end of the bucket by which this share has returned; the last one's, if less do."""
+    """Return the end of the bucket by which this share has returned, or of the last bucket."""
     left = 1.0
     for hazard, end_ns in zip(hazards, EDGES_NS[1:], strict=True):
         left *= 1 - hazard
@@ -98,7 +101,7 @@ def quantile_ns(hazards: Hazards, share: float) -> int:
 
 
 def _prior() -> SessionClass:
-    """Return the class of all tools' sessions, before any was seen."""
+    """Return the class of all tools' sessions, before any was observed."""
     counts = SessionClass(None)
     shares = [_share_back(edge_ns / NS_PER_S) for edge_ns in EDGES_NS]
     for bucket, (at_start, at_end) in enumerate(pairwise(shares)):
@@ -108,7 +111,7 @@ def _prior() -> SessionClass:
 
 
 def _share_back(after_s: float) -> float:
-    """Return the share of PRIOR_QUANTILES; between them it is linear in the time's logarithm."""
+    """Return the share of sessions back after a time: PRIOR_QUANTILES, log-linear between them."""
     for (start_s, before), (end_s, share) in pairwise(PRIOR_QUANTILES):
         if start_s <= after_s < end_s:
             return before + (share - before) * log(after_s / start_s) / log(end_s / start_s)

@@ -1,9 +1,9 @@
 """Deadlines of sessions, in order, with updates that mostly cost nothing.
 
-Pure. A use of a session moves its deadline on without touching the order: the entry that comes due
-too early is put back then. A session that is gone leaves at once.
+Pure. A use of a session postpones its deadline without touching the order: the entry then comes due
+too early, and the caller schedules it again. A session that is gone is removed at once.
 
-Invariant: a session has one entry at most, so that the order is as long as what lives.
+Invariant: a session has at most one entry, so the order is as long as there are live sessions.
 """
 
 from sortedcontainers import SortedList
@@ -12,9 +12,9 @@ from shared.types.session_key import SessionKey
 
 
 class TtlClock:
-    """Which session's deadline comes next. It may say so too early, never too late.
+    """Tells which session's deadline comes next. It may report one too early, never too late.
 
-    Calls are O(log sessions); `schedule` is O(1) where the session has an earlier entry already.
+    Calls are O(log sessions). `schedule` is O(1) if the session has an earlier entry already.
     """
 
     def __init__(self) -> None:
@@ -25,7 +25,7 @@ class TtlClock:
         return len(self._earliest)
 
     def schedule(self, key: SessionKey, deadline_ns: int | None) -> None:
-        """Make sure the session is looked at by `deadline_ns`; None never needs a look."""
+        """Make sure that the session comes due at `deadline_ns` or earlier; None: no deadline."""
         if deadline_ns is None:
             return
         earliest = self._earliest.get(key)
@@ -35,23 +35,26 @@ class TtlClock:
             self._order.add((deadline_ns, key))
 
     def forget(self, key: SessionKey) -> None:
-        """Take a session out, if it is there: it is gone."""
+        """Remove a session, if it has an entry."""
         deadline_ns = self._earliest.pop(key, None)
         if deadline_ns is not None:
             self._order.remove((deadline_ns, key))
 
     def restore(self, entries: list[tuple[int, SessionKey]]) -> None:
-        """Start with these deadlines, one a session: O(sessions) if they come in order."""
+        """Start with these deadlines, one per session: O(sessions) if they are in order."""
         assert not self._earliest, "a clock is restored before it is used"
         self._order = SortedList(entries)
         self._earliest = {key: deadline_ns for deadline_ns, key in entries}
 
     def next_deadline_ns(self) -> int | None:
-        """Return when to look next."""
+        """Return when the next entry comes due; None if there is none."""
         return self._order[0][0] if self._order else None
 
     def pop_due(self, now_ns: int) -> SessionKey | None:
-        """Take the next session whose entry is due; the caller drops it or schedules it again."""
+        """Remove the next due entry; return its session, None if none is due.
+
+        The caller then drops the session or schedules it again.
+        """
         deadline_ns = self.next_deadline_ns()
         if deadline_ns is None or deadline_ns > now_ns:
             return None

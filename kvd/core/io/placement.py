@@ -294,7 +294,7 @@ class Placement:
             state.outbox.count("sessions_dropped", num_sessions - len(state.sessions))
         if rule.tier is not None:
             for key in plan.spent:
-                state.users.spent(state.sessions[key])
+                state.users.stop_offering(state.sessions[key])
             for key in plan.emptied:
                 self._record_emptied(key, rule.tier)
         if rule.tier is Tier.DRAM:

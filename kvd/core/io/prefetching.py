@@ -88,7 +88,7 @@ def plan_session(state: CacheState, key: SessionKey, *, is_waiting: bool) -> Rea
     keys = session.block_keys()
     missing = deque(key for key in keys if _is_missing(state.blocks[key]))
     if len(missing) < len(keys):
-        state.users.offered(session)
+        state.users.start_offering(session)
     is_too_much = session.num_read_ahead + len(missing) > MOST_TIMES * session.num_spans
     return None if is_too_much or not missing else ReadPlan(session, missing, is_waiting)
 

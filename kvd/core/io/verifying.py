@@ -125,7 +125,7 @@ class Hasher:
             state.outbox.count("hash_errors")
         state.settle(block)
         self._write((block,))
-        state.outbox.space_freed()
+        state.outbox.on_space_freed()
 
     def _start(self, block: Block) -> None:
         state = self._state

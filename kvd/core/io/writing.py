@@ -187,7 +187,7 @@ class Writer:
         op = state.under_way.end_write(op_id)
         self._issued_bytes -= op.num_sectors * SECTOR_BYTES
         block = op.block
-        is_kept = state.blocks.holds(block) and block.wanted
+        is_kept = state.blocks.holds(block) and block.is_needed
         if outcome is not IoOutcome.OK:
             self._degrade(outcome)
         else:
@@ -202,7 +202,7 @@ class Writer:
             if is_kept:
                 state.unwritten.add(block)
         state.settle(block)
-        state.outbox.space_freed()
+        state.outbox.on_space_freed()
 
     def drop_done(self, op_id: int) -> None:
         """Take the completion of a DropBlock: its entry is gone, and its extent is free."""

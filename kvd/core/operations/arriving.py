@@ -108,7 +108,7 @@ class Arrivals:
         """Let the waiting leases use a block, whose bytes are good."""
         for lease in arrival.waiting.values():
             self._count_arrival(lease)
-        self._state.outbox.space_freed()
+        self._state.outbox.on_space_freed()
         self._state.settle(arrival.block)
 
     def _read_again(self, arrival: Arrival) -> None:

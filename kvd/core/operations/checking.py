@@ -14,7 +14,7 @@ from kvd.core.state.cache_state import CacheState
 from kvd.core.state.compaction_run import Phase, Target
 from kvd.core.state.leases import LeasePhase, LoadLease, StoreLease
 from kvd.core.state.slots import SlotState
-from kvd.core.state.stored_parts import group_parts, interleaved, is_window
+from kvd.core.state.stored_parts import group_parts, interleave, is_window
 from shared.types.block_key import TOKEN_BYTES
 
 
@@ -148,7 +148,7 @@ def _check_parts(state: CacheState) -> None:
             assert is_window(parts[0]) == bool(state.layout.window), "the layout says which of both"
             users.setdefault(part_key, set()).add(key)
         if beside:
-            is_in_place = spans == interleaved(runs, beside.values())
+            is_in_place = spans == interleave(runs, beside.values())
             assert is_in_place, "a state is behind its tokens, a window behind its block"
     found = [] if state.stored_parts is None else list(state.stored_parts)
     assert {stored.key: set(stored.users) for stored in found} == users, "parts are found"
@@ -227,7 +227,7 @@ def _held_for_compaction(state: CacheState) -> list[Block]:
     run = state.compaction
     if run is None or run.phase is Phase.COPYING:
         return []
-    return run.made if run.phase is Phase.WRITING else run.sources
+    return run.new_blocks if run.phase is Phase.WRITING else run.sources
 
 
 def _check_load(state: CacheState, lease: LoadLease) -> None:
@@ -246,7 +246,7 @@ def _check_load(state: CacheState, lease: LoadLease) -> None:
 def _check_block(state: CacheState, block: Block) -> None:
     """Check that a block has a place, a user, and a user that ranks in every tier it is in."""
     assert block.slot_id is not None or block.extent is not None, "a block has a place"
-    assert block.wanted or block.io is not BlockIo.IDLE, "a block nobody wants is gone"
+    assert block.is_needed or block.io is not BlockIo.IDLE, "a block nobody wants is gone"
     if block.io is BlockIo.READING:
         assert block.slot_id is not None, "a read has a slot"
         assert block.extent is not None, "a read has an extent"

@@ -160,7 +160,7 @@ class Compactor:
             state.settle(block)
             if block.users:
                 self._writer.admit(block)
-        state.outbox.space_freed()
+        state.outbox.on_space_freed()
 
     def commit_done(self, op_id: int) -> None:
         """Take the completion of a CommitIndex: the session's new entry is durable."""
@@ -170,7 +170,7 @@ class Compactor:
         for block in run.sources:
             block.holders -= 1
             self._state.settle(block)
-        self._state.outbox.space_freed()
+        self._state.outbox.on_space_freed()
 
     # --------------------------------------------------------------------------------------- begin
 
@@ -274,14 +274,14 @@ class Compactor:
                 block.last_user = run.key
                 state.journal.put_block(block)
             block.holders += 1
-            run.made.append(block)
+            run.new_blocks.append(block)
         run.targets = []
 
     def _write(self, run: Compaction) -> None:
         """Queue the new blocks for SSD if any old one is there; else replace the spans at once."""
         run.phase = Phase.WRITING
         if any(block.resides(Tier.SSD) for block in run.sources):
-            for block in run.made:
+            for block in run.new_blocks:
                 self._writer.admit(block, was_queued=True)
         else:
             self._replace(run)
@@ -292,7 +292,7 @@ class Compactor:
             self._cancel(run)
             return
         state = self._state
-        first = next((block for block in run.made if not block.resides(Tier.SSD)), None)
+        first = next((block for block in run.new_blocks if not block.resides(Tier.SSD)), None)
         if first is None:
             self._replace(run)
         elif state.ssd_degraded or not (
@@ -308,13 +308,13 @@ class Compactor:
             block.holders += 1
         end = plan.first + len(plan.old)
         spans = [*session.spans[: plan.first], *plan.new, *session.spans[end:]]
-        state.discarded.about_to_leave(session, spans)  # remembered as misses "discarded"
+        state.discarded.before_discard(session, spans)  # remembered as misses "discarded"
         state.set_spans(session, spans)
-        for block in run.made:
+        for block in run.new_blocks:
             block.holders -= 1
             state.settle(block)
         run.phase, run.op_id = Phase.COMMITTING, state.under_way.next_op_id()
-        state.outbox.index.session_changed(run.key, behind_blocks=True)
+        state.outbox.index.put_session(run.key, behind_blocks=True)
         state.outbox.index.add(CommitIndex(run.op_id))
         assert self._work is not None, "a run is part of work on its session"
         self._work.first, self._work.offset = plan.first + len(plan.new), plan.end_offset
@@ -323,18 +323,18 @@ class Compactor:
     def _record(self, run: Compaction, session: Session) -> None:
         """Count and report a run whose session has its new spans."""
         outbox = self._state.outbox
-        num_tokens = sum(block.num_tokens for block in run.made)
+        num_tokens = sum(block.num_tokens for block in run.new_blocks)
         outbox.count("compactions")
         outbox.count("compacted_tokens", num_tokens)
-        outbox.count("compacted_blocks", len(run.made))
+        outbox.count("compacted_blocks", len(run.new_blocks))
         fields = {
             "num_tokens": num_tokens,
-            "num_blocks": len(run.made),
+            "num_blocks": len(run.new_blocks),
             "num_blocks_before": len(run.sources),
             "num_spans": session.num_spans,
         }
         outbox.emit(SESSION_COMPACTED, run.key, fields)
-        num_blocks = len(run.made)
+        num_blocks = len(run.new_blocks)
         self._state.record_move(
             run.key, MoveKind.COMPACTED, num_blocks=num_blocks, num_tokens=num_tokens
         )
@@ -346,13 +346,13 @@ class Compactor:
         state = self._state
         state.compaction = None
         self._work = None
-        for block in run.made:
+        for block in run.new_blocks:
             block.holders -= 1
             state.settle(block)
         state.outbox.count("compactions_given_up")
         if self._waiting.pop(run.key, self) is None:
             self.resting.schedule(run.key, state.now_ns + RETRY_NS)
-        state.outbox.space_freed()
+        state.outbox.on_space_freed()
 
     def _free(self, run: Compaction, target: Target) -> None:
         self._state.free_slot(target.slot_id)

@@ -37,7 +37,7 @@ from kvd.core.state.cache_state import CacheState
 from kvd.core.state.leases import StoreLease
 from kvd.core.state.session import Session
 from kvd.core.state.session_history import MoveKind
-from kvd.core.state.stored_parts import group_parts, interleaved
+from kvd.core.state.stored_parts import group_parts, interleave
 from shared.types.lineage import WHOLE, Lineage, join_ranges
 from shared.types.session_key import SessionKey
 
@@ -86,12 +86,12 @@ def discard(
     kept_spans = KeptSpans(chaining, change, token_ids, merged)
     spans = [span for piece in match.pieces for span in kept_spans.of(piece)]
     if state.stored_parts is not None:  # put back the states and windows of the kept tokens
-        spans = interleaved(spans, group_parts(session.spans).values())
+        spans = interleave(spans, group_parts(session.spans).values())
     session.num_discards += 1
     session.load_ends = ()  # the tokens are at other positions
     session.lineage = change.after
     state.outbox.count("discards")
-    state.discarded.about_to_leave(session, spans)
+    state.discarded.before_discard(session, spans)
     if not spans:
         state.outbox.count("discarded_tokens", session.num_tokens)
         state.cut(session, 0, "discarded")

@@ -101,7 +101,7 @@ class EngineReports:
     def replace_queue(self, engine_id: int, queue: QueueChange) -> int:
         """Replace an engine's queue by another one; returns the digest of the new queue."""
         state = self._state
-        state.turns.queue_replaced(engine_id, queue, state.now_ns)
+        state.turns.on_queue_replace(engine_id, queue, state.now_ns)
         self._prefetcher.on_queue_change()
         digest = state.placement.replace_queue(engine_id, queue, state.now_ns)
         self._on_arrival(state.placement.arrived)
@@ -111,7 +111,7 @@ class EngineReports:
     def change_queue(self, engine_id: int, change: QueueChange) -> int:
         """Apply a change to an engine's queue; returns the digest of the new queue."""
         state = self._state
-        state.turns.queue_changed(engine_id, change, state.now_ns)
+        state.turns.on_queue_change(engine_id, change, state.now_ns)
         self._prefetcher.on_queue_change()
         digest = state.placement.change_queue(engine_id, change, state.now_ns)
         self._on_arrival(state.placement.arrived)
@@ -125,7 +125,7 @@ class EngineReports:
 
     def _forget_queue(self, engine_id: int) -> None:
         self._state.placement.forget_engine(engine_id, self._state.now_ns)
-        self._state.turns.engine_gone(engine_id)
+        self._state.turns.on_engine_gone(engine_id)
         self._prefetcher.on_queue_change()
 
     def _release(self, lease: Lease) -> None:

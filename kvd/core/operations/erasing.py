@@ -24,7 +24,7 @@ from kvd.core.records.actions import IoOutcome, WipeSlots
 from kvd.core.records.records import FlushAnswer
 from kvd.core.state.cache_state import CacheState
 from kvd.core.state.leases import LoadLease, StoreLease
-from kvd.core.state.tenants import nobody
+from kvd.core.state.tenants import no_erasure
 from shared.types.units import MIB
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ class Eraser:
         for slot_id in self._state.under_way.wipes.pop(op_id):
             self._state.slots.free(slot_id)
         self._wipe_some()
-        self._state.outbox.space_freed()
+        self._state.outbox.on_space_freed()
 
     def forget(self, tenant: str | None) -> None:
         """Forget the history of a tenant's sessions and blocks; None: of all tenants."""
@@ -133,7 +133,7 @@ class Eraser:
 
     def end(self) -> None:
         """Let the tenants in again."""
-        self._state.tenants.is_erased = nobody
+        self._state.tenants.is_erased = no_erasure
 
     def _wipe_some(self) -> None:
         """Wipe a bounded number of the slots that have been free longest.

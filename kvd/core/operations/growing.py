@@ -152,8 +152,8 @@ class GrowingSessions:
         session = state.sessions.get(key)
         if is_whole and session is not None:
             session.lost = ""
-            state.outbox.index.session_changed(key)
-        state.outbox.fetch_ended(key)
+            state.outbox.index.put_session(key)
+        state.outbox.on_fetch_end(key)
 
     def check(self) -> None:
         """Raise AssertionError if a session has anything but the first spans of its import."""

@@ -102,7 +102,7 @@ class Loader:
         state.tenants.refuse_erased(key.tenant)
         num_tokens = num_tokens_of(token_ids)
         is_running = state.placement.queue.is_running(key)
-        state.turns.requested(key, num_tokens, state.now_ns, is_running=is_running)
+        state.turns.on_request(key, num_tokens, state.now_ns, is_running=is_running)
         check_from_token(from_token, num_tokens)
         session = state.sessions.get(key)
         if session is not None:
@@ -179,7 +179,7 @@ class Loader:
             self.cut(lease, min(len(lease.entries), num_runs - 1), "")
         if not lease.entries:
             state.outbox.count("loads_busy")
-            state.outbox.want_wake()
+            state.outbox.request_wake()
             return LoadAnswer(Lookup.MISS, miss_reason=BUSY)
         lease.more = len(lease.entries) < num_stored
         state.leases.add(lease)
@@ -240,12 +240,12 @@ class Loader:
         if lease.phase is LeasePhase.HELD:  # not settled: followed by progress word, or cancelled
             self._count_hit(lease) if has_arrived else state.outbox.count("load_misses")
         if has_arrived and not lease.more:
-            state.placement.loaded(lease.key)
+            state.placement.on_load(lease.key)
         self.release(lease)
         session = state.sessions.get(lease.key)
         if session is not None:
             state.touch(session)
-            state.outbox.index.session_used(session.key)
+            state.outbox.index.put_use(session.key)
 
     def release(self, lease: LoadLease) -> None:
         """End a lease. Reads under way continue: their blocks stay in the cache."""
@@ -332,7 +332,7 @@ class Loader:
                 lease.num_waiting -= waiting.pop(lease.lease_id, None) is not None
         for block, _ in reversed(released):  # tail first: what stays stored is a prefix
             self._state.settle(block)
-        self._state.outbox.space_freed()
+        self._state.outbox.on_space_freed()
 
     def _answer_miss(self, reason: str) -> LoadAnswer:
         self._state.outbox.count("load_misses")
@@ -376,7 +376,7 @@ class Loader:
             name = tier.value
             num_of_tier = sum(span.num_tokens for _, span in lease.entries if span.tier == name)
             self._state.outbox.count(f"load_tokens_{tier.value}", num_of_tier)
-            self._state.turns.loaded(lease.key, tier, num_of_tier)
+            self._state.turns.on_load(lease.key, tier, num_of_tier)
             if num_of_tier:
                 why = tier.value
                 self._state.record_move(lease.key, MoveKind.LOADED, num_tokens=num_of_tier, why=why)

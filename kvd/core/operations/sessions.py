@@ -83,7 +83,7 @@ class Sessions:
         num_kept = discarding.discard(state, key, token_ids, ranges, lineage)
         session = state.sessions.get(key)
         if session is not None:
-            state.turns.discarded(key, session.num_tokens)
+            state.turns.on_discard(key, session.num_tokens)
             self._consider_compaction(key)
         return num_kept
 
@@ -119,7 +119,7 @@ class Sessions:
     def end(self, key: SessionKey) -> bool:
         """Record that a session will not return: evict it first. Returns whether it is stored."""
         state = self._state
-        state.turns.ended(key)
+        state.turns.on_end(key)
         self._reschedule_prefetch()
         state.policy.on_end(key)  # stored or not: the policy may learn from it
         state.outbox.emit(SESSION_ENDED, key)  # stored or not: a remote store may have it
@@ -129,7 +129,7 @@ class Sessions:
         state.retain(session, None)
         session.ended = True
         state.tenants.on_end(key)
-        state.outbox.index.session_changed(key)
+        state.outbox.index.put_session(key)
         state.record_move(key, MoveKind.ENDED)
         return True
 
@@ -151,7 +151,7 @@ class Sessions:
         state.users.recount(session, answered)
         if pin is not Pin.HARD:
             _insert(state, session)
-        state.outbox.index.session_changed(key)
+        state.outbox.index.put_session(key)
         kind = MoveKind.UNPINNED if pin is Pin.NONE else MoveKind.PINNED
         state.record_move(key, kind, why="" if pin is Pin.NONE else pin.name.lower())
 
@@ -170,7 +170,7 @@ class Sessions:
         session = find_session(state, key)
         session.ttl_ns = ttl_ns
         state.schedule_expiry(session)
-        state.outbox.index.session_changed(key)
+        state.outbox.index.put_session(key)
         state.record_move(key, MoveKind.TTL_SET)
         return self._inspector.summarize(session)
 

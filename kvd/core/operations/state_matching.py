@@ -26,7 +26,7 @@ from kvd.core.operations.matching import (
 from kvd.core.records.entries import Span
 from kvd.core.state.cache_state import CacheState
 from kvd.core.state.session import Session
-from kvd.core.state.stored_parts import StoredParts, group_parts, interleaved
+from kvd.core.state.stored_parts import StoredParts, group_parts, interleave
 from shared.types.block_key import TOKEN_BYTES
 from shared.types.session_key import SessionKey
 
@@ -243,4 +243,4 @@ def spans_with_states(
     kept = [parts[position] for position in kept_positions(known, fresh, key, later)]
     for span in (span for spans in kept for span in spans):
         state.find_block(span.block_key)  # another session may have it packed
-    return interleaved(runs, kept)
+    return interleave(runs, kept)

@@ -109,7 +109,7 @@ class Storer:
         """
         state = self._state
         state.tenants.refuse_erased(key.tenant)
-        state.turns.stored(key, num_tokens_of(token_ids), state.now_ns)
+        state.turns.on_store(key, num_tokens_of(token_ids), state.now_ns)
         return self.lease_slots(key, token_ids, from_token, engine_id, lineage, load_ends)
 
     def lease_slots(
@@ -208,7 +208,7 @@ class Storer:
             if not self._is_outdated(lease):
                 self._publisher.publish(lease, held)
             if state.placement.queue.is_running(lease.key):
-                state.placement.loaded(lease.key)
+                state.placement.on_load(lease.key)
         self.release(lease)
         session = state.sessions.get(lease.key)
         state.histograms.store_s.observe((state.now_ns - lease.since_ns) / NS_PER_S)
@@ -229,7 +229,7 @@ class Storer:
                 self._state.free_slot(slot_id)
         # Only here: a refused call frees nothing, and must not wake the callers that wait for
         # space, or they would wake each other for ever.
-        self._state.outbox.space_freed()
+        self._state.outbox.on_space_freed()
 
     def outdate(self, lease: StoreLease) -> None:
         """Make a store publish nothing, and hold only the slots that its engine fills."""
@@ -311,7 +311,7 @@ class Storer:
         """Count a refusal and return its answer; after WAIT, freed space wakes the caller."""
         outbox = self._state.outbox
         if why == WAIT:
-            outbox.want_wake()
+            outbox.request_wake()
             outbox.count("stores_waited")
         else:
             outbox.count("stores_refused")

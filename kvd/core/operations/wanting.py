@@ -167,7 +167,7 @@ class WantedSessions:
         if self._num_this_second == MOST_PER_S:
             return
         self._num_this_second += 1
-        self._state.outbox.fetch_ended(key)  # loads that wait for an earlier ask check again
+        self._state.outbox.on_fetch_end(key)  # loads that wait for an earlier ask check again
         stored_tokens = self._num_stored(key)
         self._asks[key] = _Ask(now_ns, history_tokens, stored_tokens)
         self._asks.move_to_end(key)
@@ -176,7 +176,7 @@ class WantedSessions:
         if len(self._asks) > MOST_REMEMBERED:
             forgotten, _ = self._asks.popitem(last=False)
             self._unanswered.pop(forgotten, None)
-            self._state.outbox.fetch_ended(forgotten)
+            self._state.outbox.on_fetch_end(forgotten)
         self._state.outbox.count("sessions_wanted")
         fields = {"num_tokens": history_tokens, "stored_tokens": stored_tokens}
         self._state.outbox.emit(SESSION_WANTED, key, fields)
@@ -192,7 +192,7 @@ class WantedSessions:
             return
         ask.is_coming, ask.ended = is_coming, "" if is_coming else ABSENT
         if not is_coming:
-            self._state.outbox.fetch_ended(key)
+            self._state.outbox.on_fetch_end(key)
 
     def next_deadline_ns(self) -> int | None:
         """Return when to call `end_due`; None: no answer is owed."""
@@ -209,12 +209,12 @@ class WantedSessions:
                 break
             del self._unanswered[key]
             self._asks[key].ended = UNANSWERED
-            self._state.outbox.fetch_ended(key)
+            self._state.outbox.on_fetch_end(key)
             given_up = given_up or self._answered_ns <= asked_ns
         if given_up and self._is_answered:
             self._is_answered = False
             for key in self._unanswered:
-                self._state.outbox.fetch_ended(key)
+                self._state.outbox.on_fetch_end(key)
 
     def check(self) -> None:
         """Raise AssertionError if an invariant is broken."""
@@ -285,4 +285,4 @@ class WantedSessions:
             result = ask.ended = LATE
         state.outbox.count(f"fetch_waits_{result}")
         state.histograms.fetch_wait_s.observe((state.now_ns - since_ns) / NS_PER_S, result)
-        state.outbox.fetch_ended(key)  # other loads that wait for it have to check again, too
+        state.outbox.on_fetch_end(key)  # other loads that wait for it have to check again, too

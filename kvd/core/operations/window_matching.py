@@ -26,7 +26,7 @@ from kvd.core.operations.matching import NewParts, Piece, StorePlan
 from kvd.core.records.entries import Span
 from kvd.core.state.cache_state import CacheState
 from kvd.core.state.session import Session
-from kvd.core.state.stored_parts import StoredParts, group_parts, interleaved
+from kvd.core.state.stored_parts import StoredParts, group_parts, interleave
 from shared.types.session_key import SessionKey
 
 NO_WINDOW = "no_window"  # miss reason: the tokens are stored, but no load may end behind them
@@ -206,7 +206,7 @@ def spans_with_windows(
     kept = keeping.kept()
     for span in (span for parts in kept for span in parts):
         state.find_block(span.block_key)  # another session may have it packed
-    return interleaved(runs, kept)
+    return interleave(runs, kept)
 
 
 class _Keeping:

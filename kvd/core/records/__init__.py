@@ -1,4 +1,4 @@
-"""The values that the core takes and gives.
+"""The values that enter and leave the core.
 
-Records of the index, actions, errors. The lowest floor.
+Records of the index and the journal, actions, answers and errors. The lowest floor of the core.
 """

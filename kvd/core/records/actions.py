@@ -1,15 +1,17 @@
-"""What the cache engine asks of the world: frozen values, returned by `CacheEngine.drain`.
+"""Actions: what the cache engine asks of the world, as frozen values from `CacheEngine.drain`.
 
-Pure. The performer carries them out and reports back through `read_done`, `verify_done`,
-`hash_done`, `write_done`, `drop_done`, `compact_done`, `wipe_done` and `index_committed`.
+Pure. The performer carries them out and reports their completion through `read_done`,
+`verify_done`, `hash_done`, `write_done`, `drop_done`, `compact_done`, `wipe_done` and
+`index_committed`.
 
-Invariants the performer keeps:
+Invariants that the performer keeps:
 1. index actions (PutBlock, PutSession, PutUse, DropSession, DropBlock, CommitIndex) reach the index
-   in the order they were drained;
-2. `drop_done` is reported only once the removal of the entry is committed, because the extent is
-   reused after it;
-3. journal actions (PutSlot, ClearSlot) are done before the call that caused them is answered;
-4. every action with an `op_id` is answered exactly once.
+   in the order in which they were drained;
+2. `drop_done` is reported only after the removal of the entry is committed, because the extent is
+   reused then;
+3. journal actions (PutSlot, ClearSlot) are carried out before the call that caused them is
+   answered;
+4. every action with an `op_id` is completed exactly once.
 """
 
 from collections.abc import Mapping
@@ -45,16 +47,16 @@ SESSION_READ_AHEAD = "session_read_ahead"
 SESSION_WANTED = "session_wanted"
 SESSION_NEAR_EVICTION = "session_near_eviction"
 
-EVICTED = "evicted"  # why a session was cut or dropped: to make room
+EVICTED = "evicted"  # reason for a cut or drop: to make room
 
 
 class IoOutcome(Enum):
     """How an SSD read or write ended."""
 
     OK = "ok"
-    CORRUPT = "corrupt"  # read: the bytes are not the ones written
-    TRANSIENT = "transient"  # EIO and the like: the bytes may still be there, and good
-    FULL = "full"  # write: no space in the file system
+    CORRUPT = "corrupt"  # of a read: the bytes are not those that were written
+    TRANSIENT = "transient"  # EIO and the like: the bytes may still be there, and intact
+    FULL = "full"  # of a write: the file system has no space
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +64,9 @@ class ReadBlock:
     """Read an extent into a slot and verify its header and each layer slice; then `read_done`.
 
     Attributes:
-        layered: part of a large load: layer by layer over all its blocks, so that the engine can
-            start on layer 0 before the last layer is there.
-        ahead: no load waits for it; one that comes to wait names it in TrackLoad.
+        layered: it is part of a large load, which is read layer by layer over all its blocks, so
+            that the engine can start on layer 0 before the last layer is read.
+        ahead: no load waits for it. A load that comes to wait names it in TrackLoad.
     """
 
     op_id: int
@@ -92,12 +94,12 @@ class VerifySlot:
     slot_id: int
     num_tokens: int
     checksums: bytes
-    urgent: bool  # a load waits for it
+    urgent: bool  # whether a load waits for it
 
 
 @dataclass(frozen=True, slots=True)
 class VerifyExtent:
-    """Read an extent to nowhere and verify it; then `verify_done`."""
+    """Read an extent, verify it and discard the bytes; then `verify_done`."""
 
     op_id: int
     key: bytes
@@ -116,12 +118,12 @@ class WriteBlock:
     num_tokens: int
     token_ids: bytes
     checksums: bytes
-    tenant: str  # whose block it is, and whose key seals it
+    tenant: str  # owner of the block, whose key seals it
 
 
 @dataclass(frozen=True, slots=True)
 class SourceSlot:
-    """A slot that KV is copied from, and what its bytes must be."""
+    """A slot from which KV is copied, and the checksums that its bytes must have."""
 
     slot_id: int
     num_tokens: int
@@ -148,7 +150,7 @@ class DenseBlock:
 
 @dataclass(frozen=True, slots=True)
 class CompactTokens:
-    """Verify the sources, copy their KV together, hash what was made; then `compact_done`."""
+    """Verify the sources, copy their KV together and hash the new blocks; then `compact_done`."""
 
     op_id: int
     sources: tuple[SourceSlot, ...]
@@ -157,7 +159,7 @@ class CompactTokens:
 
 @dataclass(frozen=True, slots=True)
 class WipeSlots:
-    """Zero slots that nobody uses, and their journal records; then `wipe_done`."""
+    """Zero unused slots, and their journal records; then `wipe_done`."""
 
     op_id: int
     slot_ids: tuple[int, ...]
@@ -178,10 +180,10 @@ class ClearSlot(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TrackLoad:
-    """Publish how many layers of a pending load are ready: the least of these operations.
+    """Publish the progress of a pending load: the fewest layers that any of these operations has.
 
-    It comes after the operations themselves; one that is not begun yet is now urgent. A second one
-    for the same lease replaces the first: a copy in DRAM was corrupt and is read from SSD. An
+    It comes after the operations themselves. Those that have not begun become urgent. A second one
+    for the same lease replaces the first, when a corrupt copy in DRAM has to be read from SSD. An
     operation that fails and is not replaced fails the load.
     """
 
@@ -192,14 +194,14 @@ class TrackLoad:
 
 @dataclass(frozen=True, slots=True)
 class UntrackLoad:
-    """The load is over: its progress word is free."""
+    """End the tracking of a load: its progress word is free again."""
 
     lease_id: int
 
 
 @dataclass(frozen=True, slots=True)
 class PutBlock:
-    """Write an index entry; the data it points to is durable already."""
+    """Write a block's entry. The data to which it points is durable already."""
 
     block: BlockRecord
 
@@ -208,7 +210,7 @@ class PutBlock:
 class PutSession:
     """Write or replace a session's entry.
 
-    Its spans may name blocks that are not on SSD (yet): recovery cuts it there.
+    Its spans may name blocks that are not on SSD, or not yet: recovery cuts it there.
     """
 
     session: SessionRecord
@@ -216,7 +218,7 @@ class PutSession:
 
 @dataclass(frozen=True, slots=True)
 class PutUse:
-    """Write when a session was last used; of its entry nothing else has changed."""
+    """Write the time of a session's last use. Nothing else of its entry has changed."""
 
     key: SessionKey
     last_access_ns: int
@@ -231,7 +233,7 @@ class DropSession:
 
 @dataclass(frozen=True, slots=True)
 class DropBlock:
-    """Remove a block's entry and commit; answer with `drop_done`."""
+    """Remove a block's entry and commit; then `drop_done`."""
 
     op_id: int
     key: bytes
@@ -239,26 +241,26 @@ class DropBlock:
 
 @dataclass(frozen=True, slots=True)
 class CommitIndex:
-    """Commit all entries that were put or removed before; answer with `index_committed`."""
+    """Commit all entries that were written or removed before; then `index_committed`."""
 
     op_id: int
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseReady:
-    """A pending load lease has all its reads behind it, or is lost: ask `lease_state`."""
+    """Report that all reads of a pending load lease are done, or it is lost; see `lease_state`."""
 
     lease_id: int
 
 
 @dataclass(frozen=True, slots=True)
 class SpaceFreed:
-    """Slots may be had again: who was answered "wait" (or "busy") asks again."""
+    """Report that slots may be free: callers that were answered "wait" or "busy" ask again."""
 
 
 @dataclass(frozen=True, slots=True)
 class FetchEnded:
-    """A session that loads wait for has changed, or does not come: they ask again."""
+    """Report that a session for which loads wait has changed, or will not come: they ask again."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,19 +1,20 @@
-"""What is persisted: entries of the index, records of the journal, and how spans become bytes.
+"""Everything that is persisted: entries of the index, records of the journal, packed spans.
 
 Pure, frozen. Token ids are little-endian uint32 bytes; positions and lengths count tokens.
 
-The spans of a session are packed in its entry, and so are, in memory, the blocks of an idle one:
+The spans of a session are packed in its entry; the blocks of an idle session, in memory as well:
 
     spans     = kind (u8) | record per span
     kind 0    = key (16) | num_tokens (u32)                          every span is plain
     kind 1    = key (16) | start (u32) | num_tokens (u32) | tokens digest (16) | chain (16)
     places    = key (16) | num_tokens (u32) | extent (u64)           a packed block, 28 bytes
 
-Little-endian, unpadded. A plain span's digest is zeros in a record of kind 1; its chain is its key.
-A part of a state or a window is a record of kind 1 without tokens; an older kvd takes it for the
-end.
-What cannot be unpacked ends the list: a damaged entry gives the spans before the damage, which
-recovery then compares with the blocks there are.
+Little-endian, unpadded. In a record of kind 1, the digest of a plain span is zeros, and its chain
+is its key. A part of a state or a window is a record of kind 1 without tokens, which an older kvd
+takes for the end.
+
+A record that cannot be unpacked ends the list: a damaged entry gives the spans before the damage,
+which recovery then compares with the blocks that exist.
 """
 
 import struct
@@ -48,23 +49,24 @@ class Pin(Enum):
 
 
 class Span(NamedTuple):
-    """A run of tokens of one block that a session uses; its position is the sum of those before.
+    """A run of tokens of one block that a session uses. Its position follows from those before it.
 
     Attributes:
         block_key: content key of the block.
-        start: first token, counted from the block's.
-        num_tokens: how many, at least 1; 0: the block is a part of a state or a window.
+        start: first token, counted from the block's first.
+        num_tokens: number of tokens, at least 1; 0: the block is a part of a state or a window.
         tokens_digest: digest of the ids of these tokens; proves that a request asks for the
             same tokens.
-        chain: parent key of whatever is computed after this span. It is `block_key` unless a
-            discard has happened at or before it (D5).
+        chain: parent key for everything that is computed after this span. It is `block_key` unless
+            a discard has happened at or before the span (D5).
 
-    A *plain* span (a whole block, no discard at or before it) has an empty digest: that its tokens
-    are the ones asked for shows when the block key is computed from them.
+    A *plain* span (a whole block, no discard at or before it) has an empty digest: computing the
+    block key from the requested tokens proves that they are the same.
 
-    The parts of a *state* follow each other, behind the run that has the last token the state knows
-    of: `start` is its position, `tokens_digest` its key, and `chain` the parent key in it. Those of
-    a *window* are behind the first run on its block: the block's key is in both, and `start` is 0.
+    The parts of a *state* follow each other, after the run with the last token that the state
+    covers: `start` is its position, `tokens_digest` its key, and `chain` the parent key in it. The
+    parts of a *window* follow the first run on its block: `tokens_digest` and `chain` are both the
+    block's key, and `start` is 0.
     """
 
     block_key: bytes
@@ -84,18 +86,18 @@ class SessionRecord:
     ttl_ns: int | None = None  # None: the default; TTL_NEVER_NS: never
     pin: Pin = Pin.NONE
     ended: bool = False
-    retain_ns: int | None = None  # how long it is retained after a use; None: it is not
+    retain_ns: int | None = None  # how long it is retained after each use; None: it is not
 
     @property
     def has_settings(self) -> bool:
-        """Whether anything of it beyond spans and last use is not as usual."""
+        """Whether it has more than spans and a last use: a TTL, a retention, a pin or an end."""
         is_timed = self.ttl_ns is not None or self.retain_ns is not None
         return is_timed or self.pin is not Pin.NONE or self.ended
 
 
 @dataclass(frozen=True, slots=True)
 class BlockRecord:
-    """A block's entry in the index: its place on SSD. The extent's header says how to verify it."""
+    """A block's entry in the index: its place on SSD. The extent's header has what verifies it."""
 
     key: bytes
     extent: int
@@ -104,11 +106,11 @@ class BlockRecord:
 
 @dataclass(frozen=True, slots=True)
 class SessionColumns:
-    """The entries of some sessions by columns: a record for each would cost more than all the rest.
+    """The entries of some sessions by columns, because an object for each is too expensive.
 
     Attributes:
-        spans: each session's, packed as described above.
-        settings: by index: a session's entry, if its settings are not the defaults; spans apart.
+        spans: the spans of each session, packed as described above.
+        settings: the entry, without spans, of each session that `has_settings`, by its index.
     """
 
     keys: Sequence[SessionKey]
@@ -118,7 +120,7 @@ class SessionColumns:
 
 
 def columns_of(records: Iterable[SessionRecord]) -> SessionColumns:
-    """Put the entries of sessions into columns."""
+    """Return the entries of sessions as columns."""
     entries = list(records)
     return SessionColumns(
         [entry.key for entry in entries],
@@ -136,7 +138,7 @@ def columns_of(records: Iterable[SessionRecord]) -> SessionColumns:
 class IndexEntries:
     """All entries of one layout by columns, because there may be millions.
 
-    Who restores them takes them: the sessions are read as they come, the blocks by `take_blocks`.
+    Restoring them consumes them: the sessions are read as they come, the blocks by `take_blocks`.
     """
 
     sessions: Iterable[SessionColumns]
@@ -145,7 +147,7 @@ class IndexEntries:
     block_tokens: Sequence[int]
 
     def take_blocks(self) -> tuple[bytes, Sequence[int], Sequence[int]]:
-        """Return the columns of blocks, and forget them: they are large."""
+        """Return the columns of blocks, and drop them here, because they are large."""
         taken = (self.block_keys, self.extents, self.block_tokens)
         self.block_keys, self.extents, self.block_tokens = b"", (), ()
         return taken
@@ -153,7 +155,7 @@ class IndexEntries:
 
 @dataclass(frozen=True, slots=True)
 class StoredBlock:
-    """What an extent's header says of its block.
+    """The contents of an extent's header.
 
     Attributes:
         checksums: xxh3_64 of each layer slice's used bytes (of every component, in order, the
@@ -168,7 +170,7 @@ class StoredBlock:
 
 
 class WritingSlot(NamedTuple):
-    """An engine writes to the slot."""
+    """An engine writes to the slot under a lease."""
 
     generation: int
     lease_id: int
@@ -177,7 +179,7 @@ class WritingSlot(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CommittedSlot:
-    """The slot holds a block whose bytes never change; checksums as in StoredBlock."""
+    """The slot holds a block whose bytes never change. Checksums are as in StoredBlock."""
 
     generation: int
     key: bytes
@@ -191,7 +193,7 @@ SlotRecord = WritingSlot | CommittedSlot
 
 @dataclass(frozen=True, slots=True)
 class AdoptedSlot:
-    """A slot that an earlier kvd had committed; to be verified before its first use."""
+    """A slot that an earlier kvd had committed. It is verified before its first use."""
 
     slot_id: int
     block: CommittedSlot
@@ -202,24 +204,24 @@ class OrphanSlot:
     """A slot that an engine may still be writing to, granted by an earlier kvd."""
 
     slot_id: int
-    writing: WritingSlot  # its engine_id is one that the shell gave to the process
+    writing: WritingSlot  # its engine_id is the id that the shell has given to the process
 
 
 # ---------------------------------------------------------------------------------------- packing
 
 
 def is_plain(span: Span) -> bool:
-    """Whether the span is a whole block that no discard touched: its key proves its tokens."""
+    """Whether the span is a whole block without a discard before: its key proves its tokens."""
     return not span.tokens_digest
 
 
 def plain_span(key: bytes, num_tokens: int) -> Span:
-    """Make the span of a whole block that no discard touched."""
+    """Return the span of a whole block without a discard at or before it."""
     return Span(key, 0, num_tokens, b"", key)
 
 
 def part_spans(part_keys: Sequence[bytes], position: int, key: bytes, parent: bytes) -> list[Span]:
-    """Make the spans of the parts of a state, or a window: see Span."""
+    """Return the spans of the parts of a state or a window; see Span."""
     return [Span(part_key, position, 0, key, parent) for part_key in part_keys]
 
 
@@ -233,7 +235,7 @@ def pack_spans(spans: Sequence[Span]) -> bytes:
 
 
 def pack_full(spans: Iterable[Span]) -> bytes:
-    """Pack spans of any sort, without the kind."""
+    """Pack spans of any kind, without the kind byte."""
     return b"".join(
         _FULL_SPAN.pack(
             span.block_key,
@@ -247,7 +249,7 @@ def pack_full(spans: Iterable[Span]) -> bytes:
 
 
 def unpack_spans(packed: bytes) -> list[Span]:
-    """Unpack the spans of an entry, as far as they are sound."""
+    """Unpack the spans of an entry, up to the first one that is damaged."""
     kind = packed[0] if packed else None
     if kind == PLAIN:
         length = len(packed) - (len(packed) - 1) % PLAIN_SPAN_BYTES
@@ -259,30 +261,30 @@ def unpack_spans(packed: bytes) -> list[Span]:
 
 
 def unpack_full(packed: bytes | memoryview) -> Iterator[Span]:
-    """Unpack what pack_full has packed; a trailing part of a record is ignored."""
+    """Unpack spans that `pack_full` has packed. An incomplete record at the end is ignored."""
     length = len(packed) - len(packed) % _FULL_SPAN.size
     for key, start, num_tokens, digest, chain in _FULL_SPAN.iter_unpack(packed[:length]):
         yield Span(key, start, num_tokens, b"" if digest == _NO_DIGEST else digest, chain)
 
 
 def pack_places(records: Iterable[BlockRecord]) -> bytes:
-    """Pack where blocks lie on SSD."""
+    """Pack the places of blocks on SSD."""
     return b"".join(_PLACE.pack(record.key, record.num_tokens, record.extent) for record in records)
 
 
 def unpack_places(places: bytes) -> Iterator[BlockRecord]:
-    """Unpack where blocks lie on SSD."""
+    """Unpack the places of blocks on SSD."""
     for key, num_tokens, extent in _PLACE.iter_unpack(places):
         yield BlockRecord(key, extent, num_tokens)
 
 
 def num_tokens_of_places(places: bytes) -> int:
-    """Count the tokens of packed blocks, without unpacking more of them."""
+    """Return the number of tokens of packed blocks, without unpacking anything else."""
     return sum(num_tokens for _, num_tokens, _ in _PLACE.iter_unpack(places))
 
 
 def _sound_prefix(spans: Iterable[Span]) -> Iterator[Span]:
-    """Stop at a span that no store and no discard can have made."""
+    """Yield the spans before the first one that no store and no discard can have made."""
     for span in spans:
         is_whole = span.start == 0 and span.chain == span.block_key and span.num_tokens > 0
         if is_plain(span) and not is_whole:

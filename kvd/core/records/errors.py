@@ -1,4 +1,4 @@
-"""Errors of kvd that reach a caller; the tree's upper half is in shared/types/errors.py. Pure."""
+"""Errors of kvd that reach a caller; the upper half of the tree is in shared/types/errors.py."""
 
 from shared.types.errors import (
     ConflictError,
@@ -16,44 +16,44 @@ class UnknownSessionError(NotFoundError):
 
 
 class LeaseLostError(ConflictError):
-    """The lease is not the caller's (any more): nothing it covered may be trusted or touched."""
+    """The caller does not hold the lease (any more), and must not use anything it covered."""
 
     reason = "lease_lost"
     retryable = False
 
 
 class TooManyLeasesError(ExhaustedError):
-    """The bound on leases is reached."""
+    """The limit on leases is reached."""
 
     reason = "too_many_leases"
 
 
 class InvalidRequestError(InvalidInputError):
-    """Token ids, positions, ranges or a page token that cannot be."""
+    """Token ids, positions, ranges or a page token are invalid."""
 
     reason = "invalid_request"
 
 
 class SessionChangedError(ConflictError):
-    """A session became another one while it was exported, or grew by an import."""
+    """A session changed while it was exported, or grew by an import."""
 
     reason = "session_changed"
 
 
 class UnknownLineageError(StateError):
-    """What a session's KV was computed after is not known, so nobody else could use it."""
+    """It is unknown after which tokens a session's KV was computed, so no other kvd can use it."""
 
     reason = "unknown_lineage"
 
 
 class ErasingError(ConflictError):
-    """The tenant is being erased just now."""
+    """The tenant is being erased at the moment."""
 
     reason = "erasing"
 
 
 class ScrubError(ConflictError):
-    """A scrub is under way already, or the one named is over."""
+    """A scrub is under way already, or the named one is over."""
 
     reason = "scrub"
     retryable = False

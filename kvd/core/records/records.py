@@ -1,4 +1,4 @@
-"""Values that cross the border of the cache engine: what it answers, and what operators see.
+"""The answers of the cache engine, and the records that operators see.
 
 Pure, frozen. Token ids are little-endian uint32 bytes; positions and lengths count tokens; times
 are `now_ns` of kvd's own clock (D17).
@@ -20,7 +20,7 @@ from shared.types.session_key import SessionKey
 
 
 class Tier(Enum):
-    """Where KV bytes may be."""
+    """A tier of kvd: where KV bytes may be."""
 
     DRAM = "dram"
     SSD = "ssd"
@@ -30,16 +30,16 @@ class Admission(Enum):
     """When a stored block is written to SSD."""
 
     WRITE_THROUGH = "write_through"  # at once
-    WRITE_BACK = "write_back"  # when it has been left alone for a while, or room is short
-    ON_EVICT = "on_evict"  # when its room in DRAM is wanted
+    WRITE_BACK = "write_back"  # when its session was not used for a while, or room is short
+    ON_EVICT = "on_evict"  # when its room in DRAM is needed
 
 
 class LeaseState(Enum):
-    """What became of a load lease."""
+    """The state of a load lease."""
 
     READY = "ready"
     PENDING = "pending"
-    LOST = "lost"  # its engine is gone, or it never was
+    LOST = "lost"  # its engine is gone, or there never was such a lease
 
 
 # ---------------------------------------------------------------------------------- load and store
@@ -49,27 +49,28 @@ class LeaseState(Enum):
 class LoadAnswer:
     """Answer of `loads.prepare` and `loads.settle`.
 
-    Unless it is a MISS the caller owes `loads.complete`. On PENDING the spans may not be
+    Unless it is a MISS, the caller has to call `loads.complete`. On PENDING the spans must not be
     read before `loads.settle` has returned them.
 
     Attributes:
-        miss_reason: why no more is stored: "unknown_session", "tokens_differ", "not_stored",
-            "evicted", "expired", "flushed", "discarded", "corrupt", "not_fetched". Only on MISS
-            also "read_error", "deadline" (settled before a read came back), "busy" (no slot to read
-            into just now; may be asked again on SpaceFreed), "on_ssd" (stored, but the first block
-            is not in DRAM, and only that was asked for). With states also "no_state": it is stored,
-            and no state behind it is; with windows "no_window": it is stored, and nowhere in it all
-            windows for a load to end. "": all is stored, or `more` is; or it was settled.
+        miss_reason: why no more is granted; "" if all is stored, if `more` is, or if the answer
+            was settled. "unknown_session", "tokens_differ", "not_stored", "evicted", "expired",
+            "flushed", "discarded", "corrupt", "not_fetched": no more is stored. Only on MISS:
+            "read_error"; "deadline" (settled before a read was complete); "busy" (no slot to read
+            into now; may be asked again on SpaceFreed); "on_ssd" (the first block is stored, but
+            not in DRAM, and the caller asked for DRAM only). With states: "no_state" (the tokens
+            are stored, but no state after them). With windows: "no_window" (the tokens are stored,
+            but nowhere all the windows with which a load can end).
     """
 
     lookup: Lookup
     lease_id: int = 0
     spans: tuple[LoadSpan, ...] = ()
     end_token: int = 0  # the spans cover [from_token, end_token)
-    more: bool = False  # more is stored beyond end_token
+    more: bool = False  # whether more is stored beyond end_token
     miss_reason: str = ""
     state: GrantedState | None = None  # at end_token; None: the layout has none, or see `more`
-    windows: tuple[GrantedWindow, ...] = ()  # of the last tokens before end_token; the same
+    windows: tuple[GrantedWindow, ...] = ()  # of the last tokens before end_token; as `state`
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,18 +85,18 @@ class ExportedRows:
 
 @dataclass(frozen=True, slots=True)
 class StoreAnswer:
-    """Answer of `stores.prepare`; with a lease_id the caller owes `stores.complete`.
+    """Answer of `stores.prepare`. With a lease_id the caller has to call `stores.complete`.
 
     Attributes:
-        refused: "" (granted, or all stored already), "gap" (from_token lies beyond what is stored:
-            `end_token` says how much that is), "wait" (slots may come free: ask again on
-            SpaceFreed), "no_space", "quota" (the tenant has no bytes left that may go).
+        refused: "" (granted, or all is stored already), "gap" (from_token lies beyond what is
+            stored, up to `end_token`), "wait" (slots may become free: ask again on SpaceFreed),
+            "no_space", "quota" (the tenant's quota is used up, and nothing of it can go).
     """
 
     lease_id: int = 0
     blocks: tuple[StoreBlock, ...] = ()
     end_token: int = 0  # after completion [0, end_token) is stored
-    more: bool = False  # ask again from end_token
+    more: bool = False  # whether to ask again, from end_token
     refused: str = ""
     states: tuple[GrantedState, ...] = ()
     windows: tuple[GrantedWindow, ...] = ()
@@ -106,22 +107,22 @@ class StoreAnswer:
 
 @dataclass(frozen=True, slots=True)
 class SessionInfo:
-    """A session as operators see it. Bytes are whole blocks, but for `waste_bytes`.
+    """A session as operators see it. Bytes are of whole blocks, except for `waste_bytes`.
 
     Attributes:
-        total_bytes: of all its blocks, shared ones included.
-        dirty_bytes: in DRAM, not on SSD.
-        waste_bytes: of tokens that blocks of its own have and that hold nothing of it: discarded
-            ones, and those that were never filled.
-        ttl_ns: set on the session itself; None: it has none of its own.
-        ttl_source: whose TTL holds: "session", "tenant", "default".
-        expires_at_ns: None: never.
+        total_bytes: size of all its blocks, shared ones included.
+        dirty_bytes: size of its blocks in DRAM that are not on SSD.
+        waste_bytes: size of the unused tokens in blocks that only it uses: discarded tokens, and
+            those that were never filled.
+        ttl_ns: TTL set on the session itself; None: it has none of its own.
+        ttl_source: whose TTL holds: "session", "tenant" or "default".
+        expires_at_ns: when it expires; None: never.
         retain_ns: how long after each use it is retained; None: it is not.
-        retained_until_ns: when that is over unless it is used; None: it is not retained.
-        awaited_tools: names of tools that its last answer calls.
-        superseded: another session goes on in its place.
-        near_eviction: that it may be evicted soon was announced since it was used last.
-        lost: why its end is not stored any more; "": nothing was lost since it was stored.
+        retained_until_ns: when its retention ends unless it is used; None: it is not retained.
+        awaited_tools: names of the tools that its last answer calls.
+        superseded: another session continues in its place.
+        near_eviction: its coming eviction was announced since its last use.
+        lost: why its end is no longer stored; "": nothing was lost since it was stored.
     """
 
     key: SessionKey
@@ -162,20 +163,21 @@ class BlockInfo:
     extent: int | None
     num_sessions: int
     dirty: bool
-    is_hashed: bool = False  # its checksums are known, or it is on SSD, where they are
-    is_unverified: bool = False  # adopted from an earlier kvd, and not checked yet
+    is_hashed: bool = False  # its checksums are known, or it is on SSD with them
+    is_unverified: bool = False  # adopted from an earlier kvd, and not verified yet
 
 
 @dataclass(frozen=True, slots=True)
 class StateInfo:
-    """One state of a session's model.
+    """One recurrent state of a session.
 
     Attributes:
-        position: behind so many tokens.
-        num_bytes: of its blocks.
-        tiers: in which all of it is.
-        dirty: something of it is in DRAM only.
-        is_hashed: as of a block, of all of them.
+        position: after how many tokens it is.
+        num_bytes: size of its blocks.
+        tiers: the tiers that hold all of it.
+        num_sessions: how many sessions have it.
+        dirty: a part of it is in DRAM only.
+        is_hashed: all of its blocks are hashed, as in BlockInfo.
     """
 
     position: int
@@ -188,12 +190,12 @@ class StateInfo:
 
 @dataclass(frozen=True, slots=True)
 class WindowInfo:
-    """Windows of blocks that are side by side in a session.
+    """The windows of neighbouring blocks of a session.
 
     Attributes:
-        token_offset: position of the first of their tokens.
-        num_tokens: number of these.
-        num_bytes: of the windows' blocks; the others as of a state.
+        token_offset: position of their first token.
+        num_tokens: number of their tokens.
+        num_bytes: size of the windows' blocks. The other attributes are as in StateInfo.
     """
 
     token_offset: int
@@ -207,7 +209,7 @@ class WindowInfo:
 
 @dataclass(frozen=True, slots=True)
 class SessionDetail:
-    """Answer of `describe`: the blocks are those of tokens."""
+    """Answer of `describe`. The blocks are those with tokens."""
 
     info: SessionInfo
     blocks: tuple[BlockInfo, ...]
@@ -217,11 +219,11 @@ class SessionDetail:
 
 @dataclass(frozen=True, slots=True)
 class QueueStats:
-    """Answer of `queue_stats`: what the queues of all engines say, and how far is looked into them.
+    """Answer of `queue_stats`: the queues of all engines, and the look-ahead windows over them.
 
     Attributes:
         prefetch_window: L_pw in requests: sessions of mean size that fit in DRAM; 0: none stored.
-        eviction_window: those that fit in both tiers together.
+        eviction_window: L_ew: sessions of mean size that fit in both tiers together.
         mean_session_bytes: S_kv.
     """
 
@@ -243,13 +245,13 @@ class FlushAnswer:
 
 @dataclass(frozen=True, slots=True)
 class TierStats:
-    """Fill of one tier."""
+    """How full one tier is."""
 
     tier: Tier
     capacity_bytes: int
     used_bytes: int
     num_blocks: int
-    degraded_reason: str = ""  # "": writes to it work
+    degraded_reason: str = ""  # "": writes to the tier work
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,9 +260,9 @@ class LeaseInfo:
 
     Attributes:
         kind: "load" or "store".
-        key: None if an earlier kvd granted it.
-        is_pending: a load whose blocks are not all there.
-        is_orphan: a store whose engine has no connection, but lives: its slots are quarantined.
+        key: the session; None if an earlier kvd granted the lease.
+        is_pending: a load whose blocks are not all in DRAM yet.
+        is_orphan: a store whose engine has no connection but lives. Its slots are quarantined.
     """
 
     lease_id: int
@@ -279,13 +281,13 @@ class TenantUsage:
 
     tenant: str
     used_bytes: int  # as its quota counts them
-    quota_bytes: int | None  # None: no bound
+    quota_bytes: int | None  # None: unlimited
     num_sessions: int
 
 
 @dataclass(frozen=True, slots=True)
 class ScrubReport:
-    """What a scrub has found so far. Bytes are what was compared, as they lie in the tier."""
+    """What a scrub has found so far. Bytes are those compared, as they lie in the tier."""
 
     dram_blocks: int = 0
     dram_bytes: int = 0
@@ -295,21 +297,21 @@ class ScrubReport:
     ssd_corrupt: int = 0
     repaired: int = 0  # SSD copies that are written again
     lost: int = 0  # blocks without a good copy: their sessions are cut
-    errors: int = 0  # checks that could not be made
+    errors: int = 0  # checks that failed to run
 
 
 @dataclass(frozen=True, slots=True)
 class ScrubStep:
     """Answer of a scrub's `step`."""
 
-    done: bool  # everything is checked, and nothing under way
-    issued_bytes: int  # what this step has asked for
+    done: bool  # whether everything is checked, with no check under way
+    issued_bytes: int  # size of the checks that this step has begun
     report: ScrubReport
 
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """Answer of `stats`: O(1)."""
+    """Answer of `stats`. It costs O(1)."""
 
     num_sessions: int
     tiers: tuple[TierStats, ...]
@@ -318,8 +320,8 @@ class EngineStats:
     num_orphan_leases: int
     num_quarantined_slots: int  # held by orphan leases
     num_unverified: int  # adopted blocks that are not verified yet
-    num_unhashed: int  # stored blocks that a restart would lose, even in DRAM
+    num_unhashed: int  # stored blocks that a restart would lose even from DRAM
     num_soft_pins: int  # sessions
     num_hard_pins: int
     num_retained: int  # sessions
-    counters: Mapping[str, int]  # monotonic since start; names in COUNTERS
+    counters: Mapping[str, int]  # monotonic since the start; names in COUNTERS

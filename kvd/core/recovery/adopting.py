@@ -46,7 +46,7 @@ def adopt(
             _add_block(state, slot)
         else:
             state.clear_slot(slot.slot_id)
-    state.slots.adopted()
+    state.slots.finish_adoption()
 
 
 def settle(state: CacheState) -> None:

@@ -186,7 +186,7 @@ class _SessionMaker:
             Session(keys[index], last_ns, (), places[start:end], is_indexed=True)
             for index, last_ns, start, end in zip(*columns, strict=True)
         ]
-        self._state.tails.restored([made[i] for i in np.flatnonzero(batch.num_packed).tolist()])
+        self._state.tails.restore([made[i] for i in np.flatnonzero(batch.num_packed).tolist()])
         is_left = zip(made, batch.num_spans.tolist(), strict=True)
         self._state.sessions.update((session.key, session) for session, left in is_left if left)
         is_packed = (batch.num_packed > 0) & (batch.num_packed == batch.num_spans)
@@ -196,7 +196,7 @@ class _SessionMaker:
                 index, is_cut = int(batch.indexes[place]), bool(batch.is_cut[place])
                 self._complete(made[place], index, is_cut=is_cut)
             else:
-                self._state.outbox.index.session_gone(made[place].key, is_indexed=True)
+                self._state.outbox.index.drop_session(made[place].key, is_indexed=True)
 
     def _complete(self, session: Session, index: int, *, is_cut: bool) -> None:
         """Complete a session that has unpacked blocks, settings, or a damaged or cut entry."""
@@ -207,7 +207,7 @@ class _SessionMaker:
         if is_cut:
             session.lost = "evicted"
         if is_cut or index in self._sessions.damaged:
-            self._state.outbox.index.session_changed(session.key)
+            self._state.outbox.index.put_session(session.key)
 
     def _use_blocks(self, session: Session, index: int) -> None:
         """Give a session its spans whose blocks are not packed."""
@@ -236,7 +236,7 @@ class _SessionMaker:
         until_ns = session.retained_until_ns
         if until_ns is not None and until_ns <= state.now_ns:  # it ended while kvd was down
             session.retain_ns = None
-            state.outbox.index.session_changed(session.key)
+            state.outbox.index.put_session(session.key)
         state.num_retained += session.retain_ns is not None
 
 

@@ -2,15 +2,15 @@
 
 Pure. Invariants:
 1. a block in the index has bytes in at least one tier, or is being read or written;
-2. the index's counts equal a recount at any moment: copies are changed through the index only;
+2. the counts of the index equal a recount at any moment: places are changed by the index only;
 3. a block that is READING or VERIFYING has a slot whose bytes may not be used yet;
-4. the token ids of a block in DRAM are known, unless it is READING; its checksums too, once it was
-   hashed. Only a hashed block is in the journal, or written;
-5. only an unverified block, or one that is to be verified on each load, is VERIFYING.
+4. the token ids of a block in DRAM are known, unless it is READING. Its checksums are known too,
+   once it was hashed. Only a hashed block is in the journal, or written to SSD;
+5. a block is VERIFYING only if it is unverified, or if each load has to verify it.
 
-A stored block is hashed, then written: it is clean. A block on SSD is read, an adopted one verified
-(one that is corrupt is then read, if it is on SSD), a sparse one copied together with others.
-`BLOCK_MOVES` is the table of it.
+The life of a block: a stored block is hashed, then written to SSD, and is clean from then on. A
+block on SSD is read; an adopted block is verified (and read, if it is corrupt and on SSD); a sparse
+block is copied into a new one together with others. `BLOCK_MOVES` is the table of transitions.
 """
 
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ from shared.types.transitions import Transitions
 
 
 class BlockIo(Enum):
-    """What the performer is doing with a block."""
+    """What the performer does with a block at the moment."""
 
     IDLE = "idle"
     READING = "reading"  # extent -> slot
@@ -60,22 +60,23 @@ BLOCK_MOVES = Transitions(
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """KV of up to `block_tokens` consecutive tokens; committed, hence never changed.
+    """KV of up to `block_tokens` consecutive tokens. It is committed, so it never changes.
 
     Attributes:
-        tenant: whose sessions may use it, and whose quota it counts for.
-        token_ids: kept while the bytes are in DRAM: what a WriteBlock needs.
-        checksums: of the bytes in DRAM, as in StoredBlock; b"" if they are not hashed.
-        is_unverified: adopted from an earlier kvd and not compared with its checksums yet.
+        tenant: the tenant whose sessions may use it, and whose quota it counts for.
+        token_ids: kept while the bytes are in DRAM, because a WriteBlock needs them.
+        checksums: checksums of the bytes in DRAM, as in StoredBlock; b"" if they are not hashed.
+        is_unverified: adopted from an earlier kvd, and not compared with its checksums yet.
         is_ahead: read into DRAM ahead of a load, and not loaded yet.
-        readers: load leases on it: its slot stays.
-        holders: calls and store leases that build on it: it does not leave its last tier.
-        users: sessions with a span on it, in the order in which they came (a dict, for that).
-        num_answer_dram: of the users, those that answer for it in DRAM; see block_users.py.
-        num_answer_ssd: the same, on SSD.
-        num_answer_clean: of those in DRAM, the ones that are asked for clean blocks.
-        last_user: the session that used it last, as far as known. It may be gone if no other does.
-        is_discarded: it has lost its last user to a discard, or is about to.
+        readers: number of load leases on it. While there are any it keeps its slot.
+        holders: number of calls and store leases that build on it. While there are any it does not
+            leave its last tier.
+        users: sessions with a span on it, oldest first (a dict keeps that order).
+        num_answer_dram: how many of the users answer for it in DRAM; see block_users.py.
+        num_answer_ssd: how many answer for it on SSD.
+        num_answer_clean: how many of those in DRAM answer for clean blocks.
+        last_user: the session that used it last, as far as known. May be gone if no user is left.
+        is_discarded: its last user has lost it to a discard, or is about to.
     """
 
     key: bytes
@@ -110,28 +111,28 @@ class Block:
 
     @property
     def writable(self) -> bool:
-        """Whether a write of it may be asked for now."""
+        """Whether it can be written to SSD now."""
         is_good = bool(self.checksums) and not self.is_unverified
         return self.dirty and is_good and self.io is BlockIo.IDLE
 
     @property
     def clean(self) -> bool:
-        """Whether it may leave DRAM at once: SSD has it, and nobody reads or moves it."""
+        """Whether it can leave DRAM at once: it is on SSD, and neither read nor moved."""
         is_copy = self.slot_id is not None and self.extent is not None
         return is_copy and not self.readers and self.io is BlockIo.IDLE
 
     @property
     def is_in_dram(self) -> bool:
-        """Whether the bytes are in a slot, be it unverified; what is still being read is not."""
+        """Whether the bytes are in a slot, verified or not. Not while they are being read."""
         return self.slot_id is not None and self.io is not BlockIo.READING
 
     @property
-    def wanted(self) -> bool:
-        """Whether anybody needs the block at all."""
+    def is_needed(self) -> bool:
+        """Whether a session, load or store needs the block."""
         return bool(self.users or self.readers or self.holders)
 
     def move(self, event: str) -> None:
-        """Record what the performer begins or ends with the block; see BLOCK_MOVES."""
+        """Record that an operation on the block begins or ends; see BLOCK_MOVES."""
         self.io = BLOCK_MOVES.after(self.io, event)
 
     def num_answer(self, tier: Tier) -> int:
@@ -139,11 +140,11 @@ class Block:
         return self.num_answer_dram if tier is Tier.DRAM else self.num_answer_ssd
 
     def newest_user(self) -> SessionKey:
-        """Find the user that came last; there is one.
+        """Return the user that was added last. The block must have one.
 
-        A dict keeps the gaps of what was removed, and looking at its last item steps over those at
-        its end each time. To pop the item drops them for good, so that this is O(1) in the long
-        run.
+        Python's dict keeps the gaps of removed items, and looking up the last item steps over the
+        gaps at its end each time. Popping the item removes them for good, so this is amortized
+        O(1).
         """
         key, _ = self.users.popitem()
         self.users[key] = None
@@ -154,12 +155,12 @@ class Block:
         return (self.slot_id if tier is Tier.DRAM else self.extent) is not None
 
     def may_vanish(self) -> bool:
-        """Whether its last copy may go: nobody reads it, builds on it or moves it."""
+        """Whether its last copy may be removed: it is not read, built on or moved."""
         return not self.readers and not self.holders and self.io is BlockIo.IDLE
 
 
 class BlockIndex:
-    """All blocks by content key, with their counts."""
+    """All blocks by content key, with the counts of blocks in each state."""
 
     def __init__(self) -> None:
         self._blocks: dict[bytes, Block] = {}
@@ -179,32 +180,32 @@ class BlockIndex:
         return self._blocks[key]
 
     def get(self, key: bytes) -> Block | None:
-        """Find a block."""
+        """Return a block; None if there is none of this key."""
         return self._blocks.get(key)
 
     def holds(self, block: Block) -> bool:
-        """Whether this very block (not a later one of the same key) is in the index."""
+        """Whether this very object (not a later block of the same key) is in the index."""
         return self._blocks.get(block.key) is block
 
     def add(self, block: Block) -> None:
-        """Take a new block in, with the places that it has already."""
+        """Add a new block, with the places that it already has."""
         assert block.key not in self._blocks, "a block key is indexed once"
         self._blocks[block.key] = block
         self._recount(block, 1)
 
     def remove(self, block: Block) -> None:
-        """Forget a block that has lost its places."""
+        """Remove a block, which must have lost all its places."""
         assert not any(map(block.resides, Tier)), "a block leaves its tiers first"
         del self._blocks[block.key]
 
     def enter_dram(self, block: Block, slot_id: int, generation: int) -> None:
-        """Give the block a slot."""
+        """Record the slot of a block."""
         self._recount(block, -1)
         block.slot_id, block.generation = slot_id, generation
         self._recount(block, 1)
 
     def leave_dram(self, block: Block) -> int:
-        """Take the block's slot away and return it."""
+        """Take the block's slot from it, and return the slot."""
         assert block.slot_id is not None, "only a block with a slot can lose it"
         slot_id = block.slot_id
         self._recount(block, -1)
@@ -214,13 +215,13 @@ class BlockIndex:
         return slot_id
 
     def enter_ssd(self, block: Block, extent: int) -> None:
-        """Record that the block is durable."""
+        """Record the extent of a block: it is durable now."""
         self._recount(block, -1)
         block.extent = extent
         self._recount(block, 1)
 
     def leave_ssd(self, block: Block) -> int:
-        """Take the block's extent away and return it."""
+        """Take the block's extent from it, and return the extent."""
         assert block.extent is not None, "only a block with an extent can lose it"
         extent = block.extent
         self._recount(block, -1)
@@ -229,18 +230,19 @@ class BlockIndex:
         return extent
 
     def set_contents(self, block: Block, token_ids: bytes, checksums: bytes) -> None:
-        """Record what the bytes in the block's slot are."""
+        """Record the token ids and checksums of the bytes in the block's slot."""
         self._recount(block, -1)
         block.token_ids, block.checksums = token_ids, checksums
         self._recount(block, 1)
 
     def set_unverified(self, block: Block, *, is_unverified: bool) -> None:
-        """Record whether the bytes in the block's slot are still to be verified."""
+        """Record whether the bytes in the block's slot have yet to be verified."""
         self._recount(block, -1)
         block.is_unverified = is_unverified
         self._recount(block, 1)
 
     def _recount(self, block: Block, sign: int) -> None:
+        """Add a block to the counts, or take it out before one of its places changes."""
         self.num_dram += sign * (block.slot_id is not None)
         self.num_ssd += sign * (block.extent is not None)
         self.num_dirty += sign * block.dirty

@@ -1,11 +1,11 @@
-"""CacheState: the tables of one cache engine, and the few transitions all its parts share.
+"""The tables of one cache engine, and the transitions that several of its parts share.
 
-Pure. Parts (loading, storing, writing, placement) hold the state and call these; nobody else
-changes a block's places or a session's spans.
+Pure. The parts (loading, storing, writing, placement and so on) hold a reference to the state and
+call these methods. Nothing else changes a block's places or a session's spans.
 
 Invariants (checking.py states them as code):
 1. a session names only blocks of the index, and each such block names the session among its users;
-2. a block nobody wants and nothing moves is gone;
+2. a block that is not needed and has no operation under way is not in the index;
 3. a block with bytes in a tier has a user that is pinned or ranks in that tier's order, or no user
    at all.
 """
@@ -56,28 +56,28 @@ _DROPS = {
 
 
 class CacheState:
-    """See the module docstring.
+    """All tables of one cache engine, and the transitions that keep them consistent.
 
     Attributes:
         layout: what a block looks like; `shape`: how one lies on SSD.
-        blocks, slots, extents, journal: where the bytes are; changed by the transitions below, by
+        blocks, slots, extents, journal: where the bytes are. Changed by the transitions below, by
             the reader and the writer, and by what makes blocks: stores, compactions, recovery.
-        sessions, users, tails: which session uses which blocks; changed by the transitions below.
-        placement, policy, tenants: the orders in which sessions go, and come.
-        stored_parts: states, or windows, where there are any, changed by the same; else None.
-        leases: who may use slots; changed by loads, stores and engines that come and go.
-        under_way, unwritten: what the performer does, and the writes that wait.
-        unverified: adopted blocks whose verification is not begun, in the order it will be in.
-        discarded: blocks that went with discarded tokens.
+        sessions, users, tails: which session uses which blocks. Changed by the transitions below.
+        placement, policy, tenants: the orders in which sessions are evicted and prefetched.
+        stored_parts: states or windows, changed by the same transitions. None if the layout has
+            neither.
+        leases: which engines may use slots. Changed by loads, stores, attaching and detaching.
+        under_way, unwritten: operations of the performer, and the writes that wait to be issued.
+        unverified: adopted blocks whose verification has not begun, in the order of verification.
+        discarded: blocks that were removed because their tokens were discarded.
         wasteful: sessions that wait to be compacted; `compaction`: the run under way.
-        scrubbed: slot or extent -> operation of a scrub that checks it.
-        ttl, retention: deadlines of sessions, and ends of their retentions; two of the clocks that
-            `make_clock` has made.
-        mean_store_blocks: that a store asks slots for.
-        num_pins: sessions, by how they are pinned; num_retained: those that are retained.
-        ssd_degraded: why writes are held back; "": they are not.
+        scrubbed: operation of the scrub that checks a slot or extent, by tier and slot or extent.
+        ttl, retention: clocks made by `make_clock`, for the TTLs and the retentions of sessions.
+        mean_store_blocks: mean number of blocks for which a store needs slots.
+        num_pins: number of pinned sessions, by kind of pin; num_retained: of retained sessions.
+        ssd_degraded: why writes are held back; "" if they are not.
         outbox, histograms, history, turns: what is emitted, counted and recorded.
-        now_ns: time of the call under way.
+        now_ns: time of the current call.
     """
 
     def __init__(
@@ -132,21 +132,21 @@ class CacheState:
 
     @property
     def num_kept_free(self) -> int:
-        """Slots of the watermark."""
+        """Number of slots that the watermark keeps free."""
         return int(self.limits.watermark * len(self.slots))
 
     @property
     def prefetch_window(self) -> int:
-        """The paper's L_pw in requests: mean sessions in the slots that may be read into."""
+        """The paper's L_pw in requests: mean sessions that fit in the slots for reads."""
         num_slots = len(self.slots) - self.num_kept_free
         return self.placement.window(num_slots * self.layout.block_bytes)
 
     def advance(self, now_ns: int) -> None:
-        """Take the time of a call. It never goes back (D17)."""
+        """Set the time of the current call. Time never goes backwards (D17)."""
         self.now_ns = max(self.now_ns, now_ns)
 
     def is_cleaning(self) -> bool:
-        """Whether dirty blocks become clean, or may be written, in time."""
+        """Whether dirty blocks will become clean, or become writable, without further calls."""
         ops = self.under_way
         is_busy = ops.hashes or ops.verifies or ops.writes or ops.wipes or self.compaction
         return bool(is_busy or (len(self.unwritten) and ops.drops))
@@ -154,19 +154,19 @@ class CacheState:
     # ------------------------------------------------------------------------------------ sessions
 
     def make_clock(self) -> TtlClock:
-        """Make a clock for deadlines of sessions; one that is dropped leaves it at once."""
+        """Make a clock for deadlines of sessions. A dropped session is removed from it at once."""
         clock = TtlClock()
         self._clocks.append(clock)
         return clock
 
     def add_session(self, session: Session) -> None:
-        """Take a new session in; its spans, and a place in the orders, are to follow."""
+        """Register a new session. The caller then sets its spans, and enters it in the orders."""
         self.sessions[session.key] = session
         self.tenants.count_session(session.key.tenant, 1)
         self.count_pin(session, 1)
 
     def count_pin(self, session: Session, increment: int) -> None:
-        """Count a session among the pinned ones, if it is one."""
+        """Count a session among the pinned ones, if it is pinned."""
         if session.pin is not Pin.NONE:
             self.num_pins[session.pin] += increment
 
@@ -179,7 +179,7 @@ class CacheState:
         session.superseded = session.near_eviction = False
         if session.ended:
             session.ended = False
-            self.outbox.index.session_changed(session.key)
+            self.outbox.index.put_session(session.key)
         if session.pin is not Pin.HARD:
             self.users.on_access(session, self.now_ns)
             self.tenants.on_access(session.key)
@@ -193,72 +193,72 @@ class CacheState:
         return self.limits.default_ttl_ns if ttl_ns is None else ttl_ns
 
     def expires_at_ns(self, session: Session) -> int | None:
-        """Return when the session's TTL passes; None for never."""
+        """Return when the session's TTL passes; None: never."""
         return session.expires_at_ns(self.inherited_ttl_ns(session.key.tenant))
 
     def schedule_expiry(self, session: Session) -> None:
-        """Have the TTL clock look at the session in time."""
+        """Set the session's deadline in the TTL clock."""
         self.ttl.schedule(session.key, self.expires_at_ns(session))
 
     def retain(self, session: Session, retain_ns: int | None) -> None:
-        """Keep a session from eviction for so long after each use; None: no longer, which is none.
+        """Protect a session from eviction for `retain_ns` after each use; None ends its retention.
 
-        It is a wish beside others: what is retained goes when nothing else is left, and a TTL that
-        is shorter holds. O(log sessions).
+        A retained session is evicted only when nothing else is left to evict. A shorter TTL still
+        expires it. O(log sessions).
         """
         if retain_ns == session.retain_ns:
             return
         self.num_retained += (retain_ns is not None) - (session.retain_ns is not None)
         session.retain_ns = retain_ns
         self.retention.schedule(session.key, session.retained_until_ns)
-        self.outbox.index.session_changed(session.key)
+        self.outbox.index.put_session(session.key)
         if session.pin is not Pin.HARD:
             self.policy.guard(session.key, session.guard)
             self.tenants.guard(session.key, session.guard)
 
     def set_spans(self, session: Session, spans: Sequence[Span]) -> None:
-        """Replace a session's spans; blocks that lose their last user go."""
+        """Replace a session's spans. Blocks that lose their last user are removed."""
         self.tails.unpack(session)
         if self.stored_parts is not None:
             self.stored_parts.replace(session.key, session.spans, spans)
         before = session.block_keys()
         session.spans = list(spans)
-        self.outbox.fetch_ended(session.key)
+        self.outbox.on_fetch_end(session.key)
         after = session.block_keys()
-        self.outbox.index.session_changed(session.key)
+        self.outbox.index.put_session(session.key)
         self.users.add(session, (self.blocks[key] for key in after if key not in before))
-        for block_key in reversed(before):  # tail first: what remains is a prefix at any moment
+        for block_key in reversed(before):  # tail first: what is left is a prefix at any moment
             if block_key not in after:
                 block = self.blocks[block_key]
                 self.users.remove(session, block)
                 self.settle(block)
-                if len(block.users) == 1:  # it is private now
+                if len(block.users) == 1:  # it is private now, and so may be packed
                     self.tails.pack_later(block.newest_user())
 
     def cut(self, session: Session, num_spans: int, why: str) -> None:
-        """Keep the session's first spans, and nothing packed; one without any is dropped."""
+        """Keep only the first spans, and no packed block. A session left empty is dropped."""
         if num_spans == 0:
             self.drop_session(session, SESSION_DROPPED, why)
             return
         num_lost = session.num_spans - num_spans
         self._drop_packed(session, session.num_packed)
         self.set_spans(session, whole_prefix(session.spans, num_spans))
-        self._was_cut(session, num_lost, why)
+        self._record_cut(session, num_lost, why)
 
     def cut_packed(self, session: Session, num_blocks: int, why: str) -> None:
-        """Drop the session's last packed blocks; a session without any span is dropped."""
+        """Drop the session's last packed blocks. A session left empty is dropped."""
         if not session.spans and num_blocks == session.num_packed:
             self.drop_session(session, SESSION_DROPPED, why)
             return
-        if self.stored_parts is not None:  # nothing of several parts is cut in the middle
+        if self.stored_parts is not None:  # a state or window is kept as a whole, or not at all
             self.cut(session, session.num_spans - num_blocks, why)
             return
         self._drop_packed(session, num_blocks)
-        self.outbox.index.session_changed(session.key)
-        self._was_cut(session, num_blocks, why)
+        self.outbox.index.put_session(session.key)
+        self._record_cut(session, num_blocks, why)
 
     def drop_session(self, session: Session, event: str, why: str) -> None:
-        """Forget a session and every block only it uses."""
+        """Drop a session, and every block that no other session uses."""
         num_tokens, num_blocks = session.num_tokens, session.num_spans
         self._drop_packed(session, session.num_packed)
         del self.sessions[session.key]
@@ -266,7 +266,7 @@ class CacheState:
             clock.forget(session.key)
         self.wasteful.pop(session.key, None)
         self.set_spans(session, ())
-        self.outbox.index.session_gone(session.key, is_indexed=session.is_indexed)
+        self.outbox.index.drop_session(session.key, is_indexed=session.is_indexed)
         self.policy.on_remove(session.key)
         self.tenants.on_remove(session.key)
         self.tenants.count_session(session.key.tenant, -1)
@@ -286,35 +286,35 @@ class CacheState:
         num_tokens: int = 0,
         why: str = "",
     ) -> None:
-        """Record a move of a session's KV; without a session there is nothing to remember."""
+        """Record an event of a session's KV. Without a session nothing is recorded."""
         self.history.record(
             key, kind, self.now_ns, num_blocks=num_blocks, num_tokens=num_tokens, why=why
         )
 
     def record_block_move(self, block: Block, kind: MoveKind, why: str = "") -> None:
-        """Record what became of a block, with the session that used it last."""
+        """Record what happened to a block, in the history of the session that used it last."""
         self.record_move(block.last_user, kind, num_blocks=1, num_tokens=block.num_tokens, why=why)
 
-    def _was_cut(self, session: Session, num_blocks: int, why: str) -> None:
+    def _record_cut(self, session: Session, num_blocks: int, why: str) -> None:
         session.lost = why
         self.record_move(session.key, MoveKind.CUT, num_blocks=num_blocks, why=why)
         self.outbox.emit(SESSION_CUT, session.key, {"why": why, "num_tokens": session.num_tokens})
 
     def cut_users(self, block: Block, why: str) -> int:
-        """Cut every session at a block that is lost; returns how many sessions that dropped."""
+        """Cut all sessions that use a lost block, at it; return how many that dropped."""
         num_before = len(self.sessions)
         for key in tuple(block.users):
             session = self.sessions[key]
             if block.num_tokens:
                 self.cut(session, session.index_of(block.key), why)
-            else:  # of what it is a part of nothing is of use any more, and the tokens are
+            else:  # a part of a state or window: its other parts are useless, the tokens are not
                 self.tails.unpack(session)
                 self.set_spans(session, without_parts(session.spans, block.key))
                 self.record_move(key, MoveKind.PARTS_DROPPED, num_blocks=1, why=why)
         return num_before - len(self.sessions)
 
     def _drop_packed(self, session: Session, num_blocks: int) -> None:
-        """Drop the session's last packed blocks, without making blocks of them."""
+        """Drop the session's last packed blocks, without unpacking them into blocks."""
         if self.stored_parts is not None:
             self.tails.unpack(session)  # its states and windows are found by its spans
         if not num_blocks or not session.packed:
@@ -326,20 +326,20 @@ class CacheState:
     # -------------------------------------------------------------------------------------- blocks
 
     def settle(self, block: Block) -> None:
-        """Put a block in order that lost a user, a lease or an operation.
+        """Restore the invariants of a block that has lost a user, a lease or an operation.
 
-        If nobody wants it, it goes; otherwise one of its users answers for it in each tier.
+        If it is not needed, it is removed; otherwise a user answers for it in each tier.
         """
         if not self.blocks.holds(block):
             return
         if block.users:
             block.is_discarded = False
             self.users.settle(block)
-        elif not block.wanted and block.io is BlockIo.IDLE:
+        elif not block.is_needed and block.io is BlockIo.IDLE:
             self.forget(block)
 
     def find_block(self, key: bytes) -> Block | None:
-        """Find a block by its key, be it packed; look-ups go along the content chain."""
+        """Find a block by its key, even if it is packed. Look-ups follow the content chain."""
         block = self.blocks.get(key)
         owner = self.tails.heads.get(key) if block is None else None
         if owner is not None:
@@ -348,7 +348,7 @@ class CacheState:
         return block
 
     def forget(self, block: Block) -> None:
-        """Take a block out of every tier and the index; a write of it then finds nobody."""
+        """Remove a block from every tier and the index. A write under way then finds it gone."""
         assert block.io in (BlockIo.IDLE, BlockIo.WRITING), "a block is forgotten at rest"
         self.unwritten.forget(block)
         if block.slot_id is not None:
@@ -356,28 +356,28 @@ class CacheState:
         if block.extent is not None:
             self.leave_ssd(block)
         self.blocks.remove(block)
-        self.discarded.removed(block)
-        if block.tenant:  # else nobody has ever used it
+        self.discarded.on_remove(block)
+        if block.tenant:  # a block without one was never used, and is charged to no tenant
             self.tenants.charge(block.tenant, -1)
 
     def lose(self, block: Block, why: str) -> None:
-        """Forget a block whose bytes nowhere are what was stored; its sessions are cut there."""
+        """Remove a block of which no tier has the stored bytes. Its sessions are cut there."""
         self.cut_users(block, why)
-        if self.blocks.holds(block):  # a lease builds on it; its completion finds it gone
+        if self.blocks.holds(block):  # a lease builds on it; completing the lease finds it gone
             self.forget(block)
 
     def leave_dram(self, block: Block) -> None:
-        """Free the block's slot."""
+        """Take the block's slot away and free it."""
         self.unverified.pop(block.key, None)
         self.outbox.count("prefetch_wasted", block.is_ahead)
         self.free_slot(self.blocks.leave_dram(block))
 
     def leave_ssd(self, block: Block) -> None:
-        """Have the block's entry removed; its extent is free once that is committed."""
+        """Remove the block's entry in the index. Its extent is free once that is committed."""
         self.drop_entry(block.key, self.blocks.leave_ssd(block), block.num_tokens)
 
     def drop_entry(self, key: bytes, extent: int | None, num_tokens: int = 0) -> None:
-        """Have a block's entry removed, and then its extent freed."""
+        """Remove a block's entry from the index, and free its extent once that is committed."""
         op_id = self.under_way.next_op_id()
         if extent is None:
             self.under_way.drops[op_id] = None
@@ -389,12 +389,12 @@ class CacheState:
     # --------------------------------------------------------------------------------------- slots
 
     def clear_slot(self, slot_id: int) -> None:
-        """Record in the journal that nothing in the slot counts."""
+        """Record in the journal that the slot holds nothing valid."""
         self.scrubbed.pop((Tier.DRAM, slot_id), None)
         self.journal.clear(slot_id)
 
     def free_slot(self, slot_id: int) -> None:
-        """Give a slot back."""
+        """Free a slot, in the journal too."""
         self.clear_slot(slot_id)
         self.slots.free(slot_id)
-        self.outbox.space_freed()
+        self.outbox.on_space_freed()

@@ -1,4 +1,4 @@
-"""A compaction under way, and the plan it follows: values that compacting.py works on. Pure."""
+"""A compaction under way, and the plan that it follows: values for compacting.py. Pure."""
 
 from dataclasses import dataclass, field
 from enum import Enum
@@ -10,7 +10,7 @@ from shared.types.session_key import SessionKey
 
 @dataclass(frozen=True, slots=True)
 class Dense:
-    """A block to be made: the KV of some spans, one after the other."""
+    """A block to be made from the KV of some spans, put one after the other."""
 
     span: Span
     sources: tuple[Span, ...]
@@ -19,14 +19,14 @@ class Dense:
 
 @dataclass(slots=True)
 class Plan:
-    """A part of a session's spans, and what is to take its place.
+    """A range of a session's spans, and the spans that will replace them.
 
     Attributes:
         first: index of the first span that is replaced.
         old: the spans that are replaced, dense or not.
-        new: the spans that take their place.
-        dense: the new ones among those.
-        end_offset: position of what follows in the session, in tokens.
+        new: the spans that replace them.
+        dense: those of the new spans whose blocks have to be made.
+        end_offset: position in the session, in tokens, of what follows the range.
     """
 
     first: int
@@ -37,7 +37,7 @@ class Plan:
 
 
 class Phase(Enum):
-    """How far a run is; kvd/core/operations/compacting.py says what each phase means."""
+    """The phase of a run; kvd/core/operations/compacting.py explains each."""
 
     COPYING = "copying"
     WRITING = "writing"
@@ -46,7 +46,7 @@ class Phase(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A slot that becomes a dense block."""
+    """A slot that will hold a dense block."""
 
     dense: Dense
     slot_id: int
@@ -55,14 +55,14 @@ class Target:
 
 @dataclass(slots=True, eq=False)
 class Compaction:
-    """A run under way.
+    """A compaction of one session that is under way.
 
     Attributes:
-        op_id: of the operation that the performer has yet to answer, if any.
-        targets: slots being filled, while COPYING.
-        sources: blocks whose KV goes into new ones: COPYING while that is under way, held while
-            COMMITTING.
-        made: the new blocks, held while WRITING.
+        op_id: the operation that the performer has yet to complete, if any.
+        targets: the slots that are being filled, while COPYING.
+        sources: blocks whose KV is copied into the new ones. Their `io` is COPYING during the copy;
+            they are held while COMMITTING.
+        new_blocks: the new blocks, held while WRITING.
     """
 
     op_id: int
@@ -70,5 +70,5 @@ class Compaction:
     plan: Plan
     sources: list[Block]
     targets: list[Target]
-    made: list[Block] = field(default_factory=list)
+    new_blocks: list[Block] = field(default_factory=list)
     phase: Phase = Phase.COPYING

@@ -1,8 +1,8 @@
-"""Which blocks went because their tokens were discarded: who asks for them later is told so.
+"""Keys of blocks that were removed because their tokens were discarded.
 
-Pure. A discard takes tokens from one session. Another one that begins with the same tokens, a fork
-that has not been stored yet, then finds nothing where their blocks were, and so does its own
-session if it goes back to the context before. Not kept across restarts.
+Pure. A discard takes tokens from one session. Another session may begin with the same tokens (a
+fork that has not been stored yet), or the session itself may return to the context before. A load
+of either then finds no blocks, and this table tells it why. Not kept across restarts.
 
 Invariant: at most MOST_DISCARDED keys are kept, the newest.
 """
@@ -18,10 +18,10 @@ MOST_DISCARDED = 16_384  # about 3 MiB; two million tokens in blocks of 128
 
 
 class DiscardedBlocks:
-    """Keys of blocks, newest last.
+    """Keys of discarded blocks, newest last.
 
     Args:
-        blocks: those that there are.
+        blocks: the index of blocks.
     """
 
     def __init__(self, blocks: BlockIndex) -> None:
@@ -34,15 +34,20 @@ class DiscardedBlocks:
     def __len__(self) -> int:
         return len(self._tenants)
 
-    def about_to_leave(self, session: Session, kept: Sequence[Span]) -> None:
-        """Record that a session, not packed, loses all but the kept spans to a discard."""
+    def before_discard(self, session: Session, kept: Sequence[Span]) -> None:
+        """Mark the blocks that only this session uses and that a discard is about to take from it.
+
+        Args:
+            session: the session, which must not be packed.
+            kept: the spans that it keeps.
+        """
         kept_keys = {span.block_key for span in kept}
         for block_key in session.block_keys().keys() - kept_keys:
             block = self._blocks[block_key]
             block.is_discarded = len(block.users) == 1
 
-    def removed(self, block: Block) -> None:
-        """Record that a block has left all tiers, for that or for anything else. O(1)."""
+    def on_remove(self, block: Block) -> None:
+        """Record that a block has left all tiers, for any reason. O(1)."""
         self._tenants.pop(block.key, None)
         if block.is_discarded:
             self._tenants[block.key] = block.tenant
@@ -50,6 +55,6 @@ class DiscardedBlocks:
                 self._tenants.popitem(last=False)
 
     def forget(self, tenant: str | None) -> None:
-        """Forget a tenant's blocks (None: all), because nothing of them shall remain."""
-        for key in [key for key, of in self._tenants.items() if tenant in (None, of)]:
+        """Forget a tenant's blocks (None: all tenants'), so that no trace of them remains."""
+        for key in [key for key, owner in self._tenants.items() if tenant in (None, owner)]:
             del self._tenants[key]

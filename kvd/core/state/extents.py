@@ -1,14 +1,14 @@
 """Extents of the SSD tier: runs of sectors, numbered by their first sector.
 
-Pure. The tier is a row of *whole extents* of `sectors_per_extent` each. A run of more than half of
-one takes it whole; shorter runs (partial blocks) are packed, several to a *packing extent*, first
-fit. A packing extent that is empty again is a whole one again.
+Pure. The tier is a row of *whole extents* of `sectors_per_extent` each. A run longer than half a
+whole extent takes one for itself. Shorter runs, those of partial blocks, share *packing extents*,
+first fit. A packing extent whose sectors are all free again becomes a whole extent again.
 
-Given-back extents are reused before new ones are taken, because segments are allocated on disk as
-their first extent is. Invariant: a sector is free, or owned by one block, write or drop.
+Freed extents are reused before unused ones are taken, because a segment is allocated on disk when
+its first extent is. Invariant: a sector is free, or is owned by one block, write or drop.
 
 Every call is O(1) in the number of extents: packing extents are bit masks of their free sectors,
-found by the length of their longest free run.
+indexed by the length of their longest free run.
 """
 
 from collections import OrderedDict
@@ -23,7 +23,7 @@ class ExtentTable:
 
     Args:
         num_extents: how many whole extents may be in use.
-        sectors_per_extent: the run of a full block.
+        sectors_per_extent: length of the run of a full block.
     """
 
     def __init__(self, num_extents: int, sectors_per_extent: int) -> None:
@@ -33,7 +33,7 @@ class ExtentTable:
         self.num_free_packed = 0  # free sectors of packing extents
         self._all_free = (1 << sectors_per_extent) - 1
         self._next = 0  # whole extents from here on were never used
-        self._returned: list[int] = []  # a heap: runs that follow one another move faster
+        self._returned: list[int] = []  # a heap: runs next to each other are transferred faster
         self._packing: dict[int, int] = {}  # whole extent -> mask of its free sectors
         # Packing extents by the length of their longest free run.
         self._by_run: dict[int, OrderedDict[int, None]] = {}
@@ -44,16 +44,16 @@ class ExtentTable:
 
     @property
     def num_used(self) -> int:
-        """Whole extents that are owned, wholly or in part."""
+        """Number of whole extents in use, wholly or in part."""
         return self._next - len(self._returned)
 
     @property
     def num_free(self) -> int:
-        """Whole extents that can be allocated now."""
+        """Number of whole extents that can be allocated now."""
         return max(0, self._capacity - self.num_used)
 
     def set_capacity(self, num_extents: int) -> None:
-        """Allow more or fewer extents; those in use stay in use."""
+        """Allow more or fewer extents. Those in use stay in use."""
         self._capacity = num_extents
 
     def is_packed(self, num_sectors: int) -> bool:
@@ -61,14 +61,14 @@ class ExtentTable:
         return 2 * num_sectors <= self.sectors_per_extent
 
     def can_allocate(self, num_sectors: int) -> bool:
-        """Whether a run can be had now."""
+        """Whether a run of this length can be allocated now."""
         return bool(self.num_free) or self._fits_packed(num_sectors)
 
     def allocate(self, num_sectors: int) -> int:
-        """Take a free run; the caller has made sure there is one.
+        """Allocate a free run. The caller has checked that there is one.
 
         Returns:
-            Its first sector.
+            The first sector of the run.
         """
         assert 0 < num_sectors <= self.sectors_per_extent, f"a run of {num_sectors} sectors"
         self.num_used_sectors += num_sectors
@@ -85,7 +85,7 @@ class ExtentTable:
         return index * self.sectors_per_extent + start
 
     def free(self, extent: int, num_sectors: int) -> None:
-        """Give a run back."""
+        """Free a run."""
         index, start = divmod(extent, self.sectors_per_extent)
         assert index < self._next, f"extent {extent} was never allocated"
         self.num_used_sectors -= num_sectors
@@ -97,11 +97,11 @@ class ExtentTable:
         self._set_mask(index, self._packing[index] | run)
 
     def restore(self, extents: ArrayLike, num_sectors: ArrayLike) -> NDArray[np.bool_]:
-        """Start from the runs that recovery found in use.
+        """Start with the runs that recovery found in use.
 
         Returns:
-            Which of them are sound: inside the tier, where such a run may lie, and overlapping
-            none before them. The others are not taken over.
+            Which of the runs are sound: inside the tier, at a place where such a run may lie, and
+            not overlapping an earlier one. The others are not taken over.
         """
         first = np.asarray(extents, dtype=np.int64)
         lengths = np.asarray(num_sectors, dtype=np.int32)
@@ -111,7 +111,7 @@ class ExtentTable:
         rows = np.flatnonzero(is_sound).astype(np.int32)
         num_touched = int(index.max(where=is_sound, initial=-1)) + 1
         owners = np.zeros(num_touched, dtype=np.int32)
-        owners[index[rows[::-1]]] = rows[::-1]  # of several rows the last one assigned: the first
+        owners[index[rows[::-1]]] = rows[::-1]  # numpy keeps the last assignment: the first row
         is_sound[rows] &= (owners[index[rows]] == rows) | ~is_whole[rows]
         self._restore_packed(first, lengths, is_sound, is_whole)
         self.num_used_sectors = int(lengths[is_sound].sum())
@@ -125,7 +125,7 @@ class ExtentTable:
     def _may_lie(
         self, first: NDArray[np.int64], lengths: NDArray[np.int32], is_whole: NDArray[np.bool_]
     ) -> NDArray[np.bool_]:
-        """Return which runs are inside the tier, and where runs of their length may lie."""
+        """Return which runs lie inside the tier, at places where runs of their length may lie."""
         index, start = np.divmod(first, self.sectors_per_extent)
         may_lie = (first >= 0) & (index < self._capacity) & (lengths > 0)
         may_lie &= ~is_whole | (start == 0)
@@ -138,10 +138,10 @@ class ExtentTable:
         is_sound: NDArray[np.bool_],
         is_whole: NDArray[np.bool_],
     ) -> None:
-        """Build the masks of packing extents; runs that overlap are made unsound."""
+        """Build the masks of packing extents. Runs that overlap are marked unsound."""
         packed = np.flatnonzero(is_sound & ~is_whole)
         if not len(packed):
-            return  # as after a long prompt; what follows sorts all the others
+            return  # common after a long prompt, and the rest would sort all whole runs
         taken = first[is_sound & is_whole]
         is_in_whole = np.isin(
             first[packed] // self.sectors_per_extent, taken // self.sectors_per_extent
@@ -169,7 +169,7 @@ class ExtentTable:
         return self._next - 1
 
     def _set_mask(self, index: int, free: int) -> None:
-        """Record the free sectors of a packing extent; all free: it is a whole one."""
+        """Set the free sectors of a packing extent. One that is all free becomes whole again."""
         old_free = self._packing.pop(index, 0)
         self.num_free_packed -= old_free.bit_count()
         old_run = _longest_run(old_free)
@@ -198,7 +198,7 @@ def _lowest_bit(mask: int) -> int:
 
 
 def _starts(free: int, length: int) -> int:
-    """Bit i of the answer: sectors [i, i + length) are free."""
+    """Return the mask whose bit i says that sectors [i, i + length) are free."""
     width = 1
     while width < length:
         step = min(width, length - width)
@@ -208,7 +208,7 @@ def _starts(free: int, length: int) -> int:
 
 
 def _longest_run(free: int) -> int:
-    """Length of the longest run of ones; O(log) operations on the mask."""
+    """Return the length of the longest run of ones; O(log) operations on the mask."""
     if not free:
         return 0
     levels = [free]  # levels[k], bit i: 2**k ones from bit i on

@@ -1,20 +1,23 @@
-"""IndexLine: what waits to be written to the index, in order, while that may be slow or stuck.
+"""IndexLine: changes that wait to be written to the index, in order.
 
-The index takes a bounded number of bytes at a time (`take`). What waits meanwhile waits here: of a
-session only its name, so that it costs the same however long the session is and however often it
-changes. Its entry is made when it is taken, as the session is then. A mere use of a session is
-written apart, behind everything else: it is a few bytes, and its loss costs a place in the order
-of eviction after the next start.
+The index takes a bounded number of bytes at a time (`take`), and may be slow or stuck. Changes wait
+here meanwhile. A waiting session is only a key: it costs the same however long the session is and
+however often it changes. Its entry is made when it is taken, from the session as it is then. A mere
+use of a session is written apart, after everything else: it is a few bytes, and losing it costs
+only the session's place in the eviction order after the next start.
 
-A session's entry keeps its place in the line, that of its first change since it was taken last.
-So an entry may name blocks whose own entries come later, and never blocks whose removal came
-earlier; recovery cuts a session at the first block that it does not find. A change that needs
-entries of blocks before it asks for a place behind them.
+A session's entry keeps the place of its first change since it was last taken. So an entry may name
+blocks whose own entries come later, but never blocks whose removal came earlier. Recovery cuts a
+session at the first block that it does not find. A change that needs the entries of blocks to be
+written first asks for a place behind them.
 
-Pure. Invariants: 1. entries of blocks, removals and requests to commit are taken in the order
-they were added in; 2. a session is in the line once; 3. a session that is gone waits only if the
-index may have an entry of it. So what waits is bounded by the sessions and blocks there are, or
-were when the index took its last entry.
+Pure. Invariants:
+1. entries of blocks, removals and requests to commit are taken in the order in which they were
+   added;
+2. a session is in the line once;
+3. a session that is gone waits only if the index may have an entry of it.
+So what waits is bounded by the sessions and blocks there are, or were when the index took its last
+entry.
 """
 
 from collections import OrderedDict
@@ -31,40 +34,40 @@ from kvd.core.records.actions import (
 from kvd.core.state.session import Session
 from shared.types.session_key import SessionKey
 
-ENTRY_BYTES = 256  # of an entry, beside what it holds of spans
+ENTRY_BYTES = 256  # estimated size of an entry, without its spans
 NO_BOUND = 1 << 62
 
 IndexAction = PutBlock | DropBlock | CommitIndex | PutSession | DropSession | PutUse
 
 
 class IndexLine:
-    """See the module docstring. Every call but `take` is O(1).
+    """Changes that wait to be written to the index. Every call but `take` is O(1).
 
     Args:
-        sessions: those that there are, by key.
+        sessions: all sessions, by key.
 
     Attributes:
-        num_blocks: entries of blocks that wait, removals excluded.
+        num_blocks: number of waiting entries of blocks, without removals.
     """
 
     def __init__(self, sessions: Mapping[SessionKey, Session]) -> None:
         self._sessions = sessions
-        # In order: sessions, whose entries are made when they are taken, and numbered actions.
+        # In order: keys of sessions, whose entries are made when taken, and numbered actions.
         self._line: OrderedDict[SessionKey | int, PutBlock | DropBlock | CommitIndex | None] = (
             OrderedDict()
         )
         self._used: OrderedDict[SessionKey, None] = OrderedDict()
-        self._gone: set[SessionKey] = set()  # the index may have an entry of each
+        self._gone: set[SessionKey] = set()  # dropped; the index may have an entry of each
         self._next_number = 0
         self.num_blocks = 0
 
     def __len__(self) -> int:
-        """How many entries wait, uses excluded."""
+        """Return how many entries wait, without uses."""
         return len(self._line)
 
     @property
     def num_uses(self) -> int:
-        """How many sessions wait of which only the last use is to be written."""
+        """Number of sessions that wait only for their last use to be written."""
         return len(self._used)
 
     def add(self, action: PutBlock | DropBlock | CommitIndex) -> None:
@@ -73,24 +76,24 @@ class IndexLine:
         self.num_blocks += isinstance(action, PutBlock)
         self._next_number += 1
 
-    def session_changed(self, key: SessionKey, *, behind_blocks: bool = False) -> None:
-        """Have the session's entry written.
+    def put_session(self, key: SessionKey, *, behind_blocks: bool = False) -> None:
+        """Write the session's entry, as it has changed.
 
         Args:
-            key: names the session.
-            behind_blocks: not before the entries of blocks that wait now: what they replace may
-                not be missed from the session's entry before they are there.
+            key: the session.
+            behind_blocks: whether to write it after the entries of blocks that wait now. The new
+                entry names these blocks in place of older ones, so they have to be there first.
         """
         self._line.setdefault(key)
         if behind_blocks:
             self._line.move_to_end(key)
 
-    def session_used(self, key: SessionKey) -> None:
-        """Have the time of its last use written, of a session that is the same otherwise."""
+    def put_use(self, key: SessionKey) -> None:
+        """Write the time of a session's last use, if nothing else of it has to be written."""
         self._used[key] = None
 
-    def session_gone(self, key: SessionKey, *, is_indexed: bool) -> None:
-        """Have the entry of a session that is dropped removed, if the index may have one."""
+    def drop_session(self, key: SessionKey, *, is_indexed: bool) -> None:
+        """Remove the entry of a session that is dropped, if the index may have one."""
         if is_indexed:
             self._gone.add(key)
         if key in self._gone:
@@ -100,7 +103,7 @@ class IndexLine:
         self._used.pop(key, None)
 
     def take(self, max_bytes: int = NO_BOUND) -> list[IndexAction]:
-        """Take what comes next, until it is `max_bytes` or a little more."""
+        """Take the next actions, until they have `max_bytes` or a little more."""
         taken: list[IndexAction] = []
         left_bytes = max_bytes
         while self._line and left_bytes > 0:
@@ -116,6 +119,7 @@ class IndexLine:
         return taken
 
     def _session_entry(self, key: SessionKey | int) -> PutSession | DropSession:
+        """Return the entry of a session as it is now; DropSession if it is gone."""
         assert not isinstance(key, int), "a numbered entry has its action"
         self._gone.discard(key)
         self._used.pop(key, None)

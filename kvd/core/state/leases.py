@@ -1,12 +1,12 @@
-"""Leases: rights of an engine to use slots, for as long as it lives (D10).
+"""Leases: the right of an engine to use slots, for as long as the engine lives (D10).
 
-Pure. A load lease counts as a reader of its blocks, a store lease owns the slots it fills and
-counts as a holder of the blocks it builds on. The counting itself is done by loading.py and
-storing.py; this is the register.
+Pure. A load lease counts as a reader of its blocks. A store lease owns the slots that it fills, and
+counts as a holder of the blocks that it builds on. loading.py and storing.py do this counting; this
+module is the register of leases.
 
-A store lease whose engine has lost its connection, but not its life, is an *orphan*: its slots are
-quarantined until the engine comes back or dies, because it may still be writing to them. Of one
-that an earlier kvd granted only the slots are known (RestoredLease): it can never be completed.
+A store lease whose engine has lost its connection but still lives is an *orphan*. Its slots are
+quarantined until the engine comes back or dies, because it may still be writing to them. For a
+lease granted by an earlier kvd only the slots are known (RestoredLease): it can never be completed.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,11 +25,11 @@ from shared.types.transitions import Transitions
 
 
 class LeasePhase(Enum):
-    """How far a lease is."""
+    """How far a lease has come."""
 
     HELD = "held"
-    SETTLED = "settled"  # a load's: its outcome is counted
-    ORPHAN = "orphan"  # a store's: its engine has no connection
+    SETTLED = "settled"  # load leases only: the outcome is counted
+    ORPHAN = "orphan"  # store leases only: the engine has no connection
     ENDED = "ended"
 
 
@@ -49,18 +49,20 @@ LEASE_MOVES = Transitions(
 
 @dataclass(slots=True, eq=False)
 class LoadLease:
-    """Blocks being loaded.
+    """A lease on blocks that an engine loads.
 
     Attributes:
-        entries: blocks with the spans granted on them, in token order; behind them, without tokens,
-            the parts of the state that the load ends at, or of the windows it needs.
+        from_token: position of the first token that the load asks for.
+        entries: blocks with the spans granted on them, in token order. After them, without tokens,
+            come the parts of the state at which the load ends, or of the windows that it needs.
         num_parts: how many of the entries are such parts: all of them, or none.
-        windows: which rows are wanted of each window, if the parts are of windows: first token,
-            number of tokens, first row.
-        num_waiting: blocks among them that are being read or verified.
-        failure: why the answer was cut: "", "corrupt", "read_error", "deadline".
-        is_tracked: a progress word says how far it is.
-        is_export: it is no use of the session, and its outcome is not counted as a load's.
+        windows: the rows needed of each window, if the parts are of windows: first token, number
+            of tokens, first row.
+        num_waiting: how many of the blocks are being read or verified.
+        failure: why the answer was cut: "", "corrupt", "read_error" or "deadline".
+        is_tracked: whether a progress word reports how far it is.
+        is_export: whether it is for an export: that is no use of the session, and its outcome is
+            not counted as a load's.
     """
 
     lease_id: int
@@ -88,10 +90,10 @@ class LoadLease:
 
 
 class NewBlock(NamedTuple):
-    """A block to be: what its slot will hold once the engine has written it.
+    """A block that will exist once the engine has written its slot.
 
     Attributes:
-        token_ids: b"": a part of a state or a window.
+        token_ids: the tokens that the slot will hold; b"" for a part of a state or window.
     """
 
     slot_id: int
@@ -104,19 +106,19 @@ Part = tuple[Span, Block | NewBlock]
 
 @dataclass(slots=True, eq=False)
 class StoreLease:
-    """Slots being filled.
+    """A lease on slots that an engine fills.
 
     Attributes:
-        parts: what the session will consist of: each span with the existing block it uses (held by
-            this lease) or the new one.
-        side_parts: the parts of states and windows that it stores, all of each.
-        load_ends: behind how many tokens loads are to be able to end, as it was said. The end of
-            the tokens is not among them: it matters while it is the end, and they may end there.
-        token_ids: of the whole sequence, where there are states: they are found by them.
-        num_discards: that the session had seen when it was prepared.
-        lineage: the lineage of the tokens, if it was named.
-        is_outdated: a discard has come since, which has left the session alone; or its tenant is
-            erased.
+        parts: the session as it will be: each span with its block, which exists (and is held by
+            this lease) or is new.
+        side_parts: all parts of the states and windows that it stores.
+        load_ends: after how many tokens later loads have to be able to end, as the engine said.
+            The end of the tokens is not among them: loads may end there as long as it is the end.
+        token_ids: tokens of the whole sequence, if there are states, which are found by them.
+        num_discards: the session's number of discards when the store was prepared.
+        lineage: lineage of the tokens, if the engine named it.
+        is_outdated: whether the tenant is erased, or a discard that did not change the session has
+            come since.
     """
 
     lease_id: int
@@ -133,7 +135,7 @@ class StoreLease:
     phase: LeasePhase = LeasePhase.HELD
 
     def slots(self) -> list[tuple[int, int]]:
-        """Id and generation of each slot it fills."""
+        """Return id and generation of each slot that it fills."""
         return [
             (part.slot_id, part.generation)
             for _, part in self.all_parts()
@@ -141,7 +143,7 @@ class StoreLease:
         ]
 
     def all_parts(self) -> list[Part]:
-        """Return those of tokens, then those of states and windows."""
+        """Return the parts of tokens, then those of states and windows."""
         return [*self.parts, *self.side_parts] if self.side_parts else self.parts
 
     def info(self) -> LeaseInfo:
@@ -151,7 +153,7 @@ class StoreLease:
 
 @dataclass(slots=True, eq=False)
 class RestoredLease:
-    """Slots that an engine may still be filling for an earlier kvd; what for is not known."""
+    """Slots that an engine may still be filling for an earlier kvd. Their use is not known."""
 
     lease_id: int
     engine_id: int
@@ -160,7 +162,7 @@ class RestoredLease:
     phase: LeasePhase = LeasePhase.ORPHAN
 
     def slots(self) -> list[tuple[int, int]]:
-        """Id and generation of each slot."""
+        """Return id and generation of each slot."""
         return self.held
 
     def info(self) -> LeaseInfo:
@@ -172,7 +174,7 @@ Lease = LoadLease | StoreLease | RestoredLease
 
 
 def move(lease: Lease, event: str) -> None:
-    """Record what happens to a lease; see LEASE_MOVES."""
+    """Change the phase of a lease; see LEASE_MOVES."""
     lease.phase = LEASE_MOVES.after(lease.phase, event)
 
 
@@ -192,8 +194,8 @@ class LeaseTable:
     """All leases, by id, engine and session.
 
     Attributes:
-        num_orphans: store leases without a connection.
-        num_quarantined_slots: the slots these hold.
+        num_orphans: number of store leases whose engine has no connection.
+        num_quarantined_slots: number of slots that those hold.
     """
 
     def __init__(self, max_leases: int) -> None:
@@ -212,18 +214,18 @@ class LeaseTable:
         return iter(self._leases.values())
 
     def start_at(self, first_id: int) -> None:
-        """Number leases from here on, at least; an earlier kvd may have granted those below."""
+        """Number leases from `first_id` on, at least: an earlier kvd may have used lower ids."""
         self._next_id = max(self._next_id, first_id)
 
     def set_bound(self, max_leases: int) -> None:
-        """Grant no more than so many from now on; those that are held stay."""
+        """Grant at most this many leases from now on. Those that are held stay."""
         self._max_leases = max_leases
 
     def next_id(self) -> int:
-        """Reserve an id for a new lease.
+        """Return an id for a new lease.
 
         Raises:
-            TooManyLeasesError: at the bound.
+            TooManyLeasesError: as many leases are held as are allowed.
         """
         if len(self._leases) >= self._max_leases:
             raise TooManyLeasesError(
@@ -243,12 +245,12 @@ class LeaseTable:
         self._count_orphan(lease, 1)
 
     def quarantine(self, lease: RestoredLease, slot_id: int, generation: int) -> None:
-        """Have a registered lease hold one more slot."""
+        """Add a slot to a registered lease."""
         lease.held.append((slot_id, generation))
         self.num_quarantined_slots += 1
 
     def end(self, lease: Lease) -> None:
-        """Forget a lease, which is over."""
+        """Remove a lease, because it is over."""
         self._remove(lease)
         move(lease, "end")
 
@@ -266,31 +268,31 @@ class LeaseTable:
             del self._by_session[lease.key]
 
     def detach(self, lease: StoreLease | RestoredLease) -> None:
-        """Record that the connection of a store lease's engine is over."""
+        """Record that the engine of a store lease has lost its connection."""
         move(lease, "detach")
         self._count_orphan(lease, 1)
 
     def reattach(self, lease: StoreLease | RestoredLease, engine_id: int) -> None:
-        """Have an engine that came back hold its store lease, under its new id."""
+        """Give a store lease back to its engine, which has returned under a new id."""
         self._remove(lease)
         lease.engine_id = engine_id
         move(lease, "reattach")
         self.add(lease)
 
     def get(self, lease_id: int) -> Lease | None:
-        """Find a lease."""
+        """Return a lease; None if there is none of this id."""
         return self._leases.get(lease_id)
 
     def is_lost(self, lease_id: int, engine_id: int) -> bool:
-        """Whether an engine does not have a lease (any more) that it means to complete."""
+        """Whether an engine cannot complete a lease, because it does not hold it, or no longer."""
         lease = self._leases.get(lease_id)
         return lease is None or lease.engine_id != engine_id or isinstance(lease, RestoredLease)
 
     def load_of(self, lease_id: int, engine_id: int | None = None) -> LoadLease:
-        """Find a load lease, of this engine if one is given.
+        """Return a load lease; of this engine, if one is given.
 
         Raises:
-            LeaseLostError: if there is none such.
+            LeaseLostError: there is no such lease.
         """
         lease = self._leases.get(lease_id)
         if not isinstance(lease, LoadLease) or engine_id not in (None, lease.engine_id):
@@ -298,10 +300,10 @@ class LeaseTable:
         return lease
 
     def store_of(self, lease_id: int, engine_id: int) -> StoreLease | RestoredLease:
-        """Find a store lease of this engine.
+        """Return a store lease of this engine.
 
         Raises:
-            LeaseLostError: if there is none such.
+            LeaseLostError: there is no such lease.
         """
         lease = self._leases.get(lease_id)
         if lease is None or isinstance(lease, LoadLease) or engine_id != lease.engine_id:
@@ -313,7 +315,7 @@ class LeaseTable:
         return tuple(self._leases[lease_id] for lease_id in self._by_engine.get(engine_id, ()))
 
     def reading(self, block: Block) -> list[LoadLease]:
-        """Load leases on a block; O(leases)."""
+        """Return the load leases on a block; O(leases)."""
         return [
             lease
             for lease in self._leases.values()
@@ -321,11 +323,11 @@ class LeaseTable:
         ]
 
     def num_of_session(self, key: SessionKey) -> int:
-        """Leases taken for a session."""
+        """Return how many leases are held for a session."""
         return self._by_session.get(key, 0)
 
     def is_storing(self, key: SessionKey) -> bool:
-        """Whether a session is being stored to: O(leases) if it has any."""
+        """Whether a store lease is held for a session: O(leases) if it has any lease."""
         if not self.num_of_session(key):
             return False
         return any(isinstance(lease, StoreLease) and lease.key == key for lease in self)
@@ -337,7 +339,7 @@ class LeaseTable:
 
 
 def lost(lease_id: int) -> LeaseLostError:
-    """Make the error for a lease that its caller may not use."""
+    """Return the error for a lease that its caller may not use."""
     return LeaseLostError(
         f"lease {lease_id} is not held by this engine", "discard what it covered and prepare again"
     )

@@ -1,4 +1,4 @@
-"""What bounds a cache engine, and each of its tenants. Pure, frozen; a reload brings others."""
+"""Limits of a cache engine and of each of its tenants. Pure, frozen; a reload replaces them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,44 +10,44 @@ from shared.types.units import NS_PER_S
 
 @dataclass(frozen=True, slots=True)
 class TenantLimits:
-    """What is configured for one tenant."""
+    """The settings of one tenant."""
 
-    ttl_ns: int | None = None  # None: the default; TTL_NEVER_NS: never
-    quota_bytes: int | None = None  # None: no bound
-    max_retention_ns: int | None = None  # None: that of all
+    ttl_ns: int | None = None  # None: the default; TTL_NEVER_NS: never expire
+    quota_bytes: int | None = None  # None: unlimited
+    max_retention_ns: int | None = None  # None: that of the cache engine
 
 
 NO_LIMITS = TenantLimits()
 
 
 def no_limits(tenant: str) -> TenantLimits:  # noqa: ARG001
-    """Limit nobody."""
+    """Return no limits, for any tenant."""
     return NO_LIMITS
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bounds and policies of one cache engine."""
+    """Limits and policies of one cache engine."""
 
-    num_slots: int  # 0: no arena (yet)
+    num_slots: int  # 0: no arena, or none yet
     num_extents: int  # 0: no SSD tier
     default_ttl_ns: int | None = None  # None: never expire
-    max_retention_ns: int = 3600 * NS_PER_S  # of what clients wish; 0: no wish counts
+    max_retention_ns: int = 3600 * NS_PER_S  # longest retention for a client; 0: none is granted
     max_sessions: int = 1_000_000
     max_leases: int = 65_536
-    max_turns: int = MAX_TURNS  # of the log of recent ones
+    max_turns: int = MAX_TURNS  # kept in the log of recent turns
     admission: Admission = Admission.WRITE_THROUGH
-    write_back_delay_ns: int = 30 * NS_PER_S  # how long a session is left alone before its write
-    max_write_bytes: int = 256 << 20  # of writes issued and not done
+    write_back_delay_ns: int = 30 * NS_PER_S  # from a session's last use to the write of its blocks
+    max_write_bytes: int = 256 << 20  # of writes under way
     verify_on_load: bool = False
-    layered_read_bytes: int = 32 << 20  # a load that reads more than this goes layer by layer
-    tenant_limits: Callable[[str], TenantLimits] = no_limits  # asked once per tenant and change
-    packs_sessions: bool = True  # False: idle ones stay as they are, at a price in memory
-    watermark: float = 0.0  # share of the slots that is kept free, for stores and loads only
-    prefetch_bytes: int = 0  # of reads ahead of loads, issued and not done; 0: none
-    reads_returning: bool = True  # also ahead of turns that are only likely
-    max_waste: float = 1.0  # share of unused tokens from which on blocks are compacted; 1: never
-    compact_min_bytes: int = 0  # of such blocks, below which a session is left as it is
-    compact_rest_ns: int = 2 * NS_PER_S  # how long a session is left alone before
-    wants_sessions: bool = False  # whether those that turns want and are not stored are asked for
-    announces_evictions: bool = False  # whether somebody wants to know who is evicted next
+    layered_read_bytes: int = 32 << 20  # a load that reads more than this reads layer by layer
+    tenant_limits: Callable[[str], TenantLimits] = no_limits  # called once per tenant and change
+    packs_sessions: bool = True  # False: idle sessions are not packed, and take more memory
+    watermark: float = 0.0  # share of the slots that is kept free for stores and loads
+    prefetch_bytes: int = 0  # of reads ahead of loads that are under way; 0: no prefetching
+    reads_returning: bool = True  # whether to prefetch also for turns that are only forecast
+    max_waste: float = 1.0  # share of unused tokens above which blocks are compacted; 1: never
+    compact_min_bytes: int = 0  # a session with fewer bytes of such blocks is not compacted
+    compact_rest_ns: int = 2 * NS_PER_S  # from a session's last use to its compaction
+    wants_sessions: bool = False  # whether to ask for sessions that a turn needs and kvd lacks
+    announces_evictions: bool = False  # whether to announce which sessions are evicted next

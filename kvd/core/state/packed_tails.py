@@ -1,18 +1,18 @@
-"""PackedTails: blocks of idle sessions as bytes instead of objects.
+"""PackedTails: blocks of idle sessions kept as bytes instead of objects.
 
-A server may know hundreds of thousands of sessions, of which few are in use. What an idle one has
-is mostly *private* (no other session uses it) and on SSD only. The run of such blocks at its end is
-*packed*: 28 bytes a block instead of about 600. Everything but the index of blocks treats packed
-blocks as it treats others: they keep their extents, entries and quota, and are scrubbed.
+A server may have hundreds of thousands of sessions, of which few are in use. Most blocks of an idle
+session are *private* (no other session uses them) and on SSD only. The run of such blocks at the
+end of a session is *packed*: 28 bytes a block instead of about 600. Only the index of blocks treats
+packed blocks differently: they keep their extents, entries and quota, and are scrubbed.
 
-How a packed block is found: the keys of blocks form a trie, and packed blocks are private. So
-a lookup that comes to one along the content chain comes to the first of its run before; only that
-one is registered (`heads`). Behind a discard a block's key does not follow from the key before it,
-so there every block of the run is registered.
+How a packed block is found: the keys of blocks form a trie, and packed blocks are private. So a
+look-up along the content chain reaches the first block of a packed run before the others, and only
+that one is registered (`heads`). After a discard a block's key does not follow from the key before
+it, so in such a run every block is registered.
 
 Pure. Invariants:
-1. a packed block is used by one session, once, and is at rest: no slot, no lease, no operation that
-   changes it;
+1. a packed block is used by one session, once, and is at rest: it has no slot, no lease and no
+   operation that changes it;
 2. no key is both packed and in the index of blocks.
 """
 
@@ -33,22 +33,23 @@ from kvd.core.state.session import Session
 from shared.types.block_key import KEY_BYTES
 from shared.types.session_key import SessionKey
 
-PACK_BATCH = 64  # sessions per call, so that one call stays short
+PACK_BATCH = 64  # sessions per call, to keep each call short
 
 
 class PackedTails:
-    """Packs and unpacks sessions.
+    """Packs and unpacks the tails of sessions.
 
     Args:
         blocks: the index of blocks.
         sessions: all sessions.
         users: which sessions use which blocks.
-        packs_sessions: False: idle ones stay as they are.
+        packs_sessions: whether to pack at all.
 
     Attributes:
-        heads: owner by key of a packed block; see the module docstring for which are here.
-        num_blocks: packed blocks of all sessions.
-        kept_unpacked: a session whose blocks are being read ahead.
+        heads: the owner of each registered packed block, by the block's key; see the module
+            docstring.
+        num_blocks: number of packed blocks of all sessions.
+        kept_unpacked: a session whose blocks are being read ahead, if any.
     """
 
     def __init__(
@@ -66,15 +67,15 @@ class PackedTails:
         self.heads: dict[bytes, SessionKey] = {}
         self.num_blocks = 0
         self.kept_unpacked: SessionKey | None = None
-        self._waiting: OrderedDict[SessionKey, None] = OrderedDict()  # can perhaps be packed
+        self._waiting: OrderedDict[SessionKey, None] = OrderedDict()  # perhaps packable
 
     def pack_later(self, key: SessionKey) -> None:
-        """Look at a session after this call: perhaps it can be packed."""
+        """Consider packing a session after the current call."""
         if self._packs_sessions:
             self._waiting[key] = None
 
     def pack_idle(self) -> None:
-        """Pack sessions that are not in use; a bounded number per call. No call is under way."""
+        """Pack idle sessions, at most PACK_BATCH of them. Must not run during another call."""
         for _ in range(min(len(self._waiting), PACK_BATCH)):
             key, _ = self._waiting.popitem(last=False)
             session = self._sessions.get(key)
@@ -85,10 +86,10 @@ class PackedTails:
         """Pack as many of the session's last blocks as possible: O(its blocks).
 
         Returns:
-            Whether more could be packed once a lease or an operation has ended.
+            Whether more can be packed once a lease or an operation has ended.
         """
         if len(session.block_keys()) < len(session.spans):
-            return False  # a discard has left two spans of one block; rare, and not worth a rule
+            return False  # a discard has left two spans of one block: too rare to handle
         taken: list[Block] = []
         is_busy = False
         for span in reversed(session.spans):
@@ -105,7 +106,7 @@ class PackedTails:
         return is_busy
 
     def unpack(self, session: Session) -> None:
-        """Have all blocks of a session in the index; it is packed again when it may be."""
+        """Put all blocks of a session into the index. It is packed again when it is idle."""
         if not session.packed:
             return
         records, spans = list(session.tail_blocks()), list(session.tail_spans())
@@ -122,7 +123,7 @@ class PackedTails:
         self.pack_later(session.key)
 
     def take(self, session: Session, num_blocks: int) -> list[BlockRecord]:
-        """Take a session's last packed blocks off; the caller frees what they occupy."""
+        """Remove a session's last packed blocks. The caller frees their extents and entries."""
         num_kept = session.num_packed - num_blocks
         taken = list(session.tail_blocks())[num_kept:]
         self._unregister(session)
@@ -131,18 +132,19 @@ class PackedTails:
         self._register(session)
         return taken
 
-    def restored(self, sessions: Sequence[Session]) -> None:
-        """Take sessions in that were read as packed ones, all plain."""
+    def restore(self, sessions: Sequence[Session]) -> None:
+        """Register sessions that recovery has read as packed ones, with plain spans only."""
         self.num_blocks += sum(len(session.packed) for session in sessions) // PLACE_BYTES
         self.heads.update((session.packed[:KEY_BYTES], session.key) for session in sessions)
 
     def head_keys(self, session: Session) -> list[bytes]:
-        """Under which keys a session's packed blocks are registered."""
+        """Return the keys under which a session's packed blocks are registered."""
         if session.packed_spans:
             return [block.key for block in session.tail_blocks()]
         return [session.packed[:KEY_BYTES]] if session.packed else []
 
     def _pack_blocks(self, session: Session, blocks: list[Block]) -> None:
+        """Turn the last blocks of a session, in token order, into bytes."""
         num_kept = len(session.spans) - len(blocks)
         spans = [*session.spans[num_kept:], *session.tail_spans()]
         records = []

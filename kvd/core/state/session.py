@@ -1,7 +1,8 @@
-"""A session: its spans, in token order, and what operators set on it. Pure.
+"""One session: its spans, in token order, and what operators have set for it. Pure.
 
-An idle session is *packed*: its last blocks, those that only it uses and that are on SSD only, are
-no Block objects but bytes (kvd/core/state/packed_tails.py). `spans` are then those before them.
+An idle session is *packed*: its last blocks, as far as they are on SSD only and no other session
+uses them, are bytes instead of Block objects (kvd/core/state/packed_tails.py). `spans` then holds
+the spans before them.
 
 Invariant: spans are contiguous from the session's first kept token; only a prefix ever remains.
 """
@@ -27,7 +28,7 @@ from shared.types.block_key import KEY_BYTES
 from shared.types.lineage import Lineage
 from shared.types.session_key import SessionKey
 
-LOST_SPAN = plain_span(bytes(KEY_BYTES), 1)  # on a block that no session ever has
+LOST_SPAN = plain_span(bytes(KEY_BYTES), 1)  # names a block that no session ever has
 
 
 @dataclass(slots=True, eq=False)
@@ -35,23 +36,27 @@ class Session:
     """One conversation's stored KV.
 
     Attributes:
-        spans: those whose blocks are in the index.
-        packed: the places of the packed blocks that follow, one span each; b"" if there are none.
-        packed_spans: the spans on them, unless they are all plain.
-        retain_ns: how long after each use it is kept from eviction as its client asked; None: it
-            is not. Over when that passes (kvd/core/operations/retaining.py).
-        lost: why it holds less than was stored: "", "evicted", "corrupt", "not_fetched". Its entry
-            names a block more then, which does not exist: it is known of it after a restart, too.
-        num_read_ahead: blocks read ahead for it since it was last used.
-        num_discards: since this kvd knows it, and grafts.
-        lineage: of what it holds; None: no caller has named it yet. Not kept across restarts.
-        awaited_tools: names of tools that its last answer calls: it is back when they answer.
-            Over when a turn of it arrives, or it is used; not kept across restarts.
-        came_back: it awaited tools and was used; the queue has not said yet that its turn arrived.
-        superseded: another session goes on in its place, so it goes before others. The same.
-        near_eviction: that it may be evicted soon was announced since it was used last. The same.
-        load_ends: behind how many tokens loads are to be able to end, where that takes windows; as
-            far as it is said and still matters. Not kept across restarts.
+        spans: spans whose blocks are in the index.
+        packed: places of the packed blocks that follow, one span each; b"" if there are none.
+        packed_spans: the spans on the packed blocks; b"" if all of them are plain.
+        retain_ns: how long its client wants it kept from eviction after each use; None: it is not
+            retained. Ends when that time passes (kvd/core/operations/retaining.py).
+        lost: why it holds less than was stored: "", "evicted", "corrupt" or "not_fetched". Its
+            entry then names one more block, which does not exist, so that this is known after a
+            restart.
+        num_read_ahead: number of blocks read ahead for it since its last use.
+        num_discards: number of discards and grafts since this kvd knows it.
+        lineage: lineage of what it holds; None: no caller has named it yet. Not kept across
+            restarts.
+        awaited_tools: names of the tools that its last answer calls: it returns when they answer.
+            Cleared when a turn of it arrives or it is used. Not kept across restarts.
+        came_back: it awaited tools and was used, but the queue has not reported its turn yet.
+        superseded: another session continues in its place, so it is evicted before others. Cleared
+            and lost like `awaited_tools`.
+        near_eviction: its coming eviction was announced since its last use. Cleared and lost in the
+            same way.
+        load_ends: after how many tokens loads have to be able to end, where that takes windows; as
+            far as it was reported and still matters. Not kept across restarts.
         is_indexed: an entry of it was sent to the index, or came from there.
     """
 
@@ -77,7 +82,7 @@ class Session:
 
     @property
     def num_tokens(self) -> int:
-        """Stored tokens; costs O(spans)."""
+        """Number of stored tokens; O(spans)."""
         num_tokens = sum(span.num_tokens for span in self.spans)
         if self.packed_spans:
             return num_tokens + sum(span.num_tokens for span in self.tail_spans())
@@ -85,20 +90,20 @@ class Session:
 
     @property
     def num_spans(self) -> int:
-        """How many spans it has; about as many blocks."""
+        """Number of spans; about the number of blocks."""
         return len(self.spans) + self.num_packed
 
     @property
     def num_packed(self) -> int:
-        """How many blocks are packed."""
+        """Number of packed blocks."""
         return len(self.packed) // PLACE_BYTES
 
     def block_keys(self) -> dict[bytes, None]:
-        """Keys of its blocks that are not packed, each once, in token order."""
+        """Return the keys of its blocks that are not packed, each once, in token order."""
         return dict.fromkeys(span.block_key for span in self.spans)
 
     def index_of(self, block_key: bytes) -> int:
-        """Index of the first span on a block that it uses, which is not packed."""
+        """Return the index of the first span on a block that it uses and that is not packed."""
         return next(i for i, span in enumerate(self.spans) if span.block_key == block_key)
 
     def tail_blocks(self) -> Iterator[BlockRecord]:
@@ -113,21 +118,21 @@ class Session:
 
     @property
     def guard(self) -> Guard:
-        """What keeps it from eviction while there are others; a hard pin does in any case."""
+        """What protects it from eviction while there are others. A hard pin always protects."""
         if self.pin is Pin.SOFT:
             return Guard.PINNED
         return Guard.NONE if self.retain_ns is None else Guard.RETAINED
 
     @property
     def retained_until_ns(self) -> int | None:
-        """When its retention ends unless it is used; None: it has none."""
+        """When its retention ends unless it is used; None: it is not retained."""
         return None if self.retain_ns is None else self.last_access_ns + self.retain_ns
 
     def expires_at_ns(self, inherited_ttl_ns: int | None) -> int | None:
-        """Return when its TTL passes; None for never. Pinned sessions do not expire.
+        """Return when its TTL passes; None: never. Pinned sessions do not expire.
 
         Args:
-            inherited_ttl_ns: what holds if it has none of its own.
+            inherited_ttl_ns: the TTL that holds if the session has none of its own.
         """
         ttl_ns = inherited_ttl_ns if self.ttl_ns is None else self.ttl_ns
         if self.pin is not Pin.NONE or ttl_ns is None or ttl_ns == TTL_NEVER_NS:

@@ -1,9 +1,11 @@
-"""Slots of the arena: which are free, which a store lease fills, which hold a committed block.
+"""Slots of the arena: which are free, which are being filled, which hold a committed block.
 
-Pure. Invariants: 1. a slot's generation grows with each allocation, so that a late reader notices;
-2. a COMMITTED slot's bytes never change (D9), except that a copy found corrupt is read again.
+Pure. Invariants:
+1. a slot's generation grows with each allocation, so that a late reader notices;
+2. the bytes of a COMMITTED slot never change (D9), unless they are found corrupt and read again.
 
-A slot that an SSD read fills, or that is wiped, is WRITING too: its writer is the performer.
+A slot is WRITING while a store lease fills it, and also while an SSD read fills it or it is wiped:
+then the performer is its writer.
 """
 
 from collections.abc import Callable
@@ -16,7 +18,7 @@ from shared.types.transitions import Transitions
 
 
 class SlotState(Enum):
-    """What a slot's bytes are, and so who may use it."""
+    """What a slot holds, and so who may use it."""
 
     FREE = "free"
     WRITING = "writing"
@@ -37,13 +39,13 @@ SLOT_MOVES = Transitions(
 
 
 class Journal:
-    """What the journal says of each slot, so that a next kvd may take the arena over.
+    """What the journal says of each slot, so that the next kvd can take over the arena.
 
     Args:
-        note: hands an action out that notes a change.
+        note: called with each action that changes the journal.
 
     Attributes:
-        states: of slots that hold something; a mirror.
+        states: states of the slots that hold something; a mirror of the journal.
     """
 
     def __init__(self, note: Callable[[PutSlot | ClearSlot], None]) -> None:
@@ -57,7 +59,7 @@ class Journal:
         self._note(PutSlot(slot_id, record))
 
     def put_block(self, block: Block) -> None:
-        """Record that a slot holds a hashed block: a next kvd may adopt it."""
+        """Record that a slot holds a hashed block, which the next kvd may adopt."""
         assert block.slot_id is not None, "only a block in DRAM is in the journal"
         assert block.checksums, "only a hashed block is in the journal"
         record = CommittedSlot(
@@ -66,18 +68,18 @@ class Journal:
         self.put(block.slot_id, record)
 
     def clear(self, slot_id: int) -> None:
-        """Record that nothing in a slot counts."""
+        """Record that a slot holds nothing valid."""
         if self.states.pop(slot_id, None) is not None:
             self._note(ClearSlot(slot_id))
 
 
 class SlotTable:
-    """State and generation of each slot."""
+    """State and generation of each slot of the arena."""
 
     def __init__(self, num_slots: int) -> None:
         self._states: list[SlotState] = []
         self._generations: list[int] = []
-        self._free: list[int] = []  # popped from its end: low slots first
+        self._free: list[int] = []  # a stack: low slots are allocated first
         self.add(num_slots)
 
     def __len__(self) -> int:
@@ -85,39 +87,39 @@ class SlotTable:
 
     @property
     def num_free(self) -> int:
-        """Slots that can be allocated now."""
+        """Number of slots that can be allocated now."""
         return len(self._free)
 
     def add(self, num_slots: int) -> None:
-        """Take the slots of a new arena in; there are none before."""
+        """Add the slots of a new arena. The table must be empty."""
         assert not self._states, "an arena is made once"
         self._states = [SlotState.FREE] * num_slots
         self._generations = [0] * num_slots
         self._free = list(range(num_slots - 1, -1, -1))
 
     def drop(self) -> None:
-        """Give the arena up; nobody uses a slot."""
+        """Remove the arena's slots. All must be free."""
         assert self.num_free == len(self), "an arena is dropped when its slots are free"
         self._states, self._generations, self._free = [], [], []
 
     def adopt(self, slot_id: int, generation: int, *, is_committed: bool) -> None:
-        """Take over a slot that an earlier kvd had given away; end with `adopted`.
+        """Take over a slot that an earlier kvd had allocated; call `finish_adoption` at the end.
 
-        One that is not committed is in quarantine: its engine may still be writing to it.
+        A slot that is not committed is in quarantine: its engine may still be writing to it.
         """
         self._move(slot_id, "adopt" if is_committed else "quarantine")
         self._generations[slot_id] = generation
 
-    def adopted(self) -> None:
-        """Find the free slots anew, after all adoptions: O(slots)."""
+    def finish_adoption(self) -> None:
+        """Rebuild the list of free slots after all adoptions: O(slots)."""
         free = (i for i, state in enumerate(self._states) if state is SlotState.FREE)
         self._free = sorted(free, reverse=True)
 
     def allocate(self) -> tuple[int, int]:
-        """Take a free slot for writing; the caller has made sure there is one.
+        """Allocate a free slot for writing. The caller has checked that there is one.
 
         Returns:
-            Slot id and its new generation.
+            Slot id, and the slot's new generation.
         """
         slot_id = self._free.pop()
         self._move(slot_id, "allocate")
@@ -125,7 +127,7 @@ class SlotTable:
         return slot_id, self._generations[slot_id]
 
     def take_free(self, max_slots: int) -> list[int]:
-        """Take slots out of use, those that have been free longest; `free` gives each back."""
+        """Take free slots out of use, the longest free ones first. `free` gives each back."""
         taken, self._free = self._free[:max_slots], self._free[max_slots:]
         for slot_id in taken:
             self._move(slot_id, "allocate")
@@ -137,16 +139,16 @@ class SlotTable:
         self._move(slot_id, "commit")
 
     def rewrite(self, slot_id: int) -> None:
-        """Have a corrupt slot's bytes read again; its generation stays."""
+        """Let a corrupt slot's bytes be read again. Its generation stays."""
         self._move(slot_id, "rewrite")
 
     def free(self, slot_id: int) -> None:
-        """Give a slot back."""
+        """Free a slot."""
         self._move(slot_id, "free")
         self._free.append(slot_id)
 
     def state(self, slot_id: int) -> SlotState:
-        """Look at a slot."""
+        """Return the state of a slot."""
         return self._states[slot_id]
 
     def _move(self, slot_id: int, event: str) -> None:

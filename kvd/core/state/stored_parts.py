@@ -1,10 +1,11 @@
-"""PartsTable: which states of their models, and which windows of their blocks, sessions have.
+"""PartsTable: the recurrent states and the attention windows that sessions have stored.
 
-A *state* is all that the recurrent layers know behind a position, in one piece. A *window* is what
-the layers that attend to the last tokens only have of the tokens of one block. Both lie in *parts*,
-blocks without tokens, which are read, written, evicted and verified like all others. Here is what
-is needed to find them: the key of the full blocks before a state leads to it, whichever session
-stored it, because its key says which tokens it is of; to a window does the key of its block.
+A *state* is everything that a model's recurrent layers keep of the tokens before a position. A
+*window* is what the layers that attend only to the last tokens keep of the tokens of one block.
+Both are stored in *parts*: blocks without tokens, which are read, written, evicted and verified
+like all others. This table finds them. A state is found by the key of the full blocks before it,
+whichever session stored it, because its own key says which tokens it covers. A window is found by
+the key of its block.
 
 Pure. Invariants (checking.py states them as code): 1. a state or window is here with a session
 exactly while the session has its spans, packed or not; 2. a session has all of its parts or none.
@@ -19,14 +20,14 @@ from shared.types.session_key import SessionKey
 
 @dataclass(slots=True, eq=False)
 class StoredParts:
-    """One state, or one window.
+    """The parts of one state, or of one window.
 
     Attributes:
-        position: how many tokens a state knows of.
-        key: says which; see shared/types/block_key.py. A window has that of its block.
+        position: how many tokens a state covers.
+        key: key of the state (see shared/types/block_key.py), or of the window's block.
         parent: key of the full blocks before the position, or of the window's block.
-        spans: its parts, in order, as every session has them.
-        users: sessions that have it, in the order in which they came.
+        spans: the parts, in order, as every session has them.
+        users: sessions that have it, oldest first.
     """
 
     position: int
@@ -37,7 +38,7 @@ class StoredParts:
 
 
 def group_parts(spans: Iterable[Span]) -> dict[bytes, list[Span]]:
-    """Return the parts of each state and window among spans, by its key, in order."""
+    """Group the spans that are parts by their state or window: its parts in order, by its key."""
     parts: dict[bytes, list[Span]] = {}
     for span in spans:
         if not span.num_tokens:
@@ -46,13 +47,13 @@ def group_parts(spans: Iterable[Span]) -> dict[bytes, list[Span]]:
 
 
 def without_parts(spans: Sequence[Span], part_key: bytes) -> list[Span]:
-    """Return spans without the state or window one of whose parts lies in this block."""
+    """Return the spans without the state or window that has a part in the block `part_key`."""
     key = next(span.tokens_digest for span in spans if span.block_key == part_key)
     return [span for span in spans if span.num_tokens or span.tokens_digest != key]
 
 
 def whole_prefix(spans: Sequence[Span], num_spans: int) -> Sequence[Span]:
-    """Return the first spans, or less of them than some parts of something without the others."""
+    """Return the first spans; fewer, if that would keep some parts of something without others."""
     while 0 < num_spans < len(spans) and _is_torn(spans[num_spans - 1], spans[num_spans]):
         num_spans -= 1
     return spans[:num_spans]
@@ -63,18 +64,18 @@ def is_window(part: Span) -> bool:
     return part.tokens_digest == part.chain
 
 
-def interleaved(runs: Sequence[Span], others: Collection[Sequence[Span]]) -> list[Span]:
-    """Put the parts of states and windows among the runs of tokens.
+def interleave(runs: Sequence[Span], parts_of: Collection[Sequence[Span]]) -> list[Span]:
+    """Insert the parts of states and windows between the runs of tokens.
 
-    Those of a state are behind the run that it knows the last token of, those of a window behind
-    the first run on its block. What would be behind the last run is left out.
+    The parts of a state follow the run with the last token that it covers, those of a window follow
+    the first run on its block. Parts that belong after the last run are left out.
 
     Args:
-        runs: of a session's tokens, from the first one on.
-        others: the parts of each state and window.
+        runs: runs of a session's tokens, from its first token on.
+        parts_of: the parts of each state and window.
     """
-    windows = {parts[0].chain: parts for parts in others if is_window(parts[0])}
-    states = (parts for parts in others if not is_window(parts[0]))
+    windows = {parts[0].chain: parts for parts in parts_of if is_window(parts[0])}
+    states = (parts for parts in parts_of if not is_window(parts[0]))
     waiting = sorted(states, key=lambda parts: parts[0].start, reverse=True)
     spans = []
     end = 0
@@ -93,7 +94,7 @@ def _is_torn(last: Span, following: Span) -> bool:
 
 
 class PartsTable:
-    """See the module docstring."""
+    """The states and windows that sessions have, by the key of the blocks before them."""
 
     def __init__(self) -> None:
         self._behind: dict[bytes, dict[bytes, StoredParts]] = {}
@@ -102,15 +103,15 @@ class PartsTable:
         return (state for found in self._behind.values() for state in found.values())
 
     def behind(self, parent: bytes) -> Mapping[bytes, StoredParts]:
-        """Return the states behind full blocks with this key, and before the next one, by key."""
+        """Return the states after the full blocks `parent` and before the next block, by key."""
         return self._behind.get(parent, {})
 
     def window_of(self, block_key: bytes) -> StoredParts | None:
-        """Find the window of a block."""
+        """Return the window of a block; None if there is none."""
         return self.behind(block_key).get(block_key)
 
     def replace(self, key: SessionKey, before: Sequence[Span], after: Sequence[Span]) -> None:
-        """Take note that a session has other spans now."""
+        """Record that a session's spans have changed from `before` to `after`."""
         old, new = group_parts(before), group_parts(after)
         for own_key, parts in new.items():
             if own_key not in old:

@@ -1,16 +1,17 @@
 """TurnLog: the most recent turns as the cache saw them, for `kvd plan --observe`.
 
-Pure. A turn is what an engine asks and stores for one session between two arrivals. It begins when
-its request runs, or with its first call if that comes before; of an engine that reports no queue,
-with a load (or a first store) after the stores of the turn before. Each call costs O(1), none looks
-at tokens; of a request that waits only its arrival is kept. A turn that neither asks nor is
-reported to run (its history was in the engine, and it came and went between two reports of the
-queue) counts as a part of the one before it.
+Pure. A turn is what an engine loads and stores for one session between two arrivals. It begins when
+its request runs, or with its first call if that comes before. For an engine that reports no queue,
+it begins with a load (or a first store) after the stores of the turn before. Each call costs O(1),
+and none looks at tokens. For a waiting request only its arrival is kept. A turn may make no call
+and not be reported to run, because its history was in the engine and it came and went between two
+reports of the queue. Then it counts as a part of the turn before it.
 
-Sessions are numbered as they come: a number says which turns belong together and nothing of whose
-they are. One whose turns have all left the log gets a new number when it returns.
+Sessions are numbered as they come. A number tells which turns belong together, and nothing about
+whose they are. A session whose turns have all left the log gets a new number when it returns.
 
-Invariants: 1. at most `max_turns` turns are kept, and of each session in them the newest is known;
+Invariants:
+1. at most `max_turns` turns are kept, and the newest of each session in them is known;
 2. arrivals are those of the requests that wait, by the newest report of their engines.
 """
 
@@ -32,17 +33,17 @@ class RecordedTurn:
     """A turn as operators see it.
 
     Attributes:
-        session: a number; the same for all turns of a session.
-        turn: 1 for the first one in the log, which need not be the session's first.
-        arrived_ns: when it came to wait, or was first reported.
-        started_ns: when it came to run, or was first reported.
-        ended_ns: when it stored last; as started_ns if it has not.
-        wanted_tokens: of the session's history, as far as it is known to be any.
-        dram_tokens: granted from DRAM.
-        ssd_tokens: granted that were read from SSD for it.
-        stored_tokens: of the session after it; what it computed, even if not all found room.
-        is_asked: whether the engine asked for the history; else it had it itself, or there is none.
-        is_ended: whether the session was said to end with it.
+        session: number of the session, the same for all its turns.
+        turn: number of the turn, from 1 for the first in the log (which need not be the session's).
+        arrived_ns: when it was queued, or was first reported.
+        started_ns: when it began to run, or was first reported.
+        ended_ns: when it last stored; as started_ns if it has not stored.
+        wanted_tokens: tokens of the session's history, as far as they are known.
+        dram_tokens: tokens granted from DRAM.
+        ssd_tokens: tokens granted that were read from SSD for it.
+        stored_tokens: tokens of the session after it: all that it computed, stored or not.
+        is_asked: whether the engine asked for the history; otherwise it had it, or there is none.
+        is_ended: whether the session was reported to end with it.
     """
 
     session: int
@@ -63,9 +64,9 @@ class _Turn:
     """A turn of the log.
 
     Attributes:
-        history_tokens: as the engine's queue says, or as the turn before has left them.
-        request: engine id and request number; None: no queue has named it.
-        prompt_tokens: the most that was asked for.
+        history_tokens: as reported by the engine's queue, or as left by the turn before.
+        request: engine id and request number; None if no queue has named it.
+        prompt_tokens: the most tokens that a load asked for.
     """
 
     key: SessionKey
@@ -85,26 +86,26 @@ class _Turn:
 
     @property
     def is_asked(self) -> bool:
-        """Whether the engine asked for what is stored."""
+        """Whether the engine made a load for it."""
         return self.prompt_tokens > 0
 
     def covers(self, num_tokens: int) -> bool:
-        """Whether it may be this turn that asks for so many tokens."""
+        """Whether a load of this many tokens may be one of this turn."""
         return num_tokens <= max(self.prompt_tokens, self.stored_tokens)
 
-    def recorded(self) -> RecordedTurn:
-        """Sum it up."""
-        wanted = self.history_tokens
+    def to_record(self) -> RecordedTurn:
+        """Return the turn as operators see it."""
+        wanted_tokens = self.history_tokens
         if self.is_asked:
-            wanted = min(wanted, self.prompt_tokens)
-        wanted = max(wanted, self.dram_tokens + self.ssd_tokens)
+            wanted_tokens = min(wanted_tokens, self.prompt_tokens)
+        wanted_tokens = max(wanted_tokens, self.dram_tokens + self.ssd_tokens)
         return RecordedTurn(
             session=self.session,
             turn=self.turn,
             arrived_ns=self.arrived_ns,
             started_ns=self.started_ns,
             ended_ns=self.ended_ns,
-            wanted_tokens=wanted,
+            wanted_tokens=wanted_tokens,
             dram_tokens=self.dram_tokens,
             ssd_tokens=self.ssd_tokens,
             stored_tokens=max(self.stored_tokens, self.prompt_tokens),
@@ -114,7 +115,7 @@ class _Turn:
 
 
 class TurnLog:
-    """See the module docstring.
+    """The most recent turns, and the arrivals of requests that wait.
 
     Args:
         max_turns: how many are kept; at least 1.
@@ -128,48 +129,51 @@ class TurnLog:
         self._next_session = 1
 
     def __iter__(self) -> Iterator[RecordedTurn]:
-        """Oldest first, as far as they have asked or stored; the newest may be under way.
+        """Iterate over the turns that have loaded or stored, oldest first.
 
-        Of the turns of now, each as it is when it is come to: other calls may be made meanwhile.
+        The newest may be under way. The list of turns is that of now, but each turn is read when
+        the iteration reaches it: other calls may be made meanwhile.
         """
         turns = tuple(self._turns)
-        return (turn.recorded() for turn in turns if turn.is_asked or turn.is_stored)
+        return (turn.to_record() for turn in turns if turn.is_asked or turn.is_stored)
 
     # -------------------------------------------------------------------------------------- queues
 
-    def queue_replaced(self, engine_id: int, queue: QueueChange, now_ns: int) -> None:
-        """Record all of an engine's queue: O(requests)."""
+    def on_queue_replace(self, engine_id: int, queue: QueueChange, now_ns: int) -> None:
+        """Record an engine's whole queue: O(requests)."""
         before = self._arrivals.get(engine_id, {})
         self._arrivals[engine_id] = {
             rank[2]: (before.get(rank[2], (now_ns,))[0], history_tokens)
             for rank, _, history_tokens in queue.waiting
         }
-        self._started(engine_id, queue, before, now_ns)
+        self._record_started(engine_id, queue, before, now_ns)
 
-    def queue_changed(self, engine_id: int, change: QueueChange, now_ns: int) -> None:
-        """Record a change of an engine's queue: O(requests in it)."""
+    def on_queue_change(self, engine_id: int, change: QueueChange, now_ns: int) -> None:
+        """Record a change of an engine's queue: O(requests in the change)."""
         arrivals = self._arrivals.setdefault(engine_id, {})
-        self._started(engine_id, change, arrivals, now_ns)
+        self._record_started(engine_id, change, arrivals, now_ns)
         for number in change.left:
             arrivals.pop(number, None)
-        _note_arrivals(arrivals, change.waiting, now_ns)
+        _record_arrivals(arrivals, change.waiting, now_ns)
 
-    def engine_gone(self, engine_id: int) -> None:
+    def on_engine_gone(self, engine_id: int) -> None:
         """Forget an engine's queue."""
         self._arrivals.pop(engine_id, None)
 
     # --------------------------------------------------------------------------------------- turns
 
-    def requested(self, key: SessionKey, num_tokens: int, now_ns: int, *, is_running: bool) -> None:
-        """Record that an engine asks for the KV of so many tokens.
+    def on_request(
+        self, key: SessionKey, num_tokens: int, now_ns: int, *, is_running: bool
+    ) -> None:
+        """Record that an engine asks for KV.
 
         Args:
-            key: whose.
-            num_tokens: of the whole sequence it is to compute.
-            now_ns: time.
-            is_running: whether a queue says that a turn of the session runs. If that has stored
-                something, this may be its load after a preemption, which wants what it had
-                computed; more than that is wanted by the next turn, which the queue reports
+            key: the session.
+            num_tokens: tokens of the whole sequence that the engine computes.
+            now_ns: the time.
+            is_running: whether a queue reports that a turn of the session runs. If that turn has
+                stored something, this may be its load after a preemption, which asks for what it
+                had computed. A request for more belongs to the next turn, which the queue reports
                 later.
         """
         turn = self._newest.get(key)
@@ -177,8 +181,8 @@ class TurnLog:
             turn = self._begin(key, now_ns)
         turn.prompt_tokens = max(turn.prompt_tokens, num_tokens)
 
-    def loaded(self, key: SessionKey, tier: Tier, num_tokens: int) -> None:
-        """Record what an engine was given of a tier."""
+    def on_load(self, key: SessionKey, tier: Tier, num_tokens: int) -> None:
+        """Record how many tokens of a tier an engine was granted."""
         turn = self._newest.get(key)
         if turn is None:
             return
@@ -187,21 +191,21 @@ class TurnLog:
         else:
             turn.ssd_tokens += num_tokens
 
-    def stored(self, key: SessionKey, num_tokens: int, now_ns: int) -> None:
-        """Note that an engine stores the KV of so many tokens, from the session's first one on."""
+    def on_store(self, key: SessionKey, num_tokens: int, now_ns: int) -> None:
+        """Record that an engine stores KV of the session's first `num_tokens` tokens."""
         turn = self._newest.get(key) or self._begin(key, now_ns)
         turn.stored_tokens = num_tokens
         turn.ended_ns = now_ns
         turn.is_stored = True
 
-    def discarded(self, key: SessionKey, num_tokens: int) -> None:
-        """Record how many tokens a session has left."""
+    def on_discard(self, key: SessionKey, num_tokens: int) -> None:
+        """Record how many tokens a session has after a discard."""
         turn = self._newest.get(key)
         if turn is not None:
             turn.stored_tokens = num_tokens
 
-    def ended(self, key: SessionKey) -> None:
-        """Record that the session will not come back."""
+    def on_end(self, key: SessionKey) -> None:
+        """Record that a session has ended."""
         turn = self._newest.get(key)
         if turn is not None:
             turn.is_ended = True
@@ -214,7 +218,7 @@ class TurnLog:
 
     # -------------------------------------------------------------------------------------- inside
 
-    def _started(
+    def _record_started(
         self, engine_id: int, change: QueueChange, arrivals: dict[int, Arrival], now_ns: int
     ) -> None:
         for request in change.running:
@@ -231,6 +235,7 @@ class TurnLog:
             turn.history_tokens = history_tokens or turn.history_tokens
 
     def _begin(self, key: SessionKey, now_ns: int) -> _Turn:
+        """Add a turn of a session; the oldest turn leaves a full log."""
         before = self._newest.get(key)
         if len(self._turns) == self._max_turns:
             oldest = self._turns.popleft()
@@ -247,10 +252,10 @@ class TurnLog:
         return turn
 
 
-def _note_arrivals(
+def _record_arrivals(
     arrivals: dict[int, Arrival], waiting: Sequence[QueuedRequest], now_ns: int
 ) -> None:
-    """Note when requests came to wait, and the history that they have by the newest report."""
+    """Record when requests were queued, and their history by the newest report."""
     for request in waiting:
         arrived_ns, _ = arrivals.get(request.rank[2], (now_ns, 0))
         arrivals[request.rank[2]] = (arrived_ns, request.history_tokens)

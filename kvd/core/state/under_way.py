@@ -1,10 +1,10 @@
-"""The operations that the performer has yet to answer, and the writes that wait to be issued.
+"""Operations that the performer has yet to complete, and writes that wait to be issued.
 
-Pure. Operations are numbered as they begin; each begins and ends here, and its block moves with it.
-Who begins one issues its action.
+Pure. An operation gets a number when it begins. It begins and ends here, which also moves its block
+to the next state. The caller that begins an operation issues its action.
 
-Invariant: a block that is not IDLE is registered with the one operation that moves it. (A
-compaction's blocks are in its run, kvd/core/operations/compaction_plan.py.)
+Invariant: a block that is not IDLE is registered with the one operation that moves it. (The blocks
+of a compaction are in its run, kvd/core/state/compaction_run.py.)
 """
 
 from collections import OrderedDict
@@ -23,10 +23,10 @@ class Arrival:
     """An SSD read or a verification under way, and the leases that wait for it.
 
     Attributes:
-        was_queued: the block was to be written, and is again once it is verified.
-        is_ahead: a read that no load has come to wait for.
-        early: leases that were given the block before its verification began: they do not wait, and
-            end if it turns out corrupt.
+        was_queued: the block was waiting to be written, and waits again once it is verified.
+        is_ahead: it is a read for which no load waits yet.
+        early: leases that were granted the block before its verification began. They do not wait,
+            and end if the block is corrupt.
     """
 
     op_id: int
@@ -39,7 +39,7 @@ class Arrival:
 
 @dataclass(slots=True, eq=False)
 class WriteOp:
-    """An SSD write under way. The extent is the write's until its entry is put."""
+    """An SSD write under way. It owns the extent until the block's entry is in the index."""
 
     block: Block
     extent: int
@@ -47,16 +47,16 @@ class WriteOp:
 
 
 class UnderWay:
-    """Operations by number; every call is O(1).
+    """The operations under way, by operation number. Every call is O(1).
 
     Attributes:
-        reads: SSD reads by operation.
-        verifies: verifications by operation; those of scrubs are the scrubber's.
+        reads: SSD reads.
+        verifies: verifications, without those of scrubs, which the scrubber keeps.
         arrival_of: reads and verifications by block key.
-        hashes: blocks that are being hashed, by operation.
-        writes: SSD writes by operation.
-        drops: removals of entries: the extent and sectors to be freed when one is gone, if any.
-        wipes: slots that are being zeroed, by operation.
+        hashes: blocks that are being hashed.
+        writes: SSD writes.
+        drops: removals of entries, each with the extent and its sectors to free afterwards, if any.
+        wipes: slots that are being zeroed.
     """
 
     def __init__(self) -> None:
@@ -70,48 +70,48 @@ class UnderWay:
         self._next_op_id = 1
 
     def next_op_id(self) -> int:
-        """Number an operation."""
+        """Return a number for a new operation."""
         self._next_op_id += 1
         return self._next_op_id - 1
 
     def begin_read(self, block: Block) -> Arrival:
-        """Read a block into the slot that it has."""
+        """Begin to read a block into the slot that it has."""
         return self._begin_arrival(block, "read", self.reads)
 
     def end_read(self, op_id: int) -> Arrival:
-        """Take a read out that has ended, however it did."""
+        """Remove a read that has ended, successfully or not."""
         return self._end_arrival(self.reads.pop(op_id), "read_done")
 
     def begin_verify(self, block: Block) -> Arrival:
-        """Compare a block's slot with its checksums."""
+        """Begin to compare a block's slot with its checksums."""
         return self._begin_arrival(block, "verify", self.verifies)
 
     def end_verify(self, op_id: int) -> Arrival:
-        """Take a verification out that has ended, however it did."""
+        """Remove a verification that has ended, successfully or not."""
         return self._end_arrival(self.verifies.pop(op_id), "verify_done")
 
     def begin_hash(self, block: Block) -> int:
-        """Compute a block's checksums; returns the operation."""
+        """Begin to compute a block's checksums; return the operation."""
         block.move("hash")
         op_id = self.next_op_id()
         self.hashes[op_id] = block
         return op_id
 
     def end_hash(self, op_id: int) -> Block:
-        """Take a hash out that has ended; returns its block."""
+        """Remove a hash operation that has ended; return its block."""
         block = self.hashes.pop(op_id)
         block.move("hash_done")
         return block
 
     def begin_write(self, op: WriteOp) -> int:
-        """Write a block to its extent to be; returns the operation."""
+        """Begin to write a block to its future extent; return the operation."""
         op.block.move("write")
         op_id = self.next_op_id()
         self.writes[op_id] = op
         return op_id
 
     def end_write(self, op_id: int) -> WriteOp:
-        """Take a write out that has ended, however it did."""
+        """Remove a write that has ended, successfully or not."""
         op = self.writes.pop(op_id)
         op.block.move("write_done")
         return op
@@ -131,11 +131,11 @@ class UnderWay:
 class WriteQueue:
     """Dirty blocks that are to be written, oldest request first.
 
-    A block is here from the request until its write is issued. What extents they need is known at
-    any moment: partial blocks share theirs.
+    A block is here from the request to write it until its write is issued. The number of extents
+    that the blocks need is known at any moment; partial blocks share extents.
 
     Attributes:
-        refused: dirty blocks that found no extent, oldest first; they do not wait.
+        refused: dirty blocks that found no extent, oldest first. They do not wait.
     """
 
     def __init__(self, shape: ExtentShape, extents: ExtentTable) -> None:
@@ -153,46 +153,46 @@ class WriteQueue:
         return iter(self._blocks.values())
 
     def holds(self, block: Block) -> bool:
-        """Whether the block waits."""
+        """Whether the block waits to be written."""
         return self._blocks.get(block.key) is block
 
     def add(self, block: Block) -> None:
-        """Queue a block; it keeps its place if it waits already."""
+        """Queue a block. It keeps its place if it waits already."""
         if not self.holds(block):
             self._blocks[block.key] = block
             self._count(block, 1)
         self.refused.pop(block.key, None)
 
     def refuse(self, block: Block) -> None:
-        """Have a block stay in DRAM only, for now."""
+        """Keep a block in DRAM only, for now."""
         self.discard(block)
         self.refused[block.key] = block
 
     def forget(self, block: Block) -> None:
-        """Take a block out, be it refused."""
+        """Remove a block, whether it waits or was refused."""
         self.discard(block)
         self.refused.pop(block.key, None)
 
     def discard(self, block: Block) -> None:
-        """Take a block out, if it waits."""
+        """Remove a block, if it waits."""
         if self.holds(block):
             del self._blocks[block.key]
             self._count(block, -1)
 
     @property
     def oldest(self) -> Block:
-        """Its write is issued next; there is one."""
+        """The block that is written next. The queue must not be empty."""
         return next(iter(self._blocks.values()))
 
     @property
     def newest(self) -> Block:
-        """It is refused first; there is one."""
+        """The block that is refused first. The queue must not be empty."""
         return next(reversed(self._blocks.values()))
 
     def num_short(self, num_freed: int) -> int:
-        """Whole extents that are missing, if `num_freed` come free soon.
+        """Return how many whole extents are missing, if `num_freed` become free soon.
 
-        Packed blocks are taken to fit without gaps, so it may turn out too low.
+        It assumes that packed blocks fit without gaps, so it may be too low.
         """
         num_unpacked = self._num_packed_sectors - self._extents.num_free_packed
         num_needed = self._num_whole

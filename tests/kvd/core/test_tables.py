@@ -185,7 +185,7 @@ def test_an_adopted_slot_keeps_its_generation():
     slots = SlotTable(2)
     slots.adopt(0, 7, is_committed=True)
     slots.adopt(1, 3, is_committed=False)
-    slots.adopted()
+    slots.finish_adoption()
     assert (slots.num_free, slots.state(0), slots.state(1)) == (
         0,
         SlotState.COMMITTED,
@@ -200,7 +200,7 @@ def test_low_slots_are_taken_first():
     """Also after a start: what is used of an arena stays at its beginning."""
     slots = SlotTable(4)
     slots.adopt(1, 1, is_committed=True)
-    slots.adopted()
+    slots.finish_adoption()
     assert [slots.allocate()[0] for _ in range(3)] == [0, 2, 3]
     slots.free(2)
     slots.free(0)

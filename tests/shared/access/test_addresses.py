@@ -2,7 +2,7 @@
 
 import pytest
 
-from shared.access.addresses import is_loopback, is_tcp, usable_ports, usable_sockets
+from shared.access.addresses import is_loopback, is_tcp, validate_ports, validate_sockets
 from shared.access.channels import (
     ClientCredentials,
     ConnectionOptionsError,
@@ -22,26 +22,26 @@ def test_what_an_address_is():
 def test_lists_of_addresses():
     """Any number of them, in their order; of one kind where there is no other."""
     both = ("unix:/run/x", "127.0.0.1:1", "[::1]:1")
-    assert usable_sockets(both) == both
-    assert usable_ports(both[1:]) == both[1:]
-    assert usable_sockets(()) == usable_ports(()) == ()
+    assert validate_sockets(both) == both
+    assert validate_ports(both[1:]) == both[1:]
+    assert validate_sockets(()) == validate_ports(()) == ()
 
 
 @pytest.mark.parametrize("address", ["nonsense", "unix:relative", "unix:/" + "x" * 200, ":1", ""])
 def test_what_is_no_address_is_named(address):
     """With what may stand there, wherever in the list it is."""
     with pytest.raises(ValueError, match=r"no address: write unix:/path .* or host:port, or auto$"):
-        usable_sockets(["127.0.0.1:1", address], also=", or auto")
+        validate_sockets(["127.0.0.1:1", address], also=", or auto")
     with pytest.raises(ValueError, match=r"no address: write host:port$"):
-        usable_ports(["127.0.0.1:1", address])
+        validate_ports(["127.0.0.1:1", address])
 
 
 def test_a_port_is_no_socket_and_no_address_is_there_twice():
     """Each would fail when it is bound, and not say which setting is meant."""
     with pytest.raises(ValueError, match="unix:/run/x"):
-        usable_ports(["unix:/run/x"])
+        validate_ports(["unix:/run/x"])
     with pytest.raises(ValueError, match=r"127\.0\.0\.1:1 is there twice"):
-        usable_sockets(["127.0.0.1:1", "unix:/run/x", "127.0.0.1:1"])
+        validate_sockets(["127.0.0.1:1", "unix:/run/x", "127.0.0.1:1"])
 
 
 @pytest.mark.parametrize("address", ["nowhere", "h:1/path", "http://h:1", ""])

@@ -7,7 +7,7 @@ import pytest
 
 from shared.access.clients import Clients, StreamCounts, TooManyStreamsError, authenticate
 from shared.access.identity import socket_identity
-from shared.access.settings import ClientSettings, distinct
+from shared.access.settings import ClientSettings, check_distinct
 from shared.access.tokens import TokenFileError, make_token, read_token, token_digest, token_text
 from shared.types.errors import UnauthenticatedError
 
@@ -111,6 +111,6 @@ def test_streams_are_counted_by_client():
 def test_two_clients_cannot_be_one(both):
     """Nobody could say which of them calls; one client may list what it has twice."""
     one = ClientSettings(tenants=("a",), **{name: each * 2 for name, each in both.items()})
-    assert distinct({"one": one}) == {"one": one}
+    assert check_distinct({"one": one}) == {"one": one}
     with pytest.raises(ValueError, match="one and other"):
-        distinct({"one": one, "other": ClientSettings(tenants=("b",), **both)})
+        check_distinct({"one": one, "other": ClientSettings(tenants=("b",), **both)})

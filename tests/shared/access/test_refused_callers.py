@@ -94,9 +94,9 @@ def test_a_call_makes_a_connection_a_used_one():
     clock = Clock()
     connections = TlsConnections(clock)
     for _ in range(3):
-        connections.begun()
+        connections.on_begin()
     for peer in ("ipv4:1.2.3.4:5", "ipv4:1.2.3.4:5", "ipv4:1.2.3.4:6"):
-        connections.called(peer)
+        connections.on_call(peer)
     clock.now_s += CALL_S
     assert connections.count_unused() == 1
     assert connections.count_unused() == 1

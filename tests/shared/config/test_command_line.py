@@ -7,7 +7,7 @@ from inference_svc.cli.connection import MOVABLE as INFERENCE_MOVABLE
 from kvd.cli.main import main as kvd
 from kvd.cli.main import root_command
 from kvd.client.connection import MOVABLE
-from shared.config.command_line import arranged
+from shared.config.command_line import arrange_options
 from shared.version import __version__
 
 
@@ -35,7 +35,7 @@ from shared.version import __version__
 )
 def test_each_option_stands_where_it_is_known(typed, expected):
     """In the order in which they were said; values of other options are no commands."""
-    found = arranged(root_command(), typed.split(), MOVABLE)
+    found = arrange_options(root_command(), typed.split(), MOVABLE)
     if expected is None:
         assert sorted(found) == sorted(typed.split())
     else:
@@ -72,5 +72,5 @@ def test_a_group_s_help_is_whole(main, group, capsys, monkeypatch):
 def test_the_service_s_address_too():
     """It is an option of the commands, and may stand before them."""
     root = inference_cli.typer.main.get_command(inference_cli.app)
-    found = arranged(root, ["--address", "unix:/s", "status", "--json"], INFERENCE_MOVABLE)
+    found = arrange_options(root, ["--address", "unix:/s", "status", "--json"], INFERENCE_MOVABLE)
     assert found == ["status", "--address", "unix:/s", "--json"]

@@ -7,7 +7,7 @@ from typing import Annotated
 import pytest
 from pydantic import BeforeValidator, Field, model_validator
 
-from shared.config.reload import LiveSettings, ReloadRefusedError, changes, fixed
+from shared.config.reload import LiveSettings, ReloadRefusedError, compare_settings, fixed_settings
 from shared.config.settings import InvalidSettingsError, LoadedSettings, load_settings
 from shared.types.errors import ConfigError
 from shared.types.setting_types import (
@@ -204,14 +204,14 @@ def test_changes_is_about_two_given_settings(file):
     old = _load(file)
     new = load_settings(Example, None, "EX", {"limits.turns": 8, "cache.bytes": 8192}, {})
     with pytest.raises(InvalidSettingsError, match="not without a restart"):
-        changes(old, new, ("limits",))
-    found = changes(old, new, ())
+        compare_settings(old, new, ("limits",))
+    found = compare_settings(old, new, ())
     assert (found.live, found.applied) == (old, ())
     assert found.needs_restart == ("limits.turns", "limits.wait", "cache.bytes")
 
 
 def test_settings_that_are_fixed():
     """Who was given settings reloads nothing."""
-    live = fixed(Example())
+    live = fixed_settings(Example())
     assert live.reload().applied == ()
     assert live.loaded.settings == Example()

@@ -328,9 +328,9 @@ async def test_a_queue_is_told_over_one_stream_after_the_other(tmp_path, monkeyp
         await client.wait_attached(30)
         await until(lambda: kvd.snapshots)
         for number in range(5):
-            feed.waits((0, 0.0, number), key_of(str(number)), 0)
+            feed.on_wait((0, 0.0, number), key_of(str(number)), 0)
         await until(lambda: len(kvd.snapshots) > 1)
-        feed.left(0)
+        feed.on_leave(0)
         await until(lambda: len(kvd.snapshots) > 3)
     assert [one.base_sequence for one in kvd.snapshots[:4]] == [0, 1, 2, 0]
     sequences = [one.sequence for one in kvd.snapshots]
@@ -347,11 +347,11 @@ async def test_what_has_happened_to_a_queue_may_be_waited_for(tmp_path, monkeypa
         await client.queue.reported()
         await client.wait_attached(30)
         await until(lambda: kvd.snapshots)
-        feed.waits((0, 0.0, 0), key_of("0"), 0)
+        feed.on_wait((0, 0.0, 0), key_of("0"), 0)
         for _ in range(2):  # the second time nothing has happened since
             await client.queue.reported()
             assert [list(one.waiting.numbers) for one in kvd.snapshots] == [[], [0]]
-        feed.left(0)
+        feed.on_leave(0)
         await client.queue.reported()  # this kvd ends the stream
         assert [list(one.left) for one in kvd.snapshots] == [[], [], [0]]
         await client.queue.reported()

@@ -9,9 +9,9 @@ from shared.measuring.report import (
     UnusableOutputError,
     check_json,
     number,
+    print_progress,
     print_report,
     quartiles,
-    say_progress,
     table_of,
     verdict,
 )
@@ -59,7 +59,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_and_after(tmp_path):
 
 def test_progress_goes_to_standard_error(capsys):
     """Standard output is for the report."""
-    say_progress("half of it")
+    print_progress("half of it")
     captured = capsys.readouterr()
     assert (captured.out, captured.err) == ("", "measuring: half of it\n")
     assert (verdict(True), verdict(False)) == ("met", "MISSED")

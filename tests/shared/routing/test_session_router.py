@@ -31,7 +31,7 @@ def test_a_new_session_goes_to_its_own_server() -> None:
     route = router().choose("ann")
     assert route.server == own("ann")[0]
     assert route.reason == "owner"
-    assert route.others == tuple(own("ann")[1:3])
+    assert route.fallbacks == tuple(own("ann")[1:3])
 
 
 def test_a_session_goes_where_it_is_held() -> None:
@@ -54,8 +54,8 @@ def test_of_two_who_hold_a_session_who_has_more_is_asked() -> None:
 def test_a_turn_that_was_sent_says_who_holds_its_session() -> None:
     holder = own("ann")[-1]
     routes = router()
-    routes.began(holder, "ann")
-    routes.ended(holder, "ann", 500)
+    routes.on_begin(holder, "ann")
+    routes.on_end(holder, "ann", 500)
     assert routes.choose("ann")[:2] == (holder, "held")
 
 
@@ -115,8 +115,8 @@ def test_what_was_not_stored_yet_cannot_be_fetched() -> None:
     for name in SERVERS:
         routes.report(name, replace(BUSY, fetch_s=1e-6, stored_after_s=10.0))
     for _ in range(3):
-        routes.began(holder, None)
-    routes.ended(holder, "ann", 9000)
+        routes.on_begin(holder, None)
+    routes.on_end(holder, "ann", 9000)
     for now_s[0], server in ((9.0, holder), (10.1, other)):
         assert routes.choose("ann").server == server
 
@@ -127,9 +127,9 @@ def test_turns_that_were_sent_since_a_report_count() -> None:
     for name in SERVERS:
         routes.report(name, BUSY)
     for _ in range(2):
-        routes.began(first, None)
+        routes.on_begin(first, None)
     assert routes.choose("ann")[:2] == (second, "moved")
-    routes.ended(first)
+    routes.on_end(first)
     assert routes.choose("ann")[:2] == (first, "owner")
     routes.report(first, replace(BUSY, num_turns=2))
     assert routes.choose("ann").server == second
@@ -157,7 +157,7 @@ def test_a_turn_of_no_session_goes_where_least_is_under_way() -> None:
 def test_who_is_gone_is_asked_no_more() -> None:
     holder = own("ann")[-1]
     routes = router()
-    routes.began(holder, "ann")
+    routes.on_begin(holder, "ann")
     left = [name for name in SERVERS if name != holder]
     routes.set_servers(left)
     assert routes.choose("ann")[:2] == (own("ann", left)[0], "owner")
@@ -174,7 +174,7 @@ def test_the_longest_unused_session_is_forgotten() -> None:
     routes = router(most_sessions=2)
     strangers = {name: own(name)[-1] for name in ("ann", "bob", "cid")}
     for session, server in strangers.items():
-        routes.began(server, session)
+        routes.on_begin(server, session)
     assert [routes.choose(name).reason for name in strangers] == ["owner", "held", "held"]
 
 
@@ -198,11 +198,11 @@ def test_new_sessions_do_not_pile_up(sessions: list[str], data: st.DataObject) -
         route = routes.choose(name)
         if turns[route.server] >= 4:
             assert all(turns[other] >= turns[route.server] for other in own(name)[:3])
-        routes.began(route.server, name)
+        routes.on_begin(route.server, name)
         turns[route.server] += 1
         if data.draw(st.booleans()):
             done = data.draw(st.sampled_from([name for name in SERVERS if turns[name]]))
-            routes.ended(done)
+            routes.on_end(done)
             turns[done] -= 1
 
 
@@ -241,12 +241,12 @@ class Routing(RuleBasedStateMachine):
     @rule(session=st.none() | st.sampled_from("uvwxyz"))
     def turn(self, session: str | None) -> None:
         route = self.routes.choose(session)
-        assert {route.server, *route.others} <= self.servers
-        assert route.server not in route.others
-        assert len(set(route.others)) == len(route.others)
+        assert {route.server, *route.fallbacks} <= self.servers
+        assert route.server not in route.fallbacks
+        assert len(set(route.fallbacks)) == len(route.fallbacks)
         if self.servers - self.draining:
             assert route.server not in self.draining
-        self.routes.began(route.server, session)
+        self.routes.on_begin(route.server, session)
         if session is not None:
             self.running.append((route.server, session))
             again = self.routes.choose(session)
@@ -256,7 +256,7 @@ class Routing(RuleBasedStateMachine):
     @rule(data=st.data(), tokens=st.integers(0, 9000))
     def ends(self, data: st.DataObject, tokens: int) -> None:
         server, session = self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
-        self.routes.ended(server, session, tokens)
+        self.routes.on_end(server, session, tokens)
 
     @invariant()
     def few_sessions_are_known(self) -> None:

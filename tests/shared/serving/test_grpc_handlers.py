@@ -8,7 +8,7 @@ from shared.serving.grpc_handlers import (
     MAX_METADATA_BYTES,
     CallInterceptor,
     behaviour_of,
-    made_handler,
+    make_handler,
     server_options,
     with_behaviour,
 )
@@ -33,7 +33,7 @@ class Noting(CallInterceptor):
     def __init__(self, answer):
         self.answer, self.methods = answer, []
 
-    def wrapped(self, handler, details):
+    def wrap(self, handler, details):
         self.methods.append(details.method)
         return with_behaviour(handler, self.answer)
 
@@ -55,7 +55,7 @@ def test_a_handler_with_another_method_is_of_the_same_kind(make, takes_stream, g
     assert behaviour_of(other) is second
     assert (other.request_streaming, other.response_streaming) == (takes_stream, gives_stream)
     assert (other.request_deserializer, other.response_serializer) == (str, bytes)
-    made = made_handler(first, None, None, takes_stream=takes_stream, gives_stream=gives_stream)
+    made = make_handler(first, None, None, takes_stream=takes_stream, gives_stream=gives_stream)
     assert (made.request_streaming, made.response_streaming) == (takes_stream, gives_stream)
 
 

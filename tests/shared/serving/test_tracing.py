@@ -10,11 +10,11 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from shared.serving.observing_settings import TracingSettings
 from shared.serving.tracing import (
     TracingUnavailableError,
-    carried,
     child_span,
     enter_request,
+    extract_trace_context,
     outgoing,
-    past_span,
+    record_past_span,
     sampler_of,
     start_tracing,
     trace_id_of,
@@ -71,7 +71,7 @@ def test_spans_keep_the_callers_trace():
         assert trace_id_of(span) == TRACE
         with child_span("inner") as inner:
             assert trace_id_of(inner) == TRACE
-            past_span(inner, "before", 1, 2, {})
+            record_past_span(inner, "before", 1, 2, {})
             return dict(outgoing() or ())
 
     assert in_a_task(request)["traceparent"].split("-")[1] == TRACE
@@ -99,6 +99,6 @@ def test_only_trace_context_is_carried():
         ("authorization", "Bearer x"),
         ("grpc-trace-bin", b"\x00"),
     )
-    assert carried(metadata) == {**PARENT, "tracestate": "a=b"}
-    assert carried((("tracestate", "x" * 513),)) == {}
-    assert carried(None) == {}
+    assert extract_trace_context(metadata) == {**PARENT, "tracestate": "a=b"}
+    assert extract_trace_context((("tracestate", "x" * 513),)) == {}
+    assert extract_trace_context(None) == {}

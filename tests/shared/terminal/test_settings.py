@@ -5,7 +5,7 @@ import json
 import pytest
 import typer
 
-from shared.config.settings import InvalidSettingsError, invalid
+from shared.config.settings import InvalidSettingsError, invalid_settings
 from shared.terminal.settings import listing_problems, print_settings
 
 ROWS = [
@@ -33,7 +33,7 @@ def test_programs_get_values_and_people_get_text(capsys):
 def test_each_problem_is_a_line_on_stderr(capsys):
     """Behind the program's name; the exit code is that of settings that cannot be used."""
     with pytest.raises(typer.Exit) as ended, listing_problems("kvd"):
-        raise invalid(["dram.bytes: no size", "ssd.bytes: no size"])
+        raise invalid_settings(["dram.bytes: no size", "ssd.bytes: no size"])
     assert ended.value.exit_code == InvalidSettingsError.exit_code == 78
     out, err = capsys.readouterr()
     assert err.splitlines() == ["kvd: dram.bytes: no size", "kvd: ssd.bytes: no size"]

@@ -129,13 +129,13 @@ def test_starts_are_counted_over_the_latest():
     """A pause before them is forgotten once so many have come, and nobody starts meanwhile."""
     starts = RecentStarts()
     assert starts.per_s(0) == 0.0
-    starts.note(0)
+    starts.record(0)
     assert starts.per_s(NS_PER_S) == 0.0  # one says nothing
-    starts.note(2 * NS_PER_S)
+    starts.record(2 * NS_PER_S)
     assert starts.per_s(2 * NS_PER_S) == 0.5
     night_ns = 10_000 * NS_PER_S
     for second in range(COUNTED_STARTS):
-        starts.note(night_ns + second * NS_PER_S)
+        starts.record(night_ns + second * NS_PER_S)
     last_ns = night_ns + (COUNTED_STARTS - 1) * NS_PER_S
     assert starts.per_s(last_ns) == 1.0
     assert starts.per_s(2 * last_ns - night_ns) == 0.5
@@ -144,6 +144,6 @@ def test_starts_are_counted_over_the_latest():
 def test_who_starts_at_the_same_moment_says_nothing_yet():
     """No time has passed."""
     starts = RecentStarts()
-    starts.note(5)
-    starts.note(5)
+    starts.record(5)
+    starts.record(5)
     assert starts.per_s(5) == 0.0

@@ -6,8 +6,8 @@ from shared.types.queue_delta import (
     QueuedRequest,
     QueueUpdate,
     RunningRequest,
-    combined,
     running_digest,
+    update_digest,
     waiting_digest,
 )
 from shared.types.queue_feed import FEW_CHANGES, QueueFeed
@@ -22,7 +22,7 @@ def key_of(number: int) -> SessionKey:
 
 def wait(feed: QueueFeed, *numbers: int, tag: float = 0.0) -> None:
     for number in numbers:
-        feed.waits((0, tag, number), key_of(number), 10 * number)
+        feed.on_wait((0, tag, number), key_of(number), 10 * number)
 
 
 def waiting(*numbers: int, tag: float = 0.0) -> list[QueuedRequest]:
@@ -36,7 +36,7 @@ def send(
     feed.check()
     update = feed.next_update(most_requests)
     if update is not None:
-        feed.acknowledged(update.sequence, send_full=send_full)
+        feed.on_acknowledge(update.sequence, send_full=send_full)
     feed.check()
     return update
 
@@ -62,8 +62,8 @@ def test_then_what_has_changed():
     first = send(feed)
     assert news(first) == (waiting(1, 2, 3, 4), [], [])
     wait(feed, 5)
-    feed.runs(1, key_of(1))
-    feed.left(2)
+    feed.on_run(1, key_of(1))
+    feed.on_leave(2)
     wait(feed, 3, tag=7.0)
     second = send(feed)
     assert (second.base_sequence, second.sequence) == (first.sequence, first.sequence + 1)
@@ -77,22 +77,22 @@ def test_what_comes_and_goes_between_two_updates_is_never_told():
     wait(feed, 1)
     send(feed)
     wait(feed, 2)
-    feed.runs(1, key_of(1))
-    feed.left(2)
-    feed.left(77)
+    feed.on_run(1, key_of(1))
+    feed.on_leave(2)
+    feed.on_leave(77)
     wait(feed, 1)
     assert send(feed) is None
 
 
-def test_changes_while_an_update_is_on_its_way_go_with_the_next():
+def test_changes_while_an_update_is_in_flight_go_with_the_next():
     """One is on its way at most; the newest state wins."""
     feed = QueueFeed()
     wait(feed, 1)
     update = feed.next_update(MANY)
-    feed.runs(1, key_of(1))
+    feed.on_run(1, key_of(1))
     with pytest.raises(AssertionError, match="one update at a time"):
         feed.next_update(MANY)
-    feed.acknowledged(update.sequence, send_full=False)
+    feed.on_acknowledge(update.sequence, send_full=False)
     assert news(send(feed)) == ([], [RunningRequest(1, key_of(1))], [])
 
 
@@ -108,7 +108,7 @@ def test_all_is_told_again(how):
         if how == "restarted":
             feed.restart()
         else:
-            feed.acknowledged(update.sequence + 5, send_full=False)
+            feed.on_acknowledge(update.sequence + 5, send_full=False)
     again = send(feed)
     assert (again.base_sequence, news(again)) == (0, (waiting(1), [], []))
 
@@ -117,16 +117,16 @@ def test_the_digest_is_that_of_what_is_told():
     """A sum over the jobs of the head, those that run first."""
     feed = QueueFeed()
     wait(feed, 1, 2, 3)
-    feed.runs(9, key_of(9))
+    feed.on_run(9, key_of(9))
     digests = [
         running_digest(9, key_of(9)),
         waiting_digest((0, 0.0, 1), key_of(1)),
         waiting_digest((0, 0.0, 2), key_of(2)),
     ]
-    assert send(feed, 3).digest == combined(0, added=sum(digests))
-    feed.left(1)
+    assert send(feed, 3).digest == update_digest(0, added=sum(digests))
+    feed.on_leave(1)
     digests[1] = waiting_digest((0, 0.0, 3), key_of(3))
-    assert send(feed, 3).digest == combined(0, added=sum(digests))
+    assert send(feed, 3).digest == update_digest(0, added=sum(digests))
 
 
 def test_of_a_long_queue_the_head_is_told():
@@ -134,11 +134,11 @@ def test_of_a_long_queue_the_head_is_told():
     feed = QueueFeed()
     wait(feed, *range(10, 20))
     assert news(send(feed, 3)) == (waiting(10, 11, 12), [], [])
-    feed.left(11)
-    feed.left(18)
+    feed.on_leave(11)
+    feed.on_leave(18)
     assert news(send(feed, 3)) == (waiting(13), [], [11])
     wait(feed, 5)
-    feed.runs(10, key_of(10))
+    feed.on_run(10, key_of(10))
     assert news(send(feed, 3)) == (waiting(5), [RunningRequest(10, key_of(10))], [13])
     assert news(send(feed, 5)) == (waiting(13, 14), [], [])
     assert news(send(feed, 4)) == ([], [], [14])
@@ -150,7 +150,7 @@ def test_changes_behind_the_head_are_not_told():
     wait(feed, *range(10))
     send(feed, 3)
     wait(feed, 20, 21)
-    feed.left(8)
+    feed.on_leave(8)
     assert send(feed, 3) is None
 
 
@@ -164,9 +164,9 @@ def test_a_side_that_does_not_listen_costs_no_memory():
     update = feed.next_update(MANY)
     for number in range(2, 2 * FEW_CHANGES):
         wait(feed, number)
-        feed.left(number)
+        feed.on_leave(number)
         assert len(feed._changed) <= FEW_CHANGES + 1
-    feed.acknowledged(update.sequence, send_full=False)
+    feed.on_acknowledge(update.sequence, send_full=False)
     assert news(send(feed)) == (waiting(1), [], [])
     assert feed._base
 
@@ -176,9 +176,9 @@ def test_who_listens_hears_of_every_change():
     feed, heard = QueueFeed(), []
     feed.on_change = lambda: heard.append(len(feed))
     wait(feed, 1, 2)
-    feed.runs(1, key_of(1))
-    feed.left(1)
-    feed.left(1)
+    feed.on_run(1, key_of(1))
+    feed.on_leave(1)
+    feed.on_leave(1)
     assert heard == [1, 2, 2, 1]
 
 

@@ -52,7 +52,7 @@ def told(queue):
     update = queue._feed.next_update(100)
     if update is None:
         return [], []
-    queue._feed.acknowledged(update.sequence, send_full=False)
+    queue._feed.on_acknowledge(update.sequence, send_full=False)
     return sorted(update.change.waiting), list(update.change.left)
 
 
@@ -228,7 +228,7 @@ def test_the_feed_is_told_who_waits_and_who_runs():
 
     def news():
         change = feed.next_update(10).change
-        feed.acknowledged(feed._sequence, send_full=False)
+        feed.on_acknowledge(feed._sequence, send_full=False)
         return change.waiting, change.running, change.left
 
     queue.add(one)

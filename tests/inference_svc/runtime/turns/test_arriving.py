@@ -41,7 +41,7 @@ def told(service):
     update = feed.next_update(100)
     if update is None:
         return [], [], []
-    feed.acknowledged(update.sequence, send_full=False)
+    feed.on_acknowledge(update.sequence, send_full=False)
     return list(update.change.waiting), list(update.change.running), list(update.change.left)
 
 

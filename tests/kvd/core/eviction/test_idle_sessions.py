@@ -31,7 +31,7 @@ def all_sessions(idle: IdleSessions) -> SessionClass:
 def returns(idle: IdleSessions, num_times: int, gap_ns: int = 1) -> None:
     """One session returns so often, after so long each time."""
     for number in range(num_times):
-        idle.idle(A, number)
+        idle.on_idle(A, number)
         idle.on_submit(A, number + gap_ns)
 
 
@@ -41,7 +41,7 @@ def test_turns_are_counted_from_the_first_one_on():
     for _ in range(2):
         idle.on_submit(A, 0)
     for num_turns in range(2, len(TURN_GROUPS) + 2):
-        idle.idle(A, 0)
+        idle.on_idle(A, 0)
         group = (*TURN_GROUPS, MANY_TURNS, MANY_TURNS)[num_turns]
         assert class_of(idle) is idle._hazards.class_of((group, 0, 0))
         idle.on_submit(A, 0)
@@ -53,9 +53,9 @@ def test_turns_are_counted_from_the_first_one_on():
 def test_sessions_are_of_a_class_by_how_long_they_were_idle(gap_s, group):
     """In steps of two octaves of seconds."""
     idle = IdleSessions()
-    idle.idle(A, 5)
+    idle.on_idle(A, 5)
     idle.on_submit(A, 5 + gap_s * NS_PER_S)
-    idle.idle(A, 5 + gap_s * NS_PER_S)
+    idle.on_idle(A, 5 + gap_s * NS_PER_S)
     assert class_of(idle) is idle._hazards.class_of((1, 0, group))
 
 
@@ -71,7 +71,7 @@ def test_a_session_that_waits_for_a_tool_is_of_the_tool_s_class_until_it_returns
     """Whether it was idle before that is known or after, and whatever is stored meanwhile."""
     idle = IdleSessions()
     of_read = idle._tools.class_of(A.tenant, ["read"])
-    idle.idle(A, 0)
+    idle.on_idle(A, 0)
     idle.on_await(A, ["read"])
     assert idle.awaits(A)
     assert class_of(idle) is of_read
@@ -81,11 +81,11 @@ def test_a_session_that_waits_for_a_tool_is_of_the_tool_s_class_until_it_returns
     assert not idle.awaits(A)
     assert (of_read.seen[:4], of_read.returned[:4]) == ([1, 1, 1, 0], [0, 0, 1, 0])
     assert sum(all_sessions(idle).seen) == 0, "it is no evidence of sessions that call none"
-    idle.idle(A, EDGES_NS[3])
+    idle.on_idle(A, EDGES_NS[3])
     assert class_of(idle) is idle._hazards.class_of((1, 7, 0))
     idle.on_submit(A, EDGES_NS[3])
     idle.on_await(A, ["read"])
-    idle.idle(A, EDGES_NS[4])
+    idle.on_idle(A, EDGES_NS[4])
     assert class_of(idle) is of_read
     idle.on_await(A, [])
     assert not idle.awaits(A)
@@ -96,18 +96,18 @@ def test_a_session_that_waits_for_a_tool_is_of_the_tool_s_class_until_it_returns
 def test_a_return_is_counted_where_it_happens():
     """It was seen through all buckets before, and returned in that one; a busy one is not seen."""
     idle = IdleSessions()
-    idle.idle(A, 0)
+    idle.on_idle(A, 0)
     idle.on_submit(A, EDGES_NS[3])
     root = all_sessions(idle)
     assert root.seen[:5] == [1, 1, 1, 1, 0]
     assert root.returned[:5] == [0, 0, 0, 1, 0]
     idle.on_submit(A, EDGES_NS[9])
     assert sum(root.seen) == 4, "it was not idle"
-    idle.idle(A, EDGES_NS[9])
-    idle.busy([A])
+    idle.on_idle(A, EDGES_NS[9])
+    idle.on_busy([A])
     idle.on_submit(A, 2 * EDGES_NS[9])
     assert sum(root.seen) == 4
-    idle.busy([B])
+    idle.on_busy([B])
     assert not idle.rate(B)
 
 
@@ -115,7 +115,7 @@ def test_a_return_is_counted_where_it_happens():
 def test_who_returns_after_the_last_bucket_does_not_return(late_ns, num_returned):
     """The last bucket's end is no part of it."""
     idle = IdleSessions()
-    idle.idle(A, 0)
+    idle.on_idle(A, 0)
     idle.on_submit(A, EDGES_NS[-1] + late_ns)
     root = all_sessions(idle)
     assert sum(root.returned) == num_returned
@@ -125,11 +125,11 @@ def test_who_returns_after_the_last_bucket_does_not_return(late_ns, num_returned
 def test_a_session_that_nobody_asks_for_ages_to_the_end():
     """Through each bucket once, at its edge, and then no more."""
     idle = IdleSessions()
-    idle.idle(A, 7)
+    idle.on_idle(A, 7)
     for number, (_, edge_ns) in enumerate(pairwise(EDGES_NS), 1):
-        assert not list(idle.aged(7 + edge_ns - 1))
-        assert list(idle.aged(7 + edge_ns)) == [A]
-        assert not list(idle.aged(7 + edge_ns))
+        assert not list(idle.pop_aged(7 + edge_ns - 1))
+        assert list(idle.pop_aged(7 + edge_ns)) == [A]
+        assert not list(idle.pop_aged(7 + edge_ns))
         assert sum(all_sessions(idle).seen) == number
     assert not len(idle._ageing)
     assert not sum(all_sessions(idle).returned)
@@ -138,37 +138,37 @@ def test_a_session_that_nobody_asks_for_ages_to_the_end():
 def test_a_session_in_use_does_not_age():
     """When it is idle again, it ages from then on."""
     idle = IdleSessions()
-    idle.idle(A, 0)
-    idle.busy([A])
-    assert not list(idle.aged(EDGES_NS[2]))
-    idle.idle(A, EDGES_NS[2])
-    assert not list(idle.aged(EDGES_NS[2] + EDGES_NS[1] - 1))
-    assert list(idle.aged(EDGES_NS[2] + EDGES_NS[1])) == [A]
+    idle.on_idle(A, 0)
+    idle.on_busy([A])
+    assert not list(idle.pop_aged(EDGES_NS[2]))
+    idle.on_idle(A, EDGES_NS[2])
+    assert not list(idle.pop_aged(EDGES_NS[2] + EDGES_NS[1] - 1))
+    assert list(idle.pop_aged(EDGES_NS[2] + EDGES_NS[1])) == [A]
 
 
 def test_so_many_sessions_age_in_one_look():
     """The others do in the next one."""
     idle = IdleSessions()
     for number in range(MOST_AGED + 1):
-        idle.idle(key_of(str(number)), 0)
-    assert [len(list(idle.aged(EDGES_NS[1]))) for _ in range(3)] == [MOST_AGED, 1, 0]
+        idle.on_idle(key_of(str(number)), 0)
+    assert [len(list(idle.pop_aged(EDGES_NS[1]))) for _ in range(3)] == [MOST_AGED, 1, 0]
 
 
 def test_there_is_news_when_a_share_of_all_that_was_seen_is_new():
     """At least so much; what was learned is news no more."""
     idle = IdleSessions()
     returns(idle, LEAST_NEW - 1)
-    assert not idle.has_learned()
+    assert not idle.learn_if_due()
     returns(idle, 1)
-    assert idle.has_learned()
-    assert not idle.has_learned()
+    assert idle.learn_if_due()
+    assert not idle.learn_if_due()
     num_seen = 100 * round(1 / LEARNED_SHARE)
     returns(idle, num_seen - LEAST_NEW)
-    assert idle.has_learned()
+    assert idle.learn_if_due()
     returns(idle, 103)
-    assert not idle.has_learned(), f"{LEARNED_SHARE} of {num_seen + 103} are more"
+    assert not idle.learn_if_due(), f"{LEARNED_SHARE} of {num_seen + 103} are more"
     returns(idle, 1)
-    assert idle.has_learned()
+    assert idle.learn_if_due()
 
 
 def test_there_is_news_after_so_much_whatever_was_seen_before():
@@ -176,9 +176,9 @@ def test_there_is_news_after_so_much_whatever_was_seen_before():
     idle = IdleSessions()
     idle._num_seen = idle._num_learned = 10 * round(MOST_NEW / LEARNED_SHARE)
     returns(idle, MOST_NEW - 1)
-    assert not idle.has_learned()
+    assert not idle.learn_if_due()
     returns(idle, 1)
-    assert idle.has_learned()
+    assert idle.learn_if_due()
 
 
 def test_a_rate_is_known_of_idle_sessions_that_are_of_a_class():
@@ -186,13 +186,13 @@ def test_a_rate_is_known_of_idle_sessions_that_are_of_a_class():
     idle = IdleSessions()
     assert not idle.rate(A)
     returns(idle, LEAST_NEW)
-    idle.idle(A, 0)
-    assert idle.has_learned()
+    idle.on_idle(A, 0)
+    assert idle.learn_if_due()
     first = idle.rate(A)
     assert first > 0
-    list(idle.aged(EDGES_NS[1]))
+    list(idle.pop_aged(EDGES_NS[1]))
     later = idle.rate(A)
     assert later != first
     assert later == idle._hazards.rates(class_of(idle))[1]
-    idle.busy([A])
+    idle.on_busy([A])
     assert not idle.rate(A)

@@ -194,7 +194,7 @@ def test_clean_bytes_are_offered_while_there_is_anything_in_dram():
     sessions = Sessions("lru")
     sessions.use("a")
     key = key_of("a")
-    sessions.policy.offered(key)
+    sessions.policy.start_offering(key)
     sessions.policy.on_evict(key, Tier.SSD)
     assert sessions.policy.offers(key)
     sessions.policy.on_evict(key, Tier.DRAM)

@@ -127,7 +127,7 @@ def test_a_superseded_session_goes_first_until_it_is_used():
     sessions.policy.on_supersede(key_of("x"))
     assert sessions.victims() == "xy"
     sessions.wait(1000)
-    assert not sum(sessions.policy._idle._tools._called(("t", "shell")).seen)
+    assert not sum(sessions.policy._idle._tools._count_call(("t", "shell")).seen)
     sessions.turn("x")
     assert sessions.victims() == "yx"
 

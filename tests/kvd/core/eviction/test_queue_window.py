@@ -11,8 +11,8 @@ from shared.types.queue_delta import (
     QueueChange,
     QueuedRequest,
     RunningRequest,
-    combined,
     running_digest,
+    update_digest,
     waiting_digest,
 )
 from shared.types.session_key import SessionKey
@@ -110,7 +110,7 @@ def test_the_digest_is_the_sum_over_the_requests():
     steps.change(1, *map(request, range(20)), left=range(20, 30))
     assert steps.change(1, running=running) == digest
     parts = [waiting_digest(request(n).rank, key_of(n)) for n in range(20)]
-    assert digest == combined(running_digest(77, key_of("r")), added=sum(parts))
+    assert digest == update_digest(running_digest(77, key_of("r")), added=sum(parts))
     assert whole.replace(1) == 0
 
 

@@ -146,10 +146,10 @@ def test_who_waits_is_to_be_read_until_it_is_settled_or_leaves(placement):
 
 def test_a_running_session_is_released_once_its_engine_has_its_kv(placement):
     """Not as soon as it runs: its load may just begin; and only as long as it runs."""
-    placement.loaded(A)
+    placement.on_load(A)
     placement.change_queue(ENGINE, QueueChange(running=[RunningRequest(0, A)]), 0)
     assert not placement.is_released(A), "what was loaded before was for something else"
-    placement.loaded(A)
+    placement.on_load(A)
     assert placement.is_released(A)
     placement.change_queue(ENGINE, QueueChange(left=[0]), 1)
     assert not placement.is_released(A)
@@ -158,7 +158,7 @@ def test_a_running_session_is_released_once_its_engine_has_its_kv(placement):
 def test_what_is_loaded_before_the_start_is_reported_counts(placement):
     """Changes of the queue come a little later than what they report."""
     placement.change_queue(ENGINE, QueueChange(waiting(A)), 0)
-    placement.loaded(A)
+    placement.on_load(A)
     assert not placement.is_released(A)
     placement.change_queue(ENGINE, QueueChange(running=[RunningRequest(0, A)]), 1)
     assert placement.is_released(A)
@@ -169,11 +169,11 @@ def test_the_next_turn_of_a_session_has_to_be_loaded_anew(placement):
     placement.change_queue(
         ENGINE, QueueChange(waiting(A, first_number=1), [RunningRequest(0, A)]), 0
     )
-    placement.loaded(A)
+    placement.on_load(A)
     placement.change_queue(ENGINE, QueueChange(left=[0]), 1)
     placement.change_queue(ENGINE, QueueChange(running=[RunningRequest(1, A)]), 2)
     assert not placement.is_released(A)
-    placement.loaded(A)
+    placement.on_load(A)
     placement.change_queue(ENGINE, QueueChange(waiting(A, first_number=2), left=[1]), 3)
     placement.change_queue(ENGINE, QueueChange(running=[RunningRequest(2, A)]), 4)
     assert not placement.is_released(A)
@@ -182,7 +182,7 @@ def test_the_next_turn_of_a_session_has_to_be_loaded_anew(placement):
 def test_a_queue_reported_in_full_releases_only_the_turn_that_was_loaded(placement):
     """The same turn stays released, another turn of the session is not."""
     placement.replace_queue(ENGINE, QueueChange(running=[RunningRequest(0, A)]), 0)
-    placement.loaded(A)
+    placement.on_load(A)
     placement.replace_queue(ENGINE, QueueChange(running=[RunningRequest(0, A)]), 1)
     assert placement.is_released(A)
     placement.replace_queue(ENGINE, QueueChange(running=[RunningRequest(1, A)]), 2)

@@ -28,10 +28,10 @@ def test_a_session_keeps_its_place_however_often_it_changes():
     """Its row is handed out once, as it is then, where its first change was."""
     session = Session(A, 7)
     line = IndexLine({A: session})
-    line.session_changed(A)
+    line.put_session(A)
     line.add(_block(1))
     session.pin = Pin.HARD
-    line.session_changed(A)
+    line.put_session(A)
     taken = line.take()
     assert _kinds(taken) == ["PutSession", "PutBlock"]
     assert taken[0].session.pin is Pin.HARD
@@ -41,9 +41,9 @@ def test_a_session_keeps_its_place_however_often_it_changes():
 def test_a_session_may_ask_for_a_place_behind_blocks():
     """What names new blocks in place of old ones comes after their rows, and before what waits."""
     line = IndexLine({A: Session(A, 7)})
-    line.session_changed(A)
+    line.put_session(A)
     line.add(_block(1))
-    line.session_changed(A, behind_blocks=True)
+    line.put_session(A, behind_blocks=True)
     line.add(CommitIndex(9))
     assert _kinds(line.take()) == ["PutBlock", "PutSession", "CommitIndex"]
 
@@ -52,8 +52,8 @@ def test_a_use_is_written_behind_everything_else_and_by_its_time_alone():
     """Unless the session's row is written anyhow, which has the time, too."""
     line = IndexLine({key: Session(key, 7) for key in KEYS})
     for key in (A, A, B):
-        line.session_used(key)
-    line.session_changed(B)
+        line.put_use(key)
+    line.put_session(B)
     line.add(DropBlock(1, b"k" * 16))
     assert (len(line), line.num_uses) == (2, 2)
     taken = line.take()
@@ -65,21 +65,21 @@ def test_a_use_is_written_behind_everything_else_and_by_its_time_alone():
 def test_a_session_that_is_gone_is_removed_if_the_index_may_have_it(is_indexed):
     """One that came and went while the index took nothing leaves nothing behind."""
     line = IndexLine({})
-    line.session_changed(A)
-    line.session_used(A)
-    line.session_gone(A, is_indexed=is_indexed)
+    line.put_session(A)
+    line.put_use(A)
+    line.drop_session(A, is_indexed=is_indexed)
     assert line.take() == ([DropSession(A)] if is_indexed else [])
 
 
 def test_a_session_that_comes_back_is_still_removed_when_it_goes_again():
     """The index has the row of the first one, whatever became of the second."""
     line = IndexLine({})
-    line.session_gone(A, is_indexed=True)
-    line.session_changed(A)
-    line.session_gone(A, is_indexed=False)
+    line.drop_session(A, is_indexed=True)
+    line.put_session(A)
+    line.drop_session(A, is_indexed=False)
     assert line.take() == [DropSession(A)]
-    line.session_changed(A)
-    line.session_gone(A, is_indexed=False)
+    line.put_session(A)
+    line.drop_session(A, is_indexed=False)
     assert line.take() == []
 
 
@@ -95,7 +95,7 @@ def test_what_is_handed_out_is_bounded_into_bytes():
     assert (len(line), line.num_blocks) == (0, 0)
 
     for key in KEYS:
-        line.session_used(key)
+        line.put_use(key)
     assert line.take(2 * ENTRY_BYTES) == [PutUse(A, 7), PutUse(B, 7)]
     assert line.num_uses == 1
 

@@ -57,11 +57,11 @@ def test_memory_is_bounded():
 def test_room_is_told_of_once_to_who_asked():
     """Nobody is woken who was not answered "wait"."""
     outbox = Outbox({})
-    outbox.space_freed()
+    outbox.on_space_freed()
     assert outbox.drain() == []
-    outbox.want_wake()
+    outbox.request_wake()
     for _ in range(2):
-        outbox.space_freed()
+        outbox.on_space_freed()
     assert outbox.drain() == [SpaceFreed()]
 
 

@@ -21,19 +21,19 @@ def _waiting(key: SessionKey, number: int, history_tokens: int = 0) -> QueueChan
 
 def _turn(log: TurnLog, key: SessionKey, prompt: int, size: int, now_ns: int) -> None:
     """A turn of an engine that tells no queue."""
-    log.requested(key, prompt, now_ns, is_running=False)
-    log.stored(key, size, now_ns + 5)
+    log.on_request(key, prompt, now_ns, is_running=False)
+    log.on_store(key, size, now_ns + 5)
 
 
 def test_turns_of_an_engine_without_a_queue() -> None:
     """A load after the stores of a turn begins the next; its history is what was stored."""
     log = TurnLog(10)
     _turn(log, A, 20, 50, 100)
-    log.requested(A, 70, 200, is_running=False)
-    log.loaded(A, Tier.DRAM, 30)
-    log.loaded(A, Tier.SSD, 16)
-    log.stored(A, 80, 210)
-    log.stored(A, 90, 220)
+    log.on_request(A, 70, 200, is_running=False)
+    log.on_load(A, Tier.DRAM, 30)
+    log.on_load(A, Tier.SSD, 16)
+    log.on_store(A, 80, 210)
+    log.on_store(A, 90, 220)
     first, second = log
     assert first == RecordedTurn(1, 1, 100, 100, 105, 0, 0, 0, 50, is_asked=True)
     assert second == RecordedTurn(1, 2, 200, 200, 220, 50, 30, 16, 90, is_asked=True)
@@ -43,10 +43,10 @@ def test_turns_of_an_engine_without_a_queue() -> None:
 def test_a_turn_begins_when_its_request_runs() -> None:
     """It arrived when its request came to wait, and the queue knows how long the history is."""
     log = TurnLog(10)
-    log.queue_changed(ENGINE, _waiting(A, 1, 33), 100)
-    log.queue_changed(ENGINE, QueueChange(running=[RunningRequest(1, A)]), 150)
-    log.requested(A, 40, 160, is_running=True)
-    log.stored(A, 60, 170)
+    log.on_queue_change(ENGINE, _waiting(A, 1, 33), 100)
+    log.on_queue_change(ENGINE, QueueChange(running=[RunningRequest(1, A)]), 150)
+    log.on_request(A, 40, 160, is_running=True)
+    log.on_store(A, 60, 170)
     assert list(log) == [RecordedTurn(1, 1, 100, 150, 170, 33, 0, 0, 60, is_asked=True)]
 
 
@@ -54,10 +54,10 @@ def test_a_load_before_its_request_is_reported_to_run() -> None:
     """The request takes over the turn that the load has begun, whatever the order of the two."""
     log = TurnLog(10)
     _turn(log, A, 20, 50, 10)
-    log.queue_changed(ENGINE, _waiting(A, 1, 50), 100)
-    log.requested(A, 60, 140, is_running=False)
-    log.queue_changed(ENGINE, QueueChange(running=[RunningRequest(1, A)]), 150)
-    log.stored(A, 80, 170)
+    log.on_queue_change(ENGINE, _waiting(A, 1, 50), 100)
+    log.on_request(A, 60, 140, is_running=False)
+    log.on_queue_change(ENGINE, QueueChange(running=[RunningRequest(1, A)]), 150)
+    log.on_store(A, 80, 170)
     _, turn = log
     assert (turn.turn, turn.arrived_ns, turn.wanted_tokens) == (2, 100, 50)
 
@@ -66,13 +66,13 @@ def test_a_preempted_turn_is_one_turn() -> None:
     """It waits, runs and loads again under the same number."""
     log = TurnLog(10)
     running = QueueChange(running=[RunningRequest(1, A)])
-    log.queue_changed(ENGINE, running, 10)
-    log.requested(A, 20, 10, is_running=True)
-    log.stored(A, 30, 20)
-    log.queue_changed(ENGINE, _waiting(A, 1), 30)
-    log.queue_changed(ENGINE, running, 40)
-    log.requested(A, 30, 40, is_running=True)
-    log.stored(A, 50, 60)
+    log.on_queue_change(ENGINE, running, 10)
+    log.on_request(A, 20, 10, is_running=True)
+    log.on_store(A, 30, 20)
+    log.on_queue_change(ENGINE, _waiting(A, 1), 30)
+    log.on_queue_change(ENGINE, running, 40)
+    log.on_request(A, 30, 40, is_running=True)
+    log.on_store(A, 50, 60)
     (turn,) = log
     assert (turn.started_ns, turn.ended_ns, turn.stored_tokens) == (10, 60, 50)
 
@@ -80,13 +80,13 @@ def test_a_preempted_turn_is_one_turn() -> None:
 def test_a_turn_that_the_queue_reports_late() -> None:
     """It wants more than the turn before has computed, which the queue says still runs."""
     log = TurnLog(10)
-    log.queue_changed(ENGINE, QueueChange(running=[RunningRequest(1, A)]), 10)
-    log.requested(A, 20, 10, is_running=True)
-    log.stored(A, 30, 20)
-    log.requested(A, 36, 40, is_running=True)
-    log.stored(A, 45, 50)
-    log.queue_changed(ENGINE, QueueChange(running=[RunningRequest(2, A)], left=[1]), 55)
-    log.stored(A, 50, 60)
+    log.on_queue_change(ENGINE, QueueChange(running=[RunningRequest(1, A)]), 10)
+    log.on_request(A, 20, 10, is_running=True)
+    log.on_store(A, 30, 20)
+    log.on_request(A, 36, 40, is_running=True)
+    log.on_store(A, 45, 50)
+    log.on_queue_change(ENGINE, QueueChange(running=[RunningRequest(2, A)], left=[1]), 55)
+    log.on_store(A, 50, 60)
     assert [(turn.started_ns, turn.ended_ns, turn.stored_tokens) for turn in log] == [
         (10, 20, 30),
         (40, 60, 50),
@@ -97,33 +97,33 @@ def test_a_full_queue_keeps_known_arrivals() -> None:
     """A snapshot that repeats a request does not make it arrive anew; one that it omits is gone."""
     log = TurnLog(10)
     for number, now_ns in ((1, 10), (2, 11)):
-        log.queue_changed(ENGINE, _waiting((A, B)[number - 1], number), now_ns)
-    log.queue_replaced(ENGINE, _waiting(A, 1), 50)
+        log.on_queue_change(ENGINE, _waiting((A, B)[number - 1], number), now_ns)
+    log.on_queue_replace(ENGINE, _waiting(A, 1), 50)
     for key, number in ((A, 1), (B, 2)):
-        log.queue_changed(ENGINE, QueueChange(running=[RunningRequest(number, key)]), 60)
-        log.requested(key, 5, 60, is_running=True)
+        log.on_queue_change(ENGINE, QueueChange(running=[RunningRequest(number, key)]), 60)
+        log.on_request(key, 5, 60, is_running=True)
     assert [turn.arrived_ns for turn in log] == [10, 60]
 
 
 def test_a_queue_is_forgotten_with_its_engine() -> None:
     """Another engine's request of the same number is another request."""
     log = TurnLog(10)
-    log.queue_changed(ENGINE, _waiting(A, 1), 10)
-    log.engine_gone(ENGINE)
-    log.queue_changed(ENGINE, QueueChange(running=[RunningRequest(1, A)]), 60)
-    log.requested(A, 5, 60, is_running=True)
-    log.queue_changed(ENGINE + 1, QueueChange(running=[RunningRequest(1, A)]), 70)
-    log.stored(A, 9, 80)
+    log.on_queue_change(ENGINE, _waiting(A, 1), 10)
+    log.on_engine_gone(ENGINE)
+    log.on_queue_change(ENGINE, QueueChange(running=[RunningRequest(1, A)]), 60)
+    log.on_request(A, 5, 60, is_running=True)
+    log.on_queue_change(ENGINE + 1, QueueChange(running=[RunningRequest(1, A)]), 70)
+    log.on_store(A, 9, 80)
     assert [(turn.arrived_ns, turn.started_ns) for turn in log] == [(60, 60), (70, 70)]
 
 
 def test_a_session_in_the_engines_memory_asks_for_nothing() -> None:
     """Its turn is known by its request and its stores."""
     log = TurnLog(10)
-    log.queue_changed(ENGINE, QueueChange(running=[RunningRequest(0, A)]), 10)
+    log.on_queue_change(ENGINE, QueueChange(running=[RunningRequest(0, A)]), 10)
     _turn(log, A, 20, 50, 10)
-    log.queue_changed(ENGINE, QueueChange(running=[RunningRequest(1, A)], left=[0]), 60)
-    log.stored(A, 80, 90)
+    log.on_queue_change(ENGINE, QueueChange(running=[RunningRequest(1, A)], left=[0]), 60)
+    log.on_store(A, 80, 90)
     _, turn = log
     assert turn == RecordedTurn(1, 2, 60, 60, 90, 50, 0, 0, 80, is_asked=False)
 
@@ -132,11 +132,11 @@ def test_a_session_in_the_engines_memory_asks_for_nothing() -> None:
 def test_the_newest_report_says_how_long_the_history_is(is_full: bool) -> None:
     """A turn arrives, and drops some of it before it waits; it arrived when it arrived."""
     log = TurnLog(4)
-    log.queue_changed(ENGINE, _waiting(A, 1, 90), 10)
-    take = log.queue_replaced if is_full else log.queue_changed
+    log.on_queue_change(ENGINE, _waiting(A, 1, 90), 10)
+    take = log.on_queue_replace if is_full else log.on_queue_change
     take(ENGINE, _waiting(A, 1, 40), 20)
-    log.queue_changed(ENGINE, QueueChange(running=[RunningRequest(1, A)]), 30)
-    log.requested(A, 100, 31, is_running=True)
+    log.on_queue_change(ENGINE, QueueChange(running=[RunningRequest(1, A)]), 30)
+    log.on_request(A, 100, 31, is_running=True)
     (turn,) = log
     assert (turn.arrived_ns, turn.wanted_tokens) == (10, 40)
 
@@ -145,7 +145,7 @@ def test_a_discard_shortens_the_history() -> None:
     """What a session has left is what its next turn wants, and never more than it asks for."""
     log = TurnLog(10)
     _turn(log, A, 20, 50, 10)
-    log.discarded(A, 25)
+    log.on_discard(A, 25)
     _turn(log, A, 40, 60, 20)
     _turn(log, A, 45, 80, 30)
     assert [turn.wanted_tokens for turn in log] == [0, 25, 45]
@@ -156,17 +156,17 @@ def test_an_end_is_remembered() -> None:
     log = TurnLog(10)
     _turn(log, A, 20, 50, 10)
     _turn(log, A, 60, 70, 20)
-    log.ended(A)
-    log.ended(B)
+    log.on_end(A)
+    log.on_end(B)
     assert [turn.is_ended for turn in log] == [False, True]
 
 
 def test_what_waits_only_is_not_recorded() -> None:
     """A request that is withdrawn, or runs without asking or storing, leaves no turn behind."""
     log = TurnLog(10)
-    log.queue_changed(ENGINE, _waiting(A, 1), 10)
-    log.queue_changed(ENGINE, QueueChange(left=[1]), 20)
-    log.queue_changed(ENGINE, QueueChange(running=[RunningRequest(2, B)]), 20)
+    log.on_queue_change(ENGINE, _waiting(A, 1), 10)
+    log.on_queue_change(ENGINE, QueueChange(left=[1]), 20)
+    log.on_queue_change(ENGINE, QueueChange(running=[RunningRequest(2, B)]), 20)
     assert not list(log)
 
 
@@ -197,16 +197,16 @@ def test_every_order_of_two_sessions_keeps_the_bounds() -> None:
             number = now_ns // 2
             match call:
                 case "a":
-                    log.requested(key, 10, now_ns, is_running=False)
+                    log.on_request(key, 10, now_ns, is_running=False)
                 case "s":
-                    log.stored(key, 12, now_ns)
+                    log.on_store(key, 12, now_ns)
                 case "Q":
-                    log.queue_replaced(ENGINE, _waiting(key, number, 5), now_ns)
+                    log.on_queue_replace(ENGINE, _waiting(key, number, 5), now_ns)
                 case "q":
                     change = QueueChange(running=[RunningRequest(number, key)], left=[number + 1])
-                    log.queue_changed(ENGINE, change, now_ns)
+                    log.on_queue_change(ENGINE, change, now_ns)
                 case _:
-                    log.engine_gone(ENGINE)
+                    log.on_engine_gone(ENGINE)
             log.check()
         for turn in log:
             assert turn.arrived_ns <= turn.started_ns <= turn.ended_ns
