@@ -189,7 +189,7 @@ class LayoutOpener:
         """
         rows = self._manifest.rows(layout)
         extents, block_tokens = np.asarray(rows.extents), np.asarray(rows.block_tokens)
-        lacking = volume.lacks(extents, self.num_extents(volume.shape))
+        lacking = volume.find_missing(extents, self.num_extents(volume.shape))
         num_lost = int(lacking.sum())
         if not num_lost:
             return rows

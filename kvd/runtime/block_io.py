@@ -182,7 +182,7 @@ class BlockReader:
         """Begin to read a block into its slot; returns at once."""
         op_id, began_s = action.op_id, time.monotonic()
         self._loads.begin(op_id)
-        read = self._volume.reading(
+        read = self._volume.plan_read(
             action.extent,
             action.key,
             action.num_tokens,
@@ -209,7 +209,7 @@ class BlockReader:
 
     def verify(self, action: VerifyExtent) -> None:
         """Begin to read a block only to see that it is good; returns at once."""
-        read = self._volume.reading(
+        read = self._volume.plan_read(
             action.extent, action.key, action.num_tokens, None, layered=False
         )
 

@@ -98,7 +98,7 @@ def test_large_blocks_move_in_groups(disk):
     volume = disk.made[-1]
 
     def num_groups(block, slot, *, layered):
-        return len(volume.reading(0, block.key, block.num_tokens, slot, layered=layered).groups)
+        return len(volume.plan_read(0, block.key, block.num_tokens, slot, layered=layered).groups)
 
     slot = new_slot(layout)
     assert [num_groups(full, slot, layered=layered) for layered in (True, False)] == [12, 1]
