@@ -318,7 +318,7 @@ class Daemon:
             if left_s <= 0:
                 log.warning("drain_deadline_passed", layouts=len(busy))
                 return
-            await busy[0].changed(min(left_s, DRAIN_POLL_S))
+            await busy[0].wait_for_change(min(left_s, DRAIN_POLL_S))
 
     async def _close(self, caches: Caches) -> None:
         await caches.close(keep_dram=self.keeps_dram)

@@ -254,7 +254,7 @@ class Caches:
             async with asyncio.timeout(COMMIT_S):
                 for cache in tuple(self):
                     while cache.has_entries_waiting:
-                        await cache.changed(COMMIT_S)
+                        await cache.wait_for_change(COMMIT_S)
                 self._manifest.when_committed(lambda: loop.call_soon_threadsafe(done.set))
                 await done.wait()
         except TimeoutError as error:

@@ -119,10 +119,10 @@ class TenantEraser:
             if cache.act(lambda core: core.erasing.is_gone()):
                 break
             is_dropping = dropped.num_sessions or cache.act(lambda core: core.erasing.has_unvisited)
-            await (asyncio.sleep(0) if is_dropping else cache.changed(POLL_S))
+            await (asyncio.sleep(0) if is_dropping else cache.wait_for_change(POLL_S))
         cache.act(lambda core: core.erasing.wipe())
         while cache.act(lambda core: core.erasing.is_wiping()):
-            await cache.changed(POLL_S)
+            await cache.wait_for_change(POLL_S)
         if not cache.act(lambda core: core.erasing.is_wiped()):
             raise NotDurableError(
                 "memory of the sessions that were dropped could not be zeroed",
@@ -137,7 +137,7 @@ class TenantEraser:
         await self._caches.committed()  # of the entries that name extents
         for cache in list(self._caches):
             while not cache.is_still:
-                await cache.changed(POLL_S)
+                await cache.wait_for_change(POLL_S)
             cache.remove_segments()
         if has_segments(self._caches.directory):
             raise NotErasableError(

@@ -100,7 +100,7 @@ class Scrubber:
                 if step.issued_bytes:
                     await asyncio.sleep(max(0.0, min(resume_at - loop.time(), REPORT_S)))
                 else:  # what is under way has to come back first
-                    await cache.changed(STEP_S)
+                    await cache.wait_for_change(STEP_S)
         finally:
             cache.act(lambda core: core.scrubs.end(scrub_id))
 

@@ -121,7 +121,7 @@ class OperatorService(kvd_pb2_grpc.OperatorServicer):  # type: ignore[misc]  # t
         loop = asyncio.get_running_loop()
         until = loop.time() + GONE_S
         while (left := self._leases_of(request.pid)) and loop.time() < until:
-            await left[0][0].changed(GONE_POLL_S)
+            await left[0][0].wait_for_change(GONE_POLL_S)
         return pb.KillHolderResponse(
             num_leases=len(held),
             num_slots=sum(lease.num_slots for _, lease in held),

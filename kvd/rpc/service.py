@@ -144,7 +144,7 @@ class EngineService(kvd_pb2_grpc.EngineServicer):  # type: ignore[misc]  # the s
         until = _until(request.deadline_s or self._live.loaded.settings.limits.load_wait)
         prepare = partial(_prepare_load, request, key)
         answer = self._act(engine, prepare)
-        while answer.miss_reason == "busy" and await engine.cache.changed(_left_s(until)):
+        while answer.miss_reason == "busy" and await engine.cache.wait_for_change(_left_s(until)):
             answer = self._act(engine, prepare)
         if answer.lookup is Lookup.PENDING:
             index = engine.cache.loads.index_of(answer.lease_id)
@@ -170,7 +170,7 @@ class EngineService(kvd_pb2_grpc.EngineServicer):  # type: ignore[misc]  # the s
         until = _until(request.deadline_s or self._live.loaded.settings.limits.store_wait)
         prepare = partial(_prepare_store, request, key)
         answer = self._act(engine, prepare)
-        while answer.refused == "wait" and await engine.cache.changed(_left_s(until)):
+        while answer.refused == "wait" and await engine.cache.wait_for_change(_left_s(until)):
             answer = self._act(engine, prepare)
         response = store_response(answer)
         if answer.refused == "wait":
@@ -292,7 +292,7 @@ class EngineService(kvd_pb2_grpc.EngineServicer):  # type: ignore[misc]  # the s
             return 0.0
         until = _until(share * wait_s)
         try:
-            while await cache.changed(_left_s(until)) and self._act(engine, is_awaited):
+            while await cache.wait_for_change(_left_s(until)) and self._act(engine, is_awaited):
                 pass
         finally:
             cache.act(lambda core: core.wanting.wait_ended(key, history, since_ns))
@@ -303,7 +303,7 @@ class EngineService(kvd_pb2_grpc.EngineServicer):  # type: ignore[misc]  # the s
         cache = engine.cache
         try:
             while cache.act(lambda core: core.loads.state_of(lease_id)) is LeaseState.PENDING:
-                if not await cache.changed(_left_s(until)):
+                if not await cache.wait_for_change(_left_s(until)):
                     break
         except asyncio.CancelledError:  # the caller has cancelled: nobody else will complete it
             if cache.act(lambda core: core.loads.state_of(lease_id)) is not LeaseState.LOST:

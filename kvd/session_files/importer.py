@@ -292,7 +292,7 @@ class Import:
                     "see kvd stats, and raise the tenant's quota or the size of the tiers",
                 )
             left_s = until - loop.time()
-            if left_s <= 0 or not await self._cache.changed(left_s):
+            if left_s <= 0 or not await self._cache.wait_for_change(left_s):
                 raise BusyTransferError("no slot comes free", "try again when less is under way")
 
     def _prepare(
