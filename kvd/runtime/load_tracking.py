@@ -57,9 +57,7 @@ class LoadTracker:
         self._lock = threading.Lock()
         self._running: dict[int, int] = {}  # operation → layers that it has brought
         self._loads: dict[int, _Load] = {}  # lease → load
-        self._leases_of: dict[
-            int, set[int]
-        ] = {}  # operation → leases of the loads that wait for it
+        self._leases_of: dict[int, set[int]] = {}  # operation → leases of waiting loads
 
     def begin(self, op_id: int) -> None:
         """Record the begin of an operation that loads may wait for."""
