@@ -206,7 +206,7 @@ class Daemon:
         )
         path = settings.runtime_dir / DATA_SOCKET
         with listen_at(path, socket.SOCK_SEQPACKET, settings.access.engine_group) as listener:
-            async with self._serving(path, data_socket.serve(listener, engines.gone)):
+            async with self._serving(path, data_socket.serve(listener, engines.on_connection_gone)):
                 yield data_socket
 
     @asynccontextmanager

@@ -192,7 +192,7 @@ class DramRoom:
 
         One with a quarantined process cannot: asking it to would only empty its DRAM.
         """
-        idle = [c for c in self._caches if c.arena is not None and not self._engines.use(c)]
+        idle = [c for c in self._caches if c.arena is not None and not self._engines.uses_cache(c)]
         for cache in sorted(idle, key=lambda cache: cache.last_opened_s):
             if await cache.unmount(UNMOUNT_S):
                 log.info("arena_taken", layout=cache.layout.fingerprint)

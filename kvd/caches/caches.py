@@ -327,7 +327,7 @@ class Caches:
         """
         empty = [c for c in self if c.is_idle and not c.stats().num_sessions]
         for cache in sorted(empty, key=lambda cache: cache.last_opened_s):
-            if not self._engines.use(cache):
+            if not self._engines.uses_cache(cache):
                 del self._caches[cache.layout.fingerprint]
                 self._manifest.drop_layout(cache.layout.fingerprint)
                 await self._remove(cache)

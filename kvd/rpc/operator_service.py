@@ -23,7 +23,13 @@ from kvd.rpc.operator_messages import verify_message
 from kvd.runtime.cache import Cache
 from kvd.session_files.transfers import Transfers
 from kvd.wire.messages import key_of, session_message, ttl_ns_of
-from kvd.wire.selection import allowed_tenants, check_allowed, filter_of, is_of_one, tenant_to_erase
+from kvd.wire.selection import (
+    allowed_tenants,
+    check_allowed,
+    filter_of,
+    names_one_session,
+    tenant_to_erase,
+)
 from shared.config.reload import Changes
 from shared.kvd_client.messages import key_message
 from shared.pb.kvd.v1 import kvd_pb2 as pb
@@ -65,7 +71,7 @@ class OperatorService(kvd_pb2_grpc.OperatorServicer):  # type: ignore[misc]  # t
 
     async def Flush(self, request: pb.FlushRequest, _: Any) -> pb.FlushResponse:  # noqa: N802
         """Drop the KV of one session, of the sessions that a filter selects, or of all."""
-        is_one = is_of_one(request)
+        is_one = names_one_session(request)
         if request.secure:
             return await self._erase(request)
         response = pb.FlushResponse(unavailable_layouts=len(self._caches.unavailable))

@@ -91,7 +91,7 @@ class QueueStreams:
         engine = replica = None
         try:
             async for message in messages:
-                caller = self._engines.of(message.engine_id)
+                caller = self._engines.get(message.engine_id)
                 if engine is None or replica is None:
                     engine, replica = caller, self._open(caller)
                 if caller is not engine:
@@ -120,7 +120,7 @@ class QueueStreams:
     def _forget(self, engine: Engine) -> None:
         """Forget an engine's requests, unless the core has forgotten them with the engine."""
         try:
-            self._engines.of(engine.engine_id)
+            self._engines.get(engine.engine_id)
         except NotAttachedError:
             return
         self._apply(engine, QueueUpdate(0, 0, QueueChange(), 0))

@@ -166,7 +166,7 @@ class EngineService(kvd_pb2_grpc.EngineServicer):  # type: ignore[misc]  # the s
         self, request: pb.CompleteLoadRequest, _: Any
     ) -> pb.CompleteLoadResponse:
         """End a load lease."""
-        engine = self._engines.of(request.engine_id)
+        engine = self._engines.get(request.engine_id)
         engine.cache.act(lambda core: core.loads.complete(request.lease_id, engine.engine_id))
         return pb.CompleteLoadResponse()
 
@@ -190,7 +190,7 @@ class EngineService(kvd_pb2_grpc.EngineServicer):  # type: ignore[misc]  # the s
         self, request: pb.CompleteStoreRequest, _: Any
     ) -> pb.CompleteStoreResponse:
         """End a store lease: publish the written blocks, or forget them."""
-        engine = self._engines.of(request.engine_id)
+        engine = self._engines.get(request.engine_id)
         stored = engine.cache.act(
             lambda core: core.stores.complete(
                 request.lease_id, engine.engine_id, success=request.success
@@ -271,7 +271,7 @@ class EngineService(kvd_pb2_grpc.EngineServicer):  # type: ignore[misc]  # the s
             NotAttachedError: the engine is not attached.
             DeniedError: the engine's user may not name the session's tenant.
         """
-        engine = self._engines.of(request.engine_id)
+        engine = self._engines.get(request.engine_id)
         key = key_of(request.session, engine.cache.layout.model)
         if key.model != engine.cache.layout.model:
             raise InvalidRequestError(
@@ -283,7 +283,7 @@ class EngineService(kvd_pb2_grpc.EngineServicer):  # type: ignore[misc]  # the s
 
     def _act(self, engine: Engine, step: Callable[[CacheEngine], T]) -> T:
         """Act for an engine, if it is still attached: it may have gone during a wait."""
-        return self._engines.of(engine.engine_id).cache.act(step)
+        return self._engines.get(engine.engine_id).cache.act(step)
 
     async def _wait_for_fetch(
         self, engine: Engine, key: SessionKey, request: pb.PrepareLoadRequest

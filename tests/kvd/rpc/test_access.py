@@ -9,7 +9,7 @@ from kvd.core.records.errors import InvalidRequestError
 from kvd.engines.data_socket import EngineUsers
 from kvd.errors import AttachDeniedError
 from kvd.rpc.access import restrict_to_tenants
-from kvd.wire.selection import is_of_one
+from kvd.wire.selection import names_one_session
 from shared.access.identity import Identity, TenantDeniedError
 from shared.pb.kvd.v1 import kvd_pb2
 
@@ -70,7 +70,7 @@ def test_what_a_flush_may_drop():
         restrict_to_tenants(flush, ACME, nothing)
         assert not nothing.filter.tenant
         with pytest.raises(InvalidRequestError, match="not clear"):
-            is_of_one(nothing)
+            names_one_session(nothing)
     for request in (
         kvd_pb2.FlushRequest(all=True),
         kvd_pb2.FlushRequest(all=True, session=kvd_pb2.SessionKey(session_id="s")),
