@@ -273,7 +273,7 @@ class Daemon:
     def _follow_settings(self, parts: _Parts, settings: Settings) -> None:
         """Hand new settings to everybody who does not ask for those in force each time."""
         limits = settings.limits
-        parts.caches.use(settings)
+        parts.caches.apply_settings(settings)
         parts.engines.set_bound(limits.max_engines)
         self._access.replace(settings)
         parts.data_socket.set_bound(limits.max_engines)

@@ -85,7 +85,7 @@ class OperatorService(kvd_pb2_grpc.OperatorServicer):  # type: ignore[misc]  # t
             session_filter = filter_of(request.filter, allowed_tenants())
             await flush_selected(caches, session_filter, response, dry_run=request.dry_run)
         if not request.dry_run:
-            await self._caches.committed()
+            await self._caches.wait_until_committed()
         return response
 
     async def Pin(self, request: pb.PinRequest, _: Any) -> pb.PinResponse:  # noqa: N802
@@ -93,14 +93,14 @@ class OperatorService(kvd_pb2_grpc.OperatorServicer):  # type: ignore[misc]  # t
         pin = Pin.SOFT if request.soft else Pin.HARD
         cache, key = self._find_session(request.session)
         cache.act(lambda core: core.sessions.pin(key, pin))
-        await self._caches.committed()
+        await self._caches.wait_until_committed()
         return pb.PinResponse()
 
     async def Unpin(self, request: pb.PinRequest, _: Any) -> pb.PinResponse:  # noqa: N802
         """Remove a session's pin."""
         cache, key = self._find_session(request.session)
         cache.act(lambda core: core.sessions.pin(key, Pin.NONE))
-        await self._caches.committed()
+        await self._caches.wait_until_committed()
         return pb.PinResponse()
 
     async def SetTtl(self, request: pb.SetTtlRequest, _: Any) -> pb.SetTtlResponse:  # noqa: N802
@@ -112,7 +112,7 @@ class OperatorService(kvd_pb2_grpc.OperatorServicer):  # type: ignore[misc]  # t
                 core.sessions.set_ttl(key, ttl_ns), cache.layout, core.now_ns
             )
         )
-        await self._caches.committed()
+        await self._caches.wait_until_committed()
         return pb.SetTtlResponse(expires_in_s=message.expires_in_s)
 
     async def KillHolder(self, request: pb.KillHolderRequest, _: Any) -> pb.KillHolderResponse:  # noqa: N802
@@ -195,7 +195,7 @@ class OperatorService(kvd_pb2_grpc.OperatorServicer):  # type: ignore[misc]  # t
         tenant = tenant_to_erase(request, allowed_tenants())
         response = pb.FlushResponse()
         if request.dry_run:
-            response.erased_tenants.extend(self._eraser.named(tenant))
+            response.erased_tenants.extend(self._eraser.tenants_to_erase(tenant))
             session_filter = filter_of(request.filter, None)
             await flush_selected(list(self._caches), session_filter, response, dry_run=True)
             return response

@@ -212,7 +212,7 @@ class Import:
         num_tokens = self._cache.act(self._name_it)
         self._end_growth(is_whole=True)
         self._forget()
-        await self._caches.committed()
+        await self._caches.wait_until_committed()
         log.info("session_imported", session=str(self.key), num_tokens=num_tokens)
         return num_tokens
 

@@ -252,7 +252,7 @@ async def _run(directory: Path) -> Power:
         await store("3", "4", "5", "6", "7", "8")
         flush("1", "3", "4", "5")
         await store("9", "10")
-        await caches.committed()
+        await caches.wait_until_committed()
         power.may_commit.clear()
         flush("6", "7", "8")
         # All is written and synced that can be before the index has dropped the blocks of these.
