@@ -51,7 +51,7 @@ class Budgets:
         return dram_bytes(self._settings.dram.bytes if own is None else own)
 
     def free_dram_bytes(self, taken_bytes: int) -> int | None:
-        """Return the bytes left for arenas after `taken_bytes`; None: only the machine bounds it."""
+        """Return the bytes left for arenas after `taken_bytes`; None: only the machine bounds."""
         total = self._settings.dram.total_bytes
         return None if total is None else max(0, total - taken_bytes)
 

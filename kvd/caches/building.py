@@ -117,7 +117,7 @@ class CacheBuilder:
             log.warning("segments_not_shrunk", layout=cache.layout.fingerprint, error=str(error))
 
     def limits(self, num_slots: int = 0, num_extents: int = 0) -> Limits:
-        """Return the limits of a cache engine: the sizes of its tiers, and those of the settings."""
+        """Return a cache engine's limits: the sizes of its tiers, and those of the settings."""
         settings = self.settings
         ttl_s = settings.sessions.default_ttl
         return Limits(
@@ -171,7 +171,7 @@ class DramRoom:
         return sum(arena.num_slots * arena.slot_bytes for arena in slots)
 
     async def find(self, layout: KVLayout) -> int:
-        """Find room for the arena of a layout; if necessary, layouts without engines release theirs.
+        """Find room for a layout's arena; if necessary, layouts without engines release theirs.
 
         Returns:
             The number of its slots; fewer than configured if there is no more room.

@@ -198,7 +198,7 @@ class Caches:
             cache.measure_space()
 
     def of_model(self, model: str) -> list[Cache]:
-        """Return the caches of models by a prefix of their fingerprint ("": all), in fixed order."""
+        """Return the caches of models with a fingerprint prefix ("": all), in a fixed order."""
         caches = sorted(self._caches.values(), key=lambda cache: cache.layout.fingerprint)
         return [cache for cache in caches if cache.layout.model.startswith(model)]
 

@@ -64,7 +64,8 @@ class Scrubber:
 
         Args:
             caches: caches to scrub.
-            repair: replace corrupt copies by intact ones, and drop blocks without any.
+            repair: write a corrupt copy on SSD again from an intact one in DRAM, or drop the block.
+                Without, it is only reported. Corrupt copies in DRAM are dropped in any case.
 
         Raises:
             VerifyRunningError: another run is under way.

@@ -92,7 +92,8 @@ class SessionLister:
         caches = self._caches.of_model(request.model)
         async for cache, ranked in scan_sessions(caches, request.wanted, request.order):
             builder.add(cache.layout.fingerprint, ranked)
-        return await asyncio.to_thread(builder.finish)  # sorting may take a second
+        # In a thread: sorting very many sessions of equal rank takes a second.
+        return await asyncio.to_thread(builder.finish)
 
     def _messages(self, listing: Listing, start: int, end: int) -> list[kvd_pb2.SessionInfo]:
         """Encode the sessions of a range of the listing that are still stored and selected."""

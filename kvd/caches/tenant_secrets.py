@@ -145,7 +145,7 @@ class TenantSecrets:
             return self._salts[tenant]
         if tenant not in self.keys:
             self._check_room(len(self.keys.tenants), max_tenants)
-            self._manifest.put_tenant_key(tenant, self.keys.make(tenant))
+            self._manifest.put_tenant_key(tenant, self.keys.create(tenant))
         return self.keys.salt_of(tenant)
 
     def info(self) -> EncryptionInfo:
@@ -193,7 +193,7 @@ class TenantSecrets:
         self._manifest.zero_removed()
         salts = self._manifest.salts()
         for tenant, salt in salts.items():
-            known = wrapped[tenant] if tenant in keys else keys.make(tenant, salt)
+            known = wrapped[tenant] if tenant in keys else keys.create(tenant, salt)
             self._manifest.put_tenant_key(tenant, known)
         self._manifest.purge()  # plain salts, and rows whose purge a kill has prevented
 

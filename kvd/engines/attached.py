@@ -20,7 +20,7 @@ from kvd.engines.data_socket import DataConnection
 from kvd.errors import LimitReachedError, NotAttachedError
 from kvd.host.process_identity import (
     INSTANCE_BYTES,
-    NOBODY,
+    NO_PROCESS,
     ProcessIdentity,
     ProcessWatch,
     process_name,
@@ -265,9 +265,9 @@ class Engines:
         return any(engine.cache is cache for engine in self._engines.values())
 
     def identity_of(self, engine_id: int) -> ProcessIdentity:
-        """Return the process of an engine, for the journal; NOBODY if it is not registered."""
+        """Return the process of an engine, for the journal; NO_PROCESS if it is not registered."""
         engine = self._engines.get(engine_id)
-        return NOBODY if engine is None else engine.identity
+        return NO_PROCESS if engine is None else engine.identity
 
     def wake_of(self, engine_id: int) -> Callable[[], None]:
         """Return a function, for any thread, that wakes an engine to read its progress words."""

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvd.engines.copiers import Copiers, NoCopierError, OpenChannel
 from kvd.errors import AttachDeniedError
-from kvd.host.listening import accepted
+from kvd.host.listening import accept_connections
 from kvd.host.process_identity import ProcessWatch, watch_peer
 from kvd.tiers.progress import Wakeup
 from shared.access.identity import ANY, Identity
@@ -160,7 +160,7 @@ class DataSocket:
         """
         self._on_gone = on_gone
         async with asyncio.TaskGroup() as connections:
-            async for sock in accepted(listener):
+            async for sock in accept_connections(listener):
                 connections.create_task(self._serve_connection(sock))
 
     def claim(self, token: str) -> DataConnection:

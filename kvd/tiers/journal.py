@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import xxhash
 
 from kvd.core.records.entries import AdoptedSlot, CommittedSlot, SlotRecord, WritingSlot
-from kvd.host.process_identity import INSTANCE_BYTES, NOBODY, ProcessIdentity
+from kvd.host.process_identity import INSTANCE_BYTES, NO_PROCESS, ProcessIdentity
 from kvd.tiers.faults import Faults, WritePoint
 from shared.types.block_key import KEY_BYTES, TOKEN_BYTES
 from shared.types.kv_layout import KVLayout
@@ -206,7 +206,7 @@ class Journal:
             record: the slot's committed block, or the lease that writes to it.
             writer: process that writes to the slot; needed for a WritingSlot only.
         """
-        state, body = _pack_record(record, writer or NOBODY)
+        state, body = _pack_record(record, writer or NO_PROCESS)
         offset = self._offset(slot_id)
         self._words[offset // 8] = FREE
         self._faults.reach(WritePoint.JOURNAL_FREED)

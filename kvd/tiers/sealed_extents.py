@@ -111,7 +111,7 @@ class SealedHeaderFormat:
     ) -> OpenedHeader | None:
         """Open a header; return None unless it is intact, of this block, and its key is known."""
         magic, version, name, salt = _START.unpack_from(buffer)
-        tenant_key = keys.key_named(name)
+        tenant_key = keys.find_key(name)
         if (magic, version) != (SEALED_MAGIC, VERSION) or tenant_key is None:
             return None
         end = _START.size + self._checksums_end + TOKEN_BYTES * num_tokens + TAG_BYTES
