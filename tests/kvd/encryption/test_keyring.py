@@ -41,7 +41,7 @@ def test_secrets_are_all_different(keys):
     first = keys.key_of("a"), keys.salt_of("a")
     keys.forget("a")
     assert "a" not in keys
-    assert keys.key_named(key_id(first[0])) is None
+    assert keys.find_key(key_id(first[0])) is None
     keys.create("a")
     values = {*first, keys.key_of("a"), keys.salt_of("a"), keys.key_of("b"), keys.salt_of("b")}
     assert len(values) == 6
