@@ -32,7 +32,7 @@ from shared.serving.rpc_observer import RpcMetrics, RpcObserver
 DOMAIN = "kvd"  # domain of google.rpc.ErrorInfo
 MAX_CONNECTIONS = 512  # per address: engines, operators and monitors are few
 NO_TLS = TlsSettings()
-# Streams that last as long as their caller: their duration is no latency.
+# Streams that last as long as their caller: no tracing span is opened for them.
 LONG_LIVED = ("Engine/Attach", "Engine/PushQueue", "Reader/WatchEvents")
 
 _ADD: Mapping[str, Callable[[Any, Any], None]] = {

@@ -143,7 +143,7 @@ class Cache:
         """Advance the engine's time, call it, and perform its actions.
 
         Args:
-            step: called with the engine; must not keep a reference to it.
+            step: called with the engine.
 
         Returns:
             The result of `step`.

@@ -260,7 +260,6 @@ def open_file(directory_fd: int, name: str) -> int:
         UnfitArenaError: the file is not private to kvd's user.
         OSError: the file cannot be opened.
     """
-    # O_NONBLOCK: another user may have put a FIFO here, whose open would block.
     fd = os.open(name, _OPEN_FLAGS | os.O_NONBLOCK, dir_fd=directory_fd)
     status = os.fstat(fd)
     is_own = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and status.st_nlink == 1

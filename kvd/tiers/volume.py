@@ -197,9 +197,9 @@ class SegmentVolume:
                 self._faults.fdatasync(self.files.for_reading(segment))
                 self._faults.reach(WritePoint.SEGMENT_SYNCED)
             except OSError as error:
-                # After a failed sync the kernel drops the dirty pages, and the next sync succeeds
-                # without them. So all writes since the last sync count as lost, also those that
-                # have ended by now, but are not in this batch.
+                # The kernel forgets pages that it could not write: the next sync succeeds without
+                # them. So all writes since the last sync count as lost, also those that have ended
+                # by now, but are not in this batch.
                 self._failed_syncs[segment] = self._failed_syncs.get(segment, 0) + 1
                 failed[segment] = _outcome(error)
                 log.warning("ssd_sync_failed", segment=segment, error=str(error))
