@@ -130,8 +130,8 @@ class Caches:
     def retry_unavailable(self) -> None:
         """Try again to open unavailable layouts that are due. Called periodically."""
         if not self._opening.locked():  # never waits: the caller must ping the watchdog in time
-            for found in self.unavailable.due():
-                self._try_restore(found)
+            for unavailable in self.unavailable.due():
+                self._try_restore(unavailable)
 
     async def reopen(self, prefix: str, *, accept_loss: bool, set_aside: bool) -> str:
         """Open an unavailable layout, accept its loss, or set it aside, as an operator decided.
@@ -151,15 +151,15 @@ class Caches:
             UnclearSelectionError: several have it.
         """
         async with self._opening:
-            found = self.unavailable.find(prefix)
+            unavailable = self.unavailable.find(prefix)
             if set_aside:
-                name = self._opener.set_aside(found)
-                self.unavailable.drop(found)
+                name = self._opener.set_aside(unavailable)
+                self.unavailable.drop(unavailable)
                 await self.wait_until_committed()
                 return name
-            if not self._try_restore(found, accept_loss=accept_loss):
-                raise found.error(time.monotonic())
-            return found.row.fingerprint
+            if not self._try_restore(unavailable, accept_loss=accept_loss):
+                raise unavailable.error(time.monotonic())
+            return unavailable.row.fingerprint
 
     async def open(self, layout: KVLayout, *, prefault: bool = True) -> tuple[Cache, Arena]:
         """Return the cache of a layout and its arena; create them if they do not exist.
@@ -316,23 +316,31 @@ class Caches:
         Raises:
             LayoutUnavailableError: the layout is unavailable.
         """
-        found = self.unavailable.get(layout.fingerprint)
+        unavailable = self.unavailable.get(layout.fingerprint)
         now_s = time.monotonic()
-        if found and (now_s < found.may_try_at_s or not self._try_restore(found, layout)):
-            raise found.error(now_s)
+        if unavailable and (
+            now_s < unavailable.may_try_at_s or not self._try_restore(unavailable, layout)
+        ):
+            raise unavailable.error(now_s)
 
     def _try_restore(
-        self, found: UnavailableLayout, layout: KVLayout | None = None, *, accept_loss: bool = False
+        self,
+        unavailable: UnavailableLayout,
+        layout: KVLayout | None = None,
+        *,
+        accept_loss: bool = False,
     ) -> bool:
         """Try to restore a layout; if that fails, record the reason and return False."""
-        restore = partial(self._restore_layout, found, layout, accept_loss=accept_loss)
-        return self.unavailable.attempt(found, restore)
+        restore = partial(self._restore_layout, unavailable, layout, accept_loss=accept_loss)
+        return self.unavailable.attempt(unavailable, restore)
 
     def _restore_layout(
-        self, found: UnavailableLayout, layout: KVLayout | None, *, accept_loss: bool
+        self, unavailable: UnavailableLayout, layout: KVLayout | None, *, accept_loss: bool
     ) -> None:
         """Build the cache of a layout in the index; see LayoutOpener.open() for the arguments."""
-        opened = self._opener.open(found, layout, self._room.taken_bytes(), accept_loss=accept_loss)
+        opened = self._opener.open(
+            unavailable, layout, self._room.taken_bytes(), accept_loss=accept_loss
+        )
         num_extents = self._opener.num_extents(opened.volume.shape)
         num_slots = 0 if opened.adoption is None else opened.adoption.arena.slots.num_slots
         cache = self._builder.build(opened.layout, opened.volume, num_extents, num_slots)

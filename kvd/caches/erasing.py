@@ -145,7 +145,7 @@ class TenantEraser:
         # First the entries that name extents: after a kill they must not name removed segments.
         await self._caches.wait_until_committed()
         for cache in list(self._caches):
-            while not cache.is_still:
+            while not cache.is_quiescent:
                 await cache.wait_for_change(POLL_S)
             cache.remove_segments()
         if has_segments(self._caches.directory):

@@ -193,8 +193,8 @@ class TenantSecrets:
         self._manifest.zero_removed()
         salts = self._manifest.salts()
         for tenant, salt in salts.items():
-            known = wrapped[tenant] if tenant in keys else keys.create(tenant, salt)
-            self._manifest.put_tenant_key(tenant, known)
+            secret = wrapped[tenant] if tenant in keys else keys.create(tenant, salt)
+            self._manifest.put_tenant_key(tenant, secret)
         self._manifest.purge()  # plain salts, and rows whose purge a kill has prevented
 
     def _write_note(self, note: EncryptionNote) -> None:

@@ -186,21 +186,21 @@ class _CopierProcess:
         """Open a channel; see Copiers.open()."""
         await asyncio.shield(self._ready)
         number = next(self._numbers)
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        engine_end, copier_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         opened = self._opening[number] = asyncio.get_running_loop().create_future()
         channel = self._channels[number] = OpenChannel(lambda: self.send(Close(number)))
         try:
-            with theirs:
+            with copier_end:
                 slots = arena.slots
                 request = Open(
                     number, arena.arena_id, slots.slot_bytes, slots.num_slots, ring_bytes
                 )
-                self.send(request, (arena.fd, ring_fd, theirs.fileno()))
+                self.send(request, (arena.fd, ring_fd, copier_end.fileno()))
             self._arenas[arena.arena_id] = arena
             await opened
-            return channel, ours, os.dup(self._pidfd)
+            return channel, engine_end, os.dup(self._pidfd)
         except BaseException as error:
-            ours.close()  # the copier, if it has received the other end, then closes the channel
+            engine_end.close()  # a copier that has the other end then closes the channel
             if isinstance(error, OSError):
                 raise NoCopierError("the copier has ended", "see kvd's log") from error
             raise
@@ -222,12 +222,12 @@ class _CopierProcess:
         """Start the process, handle its messages, and clean up after its death."""
         process = None
         try:
-            with self._remote as theirs:
+            with self._remote as remote:
                 process = await asyncio.create_subprocess_exec(
                     sys.executable,
                     # -P: do not import modules from the directory in which kvd was started.
-                    *("-P", "-m", "kvd.copier", self.device, str(theirs.fileno())),
-                    pass_fds=(theirs.fileno(),),
+                    *("-P", "-m", "kvd.copier", self.device, str(remote.fileno())),
+                    pass_fds=(remote.fileno(),),
                 )
             self._pidfd = os.pidfd_open(process.pid)
             log.info("copier_started", device=self.device, pid=process.pid)

@@ -286,13 +286,13 @@ class DataSocket:
         if not await _finish_before_gone(opening, connection.gone):
             return
         try:
-            channel, theirs, pidfd = opening.result()
+            channel, engine_end, pidfd = opening.result()
         except NoCopierError as error:
             packets.send(sock, packets.NoCopier(error.message, error.remedy))
             return
         connection.channels.append(channel)
-        with theirs:
-            packets.send(sock, packets.CopierChannel(), [theirs.fileno(), pidfd])
+        with engine_end:
+            packets.send(sock, packets.CopierChannel(), [engine_end.fileno(), pidfd])
             close_fds([pidfd])
 
     def _refuse(self, sock: socket.socket, uid: int, reason: str, message: str) -> None:

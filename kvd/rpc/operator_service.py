@@ -149,8 +149,10 @@ class OperatorService(kvd_pb2_grpc.OperatorServicer):  # type: ignore[misc]  # t
         self, _request: pb.ReloadSettingsRequest, _: Any
     ) -> pb.ReloadSettingsResponse:
         """Read the settings again, and apply those that may change in a running kvd."""
-        found = self._reload()
-        return pb.ReloadSettingsResponse(applied=found.applied, needs_restart=found.needs_restart)
+        changes = self._reload()
+        return pb.ReloadSettingsResponse(
+            applied=changes.applied, needs_restart=changes.needs_restart
+        )
 
     async def ExportSession(  # noqa: N802
         self, request: pb.ExportSessionRequest, _: Any

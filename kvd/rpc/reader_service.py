@@ -99,7 +99,7 @@ class ReaderService(kvd_pb2_grpc.ReaderServicer):  # type: ignore[misc]  # the s
             history = self._history_of_gone(named) if request.may_be_gone else []
             if history:
                 return pb.DescribeSessionResponse(history=history)
-            raise gone_error(self._caches, named) or error from error
+            raise removed_session_error(self._caches, named) or error from error
         detail, now_ns = cache.act(lambda core: (core.inspection.describe(key), core.now_ns))
         engines = {info.engine_id: info for info in self._engines.infos()}
         leases = cache.act(lambda core: core.inspection.leases())
@@ -211,7 +211,7 @@ class ReaderService(kvd_pb2_grpc.ReaderServicer):  # type: ignore[misc]  # the s
         )
 
 
-def gone_error(caches: Caches, key: SessionKey) -> UnknownSessionError | None:
+def removed_session_error(caches: Caches, key: SessionKey) -> UnknownSessionError | None:
     """Return an error that says why a session is not stored any more; None if it is not known."""
     for cache in caches.of_model(key.model):
         full = session_key(key.tenant, cache.layout.model, key.session_id)

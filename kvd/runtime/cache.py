@@ -183,10 +183,10 @@ class Cache:
     @property
     def is_idle(self) -> bool:
         """Whether no engine holds a lease, and the cache is still."""
-        return self.is_still and not self._engine.inspection.stats().num_leases
+        return self.is_quiescent and not self._engine.inspection.stats().num_leases
 
     @property
-    def is_still(self) -> bool:
+    def is_quiescent(self) -> bool:
         """Whether no operation is under way, and the index has received all entries."""
         return not self._performer.num_pending and not self.has_entries_waiting
 

@@ -3,10 +3,10 @@
     Read…, VerifyExtent        the I/O pool, shared by all layouts: see block_io.py
     WriteBlock                 the I/O pool, then this layout's syncer: see block_io.py
     VerifySlot, HashSlot,
-    CompactTokens, WipeSlots     the I/O pool: see slot_work.py
+    CompactTokens, WipeSlots   the I/O pool: see slot_work.py
     PutSlot, ClearSlot         the journal, at once
     TrackLoad, UntrackLoad     the progress words, at once: see load_tracking.py
-    Put…, Drop…, CommitIndex    the manifest's writer thread, in order, as it has room for them
+    Put…, Drop…, CommitIndex   the manifest's writer thread, in order, as it has room for them
 
 Every action with an op_id is answered exactly once, on the event loop, also if its thread fails.
 The engine bounds the operations under way: a read or write holds a slot, a drop holds an extent.
@@ -125,7 +125,7 @@ class Performer:
             report=report,
         )
         self._slot_worker = SlotWorker(
-            layout=layout, pool=io_pool, arena=self._mounted, loads=self.loads, report=report
+            layout=layout, pool=io_pool, arena=self._require_arena, loads=self.loads, report=report
         )
         self._awaits_room = False  # see await_room()
 
@@ -153,7 +153,7 @@ class Performer:
             case PutSlot(slot_id, record):
                 self._put_slot(slot_id, record)
             case ClearSlot(slot_id):
-                self._mounted().journal.clear(slot_id)
+                self._require_arena().journal.clear(slot_id)
             case HashSlot() | VerifySlot() | CompactTokens() | WipeSlots():
                 self.num_pending += 1
                 self._slot_worker.begin(action)
@@ -234,14 +234,14 @@ class Performer:
         writer = None
         if isinstance(record, WritingSlot):
             writer = self._lease_holders.identity_of(record.engine_id)
-        self._mounted().journal.put(slot_id, record, writer)
+        self._require_arena().journal.put(slot_id, record, writer)
 
-    def _mounted(self) -> Arena:
+    def _require_arena(self) -> Arena:
         assert self._arena is not None, "slots exist where there is an arena"  # noqa: S101
         return self._arena
 
     def _memory(self, slot_id: int) -> memoryview:
-        return self._mounted().slots.slot(slot_id)
+        return self._require_arena().slots.slot(slot_id)
 
     # ------------------------------------------------------------------------------ on the loop
 

@@ -83,7 +83,7 @@ class RowCopier:
 
     def _fill(self, block: DenseBlock) -> bytes:
         memory = self._memory_of(block.slot_id)
-        for first, slot_id, indexes in _gathers(block.runs):
+        for first, slot_id, indexes in _group_runs(block.runs):
             source = self._memory_of(slot_id)
             rows = slice(first, first + len(indexes))
             for offset, token_bytes in self._components:
@@ -99,7 +99,7 @@ class RowCopier:
         return flat.reshape(self._block_tokens, token_bytes)
 
 
-def _gathers(runs: Sequence[TokenRun]) -> Iterator[tuple[int, int, Indexes]]:
+def _group_runs(runs: Sequence[TokenRun]) -> Iterator[tuple[int, int, Indexes]]:
     """Yield (first target row, source slot, source rows [rows]) of runs that share a slot."""
     first = 0
     for slot_id, slot_runs in groupby(runs, key=_SLOT):

@@ -97,8 +97,8 @@ class FdStoreBacking(UnkeptBacking):
         """See ArenaBacking. Descriptors whose names are not kvd's are closed."""
         found: dict[str, dict[str, int]] = {}
         for name, fd in systemd.stored_fds().items():
-            prefix, _, rest = name.partition("-")
-            layout, _, part = rest.rpartition("-")
+            prefix, _, suffix = name.partition("-")
+            layout, _, part = suffix.rpartition("-")
             if prefix == "kvd" and part in PARTS and layout:
                 found.setdefault(layout, {})[part] = fd
             else:

@@ -195,10 +195,10 @@ class SegmentFiles:
         """
         size = self._sizes.get(segment, 0)
         if size:
-            self.for_reading(segment)
+            self.fd_for_reading(segment)
         return size
 
-    def for_reading(self, segment: int) -> int:
+    def fd_for_reading(self, segment: int) -> int:
         """Return the descriptor of a segment.
 
         Raises:
@@ -208,7 +208,7 @@ class SegmentFiles:
         fd = self._fds.get(segment)
         return self._open(segment) if fd is None else fd
 
-    def for_writing(self, segment: int, end: int) -> int:
+    def fd_for_writing(self, segment: int, end: int) -> int:
         """Return the descriptor of a segment, after allocating its first `end` bytes.
 
         Raises:
@@ -220,7 +220,7 @@ class SegmentFiles:
         with self._lock:
             if self._sizes.get(segment, 0) < end:
                 self._allocate(segment, end)
-        return self.for_reading(segment)
+        return self.fd_for_reading(segment)
 
     def disable_direct(self, why: str) -> bool:
         """Stop using direct I/O; return False if it was not in use."""

@@ -134,7 +134,7 @@ class SegmentVolume:
         """Fill buffers from an extent's byte `offset` on; return False if the file ends before."""
         segment, start = self._locate(extent)
         self._faults.before_read(extent)
-        fd = self.files.for_reading(segment)
+        fd = self.files.fd_for_reading(segment)
         return self._transfer(lambda: read_fully(fd, buffers, start + offset))
 
     # ----------------------------------------------------------------------------------- writing
@@ -163,7 +163,7 @@ class SegmentVolume:
             for block in run:
                 self._faults.before_write(block.extent)
             end = self._whole_extents_end(start) + (len(run) - 1) * self.shape.full_bytes
-            fd = self.files.for_writing(segment, end)
+            fd = self.files.fd_for_writing(segment, end)
             if self._sealed and self._sealed.keys.is_sealing:
                 for offset, piece in self._sealed.pieces(run, staging):
                     self._write_part(fd, piece, start + offset)
@@ -194,7 +194,7 @@ class SegmentVolume:
         failed: dict[int, IoOutcome] = {}
         for segment in {written.segment for written in batch if written.outcome is IoOutcome.OK}:
             try:
-                self._faults.fdatasync(self.files.for_reading(segment))
+                self._faults.fdatasync(self.files.fd_for_reading(segment))
                 self._faults.reach(WritePoint.SEGMENT_SYNCED)
             except OSError as error:
                 # The kernel forgets pages that it could not write: the next sync succeeds without

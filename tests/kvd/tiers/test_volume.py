@@ -166,7 +166,7 @@ def test_a_segment_that_cannot_be_used_leaves_no_descriptor(disk):
     (disk.directory / "v" / "00000.segment").symlink_to("/dev/null")
     before = psutil.Process().num_fds()
     with pytest.raises(OSError, match="Invalid argument"):
-        volume.files.for_reading(0)
+        volume.files.fd_for_reading(0)
     assert psutil.Process().num_fds() == before
 
 
