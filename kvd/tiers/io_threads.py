@@ -82,7 +82,7 @@ class IoPool:
 
     def __init__(self, num_threads: int, max_bytes_in_flight: int) -> None:
         self._num_threads = num_threads
-        self._most_ahead = max(1, num_threads // 2)
+        self._max_ahead = max(1, num_threads // 2)
         self._max_bytes = max_bytes_in_flight
         self._queue: list[_Queued] = []  # a heap
         # A heap of its own: a read ahead that may not start must not hold up the writes behind it.
@@ -158,7 +158,7 @@ class IoPool:
     def _run(self) -> None:
         staging = Staging()
         ended: _Queued | None = None
-        while (queued := self._next(ended)) is not None:
+        while (queued := self._wait_for_job(ended)) is not None:
             try:
                 queued.job(staging)
             except Exception:
@@ -169,13 +169,13 @@ class IoPool:
             ended = queued._replace(job=_finished_job)
             del queued
 
-    def _next(self, ended: _Queued | None) -> _Queued | None:
+    def _wait_for_job(self, ended: _Queued | None) -> _Queued | None:
         """Record the end of a job and wait for the next one; return None when the pool closes."""
         with self._changed:
             if ended is not None:
                 self._count(ended, -1)
             while not self._closing:
-                queued = self._first()
+                queued = self._startable_job()
                 if queued is not None:
                     self._take(queued)
                     # One end may make room for several jobs: each thread wakes the next one.
@@ -184,7 +184,7 @@ class IoPool:
                 self._changed.wait()
         return None
 
-    def _first(self) -> _Queued | None:
+    def _startable_job(self) -> _Queued | None:
         """Return the job to start now; None if none can start."""
         first = self._queue[0] if self._queue else None
         is_load = first is not None and first.priority < Priority.READ_AHEAD
@@ -207,7 +207,7 @@ class IoPool:
 
     def _wake(self) -> None:
         """Wake a thread if a job can start: a needless wake-up costs as much as a small I/O."""
-        if self._first() is not None:
+        if self._startable_job() is not None:
             self._changed.notify()
 
     def _may_start(self, queued: _Queued) -> bool:
@@ -220,7 +220,7 @@ class IoPool:
         if in_flight and in_flight + queued.num_bytes > self._max_bytes // 2:
             return False
         if queued.priority is Priority.READ_AHEAD:
-            must_wait = self._num_reads or self._num_ahead >= self._most_ahead
+            must_wait = self._num_reads or self._num_ahead >= self._max_ahead
             if must_wait:
                 return False
         return self._num_running < self._num_threads
