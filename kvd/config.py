@@ -47,12 +47,12 @@ from shared.types.setting_types import (
 from shared.types.units import GIB, MIB, NS_PER_S
 
 ENV_PREFIX = "KVD"
-# Of options of the commands, which are no settings (kvd/cli/options.py, connection.py).
+# Variables of the commands' options, which are not settings (kvd/cli/options.py, connection.py).
 OTHER_VARIABLES = (
     *("KVD_CONFIG", "KVD_ADDRESS", "KVD_TOKEN_FILE"),
     *("KVD_TLS_CA_FILE", "KVD_TLS_CERT_FILE", "KVD_TLS_KEY_FILE"),
 )
-# What a reload changes in a running kvd (shared/config/reload.py); else the next start does.
+# Keys that a reload applies to a running kvd (shared/config/reload.py); others need a restart.
 LIVE_KEYS = (
     "ssd.admission",
     "ssd.write_back_after",
@@ -77,14 +77,14 @@ LIVE_KEYS = (
     "clients",
     "log.level",
 )
-MIN_DRAM_BYTES = 1 << 16  # anything less is a slip of the pen
+MIN_DRAM_BYTES = 1 << 16  # a smaller size is a typing error
 
 
 def uid_of(user: str) -> int:
-    """Return the number of a user, who may be named by it.
+    """Return the uid of a user who is given by name or by uid.
 
     Raises:
-        ValueError: there is no such user here.
+        ValueError: no user has this name.
     """
     if user.isascii() and user.isdecimal():
         return int(user)
@@ -94,12 +94,12 @@ def uid_of(user: str) -> int:
         raise ValueError(f"no user {user[:40]!r} on this machine: give a name or a uid") from error
 
 
-def _known_user(value: str) -> str:
+def _check_user(value: str) -> str:
     uid_of(value)
     return value
 
 
-UserName = Annotated[str, BeforeValidator(str), AfterValidator(_known_user)]
+UserName = Annotated[str, BeforeValidator(str), AfterValidator(_check_user)]
 UserList = Annotated[tuple[UserName, ...], BeforeValidator(to_list)]
 RoleList = Annotated[tuple[Literal["reader", "operator"], ...], BeforeValidator(to_list)]
 LayoutPrefix = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{1,64}$")]
@@ -145,7 +145,7 @@ class EncryptionSettings(Section):
 
 
 class RemoteSettings(Section):
-    """The store that sessions are pushed to and pulled from; what `kvd remote follow` goes by."""
+    """The remote store for sessions, and the rules of `kvd remote follow`."""
 
     url: Annotated[str, StringConstraints(pattern=r"^$|^(s3|gs|az|file|mooncake)://[^@?#]+$")] = ""
     write: Literal["none", "drain", "evicted", "all"] = "none"
@@ -159,21 +159,21 @@ class RemoteSettings(Section):
 
     @field_validator("metrics")
     @classmethod
-    def _local(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+    def _check_local(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         if closed := [address for address in value if not is_open(address)]:
             raise ValueError(f"{closed[0][:60]} is not of this machine: unix:/path or 127.0.0.1")
         return value
 
 
 class IntegritySettings(Section):
-    """When bytes are checked beyond what is always checked."""
+    """Verification of blocks in addition to the checks of every read from SSD."""
 
     verify_on_load: bool = False
     scrub_rate: ByteSize = Field(default=256 * MIB, ge=1 << 16)  # a second
 
 
 class SessionSettings(Section):
-    """How long sessions live, and how much of a tenant's is kept."""
+    """Defaults of sessions and tenants: TTL, quota and retention."""
 
     default_ttl: DurationOrNever = Field(default=7 * 86400.0, gt=0)
     default_quota: ByteSizeOrNone = Field(default=None, ge=0)
@@ -182,7 +182,7 @@ class SessionSettings(Section):
 
 
 class TenantSettings(Section):
-    """One tenant's values in place of the defaults; a key that is not given changes nothing."""
+    """One tenant's values in place of the defaults; an omitted key keeps the default."""
 
     ttl: DurationOrNever = Field(default=None, gt=0)
     max_retention: Duration = Field(default=0.0, ge=0)
@@ -190,34 +190,34 @@ class TenantSettings(Section):
 
 
 class LayoutSettings(Section):
-    """Budgets of one layout in place of dram.bytes and within ssd.bytes; None: no own."""
+    """Budgets of one layout: in place of dram.bytes, and within ssd.bytes; None: the default."""
 
     dram: ByteSizeOrAuto = Field(default=None, ge=MIN_DRAM_BYTES)
     ssd: ByteSizeOrAuto = Field(default=None, ge=0)
 
 
 class EvictionSettings(Section):
-    """Who goes first."""
+    """The eviction policy: which sessions leave DRAM first."""
 
     policy: str = "predictive"
 
     @field_validator("policy")
     @classmethod
-    def _known(cls, value: str) -> str:
+    def _check_policy(cls, value: str) -> str:
         if value not in POLICIES:
             raise ValueError(f"not a policy: choose one of {', '.join(sorted(POLICIES))}")
         return value
 
 
 class PrefetchSettings(Section):
-    """What is read from SSD before it is asked for."""
+    """Prefetching from SSD."""
 
     in_flight_bytes: ByteSize = Field(default=32 * MIB, ge=0)
     returning: bool = True
 
 
 class CompactionSettings(Section):
-    """When the rows that discards have left of a session are put together."""
+    """Compaction of the rows that discards leave of a session's blocks."""
 
     max_waste: float = Field(default=0.5, gt=0, le=1)
     min_bytes: ByteSize = Field(default=MIB, ge=0)
@@ -225,7 +225,7 @@ class CompactionSettings(Section):
 
 
 class LimitSettings(Section):
-    """Bounds on what peers may ask for."""
+    """Bounds on the requests of peers."""
 
     max_engines: int = Field(default=64, ge=1)
     max_layouts: int = Field(default=8, ge=1)
@@ -242,7 +242,7 @@ class LimitSettings(Section):
 
 
 class AccessSettings(Section):
-    """Who may connect."""
+    """Users, groups and addresses that may connect."""
 
     allowed_uids: UserList = ()
     engine_group: str = ""
@@ -252,18 +252,18 @@ class AccessSettings(Section):
 
     @property
     def groups(self) -> tuple[str, str, str]:
-        """Of the sockets of engines, operators and readers."""
+        """Groups of the engine, operator and reader sockets."""
         return self.engine_group, self.operator_group, self.reader_group
 
 
 class EngineUserSettings(Section):
-    """What engines of one user may do."""
+    """The tenants that engines of one user may name."""
 
     tenants: Tenants
 
 
 class KvdClientSettings(ClientSettings):
-    """One client that comes with a token or a certificate."""
+    """One client that authenticates with a token or a certificate."""
 
     roles: RoleList = ("reader",)
 
@@ -276,7 +276,7 @@ class LogSettings(Section):
 
 
 class Settings(Section):
-    """All of it."""
+    """All settings of kvd."""
 
     runtime_dir: Path = Field(default_factory=default_runtime_dir)
     state_dir: Path = Field(default_factory=default_state_dir)
@@ -305,56 +305,56 @@ class Settings(Section):
     log: LogSettings = LogSettings()
 
     def tenant_ttl_ns(self, tenant: str) -> int | None:
-        """Return the TTL that was given to a tenant; None if none was, TTL_NEVER_NS for never."""
-        given = self.tenants.get(tenant)
-        if given is None or "ttl" not in given.model_fields_set:
+        """Return a tenant's own TTL; None if it has none, TTL_NEVER_NS for never."""
+        own = self.tenants.get(tenant)
+        if own is None or "ttl" not in own.model_fields_set:
             return None
-        return TTL_NEVER_NS if given.ttl is None else int(given.ttl * NS_PER_S)
+        return TTL_NEVER_NS if own.ttl is None else int(own.ttl * NS_PER_S)
 
     def tenant_retention_ns(self, tenant: str) -> int | None:
-        """Return the longest retention that was given to a tenant; None if none was."""
-        given = self.tenants.get(tenant)
-        if given is None or "max_retention" not in given.model_fields_set:
+        """Return a tenant's own bound on retention; None if it has none."""
+        own = self.tenants.get(tenant)
+        if own is None or "max_retention" not in own.model_fields_set:
             return None
-        return int(given.max_retention * NS_PER_S)
+        return int(own.max_retention * NS_PER_S)
 
     def tenant_quota_bytes(self, tenant: str) -> int | None:
-        """Return the quota that holds for a tenant; None for no bound."""
-        given = self.tenants.get(tenant)
-        if given is None or "quota" not in given.model_fields_set:
+        """Return the quota of a tenant, its own or the default; None for no bound."""
+        own = self.tenants.get(tenant)
+        if own is None or "quota" not in own.model_fields_set:
             return self.sessions.default_quota
-        return given.quota
+        return own.quota
 
     def engine_uids(self) -> tuple[int, ...]:
-        """Users whose engines may attach, besides kvd's own and root."""
+        """Return the uids whose engines may attach, besides kvd's own and root."""
         return tuple(map(uid_of, (*self.access.allowed_uids, *self.engine_users)))
 
     def engine_tenants(self) -> dict[int, tuple[str, ...]]:
-        """Return the tenants of those users whose engines may not name all."""
-        return {uid_of(user): given.tenants for user, given in self.engine_users.items()}
+        """Return uid → tenants of the users whose engines may not name all tenants."""
+        return {uid_of(user): own.tenants for user, own in self.engine_users.items()}
 
     def layout_settings(self, layout: KVLayout) -> LayoutSettings:
-        """Return a layout's budgets: of the longest prefix that its fingerprint or model has."""
+        """Return a layout's budgets: those of the longest prefix of its fingerprint or model."""
         names = (layout.fingerprint, layout.model)
-        fitting = [p for p in self.layouts if any(name.startswith(p) for name in names)]
-        return self.layouts[max(fitting, key=len)] if fitting else LayoutSettings()
+        matching = [p for p in self.layouts if any(name.startswith(p) for name in names)]
+        return self.layouts[max(matching, key=len)] if matching else LayoutSettings()
 
 
 def check_access(settings: Settings) -> None:
-    """Refuse settings by which anybody could connect.
+    """Refuse settings with which any client could connect.
 
     Raises:
-        UnguardedError: naming what is missing.
+        UnguardedError: a guard is missing; the message names it.
     """
     check_guarded(settings.access.tcp, settings.tls, settings.clients)
     settings.metrics.check_guarded(settings.tls, settings.clients)
 
 
 def check_possible(settings: Settings) -> None:
-    """Refuse sizes that no kvd on this machine could ever have.
+    """Refuse sizes that exceed this machine's memory or disk.
 
     Raises:
-        InvalidSettingsError: naming each.
+        InvalidSettingsError: sizes are too large; the message names each.
     """
     dram, ssd, disk = settings.dram, settings.ssd, settings.state_dir
     check_room(
@@ -376,8 +376,8 @@ def load(config_path: Path | None, flags: dict[str, object]) -> LoadedSettings[S
     """Read kvd's settings; see shared/config/settings.py.
 
     Raises:
-        InvalidSettingsError: naming every problem.
-        UnguardedError: anybody could connect.
+        InvalidSettingsError: settings are not valid; the message names every problem.
+        UnguardedError: any client could connect.
     """
     found = load_settings(Settings, config_path, ENV_PREFIX, flags, other_variables=OTHER_VARIABLES)
     check_possible(found.settings)
@@ -386,7 +386,7 @@ def load(config_path: Path | None, flags: dict[str, object]) -> LoadedSettings[S
 
 
 def is_live(key: str) -> bool:
-    """Whether a reload changes a setting, as dotted key."""
+    """Whether a reload applies a setting, given as a dotted key."""
     return reload.is_live(key, LIVE_KEYS)
 
 
@@ -394,7 +394,7 @@ def load_live(config_path: Path | None, flags: dict[str, object]) -> LiveSetting
     """Read kvd's settings for a daemon, which reads them again at each reload.
 
     Raises:
-        InvalidSettingsError: naming every problem.
-        UnguardedError: anybody could connect.
+        InvalidSettingsError: settings are not valid; the message names every problem.
+        UnguardedError: any client could connect.
     """
     return LiveSettings(load(config_path, flags), lambda: load(config_path, flags), LIVE_KEYS)

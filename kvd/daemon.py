@@ -1,8 +1,8 @@
-"""The daemon's life: startup → run → drain → shutdown.
+"""The kvd daemon: startup → run → drain → shutdown.
 
-One event loop, one writer of every cache (this loop). Threads do only what blocks: SSD reads and
+One event loop is the only writer of all caches. Threads do only work that blocks: SSD reads and
 writes, index commits, page allocation. A broken invariant ends the process at once, without a
-drain: what is on SSD is consistent at every moment, what is in DRAM may not be.
+drain: SSD is consistent at every moment, but DRAM may not be then.
 """
 
 import asyncio
@@ -55,16 +55,16 @@ from shared.version import __version__
 
 MANIFEST_NAME = "manifest.db"
 STOP_GRACE_S = 0.5  # for calls still running after the drain
-SWITCH_INTERVAL_S = 0.0005  # I/O threads need the interpreter for microseconds, but soon
-BEAT_S = 5.0  # between two looks at the disk's free space
-DRAIN_POLL_S = 0.05  # upper bound between two looks at whether everything is written
+SWITCH_INTERVAL_S = 0.0005  # I/O threads need the GIL for microseconds only, but soon
+BEAT_S = 5.0  # longest time between two checks of the disk's free space
+DRAIN_POLL_S = 0.05  # longest time between two checks whether everything is written
 
 log = get_logger(__name__)
 
 
 @dataclass(frozen=True)
 class _Parts:
-    """What a running kvd consists of, for those who put its services together."""
+    """The parts of a running kvd, from which its services are built."""
 
     caches: Caches
     engines: Engines
@@ -80,8 +80,8 @@ class Daemon:
     """One kvd.
 
     Args:
-        live: see systemd/kvd.toml.
-        faults: injected failures of what it writes, for tests.
+        live: the settings, see systemd/kvd.toml.
+        faults: faults that tests inject, see kvd/tiers/faults.py.
 
     Attributes:
         keeps_dram: whether arenas are left for the next kvd at the end.
@@ -89,7 +89,9 @@ class Daemon:
 
     def __init__(self, live: LiveSettings[Settings], faults: Faults | None = None) -> None:
         self._live = live
-        self._settings = live.loaded.settings  # of the start: what cannot change live
+        self._settings = (
+            live.loaded.settings
+        )  # those of the start: for keys that cannot change live
         self._rpcs = RpcMetrics()
         self._access = Access(self._settings, self._rpcs)
         self._is_serving = False
@@ -101,8 +103,8 @@ class Daemon:
         """Serve until `stop` is set, then drain.
 
         Raises:
-            ConfigError: the start is refused.
-            BrokenError: an invariant of the core broke.
+            ConfigError: kvd cannot start with these settings.
+            BrokenError: an invariant of the core is broken.
         """
         self._broken = asyncio.get_running_loop().create_future()
         sys.setswitchinterval(SWITCH_INTERVAL_S)
@@ -120,7 +122,7 @@ class Daemon:
                 engines,
                 self._faults,
                 events.publish,
-                self._break,
+                self._record_broken,
             )
             stack.push_async_callback(self._close, caches)
             stack.callback(engines.close)
@@ -134,30 +136,30 @@ class Daemon:
             parts = _Parts(
                 caches, engines, copiers, data_socket, streams, events, draining, scrubber
             )
-            servers = self._servers(parts)
-            self._live.on_change.append(partial(self._follow_settings, parts))
-            # First: who finds gRPC serving finds the rest, too.
-            await stack.enter_async_context(self._operations(parts))
+            servers = self._make_servers(parts)
+            self._live.on_change.append(partial(self._apply_settings, parts))
+            # HTTP before gRPC: once gRPC serves, clients may expect everything else to serve, too.
+            await stack.enter_async_context(self._serve_http(parts))
             for server in servers:
                 await server.start()
                 stack.push_async_callback(server.stop, STOP_GRACE_S)
             self._is_serving = True
             log.info("kvd_ready", version=__version__, runtime_dir=str(self._settings.runtime_dir))
             systemd.notify(systemd.READY)
-            await self._until_stopped(stop, manifest, clock, caches)
+            await self._wait_until_stopped(stop, manifest, clock, caches)
             systemd.notify(systemd.STOPPING)
             draining.begun.set()
             for server in servers:
                 await server.stop_serving()
             await self._drain(caches)
-            manifest.put_meta(META_NAME, clock.saved(time.time_ns()))
+            manifest.put_meta(META_NAME, clock.dump(time.time_ns()))
         log.info("kvd_stopped")
 
     def reload(self) -> Changes[Settings]:
-        """Put the settings into force as they are now, as far as that can be done live.
+        """Read the settings again, and apply those that may change in a running kvd.
 
         Raises:
-            ReloadRefusedError: they cannot be used; nothing has changed.
+            ReloadRefusedError: the settings are not valid; nothing has changed.
         """
         systemd.notify(systemd.reloading())
         try:
@@ -175,12 +177,12 @@ class Daemon:
         return found
 
     def reload_on_signal(self) -> None:
-        """Reload; what is wrong is in the log, and there is nobody else to report it to."""
+        """Reload the settings; reload() has logged any error, and a signal has no other reply."""
         with suppress(ReportedError):
             self.reload()
 
     def _open_state(self, stack: AsyncExitStack) -> tuple[Manifest, Clock]:
-        """Claim both directories, open the index, continue the clock."""
+        """Lock both directories, open the index, and continue the clock."""
         settings = self._settings
         check_socket_paths(settings.runtime_dir)
         for path, purpose in ((settings.runtime_dir, "runtime"), (settings.state_dir, "state")):
@@ -194,24 +196,24 @@ class Daemon:
         manifest.open()
         stack.callback(manifest.close)
         clock = resume_clock(manifest.meta(META_NAME), read_boot_id(), time.time_ns())
-        manifest.put_meta(META_NAME, clock.saved(time.time_ns()))
+        manifest.put_meta(META_NAME, clock.dump(time.time_ns()))
         return manifest, clock
 
     @asynccontextmanager
     async def _data_socket(self, engines: Engines, copiers: Copiers) -> AsyncIterator[DataSocket]:
-        """Listen for engines; leaving ends every connection, and with it every lease."""
+        """Serve the data socket; leaving ends all connections, and with them all leases."""
         settings = self._settings
         data_socket = DataSocket(
             self._access.users, settings.limits.max_engines, self._rpcs.refused, copiers
         )
         path = settings.runtime_dir / DATA_SOCKET
         with listen_at(path, socket.SOCK_SEQPACKET, settings.access.engine_group) as listener:
-            async with self._serving(path, data_socket.serve(listener, engines.gone)):
+            async with self._serving(path, data_socket.serve(listener, engines.on_connection_gone)):
                 yield data_socket
 
     @asynccontextmanager
     async def _byte_streams(self) -> AsyncIterator[ByteStreams]:
-        """Listen for operators' byte streams."""
+        """Serve operators' byte streams."""
         streams = ByteStreams(MOST_TRANSFERS)
         path, group = (
             self._settings.runtime_dir / FILES_SOCKET,
@@ -223,9 +225,9 @@ class Daemon:
 
     @asynccontextmanager
     async def _serving(self, path: Path, serve: Coroutine[None, None, None]) -> AsyncIterator[None]:
-        """Serve connections to a socket, while it is entered."""
+        """Run `serve` in a task until the context is left; then remove the socket's path."""
         serving = asyncio.create_task(serve)
-        serving.add_done_callback(self._serving_ended)
+        serving.add_done_callback(self._on_serving_end)
         try:
             yield
         finally:
@@ -233,12 +235,12 @@ class Daemon:
             await asyncio.gather(serving, return_exceptions=True)
             path.unlink(missing_ok=True)  # noqa: ASYNC240  # its directory is in memory
 
-    def _operations(self, parts: _Parts) -> AbstractAsyncContextManager[None]:
-        """Metrics and probes over HTTP, while it is entered."""
+    def _serve_http(self, parts: _Parts) -> AbstractAsyncContextManager[None]:
+        """Serve metrics and probes over HTTP until the context is left."""
         settings = self._settings
         if not settings.metrics.listen:
             return nullcontext()
-        # A second of imports, only where they are needed.
+        # Imported here: these imports take a second, and only a kvd with metrics needs them.
         from kvd.metrics.values import Sources, make_exporter
         from shared.serving.http_connections import ConnectionMetrics
         from shared.serving.operations_http import Operations, serve_operations
@@ -256,8 +258,8 @@ class Daemon:
         operations = Operations(make_exporter(sources), not_ready, self._access.book, connections)
         return serve_operations(settings.metrics, settings.tls, operations)
 
-    def _servers(self, parts: _Parts) -> list[GrpcServer]:
-        """Return one server per role."""
+    def _make_servers(self, parts: _Parts) -> list[GrpcServer]:
+        """Build the services, and return the gRPC servers of all addresses."""
         caches, engines, scrubber = parts.caches, parts.engines, parts.scrubber
         users = self._access.users
         engine = EngineService(
@@ -270,10 +272,10 @@ class Daemon:
         reader = ReaderService(caches, engines, parts.events, scrubber, self._live)
         return make_servers(self._settings, self._access, engine, operator, reader, self._rpcs)
 
-    def _follow_settings(self, parts: _Parts, settings: Settings) -> None:
-        """Hand new settings to everybody who does not ask for those in force each time."""
+    def _apply_settings(self, parts: _Parts, settings: Settings) -> None:
+        """Pass new settings to the parts that do not read them from LiveSettings at each use."""
         limits = settings.limits
-        parts.caches.use(settings)
+        parts.caches.apply_settings(settings)
         parts.engines.set_bound(limits.max_engines)
         self._access.replace(settings)
         parts.data_socket.set_bound(limits.max_engines)
@@ -281,10 +283,14 @@ class Daemon:
         parts.draining.deadline_s = limits.drain
         parts.scrubber.set_rate(settings.integrity.scrub_rate)
 
-    async def _until_stopped(
+    async def _wait_until_stopped(
         self, stop: asyncio.Event, manifest: Manifest, clock: Clock, caches: Caches
     ) -> None:
-        """Wait for the end; meanwhile notify the watchdog, save the clock, look after the disk."""
+        """Wait for `stop`; meanwhile ping the watchdog, save the clock, and check the disk.
+
+        Raises:
+            BrokenError: an invariant of the core is broken.
+        """
         assert self._broken is not None, "set by run"  # noqa: S101
         stopped = asyncio.ensure_future(stop.wait())
         beat_s = min(systemd.watchdog_interval_s() or BEAT_S, BEAT_S)
@@ -296,7 +302,7 @@ class Daemon:
                 caches.retry_unavailable()
                 if time.monotonic() >= saved_at_s + SAVE_EVERY_S:
                     saved_at_s = time.monotonic()
-                    manifest.put_meta(META_NAME, clock.saved(time.time_ns()))
+                    manifest.put_meta(META_NAME, clock.dump(time.time_ns()))
                 await asyncio.wait(
                     (stopped, self._broken), timeout=beat_s, return_when=asyncio.FIRST_COMPLETED
                 )
@@ -306,7 +312,7 @@ class Daemon:
             self._broken.result()  # raises
 
     async def _drain(self, caches: Caches) -> None:
-        """Wait until leases are completed and writes are on disk, at most limits.drain."""
+        """Wait until all leases have ended and all writes are durable, at most limits.drain."""
         loop = asyncio.get_running_loop()
         drain_s = self._live.loaded.settings.limits.drain
         until = loop.time() + drain_s
@@ -318,18 +324,18 @@ class Daemon:
             if left_s <= 0:
                 log.warning("drain_deadline_passed", layouts=len(busy))
                 return
-            await busy[0].changed(min(left_s, DRAIN_POLL_S))
+            await busy[0].wait_for_change(min(left_s, DRAIN_POLL_S))
 
     async def _close(self, caches: Caches) -> None:
         await caches.close(keep_dram=self.keeps_dram)
 
-    def _serving_ended(self, serving: "asyncio.Task[None]") -> None:
-        """Where nobody can connect any more it is better to start anew."""
+    def _on_serving_end(self, serving: "asyncio.Task[None]") -> None:
+        """Stop kvd if a socket is not served any more: a restarted kvd can be connected to."""
         if not serving.cancelled() and isinstance(error := serving.exception(), Exception):
-            self._break(error)
+            self._record_broken(error)
 
-    def _break(self, error: Exception) -> None:
-        """Note that an invariant broke; the first one counts."""
+    def _record_broken(self, error: Exception) -> None:
+        """Record a broken invariant, which ends run(); the first one counts."""
         log.error("invariant_broken", exc_info=error)
         if self._broken is not None and not self._broken.done():
             self._broken.set_exception(BrokenError(str(error)))

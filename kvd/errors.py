@@ -1,4 +1,4 @@
-"""Errors of the daemon around the core; those of the core are in kvd/core/records/errors.py."""
+"""Errors of the daemon and the CLI; those of the core are in kvd/core/records/errors.py."""
 
 from shared.types.errors import (
     ConfigError,
@@ -15,27 +15,27 @@ from shared.types.errors import (
 
 
 class NotAttachedError(StateError):
-    """The engine id of a call is not attached (any more)."""
+    """No engine with the id of a call is attached, or not any more."""
 
     reason = "not_attached"
     retryable = True
 
 
 class StreamReplacedError(ConflictError):
-    """The engine has opened another stream of this kind, which counts instead."""
+    """The engine has opened another stream of this kind, which replaces this one."""
 
     reason = "stream_replaced"
     retryable = False
 
 
 class SocketDeniedError(DeniedError):
-    """This user may not open a socket, or not the one that the command needs."""
+    """The user of a command may not open the socket that it needs."""
 
     reason = "socket_denied"
 
 
 class AttachDeniedError(DeniedError):
-    """The attach token is unknown, used, or its connection is closed."""
+    """The attach token is unknown or used, its connection is closed, or its user is refused."""
 
     reason = "attach_denied"
 
@@ -71,37 +71,37 @@ class UnusableDirectoryError(ConfigError):
 
 
 class UnusableSocketError(ConfigError):
-    """A socket cannot be listened on."""
+    """kvd cannot listen on a socket."""
 
     reason = "unusable_socket"
 
 
 class InstallError(ConfigError):
-    """Units cannot be put in place."""
+    """systemd units cannot be installed."""
 
     reason = "not_installed"
 
 
 class NotHeldError(StateError):
-    """A session's tail was sent, and kvd does not have what comes before it."""
+    """The tail of a session was sent, but kvd does not have the blocks before it."""
 
     reason = "not_held"
 
 
 class NoHolderError(NotFoundError):
-    """The process holds no lease, so it is none of kvd's business."""
+    """The process that is to be killed holds no lease."""
 
     reason = "no_holder"
 
 
 class NotOursToKillError(DeniedError):
-    """The process belongs to a user that kvd may not send signals to."""
+    """The process belongs to a user to whose processes kvd may not send signals."""
 
     reason = "not_ours_to_kill"
 
 
 class UnknownModelError(NotFoundError):
-    """Nothing is stored of the model that was named."""
+    """No session of the named model is stored."""
 
     reason = "unknown_model"
 
@@ -113,55 +113,55 @@ class VerifyRunningError(ExhaustedError):
 
 
 class CorruptionFoundError(ReportedError):
-    """`kvd verify` found bytes that are not the ones stored, and they are not replaced."""
+    """`kvd verify` found corrupt copies that were not repaired."""
 
     reason = "corruption_found"
 
 
 class UnverifiedError(ReportedError):
-    """`kvd verify` could not check everything."""
+    """`kvd verify` could not check all copies."""
 
     reason = "unverified"
 
 
 class NotRunningError(UnavailableError):
-    """A command found no daemon to talk to."""
+    """A command found no running kvd."""
 
     reason = "not_running"
 
 
 class NotFollowedError(UnavailableError):
-    """No follower of a kvd runs."""
+    """No follower runs beside a kvd."""
 
     reason = "not_followed"
 
 
 class UnclearSelectionError(InvalidInputError):
-    """A command line that does not say what to do."""
+    """A command line does not say clearly what to do."""
 
     reason = "unclear"
 
 
 class NotConfirmedError(InvalidInputError):
-    """A command that destroys much was not confirmed."""
+    """A command that destroys data was not confirmed."""
 
     reason = "not_confirmed"
 
 
 class NoTerminalError(InvalidInputError):
-    """A command that lives on a terminal was given none."""
+    """A command that needs a terminal has none."""
 
     reason = "no_terminal"
 
 
 class InUseError(ConflictError):
-    """The session is leased by an engine right now."""
+    """An engine holds a lease of the session."""
 
     reason = "in_use"
 
 
 class SessionExistsError(StateError):
-    """A session of this key is stored, and was not to be replaced."""
+    """A session with this key is stored, and may not be replaced."""
 
     reason = "session_exists"
 
@@ -173,7 +173,7 @@ class UnknownLayoutError(StateError):
 
 
 class LayoutUnavailableError(UnavailableError):
-    """What is stored of a layout cannot be opened now; nothing is made in its place."""
+    """A stored layout cannot be opened now; no new one is created in its place."""
 
     reason = "layout_unavailable"
 
@@ -185,48 +185,48 @@ class NotSetAsideError(StateError):
 
 
 class NoRoomError(ExhaustedError):
-    """A session does not fit, be it tried again."""
+    """A session does not fit; a second attempt would not help."""
 
     reason = "no_room"
     retryable = False
 
 
 class BusyTransferError(ExhaustedError):
-    """Blocks to export do not come, or no slot to import into."""
+    """An export waits for blocks, or an import for slots, for too long."""
 
     reason = "busy"
 
 
 class StalledTransferError(DeadlineError):
-    """Whoever sends a session file has fallen silent."""
+    """The sender of a session file is silent for too long."""
 
     reason = "stalled"
     retryable = False
 
 
 class BrokenTransferError(UnavailableError):
-    """The stream of a session file has ended before the file."""
+    """The stream of a session file ended before the end of the file."""
 
     reason = "broken_off"
 
 
 class UnusableFileError(InvalidInputError):
-    """A file that a command is to read or write cannot be used."""
+    """A file that a command must read or write cannot be used."""
 
     reason = "unusable_file"
 
 
 class NotAllMovedError(ReportedError):
-    """Some of the sessions that were to be pushed or pulled were not."""
+    """Some of the sessions to be pushed or pulled were not."""
 
     reason = "not_all_moved"
 
 
 class NotDurableError(UnavailableError):
-    """A change is in effect, but the index has not taken it yet: a restart would undo it."""
+    """A change is in effect, but not committed to the index yet: a restart would undo it."""
 
     reason = "not_durable"
 
 
 class BrokenError(Exception):
-    """An invariant of the core broke. The daemon stops at once; its supervisor starts it anew."""
+    """An invariant of the core is broken. The daemon stops at once; its supervisor restarts it."""

@@ -84,12 +84,12 @@ class InjectedFaults(NoFaults):
 class CheckedDaemon(Daemon):
     """Stops as soon as an invariant does not hold."""
 
-    async def _until_stopped(
+    async def _wait_until_stopped(
         self, stop: asyncio.Event, manifest: Manifest, clock: Clock, caches: Caches
     ) -> None:
         checking = asyncio.create_task(_check_for_ever(caches))
         try:
-            await super()._until_stopped(stop, manifest, clock, caches)
+            await super()._wait_until_stopped(stop, manifest, clock, caches)
         finally:
             checking.cancel()
         _check(caches)

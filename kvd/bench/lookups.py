@@ -262,7 +262,7 @@ class _QueueReports:
         sent = snapshot_message(ENGINE_ID, update).SerializeToString()
         started = time.thread_time()
         received = kvd_pb2.QueueSnapshot.FromString(sent)
-        is_known = self._replica.take(queue_update(received, MODEL, self._num_jobs))
+        is_known = self._replica.apply_update(queue_update(received, MODEL, self._num_jobs))
         seconds = time.thread_time() - started
         self._feed.on_acknowledge(update.sequence, send_full=not is_known)
         return seconds

@@ -1,1 +1,1 @@
-"""All layouts and their caches: opened, bounded, scrubbed, listed, erased; tenants' secrets."""
+"""The caches of all layouts: opening, budgets, scrubbing, listing, erasing; tenants' secrets."""

@@ -1,4 +1,4 @@
-"""How much of each tier a layout may have, as the settings say."""
+"""Budgets: how much of each tier the settings give to each layout."""
 
 import shutil
 from pathlib import Path
@@ -8,30 +8,35 @@ from kvd.tiers.arena import dram_bytes
 from shared.process.log import get_logger
 from shared.types.kv_layout import KVLayout
 
-AUTO_FRACTION = 0.25  # of the state directory's free space, for the SSD tier
+AUTO_FRACTION = 0.25  # share of the state directory's free space, for the SSD tier
 UNBOUNDED = 1 << 60  # bytes: more than any disk has
 
 log = get_logger(__name__)
 
 
 class Budgets:
-    """Each layout's part of the tiers.
+    """The sizes of the tiers, and each layout's part of them.
 
     Attributes:
-        ssd_bytes: bound on all segments of all layouts, in bytes.
+        ssd_bytes: most bytes of all segments of all layouts.
     """
 
     def __init__(self, settings: Settings, volumes: Path) -> None:
-        """Measure what "auto" means for SSD; `volumes` is the directory of all segments."""
+        """Measure the SSD tier.
+
+        Args:
+            settings: kvd's settings.
+            volumes: directory of all volumes.
+        """
         self._settings = settings
         self._volumes = volumes
         self.ssd_bytes = self.measure()
 
     def measure(self) -> int:
-        """Measure again what "auto" means for SSD; returns the bytes of all segments.
+        """Measure the size of the SSD tier again, which "auto" derives from free space; return it.
 
-        A disk that cannot be measured bounds nothing: a small number would have what is stored
-        dropped. It takes nothing either (kvd/tiers/segment_files.py).
+        A disk that cannot be measured counts as unbounded: with a small bound, stored blocks would
+        be dropped. No space is allocated on such a disk (kvd/tiers/segment_files.py).
         """
         try:
             self.ssd_bytes = ssd_bytes(self._settings.ssd.bytes, self._volumes)
@@ -41,44 +46,51 @@ class Budgets:
         return self.ssd_bytes
 
     def arena_bytes_of(self, layout: KVLayout) -> int:
-        """Return the bytes that an arena of the layout is to have; "auto" is measured now."""
+        """Return the configured bytes of the layout's arena; "auto" is measured now."""
         own = self._settings.layout_settings(layout).dram
         return dram_bytes(self._settings.dram.bytes if own is None else own)
 
     def free_dram_bytes(self, taken_bytes: int) -> int | None:
-        """Return what arenas may have beside `taken_bytes`; None: no bound but the machine's."""
+        """Return the bytes left for arenas after `taken_bytes`; None: only the machine bounds."""
         total = self._settings.dram.total_bytes
         return None if total is None else max(0, total - taken_bytes)
 
     def fits(self, layout: KVLayout, arena_bytes: int, page_bytes: int, taken_bytes: int) -> bool:
-        """Whether an arena that was left is of a size that the settings ask for.
+        """Whether the size of an earlier kvd's arena agrees with the settings.
 
-        With "auto" any size will do: what is available changes from start to start. With a bound on
-        all, an arena may be smaller than it was to be: others had taken the rest when it was made.
+        With "auto" any size does: free memory differs from start to start. With a bound on all
+        arenas, an arena may be smaller than configured: when it was created, other arenas may have
+        left no more.
 
         Args:
             layout: the arena's layout.
-            arena_bytes: its size, up to the end of its last page.
+            arena_bytes: size of its slots, up to the end of the last page.
             page_bytes: size of its memory's pages.
-            taken_bytes: of the arenas that are in use already.
+            taken_bytes: bytes of the arenas that are in use already.
         """
         free_bytes = self.free_dram_bytes(taken_bytes)
         if free_bytes is not None and arena_bytes >= free_bytes + page_bytes:
             return False
-        wanted = self._settings.layout_settings(layout).dram or self._settings.dram.bytes
-        if wanted is None:
+        configured = self._settings.layout_settings(layout).dram or self._settings.dram.bytes
+        if configured is None:
             return True
-        too_many = arena_bytes - wanted // layout.block_bytes * layout.block_bytes
-        return too_many < page_bytes and (too_many >= 0 or free_bytes is not None)
+        excess_bytes = arena_bytes - configured // layout.block_bytes * layout.block_bytes
+        return excess_bytes < page_bytes and (excess_bytes >= 0 or free_bytes is not None)
 
     def ssd_bytes_of(self, layout: KVLayout) -> int:
-        """Return the bytes that the volume of the layout may grow to."""
+        """Return the bytes to which the layout's volume may grow."""
         own = self._settings.layout_settings(layout).ssd
         return self.ssd_bytes if own is None else min(own, self.ssd_bytes)
 
 
 def ssd_bytes(configured: int | None, volumes: Path) -> int:
-    """Return the bytes of the SSD tier: as configured, or part of the free, at least all used."""
+    """Return the size of the SSD tier: as configured, or a part of the space that it may use.
+
+    A size that is not configured is never below the bytes in use.
+
+    Raises:
+        OSError: the disk cannot be measured.
+    """
     if configured is not None:
         return configured
     used = sum(path.stat().st_size for path in volumes.glob("*/*.segment"))

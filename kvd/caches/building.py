@@ -1,13 +1,13 @@
-"""Builds the caches of layouts whose files are open, and finds the DRAM that their arenas take.
+"""Builds the caches of layouts whose volumes are open, and finds DRAM for their arenas.
 
-A cache is an engine within the limits of the settings, and a performer for it. Of DRAM there is
-what other arenas leave, and what layouts without engines can release.
+A cache consists of a cache engine with the limits of the settings, and its performer. DRAM for an
+arena is what other arenas leave, and what layouts without attached engines release.
 """
 
 from collections.abc import Callable, Iterable
 
 from kvd.caches.budgets import Budgets
-from kvd.caches.layout_opening import Opened
+from kvd.caches.layout_opening import OpenedLayout
 from kvd.caches.tenant_secrets import TenantSecrets
 from kvd.config import Settings
 from kvd.core.engine import CacheEngine
@@ -33,20 +33,20 @@ log = get_logger(__name__)
 
 
 class CacheBuilder:
-    """Builds caches, and starts them. On the event loop.
+    """Builds and starts caches. Its methods are called on the event loop.
 
     Args:
-        settings: this kvd's settings.
+        settings: kvd's settings.
         manifest: the index.
-        clock: kvd's.
-        engines: who uses which cache.
-        io_pool: the I/O threads of all layouts.
-        secrets: the tenants'.
-        on_event: called with what subscribers are to see.
-        on_broken: called when an invariant of the core broke.
+        clock: kvd's clock.
+        engines: registry of engines.
+        io_pool: I/O threads of all layouts.
+        secrets: salts and keys of tenants.
+        on_event: called with events for watchers.
+        on_broken: called when an invariant of the core is broken.
 
     Attributes:
-        settings: those that hold for what is built from now on.
+        settings: settings of caches that are built from now on.
     """
 
     def __init__(
@@ -72,13 +72,13 @@ class CacheBuilder:
     def build(
         self, layout: KVLayout, volume: SegmentVolume, num_extents: int, num_slots: int = 0
     ) -> Cache:
-        """Build a cache that holds nothing, and start it.
+        """Build an empty cache, and start it.
 
         Args:
-            layout: what its blocks look like.
-            volume: where they go; it is open.
-            num_extents: how many extents the volume may grow to.
-            num_slots: of the arena that it is to be given next; 0: there is none yet.
+            layout: layout of the blocks.
+            volume: its open volume.
+            num_extents: number of extents to which the volume may grow.
+            num_slots: slots of the arena that the caller passes to restore(); 0: there is none.
         """
         engine = CacheEngine(
             layout,
@@ -99,10 +99,10 @@ class CacheBuilder:
         cache.start()
         return cache
 
-    def restore(self, cache: Cache, opened: Opened) -> None:
-        """Give a new cache what is stored of its layout.
+    def restore(self, cache: Cache, opened: OpenedLayout) -> None:
+        """Restore a new cache from the index, and from an adopted arena if there is one.
 
-        It was built with the slots of the arena that is adopted.
+        The cache must have been built with the slots of that arena.
         """
         adoption = opened.adoption
         if adoption is not None:
@@ -113,11 +113,11 @@ class CacheBuilder:
             cache.restore(opened.rows, adopted, orphans)
         try:
             cache.volume.files.shrink(cache.max_extents)
-        except OSError as error:  # what is too much stays until the next start
+        except OSError as error:  # the surplus space stays allocated until the next start
             log.warning("segments_not_shrunk", layout=cache.layout.fingerprint, error=str(error))
 
     def limits(self, num_slots: int = 0, num_extents: int = 0) -> Limits:
-        """Return what the settings let an engine do, beside the sizes of its tiers."""
+        """Return a cache engine's limits: the sizes of its tiers, and those of the settings."""
         settings = self.settings
         ttl_s = settings.sessions.default_ttl
         return Limits(
@@ -152,12 +152,12 @@ class CacheBuilder:
 
 
 class DramRoom:
-    """Finds room for arenas.
+    """Finds room for arenas in the DRAM tier.
 
     Args:
-        budgets: each layout's part of the tiers.
-        engines: who uses which cache.
-        caches: all there are, whenever it is gone through.
+        budgets: budgets of the layouts.
+        engines: registry of engines.
+        caches: yields all caches that exist at the time of an iteration.
     """
 
     def __init__(self, budgets: Budgets, engines: Engines, caches: Iterable[Cache]) -> None:
@@ -171,28 +171,32 @@ class DramRoom:
         return sum(arena.num_slots * arena.slot_bytes for arena in slots)
 
     async def find(self, layout: KVLayout) -> int:
-        """Find room for the arena of a layout, taking it from layouts without engines if need be.
+        """Find room for a layout's arena; if necessary, layouts without engines release theirs.
 
         Returns:
-            How many slots it may have: fewer than it is to have if there is no more to take.
+            The number of its slots; fewer than configured if there is no more room.
 
         Raises:
-            ArenaTooSmallError: not even a few.
+            ArenaTooSmallError: there is no room for MIN_SLOTS slots.
         """
         wanted_bytes = self._budgets.arena_bytes_of(layout)
         while True:
             free_bytes = self._budgets.free_dram_bytes(self.taken_bytes())
             if free_bytes is None or free_bytes >= wanted_bytes:
                 return num_slots_for(wanted_bytes, layout.block_bytes)
-            if not await self._take_an_arena():
+            if not await self._reclaim_arena():
                 return num_slots_for(free_bytes, layout.block_bytes, "dram.total_bytes")
 
-    async def _take_an_arena(self) -> bool:
+    async def _reclaim_arena(self) -> bool:
         """Have a layout without engines release its arena, the least recently opened first.
 
-        One with a quarantined process cannot: asking it to would only empty its DRAM.
+        Layouts with a quarantined process are left out: they would lose the blocks in DRAM, but
+        could not release the arena.
+
+        Returns:
+            Whether an arena was released.
         """
-        idle = [c for c in self._caches if c.arena is not None and not self._engines.use(c)]
+        idle = [c for c in self._caches if c.arena is not None and not self._engines.uses_cache(c)]
         for cache in sorted(idle, key=lambda cache: cache.last_opened_s):
             if await cache.unmount(UNMOUNT_S):
                 log.info("arena_taken", layout=cache.layout.fingerprint)

@@ -1,9 +1,9 @@
-"""All layouts' caches: built from the index at start, or at the first attach with a layout.
+"""The caches of all layouts: built from the index at the start, or when an engine first attaches.
 
-A layout takes its part of DRAM, an arena, when its first engine attaches (or with the arena that an
-earlier kvd has left). When all arenas together would exceed their bound, layouts without engines
-give theirs up, least recently opened first. Of SSD each layout takes what it fills, up to its own
-budget and that of the tier.
+A layout gets an arena, its part of DRAM, when its first engine attaches, or by adopting the arena
+of an earlier kvd. When all arenas together would exceed their bound, layouts without engines
+release theirs, the least recently opened first. On SSD each layout takes the space that it fills,
+up to its own budget and that of the tier.
 """
 
 import asyncio
@@ -33,20 +33,20 @@ from shared.process.log import get_logger
 from shared.types.kv_layout import KVLayout
 from shared.types.session_key import SessionKey, session_key
 
-SERVER_ID = "server_id"  # in the index's meta
-COMMIT_S = 10.0  # how long an operator waits for the disk
+SERVER_ID = "server_id"  # name of a meta value of the index
+COMMIT_S = 10.0  # longest wait of an operator for the disk
 
 log = get_logger(__name__)
 
 
 class Caches:
-    """The caches by layout fingerprint.
+    """The caches of one kvd, by layout fingerprint. Iteration yields the caches.
 
     Attributes:
-        keep: what lets arenas outlive this process: "fdstore", "file" or "none".
-        secrets: the tenants' salts and keys.
-        unavailable: layouts in the index that have no cache: they cannot be opened.
-        directory: where all volumes are.
+        keep: what keeps arenas for the next kvd: "fdstore", "file" or "none".
+        secrets: salts and keys of tenants.
+        unavailable: layouts of the index that cannot be opened, and so have no cache.
+        directory: directory of all volumes.
     """
 
     def __init__(
@@ -63,8 +63,8 @@ class Caches:
         self._manifest = manifest
         self._engines = engines
         self._caches: dict[str, Cache] = {}
-        self._server_id = ""  # not asked for yet
-        self._is_erased: Callable[[str], bool] | None = None  # whom shut_out has named
+        self._server_id = ""  # not read yet
+        self._is_erased: Callable[[str], bool] | None = None  # see block_tenants()
         self.secrets = TenantSecrets(manifest)
         self._opening = asyncio.Lock()
         self._io = IoPool(settings.ssd.io_threads, settings.ssd.in_flight_bytes)
@@ -98,88 +98,93 @@ class Caches:
         return iter(self._caches.values())
 
     def io_load(self) -> tuple[int, int]:
-        """Return, of all layouts, jobs that wait for a thread, and bytes of the I/O that runs."""
+        """Return (jobs that wait for an I/O thread, bytes of I/O in flight) of all layouts."""
         return len(self._io), self._io.bytes_in_flight
 
     def server_id(self) -> str:
-        """Return what this state directory is called among others: random, kept in the index."""
+        """Return the id of this state directory: random, kept in the index, created if missing."""
         if not self._server_id:
             self._server_id = self._manifest.meta(SERVER_ID) or secrets.token_hex(8)
             self._manifest.put_meta(SERVER_ID, self._server_id)
         return self._server_id
 
-    def use(self, settings: Settings) -> None:
-        """Hold other limits from now on, in every cache; tiers stay as large as they are."""
+    def apply_settings(self, settings: Settings) -> None:
+        """Apply changed settings to every cache; the sizes of the tiers do not change."""
         self._settings = self._builder.settings = settings
         limits = self._builder.limits()
         for cache in self:
             cache.act(lambda core: core.set_limits(limits))
 
     def restore(self) -> None:
-        """Build the cache of every layout in the index, with the arenas that were left.
+        """Build the caches of all layouts in the index, with the arenas of earlier kvds.
 
         Reads the index and the arenas' journals, never the data.
         """
         self.secrets.open(self._settings.encryption, self.directory)
         kept = self._arenas.find()
         for row in self._manifest.layouts():
-            self._try(UnavailableLayout(row, kept.pop(row.fingerprint, None)))
+            self._try_restore(UnavailableLayout(row, kept.pop(row.fingerprint, None)))
         for arena in kept.values():
             self._arenas.discard(arena, "its layout is not in the index")
 
     def retry_unavailable(self) -> None:
-        """Try again to open layouts whose time has come; now and then."""
-        if not self._opening.locked():  # not waited for: our caller has a watchdog to calm
-            for found in self.unavailable.due():
-                self._try(found)
+        """Try again to open unavailable layouts that are due. Called periodically."""
+        if not self._opening.locked():  # never waits: the caller must ping the watchdog in time
+            for unavailable in self.unavailable.due():
+                self._try_restore(unavailable)
 
     async def reopen(self, prefix: str, *, accept_loss: bool, set_aside: bool) -> str:
-        """Open an unavailable layout, or do with it what an operator has decided.
+        """Open an unavailable layout, accept its loss, or set it aside, as an operator decided.
 
         Args:
-            prefix: how its fingerprint begins.
-            accept_loss: do without the blocks that are not there.
-            set_aside: rename its entries and files instead, so that it begins anew.
+            prefix: first characters of its fingerprint.
+            accept_loss: open it without its missing blocks.
+            set_aside: rename its entries and files instead, so that the layout starts empty.
 
         Returns:
-            Its fingerprint, or the name that its entries and files have now.
+            Its fingerprint; or the new name of its entries and files, if it was set aside.
 
         Raises:
             LayoutUnavailableError: it still cannot be opened.
             NotSetAsideError: its files cannot be renamed.
-            UnknownLayoutError, UnclearSelectionError: no layout, or several, are meant.
+            UnknownLayoutError: no unavailable layout has this prefix.
+            UnclearSelectionError: several have it.
         """
         async with self._opening:
-            found = self.unavailable.find(prefix)
+            unavailable = self.unavailable.find(prefix)
             if set_aside:
-                name = self._opener.set_aside(found)
-                self.unavailable.drop(found)
-                await self.committed()
+                name = self._opener.set_aside(unavailable)
+                self.unavailable.drop(unavailable)
+                await self.wait_until_committed()
                 return name
-            if not self._try(found, accept_loss=accept_loss):
-                raise found.error(time.monotonic())
-            return found.row.fingerprint
+            if not self._try_restore(unavailable, accept_loss=accept_loss):
+                raise unavailable.error(time.monotonic())
+            return unavailable.row.fingerprint
 
     async def open(self, layout: KVLayout, *, prefault: bool = True) -> tuple[Cache, Arena]:
-        """Return the cache of a layout, made if there is none, and its arena.
+        """Return the cache of a layout and its arena; create them if they do not exist.
 
-        An arena that is not prefaulted takes only the memory that is used of it.
+        Args:
+            layout: the layout.
+            prefault: allocate all of the arena's memory in the background, if the settings say so.
+                Else memory is allocated as it is used.
 
         Raises:
             LimitReachedError: limits.max_layouts are stored, and none of them is empty.
             ArenaTooSmallError: the DRAM tier has no room for even two blocks more.
-            LayoutUnavailableError: it is stored, and cannot be opened now.
+            LayoutUnavailableError: the layout is stored, but cannot be opened now.
         """
         async with self._opening:
-            self._try_for(layout)
+            self._check_available(layout)
             cache = self._caches.get(layout.fingerprint)
             num_layouts = len(self._caches) + len(self.unavailable)
             if cache is None and num_layouts >= self._settings.limits.max_layouts:
-                await self._forget_a_layout()
+                await self._drop_empty_layout()
             arena = None if cache is None else cache.arena
             if cache is None or arena is None:
                 num_slots = await self._room.find(layout)
-                cache = cache or self._add_new(layout)  # not before: layouts stay in the index
+                # Only after find(), which may raise: an added layout stays in the index.
+                cache = cache or self._add_new(layout)
                 arena = self._arenas.create(layout, num_slots)
                 cache.mount(arena)
         cache.last_opened_s = asyncio.get_running_loop().time()
@@ -188,21 +193,27 @@ class Caches:
         return cache, arena
 
     def measure_space(self) -> None:
-        """See how much space the file system really has; now and then."""
+        """Adapt all volumes' capacities to the space on the disk. Called periodically."""
         for cache in self:
             cache.measure_space()
 
     def of_model(self, model: str) -> list[Cache]:
-        """Return the caches of models whose fingerprints start so ("": all), in a fixed order."""
+        """Return the caches of models with a fingerprint prefix ("": all), in a fixed order."""
         caches = sorted(self._caches.values(), key=lambda cache: cache.layout.fingerprint)
         return [cache for cache in caches if cache.layout.model.startswith(model)]
 
     def find(self, key: SessionKey) -> tuple[Cache, SessionKey]:
-        """Find a session; an empty model matches if only one model has a session of this id.
+        """Find a stored session.
+
+        Args:
+            key: key of the session. Without a model it matches the session of any model.
+
+        Returns:
+            The session's cache, and its key with its model.
 
         Raises:
-            UnknownSessionError: there is none.
-            AmbiguousSessionError: there are several.
+            UnknownSessionError: no such session is stored.
+            AmbiguousSessionError: sessions of several models match.
         """
         found = []
         for cache in self._caches.values():
@@ -225,14 +236,18 @@ class Caches:
             )
         return found[0]
 
-    def shut_out(self, is_erased: Callable[[str], bool]) -> None:
-        """Refuse the calls of tenants that are being erased, of every layout; see `let_in`."""
+    def block_tenants(self, is_erased: Callable[[str], bool]) -> None:
+        """Refuse calls for tenants that are being erased, until unblock_tenants().
+
+        Args:
+            is_erased: returns whether a tenant is being erased.
+        """
         self._is_erased = is_erased
         for cache in self:
             cache.act(lambda core: core.erasing.begin(is_erased))
 
-    def let_in(self) -> None:
-        """Refuse nobody's calls any more."""
+    def unblock_tenants(self) -> None:
+        """Accept calls for all tenants again."""
         self._is_erased = None
         for cache in self:
             cache.act(lambda core: core.erasing.end())
@@ -242,11 +257,11 @@ class Caches:
         """Bytes of index entries that are not committed yet."""
         return self._manifest.queued_bytes
 
-    async def committed(self) -> None:
-        """Return once what was changed so far would survive a kill.
+    async def wait_until_committed(self) -> None:
+        """Wait until all changes so far are durable.
 
         Raises:
-            NotDurableError: the index has not taken it within COMMIT_S.
+            NotDurableError: the index has not committed them within COMMIT_S.
         """
         loop = asyncio.get_running_loop()
         done = asyncio.Event()
@@ -254,7 +269,7 @@ class Caches:
             async with asyncio.timeout(COMMIT_S):
                 for cache in tuple(self):
                     while cache.has_entries_waiting:
-                        await cache.changed(COMMIT_S)
+                        await cache.wait_for_change(COMMIT_S)
                 self._manifest.when_committed(lambda: loop.call_soon_threadsafe(done.set))
                 await done.wait()
         except TimeoutError as error:
@@ -264,18 +279,23 @@ class Caches:
             ) from error
 
     async def close(self, *, keep_dram: bool) -> None:
-        """Stop every cache; `keep_dram` leaves the arenas where the next kvd finds them."""
-        # Waited for: a read must not find its file closed and another one under its number.
+        """Stop all caches.
+
+        Args:
+            keep_dram: leave the arenas for the next kvd, if their backing can keep them.
+        """
+        # The I/O pool first: a running read must not use a descriptor that is closed, and may have
+        # been given to another file.
         await asyncio.to_thread(self._io.close)
         self.unavailable.close()
         for cache in self._caches.values():
             await cache.close(keep_dram=keep_dram)
         self._arenas.log_kept()
 
-    # -------------------------------------------------------------------------------------- inside
+    # ----------------------------------------------------------------------------------- internals
 
     def _add(self, cache: Cache) -> Cache:
-        """Let a cache that was built be found."""
+        """Register a cache that was built; blocked tenants are blocked in it, too."""
         is_erased = self._is_erased
         if is_erased is not None:
             cache.act(lambda core: core.erasing.begin(is_erased))
@@ -290,44 +310,52 @@ class Caches:
         cache.measure_space()
         return cache
 
-    def _try_for(self, layout: KVLayout) -> None:
-        """See that a layout is not unavailable, trying it again if its time has come.
+    def _check_available(self, layout: KVLayout) -> None:
+        """Check that a layout is not unavailable; first try to restore it if that is due.
 
         Raises:
-            LayoutUnavailableError: it is.
+            LayoutUnavailableError: the layout is unavailable.
         """
-        found = self.unavailable.get(layout.fingerprint)
+        unavailable = self.unavailable.get(layout.fingerprint)
         now_s = time.monotonic()
-        if found and (now_s < found.may_try_at_s or not self._try(found, layout)):
-            raise found.error(now_s)
+        if unavailable and (
+            now_s < unavailable.may_try_at_s or not self._try_restore(unavailable, layout)
+        ):
+            raise unavailable.error(now_s)
 
-    def _try(
-        self, found: UnavailableLayout, layout: KVLayout | None = None, *, accept_loss: bool = False
+    def _try_restore(
+        self,
+        unavailable: UnavailableLayout,
+        layout: KVLayout | None = None,
+        *,
+        accept_loss: bool = False,
     ) -> bool:
-        """Restore a layout; False, with its reason noted, if it cannot be."""
-        restore = partial(self._restore_layout, found, layout, accept_loss=accept_loss)
-        return self.unavailable.attempt(found, restore)
+        """Try to restore a layout; if that fails, record the reason and return False."""
+        restore = partial(self._restore_layout, unavailable, layout, accept_loss=accept_loss)
+        return self.unavailable.attempt(unavailable, restore)
 
     def _restore_layout(
-        self, found: UnavailableLayout, asked: KVLayout | None, *, accept_loss: bool
+        self, unavailable: UnavailableLayout, layout: KVLayout | None, *, accept_loss: bool
     ) -> None:
-        """Build the cache of a layout in the index; see LayoutOpener.open for the rest."""
-        opened = self._opener.open(found, asked, self._room.taken_bytes(), accept_loss=accept_loss)
+        """Build the cache of a layout in the index; see LayoutOpener.open() for the arguments."""
+        opened = self._opener.open(
+            unavailable, layout, self._room.taken_bytes(), accept_loss=accept_loss
+        )
         num_extents = self._opener.num_extents(opened.volume.shape)
         num_slots = 0 if opened.adoption is None else opened.adoption.arena.slots.num_slots
         cache = self._builder.build(opened.layout, opened.volume, num_extents, num_slots)
         self._builder.restore(self._add(cache), opened)
         cache.measure_space()
 
-    async def _forget_a_layout(self) -> None:
-        """Remove a layout without engines and sessions: that of a model served no more, say.
+    async def _drop_empty_layout(self) -> None:
+        """Remove a layout without engines and sessions, such as one of a retired model.
 
         Raises:
-            LimitReachedError: every layout has some.
+            LimitReachedError: every layout has engines or sessions.
         """
         empty = [c for c in self if c.is_idle and not c.stats().num_sessions]
         for cache in sorted(empty, key=lambda cache: cache.last_opened_s):
-            if not self._engines.use(cache):
+            if not self._engines.uses_cache(cache):
                 del self._caches[cache.layout.fingerprint]
                 self._manifest.drop_layout(cache.layout.fingerprint)
                 await self._remove(cache)
@@ -339,9 +367,9 @@ class Caches:
         )
 
     async def _remove(self, cache: Cache) -> None:
-        """Close a cache for good, with its files, once no entry names them any more."""
+        """Close a cache and remove its files, once the index does not name them any more."""
         try:
-            await self.committed()
+            await self.wait_until_committed()
         except BaseException:
             await cache.close(keep_dram=False)
             raise

@@ -1,16 +1,18 @@
-"""Erasing a tenant, or all: from every tier, and so that nothing on SSD can be read any more.
+"""Erases one tenant or all: drops their KV from every tier, and destroys their keys.
 
-1. the tenants are shut out of every cache (kvd/core/operations/erasing.py), their sessions
-   dropped, what is being moved waited for; then free memory is zeroed;
-2. if all is erased, and there may be plain blocks from a time without encryption, the segments are
-   removed;
-3. the tenants' keys and salts are deleted: the entries of their sessions and blocks went before, in
-   the same order, and those that no cache knows of go with them. Once that is durable, and in no
-   file of the database any more, they are erased;
-4. the tenants are let in again; they get new keys and salts.
+1. All caches refuse the tenants' calls (kvd/core/operations/erasing.py). The tenants' sessions are
+   dropped. Once their running operations have ended, free memory is zeroed.
+2. If all tenants are erased, and there may be plain blocks from a time without encryption, the
+   segments are removed.
+3. The tenants' keys and salts are deleted from the index. The entries of their sessions and blocks
+   were removed before, in order; entries that no cache knows of are deleted together with the keys.
+   Once that is durable, and the keys are in no file of the database any more, the tenants are
+   erased.
+4. The tenants' calls are accepted again. They get new keys and salts.
 
-A kill before 3 is durable leaves the keys, and whatever sessions were not dropped yet: then it has
-not happened, and no caller got another answer. A kill after it leaves nothing that could be read.
+A kill before step 3 is durable leaves the keys, and the sessions that were not dropped yet. Then
+the erasure has not happened, and no caller was told that it has. A kill after step 3 leaves nothing
+that could be read.
 """
 
 import asyncio
@@ -25,22 +27,28 @@ from kvd.wire.events import EventHub
 from shared.process.log import get_logger
 from shared.types.errors import StateError
 
-STEP_SESSIONS = 200  # dropped in one go: some milliseconds
-POLL_S = 0.05  # upper bound between two looks whether what was moved has arrived
-PURGE_S = 30.0  # how long the disk may take to delete the keys
+STEP_SESSIONS = 200  # sessions dropped without a break: blocks the loop for some milliseconds
+POLL_S = 0.05  # longest time between two checks for operations that are under way
+PURGE_S = 30.0  # longest wait for the deletion of the keys
 
 log = get_logger(__name__)
 
 
 class NotErasableError(StateError):
-    """What is asked for is not erased by deleting a key."""
+    """Deleting keys would not erase everything that was requested."""
 
     reason = "not_erasable"
 
 
 @dataclass(frozen=True)
-class Erased:
-    """What was erased."""
+class Erasure:
+    """The result of an erasure.
+
+    Attributes:
+        tenants: tenants whose keys were destroyed.
+        num_sessions: number of dropped sessions.
+        freed_bytes: bytes freed in all tiers.
+    """
 
     tenants: tuple[str, ...]
     num_sessions: int
@@ -55,11 +63,11 @@ class TenantEraser:
         self._events = events
         self._erasing = asyncio.Lock()
 
-    def named(self, tenant: str | None) -> tuple[str, ...]:
-        """Return the tenants that would be erased: one, or all there are.
+    def tenants_to_erase(self, tenant: str | None) -> tuple[str, ...]:
+        """Return the tenants that erase() would erase: one, or all (None).
 
         Raises:
-            NotErasableError: deleting keys would not do.
+            NotErasableError: deleting keys would not erase everything.
         """
         secrets = self._caches.secrets
         if secrets.keys is None:
@@ -75,14 +83,14 @@ class TenantEraser:
         stored_tenants = secrets.keys.tenants
         return stored_tenants if tenant is None else tuple(t for t in stored_tenants if t == tenant)
 
-    async def erase(self, tenant: str | None) -> Erased:
-        """Erase one tenant, or all (None); nothing of it is there any more when this returns.
+    async def erase(self, tenant: str | None) -> Erasure:
+        """Erase one tenant, or all (None). When this returns, nothing of them can be read.
 
         Raises:
-            NotErasableError: deleting keys would not do; nothing was done.
-            NotDurableError: the disk has not taken it yet.
+            NotErasableError: not everything can be erased.
+            NotDurableError: memory could not be zeroed, or the disk has not deleted the keys yet.
         """
-        self.named(tenant)
+        self.tenants_to_erase(tenant)
         if self._caches.unavailable:
             raise NotErasableError(
                 f"{len(self._caches.unavailable)} layouts are unavailable, and what they hold in "
@@ -90,27 +98,27 @@ class TenantEraser:
                 "bring their files back, or decide about them with kvd reopen; see kvd stats",
             )
         async with self._erasing:
-            self._caches.shut_out(lambda name: tenant in (None, name))
+            self._caches.block_tenants(lambda name: tenant in (None, name))
             try:
                 answers = [await self._clear(cache) for cache in list(self._caches)]
                 await self._remove_segments(tenant)
-                tenants = self.named(tenant)
+                tenants = self.tenants_to_erase(tenant)
                 await self._drop_keys(tenants)
                 self._forget(tenant)
             finally:
-                self._caches.let_in()
+                self._caches.unblock_tenants()
         num_sessions = sum(answer.num_sessions for answer in answers)
         log.info("tenants_erased", tenants=len(tenants), sessions=num_sessions)
-        return Erased(tenants, num_sessions, sum(answer.freed_bytes for answer in answers))
+        return Erasure(tenants, num_sessions, sum(answer.freed_bytes for answer in answers))
 
     def _forget(self, tenant: str | None) -> None:
-        """Forget what happened to the sessions, which is kept by their ids."""
+        """Forget the histories and recent events of the sessions, which name their ids."""
         for cache in self._caches:
             cache.act(lambda core: core.erasing.forget(tenant))
         self._events.forget(tenant)
 
     async def _clear(self, cache: Cache) -> FlushAnswer:
-        """Drop the tenants' sessions of one cache, and zero what is free of its memory."""
+        """Drop the tenants' sessions in one cache, and zero its free memory."""
         num_sessions = freed_bytes = 0
         while True:
             dropped = cache.act(lambda core: core.erasing.step(STEP_SESSIONS))
@@ -119,10 +127,10 @@ class TenantEraser:
             if cache.act(lambda core: core.erasing.is_gone()):
                 break
             is_dropping = dropped.num_sessions or cache.act(lambda core: core.erasing.has_unvisited)
-            await (asyncio.sleep(0) if is_dropping else cache.changed(POLL_S))
+            await (asyncio.sleep(0) if is_dropping else cache.wait_for_change(POLL_S))
         cache.act(lambda core: core.erasing.wipe())
         while cache.act(lambda core: core.erasing.is_wiping()):
-            await cache.changed(POLL_S)
+            await cache.wait_for_change(POLL_S)
         if not cache.act(lambda core: core.erasing.is_wiped()):
             raise NotDurableError(
                 "memory of the sessions that were dropped could not be zeroed",
@@ -131,20 +139,21 @@ class TenantEraser:
         return FlushAnswer(num_sessions, freed_bytes, ())
 
     async def _remove_segments(self, tenant: str | None) -> None:
-        """Remove what was written before there was a key; nothing of it is in use."""
+        """Remove all segments if they may hold plain blocks; none of them is in use."""
         if tenant is not None or not self._caches.secrets.note.has_plain:
             return
-        await self._caches.committed()  # of the entries that name extents
+        # First the entries that name extents: after a kill they must not name removed segments.
+        await self._caches.wait_until_committed()
         for cache in list(self._caches):
-            while not cache.is_still:
-                await cache.changed(POLL_S)
+            while not cache.is_quiescent:
+                await cache.wait_for_change(POLL_S)
             cache.remove_segments()
         if has_segments(self._caches.directory):
             raise NotErasableError(
                 f"segments that kvd does not know are left in {self._caches.directory}",
                 "delete them: volumes that were set aside, say; then do it again",
             )
-        self._caches.secrets.has_no_plain()
+        self._caches.secrets.record_no_plain()
 
     async def _drop_keys(self, tenants: tuple[str, ...]) -> None:
         loop = asyncio.get_running_loop()

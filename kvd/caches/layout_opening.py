@@ -1,10 +1,11 @@
-"""Opening what is stored of a layout: its volume, the entries of what lies there, its memory.
+"""Opens a stored layout: its volume, the entries of its blocks, and its kept arena.
 
 Invariants:
-1. what cannot be opened is left as it is: it raises, and nothing was changed or made;
-2. entries are used only with the volume that the index names, and only if every segment that they
-   name is there; what an operator abandons is first taken from the index, or set aside under
-   another name.
+1. A layout that cannot be opened is left as it is: opening raises, and has changed and created
+   nothing.
+2. Entries are used only with the volume that the index names, and only if every segment that they
+   name exists. Blocks that an operator gives up are first removed from the index, or set aside
+   under another name.
 """
 
 from contextlib import suppress
@@ -32,16 +33,19 @@ from shared.process.log import get_logger
 from shared.types.block_key import KEY_BYTES
 from shared.types.kv_layout import KVLayout
 
-VOLUMES = "volumes"  # in the state directory
+VOLUMES = "volumes"  # directory of the volumes, in the state directory
 
 log = get_logger(__name__)
 
 
-class Opened(NamedTuple):
-    """What is stored of a layout, opened.
+class OpenedLayout(NamedTuple):
+    """An opened layout.
 
     Attributes:
-        adoption: its memory of an earlier kvd; None: there is none of use.
+        layout: the layout.
+        volume: its open volume.
+        rows: its entries of the index.
+        adoption: its adopted arena; None: there is none.
     """
 
     layout: KVLayout
@@ -51,7 +55,12 @@ class Opened(NamedTuple):
 
 
 class LayoutOpener:
-    """Opens layouts, new ones and those of the index. See the module docstring."""
+    """Opens new layouts and those of the index.
+
+    Attributes:
+        directory: directory of all volumes.
+        budgets: budgets of the layouts.
+    """
 
     def __init__(
         self,
@@ -73,21 +82,24 @@ class LayoutOpener:
         )
 
     def num_extents(self, shape: ExtentShape) -> int:
-        """Return how many extents the volume of a layout may grow to."""
+        """Return the number of extents to which a layout's volume may grow."""
         return self.budgets.ssd_bytes_of(shape.layout) // shape.full_bytes
 
     def open_new(self, layout: KVLayout) -> tuple[SegmentVolume, LayoutRow]:
-        """Make the volume of a layout that the index does not know, and the entry it is to have.
+        """Create the volume of a layout that is not in the index.
+
+        Returns:
+            The open volume, and the row that the caller must add to the index.
 
         Raises:
-            LayoutUnavailableError: it cannot be made.
+            LayoutUnavailableError: the volume cannot be created.
         """
         row = LayoutRow(
             layout.fingerprint,
             layout_message(layout).SerializeToString(),
             max(1, self._settings.ssd.segment_bytes // ExtentShape(layout).full_bytes),
         )
-        volume = self._volume_of(layout, row)
+        volume = self._make_volume(layout, row)
         try:
             return volume, replace(row, volume_id=volume.files.open())
         except (UnusableVolumeError, OSError) as error:
@@ -98,56 +110,57 @@ class LayoutOpener:
 
     def open(
         self,
-        found: UnavailableLayout,
-        asked: KVLayout | None,
+        unavailable: UnavailableLayout,
+        engine_layout: KVLayout | None,
         taken_bytes: int,
         *,
         accept_loss: bool,
-    ) -> Opened:
+    ) -> OpenedLayout:
         """Open a layout of the index.
 
         Args:
-            found: the layout, with its memory of an earlier kvd.
-            asked: the same, from an engine: what the index has of it may be damaged.
-            taken_bytes: DRAM of the arenas that are in use.
-            accept_loss: do without blocks, or memory, that are not there.
+            unavailable: the layout's row, with its kept arena.
+            engine_layout: the layout as an engine has sent it, since the index's row may be
+                damaged; None: no engine is attaching.
+            taken_bytes: bytes of the arenas that are in use.
+            accept_loss: open it without blocks, or an arena, that are missing.
 
         Raises:
-            Exception: one of UNRESTORABLE.
+            Exception: one of UNRESTORABLE (kvd/caches/unavailable.py).
         """
-        row = found.row
-        layout = asked or layout_of(kvd_pb2.KVLayout.FromString(row.message))
+        row = unavailable.row
+        layout = engine_layout or layout_of(kvd_pb2.KVLayout.FromString(row.message))
         if layout.fingerprint != row.fingerprint or not row.extents_per_segment:
             raise ValueError("its row in the index is damaged")
-        volume = self._volume_of(layout, row)
-        must_be_there = self._manifest.has_blocks(row.fingerprint) and not accept_loss
-        volume_id = volume.files.open(row.volume_id, holds_rows=must_be_there)
+        volume = self._make_volume(layout, row)
+        must_exist = self._manifest.has_blocks(row.fingerprint) and not accept_loss
+        volume_id = volume.files.open(row.volume_id, holds_rows=must_exist)
         try:
-            if found.num_attempts:  # what was measured at the start was another disk
+            if unavailable.num_attempts:  # the disk may be mounted only now: measure it again
                 self._space.total_bytes = self.budgets.measure()
-            rows = self._entries_there(volume, layout, accept_loss=accept_loss)
-            adoption = self._adopt(layout, found, taken_bytes, accept_loss=accept_loss)
+            rows = self._read_entries(volume, layout, accept_loss=accept_loss)
+            adoption = self._adopt(layout, unavailable, taken_bytes, accept_loss=accept_loss)
         except BaseException:
             volume.files.close()
             raise
-        if asked is not None:
-            row = replace(row, message=layout_message(asked).SerializeToString())
-        if row != found.row or volume_id != row.volume_id:
+        if engine_layout is not None:
+            row = replace(row, message=layout_message(engine_layout).SerializeToString())
+        if row != unavailable.row or volume_id != row.volume_id:
             self._manifest.put_layout(replace(row, volume_id=volume_id))
-        return Opened(layout, volume, rows, adoption)
+        return OpenedLayout(layout, volume, rows, adoption)
 
-    def set_aside(self, found: UnavailableLayout) -> str:
-        """Rename the files and the entries of a layout, and discard its memory.
+    def set_aside(self, unavailable: UnavailableLayout) -> str:
+        """Rename the files and the entries of a layout, and discard its kept arena.
 
-        First the files: a kill between the two leaves entries without files, which lose nothing.
+        The files are first: a kill in between leaves entries without files, which lose nothing.
 
         Returns:
-            The name that they have now.
+            The new name of files and entries.
 
         Raises:
             NotSetAsideError: the files cannot be renamed.
         """
-        volume = self.directory / found.row.fingerprint
+        volume = self.directory / unavailable.row.fingerprint
         number = 1
         while (
             moved := volume.with_name(f"{volume.name}{SET_ASIDE}{number}")
@@ -162,14 +175,14 @@ class LayoutOpener:
                 f"{volume} cannot be renamed ({error.strerror})",
                 "see that kvd may write to the directory, and that nothing is mounted at it",
             ) from error
-        if found.kept is not None:
-            self._arenas.discard(found.kept, "its layout is set aside")
-            found.kept = None
-        self._manifest.rename_layout(found.row.fingerprint, moved.name)
-        log.warning("layout_set_aside", layout=found.row.fingerprint, name=moved.name)
+        if unavailable.kept is not None:
+            self._arenas.discard(unavailable.kept, "its layout is set aside")
+            unavailable.kept = None
+        self._manifest.rename_layout(unavailable.row.fingerprint, moved.name)
+        log.warning("layout_set_aside", layout=unavailable.row.fingerprint, name=moved.name)
         return moved.name
 
-    def _volume_of(self, layout: KVLayout, row: LayoutRow) -> SegmentVolume:
+    def _make_volume(self, layout: KVLayout, row: LayoutRow) -> SegmentVolume:
         files = SegmentFiles(
             directory=self.directory / layout.fingerprint,
             extent_bytes=ExtentShape(layout).full_bytes,
@@ -180,17 +193,25 @@ class LayoutOpener:
         )
         return SegmentVolume(layout, files, self._secrets.keys)
 
-    def _entries_there(
+    def _read_entries(
         self, volume: SegmentVolume, layout: KVLayout, *, accept_loss: bool
     ) -> IndexEntries:
-        """Read the entries of a layout; those whose extents are missing are refused, or abandoned.
+        """Read the entries of a layout, and check that their extents exist.
 
-        Entries beyond what the volume may have are none of it: they are dropped in any case.
+        Entries beyond the volume's capacity are not checked: they are dropped later in any case.
+
+        Args:
+            volume: the layout's volume.
+            layout: the layout.
+            accept_loss: remove entries with missing extents from the index.
+
+        Raises:
+            UnusableVolumeError: extents are missing, and that is not accepted.
         """
         rows = self._manifest.rows(layout)
         extents, block_tokens = np.asarray(rows.extents), np.asarray(rows.block_tokens)
-        lacking = volume.lacks(extents, self.num_extents(volume.shape))
-        num_lost = int(lacking.sum())
+        missing = volume.find_missing(extents, self.num_extents(volume.shape))
+        num_lost = int(missing.sum())
         if not num_lost:
             return rows
         if not accept_loss:
@@ -200,20 +221,25 @@ class LayoutOpener:
             )
         log.warning("blocks_given_up", layout=layout.fingerprint, blocks=num_lost)
         keys = np.frombuffer(rows.block_keys, np.dtype((np.void, KEY_BYTES)))
-        for key in keys[lacking]:
+        for key in keys[missing]:
             self._manifest.drop_block(layout.fingerprint, bytes(key))
         return IndexEntries(
             rows.sessions,
-            keys[~lacking].tobytes(),
-            extents[~lacking],  # type: ignore[arg-type]
-            block_tokens[~lacking],  # type: ignore[arg-type]
+            keys[~missing].tobytes(),
+            extents[~missing],  # type: ignore[arg-type]
+            block_tokens[~missing],  # type: ignore[arg-type]
         )
 
     def _adopt(
-        self, layout: KVLayout, found: UnavailableLayout, taken_bytes: int, *, accept_loss: bool
+        self,
+        layout: KVLayout,
+        unavailable: UnavailableLayout,
+        taken_bytes: int,
+        *,
+        accept_loss: bool,
     ) -> Adoption | None:
-        """Take over a layout's memory of an earlier kvd; None: there is none of use."""
-        kept = found.kept
+        """Adopt a layout's kept arena; return None if there is none, or none that fits."""
+        kept = unavailable.kept
         if kept is None:
             return None
         adoption = None
@@ -226,5 +252,5 @@ class LayoutOpener:
                 self._arenas.discard(kept, str(error))
         else:
             self._arenas.discard(kept, "its size is not what the settings say now")
-        found.kept = None
+        unavailable.kept = None
         return adoption

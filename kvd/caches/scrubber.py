@@ -1,7 +1,7 @@
-"""Scrubs the caches for `kvd verify`: one run at a time, at a bounded rate (D11).
+"""The scrubber of `kvd verify`: reads and verifies all blocks, one run at a time (D11).
 
-The core says what to check next and collects what comes of it; the clock is here. A run belongs to
-its caller: when nobody asks for its next progress any more, it ends.
+The core chooses the next blocks and collects the results; pace and clock are here. The rate is
+bounded. A run belongs to its caller, and ends when the caller stops iterating.
 """
 
 import asyncio
@@ -17,16 +17,18 @@ from kvd.host.pacing import Pace
 from kvd.runtime.cache import Cache
 
 REPORT_S = 1.0  # between two reports of progress
-STEP_S = 0.1  # a step asks for what the rate allows in this time
+STEP_S = 0.1  # a step requests as many bytes as the rate allows in this time
 
 
 @dataclass(frozen=True, slots=True)
 class ScrubProgress:
-    """How far a run is.
+    """The progress of a run.
 
     Attributes:
-        layout: fingerprint of the one being scrubbed; "" at the end.
-        num_copies: in all tiers and layouts, as counted at the beginning.
+        done: whether the run has ended.
+        layout: fingerprint of the layout that is being scrubbed; "" at the end.
+        num_copies: number of block copies in all tiers and layouts, as counted at the begin.
+        report: findings so far.
     """
 
     done: bool
@@ -36,10 +38,10 @@ class ScrubProgress:
 
 
 class Scrubber:
-    """See the module docstring.
+    """Verifies stored blocks, one run at a time.
 
     Args:
-        rate: bytes a second.
+        rate: most bytes per second.
     """
 
     def __init__(self, rate: int) -> None:
@@ -47,7 +49,7 @@ class Scrubber:
         self._is_running = False
 
     def set_rate(self, rate: int) -> None:
-        """Go at another rate, from the next layout on."""
+        """Change the rate, in bytes per second, from the next layout on."""
         self._rate = rate
 
     @property
@@ -58,7 +60,12 @@ class Scrubber:
     async def run(
         self, caches: Sequence[Cache], *, repair: bool
     ) -> AsyncGenerator[ScrubProgress, None]:
-        """Scrub cache after cache; yields about once a second, and at the end with `done`.
+        """Scrub caches one after the other; yield progress every second, and `done` at the end.
+
+        Args:
+            caches: caches to scrub.
+            repair: write a corrupt copy on SSD again from an intact one in DRAM, or drop the block.
+                Without, it is only reported. Corrupt copies in DRAM are dropped in any case.
 
         Raises:
             VerifyRunningError: another run is under way.
@@ -80,7 +87,7 @@ class Scrubber:
             self._is_running = False
 
     async def _scrub(self, cache: Cache, *, repair: bool) -> AsyncGenerator[ScrubReport, None]:
-        """Scrub one cache; yields about once a second, and at the end."""
+        """Scrub one cache; yield its report about once a second, and at the end."""
         loop = asyncio.get_running_loop()
         pace = Pace(self._rate)
         scrub_id = cache.act(lambda core: core.scrubs.begin(repair=repair))
@@ -99,8 +106,8 @@ class Scrubber:
                     return
                 if step.issued_bytes:
                     await asyncio.sleep(max(0.0, min(resume_at - loop.time(), REPORT_S)))
-                else:  # what is under way has to come back first
-                    await cache.changed(STEP_S)
+                else:  # the core issues more only once running verifications have ended
+                    await cache.wait_for_change(STEP_S)
         finally:
             cache.act(lambda core: core.scrubs.end(scrub_id))
 

@@ -1,7 +1,7 @@
-"""Lists the sessions of all layouts, a bounded chunk at a time: engines are served meanwhile.
+"""Lists the sessions of all layouts in bounded chunks, so that engines are served in between.
 
-A listing of very many sessions looks at each of them once. Between two chunks the loop serves
-others, so it is of no single moment: a session that comes while it is made may be missing.
+A listing visits each session once. Since the event loop serves other calls between two chunks, the
+listing is not a snapshot of one moment: a session that is stored meanwhile may be missing.
 """
 
 import asyncio
@@ -25,23 +25,29 @@ from kvd.wire.messages import session_message
 from shared.pb.kvd.v1 import kvd_pb2
 from shared.types.session_key import SessionKey
 
-CHUNK_SESSIONS = 1_000  # looked at in one go: some milliseconds
+CHUNK_SESSIONS = 1_000  # visited without a break: blocks the loop for some milliseconds
 
 
 async def scan_sessions(
-    caches: Iterable[Cache], wanted: SessionFilter, order: SessionOrder = SessionOrder.IDLE
+    caches: Iterable[Cache], session_filter: SessionFilter, order: SessionOrder = SessionOrder.IDLE
 ) -> AsyncIterator[tuple[Cache, list[tuple[int, SessionKey]]]]:
-    """Yield the sessions that are meant, with their ranks, cache by cache and chunk by chunk."""
+    """Yield (cache, [(rank, session)]) of the selected sessions, chunk by chunk.
+
+    Args:
+        caches: caches to scan.
+        session_filter: selects sessions.
+        order: order that the ranks express.
+    """
     for cache in caches:
         keys = cache.act(lambda core: core.inspection.keys())
         for start in range(0, len(keys), CHUNK_SESSIONS):
             chunk = keys[start : start + CHUNK_SESSIONS]
-            yield cache, cache.act(partial(_ranked, chunk, wanted, order))
+            yield cache, cache.act(partial(_ranked, chunk, session_filter, order))
             await asyncio.sleep(0)
 
 
 class SessionLister:
-    """Serves pages of listings."""
+    """Serves listings in pages, and keeps a listing for the requests of its next pages."""
 
     def __init__(self, caches: Caches) -> None:
         self._caches = caches
@@ -50,13 +56,18 @@ class SessionLister:
     async def page(
         self, request: ListingRequest, page_token: str, limit: int
     ) -> kvd_pb2.ListSessionsResponse:
-        """Serve the page behind a token ("": the first).
+        """Return one page of a listing.
 
-        A session that is used between two pages keeps its rank, unless the filter is not for it
-        any more.
+        A session that is used between two pages keeps its rank. It is left out if the filter does
+        not select it any more.
+
+        Args:
+            request: filter and order of the listing.
+            page_token: token of the last page; "": return the first page.
+            limit: most sessions of the page.
 
         Raises:
-            InvalidRequestError: it is no token of this listing's.
+            InvalidRequestError: the token is not of such a listing.
         """
         token = parse_page_token(page_token, request.order_name) if page_token else None
         listing = self._listings.find(token, request) if token else None
@@ -81,10 +92,11 @@ class SessionLister:
         caches = self._caches.of_model(request.model)
         async for cache, ranked in scan_sessions(caches, request.wanted, request.order):
             builder.add(cache.layout.fingerprint, ranked)
-        return await asyncio.to_thread(builder.finish)  # a second, of very many equal ones
+        # In a thread: sorting very many sessions of equal rank takes a second.
+        return await asyncio.to_thread(builder.finish)
 
     def _messages(self, listing: Listing, start: int, end: int) -> list[kvd_pb2.SessionInfo]:
-        """Encode those of a part of the listing that are still there and meant, in its order."""
+        """Encode the sessions of a range of the listing that are still stored and selected."""
         keys_of: dict[str, list[SessionKey]] = {}
         entries = list(zip(listing.layouts[start:end], listing.keys[start:end], strict=True))
         for layout, key in entries:
@@ -102,14 +114,14 @@ class SessionLister:
 
 def _ranked(
     keys: list[SessionKey],
-    wanted: SessionFilter,
+    session_filter: SessionFilter,
     order: SessionOrder,
     core: CacheEngine,
 ) -> list[tuple[int, SessionKey]]:
-    return core.inspection.ranked(keys, wanted, order)
+    return core.inspection.ranked(keys, session_filter, order)
 
 
 def _infos(
-    keys: list[SessionKey], wanted: SessionFilter, core: CacheEngine
+    keys: list[SessionKey], session_filter: SessionFilter, core: CacheEngine
 ) -> tuple[list[SessionInfo], int]:
-    return core.inspection.infos(keys, wanted), core.now_ns
+    return core.inspection.infos(keys, session_filter), core.now_ns

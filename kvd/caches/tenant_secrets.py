@@ -1,17 +1,18 @@
-"""Every tenant's salt and, with a key file, data key: read at the start, made at the first block.
+"""The secrets of tenants: each has a salt and, with a key file, a data key.
 
-Without a key file salts are in the index as they are, and nothing is sealed. With one each tenant
-has a salt and a key, wrapped (kvd/encryption/keyring.py); salts from before move there at once.
+Secrets are read at the start; a tenant's secret is created at its first block. Without a key file
+the index holds salts in plain, and nothing is sealed. With a key file each tenant has a salt and a
+key, which are wrapped (kvd/encryption/keyring.py); earlier plain salts are wrapped at once.
 
-What the index says of encryption as a whole (`meta`, "encryption"): which key wraps, and whether
-there may be plain blocks on SSD, in use or in what is free. Both are one value, so that a kill
-leaves neither without the other.
+The meta value "encryption" of the index is a note: which master key wraps the secrets, and whether
+there may be plain blocks on SSD, in used or free space. It is a single value, so that a kill cannot
+leave one without the other.
 
-Invariant: the entry of a tenant's secret is on its way to the index before anything that needs it.
+Invariant: a tenant's secret is put into the index before any entry that depends on it.
 
-Where another master key comes in place of the old one, while no kvd runs, all secrets are wrapped
-anew in one transaction: a kill leaves the old key or the new one, never some of each. Blocks on SSD
-are not touched, because the keys that seal them stay the same.
+The master key is rotated while no kvd runs. One transaction wraps all secrets again: a kill leaves
+the old key or the new one, never some secrets of each. Blocks on SSD stay as they are, because the
+keys that seal them do not change.
 """
 
 import json
@@ -45,11 +46,11 @@ log = get_logger(__name__)
 
 @dataclass(frozen=True)
 class EncryptionNote:
-    """What the index says of encryption.
+    """The index's note on encryption.
 
     Attributes:
         key: fingerprint of the master key; "": there is none.
-        has_plain: there may be plain blocks on SSD.
+        has_plain: whether there may be plain blocks on SSD.
     """
 
     key: str = ""
@@ -57,7 +58,7 @@ class EncryptionNote:
 
     @classmethod
     def read(cls, text: str) -> "EncryptionNote":
-        """Decode; what cannot be is as if nothing was noted."""
+        """Decode a note; a text that is not valid gives the default note."""
         try:
             found = json.loads(text)
             return cls(str(found["key"]), bool(found["has_plain"]))
@@ -65,19 +66,19 @@ class EncryptionNote:
             return cls()
 
     def text(self) -> str:
-        """Encode."""
+        """Encode the note."""
         return json.dumps({"key": self.key, "has_plain": self.has_plain})
 
 
 @dataclass(frozen=True, slots=True)
 class EncryptionInfo:
-    """What protects the SSD tier.
+    """The state of encryption at rest, for operators.
 
     Attributes:
         key: fingerprint of the master key; "": there is none.
-        is_sealing: whether what is written now is encrypted.
-        may_have_plain: blocks that are not may be on SSD, in use or in free space.
-        num_tenants: that have a key.
+        is_sealing: whether new extents are encrypted.
+        may_have_plain: whether there may be plain blocks on SSD, in used or free space.
+        num_tenants: number of tenants that have a key.
     """
 
     key: str
@@ -87,30 +88,30 @@ class EncryptionInfo:
 
 
 class TenantSecrets:
-    """See the module docstring. On the event loop.
+    """Salts and keys of all tenants. Its methods are called on the event loop.
 
     Attributes:
-        keys: those by which extents are sealed and opened; None: without a key file.
-        note: what the index says of encryption.
+        keys: keys that seal and open extents; None: there is no key file.
+        note: the index's note on encryption.
     """
 
     def __init__(self, manifest: Manifest) -> None:
         self._manifest = manifest
-        self._salts: dict[str, bytes] = {}  # in plain
+        self._salts: dict[str, bytes] = {}  # tenant → salt, where there is no key file
         self.keys: Keyring | None = None
         self.note = EncryptionNote()
 
     def open(self, settings: EncryptionSettings, volumes: Path) -> None:
-        """Take over what the index has; before anything else.
+        """Read all secrets from the index; called before anything else.
 
         Args:
-            settings: where the key is.
-            volumes: directory of the segments, which may be from a time without a key.
+            settings: name the key file.
+            volumes: directory of the volumes, which may be from a time without a key.
 
         Raises:
-            KeyFileError: the key cannot be read.
-            KeyNeededError: there are secrets and no key to open them.
-            WrongKeyError: the key is another one.
+            KeyFileError: the key file cannot be read.
+            KeyNeededError: there are wrapped secrets, but no key file.
+            WrongKeyError: the key is not the one that wraps the secrets.
         """
         wrapped = self._manifest.tenant_keys()
         note = EncryptionNote.read(self._manifest.meta(META_NAME))
@@ -128,13 +129,13 @@ class TenantSecrets:
             )
         self._salts = self._manifest.salts()
         if note.key:
-            self._write_note(EncryptionNote())  # what is written from now on is plain
+            self._write_note(EncryptionNote())  # without a key new extents are plain
 
     def salt_of(self, tenant: str, max_tenants: int) -> bytes:
-        """Return a tenant's secret salt, made and kept at its first block.
+        """Return a tenant's secret salt; create and store it at the tenant's first block.
 
         Raises:
-            LimitReachedError: so many tenants have one already.
+            LimitReachedError: `max_tenants` tenants have a salt already.
         """
         if self.keys is None:
             if tenant not in self._salts:
@@ -144,11 +145,11 @@ class TenantSecrets:
             return self._salts[tenant]
         if tenant not in self.keys:
             self._check_room(len(self.keys.tenants), max_tenants)
-            self._manifest.put_tenant_key(tenant, self.keys.make(tenant))
+            self._manifest.put_tenant_key(tenant, self.keys.create(tenant))
         return self.keys.salt_of(tenant)
 
     def info(self) -> EncryptionInfo:
-        """Return what protects the SSD tier, for operators."""
+        """Return the state of encryption at rest, for operators."""
         keys = self.keys
         if keys is None:
             return EncryptionInfo("", is_sealing=False, may_have_plain=True, num_tenants=0)
@@ -156,16 +157,21 @@ class TenantSecrets:
             keys.fingerprint, keys.is_sealing, self.note.has_plain, len(keys.tenants)
         )
 
-    def drop(self, tenants: Iterable[str], committed: Callable[[], object]) -> None:
-        """Forget tenants' secrets; `committed`, from another thread, once they are nowhere."""
+    def drop(self, tenants: Iterable[str], on_commit: Callable[[], object]) -> None:
+        """Forget tenants' secrets, and delete them from the index.
+
+        Args:
+            tenants: names of the tenants.
+            on_commit: called by another thread once no file has the secrets any more.
+        """
         assert self.keys is not None, "there are keys to drop"  # noqa: S101
         dropped = tuple(tenants)
         for tenant in dropped:
             self.keys.forget(tenant)
-        self._manifest.drop_tenant_keys(dropped, committed)
+        self._manifest.drop_tenant_keys(dropped, on_commit)
 
-    def has_no_plain(self) -> None:
-        """Record that there is no plain block on SSD any more, nor will there be."""
+    def record_no_plain(self) -> None:
+        """Record that SSD has no plain blocks, if new blocks are sealed."""
         if self.keys is not None and self.keys.is_sealing:
             self._write_note(EncryptionNote(self.keys.fingerprint, has_plain=False))
 
@@ -187,16 +193,16 @@ class TenantSecrets:
         self._manifest.zero_removed()
         salts = self._manifest.salts()
         for tenant, salt in salts.items():
-            known = wrapped[tenant] if tenant in keys else keys.make(tenant, salt)
-            self._manifest.put_tenant_key(tenant, known)
-        self._manifest.purge()  # also of what a kill has kept from being purged
+            secret = wrapped[tenant] if tenant in keys else keys.create(tenant, salt)
+            self._manifest.put_tenant_key(tenant, secret)
+        self._manifest.purge()  # plain salts, and rows whose purge a kill has prevented
 
     def _write_note(self, note: EncryptionNote) -> None:
         self.note = note
         self._manifest.put_meta(META_NAME, note.text())
 
     def _may_have_plain(self, volumes: Path) -> bool:
-        """Whether blocks may be from a time without a key, even if their disk is missing."""
+        """Whether there may be blocks from a time without a key; their disk may be missing."""
         return has_segments(volumes) or self._manifest.has_blocks()
 
     def _check_room(self, num_tenants: int, max_tenants: int) -> None:
@@ -207,26 +213,29 @@ class TenantSecrets:
 
 
 def has_segments(volumes: Path) -> bool:
-    """Whether there is a segment of any volume, be it set aside."""
+    """Whether there is a segment of any volume; volumes set aside are included."""
     return any(volumes.glob("*/*.segment"))
 
 
 def rotate_master_key(
     path: Path, volumes: Path, before: SecretKey, after: SecretKey, faults: Faults
 ) -> int:
-    """Wrap all secrets in an index by another key; returns how many there are.
+    """Wrap all secrets of an index with another master key.
 
     Args:
-        path: of the database; no kvd has it open.
-        volumes: see open_database.
-        before: the key until now.
-        after: the key from now on.
-        faults: see kvd/tiers/faults.py.
+        path: path of the database, which no kvd may have open.
+        volumes: directory of the volumes, see open_database().
+        before: the old key.
+        after: the new key.
+        faults: faults that tests inject, see kvd/tiers/faults.py.
+
+    Returns:
+        The number of secrets.
 
     Raises:
         KeyFileError: there is no index.
-        WrongKeyError: the secrets are not wrapped by `before`; nothing was done.
-        NotDurableError: the disk did not take it; nothing was done.
+        WrongKeyError: `before` does not wrap the secrets; nothing was changed.
+        NotDurableError: the transaction failed; nothing was changed.
     """
     if not path.exists():
         raise KeyFileError(f"there is no {path}", "name the directory with --state-dir")

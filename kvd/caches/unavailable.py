@@ -1,9 +1,10 @@
-"""Layouts that the index knows and that cannot be opened: kept as they are, and tried again.
+"""Unavailable layouts: layouts of the index that cannot be opened now, and are tried again.
 
-A disk that is mounted late, a directory without permission, a segment that is not there: nothing
-is made anew over what the index describes, for it may be whole. Such a layout has no cache. Engines
-get that for an answer and do without kvd; its memory of an earlier kvd waits with it. It is tried
-again with growing pauses, and when an engine comes for it; or an operator decides: `kvd reopen`.
+A disk may be mounted late, a directory may lack permissions, a segment may be missing. The data
+that the index describes may still be intact somewhere, so nothing is created in its place. Such a
+layout has no cache: its engines get an error and work without kvd. The arena that an earlier kvd
+has kept for it waits, too. Opening is tried again with growing pauses, and when an engine attaches;
+or an operator decides with `kvd reopen`.
 """
 
 import os
@@ -23,9 +24,9 @@ from shared.types.errors import ReportedError
 
 FIRST_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 60.0
-ATTEMPT_SHARE = 0.1  # of the event loop's time that attempts may take
+ATTEMPT_SHARE = 0.1  # share of the event loop's time that attempts may take
 REMEDY = "bring its files back (df, dmesg), or decide what is to become of it: kvd reopen {layout}"
-# Why a layout cannot be restored; the last two: what the index has of it is damaged.
+# Exceptions of a layout that cannot be restored; the last two: its row in the index is damaged.
 UNRESTORABLE = (UnusableVolumeError, ReportedError, OSError, ValueError, DecodeError)
 
 log = get_logger(__name__)
@@ -33,15 +34,16 @@ log = get_logger(__name__)
 
 @dataclass
 class UnavailableLayout:
-    """One layout, and what was tried.
+    """A layout that cannot be opened, and the attempts so far. Times are monotonic.
 
     Attributes:
-        row: what the index says of it.
-        kept: its memory of an earlier kvd, if there is some.
-        why: reason why it could not be opened at the last attempt.
-        since_s, may_try_at_s, try_at_s: when that was found first; from when an engine that comes
-            has it tried again; when it is tried anyway. On the monotonic clock.
-        num_attempts: so far.
+        row: its row in the index.
+        kept: its kept arena of an earlier kvd, if there is one.
+        why: reason of the last failed attempt.
+        since_s: time of the first failed attempt.
+        may_try_at_s: time from which an attaching engine causes another attempt.
+        try_at_s: time of the next attempt without an engine.
+        num_attempts: failed attempts so far, 64 at most.
     """
 
     row: LayoutRow
@@ -52,23 +54,29 @@ class UnavailableLayout:
     try_at_s: float = 0.0
     num_attempts: int = 0
 
-    def failed(self, why: str, began_s: float, now_s: float) -> None:
-        """Record a failed attempt and when the next ones may be."""
+    def record_failure(self, why: str, began_s: float, now_s: float) -> None:
+        """Record a failed attempt, and schedule the next one.
+
+        Args:
+            why: reason of the failure.
+            began_s: time at which the attempt began.
+            now_s: current time.
+        """
         if not self.num_attempts:
             self.since_s = now_s
-        rest_s = max(FIRST_PAUSE_S, (now_s - began_s) / ATTEMPT_SHARE)
+        pause_s = max(FIRST_PAUSE_S, (now_s - began_s) / ATTEMPT_SHARE)
         self.why = why
-        self.may_try_at_s = now_s + rest_s
-        self.try_at_s = now_s + max(rest_s, min(LONGEST_PAUSE_S, 2.0**self.num_attempts))
+        self.may_try_at_s = now_s + pause_s
+        self.try_at_s = now_s + max(pause_s, min(LONGEST_PAUSE_S, 2.0**self.num_attempts))
         self.num_attempts = min(self.num_attempts + 1, 64)
 
     @property
     def remedy(self) -> str:
-        """What to do about it."""
+        """Advice for the operator."""
         return REMEDY.format(layout=self.row.fingerprint[:12])
 
     def error(self, now_s: float) -> LayoutUnavailableError:
-        """Return the error for an engine that comes for it."""
+        """Return the error for an engine that attaches with the layout."""
         return LayoutUnavailableError(
             f"layout {self.row.fingerprint[:12]} is unavailable: {self.why}",
             self.remedy,
@@ -76,7 +84,7 @@ class UnavailableLayout:
         )
 
     def close(self) -> None:
-        """Leave its memory to the next kvd."""
+        """Leave the kept arena to the next kvd."""
         if self.kept is not None:
             os.close(self.kept.slots_fd)
             os.close(self.kept.journal_fd)
@@ -84,7 +92,7 @@ class UnavailableLayout:
 
 
 class UnavailableLayouts:
-    """All of them, by fingerprint. On the event loop."""
+    """The unavailable layouts, by fingerprint. Its methods are called on the event loop."""
 
     def __init__(self, on_event: Callable[[Emit], None]) -> None:
         self._on_event = on_event
@@ -97,20 +105,20 @@ class UnavailableLayouts:
         return len(self._layouts)
 
     def get(self, fingerprint: str) -> UnavailableLayout | None:
-        """Return one of them; None: the layout is not unavailable."""
+        """Return an unavailable layout; None if the layout is not unavailable."""
         return self._layouts.get(fingerprint)
 
     def due(self) -> list[UnavailableLayout]:
-        """Return those to be tried again now."""
+        """Return the layouts whose next attempt is due."""
         now_s = time.monotonic()
-        return [found for found in self if found.try_at_s <= now_s]
+        return [layout for layout in self if layout.try_at_s <= now_s]
 
     def find(self, prefix: str) -> UnavailableLayout:
-        """Return the one whose fingerprint starts so.
+        """Return the unavailable layout whose fingerprint starts with `prefix`.
 
         Raises:
-            UnknownLayoutError: none does.
-            UnclearSelectionError: several do.
+            UnknownLayoutError: there is none.
+            UnclearSelectionError: there are several.
         """
         found = [layout for layout in self if prefix and layout.row.fingerprint.startswith(prefix)]
         if not found:
@@ -124,35 +132,35 @@ class UnavailableLayouts:
         return found[0]
 
     def attempt(self, layout: UnavailableLayout, restore: Callable[[], None]) -> bool:
-        """Try to restore a layout; note what comes of it."""
+        """Try to restore a layout, record the result, and return whether it succeeded."""
         began_s = time.monotonic()
         try:
             restore()
         except UNRESTORABLE as error:
-            self._failed(layout, str(error), began_s)
+            self._record_failure(layout, str(error), began_s)
             return False
-        self._restored(layout)
+        self._record_success(layout)
         return True
 
     def drop(self, layout: UnavailableLayout) -> None:
-        """Forget one."""
+        """Forget a layout."""
         del self._layouts[layout.row.fingerprint]
 
     def close(self) -> None:
-        """Leave their memory to the next kvd."""
+        """Leave the kept arenas to the next kvd."""
         for layout in self:
             layout.close()
 
-    def _failed(self, layout: UnavailableLayout, why: str, began_s: float) -> None:
+    def _record_failure(self, layout: UnavailableLayout, why: str, began_s: float) -> None:
         is_news = why != layout.why
-        layout.failed(why, began_s, time.monotonic())
+        layout.record_failure(why, began_s, time.monotonic())
         self._layouts[layout.row.fingerprint] = layout
         if is_news:
             log.warning("layout_not_restored", layout=layout.row.fingerprint, error=why)
             fields = {"layout": layout.row.fingerprint, "why": why}
             self._on_event(Emit("layout_unavailable", None, fields))
 
-    def _restored(self, layout: UnavailableLayout) -> None:
+    def _record_success(self, layout: UnavailableLayout) -> None:
         if self._layouts.pop(layout.row.fingerprint, None) is not None:
             after_s = f"{time.monotonic() - layout.since_s:.1f}"
             fields = {"layout": layout.row.fingerprint, "after_s": after_s}

@@ -1,4 +1,4 @@
-"""`python -m kvd.copier DEVICE CONTROL_FD`: started by kvd, ended by the end of its socket."""
+"""`python -m kvd.copier DEVICE CONTROL_FD`: started by kvd, ends when its socket is closed."""
 
 import os
 import signal
@@ -14,9 +14,15 @@ from shared.process.log import configure_logging
 
 
 def main(device: str, control_fd: str) -> None:
-    """Copy for engines until kvd closes the socket."""
+    """Copy for engines until kvd closes the socket.
+
+    Args:
+        device: UUID of the GPU.
+        control_fd: number of the control socket's descriptor.
+    """
     forbid_dumps()
-    for number in (signal.SIGTERM, signal.SIGINT):  # of all of kvd's processes: kvd ends us
+    # These signals may go to the whole process group or unit: kvd decides when its copiers end.
+    for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     configure_logging("info", json=None)
     control = socket.socket(fileno=int(control_fd))
@@ -33,7 +39,7 @@ def main(device: str, control_fd: str) -> None:
     try:
         Copier(gpu, control).run()
     finally:
-        # No thread is waited for: what is under way ends with the process, and engines know it.
+        # Do not wait for threads: running copies end with the process, and engines expect that.
         os._exit(0)
 
 

@@ -1,16 +1,16 @@
-"""What kvd and a copier say to each other; kvd's end of the socket closes, and the copier ends.
+"""Messages between kvd and a copier. When kvd's end of the socket is closed, the copier ends.
 
 kvd                                   copier
 starts the process              ->    finds its GPU
-<-    ready {}, or unusable {message, remedy}, and it ends
+                                <-    ready {}, or unusable {message, remedy}: then it ends
 open {channel, arena, …}        ->    maps the arena and the ring
-+ slots, ring, channel        <-    opened {channel}, or failed {channel, message}
+  + slots, ring, channel        <-    opened {channel}, or failed {channel, message}
 close {channel}                 ->
-<-    closed {channel}: nothing is copied for it any more,
-also if its engine has closed it
-forget {arena_id}               ->    unmaps an arena that is given up
+                                <-    closed {channel}: nothing is copied for it any more;
+                                      also sent after its engine has closed it
+forget {arena_id}               ->    unmaps an arena that kvd has released
 ping {}                         ->
-<-    pong {…}, unless a job takes too long: it is to be killed
+                                <-    pong {…}; none while a job is stuck: kvd kills the copier
 """
 
 from dataclasses import dataclass
@@ -21,12 +21,12 @@ from shared.process.packets import PacketFamily
 
 @dataclass(frozen=True)
 class Ready:
-    """The GPU is there."""
+    """The copier has found its GPU."""
 
 
 @dataclass(frozen=True)
 class Unusable:
-    """The GPU is not there, and the process ends."""
+    """The copier cannot use its GPU, and ends."""
 
     message: str
     remedy: str
@@ -34,7 +34,15 @@ class Unusable:
 
 @dataclass(frozen=True)
 class Open:
-    """An engine wants a channel."""
+    """Open a channel for an engine.
+
+    Attributes:
+        channel: number of the channel.
+        arena_id: id of the arena.
+        slot_bytes: size of a slot.
+        num_slots: number of the arena's slots.
+        ring_bytes: size of the engine's ring.
+    """
 
     channel: int
     arena_id: str
@@ -45,14 +53,14 @@ class Open:
 
 @dataclass(frozen=True)
 class Opened:
-    """It has one."""
+    """The channel is open."""
 
     channel: int
 
 
 @dataclass(frozen=True)
 class Failed:
-    """It has none."""
+    """The channel could not be opened."""
 
     channel: int
     message: str
@@ -60,33 +68,40 @@ class Failed:
 
 @dataclass(frozen=True)
 class Close:
-    """The engine of a channel is gone."""
+    """Close a channel whose engine is gone."""
 
     channel: int
 
 
 @dataclass(frozen=True)
 class Closed:
-    """Nothing is copied for a channel any more."""
+    """A channel is closed: nothing is copied for it any more."""
 
     channel: int
 
 
 @dataclass(frozen=True)
 class Forget:
-    """An arena is given up; no channel uses it."""
+    """Unmap an arena that kvd has released, unless a channel uses it."""
 
     arena_id: str
 
 
 @dataclass(frozen=True)
 class Ping:
-    """Is anybody there?"""
+    """Request a Pong."""
 
 
 @dataclass(frozen=True)
 class Pong:
-    """Yes; and what it has done so far."""
+    """The copier is alive; its counts so far.
+
+    Attributes:
+        jobs: number of finished jobs.
+        loaded_bytes: bytes copied from slots to rings.
+        stored_bytes: bytes copied from rings to slots.
+        registered_bytes: bytes of arenas that are locked for the GPU now.
+    """
 
     jobs: int
     loaded_bytes: int

@@ -1,4 +1,4 @@
-"""What a copier does: opens and closes channels as kvd says, and says that it is alive."""
+"""The main loop of a copier: opens and closes channels on kvd's request, and answers pings."""
 
 import os
 import socket
@@ -25,17 +25,17 @@ from shared.kvd_client.copy_jobs import Job, Way
 from shared.process.log import get_logger
 from shared.process.packets import close_fds, take
 
-MOST_JOB_S = 10.0  # a job that takes longer is stuck: kvd hears no more from us, and kills us
+MAX_JOB_S = 10.0  # a longer job is stuck: the copier stops answering pings, and kvd kills it
 
 log = get_logger(__name__)
 
 
 class Copier:
-    """Serves kvd; one thread, beside those of the channels.
+    """Serves kvd in one thread; channels have their own threads.
 
     Args:
-        gpu: that copies.
-        control: the socket to kvd, which blocks.
+        gpu: GPU that copies.
+        control: blocking socket to kvd.
     """
 
     def __init__(self, gpu: Gpu, control: socket.socket) -> None:
@@ -48,22 +48,22 @@ class Copier:
         self._num_bytes = dict.fromkeys(Way, 0)
 
     def run(self) -> None:
-        """Do what kvd says until it closes the socket.
+        """Handle kvd's messages until it closes the socket.
 
         Raises:
-            OSError: the socket breaks.
-            MalformedPacketError: it says what is none of its messages.
+            OSError: the socket is broken.
+            MalformedPacketError: a packet is not a valid message.
         """
         while True:
             packet, fds = take(self._control)
             if not packet:
                 return
             try:
-                self._do(CONTROL.decode(packet), fds)
+                self._handle(CONTROL.decode(packet), fds)
             finally:
                 close_fds(fds)
 
-    def _do(self, message: Message, fds: Sequence[int]) -> None:
+    def _handle(self, message: Message, fds: Sequence[int]) -> None:
         if isinstance(message, Open):
             self._open(message, *fds)
         elif isinstance(message, Close) and message.channel in self._channels:
@@ -75,40 +75,40 @@ class Copier:
                 arena.close()
         elif isinstance(message, Ping):
             channels = list(self._channels.values())
-            if all(channel.waited_s() < MOST_JOB_S for channel in channels):
-                self._say(self._pong())
+            if all(channel.oldest_job_s() < MAX_JOB_S for channel in channels):
+                self._send(self._pong())
 
-    def _open(self, wanted: Open, arena_fd: int, ring_fd: int, channel_fd: int) -> None:
-        number = wanted.channel
+    def _open(self, request: Open, arena_fd: int, ring_fd: int, channel_fd: int) -> None:
+        number = request.channel
         try:
-            arena = self._arenas.get(wanted.arena_id)
+            arena = self._arenas.get(request.arena_id)
             if arena is None:
-                slots = ArenaMap(arena_fd, wanted.slot_bytes, wanted.num_slots)
-                arena = self._arenas[wanted.arena_id] = CopierArena(self._gpu, slots)
-            ring = self._gpu.ring(ring_fd, wanted.ring_bytes)
+                slots = ArenaMap(arena_fd, request.slot_bytes, request.num_slots)
+                arena = self._arenas[request.arena_id] = CopierArena(self._gpu, slots)
+            ring = self._gpu.ring(ring_fd, request.ring_bytes)
         except (OSError, ValueError, DriverError) as error:
-            self._say(Failed(number, str(error)))
+            self._send(Failed(number, str(error)))
             return
         sock = socket.socket(fileno=os.dup(channel_fd))
-        self._say(Opened(number))
+        self._send(Opened(number))
         channel = self._channels[number] = Channel(
             self._gpu,
             sock,
             arena,
             ring,
-            wanted.ring_bytes,
+            request.ring_bytes,
             on_done=self._count,
-            on_closed=lambda: self._closed(number),
+            on_closed=lambda: self._on_channel_closed(number),
         )
         channel.start()
 
-    def _closed(self, number: int) -> None:
-        """Note that nothing is copied for a channel any more. On one of its threads."""
+    def _on_channel_closed(self, number: int) -> None:
+        """Remove a channel, and report that it is closed. Called on one of its threads."""
         del self._channels[number]
-        self._say(Closed(number))
+        self._send(Closed(number))
 
     def _count(self, job: Job) -> None:
-        """Count a job that is done. On a thread of its channel."""
+        """Count a finished job. Called on a thread of its channel."""
         with self._lock:
             self._jobs += 1
             self._num_bytes[job.way] += job.piece_bytes * len(job.slot_ids)
@@ -119,7 +119,7 @@ class Copier:
         done = self._num_bytes
         return Pong(self._jobs, done[Way.LOAD], done[Way.STORE], registered)
 
-    def _say(self, message: Message) -> None:
+    def _send(self, message: Message) -> None:
         try:
             CONTROL.send(self._control, message)
         except OSError:

@@ -1,4 +1,4 @@
-"""The GPU of a copier: its context, streams and memory, by calls of the driver."""
+"""The GPU of a copier: its context, streams and memory, through calls of the CUDA driver."""
 
 import uuid
 from collections.abc import Sequence
@@ -9,18 +9,18 @@ from shared.cuda.shared_memory import SharedGpuMemory
 
 
 class Ring(Protocol):
-    """Memory of an engine on the GPU."""
+    """An engine's ring: its memory on the GPU, mapped into this process."""
 
     @property
     def address(self) -> int:
-        """Of the device."""
+        """Device address of the ring."""
 
     def close(self) -> None:
-        """Undo the mapping; nothing copies from or to it any more."""
+        """Unmap the ring; no copy may use it any more."""
 
 
 class Gpu(Protocol):
-    """What a channel needs of a GPU; any thread may call."""
+    """The operations of a GPU that channels need. Any thread may call any method."""
 
     def register(self, address: int, num_bytes: int) -> None:
         """See `HostRegister`."""
@@ -29,21 +29,25 @@ class Gpu(Protocol):
         """See `HostRegister`."""
 
     def ring(self, fd: int, num_bytes: int) -> Ring:
-        """Map what an engine shares; DriverError if that cannot be."""
+        """Map a ring that an engine shares.
+
+        Raises:
+            DriverError: the ring cannot be mapped.
+        """
 
     def stream(self) -> Any:
-        """Return a new stream."""
+        """Create a stream."""
 
     def end_stream(self, stream: Any) -> None:
-        """Give a stream back, whose copies are done."""
+        """Destroy a stream whose copies are done."""
 
     def copy(
         self, targets: Sequence[int], sources: Sequence[int], sizes: Sequence[int], stream: Any
     ) -> Any:
-        """Enqueue copies between addresses; return what `wait` takes."""
+        """Enqueue copies between addresses; return their handle for wait()."""
 
     def wait(self, copied: Any) -> None:
-        """Block until copies are done."""
+        """Block until the copies of a handle are done; the handle is used up."""
 
 
 class CudaGpu:
@@ -93,7 +97,7 @@ class CudaGpu:
         self._enter()
         self._calls.copy_batch(targets, sources, sizes, stream)
         flags = self._calls.names.CUevent_flags
-        # Who waits sleeps: a thread that spins would take a core from the engines.
+        # Blocking sync: waiting threads sleep. Spinning ones would take a core from the engines.
         kind = flags.CU_EVENT_BLOCKING_SYNC | flags.CU_EVENT_DISABLE_TIMING
         event = self._calls.call("cuEventCreate", kind)
         self._calls.call("cuEventRecord", event, stream)

@@ -1,1 +1,1 @@
-"""Encryption of what lies on SSD: the tenants' keys, wrapped by the key of a file."""
+"""Encryption of the SSD tier: the tenants' keys, wrapped by the master key of a file."""

@@ -1,10 +1,10 @@
-"""The tenants' secrets: for each a data key and the salt of its block keys, random.
+"""The keyring: each tenant's secret, which is a random data key and the salt of its block keys.
 
-They are kept wrapped by the master key, bound to the tenant's name. Both go together: without the
-key nothing that the tenant has on SSD can be read, without the salt nobody can try out which text a
-block key in the index stands for.
+Secrets are stored wrapped by the master key, and bound to the tenant's name. Key and salt are
+deleted together: without the key the tenant's blocks on SSD cannot be read; without the salt it
+cannot be tested by trial which text a block key in the index stands for.
 
-Any thread may look keys up; the event loop alone changes what there is.
+Any thread may look keys up; only the event loop adds and removes secrets.
 """
 
 import secrets
@@ -15,11 +15,11 @@ from shared.encryption.sealing import KEY_BYTES, key_id, unwrap, wrap
 from shared.types.block_key import SALT_BYTES
 from shared.types.errors import ConfigError
 
-_CHUNK_KEY = b"kvd chunk key"  # what a wrapped key is for
+_CHUNK_KEY = b"kvd chunk key"  # context that a wrapped key is bound to
 
 
 class WrongKeyError(ConfigError):
-    """The master key is not the one that the state directory was encrypted with."""
+    """The master key is not the one with which the state directory was encrypted."""
 
     reason = "wrong_key"
 
@@ -32,22 +32,22 @@ class KeyNeededError(ConfigError):
 
 @dataclass(frozen=True, slots=True)
 class TenantSecret:
-    """What makes a tenant's blocks readable, and findable."""
+    """A tenant's data key, which opens its blocks, and salt, without which none is found."""
 
     key: bytes = field(repr=False)
     salt: bytes = field(repr=False)
 
 
 class Keyring:
-    """See the module docstring.
+    """The secrets of all tenants.
 
     Args:
-        master: wraps the secrets.
-        is_sealing: whether what is written from now on is sealed; otherwise keys only open.
+        master: master key, which wraps the secrets.
+        is_sealing: whether new extents are sealed; otherwise keys only open old ones.
 
     Attributes:
-        is_sealing: see above.
-        fingerprint: of the master key.
+        is_sealing: see Args.
+        fingerprint: fingerprint of the master key.
     """
 
     def __init__(self, master: SecretKey, *, is_sealing: bool) -> None:
@@ -55,25 +55,30 @@ class Keyring:
         self.fingerprint = master.fingerprint
         self._master = master
         self._secrets: dict[str, TenantSecret] = {}
-        self._keys: dict[bytes, bytes] = {}  # by key id, which extents name
+        self._keys: dict[bytes, bytes] = {}  # key id, which extents name → key
 
     def __contains__(self, tenant: str) -> bool:
         return tenant in self._secrets
 
     @property
     def tenants(self) -> tuple[str, ...]:
-        """Those that have a secret."""
+        """Tenants that have a secret."""
         return tuple(self._secrets)
 
     def adopt(self, tenant: str, wrapped: bytes) -> bool:
-        """Take a wrapped secret in; False if it is not what was wrapped for this tenant."""
+        """Unwrap and add a tenant's secret; return False if it is damaged or another tenant's."""
         secret = open_secret(self._master, tenant, wrapped)
         if secret is not None:
             self._add(tenant, secret)
         return secret is not None
 
-    def make(self, tenant: str, salt: bytes | None = None) -> bytes:
-        """Make a tenant's secret, with the salt that it has already if it has one; wrapped."""
+    def create(self, tenant: str, salt: bytes | None = None) -> bytes:
+        """Create a tenant's secret, and return it wrapped.
+
+        Args:
+            tenant: name of the tenant.
+            salt: salt that the tenant has already; None: create one.
+        """
         salt = salt or secrets.token_bytes(SALT_BYTES)
         secret = TenantSecret(secrets.token_bytes(KEY_BYTES), salt)
         self._add(tenant, secret)
@@ -84,27 +89,27 @@ class Keyring:
         return self._secrets[tenant].salt
 
     def key_of(self, tenant: str) -> bytes:
-        """Return the key by which a tenant's blocks are sealed now."""
+        """Return the key that seals a tenant's new blocks."""
         return self._secrets[tenant].key
 
-    def wrapped_key_of(self, tenant: str) -> bytes:
-        """Wrap a tenant's key, for chunks that another kvd with this master key is to open."""
+    def wrap_key(self, tenant: str) -> bytes:
+        """Wrap a tenant's key for chunks that another kvd with this master key can open."""
         name = tenant.encode()
         return wrap(self._master.key, self.key_of(tenant) + name, _CHUNK_KEY)
 
-    def unwrapped_key(self, wrapped: bytes) -> tuple[str, bytes] | None:
-        """Undo wrapped_key_of: the tenant and its key; None if another master key wrapped it."""
+    def unwrap_key(self, wrapped: bytes) -> tuple[str, bytes] | None:
+        """Return the (tenant, key) of wrap_key(); None if another master key has wrapped it."""
         both = unwrap(self._master.key, wrapped, _CHUNK_KEY)
         if both is None:
             return None
         return both[KEY_BYTES:].decode(), both[:KEY_BYTES]
 
-    def key_named(self, name: bytes) -> bytes | None:
-        """Return the key with this id; None if it is not here (any more)."""
-        return self._keys.get(name)
+    def find_key(self, tenant_key_id: bytes) -> bytes | None:
+        """Return the key with this id; None if it is unknown, or forgotten."""
+        return self._keys.get(tenant_key_id)
 
     def forget(self, tenant: str) -> None:
-        """Drop the secret of a tenant, if there is one."""
+        """Remove the secret of a tenant, if it has one."""
         secret = self._secrets.pop(tenant, None)
         if secret is not None:
             del self._keys[key_id(secret.key)]
@@ -116,12 +121,12 @@ class Keyring:
 
 
 def wrap_secret(master: SecretKey, tenant: str, secret: TenantSecret) -> bytes:
-    """Wrap a secret as it is kept in the index."""
+    """Wrap a secret for the index."""
     return wrap(master.key, secret.key + secret.salt, tenant.encode())
 
 
 def open_secret(master: SecretKey, tenant: str, wrapped: bytes) -> TenantSecret | None:
-    """Undo wrap_secret; None if key or tenant are others, or it is damaged."""
+    """Unwrap a secret; return None if it is damaged, or of another master key or tenant."""
     both = unwrap(master.key, wrapped, tenant.encode())
     if both is None or len(both) != KEY_BYTES + SALT_BYTES:
         return None

@@ -1,1 +1,1 @@
-"""Engines: the data socket that they connect to, and which are attached or quarantined."""
+"""Inference engines: the data socket, attachments and quarantine, and copiers of GPUs."""

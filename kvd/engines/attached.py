@@ -1,10 +1,10 @@
-"""Engines that are attached, and those that hold slots without being attached (D10).
+"""The registry of engines: attached ones, and detached ones that still hold slots (D10).
 
-What may happen to them is the table ENGINE_MOVES; kvd/README.md has its drawing. When an engine is
-gone all its leases end, but for those that its new attachment takes over.
+ENGINE_MOVES is the table of their states; kvd/README.md has its drawing. When an engine is gone,
+all its leases end, except those that its new attachment takes over.
 
-There is no timeout: as long as a process lives that may be writing into a slot, nobody else gets
-that slot. Operators see such processes with `kvd leases`, and may kill them.
+There is no timeout: a slot is not given to another engine while a process lives that may be writing
+to it. Operators see such processes with `kvd leases`, and may kill them.
 """
 
 import secrets
@@ -20,7 +20,7 @@ from kvd.engines.data_socket import DataConnection
 from kvd.errors import LimitReachedError, NotAttachedError
 from kvd.host.process_identity import (
     INSTANCE_BYTES,
-    NOBODY,
+    NO_PROCESS,
     ProcessIdentity,
     ProcessWatch,
     process_name,
@@ -38,27 +38,26 @@ log = get_logger(__name__)
 
 
 class EngineState(Enum):
-    """What an engine is to kvd."""
+    """State of an engine in the registry."""
 
     ATTACHED = "attached"
     QUARANTINED = "quarantined"
     GONE = "gone"
 
 
-# What may happen to an engine in each state, and the state that follows. It begins attached; a
-# writer of an earlier kvd begins quarantined.
+# State → event → next state. An engine begins attached; a process that writes to slots of an
+# earlier kvd begins quarantined.
 ENGINE_MOVES = Transitions(
     {
         EngineState.ATTACHED: {
-            "ended": EngineState.GONE,  # its process is dead, or has said that it leaves
-            "disconnected": EngineState.GONE,  # and nothing is under way
+            "ended": EngineState.GONE,  # its process is dead, or has reported that it leaves
+            "disconnected": EngineState.GONE,  # and it holds no slots
             "disconnected_storing": EngineState.QUARANTINED,
-            "disconnected_copying": EngineState.QUARANTINED,  # it is dead, and its copier is not
+            "disconnected_copying": EngineState.QUARANTINED,  # it is dead, but its copier is not
         },
         EngineState.QUARANTINED: {
             "ended": EngineState.GONE,  # its process is dead, and its copier's work is done
-            # By the same process and instance: the stores that it still has under way are the new
-            # attachment's.
+            # By the same process and instance: the new attachment takes over its running stores.
             "reattached": EngineState.GONE,
             "kvd_stops": EngineState.GONE,  # the next kvd finds it in the journal
         },
@@ -69,17 +68,20 @@ ENGINE_MOVES = Transitions(
 
 @dataclass(eq=False)
 class Engine:
-    """One attachment of an engine process, or what is left of it.
+    """One attachment of an engine process, attached or quarantined.
 
     Attributes:
-        engine_id: random, so that an id of an earlier kvd means nothing to this one; its leases
-            have it too.
-        uid: of its user; -1 if an earlier kvd has attached it.
+        engine_id: random id, so that an id of an earlier kvd is not valid; leases name it.
+        name: the engine's name, for people.
+        cache: cache of the engine's layout.
+        identity: the engine's process.
+        uid: its user; -1 if an earlier kvd has attached it.
         connection: its data connection, while it is attached.
-        watch: of its process, while it is quarantined; before, the connection has it.
-        channels: to copiers, once the connection is gone.
-        version: its release; "" if it did not say.
-        since_s: of the monotonic clock: when its state began.
+        watch: watches its process while it is quarantined; before, the connection has the watch.
+        channels: its channels to copiers, once the connection is gone.
+        version: its release; "" if it has not reported one.
+        state: its state.
+        since_s: monotonic time at which the state began.
     """
 
     engine_id: int
@@ -96,21 +98,24 @@ class Engine:
 
     @property
     def shown_id(self) -> int:
-        """Its id for logs and readers: who knows the other one can act as this engine."""
+        """The id for logs and readers: `engine_id` is a secret that lets a caller act as it."""
         return shown_id(self.engine_id)
 
     def move(self, event: str) -> None:
-        """Change the state; AssertionError if that cannot happen in the one that it has."""
+        """Change the state by an event of ENGINE_MOVES, which must be possible in the old state."""
         self.state, self.since_s = ENGINE_MOVES.after(self.state, event), time.monotonic()
 
 
 @dataclass(frozen=True)
 class EngineInfo:
-    """An engine that may hold leases, for people.
+    """Facts about an engine that may hold leases, for operators.
 
     Attributes:
-        pid: 0 if it is in a foreign PID namespace.
-        process_status: "sleeping", "stopped", …; "" if it is not visible.
+        engine_id: id of the engine.
+        name: name of the engine.
+        pid: its process; 0 if that is in a foreign PID namespace.
+        process_status: "sleeping", "stopped", …; "" if the process is not visible.
+        is_quarantined: whether it is quarantined.
     """
 
     engine_id: int
@@ -121,10 +126,10 @@ class EngineInfo:
 
 
 class Engines:
-    """The engines that are not gone, by id; iterating yields those that are attached.
+    """The registry of attached and quarantined engines; iteration yields the attached ones.
 
     Args:
-        max_engines: bound on all of them: each attached engine may be quarantined.
+        max_engines: most engines, quarantined ones included.
     """
 
     def __init__(self, max_engines: int) -> None:
@@ -132,11 +137,11 @@ class Engines:
         self._engines: dict[int, Engine] = {}
 
     def set_bound(self, max_engines: int) -> None:
-        """Let no more than so many attach from now on; those that are there stay."""
+        """Change the most engines; engines beyond it stay."""
         self._max_engines = max_engines
 
     def __iter__(self) -> Iterator[Engine]:
-        return iter(self._in(EngineState.ATTACHED))
+        return iter(self._in_state(EngineState.ATTACHED))
 
     # -------------------------------------------------------------------------- attach and end
 
@@ -153,27 +158,27 @@ class Engines:
         """Register an engine whose connection has been claimed.
 
         Args:
-            name: for people.
-            cache: of its layout; its arena exists.
-            connection: of its process.
-            instance: random hex, the same at each attach of one client object.
-            held: leases of earlier attachments whose slots it may still be writing to.
-            version: its release, for people.
+            name: the engine's name, for people.
+            cache: cache of its layout; must have an arena.
+            connection: data connection of its process.
+            instance: random hex digits, the same for every attach of one client object.
+            held: leases of earlier attachments whose slots the engine may still be writing to.
+            version: the engine's release, for people.
 
         Returns:
-            The engine, which of `held` are its own again, and which it has lost.
+            The engine, the leases of `held` that it keeps, and those that it has lost.
 
         Raises:
-            InvalidInputError: the instance is not one.
-            LimitReachedError: too many engines, quarantined ones included.
+            InvalidInputError: `instance` is not valid.
+            LimitReachedError: there are too many engines, quarantined ones included.
         """
         start_ticks = 0 if connection.watch is None else connection.watch.start_ticks
-        identity = ProcessIdentity(connection.pid, start_ticks, _instance(instance))
-        for older in self._of_client(identity, EngineState.ATTACHED):
+        identity = ProcessIdentity(connection.pid, start_ticks, _decode_instance(instance))
+        for older in self._find_client(identity, EngineState.ATTACHED):
             assert older.connection is not None, "attached"  # noqa: S101
-            older.connection.gone.set()  # one client has one attachment: the older one is over
-            self.gone(older.connection)
-        quarantined = self._of_client(identity, EngineState.QUARANTINED)
+            older.connection.gone.set()  # a client has one attachment: the new one replaces it
+            self.on_connection_gone(older.connection)
+        quarantined = self._find_client(identity, EngineState.QUARANTINED)
         returning = [engine for engine in quarantined if engine.cache is cache]
         if not returning and len(self._engines) >= self._max_engines:
             num_attached = len(list(self))
@@ -191,7 +196,7 @@ class Engines:
         confirmed: list[int] = []
         for earlier in returning:
             self._forget(earlier, "reattached")
-            confirmed.extend(_reattached(cache, earlier.engine_id, engine_id, held))
+            confirmed.extend(_reattach_leases(cache, earlier.engine_id, engine_id, held))
         lost = [lease_id for lease_id in held if lease_id not in confirmed]
         log.info(
             "engine_attached",
@@ -203,25 +208,26 @@ class Engines:
         )
         return engine, confirmed, lost
 
-    def of(self, engine_id: int) -> Engine:
-        """Find an attached engine.
+    def get(self, engine_id: int) -> Engine:
+        """Return an attached engine.
 
         Raises:
-            NotAttachedError: it is not attached.
+            NotAttachedError: no engine with this id is attached.
         """
         engine = self._engines.get(engine_id)
         if engine is None or engine.state is not EngineState.ATTACHED:
             raise NotAttachedError(f"engine {engine_id} is not attached", "attach again")
         return engine
 
-    def gone(self, connection: DataConnection) -> None:
-        """Record the end of a connection: release what its engine held, or quarantine it."""
+    def on_connection_gone(self, connection: DataConnection) -> None:
+        """Handle the end of a connection: end its engine's leases, or quarantine the engine."""
         for engine in [engine for engine in self if engine.connection is connection]:
             engine.connection, engine.channels = None, connection.channels
             if not connection.may_still_write:
                 self._end(engine)
-            elif _detached(engine):
-                engine.watch, connection.watch = connection.watch, None  # outlives the connection
+            elif _detach(engine):
+                # The watch outlives the connection, which would close it.
+                engine.watch, connection.watch = connection.watch, None
                 engine.move("disconnected_storing")
                 self._quarantine(engine)
             else:
@@ -229,12 +235,15 @@ class Engines:
                 log.info("engine_detached", engine=engine.name, engine_id=engine.shown_id)
 
     def watch_orphans(self, cache: Cache, writing: Sequence[JournaledWrite]) -> list[OrphanSlot]:
-        """Watch the processes that an earlier kvd has let write, as far as they live.
+        """Quarantine living processes that may still write to slots of an adopted arena.
 
         Args:
-            cache: whose arena they write to.
-            writing: as its journal says; slots that are not among the result are free, and their
-                records are cleared.
+            cache: cache of the arena.
+            writing: slots that were being written to, according to the arena's journal.
+
+        Returns:
+            The slots whose writers live. The other slots are free, and their journal records are
+            cleared.
         """
         engine_ids: dict[ProcessIdentity, int] = {}
         orphans = []
@@ -249,25 +258,25 @@ class Engines:
                 cache.arena.journal.clear(write.slot_id)
         return orphans
 
-    # ------------------------------------------------------------------------------- questions
+    # --------------------------------------------------------------------------------- queries
 
-    def use(self, cache: Cache) -> bool:
-        """Whether an engine is attached to a cache, or a quarantined one may write to it."""
+    def uses_cache(self, cache: Cache) -> bool:
+        """Whether an attached or quarantined engine uses a cache's arena."""
         return any(engine.cache is cache for engine in self._engines.values())
 
     def identity_of(self, engine_id: int) -> ProcessIdentity:
-        """Return which process an engine is, for the journal."""
+        """Return the process of an engine, for the journal; NO_PROCESS if it is not registered."""
         engine = self._engines.get(engine_id)
-        return NOBODY if engine is None else engine.identity
+        return NO_PROCESS if engine is None else engine.identity
 
     def wake_of(self, engine_id: int) -> Callable[[], None]:
-        """Return what to call when a progress word of an engine has changed; any thread may."""
+        """Return a function, for any thread, that wakes an engine to read its progress words."""
         engine = self._engines.get(engine_id)
         connection = None if engine is None else engine.connection
-        return _nothing if connection is None else connection.wakeup.wake
+        return _do_nothing if connection is None else connection.wakeup.wake
 
     def infos(self) -> list[EngineInfo]:
-        """Return all engines that may hold leases, the attached ones first."""
+        """Return facts about all engines, the attached ones first."""
         return [
             EngineInfo(
                 engine.engine_id,
@@ -277,11 +286,15 @@ class Engines:
                 engine.state is EngineState.QUARANTINED,
             )
             for state in (EngineState.ATTACHED, EngineState.QUARANTINED)
-            for engine in self._in(state)
+            for engine in self._in_state(state)
         ]
 
     def kill(self, pid: int) -> bool:
-        """Send SIGKILL to an engine's process, attached or not; False if there is none."""
+        """Send SIGKILL to an engine's process; return False if no engine has this pid.
+
+        Raises:
+            PermissionError: the process is another user's.
+        """
         for engine in self._engines.values():
             watch = engine.watch if engine.connection is None else engine.connection.watch
             if engine.identity.pid == pid and watch is not None and watch.kill():
@@ -290,26 +303,26 @@ class Engines:
         return False
 
     def close(self) -> None:
-        """Stop watching those that are quarantined. On the event loop."""
-        for engine in self._in(EngineState.QUARANTINED):
+        """Stop watching quarantined engines. Called on the event loop."""
+        for engine in self._in_state(EngineState.QUARANTINED):
             self._forget(engine, "kvd_stops")
 
-    # ---------------------------------------------------------------------------------- inside
+    # --------------------------------------------------------------------------------- internals
 
-    def _in(self, state: EngineState) -> list[Engine]:
+    def _in_state(self, state: EngineState) -> list[Engine]:
         return [engine for engine in self._engines.values() if engine.state is state]
 
-    def _of_client(self, identity: ProcessIdentity, state: EngineState) -> list[Engine]:
-        """Engines of one client object; none of one that does not say which it is."""
-        found = [engine for engine in self._in(state) if engine.identity == identity]
+    def _find_client(self, identity: ProcessIdentity, state: EngineState) -> list[Engine]:
+        """Return the engines of one client object; [] if the client has sent no instance."""
+        found = [engine for engine in self._in_state(state) if engine.identity == identity]
         return found if identity.instance else []
 
     def _watch_writer(self, cache: Cache, identity: ProcessIdentity) -> int:
-        """Quarantine a living process; return the id that it has here, 0 if it does not live."""
+        """Quarantine a process as a new engine; return its engine id, or 0 if it is dead."""
         watch = watch_identity(identity)
         if watch is None:
             return 0
-        engine_id = secrets.randbits(63) | 1  # not 0
+        engine_id = secrets.randbits(63) | 1  # never 0
         engine = Engine(
             engine_id,
             process_name(identity.pid),
@@ -323,7 +336,7 @@ class Engines:
         return engine_id
 
     def _quarantine(self, engine: Engine) -> None:
-        """Wait for the end of an engine's process."""
+        """Watch for the end of an engine's process, which ends its leases."""
         assert engine.watch is not None, "may_still_write"  # noqa: S101
         engine.watch.start(partial(self._end, engine))
         log.warning(
@@ -335,12 +348,12 @@ class Engines:
         )
 
     def _end(self, engine: Engine) -> None:
-        """End all leases of an engine that writes no more, once nothing is copied for it either."""
+        """End all leases of an engine whose process is gone, once no copier copies for it."""
         for channel in engine.channels:
             if not channel.is_over:
                 if engine.state is EngineState.ATTACHED:
                     engine.move("disconnected_copying")
-                channel.end(partial(self._end, engine))  # then the next one is looked at
+                channel.end(partial(self._end, engine))  # called again for the next channel
                 return
         self._forget(engine, "ended")
         engine.cache.act(lambda core: core.engines.remove(engine.engine_id))
@@ -353,7 +366,7 @@ class Engines:
             engine.watch.close()
 
 
-def _instance(text: str) -> bytes:
+def _decode_instance(text: str) -> bytes:
     try:
         instance = bytes.fromhex(text)
     except ValueError:
@@ -365,18 +378,18 @@ def _instance(text: str) -> bytes:
     return instance
 
 
-def _reattached(cache: Cache, old: int, new: int, held: Sequence[int]) -> Sequence[int]:
-    """Give an engine that came back, under a new id, the leases it still holds; return those."""
+def _reattach_leases(cache: Cache, old: int, new: int, held: Sequence[int]) -> Sequence[int]:
+    """Move held leases from an engine's old id to its new one; return those that were moved."""
     confirmed, _lost = cache.act(lambda core: core.engines.reattach(old, new, held))
     return confirmed
 
 
-def _detached(engine: Engine) -> bool:
-    """Report an engine's end to the core; return whether slots stay with its process."""
+def _detach(engine: Engine) -> bool:
+    """Report an engine's disconnection to the core; return whether it still holds leases."""
     engine.cache.act(lambda core: core.engines.detach(engine.engine_id))
     leases = engine.cache.act(lambda core: core.inspection.leases())
     return any(lease.engine_id == engine.engine_id for lease in leases)
 
 
-def _nothing() -> None:
-    """Nobody is there to be woken."""
+def _do_nothing() -> None:
+    """Do nothing: the engine has no connection, and so does not wait."""

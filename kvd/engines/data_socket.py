@@ -1,13 +1,12 @@
-"""The data socket: who may attach, who is alive, and the arena's descriptor (D2, D10, D16).
+"""The data socket: admits engine processes, watches them, and passes descriptors (D2, D10, D16).
 
-Each connection is one attachment of one engine process. With the process dead, or after it said
-that it leaves, nobody writes into its slots any more. A connection that merely ends, or a broken
-gRPC stream, proves nothing: while the process lives it may still be copying
-(kvd/engines/attached.py).
+Each connection is one attachment of one engine process. Once the process is dead, or has reported
+that it leaves, nothing writes to its slots any more. The mere end of a connection or of a gRPC
+stream proves nothing: while the process lives it may still be copying (kvd/engines/attached.py).
 
-The kernel says whose a process is. kvd's own user and root may always attach. A user of
-[engine_users.UID] is held to its tenants, be it one of those two; every other engine may name any
-tenant, for it is trusted to know its clients.
+The kernel reports the user of a process (SO_PEERCRED). kvd's own user and root may always attach.
+Engines of a user in [engine_users.UID] may name only that user's tenants, also if it is one of
+those two. All other engines may name any tenant: they are trusted to authenticate their clients.
 """
 
 import asyncio
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvd.engines.copiers import Copiers, NoCopierError, OpenChannel
 from kvd.errors import AttachDeniedError
-from kvd.host.listening import accepted
+from kvd.host.listening import accept_connections
 from kvd.host.process_identity import ProcessWatch, watch_peer
 from kvd.tiers.progress import Wakeup
 from shared.access.identity import ANY, Identity
@@ -33,21 +32,21 @@ if TYPE_CHECKING:
     from kvd.tiers.arena import Arena
 
 TOKEN_BYTES = 16
-ATTACH_S = 30.0  # from connecting to Attach
-MOST_CHANNELS = 4  # of one engine: the one it uses, and others that end
+ATTACH_S = 30.0  # longest time from connecting to Attach
+MAX_CHANNELS = 4  # per engine: the channel in use, and others that are ending
 ROOT_UID = 0
-ROLES = frozenset(("engine",))  # what a process may do that may attach
+ROLES = frozenset(("engine",))  # roles of processes that may attach
 _UCRED = struct.Struct("3i")  # struct ucred: pid, uid, gid
 
 log = get_logger(__name__)
 
 
 class EngineUsers:
-    """The users whose processes may be engines, and their tenants; a reload replaces them.
+    """The users whose processes may be engines, and their tenants. A reload replaces them.
 
     Args:
-        allowed: users that may attach, besides kvd's own, root and those of `tenants`.
-        tenants: which tenants each user may name.
+        allowed: uids that may attach, besides kvd's own, root and those of `tenants`.
+        tenants: uid → tenants that its engines may name.
     """
 
     def __init__(
@@ -57,21 +56,21 @@ class EngineUsers:
         self.replace(allowed, tenants or {})
 
     def replace(self, allowed: Sequence[int], tenants: Mapping[int, Sequence[str]]) -> None:
-        """Put others into force, for engines that are attached already, too."""
+        """Replace users and tenants, also for engines that are attached already."""
         self._identities = {
             uid: Identity(f"uid {uid}", "unix", tuple(tenants.get(uid, (ANY,))), ROLES)
             for uid in {ROOT_UID, os.geteuid(), *allowed, *tenants}
         }
 
     def __contains__(self, uid: int) -> bool:
-        """Whether the user's processes may attach."""
+        """Whether processes of a user may attach."""
         return uid in self._identities
 
     def check(self, uid: int, tenant: str) -> None:
-        """Refuse an engine a tenant that is none of its user's.
+        """Check that a user's engines may name a tenant.
 
         Raises:
-            DeniedError: it is not, or the user may not have engines any more.
+            DeniedError: they may not, or the user may not have engines any more.
         """
         identity = self._identities.get(uid)
         if identity is None:
@@ -85,15 +84,16 @@ class DataConnection:
     """The connection of one process, attached or not yet.
 
     Attributes:
-        token: the secret that Attach must present, once.
-        pid: of the process, 0 if it lives in a foreign PID namespace.
-        uid: the number of its user.
-        watch: of the process; None if it is dead, cannot be watched, or was taken over.
-        wakeup: notifies it of its progress words.
-        arena: the arena that it may map; set by Attach.
-        channels: to copiers, that are not known to be over.
+        token: secret that Attach must present; valid once.
+        pid: the process; 0 if it is in a foreign PID namespace.
+        uid: the process's user.
+        watch: watches the process; None if it is dead or cannot be watched, or if the engine has
+            taken the watch over.
+        wakeup: wakes the engine after its progress words have changed.
+        arena: arena that the engine may map; set by Attach.
+        channels: channels to copiers that are not known to be over.
         gone: set at the end of the connection or of the process.
-        has_left: it said that it holds nothing any more.
+        has_left: whether the process has reported that it holds no slots any more.
     """
 
     def __init__(self, token: str, pid: int, uid: int, watch: ProcessWatch | None) -> None:
@@ -109,24 +109,24 @@ class DataConnection:
 
     @property
     def may_still_write(self) -> bool:
-        """Whether the end of its connection leaves a process that may be copying."""
+        """Whether the process may still write to slots after the end of its connection."""
         return self.watch is not None and not self.watch.is_dead and not self.has_left
 
     def close(self) -> None:
-        """Close what belongs to the connection, and the watch unless it was taken over."""
+        """Close the wakeup, and the watch unless it was taken over."""
         self.wakeup.close()
         if self.watch is not None:
             self.watch.close()
 
 
 class DataSocket:
-    """Accepts and serves the connections.
+    """The server of the data socket.
 
     Args:
-        users: whose processes may attach.
-        max_connections: at once.
-        refused: where refusals are counted: by reason and user, "uid 1000".
-        copiers: of the GPUs of engines; None: there are none.
+        users: users whose processes may attach.
+        max_connections: most connections at once.
+        refused: counts refusals by reason and user ("uid 1000").
+        copiers: copiers of engines' GPUs; None: copiers are disabled.
     """
 
     def __init__(
@@ -139,32 +139,37 @@ class DataSocket:
         self._copiers = Copiers(is_enabled=False) if copiers is None else copiers
         self._users = users
         self._max_connections = max_connections
-        self._waiting: dict[str, DataConnection] = {}  # by token, until they attach
+        self._unattached: dict[str, DataConnection] = {}  # token → connection, until Attach
         self._num_connections = 0
         self._on_gone: Callable[[DataConnection], None] = lambda _: None
         self._refusals = RefusalLog("data_connection_refused")
         self._refused = refused or Tally()
 
     def set_bound(self, max_connections: int) -> None:
-        """Accept so many from now on; those that are there stay."""
+        """Change the most connections; connections beyond it stay."""
         self._max_connections = max_connections
 
     async def serve(
         self, listener: socket.socket, on_gone: Callable[[DataConnection], None]
     ) -> None:
-        """Accept until cancelled; `on_gone` is called once for each connection that is gone."""
+        """Accept and serve connections until cancelled.
+
+        Args:
+            listener: the listening socket.
+            on_gone: called once for each connection that has ended.
+        """
         self._on_gone = on_gone
         async with asyncio.TaskGroup() as connections:
-            async for sock in accepted(listener):
+            async for sock in accept_connections(listener):
                 connections.create_task(self._serve_connection(sock))
 
     def claim(self, token: str) -> DataConnection:
-        """Return the connection that was given this token; it cannot be claimed again.
+        """Return the connection with this token, which is then used up.
 
         Raises:
-            AttachDeniedError: nobody waits with this token.
+            AttachDeniedError: no connection waits with this token.
         """
-        connection = self._waiting.pop(token, None)
+        connection = self._unattached.pop(token, None)
         if connection is None or connection.gone.is_set():
             raise AttachDeniedError(
                 "the attach token is unknown or used", "connect to the data socket for a new one"
@@ -190,38 +195,42 @@ class DataSocket:
                 why = f"no descriptor is left ({error.strerror})"
                 self._refuse(sock, uid, "limit_reached", why)
                 return
-            self._waiting[connection.token] = connection
+            self._unattached[connection.token] = connection
             self._num_connections += 1
             if connection.watch is not None:
-                # A connection inherited by a child outlives its process; the pidfd does not.
+                # A child that inherits the socket keeps the connection open after the process is
+                # dead; the watch's pidfd is not fooled by that.
                 connection.watch.start(connection.gone.set)
             try:
-                await self._converse(sock, connection)
+                await self._serve_packets(sock, connection)
             except (OSError, TimeoutError, MalformedPacketError) as error:
                 log.info("data_connection_broken", pid=pid, error=str(error))
             finally:
                 connection.gone.set()
                 self._num_connections -= 1
-                self._waiting.pop(connection.token, None)
+                self._unattached.pop(connection.token, None)
                 self._on_gone(connection)
                 connection.close()
 
     def _is_full(self, uid: int) -> bool:
-        """Whether there is no place; what one user leaves unattached takes half of them at most."""
-        num_waiting = sum(connection.uid == uid for connection in self._waiting.values())
-        most = max(1, self._max_connections // 2)
-        return self._num_connections >= self._max_connections or num_waiting >= most
+        """Whether a user may not connect now.
 
-    async def _converse(self, sock: socket.socket, connection: DataConnection) -> None:
+        Unattached connections of one user may take half of all connections at most.
+        """
+        num_unattached = sum(connection.uid == uid for connection in self._unattached.values())
+        max_unattached = max(1, self._max_connections // 2)
+        return self._num_connections >= self._max_connections or num_unattached >= max_unattached
+
+    async def _serve_packets(self, sock: socket.socket, connection: DataConnection) -> None:
         """Answer packets until the connection is gone."""
         packets.send(sock, packets.Welcome(connection.token))
         while True:
-            waits_s = ATTACH_S if connection.token in self._waiting else None
-            packet, fds = await _next_packet(sock, connection.gone, waits_s)
+            timeout_s = ATTACH_S if connection.token in self._unattached else None
+            packet, fds = await _next_packet(sock, connection.gone, timeout_s)
             try:
-                has_attached = connection.token not in self._waiting
+                has_attached = connection.token not in self._unattached
                 if packet is None and has_attached and not connection.gone.is_set():
-                    continue  # meanwhile: it may be silent for ever
+                    continue  # attached during the wait: from now on it may be silent for ever
                 if not packet:
                     return
                 message = packets.decode(packet)
@@ -260,39 +269,39 @@ class DataSocket:
         sock: socket.socket,
         connection: DataConnection,
         arena: "Arena",
-        wanted: packets.CopierRequest,
+        request: packets.CopierRequest,
         fds: Sequence[int],
     ) -> None:
-        """Give an engine a channel to a copier, or say why there is none."""
+        """Send an engine a channel to a copier, or the reason why there is none."""
         if len(fds) != 1:
             raise MalformedPacketError(f"a ring of {len(fds)} descriptors")
-        connection.channels = [one for one in connection.channels if not one.is_over]
-        if len(connection.channels) >= MOST_CHANNELS:
+        connection.channels = [channel for channel in connection.channels if not channel.is_over]
+        if len(connection.channels) >= MAX_CHANNELS:
             remedy = "close the channels that you have"
-            packets.send(sock, packets.NoCopier(f"{MOST_CHANNELS} channels are open", remedy))
+            packets.send(sock, packets.NoCopier(f"{MAX_CHANNELS} channels are open", remedy))
             return
         opening = asyncio.ensure_future(
-            self._copiers.open(wanted.device, arena, fds[0], wanted.ring_bytes)
+            self._copiers.open(request.device, arena, fds[0], request.ring_bytes)
         )
-        if not await _before(opening, connection.gone):
+        if not await _finish_before_gone(opening, connection.gone):
             return
         try:
-            channel, theirs, pidfd = opening.result()
+            channel, engine_end, pidfd = opening.result()
         except NoCopierError as error:
             packets.send(sock, packets.NoCopier(error.message, error.remedy))
             return
         connection.channels.append(channel)
-        with theirs:
-            packets.send(sock, packets.CopierChannel(), [theirs.fileno(), pidfd])
+        with engine_end:
+            packets.send(sock, packets.CopierChannel(), [engine_end.fileno(), pidfd])
             close_fds([pidfd])
 
     def _refuse(self, sock: socket.socket, uid: int, reason: str, message: str) -> None:
         self._refusals.note(reason, f"uid {uid}", message=message)
-        self._refused.add(reason, f"uid {uid}")  # users are few: those of this machine
+        self._refused.add(reason, f"uid {uid}")  # few labels: the users of this machine
         try:
             packets.send(sock, packets.Refused(reason, message))
         except OSError:
-            return  # it has gone by itself
+            return  # the peer is gone
 
 
 def _new_connection(sock: socket.socket, pid: int, uid: int) -> DataConnection:
@@ -305,15 +314,21 @@ def _new_connection(sock: socket.socket, pid: int, uid: int) -> DataConnection:
         raise
 
 
-async def _before(
+async def _finish_before_gone(
     task: "asyncio.Future[Any]", gone: asyncio.Event, timeout_s: float | None = None
 ) -> bool:
-    """Wait for a task; cancel it, and return False, if the connection is gone or silent before."""
-    waits = asyncio.ensure_future(gone.wait())
+    """Wait for a task until the connection is gone or the time is over.
+
+    Returns:
+        Whether the task has finished; else it is cancelled.
+    """
+    gone_task = asyncio.ensure_future(gone.wait())
     try:
-        await asyncio.wait((task, waits), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-    finally:  # also when kvd stops: nothing may wait on a socket that is about to be closed
-        waits.cancel()
+        await asyncio.wait(
+            (task, gone_task), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
+        )
+    finally:  # also when this is cancelled: no task may wait on a socket that is then closed
+        gone_task.cancel()
         if not task.done():
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
@@ -323,11 +338,13 @@ async def _before(
 async def _next_packet(
     sock: socket.socket, gone: asyncio.Event, timeout_s: float | None
 ) -> tuple[bytes | None, list[int]]:
-    """Wait for a packet; b"" at the end of the connection, None if it is gone or silent.
+    """Wait for a packet and its descriptors, which the caller must close.
 
-    The descriptors are the caller's.
+    Returns:
+        (packet, descriptors). The packet is b"" at the end of the connection, and None if the
+        connection is gone or the time is over.
     """
     receiving = asyncio.ensure_future(receive(sock))
-    if not await _before(receiving, gone, timeout_s):
+    if not await _finish_before_gone(receiving, gone, timeout_s):
         return None, []
     return receiving.result()

@@ -1,1 +1,1 @@
-"""What the daemon asks of its host: clock, directories, processes, systemd."""
+"""Host services for the daemon: clock, directories, sockets, processes, shared memory, pacing."""

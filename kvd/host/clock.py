@@ -1,8 +1,8 @@
-"""kvd's own clock: non-decreasing over restarts, reboots and changes of the wall clock (D17).
+"""kvd's clock: never decreases, over restarts, reboots and changes of the wall clock (D17).
 
-Within one boot it is CLOCK_BOOTTIME plus a fixed offset, so that a suspended machine ages its
-sessions too. After a reboot it continues from the last value that was saved, plus the time the wall
-clock says has passed since (never less than nothing).
+Within one boot it is CLOCK_BOOTTIME plus a fixed offset, so that sessions age while the machine is
+suspended, too. After a reboot it continues from the last saved value, plus the time that has passed
+since then by the wall clock (zero if that went backwards).
 """
 
 import json
@@ -11,17 +11,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-META_NAME = "clock"  # of the saved state in the manifest
-SAVE_EVERY_S = 60.0  # what a reboot without a shutdown can lose of everybody's idle time, at most
+META_NAME = "clock"  # name of the saved state in the manifest
+SAVE_EVERY_S = 60.0  # a reboot without a shutdown loses at most so much of sessions' idle time
 
 
 class Clock:
-    """Time as the cache engine sees it.
+    """The time of the cache engine.
 
     Args:
-        boot_id: of this boot, by which a later clock sees whether it is the same one.
-        offset_ns: what is added to the time since boot.
-        boottime_ns: that time, suspended hours included.
+        boot_id: kernel's id of this boot, by which a later clock recognizes the same boot.
+        offset_ns: offset that is added to the time since boot.
+        boottime_ns: returns the time since boot, suspended time included.
     """
 
     def __init__(self, boot_id: str, offset_ns: int, boottime_ns: Callable[[], int]) -> None:
@@ -30,11 +30,15 @@ class Clock:
         self._boottime_ns = boottime_ns
 
     def now_ns(self) -> int:
-        """Nanoseconds, never less than before."""
+        """Return the time in nanoseconds; never less than before."""
         return self._boottime_ns() + self._offset_ns
 
-    def saved(self, wall_ns: int) -> str:
-        """State to keep in the manifest from time to time."""
+    def dump(self, wall_ns: int) -> str:
+        """Return the clock's state, to be saved in the manifest every SAVE_EVERY_S.
+
+        Args:
+            wall_ns: current time of the wall clock.
+        """
         state = {
             "boot_id": self._boot_id,
             "offset_ns": self._offset_ns,
@@ -50,13 +54,13 @@ def resume_clock(
     wall_ns: int,
     boottime_ns: Callable[[], int] = lambda: time.clock_gettime_ns(time.CLOCK_BOOTTIME),
 ) -> Clock:
-    """Continue a clock.
+    """Continue a clock from its saved state.
 
     Args:
-        saved: what Clock.saved returned; an empty or damaged text starts a new clock.
-        boot_id: the kernel's id of this boot.
-        wall_ns: the wall clock's time.
-        boottime_ns: time since boot.
+        saved: result of Clock.dump(); an empty or damaged text starts a new clock.
+        boot_id: kernel's id of this boot.
+        wall_ns: current time of the wall clock.
+        boottime_ns: returns the time since boot.
     """
     try:
         state = json.loads(saved)
@@ -70,5 +74,5 @@ def resume_clock(
 
 
 def read_boot_id() -> str:
-    """Return the kernel's identifier of this boot."""
+    """Return the kernel's id of this boot."""
     return BOOT_ID.read_text(encoding="ascii").strip()

@@ -1,4 +1,4 @@
-"""The runtime and the state directory: made, checked and locked before anything else happens."""
+"""The runtime and the state directory: created, checked and locked when kvd starts."""
 
 import fcntl
 import os
@@ -9,32 +9,34 @@ from shared.process.log import get_logger
 from shared.process.runtime_dir import MAX_SOCKET_PATH, OPERATOR_SOCKET
 
 LOCK_NAME = "kvd.lock"
-ENTER = 0o011  # group and others: who is in the group is not looked at as one of the others
+# Search permission for group and others: a member of the group does not get that of the others.
+ENTER = 0o011
 
 log = get_logger(__name__)
 
 
 def claim_directory(path: Path, purpose: str, flag: str) -> int:
-    """Make a directory (mode 0700), which is logged, and lock it for this process.
+    """Lock a directory for this process; create it (mode 0700) if it is missing.
 
     Args:
         path: the directory.
         purpose: "runtime" or "state", for messages.
-        flag: the option that names another one.
+        flag: command-line option of the directory, for messages.
 
     Returns:
-        Descriptor that holds the lock; the kernel releases it with the process.
+        Descriptor that holds the lock; the kernel releases it when the process ends.
 
     Raises:
-        UnusableDirectoryError: it cannot be made or written, or others could write to it.
-        RunningError: another kvd holds it.
+        UnusableDirectoryError: the directory cannot be created or written, or other users can
+            write to it.
+        RunningError: another kvd has locked it.
     """
     remedy = f"name a directory of your own with {flag}"
     try:
         if not path.is_dir():
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
             log.info("directory_made", directory=str(path), reason=f"{purpose} directory")
-        _check_ours_alone(path, purpose, remedy)
+        _check_private(path, purpose, remedy)
         lock_fd = os.open(path / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise UnusableDirectoryError(
@@ -50,7 +52,7 @@ def claim_directory(path: Path, purpose: str, flag: str) -> int:
     return lock_fd
 
 
-def _check_ours_alone(path: Path, purpose: str, remedy: str) -> None:
+def _check_private(path: Path, purpose: str, remedy: str) -> None:
     status = path.stat()
     if os.geteuid() != 0 and status.st_uid not in (0, os.geteuid()):
         raise UnusableDirectoryError(
@@ -65,10 +67,10 @@ def _check_ours_alone(path: Path, purpose: str, remedy: str) -> None:
 
 
 def let_others_enter(path: Path) -> None:
-    """Let everybody reach the sockets in a directory, each of which says who may open it.
+    """Let all users enter a directory; the sockets in it have permissions of their own.
 
     Raises:
-        UnusableDirectoryError: they may not, and it is not ours to change.
+        UnusableDirectoryError: the permission is missing, and kvd may not add it.
     """
     mode = path.stat().st_mode
     if mode & ENTER == ENTER:
@@ -83,10 +85,10 @@ def let_others_enter(path: Path) -> None:
 
 
 def check_socket_paths(runtime_dir: Path) -> None:
-    """Refuse a directory in which socket paths would be too long for the kernel.
+    """Check that the paths of kvd's sockets are not too long for the kernel.
 
     Raises:
-        UnusableDirectoryError: it is.
+        UnusableDirectoryError: a path is too long.
     """
     length = len(os.fsencode(runtime_dir / OPERATOR_SOCKET))  # the longest name
     if length > MAX_SOCKET_PATH:

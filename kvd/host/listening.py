@@ -1,4 +1,4 @@
-"""Unix sockets of kvd's own that are no gRPC server's: bound, and accepted from."""
+"""Listening on the Unix sockets that kvd serves without gRPC."""
 
 import asyncio
 import socket
@@ -16,20 +16,21 @@ log = get_logger(__name__)
 
 
 def listen_at(path: Path, kind: socket.SocketKind, group: str = "") -> socket.socket:
-    """Bind a socket and listen; the caller owns it.
+    """Bind a Unix socket and listen; the caller owns the socket.
 
     Args:
-        path: in the runtime directory, which is this kvd's alone.
+        path: path in the runtime directory, which this kvd has locked.
         kind: SOCK_STREAM or SOCK_SEQPACKET.
-        group: that may connect; "": kvd's own.
+        group: group that may connect; "": kvd's own group.
 
     Raises:
-        ConfigError: the path cannot be bound, or not given to the group.
+        ConfigError: the path cannot be bound, or not be given to the group.
     """
     listener = socket.socket(socket.AF_UNIX, kind)
     listener.setblocking(False)
     try:
-        path.unlink(missing_ok=True)  # of a dead kvd: the runtime directory is locked
+        # Left by a dead kvd: no other one can be running, as the runtime directory is locked.
+        path.unlink(missing_ok=True)
         listener.bind(str(path))
         open_to_group(path, group)
         listener.listen(BACKLOG)
@@ -45,13 +46,13 @@ def listen_at(path: Path, kind: socket.SocketKind, group: str = "") -> socket.so
     return listener
 
 
-async def accepted(listener: socket.socket) -> AsyncIterator[socket.socket]:
-    """Yield connections as they come, non-blocking; the caller owns them."""
+async def accept_connections(listener: socket.socket) -> AsyncIterator[socket.socket]:
+    """Yield accepted connections, which are non-blocking; the caller owns them."""
     loop = asyncio.get_running_loop()
     while True:
         try:
             sock, _ = await loop.sock_accept(listener)
-        except OSError as error:  # out of descriptors, most likely: others will be closed
+        except OSError as error:  # most likely out of descriptors: retry when some are closed
             log.warning("accept_failed", socket=listener.getsockname(), error=str(error))
             await asyncio.sleep(ACCEPT_RETRY_S)
             continue

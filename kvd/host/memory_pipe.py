@@ -1,13 +1,13 @@
-"""A pipe in memory that two processes share: its socket carries only how many bytes there are.
+"""A pipe in memory that two processes share; a socket carries only the numbers of bytes.
 
-A socket copies what it carries into the kernel and out of it, in pieces of some 64 KiB with a wait
-for each; that was half of all that it costs to move a session. Here the writer copies bytes into
-slots of a ring, one after the other, and sends how many it has put into each; the reader copies
-them out and sends a packet back for each slot that is empty again. Neither trusts the other.
+A socket copies its data into the kernel and out of it, in pieces of some 64 KiB with a wait for
+each; that was half of the cost of moving a session. Here the writer copies bytes into the slots of
+a ring, one after the other, and sends the number of bytes in each. The reader copies them out, and
+sends a packet back for each slot that is empty again. Neither side trusts the other.
 
-Invariant: no more packets are under way, each way, than there are slots, so that nobody waits for
-room in the socket. Who writes has to `finish`, for the kernel forgets what was sent by somebody who
-has gone with packets unread.
+Invariant: in each direction no more packets are under way than there are slots, so that no side
+waits for room in the socket. The writer must call finish() before it closes the socket: the kernel
+drops unread packets when their sender has closed it with packets unread on its own side.
 """
 
 import mmap
@@ -18,26 +18,27 @@ import struct
 from kvd.host.sealed_memory import is_sealed, sealed_memfd
 
 NUM_SLOTS = 8
-SLOT_BYTES = 512 << 10  # copied at once: no other thread of this process runs meanwhile
+SLOT_BYTES = 512 << 10  # copied at once, with the GIL held
 PIPE_BYTES = NUM_SLOTS * SLOT_BYTES  # fits into a processor's cache; fresh memory is slow
 _COUNT = struct.Struct("<I")
-_EMPTY = b"\0"  # a slot is
+_EMPTY = b"\0"  # packet of the reader: a slot is empty
 
 
 def make_memory() -> int:
-    """Return the memory of a pipe, to be sent to the other process.
+    """Create the memory of a pipe; return its descriptor, to be sent to the other process.
 
     Raises:
-        OSError: there is none.
+        OSError: there is no memory.
     """
     return sealed_memfd("kvd-pipe", PIPE_BYTES)
 
 
 def map_memory(fd: int) -> mmap.mmap:
-    """Map what the other process has sent as the memory of a pipe.
+    """Map the memory of a pipe that the other process has sent.
 
     Raises:
-        OSError: it is not such memory, or could be taken away from under us.
+        OSError: the size is wrong, or the memory is not sealed: the other process could shrink it
+            under this one (SIGBUS).
     """
     if not is_sealed(fd) or os.fstat(fd).st_size != PIPE_BYTES:
         raise OSError("it sends no sealed memory of a pipe")
@@ -45,84 +46,84 @@ def map_memory(fd: int) -> mmap.mmap:
 
 
 class MemoryPipe:
-    """One end of a pipe: one that writes, or one that reads. One call at a time.
+    """The writing or the reading end of a pipe. Only one call at a time.
 
     Args:
-        sock: of packets, connected to the other end. Who shuts it down, or lets it time out, has
-            the call that waits there fail.
-        memory: mapped by both.
+        sock: packet socket, connected to the other end. A timeout or a shutdown of it makes a
+            waiting call fail.
+        memory: the pipe's memory, which both ends map.
     """
 
     def __init__(self, sock: socket.socket, memory: mmap.mmap) -> None:
         self._sock = sock
         view = memoryview(memory)
         self._slots = [view[i * SLOT_BYTES :][:SLOT_BYTES] for i in range(NUM_SLOTS)]
-        self._next = 0  # slot that is written, or read
-        self._num_full = 0  # as far as the writer knows
-        self._there = view[:0]  # of the slot that is being read
+        self._next_slot = 0  # index of the slot that is written or read next
+        self._num_full = 0  # full slots, as far as the writer knows
+        self._readable = view[:0]  # unread bytes of the slot that is being read
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        """Write bytes; they may change afterwards.
+        """Write bytes, which may change afterwards; blocks while the ring is full.
 
         Raises:
-            OSError: the reader takes no more.
+            OSError: the reader has closed its end, or does not read in time.
         """
         view = memoryview(data)
         for start in range(0, len(view), SLOT_BYTES):
             piece = view[start : start + SLOT_BYTES]
             if self._num_full == NUM_SLOTS:
                 self._wait_for_slot()
-            self._move()[: len(piece)] = piece
+            self._take_slot()[: len(piece)] = piece
             self._sock.send(_COUNT.pack(len(piece)))
             self._num_full += 1
 
     def finish(self) -> None:
-        """Wait until the reader has taken everything.
+        """Wait until the reader has read everything.
 
         Raises:
-            OSError: it does not.
+            OSError: the reader has closed its end, or does not read in time.
         """
         while self._num_full:
             self._wait_for_slot()
 
     def read_into(self, memory: memoryview) -> None:
-        """Read as many bytes as there is memory for.
+        """Read bytes until `memory` is full; blocks.
 
         Raises:
-            OSError: they do not come.
+            OSError: the writer has closed its end, or does not write in time.
         """
         left = memory
         while left:
-            if not self._there:
-                num_bytes = int.from_bytes(self._received(_COUNT.size), "little")
+            if not self._readable:
+                num_bytes = int.from_bytes(self._receive_packet(_COUNT.size), "little")
                 if not 0 < num_bytes <= SLOT_BYTES:
-                    raise _broken_rules()
-                self._there = self._move()[:num_bytes]
-            num_bytes = min(len(self._there), len(left))
-            left[:num_bytes] = self._there[:num_bytes]
-            left, self._there = left[num_bytes:], self._there[num_bytes:]
-            if not self._there:
+                    raise _protocol_error()
+                self._readable = self._take_slot()[:num_bytes]
+            num_bytes = min(len(self._readable), len(left))
+            left[:num_bytes] = self._readable[:num_bytes]
+            left, self._readable = left[num_bytes:], self._readable[num_bytes:]
+            if not self._readable:
                 self._sock.send(_EMPTY)
 
-    def _move(self) -> memoryview:
-        """Return the next slot."""
-        slot = self._slots[self._next]
-        self._next = (self._next + 1) % NUM_SLOTS
+    def _take_slot(self) -> memoryview:
+        """Return the next slot of the ring, and move on."""
+        slot = self._slots[self._next_slot]
+        self._next_slot = (self._next_slot + 1) % NUM_SLOTS
         return slot
 
     def _wait_for_slot(self) -> None:
-        self._received(len(_EMPTY))
+        self._receive_packet(len(_EMPTY))
         self._num_full -= 1
 
-    def _received(self, num_bytes: int) -> bytes:
-        """Wait for a packet."""
+    def _receive_packet(self, num_bytes: int) -> bytes:
+        """Wait for a packet of exactly `num_bytes`."""
         packet = self._sock.recv(num_bytes + 1)
         if not packet:
             raise ConnectionResetError("the other side has closed it")
         if len(packet) != num_bytes:
-            raise _broken_rules()
+            raise _protocol_error()
         return packet
 
 
-def _broken_rules() -> OSError:
+def _protocol_error() -> OSError:
     return ConnectionAbortedError("the other side breaks the rules")

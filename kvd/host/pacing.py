@@ -1,4 +1,4 @@
-"""Rates: how long work has to wait so that it takes no more than its share."""
+"""Pacing: how long work has to wait so that it keeps to a rate."""
 
 import threading
 import time
@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 
 class Pace:
-    """Spreads work over time. Pure; what was not used is not made up for.
+    """Spreads work over time. Pure. Unused time is not made up for later.
 
     Args:
-        rate: bytes a second, or requests.
+        rate: bytes (or requests) per second.
     """
 
     def __init__(self, rate: float) -> None:
@@ -17,18 +17,18 @@ class Pace:
         self._resume_at = 0.0
 
     def resume_at(self, amount: int, now_s: float) -> float:
-        """Return when to resume after so many were asked for, now."""
+        """Return the time at which to resume after work of `amount` that begins now."""
         self._resume_at = max(self._resume_at, now_s) + amount / self._rate
         return self._resume_at
 
 
 class SharedPace:
-    """Makes whichever thread moves bytes, or asks, wait until it may.
+    """A rate that several threads share. Any thread may call take().
 
     Args:
-        rate: bytes a second, or requests; 0: nobody waits.
-        clock: monotonic seconds.
-        sleep: waits so many seconds.
+        rate: bytes (or requests) per second; 0: no limit.
+        clock: returns monotonic seconds.
+        sleep: sleeps for a number of seconds.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class SharedPace:
         self._lock = threading.Lock()
 
     def take(self, amount: int) -> None:
-        """Wait for the time that all before take, then account for these."""
+        """Account for `amount`, then wait until all earlier amounts are over."""
         if self._pace is None:
             return
         with self._lock:

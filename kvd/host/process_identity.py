@@ -1,7 +1,8 @@
-"""Which process a peer is: a pid alone may belong to another one by the time it is looked up (D10).
+"""Identities of processes that stay valid when pids are reused, and watches of processes (D10).
 
-A pidfd names a process for good, but does not outlive kvd. What does is the pid together with the
-time the process was started: on one boot, no two processes share both.
+A pid alone may belong to another process by the time it is looked up. A pidfd names one process for
+good, but does not outlive kvd. The pid together with the time at which the process was started
+does: in one boot, no two processes have both in common.
 """
 
 import asyncio
@@ -17,20 +18,20 @@ from pathlib import Path
 
 import psutil
 
-SO_PEERPIDFD = 77  # Linux 6.5; the socket module does not know it yet
+SO_PEERPIDFD = 77  # Linux 6.5; the socket module does not have it yet
 INSTANCE_BYTES = 16
 _OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
-_STARTTIME_FIELD = 19  # of /proc/PID/stat, counted after the command: field 22 in proc(5)
+_STARTTIME_FIELD = 19  # in /proc/PID/stat, counted behind the command: field 22 in proc(5)
 
 
 @dataclass(frozen=True)
 class ProcessIdentity:
-    """One connection object inside one process.
+    """Identity of one client object inside one process.
 
     Attributes:
-        pid: 0 if the process lives in a foreign PID namespace: a later kvd cannot find it again.
-        start_ticks: when it was started, in clock ticks since boot.
-        instance: random, chosen by the client: INSTANCE_BYTES, or empty from one that has none.
+        pid: the process; 0 if it is in a foreign PID namespace: a later kvd cannot find it again.
+        start_ticks: start of the process, in clock ticks since boot.
+        instance: random id of the client object, INSTANCE_BYTES long; empty if it has sent none.
     """
 
     pid: int
@@ -38,14 +39,14 @@ class ProcessIdentity:
     instance: bytes
 
 
-NOBODY = ProcessIdentity(0, 0, b"")
+NO_PROCESS = ProcessIdentity(0, 0, b"")
 
 
 def start_ticks_of(pid: int) -> int:
-    """Return when a process was started; 0 if it is not there.
+    """Return the start of a process in clock ticks since boot; 0 if it does not exist.
 
     Raises:
-        OSError: nobody knows: no descriptor is left to look with.
+        OSError: it cannot be looked up, because no descriptor is left.
     """
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
@@ -56,7 +57,7 @@ def start_ticks_of(pid: int) -> int:
 
 
 def process_state(pid: int) -> str:
-    """What a process does, for people: "sleeping", "stopped", …; "gone" if it is not there."""
+    """Return the state of a process, for people: "sleeping", "stopped", …, or "gone"."""
     try:
         return str(psutil.Process(pid).status())
     except psutil.Error:
@@ -64,7 +65,7 @@ def process_state(pid: int) -> str:
 
 
 def process_name(pid: int) -> str:
-    """Name of a process; empty if it is not ours to see."""
+    """Return the name of a process; "" if kvd may not see it."""
     try:
         return str(psutil.Process(pid).name())
     except psutil.Error:
@@ -72,19 +73,19 @@ def process_name(pid: int) -> str:
 
 
 class ProcessWatch:
-    """Watches one process by its pidfd, from the event loop.
+    """Watches one process by its pidfd, on the event loop.
 
     Attributes:
-        pid: the number of the process.
+        pid: the process.
         start_ticks: as in ProcessIdentity.
-        is_dead: set before `on_death` is called.
+        is_dead: whether the process is dead; set before `on_death` is called.
     """
 
     def __init__(self, pid: int, pidfd: int) -> None:
-        """Take over `pidfd`.
+        """Take ownership of `pidfd`.
 
         Raises:
-            OSError: no descriptor is left to look with.
+            OSError: no descriptor is left to look the process up.
         """
         self.pid = pid
         try:
@@ -92,17 +93,22 @@ class ProcessWatch:
         except OSError:
             os.close(pidfd)
             raise
-        self.is_dead = _has_ended(pidfd)  # after the look into /proc: so that was the same process
+        # Checked after /proc was read: if the process still lives, /proc was about this one.
+        self.is_dead = _has_ended(pidfd)
         self._pidfd = pidfd
         self._on_death: Callable[[], None] = lambda: None
 
     def start(self, on_death: Callable[[], None]) -> None:
-        """Call `on_death` once when the process dies; a second start replaces the first."""
+        """Call `on_death` once when the process dies; a second call replaces the first one's."""
         self._on_death = on_death
-        asyncio.get_running_loop().add_reader(self._pidfd, self._died)
+        asyncio.get_running_loop().add_reader(self._pidfd, self._on_death_event)
 
     def kill(self) -> bool:
-        """Send SIGKILL; False if the process is dead already."""
+        """Send SIGKILL; return False if the process is dead already.
+
+        Raises:
+            PermissionError: the process is another user's.
+        """
         if self._pidfd < 0:
             return False
         try:
@@ -114,25 +120,32 @@ class ProcessWatch:
     def close(self) -> None:
         """Stop watching."""
         if self._pidfd >= 0:
-            with contextlib.suppress(RuntimeError):  # no loop runs any more: nothing is watched
+            with contextlib.suppress(RuntimeError):  # no event loop runs any more
                 asyncio.get_running_loop().remove_reader(self._pidfd)
             os.close(self._pidfd)
             self._pidfd = -1
 
-    def _died(self) -> None:
+    def _on_death_event(self) -> None:
         self.is_dead = True
         asyncio.get_running_loop().remove_reader(self._pidfd)
         self._on_death()
 
 
 def watch_peer(sock: socket.socket, pid: int) -> ProcessWatch | None:
-    """Watch the process that connected a Unix socket; None if it is dead or cannot be watched.
+    """Watch the process that has connected a Unix socket.
 
-    The kernel knows that process for certain, even one of a foreign PID namespace (pid 0).
+    The kernel knows that process for certain (SO_PEERPIDFD), even in a foreign PID namespace.
+
+    Args:
+        sock: the connected socket.
+        pid: the peer's pid; 0: in a foreign PID namespace.
+
+    Returns:
+        The watch; None if the process is dead or cannot be watched.
 
     Raises:
-        OSError: no descriptor is left to watch with. Such a peer must not be served: its slots
-            would be given to others while it writes.
+        OSError: no descriptor is left. Such a peer must not be served: its slots could be given
+            to other engines while it writes.
     """
     try:
         pidfd = sock.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD)
@@ -140,7 +153,7 @@ def watch_peer(sock: socket.socket, pid: int) -> ProcessWatch | None:
     except OSError as error:
         if error.errno in _OUT_OF_DESCRIPTORS:
             raise
-        if error.errno != errno.ENOPROTOOPT or not pid:  # an older kernel knows pids only
+        if error.errno != errno.ENOPROTOOPT or not pid:  # ENOPROTOOPT: an older kernel
             return None
         try:
             pidfd = os.pidfd_open(pid)
@@ -152,7 +165,7 @@ def watch_peer(sock: socket.socket, pid: int) -> ProcessWatch | None:
 
 
 def watch_identity(identity: ProcessIdentity) -> ProcessWatch | None:
-    """Watch a process known from earlier; None if it does not live any more."""
+    """Watch a process that is known from earlier; return None if it is dead."""
     if not identity.pid:
         return None
     try:

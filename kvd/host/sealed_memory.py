@@ -1,4 +1,4 @@
-"""Memory that two processes map: nobody can take its pages away from under the other one."""
+"""Sealed memfds: shared memory that no process can resize under another one (SIGBUS)."""
 
 import fcntl
 import os
@@ -7,7 +7,7 @@ SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 def sealed_memfd(name: str, num_bytes: int, flags: int = 0) -> int:
-    """Make a memfd that nobody can resize. It takes memory only as its pages are used."""
+    """Create a memfd that cannot be resized. It takes memory only as its pages are used."""
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | flags)
     try:
         os.ftruncate(fd, num_bytes)
@@ -19,9 +19,9 @@ def sealed_memfd(name: str, num_bytes: int, flags: int = 0) -> int:
 
 
 def is_sealed(fd: int) -> bool:
-    """Whether nobody can resize this memory."""
-    wanted = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+    """Whether a descriptor is a memfd that cannot be resized."""
+    required = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
     try:
-        return fcntl.fcntl(fd, fcntl.F_GET_SEALS) & wanted == wanted
+        return fcntl.fcntl(fd, fcntl.F_GET_SEALS) & required == required
     except OSError:  # not a memfd
         return False

@@ -1,1 +1,1 @@
-"""kvd's gRPC services, who may call what of them, and a replica of each engine's queue."""
+"""kvd's gRPC services, access control of their callers, and replicas of engines' queues."""

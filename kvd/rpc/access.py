@@ -1,9 +1,9 @@
-"""Who may come in, as the settings in force say, and what each caller may ask for.
+"""Access control: which callers are admitted, and which RPCs they may call about which tenants.
 
-A reload hands new settings to `Access`; every guard that it has made goes by them from then on.
-Who may name every tenant may call everything that its role has. Anybody else may call what the
-tables here name, about its own tenants; whatever else there is, or comes to be, concerns all
-tenants and is refused.
+A reload passes new settings to `Access`, and every guard that it has created applies them from then
+on. A caller that may name every tenant may call all RPCs of its role. Any other caller may call the
+RPCs in the tables below, for its own tenants. All other RPCs, future ones included, concern all
+tenants and are refused.
 """
 
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ ROLES: Mapping[str, str] = {
 
 _READER = "/kvd.v1.Reader/"
 _OPERATOR = "/kvd.v1.Operator/"
-# These are about the session that they name.
+# RPCs about the session that they name.
 _OF_A_SESSION = frozenset(
     {
         f"{_READER}DescribeSession",
@@ -35,27 +35,27 @@ _OF_A_SESSION = frozenset(
         f"{_OPERATOR}AnswerWanted",
     }
 )
-# These keep to kvd/wire/selection.py: allowed_tenants().
-_NARROWED = frozenset(
+# RPCs that restrict themselves to allowed_tenants() of kvd/wire/selection.py.
+_FILTERED = frozenset(
     {f"{_READER}ListSessions", f"{_READER}WatchEvents", f"{_OPERATOR}ImportSession"}
 )
 _FLUSH = f"{_OPERATOR}Flush"
-_OURS = (_READER, _OPERATOR)
+_SERVICES = (_READER, _OPERATOR)
 
 
 class Access:
-    """What guards every address; see the module docstring.
+    """The access rules of all addresses, as the settings in force define them.
 
     Attributes:
         users: users whose engines may attach.
-        book: clients that come with a token or a certificate.
+        book: clients that authenticate with a token or a certificate.
 
     Args:
-        settings: kvd's settings, as of its start.
-        metrics: where refusals are counted.
+        settings: kvd's settings at its start.
+        metrics: counts refusals.
 
     Raises:
-        UnguardedError: anybody could connect to access.tcp.
+        UnguardedError: any client could connect to access.tcp.
     """
 
     def __init__(self, settings: Settings, metrics: RpcMetrics | None = None) -> None:
@@ -66,16 +66,16 @@ class Access:
         self._streams = StreamCounts(settings.limits.max_streams_per_client)
 
     def replace(self, settings: Settings) -> None:
-        """Go by other settings from now on."""
+        """Apply other settings from now on."""
         self.users.replace(settings.engine_uids(), settings.engine_tenants())
         self.book.use(Clients(settings.clients))
         self._streams.most = settings.limits.max_streams_per_client
 
     def guard(self, socket_role: str) -> AccessInterceptor:
-        """Return what stands before the services of one address.
+        """Return the interceptor that guards the services of one address.
 
         Args:
-            socket_role: the role of those who may open that Unix socket; "" for TCP.
+            socket_role: role of every caller that can open the Unix socket; "" for TCP.
         """
         own: Identity | None = None
         if socket_role:
@@ -85,37 +85,37 @@ class Access:
             ROLES,
             own,
             streams=self._streams,
-            check=narrow,
+            check=restrict_to_tenants,
             leaves_reading=socket_role == "engine",
             metrics=self._metrics,
         )
 
 
-def narrow(method: str, identity: Identity, request: Any) -> None:
-    """Hold a request to its caller's tenants: an unnamed one is the caller's first.
+def restrict_to_tenants(method: str, identity: Identity, request: Any) -> None:
+    """Restrict a request to its caller's tenants; a missing tenant becomes the caller's first.
 
     Args:
         method: full name of the RPC.
         identity: identity of the caller.
-        request: message of the call; tenants are put into it.
+        request: message of the call; missing tenants are filled in.
 
     Raises:
         TenantDeniedError: the request is about other tenants.
     """
-    if ANY in identity.tenants or not method.startswith(_OURS):
+    if ANY in identity.tenants or not method.startswith(_SERVICES):
         return
     if method in _OF_A_SESSION:
         request.session.tenant = identity.tenant(request.session.tenant)
     elif method == _FLUSH:
-        _narrow_flush(identity, request)
-    elif method not in _NARROWED:
+        _restrict_flush(identity, request)
+    elif method not in _FILTERED:
         identity.check_all_tenants(method.rpartition("/")[2])
 
 
-def _narrow_flush(identity: Identity, request: Any) -> None:
+def _restrict_flush(identity: Identity, request: Any) -> None:
     if request.all:
         identity.check_all_tenants("Flush of all")
     elif request.HasField("session"):
         request.session.tenant = identity.tenant(request.session.tenant)
-    elif request.filter.ByteSize():  # what names nothing stays so, and is refused: it is no "all"
+    elif request.filter.ByteSize():  # an empty filter stays empty, and is refused later
         request.filter.tenant = identity.tenant(request.filter.tenant)

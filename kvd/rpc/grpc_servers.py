@@ -1,4 +1,4 @@
-"""One gRPC server per address, each with health and reflection, behind its guard (D16)."""
+"""kvd's gRPC servers: one per address, each with health, reflection and its guard (D16)."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -29,10 +29,11 @@ from shared.serving.grpc_status import ReportedErrorInterceptor
 from shared.serving.interceptor import AccessInterceptor
 from shared.serving.rpc_observer import RpcMetrics, RpcObserver
 
-DOMAIN = "kvd"  # of google.rpc.ErrorInfo
-MAX_CONNECTIONS = 512  # of one address: engines, operators and monitors are few
+DOMAIN = "kvd"  # domain of google.rpc.ErrorInfo
+MAX_CONNECTIONS = 512  # per address: engines, operators and monitors are few
 NO_TLS = TlsSettings()
-LONG_LIVED = ("Engine/Attach", "Engine/PushQueue", "Reader/WatchEvents")  # as long as the caller
+# Streams that last as long as their caller: no tracing span is opened for them.
+LONG_LIVED = ("Engine/Attach", "Engine/PushQueue", "Reader/WatchEvents")
 
 _ADD: Mapping[str, Callable[[Any, Any], None]] = {
     "Engine": kvd_pb2_grpc.add_EngineServicer_to_server,
@@ -42,14 +43,14 @@ _ADD: Mapping[str, Callable[[Any, Any], None]] = {
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a server listens, and for whom.
+class Endpoint:
+    """An address to listen on, and its access rules.
 
     Attributes:
         address: "unix:/path" or "host:port".
-        guard: finds out who calls.
-        group: group of a Unix socket; "": kvd's own.
-        tls: the certificates of a TCP port.
+        guard: interceptor that identifies and checks callers.
+        group: group of a Unix socket; "": kvd's own group.
+        tls: certificates of a TCP port.
     """
 
     address: str
@@ -59,19 +60,19 @@ class Place:
 
 
 class GrpcServer:
-    """A server for some of kvd's services at one place.
+    """The server of some of kvd's services at one endpoint.
 
     Args:
-        place: where.
-        services: name in kvd.v1 -> servicer.
-        max_rpcs: most calls at once.
-        rpcs: counts of calls.
+        endpoint: address to listen on.
+        services: service's name in kvd.v1 → servicer.
+        max_rpcs: most concurrent calls.
+        rpcs: metrics of calls.
     """
 
     def __init__(
-        self, place: Place, services: Mapping[str, object], max_rpcs: int, rpcs: RpcMetrics
+        self, endpoint: Endpoint, services: Mapping[str, object], max_rpcs: int, rpcs: RpcMetrics
     ) -> None:
-        self._place = place
+        self._endpoint = endpoint
         self._rpcs = rpcs
         self._services = services
         self._max_rpcs = max_rpcs
@@ -79,19 +80,19 @@ class GrpcServer:
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
 
     async def start(self) -> None:
-        """Listen and serve; health says SERVING.
+        """Listen and serve, and report SERVING to health checks.
 
         Raises:
-            ConfigError: the address cannot be bound, its group or its TLS files cannot be used.
+            ConfigError: the address cannot be bound, or its group or TLS files cannot be used.
         """
         server = grpc.aio.server(
             interceptors=[
                 RpcObserver(self._rpcs, LONG_LIVED),
                 ReportedErrorInterceptor(DOMAIN),
-                self._place.guard,
+                self._endpoint.guard,
             ],
             options=server_options(
-                MAX_MESSAGE_BYTES, MAX_CONNECTIONS, is_tcp=not is_unix(self._place.address)
+                MAX_MESSAGE_BYTES, MAX_CONNECTIONS, is_tcp=not is_unix(self._endpoint.address)
             ),
             maximum_concurrent_rpcs=self._max_rpcs,
         )
@@ -108,25 +109,27 @@ class GrpcServer:
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
 
     def _bind(self, server: grpc.aio.Server) -> None:
-        place = self._place
+        endpoint = self._endpoint
         try:
-            if not is_unix(place.address) and place.tls.is_on:
-                server.add_secure_port(place.address, server_credentials(place.tls, self._rpcs.tls))
+            if not is_unix(endpoint.address) and endpoint.tls.is_on:
+                server.add_secure_port(
+                    endpoint.address, server_credentials(endpoint.tls, self._rpcs.tls)
+                )
             else:
-                server.add_insecure_port(place.address)
-            if is_unix(place.address):
-                open_to_group(Path(place.address.removeprefix(UNIX)), place.group)
+                server.add_insecure_port(endpoint.address)
+            if is_unix(endpoint.address):
+                open_to_group(Path(endpoint.address.removeprefix(UNIX)), endpoint.group)
         except (RuntimeError, OSError) as error:
             raise UnusableSocketError(
-                f"cannot listen on {place.address}", "free the address, or name another one"
+                f"cannot listen on {endpoint.address}", "free the address, or name another one"
             ) from error
 
     async def stop_serving(self) -> None:
-        """Tell health checks that the end is near."""
+        """Report NOT_SERVING to health checks, before the server stops."""
         await self._health.enter_graceful_shutdown()
 
     async def stop(self, grace_s: float) -> None:
-        """End; calls still running after grace_s are cancelled."""
+        """Stop the server; calls that still run after `grace_s` seconds are cancelled."""
         if self._server is not None:
             await self._server.stop(grace_s)
 
@@ -139,28 +142,28 @@ def make_servers(
     reader: object,
     rpcs: RpcMetrics,
 ) -> list[GrpcServer]:
-    """Return kvd's servers: a Unix socket of each role, and the ports for clients that are set.
+    """Return kvd's servers: a Unix socket per role, and the configured TCP ports.
 
     Args:
-        settings: kvd's settings, as of its start.
-        access: makes the guard of each address.
-        engine: servicer of engines.
-        operator: servicer of operators.
-        reader: servicer of monitors, who are served on the operators' addresses, too.
-        rpcs: counts of calls.
+        settings: kvd's settings at its start.
+        access: creates the guard of each address.
+        engine: servicer for engines.
+        operator: servicer for operators.
+        reader: servicer for monitors; the operators' addresses serve it, too.
+        rpcs: metrics of calls.
     """
-    run, given = settings.runtime_dir, settings.access
-    of_all = {"Operator": operator, "Reader": reader}
-    served: list[tuple[Place, Mapping[str, object]]] = [
-        (_socket(run / ENGINE_SOCKET, access, "engine", given.engine_group), {"Engine": engine}),
-        (_socket(run / OPERATOR_SOCKET, access, "operator", given.operator_group), of_all),
-        (_socket(run / READER_SOCKET, access, "reader", given.reader_group), {"Reader": reader}),
+    run, config = settings.runtime_dir, settings.access
+    both = {"Operator": operator, "Reader": reader}
+    served: list[tuple[Endpoint, Mapping[str, object]]] = [
+        (_socket(run / ENGINE_SOCKET, access, "engine", config.engine_group), {"Engine": engine}),
+        (_socket(run / OPERATOR_SOCKET, access, "operator", config.operator_group), both),
+        (_socket(run / READER_SOCKET, access, "reader", config.reader_group), {"Reader": reader}),
     ]
-    ports = [Place(address, access.guard(""), tls=settings.tls) for address in given.tcp]
-    served += [(port, of_all) for port in ports]
-    most = settings.limits.max_rpcs
-    return [GrpcServer(place, services, most, rpcs) for place, services in served]
+    ports = [Endpoint(address, access.guard(""), tls=settings.tls) for address in config.tcp]
+    served += [(port, both) for port in ports]
+    max_rpcs = settings.limits.max_rpcs
+    return [GrpcServer(endpoint, services, max_rpcs, rpcs) for endpoint, services in served]
 
 
-def _socket(path: Path, access: Access, role: str, group: str) -> Place:
-    return Place(f"{UNIX}{path}", access.guard(role), group)
+def _socket(path: Path, access: Access, role: str, group: str) -> Endpoint:
+    return Endpoint(f"{UNIX}{path}", access.guard(role), group)

@@ -1,7 +1,8 @@
-"""What operators and monitors see, as messages: leases, statistics, engines, settings, a check.
+"""Messages for operators and monitors: leases, statistics, engines, settings, verification.
 
-Instants of the core, and of the monotonic clock, become durations from now (D17). Only what is said
-of processes is looked up here, by psutil; the rest is encoded as it is given.
+Instants of the core's and of the monotonic clock become durations from now (D17), as clients do not
+share these clocks. Facts about processes are looked up here with psutil; everything else is encoded
+from the arguments.
 """
 
 import json
@@ -96,10 +97,10 @@ def lease_message(
     """Encode a lease.
 
     Args:
-        lease: the lease as the core has it.
-        layout: the layout of its slots.
-        engine: engine that it was granted to; None if nobody knows it any more.
-        now_ns: the time of the core's clock.
+        lease: the core's record of the lease.
+        layout: layout of the leased slots.
+        engine: engine that holds the lease; None if it is not known any more.
+        now_ns: current time of the core's clock.
     """
     return _LEASE.encode(
         lease,
@@ -115,7 +116,7 @@ def lease_message(
 
 
 def history_messages(moves: Iterable[Move], now_ns: int) -> list[pb.SessionMove]:
-    """Encode what happened to a session; `now_ns` is of the core's clock."""
+    """Encode the history of a session; `now_ns` is the current time of the core's clock."""
     return [
         _MOVE.encode(
             move,
@@ -139,13 +140,13 @@ def layout_stats_message(
     """Encode the statistics of a layout.
 
     Args:
-        stats: counts of its core.
-        layout: the layout of what is stored.
-        arena: None while no engine has attached; its message is then empty.
-        volume: files in which its blocks lie on SSD.
+        stats: statistics of the layout's cache engine.
+        layout: the layout.
+        arena: state of its arena; None: it has none, and the message is empty.
+        volume: state of its volume.
         admission: write policy of the settings.
         tenants: usage of the tenants that store something.
-        queue: the queues of all its engines.
+        queue: statistics of the queues of all its engines.
     """
     physical_bytes = {
         Tier.DRAM: arena.physical_bytes if arena else 0,
@@ -173,12 +174,12 @@ def layout_stats_message(
 
 
 def encryption_message(info: EncryptionInfo) -> pb.EncryptionStats:
-    """Encode what protects the SSD tier."""
+    """Encode the state of encryption at rest."""
     return _ENCRYPTION.encode(info)
 
 
 def unavailable_message(layout: UnavailableLayout, now_s: float) -> pb.UnavailableLayout:
-    """Encode a layout that cannot be opened; `now_s` is of the monotonic clock."""
+    """Encode a layout that cannot be opened; `now_s` is the current monotonic time."""
     return pb.UnavailableLayout(
         layout=layout.row.fingerprint,
         why=layout.why,
@@ -192,13 +193,13 @@ def unavailable_message(layout: UnavailableLayout, now_s: float) -> pb.Unavailab
 def verify_message(
     report: ScrubReport, layout: str, num_copies: int, *, done: bool
 ) -> pb.VerifyProgress:
-    """Encode how far a check of both tiers has come.
+    """Encode the progress of a verification of both tiers.
 
     Args:
-        report: the scrub's findings so far.
-        layout: fingerprint of the one being looked at; "" at the end.
-        num_copies: number of copies to compare, as counted when it began.
-        done: whether this is the end.
+        report: findings so far.
+        layout: fingerprint of the layout that is being verified; "" at the end.
+        num_copies: number of block copies to verify, as counted at the begin.
+        done: whether the verification has ended.
     """
     dram = (report.dram_blocks, report.dram_bytes, report.dram_corrupt)
     ssd = (report.ssd_blocks, report.ssd_bytes, report.ssd_corrupt)
@@ -247,12 +248,12 @@ def process_message() -> pb.ProcessStats:
 
 
 def engine_message(engine: Engine, queue_jobs: int, running_jobs: int) -> pb.EngineInfo:
-    """Describe an attached engine; what its process does not show us is left empty.
+    """Describe an attached engine; facts about its process that kvd may not see stay empty.
 
     Args:
         engine: the engine.
-        queue_jobs: number of its requests that wait, as far as it has reported them.
-        running_jobs: number of requests that it computes.
+        queue_jobs: number of its waiting requests, as it has reported them.
+        running_jobs: number of its running requests.
     """
     message = pb.EngineInfo(
         engine_id=engine.shown_id,
@@ -269,5 +270,5 @@ def engine_message(engine: Engine, queue_jobs: int, running_jobs: int) -> pb.Eng
         message.command = " ".join(process.cmdline())[:MAX_COMMAND]
         message.rss_bytes = process.memory_info().rss
     except psutil.Error:
-        pass  # it is gone, in another namespace, or not ours to see
+        pass  # the process is gone, in another namespace, or hidden from kvd's user
     return message

@@ -1,4 +1,4 @@
-"""The Operator service: flush, pin, set TTLs, end a process that hangs on to slots, verify."""
+"""The Operator service: flush, pin, set TTLs, kill the holder of leases, verify, and others."""
 
 import asyncio
 from collections import Counter
@@ -23,7 +23,13 @@ from kvd.rpc.operator_messages import verify_message
 from kvd.runtime.cache import Cache
 from kvd.session_files.transfers import Transfers
 from kvd.wire.messages import key_of, session_message, ttl_ns_of
-from kvd.wire.selection import allowed_tenants, check_allowed, filter_of, is_of_one, tenant_to_erase
+from kvd.wire.selection import (
+    allowed_tenants,
+    check_allowed,
+    filter_of,
+    names_one_session,
+    tenant_to_erase,
+)
 from shared.config.reload import Changes
 from shared.kvd_client.messages import key_message
 from shared.pb.kvd.v1 import kvd_pb2 as pb
@@ -31,20 +37,20 @@ from shared.pb.kvd.v1 import kvd_pb2_grpc
 from shared.types.session_key import SessionKey
 
 GONE_S = 5.0  # how long KillHolder waits for the end of a process
-GONE_POLL_S = 0.05  # upper bound between two looks whether its leases have ended
-FLUSH_BATCH = 500  # sessions dropped in one go: about 10 ms
+GONE_POLL_S = 0.05  # longest time between two checks of its leases
+FLUSH_BATCH = 500  # sessions dropped without a break: blocks the event loop for about 10 ms
 
 
 class OperatorService(kvd_pb2_grpc.OperatorServicer):  # type: ignore[misc]  # the stubs are untyped
-    """What an operator may change; an answer means that a restart will not undo it.
+    """Servicer of operators' changes. A response means that the change is durable.
 
     Args:
-        caches: the caches of all layouts.
-        engines: engines, which may hold leases.
-        scrubber: checks what is stored.
-        reload: puts the settings into force as they are now.
-        eraser: drops a tenant's keys, and with them its sessions.
-        transfers: session files out and in.
+        caches: caches of all layouts.
+        engines: attached and quarantined engines, which may hold leases.
+        scrubber: verifies stored blocks.
+        reload: reads the settings again and applies them.
+        eraser: destroys tenants' keys and drops their sessions.
+        transfers: exports and imports session files.
     """
 
     def __init__(
@@ -64,54 +70,54 @@ class OperatorService(kvd_pb2_grpc.OperatorServicer):  # type: ignore[misc]  # t
         self._transfers = transfers
 
     async def Flush(self, request: pb.FlushRequest, _: Any) -> pb.FlushResponse:  # noqa: N802
-        """Drop the KV of one session, of those that a filter is for, or everything."""
-        is_one = is_of_one(request)
+        """Drop the KV of one session, of the sessions that a filter selects, or of all."""
+        is_one = names_one_session(request)
         if request.secure:
             return await self._erase(request)
         response = pb.FlushResponse(unavailable_layouts=len(self._caches.unavailable))
         if is_one:
-            cache, key = self._found(request.session)
+            cache, key = self._find_session(request.session)
             _add(
                 response, cache.act(lambda core: core.sessions.flush(key, dry_run=request.dry_run))
             )
         else:
             caches = self._caches.of_model(request.filter.model)
-            wanted = filter_of(request.filter, allowed_tenants())
-            await flush_selected(caches, wanted, response, dry_run=request.dry_run)
+            session_filter = filter_of(request.filter, allowed_tenants())
+            await flush_selected(caches, session_filter, response, dry_run=request.dry_run)
         if not request.dry_run:
-            await self._caches.committed()
+            await self._caches.wait_until_committed()
         return response
 
     async def Pin(self, request: pb.PinRequest, _: Any) -> pb.PinResponse:  # noqa: N802
         """Protect a session from eviction and expiry."""
         pin = Pin.SOFT if request.soft else Pin.HARD
-        cache, key = self._found(request.session)
+        cache, key = self._find_session(request.session)
         cache.act(lambda core: core.sessions.pin(key, pin))
-        await self._caches.committed()
+        await self._caches.wait_until_committed()
         return pb.PinResponse()
 
     async def Unpin(self, request: pb.PinRequest, _: Any) -> pb.PinResponse:  # noqa: N802
-        """Take the protection away."""
-        cache, key = self._found(request.session)
+        """Remove a session's pin."""
+        cache, key = self._find_session(request.session)
         cache.act(lambda core: core.sessions.pin(key, Pin.NONE))
-        await self._caches.committed()
+        await self._caches.wait_until_committed()
         return pb.PinResponse()
 
     async def SetTtl(self, request: pb.SetTtlRequest, _: Any) -> pb.SetTtlResponse:  # noqa: N802
         """Set how long a session lives after its last use."""
-        cache, key = self._found(request.session)
+        cache, key = self._find_session(request.session)
         ttl_ns = ttl_ns_of(request.ttl_s)
         message = cache.act(
             lambda core: session_message(
                 core.sessions.set_ttl(key, ttl_ns), cache.layout, core.now_ns
             )
         )
-        await self._caches.committed()
+        await self._caches.wait_until_committed()
         return pb.SetTtlResponse(expires_in_s=message.expires_in_s)
 
     async def KillHolder(self, request: pb.KillHolderRequest, _: Any) -> pb.KillHolderResponse:  # noqa: N802
-        """End a process that holds leases, and wait for them to end with it."""
-        if not request.pid:  # how a process of another PID namespace looks
+        """Kill a process that holds leases, and wait until its leases have ended."""
+        if not request.pid:  # a process in a foreign PID namespace is shown with pid 0
             raise InvalidRequestError("no process is named", "name one that kvd leases shows")
         held = self._leases_of(request.pid)
         if not held or not self._kill(request.pid):
@@ -120,18 +126,18 @@ class OperatorService(kvd_pb2_grpc.OperatorServicer):  # type: ignore[misc]  # t
             )
         loop = asyncio.get_running_loop()
         until = loop.time() + GONE_S
-        while (left := self._leases_of(request.pid)) and loop.time() < until:
-            await left[0][0].changed(GONE_POLL_S)
+        while (remaining := self._leases_of(request.pid)) and loop.time() < until:
+            await remaining[0][0].wait_for_change(GONE_POLL_S)
         return pb.KillHolderResponse(
             num_leases=len(held),
             num_slots=sum(lease.num_slots for _, lease in held),
-            gone=not left,
+            gone=not remaining,
         )
 
     async def ReopenLayout(  # noqa: N802
         self, request: pb.ReopenLayoutRequest, _: Any
     ) -> pb.ReopenLayoutResponse:
-        """Open an unavailable layout, or do with it what the operator has decided."""
+        """Open an unavailable layout, accept its loss, or set it aside."""
         if request.accept_loss and request.set_aside:
             raise InvalidRequestError("two decisions about one layout", "decide for one of them")
         name = await self._caches.reopen(
@@ -142,9 +148,11 @@ class OperatorService(kvd_pb2_grpc.OperatorServicer):  # type: ignore[misc]  # t
     async def ReloadSettings(  # noqa: N802
         self, _request: pb.ReloadSettingsRequest, _: Any
     ) -> pb.ReloadSettingsResponse:
-        """Read the settings again, and put into force what may change live."""
-        found = self._reload()
-        return pb.ReloadSettingsResponse(applied=found.applied, needs_restart=found.needs_restart)
+        """Read the settings again, and apply those that may change in a running kvd."""
+        changes = self._reload()
+        return pb.ReloadSettingsResponse(
+            applied=changes.applied, needs_restart=changes.needs_restart
+        )
 
     async def ExportSession(  # noqa: N802
         self, request: pb.ExportSessionRequest, _: Any
@@ -163,7 +171,7 @@ class OperatorService(kvd_pb2_grpc.OperatorServicer):  # type: ignore[misc]  # t
     async def AnswerWanted(  # noqa: N802
         self, request: pb.AnswerWantedRequest, _: Any
     ) -> pb.AnswerWantedResponse:
-        """Take what became of a session that turns want: whether it is worth waiting for."""
+        """Record whether a session that turns want will be fetched, so that they wait for it."""
         key = key_of(request.session)
         check_allowed(key, allowed_tenants())
         for cache in self._caches.of_model(key.model):
@@ -171,9 +179,9 @@ class OperatorService(kvd_pb2_grpc.OperatorServicer):  # type: ignore[misc]  # t
         return pb.AnswerWantedResponse()
 
     async def Verify(self, request: pb.VerifyRequest, _: Any) -> AsyncIterator[pb.VerifyProgress]:  # noqa: N802
-        """Check every copy; it ends with its caller."""
+        """Verify every copy of every block; stops when the caller goes away."""
         caches = self._caches.of_model(request.model)
-        if request.model and not caches:  # not to be taken for "nothing is corrupt"
+        if request.model and not caches:  # an empty result would look like "nothing is corrupt"
             raise UnknownModelError(
                 f"nothing is stored of a model {request.model[:64]!r}",
                 "see which there are: kvd stats",
@@ -185,21 +193,25 @@ class OperatorService(kvd_pb2_grpc.OperatorServicer):  # type: ignore[misc]  # t
                 )
 
     async def _erase(self, request: pb.FlushRequest) -> pb.FlushResponse:
-        """Drop a tenant's sessions, or all, so that nothing of them can be read again."""
+        """Drop the sessions of a tenant, or of all, and destroy the keys that seal them."""
         tenant = tenant_to_erase(request, allowed_tenants())
         response = pb.FlushResponse()
         if request.dry_run:
-            response.erased_tenants.extend(self._eraser.named(tenant))
-            wanted = filter_of(request.filter, None)
-            await flush_selected(list(self._caches), wanted, response, dry_run=True)
+            response.erased_tenants.extend(self._eraser.tenants_to_erase(tenant))
+            session_filter = filter_of(request.filter, None)
+            await flush_selected(list(self._caches), session_filter, response, dry_run=True)
             return response
         erased = await self._eraser.erase(tenant)
         response.sessions, response.bytes = erased.num_sessions, erased.freed_bytes
         response.erased_tenants.extend(erased.tenants)
         return response
 
-    def _found(self, named: pb.SessionKey) -> tuple[Cache, SessionKey]:
-        """Return the session that a request names, if its caller may see it."""
+    def _find_session(self, named: pb.SessionKey) -> tuple[Cache, SessionKey]:
+        """Return a session's cache and full key, if the caller may see the session.
+
+        Raises:
+            UnknownSessionError: it is not stored, or the caller may not see it.
+        """
         key = key_of(named)
         check_allowed(key, allowed_tenants())
         return self._caches.find(key)
@@ -213,7 +225,7 @@ class OperatorService(kvd_pb2_grpc.OperatorServicer):  # type: ignore[misc]  # t
             ) from error
 
     def _leases_of(self, pid: int) -> list[tuple[Cache, LeaseInfo]]:
-        """Return what a process holds."""
+        """Return the leases that a process holds."""
         engine_ids = {info.engine_id for info in self._engines.infos() if info.pid == pid}
         return [
             (cache, lease)
@@ -225,62 +237,64 @@ class OperatorService(kvd_pb2_grpc.OperatorServicer):  # type: ignore[misc]  # t
 
 async def flush_selected(
     caches: Iterable[Cache],
-    wanted: SessionFilter,
+    session_filter: SessionFilter,
     response: pb.FlushResponse,
     *,
     dry_run: bool,
 ) -> None:
-    """Drop those of the sessions there are now that are meant, bit by bit: engines work meanwhile.
+    """Drop the selected sessions in batches, so that engines are served in between.
 
     Args:
-        caches: caches to look through.
-        wanted: filter of the sessions that are meant.
-        response: response to which what was freed, and what is leased, is added.
-        dry_run: only sum up what would be.
+        caches: caches to flush.
+        session_filter: selects among the sessions that are stored now.
+        response: response to which freed bytes and leased sessions are added.
+        dry_run: drop nothing; only count.
     """
-    meant: dict[Cache, list[SessionKey]] = {}
-    async for cache, ranked in scan_sessions(caches, wanted):
-        meant.setdefault(cache, []).extend(key for _, key in ranked)
-    for cache, keys in meant.items():
+    selected: dict[Cache, list[SessionKey]] = {}
+    async for cache, ranked in scan_sessions(caches, session_filter):
+        selected.setdefault(cache, []).extend(key for _, key in ranked)
+    for cache, keys in selected.items():
         if dry_run:
-            _add(response, await _would_flush(cache, keys, wanted))
+            _add(response, await _dry_flush(cache, keys, session_filter))
             continue
-        for bit in _bits(keys):
-            _add(response, cache.act(partial(_flush_selected, bit, wanted)))
+        for batch in _batches(keys):
+            _add(response, cache.act(partial(_flush_batch, batch, session_filter)))
             await asyncio.sleep(0)
 
 
-async def _would_flush(cache: Cache, keys: list[SessionKey], wanted: SessionFilter) -> FlushAnswer:
-    """Return what a flush would do; what two sessions share it would free with both of them."""
+async def _dry_flush(
+    cache: Cache, keys: list[SessionKey], session_filter: SessionFilter
+) -> FlushAnswer:
+    """Return what a flush would do; a block shared by several flushed sessions counts once."""
     flushed: dict[SessionKey, None] = {}
     leased: list[SessionKey] = []
-    for bit in _bits(keys):
-        found = cache.act(partial(_flushable, bit, wanted))
+    for batch in _batches(keys):
+        found = cache.act(partial(_flushable, batch, session_filter))
         flushed |= dict.fromkeys(found[0])
         leased += found[1]
         await asyncio.sleep(0)
     num_bytes = 0
     counted: Counter[bytes] = Counter()
-    for bit in _bits(list(flushed)):
-        num_bytes += cache.act(partial(_freed_bytes, bit, counted))
+    for batch in _batches(list(flushed)):
+        num_bytes += cache.act(partial(_freed_bytes, batch, counted))
         await asyncio.sleep(0)
     return FlushAnswer(len(flushed), num_bytes, tuple(leased))
 
 
-def _bits(keys: list[SessionKey]) -> Iterator[list[SessionKey]]:
+def _batches(keys: list[SessionKey]) -> Iterator[list[SessionKey]]:
     return (keys[start : start + FLUSH_BATCH] for start in range(0, len(keys), FLUSH_BATCH))
 
 
-def _flush_selected(
-    keys: list[SessionKey], wanted: SessionFilter, core: CacheEngine
+def _flush_batch(
+    keys: list[SessionKey], session_filter: SessionFilter, core: CacheEngine
 ) -> FlushAnswer:
-    return core.sessions.flush_selected(keys, wanted)
+    return core.sessions.flush_selected(keys, session_filter)
 
 
 def _flushable(
-    keys: list[SessionKey], wanted: SessionFilter, core: CacheEngine
+    keys: list[SessionKey], session_filter: SessionFilter, core: CacheEngine
 ) -> tuple[tuple[SessionKey, ...], tuple[SessionKey, ...]]:
-    return core.sessions.flushable(keys, wanted)
+    return core.sessions.flushable(keys, session_filter)
 
 
 def _freed_bytes(

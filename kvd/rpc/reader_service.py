@@ -42,7 +42,7 @@ from shared.types.session_key import SessionKey, session_key
 from shared.types.units import NS_PER_S, format_duration
 from shared.version import __version__
 
-# What became of a session that is not stored any more, by the last move of its history.
+# Why a session is not stored any more, by the last move of its history.
 _GONE = {
     MoveKind.DROPPED: "left all tiers for room",
     MoveKind.EXPIRED: "expired",
@@ -51,14 +51,14 @@ _GONE = {
 
 
 class ReaderService(kvd_pb2_grpc.ReaderServicer):  # type: ignore[misc]  # the stubs are untyped
-    """What a monitor may look at.
+    """Servicer of monitors' queries; it changes nothing.
 
     Args:
-        caches: the caches of all layouts.
-        engines: attached and quarantined ones.
-        events: what has happened, and what will.
-        scrubber: whether it runs.
-        live: the settings in force.
+        caches: caches of all layouts.
+        engines: attached and quarantined engines.
+        events: recent and future events.
+        scrubber: verifies stored blocks.
+        live: settings in force.
     """
 
     def __init__(
@@ -80,8 +80,8 @@ class ReaderService(kvd_pb2_grpc.ReaderServicer):  # type: ignore[misc]  # the s
         self, request: pb.ListSessionsRequest, _: Any
     ) -> pb.ListSessionsResponse:
         """Page through the sessions of all layouts."""
-        most = self._live.loaded.settings.limits.sessions_page
-        limit = min(request.limit or most, most)
+        max_limit = self._live.loaded.settings.limits.sessions_page
+        limit = min(request.limit or max_limit, max_limit)
         listing = listing_of(request, allowed_tenants())
         page = await self._lister.page(listing, request.page_token, limit)
         page.unavailable_layouts = len(self._caches.unavailable)
@@ -90,16 +90,16 @@ class ReaderService(kvd_pb2_grpc.ReaderServicer):  # type: ignore[misc]  # the s
     async def DescribeSession(  # noqa: N802
         self, request: pb.DescribeSessionRequest, _: Any
     ) -> pb.DescribeSessionResponse:
-        """Return one session with its blocks, its leases, and what happened to it lately."""
-        asked = key_of(request.session)
-        check_allowed(asked, allowed_tenants())
+        """Return one session with its blocks, leases and recent history."""
+        named = key_of(request.session)
+        check_allowed(named, allowed_tenants())
         try:
-            cache, key = self._caches.find(asked)
+            cache, key = self._caches.find(named)
         except UnknownSessionError as error:
-            history = self._history_of_gone(asked) if request.may_be_gone else []
+            history = self._history_of_gone(named) if request.may_be_gone else []
             if history:
                 return pb.DescribeSessionResponse(history=history)
-            raise gone_error(self._caches, asked) or error from error
+            raise removed_session_error(self._caches, named) or error from error
         detail, now_ns = cache.act(lambda core: (core.inspection.describe(key), core.now_ns))
         engines = {info.engine_id: info for info in self._engines.infos()}
         leases = cache.act(lambda core: core.inspection.leases())
@@ -119,7 +119,7 @@ class ReaderService(kvd_pb2_grpc.ReaderServicer):  # type: ignore[misc]  # the s
         )
 
     def _history_of_gone(self, key: SessionKey) -> list[pb.SessionMove]:
-        """Return what is remembered of a session that is not stored; [] if nothing is."""
+        """Return the history of a session that is not stored any more; [] if it is not known."""
         for cache in self._caches.of_model(key.model):
             full = session_key(key.tenant, cache.layout.model, key.session_id)
             moves, now_ns = cache.act(partial(_history, full))
@@ -128,7 +128,7 @@ class ReaderService(kvd_pb2_grpc.ReaderServicer):  # type: ignore[misc]  # the s
         return []
 
     async def ListLeases(self, request: pb.ListLeasesRequest, _: Any) -> pb.ListLeasesResponse:  # noqa: N802
-        """Return who uses slots, attached or quarantined; oldest first."""
+        """Return the leases of all engines, attached or quarantined; oldest first."""
         engines = {info.engine_id: info for info in self._engines.infos()}
         messages = []
         for cache in self._caches.of_model(request.model):
@@ -141,7 +141,7 @@ class ReaderService(kvd_pb2_grpc.ReaderServicer):  # type: ignore[misc]  # the s
         return pb.ListLeasesResponse(leases=messages)
 
     async def GetStats(self, _request: pb.GetStatsRequest, _: Any) -> pb.GetStatsResponse:  # noqa: N802
-        """Fill, counters, engines and the process itself."""
+        """Return fill levels, counters, engines, and facts about kvd's process."""
         return pb.GetStatsResponse(
             version=__version__,
             layouts=[self._layout_message(cache) for cache in self._caches.of_model("")],
@@ -157,13 +157,13 @@ class ReaderService(kvd_pb2_grpc.ReaderServicer):  # type: ignore[misc]  # the s
         )
 
     async def GetSettings(self, _request: pb.GetSettingsRequest, _: Any) -> pb.GetSettingsResponse:  # noqa: N802
-        """Return the settings in force, and where each comes from."""
+        """Return the settings in force, with the source of each."""
         return settings_message(self._live.loaded)
 
     async def ListRecentTurns(  # noqa: N802
         self, request: pb.ListRecentTurnsRequest, _: Any
     ) -> AsyncIterator[pb.RecentTurns]:
-        """Yield the turns of the last while, layout by layout."""
+        """Yield the recorded recent turns, layout by layout."""
         settings = self._live.loaded.settings
         for cache in self._caches.of_model(request.model):
             turns, now_ns = cache.act(lambda core: (iter(core.inspection.turns), core.now_ns))
@@ -180,15 +180,16 @@ class ReaderService(kvd_pb2_grpc.ReaderServicer):  # type: ignore[misc]  # the s
     async def WatchEvents(  # noqa: N802
         self, request: pb.WatchEventsRequest, call: Any
     ) -> AsyncIterator[pb.Event]:
-        """Stream the last events, if they are wanted, and those from now on."""
-        wanted = event_filter_of(request, allowed_tenants())
-        recent = self._events.recent(wanted, request.num_recent)
+        """Stream recent events, as many as requested, and all events from now on."""
+        event_filter = event_filter_of(request, allowed_tenants())
+        recent = self._events.recent(event_filter, request.num_recent)
         if request.recent_only:
             for event in recent:
                 yield event
             return
-        with self._events.watch(wanted) as watcher:
-            await call.send_initial_metadata(())  # nothing is missed from now on
+        with self._events.watch(event_filter) as watcher:
+            # Shows the client that it will receive every event from now on.
+            await call.send_initial_metadata(())
             for event in recent:
                 yield event
             while True:
@@ -210,8 +211,8 @@ class ReaderService(kvd_pb2_grpc.ReaderServicer):  # type: ignore[misc]  # the s
         )
 
 
-def gone_error(caches: Caches, key: SessionKey) -> UnknownSessionError | None:
-    """Say what became of a session that is not stored any more; None: it is not known any more."""
+def removed_session_error(caches: Caches, key: SessionKey) -> UnknownSessionError | None:
+    """Return an error that says why a session is not stored any more; None if it is not known."""
     for cache in caches.of_model(key.model):
         full = session_key(key.tenant, cache.layout.model, key.session_id)
         last, now_ns = cache.act(partial(_removal, full))

@@ -1,6 +1,7 @@
-"""The Engine service: decode, call the cache engine, encode.
+"""The Engine service: decodes requests, calls the cache engine, encodes its answers.
 
-Waiting for SSD reads, for slots and for sessions that are being fetched happens here.
+The cache engine never waits. Waiting for SSD reads, for slots and for sessions that are being
+fetched is done here.
 """
 
 import asyncio
@@ -39,8 +40,8 @@ from shared.types.session_key import SessionKey
 from shared.types.units import NS_PER_S
 from shared.version import __version__
 
-MAX_WAIT_S = 60.0  # of one call, whatever deadline its caller names
-MAX_NAME = 128
+MAX_WAIT_S = 60.0  # longest wait of one call, for any deadline of the caller
+MAX_NAME = 128  # characters of an engine's name
 
 T = TypeVar("T")
 
@@ -48,28 +49,33 @@ log = get_logger(__name__)
 
 
 class Draining:
-    """Set once, when kvd is about to stop."""
+    """The drain of kvd before it stops.
+
+    Attributes:
+        deadline_s: seconds from the begin of the drain until kvd stops.
+        begun: set once, when the drain begins.
+    """
 
     def __init__(self, deadline_s: float) -> None:
         self.deadline_s = deadline_s
         self.begun = asyncio.Event()
 
     def refuse(self) -> None:
-        """Raise StoppingError once it has begun."""
+        """Raise StoppingError if the drain has begun."""
         if self.begun.is_set():
             raise StoppingError("kvd is stopping", "work without it and attach again")
 
 
 class EngineService(kvd_pb2_grpc.EngineServicer):  # type: ignore[misc]  # the stubs are untyped
-    """What an inference engine may do.
+    """Servicer of inference engines.
 
     Args:
-        caches: the caches of all layouts.
-        engines: where attachments are registered.
-        data_socket: gives tokens to processes that may attach.
-        live: the settings in force.
-        draining: set when nothing new is granted any more.
-        users: the tenants that an engine may name.
+        caches: caches of all layouts.
+        engines: registry of attachments.
+        data_socket: gives attach tokens to processes that connect to it.
+        live: settings in force.
+        draining: once it has begun, nothing new is granted.
+        users: tenants that each user's engines may name.
     """
 
     def __init__(
@@ -90,13 +96,14 @@ class EngineService(kvd_pb2_grpc.EngineServicer):  # type: ignore[misc]  # the s
         self._queues = QueueStreams(engines, live.loaded.settings.limits.max_queue_jobs, users)
 
     async def Attach(self, request: pb.AttachRequest, _: Any) -> AsyncIterator[pb.AttachEvent]:  # noqa: N802
-        """Bind the stream to the process that the token was given to, and hold it."""
+        """Attach the process to which the token was given, until its data connection ends."""
         self._draining.refuse()
         layout = layout_of(request.layout)
         connection = self._data_socket.claim(request.data_token)
         try:
             cache, arena = await self._caches.open(layout)
-            # Nothing is awaited in between: nobody takes the arena from a layout with an engine.
+            # No await between open() and attach(): without an engine, another layout could take
+            # the arena's memory there.
             if connection.gone.is_set():
                 raise AttachDeniedError("the data connection has ended", "connect again")
             engine, confirmed, lost = self._engines.attach(
@@ -133,44 +140,46 @@ class EngineService(kvd_pb2_grpc.EngineServicer):  # type: ignore[misc]  # the s
                 await connection.gone.wait()
         finally:
             if not connection.gone.is_set():
-                # Its process may still be copying: slots stay leased until it is gone (D10).
+                # The process may still be copying: its slots stay leased until it is gone (D10).
                 log.info("attach_stream_ended", engine=request.engine_name, pid=connection.pid)
 
     async def PrepareLoad(self, request: pb.PrepareLoadRequest, _: Any) -> pb.PrepareLoadResponse:  # noqa: N802
-        """Lease slots with stored KV, after the SSD reads that this needs."""
+        """Lease slots that hold the session's KV, after reading missing blocks from SSD."""
         self._draining.refuse()
-        engine, key = self._who(request)
-        waited_s = await self._until_fetched(engine, key, request)
-        until = _until(request.deadline_s or self._live.loaded.settings.limits.load_wait)
+        engine, key = self._caller_and_session(request)
+        waited_s = await self._wait_for_fetch(engine, key, request)
+        until = _deadline(request.deadline_s or self._live.loaded.settings.limits.load_wait)
         prepare = partial(_prepare_load, request, key)
         answer = self._act(engine, prepare)
-        while answer.miss_reason == "busy" and await engine.cache.changed(_left_s(until)):
+        while answer.miss_reason == "busy" and await engine.cache.wait_for_change(
+            _remaining_s(until)
+        ):
             answer = self._act(engine, prepare)
         if answer.lookup is Lookup.PENDING:
             index = engine.cache.loads.index_of(answer.lease_id)
             if request.accept_pending and index is not None:
                 return load_response(answer, index, waited_s)
-            answer = await self._settled(engine, answer.lease_id, until)
+            answer = await self._wait_for_reads(engine, answer.lease_id, until)
         return load_response(answer, waited_s=waited_s)
 
     async def CompleteLoad(  # noqa: N802
         self, request: pb.CompleteLoadRequest, _: Any
     ) -> pb.CompleteLoadResponse:
         """End a load lease."""
-        engine = self._engines.of(request.engine_id)
+        engine = self._engines.get(request.engine_id)
         engine.cache.act(lambda core: core.loads.complete(request.lease_id, engine.engine_id))
         return pb.CompleteLoadResponse()
 
     async def PrepareStore(  # noqa: N802
         self, request: pb.PrepareStoreRequest, _: Any
     ) -> pb.PrepareStoreResponse:
-        """Lease slots to write to, waiting for them if they are in use."""
+        """Lease slots to write to; wait for them if all are in use."""
         self._draining.refuse()
-        engine, key = self._who(request)
-        until = _until(request.deadline_s or self._live.loaded.settings.limits.store_wait)
+        engine, key = self._caller_and_session(request)
+        until = _deadline(request.deadline_s or self._live.loaded.settings.limits.store_wait)
         prepare = partial(_prepare_store, request, key)
         answer = self._act(engine, prepare)
-        while answer.refused == "wait" and await engine.cache.changed(_left_s(until)):
+        while answer.refused == "wait" and await engine.cache.wait_for_change(_remaining_s(until)):
             answer = self._act(engine, prepare)
         response = store_response(answer)
         if answer.refused == "wait":
@@ -180,8 +189,8 @@ class EngineService(kvd_pb2_grpc.EngineServicer):  # type: ignore[misc]  # the s
     async def CompleteStore(  # noqa: N802
         self, request: pb.CompleteStoreRequest, _: Any
     ) -> pb.CompleteStoreResponse:
-        """Publish or forget what was written."""
-        engine = self._engines.of(request.engine_id)
+        """End a store lease: publish the written blocks, or forget them."""
+        engine = self._engines.get(request.engine_id)
         stored = engine.cache.act(
             lambda core: core.stores.complete(
                 request.lease_id, engine.engine_id, success=request.success
@@ -190,8 +199,8 @@ class EngineService(kvd_pb2_grpc.EngineServicer):  # type: ignore[misc]  # the s
         return pb.CompleteStoreResponse(stored_tokens=stored)
 
     async def Discard(self, request: pb.DiscardRequest, _: Any) -> pb.DiscardResponse:  # noqa: N802
-        """Drop token ranges of a session; metadata only."""
-        engine, key = self._who(request)
+        """Drop token ranges of a session; changes metadata only."""
+        engine, key = self._caller_and_session(request)
         ranges = [(item.start, item.end) for item in request.ranges]
         lineage = lineage_of(request)
         kept = engine.cache.act(
@@ -200,8 +209,8 @@ class EngineService(kvd_pb2_grpc.EngineServicer):  # type: ignore[misc]  # the s
         return pb.DiscardResponse(kept_tokens=kept)
 
     async def Graft(self, request: pb.GraftRequest, _: Any) -> pb.GraftResponse:  # noqa: N802
-        """Give a session KV of another one's tokens; metadata only."""
-        engine, key = self._who(request)
+        """Append KV of another session's tokens to a session; changes metadata only."""
+        engine, key = self._caller_and_session(request)
         lineage, source = graft_of(request, key)
         grafted = engine.cache.act(
             lambda core: core.sessions.graft(key, request.token_ids, lineage, source)
@@ -209,21 +218,21 @@ class EngineService(kvd_pb2_grpc.EngineServicer):  # type: ignore[misc]  # the s
         return pb.GraftResponse(grafted_tokens=grafted)
 
     async def GetSession(self, request: pb.GetSessionRequest, _: Any) -> pb.SessionInfo:  # noqa: N802
-        """Tell what is stored of a session."""
-        engine, key = self._who(request)
+        """Return what is stored of a session."""
+        engine, key = self._caller_and_session(request)
         return engine.cache.act(partial(_session_message, engine.cache, key))
 
     async def EndSession(self, request: pb.EndSessionRequest, _: Any) -> pb.EndSessionResponse:  # noqa: N802
         """Record that a session will not come back."""
-        engine, key = self._who(request)
+        engine, key = self._caller_and_session(request)
         engine.cache.act(lambda core: core.sessions.end(key))
         return pb.EndSessionResponse()
 
     async def RetainSession(  # noqa: N802
         self, request: pb.RetainSessionRequest, _: Any
     ) -> pb.RetainSessionResponse:
-        """Keep a session from eviction for a while, or what sessions begin with in common."""
-        engine, key = self._who(request)
+        """Protect a session, or a prefix that sessions share, from eviction for a while."""
+        engine, key = self._caller_and_session(request)
         retain_ns, prefix = ns_of(request.retain_s), request.prefix_token_ids
         granted_ns = engine.cache.act(
             lambda core: (
@@ -237,8 +246,8 @@ class EngineService(kvd_pb2_grpc.EngineServicer):  # type: ignore[misc]  # the s
     async def ExpectSession(  # noqa: N802
         self, request: pb.ExpectSessionRequest, _: Any
     ) -> pb.ExpectSessionResponse:
-        """Take what is likely to become of a session."""
-        engine, key = self._who(request)
+        """Record when a session is likely to return, or that it is superseded."""
+        engine, key = self._caller_and_session(request)
         stored = engine.cache.act(
             lambda core: core.expectations.expect(
                 key, request.awaited_tools, superseded=request.superseded
@@ -249,14 +258,20 @@ class EngineService(kvd_pb2_grpc.EngineServicer):  # type: ignore[misc]  # the s
     async def PushQueue(  # noqa: N802
         self, requests: AsyncIterator[pb.QueueSnapshot], _: Any
     ) -> AsyncIterator[pb.QueueAck]:
-        """Take the engine's queue, snapshot by snapshot."""
+        """Receive the engine's queue as snapshots and changes."""
         async with aclosing(self._queues.serve(requests)) as acks:
             async for ack in acks:
                 yield ack
 
-    def _who(self, request: Any) -> tuple[Engine, SessionKey]:
-        """Return the caller and the session it names, which must be of its own model."""
-        engine = self._engines.of(request.engine_id)
+    def _caller_and_session(self, request: Any) -> tuple[Engine, SessionKey]:
+        """Return the calling engine and the session that it names.
+
+        Raises:
+            InvalidRequestError: the session is not of the engine's model.
+            NotAttachedError: the engine is not attached.
+            DeniedError: the engine's user may not name the session's tenant.
+        """
+        engine = self._engines.get(request.engine_id)
         key = key_of(request.session, engine.cache.layout.model)
         if key.model != engine.cache.layout.model:
             raise InvalidRequestError(
@@ -267,13 +282,13 @@ class EngineService(kvd_pb2_grpc.EngineServicer):  # type: ignore[misc]  # the s
         return engine, key
 
     def _act(self, engine: Engine, step: Callable[[CacheEngine], T]) -> T:
-        """Act for an engine that must still be attached, which each wait puts in doubt."""
-        return self._engines.of(engine.engine_id).cache.act(step)
+        """Act for an engine, if it is still attached: it may have gone during a wait."""
+        return self._engines.get(engine.engine_id).cache.act(step)
 
-    async def _until_fetched(
+    async def _wait_for_fetch(
         self, engine: Engine, key: SessionKey, request: pb.PrepareLoadRequest
     ) -> float:
-        """Wait for a session that is being fetched, while that may be; return for how long."""
+        """Wait for a session that is being fetched, if that pays; return the seconds waited."""
         wait_s = min(request.fetch_wait_s, self._live.loaded.settings.remote.wait)
         if not wait_s > 0:
             return 0.0
@@ -283,29 +298,31 @@ class EngineService(kvd_pb2_grpc.EngineServicer):  # type: ignore[misc]  # the s
 
         since_ns = cache.act(lambda core: core.now_ns)
         share = cache.act(lambda core: core.wanting.missing_share(key, num_tokens, history))
-        token_ns = wait_s * NS_PER_S / max(1, num_tokens)  # what all of them may take
+        token_ns = wait_s * NS_PER_S / max(1, num_tokens)  # the longest wait, per token
 
         def is_awaited(core: CacheEngine) -> bool:
             return core.wanting.is_awaited(key, history, token_ns)
 
         if not share or not cache.act(is_awaited):
             return 0.0
-        until = _until(share * wait_s)
+        until = _deadline(share * wait_s)
         try:
-            while await cache.changed(_left_s(until)) and self._act(engine, is_awaited):
+            while await cache.wait_for_change(_remaining_s(until)) and self._act(
+                engine, is_awaited
+            ):
                 pass
         finally:
             cache.act(lambda core: core.wanting.wait_ended(key, history, since_ns))
         return asyncio.get_running_loop().time() - begun_s
 
-    async def _settled(self, engine: Engine, lease_id: int, until: float) -> LoadAnswer:
-        """Wait for a load's reads, until the deadline; what has not arrived by then is cut off."""
+    async def _wait_for_reads(self, engine: Engine, lease_id: int, until: float) -> LoadAnswer:
+        """Wait for a load's reads until the deadline; cut off blocks that have not arrived."""
         cache = engine.cache
         try:
             while cache.act(lambda core: core.loads.state_of(lease_id)) is LeaseState.PENDING:
-                if not await cache.changed(_left_s(until)):
+                if not await cache.wait_for_change(_remaining_s(until)):
                     break
-        except asyncio.CancelledError:  # the caller has cancelled: nobody else will complete it
+        except asyncio.CancelledError:  # the caller has cancelled, and will not complete the load
             if cache.act(lambda core: core.loads.state_of(lease_id)) is not LeaseState.LOST:
                 cache.act(lambda core: core.loads.complete(lease_id, engine.engine_id))
             raise
@@ -343,11 +360,12 @@ def _session_message(cache: Cache, key: SessionKey, core: CacheEngine) -> pb.Ses
     return session_message(info, cache.layout, core.now_ns)
 
 
-def _until(wait_s: float) -> float:
+def _deadline(wait_s: float) -> float:
+    """Return the event loop's time in `wait_s` seconds, MAX_WAIT_S at most."""
     return asyncio.get_running_loop().time() + min(wait_s, MAX_WAIT_S)
 
 
-def _left_s(until: float) -> float:
+def _remaining_s(until: float) -> float:
     return max(0.0, until - asyncio.get_running_loop().time())
 
 

@@ -1,1 +1,1 @@
-"""One cache at work: the pure core, and the threads that move bytes between its tiers."""
+"""The cache of one layout at work: the pure core, and threads that move bytes between tiers."""

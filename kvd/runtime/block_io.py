@@ -1,13 +1,13 @@
-"""Reads and writes of one layout, through the I/O pool.
+"""Block I/O of one layout: reads and writes between SSD and slots, through the I/O pool.
 
-Reads, into slots for loads, and to verify what is on SSD: the first group of layers of a block is
-read alone, then all others at once, because the header in the first group says how the others are
-verified. A read is answered when no group of it is left, so that nothing writes to its slot any
-more. A read ahead of loads may be hurried: a load has come to wait for it. What of it is not begun
-is then queued once more, and whichever of the two jobs comes first does it.
+*Reads* fill slots for loads, or verify extents. The first group of layers is read alone, because it
+includes the header, which has the checksums of the others; then all others are read at once. A read
+completes when none of its groups is left, so that nothing writes to its slot any more. A read ahead
+may be hurried when a load begins to wait for it: groups that have not begun are queued again with
+higher priority, and the job that comes first reads the group.
 
-Writes go to one sync for all that ended meanwhile. Small blocks that lie side by side go in one
-write: as for the disk, so for the threads, it costs less than several.
+*Writes* that ended while a sync was running share the next sync. Small blocks that lie side by side
+on SSD share one write, which costs both the disk and the threads less than several.
 """
 
 import threading
@@ -19,7 +19,14 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from kvd.core.records.actions import IoOutcome, ReadBlock, VerifyExtent, WriteBlock
 from kvd.core.records.entries import StoredBlock
-from kvd.runtime.completions import AHEAD, LOAD, Ended, IoHistograms, attempt, verified
+from kvd.runtime.completions import (
+    AHEAD,
+    LOAD,
+    EndedOperations,
+    IoHistograms,
+    run_guarded,
+    verification_ended,
+)
 from kvd.runtime.load_tracking import LoadTracker
 from kvd.tiers.direct_io import Staging
 from kvd.tiers.extent_format import ToWrite
@@ -31,23 +38,23 @@ from shared.types.units import SECTOR_BYTES
 if TYPE_CHECKING:
     from kvd.core.engine import CacheEngine
 
-Done: TypeAlias = Callable[[IoOutcome, StoredBlock | None], None]
-MAX_RUN_BYTES = 4 << 20  # of blocks in one write, unless one alone has more
+OnDone: TypeAlias = Callable[[IoOutcome, StoredBlock | None], None]
+MAX_RUN_BYTES = 4 << 20  # bytes of blocks in one write, unless a single block has more
 MAX_SYNC_BATCH = 64  # blocks in one sync: enough to share its cost, few enough to report soon
 
 
-class BlockReading:
-    """One read, group by group.
+class GroupedRead:
+    """The read of one block, group by group.
 
     Args:
-        pool: runs the groups.
-        read: what to read.
-        priority: in the pool.
-        order: the load and the block; the group goes between them, so that of several blocks the
-            first layers come first.
-        advanced: called with how many layers, from the first on, are there; in a thread of
-            the pool.
-        done: the answer, in a thread of the pool.
+        pool: pool that runs the groups.
+        read: planned read of the extent.
+        priority: priority in the pool.
+        order: numbers of the load and of the operation. The group's index goes between them, so
+            that the first layers of all blocks of a load are read first.
+        on_progress: called with n once layers [0, n) are read and verified; in a thread of the
+            pool.
+        on_done: called once with the outcome, in a thread of the pool.
     """
 
     def __init__(
@@ -56,30 +63,34 @@ class BlockReading:
         read: ExtentRead,
         priority: Priority,
         order: tuple[int, int],
-        advanced: Callable[[int], None],
-        done: Done,
+        on_progress: Callable[[int], None],
+        on_done: OnDone,
     ) -> None:
         self._pool = pool
         self._read: ExtentRead | None = read
         self._groups = read.groups
         self._priority = priority
         self._order = order
-        self._advanced = advanced
-        self._done = done
+        self._on_progress = on_progress
+        self._on_done = on_done
         self._lock = threading.Lock()
         self._outcomes: list[IoOutcome | None] = [None] * len(read.groups)
-        self._queued: set[int] = set()  # groups that are not begun
-        self._num_running = 1  # queued ones included
-        self._num_good = 0  # groups, from the first on
+        self._queued: set[int] = set()  # groups that have not begun
+        self._num_unfinished = 1  # groups that are queued or running
+        self._num_ready = 0  # groups [0, _num_ready) are read and verified
 
     def start(self) -> None:
-        """Begin; returns at once."""
+        """Begin the read; returns at once."""
         with self._lock:
             self._queued.add(0)
         self._submit(0)
 
     def hurry(self, load: int) -> None:
-        """Have what is not begun read for a load that waits, as `order` says."""
+        """Raise the priority of groups that have not begun.
+
+        Args:
+            load: number of the load that waits for them now, for `order`.
+        """
         with self._lock:
             if self._priority is Priority.READ:
                 return
@@ -98,56 +109,58 @@ class BlockReading:
     def _run(self, index: int, staging: Staging) -> None:
         with self._lock:
             if index not in self._queued:
-                return  # hurried, and done by the other job
+                return  # the group was queued twice, and the other job has read it
             self._queued.discard(index)
         read = self._read
         assert read is not None, "a group is read before the last one ends"  # noqa: S101
         outcome = IoOutcome.OK
         if self._failure() is None:
-            outcome = attempt(
+            outcome = run_guarded(
                 "read_failed_unexpectedly", lambda: read.run(index, staging), IoOutcome.TRANSIENT
             )
         more = range(1, len(self._groups)) if index == 0 and outcome is IoOutcome.OK else ()
         with self._lock:
             self._outcomes[index] = outcome
             self._queued.update(more)
-            self._num_running += len(more) - 1
-            is_last = not self._num_running
+            self._num_unfinished += len(more) - 1
+            is_last = not self._num_unfinished
             if self._failure() is None:
-                self._advance()
-        for following in more:
-            self._submit(following)
+                self._report_progress()
+        for next_index in more:
+            self._submit(next_index)
         if is_last:
-            self._read = None  # a job that was hurried past is still queued: it must hold no slot
+            # The slower of two jobs of a hurried group may still be queued: it must hold no slot.
+            self._read = None
             failure = self._failure()
-            self._done(failure or IoOutcome.OK, None if failure else read.stored)
+            self._on_done(failure or IoOutcome.OK, None if failure else read.stored)
 
-    def _advance(self) -> None:
-        """Report the groups that are there without a gap."""
-        before = self._num_good
+    def _report_progress(self) -> None:
+        """Report the groups from the first on that are ready without a gap."""
+        before = self._num_ready
         while (
-            self._num_good < len(self._outcomes) and self._outcomes[self._num_good] is IoOutcome.OK
+            self._num_ready < len(self._outcomes)
+            and self._outcomes[self._num_ready] is IoOutcome.OK
         ):
-            self._num_good += 1
-        if self._num_good > before:
-            self._advanced(self._groups[self._num_good - 1].layers.stop)
+            self._num_ready += 1
+        if self._num_ready > before:
+            self._on_progress(self._groups[self._num_ready - 1].layers.stop)
 
     def _failure(self) -> IoOutcome | None:
-        """Return the outcome of the first group that failed."""
+        """Return the outcome of the first failed group; None if none has failed."""
         failed = (o for o in self._outcomes if o not in (None, IoOutcome.OK))
         return next(failed, None)
 
 
 class BlockReader:
-    """The reads of one layout. On the event loop.
+    """The reads of one layout. Its methods are called on the event loop.
 
     Args:
-        pool: runs them.
-        volume: what is read.
-        memory_of: slot id → its memory.
-        loads: is shown the reads that loads may wait for.
+        pool: pool that runs the reads.
+        volume: volume to read from.
+        memory_of: returns the memory of a slot.
+        loads: tracks the reads that loads may wait for.
         histograms: observe how long reads take.
-        report: takes what has ended, in some thread.
+        report: called with the ended read, in any thread.
     """
 
     def __init__(
@@ -157,7 +170,7 @@ class BlockReader:
         memory_of: Callable[[int], memoryview],
         loads: LoadTracker,
         histograms: IoHistograms,
-        report: Callable[[Ended], None],
+        report: Callable[[EndedOperations], None],
     ) -> None:
         self._pool = pool
         self._volume = volume
@@ -165,15 +178,15 @@ class BlockReader:
         self._loads = loads
         self._histograms = histograms
         self._report = report
-        self._load = pool.ticket()  # reads are ordered by the load they came with
-        self._ahead: dict[int, BlockReading] = {}  # under way; a load that comes to wait hurries it
+        self._load = pool.ticket()  # number of the newest load: orders the reads of loads
+        self._ahead: dict[int, GroupedRead] = {}  # operation → read ahead that is under way
 
     def begin_load(self) -> None:
-        """Order the reads from here on behind those of the loads before."""
+        """Order all reads from here on behind those of earlier loads."""
         self._load = self._pool.ticket()
 
     def hurry(self, op_ids: Iterable[int]) -> None:
-        """Read what of these is read ahead for the load that has begun: it waits for it now."""
+        """Turn reads ahead among these operations into reads that the newest load waits for."""
         for op_id in op_ids:
             if op_id in self._ahead:
                 self._ahead.pop(op_id).hurry(self._load)
@@ -182,7 +195,7 @@ class BlockReader:
         """Begin to read a block into its slot; returns at once."""
         op_id, began_s = action.op_id, time.monotonic()
         self._loads.begin(op_id)
-        read = self._volume.reading(
+        read = self._volume.plan_read(
             action.extent,
             action.key,
             action.num_tokens,
@@ -190,54 +203,54 @@ class BlockReader:
             layered=action.layered,
         )
 
-        def done(outcome: IoOutcome, stored: StoredBlock | None) -> None:
+        def on_done(outcome: IoOutcome, stored: StoredBlock | None) -> None:
             def complete(engine: "CacheEngine") -> None:
                 self._ahead.pop(op_id, None)
                 purpose = AHEAD if action.ahead else LOAD
                 self._histograms.read_s.observe(time.monotonic() - began_s, purpose)
                 engine.arrivals.read_done(op_id, outcome, stored)
 
-            self._report(Ended(complete, op_id, outcome is IoOutcome.OK))
+            self._report(EndedOperations(complete, op_id, outcome is IoOutcome.OK))
 
         priority = Priority.READ_AHEAD if action.ahead else Priority.READ
         order = (self._load, op_id)
-        advanced = partial(self._loads.advanced, op_id)
-        reading = BlockReading(self._pool, read, priority, order, advanced, done)
+        on_progress = partial(self._loads.record_progress, op_id)
+        grouped_read = GroupedRead(self._pool, read, priority, order, on_progress, on_done)
         if action.ahead:
-            self._ahead[op_id] = reading
-        reading.start()
+            self._ahead[op_id] = grouped_read
+        grouped_read.start()
 
     def verify(self, action: VerifyExtent) -> None:
-        """Begin to read a block only to see that it is good; returns at once."""
-        read = self._volume.reading(
+        """Begin to verify an extent, without a slot; returns at once."""
+        read = self._volume.plan_read(
             action.extent, action.key, action.num_tokens, None, layered=False
         )
 
-        def done(outcome: IoOutcome, _stored: StoredBlock | None) -> None:
-            self._report(verified(action.op_id, outcome))
+        def on_done(outcome: IoOutcome, _stored: StoredBlock | None) -> None:
+            self._report(verification_ended(action.op_id, outcome))
 
         order = (0, action.op_id)
-        BlockReading(self._pool, read, Priority.BACKGROUND, order, _ignore, done).start()
+        GroupedRead(self._pool, read, Priority.BACKGROUND, order, _ignore_progress, on_done).start()
 
 
-def _ignore(_num_layers: int) -> None:
-    """Nobody waits for the layers of a scrub."""
+def _ignore_progress(_num_layers: int) -> None:
+    """Do nothing: no load waits for the layers of a scrub."""
 
 
 class BlockWriter:
-    """See the module docstring.
+    """The writes of one layout, and the thread that syncs them.
 
     Args:
-        pool: runs the writes.
-        volume: written to.
-        name: the name of the syncer's thread.
-        memory_of: slot id → its memory.
+        pool: pool that runs the writes.
+        volume: volume to write to.
+        name: name of the syncer's thread.
+        memory_of: returns the memory of a slot.
         histograms: observe how long writes take.
-        report: takes what has ended, in some thread; OK means that it is durable.
+        report: called with ended writes, in any thread; a write that is OK is durable.
 
     Attributes:
-        syncer: makes durable, and reports, what was written; to be started before the first write,
-            and closed after the pool.
+        syncer: thread that makes writes durable and reports them. The owner starts it before the
+            first write, and closes it after the pool.
     """
 
     def __init__(
@@ -247,16 +260,16 @@ class BlockWriter:
         name: str,
         memory_of: Callable[[int], memoryview],
         histograms: IoHistograms,
-        report: Callable[[Ended], None],
+        report: Callable[[EndedOperations], None],
     ) -> None:
         self._pool = pool
         self._volume = volume
         self._memory_of = memory_of
         self._histograms = histograms
         self._report = report
-        self._began_s: dict[int, float] = {}  # by operation
+        self._began_s: dict[int, float] = {}  # operation → time
         self._waiting: deque[WriteBlock] = deque()
-        self._lock = threading.Lock()  # guards the taking of runs
+        self._lock = threading.Lock()  # one thread at a time takes a run of waiting writes
         self.syncer: BatchWorker[tuple[int, Written]] = BatchWorker(
             name, self._sync, MAX_SYNC_BATCH
         )
@@ -266,16 +279,17 @@ class BlockWriter:
         self._began_s[action.op_id] = time.monotonic()
         num_bytes = self._volume.shape.num_sectors(action.num_tokens) * SECTOR_BYTES
         self._waiting.append(action)
-        # As many jobs as blocks, though one may take several: what is in flight stays within the
-        # budget but for MAX_RUN_BYTES a thread, and a job that finds nothing left costs nothing.
+        # There are as many jobs as blocks, though one job may write several. So bytes in flight
+        # exceed the budget by MAX_RUN_BYTES per thread at most, and a job that finds no block left
+        # costs nothing.
         self._pool.submit(Priority.WRITE, num_bytes, self._job)
 
     def _job(self, staging: Staging) -> None:
-        """Write what has waited longest, with what follows it on SSD."""
+        """Write the block that has waited longest, and those that follow it on SSD."""
         run = self._take_run()
         if not run:
             return
-        written = attempt(
+        written = run_guarded(
             "write_failed_unexpectedly",
             lambda: self._volume.write([self._to_write(action) for action in run], staging),
             Written(IoOutcome.TRANSIENT, 0, 0),
@@ -285,7 +299,7 @@ class BlockWriter:
             for action in run:
                 self.syncer.put((action.op_id, written))
         else:
-            self._done([(action.op_id, written.outcome) for action in run])
+            self._report_ended([(action.op_id, written.outcome) for action in run])
 
     def _take_run(self) -> list[WriteBlock]:
         run: list[WriteBlock] = []
@@ -309,19 +323,19 @@ class BlockWriter:
 
     def _sync(self, batch: list[tuple[int, Written]]) -> None:
         op_ids, written = zip(*batch, strict=True)
-        outcomes = attempt(
+        outcomes = run_guarded(
             "sync_failed_unexpectedly",
             lambda: self._volume.sync(written),
             [IoOutcome.TRANSIENT] * len(batch),
             blocks=len(batch),
         )
-        self._done(list(zip(op_ids, outcomes, strict=True)))
+        self._report_ended(list(zip(op_ids, outcomes, strict=True)))
 
-    def _done(self, outcomes: Sequence[tuple[int, IoOutcome]]) -> None:
+    def _report_ended(self, outcomes: Sequence[tuple[int, IoOutcome]]) -> None:
         def complete(engine: "CacheEngine") -> None:
             now_s = time.monotonic()
             for op_id, outcome in outcomes:
                 self._histograms.write_s.observe(now_s - self._began_s.pop(op_id))
                 engine.writes.write_done(op_id, outcome)
 
-        self._report(Ended(complete, num_ops=len(outcomes)))
+        self._report(EndedOperations(complete, num_ops=len(outcomes)))

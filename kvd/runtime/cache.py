@@ -1,11 +1,11 @@
-"""One layout's cache at work: the pure engine, the arena, the volume, joined by act().
+"""The cache of one layout at work: joins the pure cache engine, the arena and the volume.
 
-Invariant: the engine is called from the event loop only, and only through act(), which carries out
-what the engine asks for before it returns. Time enters here, from kvd's clock.
+Invariant: the cache engine is called on the event loop only, and only through act(), which performs
+all actions of the engine before it returns. Time enters here, from kvd's clock.
 
-A cache has an arena once an engine of its layout attaches, or when one was adopted; before, it is
-an index of what lies on SSD. Whoever needs the memory more may take it away again
-(kvd/caches/caches.py).
+A cache has an arena once an inference engine of its layout attaches, or if one was adopted at the
+start. Before, it is an index of the blocks on SSD. When another layout needs the memory,
+kvd/caches/caches.py may take the arena away again.
 """
 
 import asyncio
@@ -38,13 +38,13 @@ class Cache:
     """The cache of one layout.
 
     Attributes:
-        layout: what its blocks look like.
-        arena: the memory that engines of this layout map; None while there is none.
-        max_extents: what the volume may grow to, if there is space.
-        volume: its part of the SSD tier.
-        last_opened_s: when an engine last came for it, on the loop's clock.
-        loads: the progress of loads that are under way.
-        io_histograms: how long its reads and writes take.
+        layout: layout of the blocks.
+        arena: memory that engines of this layout map; None while there is none.
+        max_extents: extents to which the volume may grow, if there is space.
+        volume: the layout's part of the SSD tier.
+        last_opened_s: time at which an engine last attached, on the event loop's clock.
+        loads: progress of loads that are under way.
+        io_histograms: durations of reads and writes.
     """
 
     def __init__(
@@ -69,18 +69,18 @@ class Cache:
         self._clock = clock
         self._on_event = on_event
         self._on_broken = on_broken
-        self._waiters: set[asyncio.Future[None]] = set()  # see changed()
+        self._waiters: set[asyncio.Future[None]] = set()  # see wait_for_change()
         self._timer: asyncio.TimerHandle | None = None
-        self._timer_at_ns: int | None = None  # when it fires
+        self._timer_at_ns: int | None = None  # kvd's time at which the timer fires
         self._prefault: asyncio.Future[int] | None = None
         self._is_prefaulted = False
         self._num_adopted = 0
 
-    # ---------------------------------------------------------------------------------- beginning
+    # ----------------------------------------------------------------------------------- starting
 
     def start(self) -> None:
-        """Open for calls. On the event loop."""
-        self._performer.start(asyncio.get_running_loop(), self._completed)
+        """Start the threads, and accept calls. Called on the event loop."""
+        self._performer.start(asyncio.get_running_loop(), self._on_completion)
 
     def restore(
         self,
@@ -88,29 +88,37 @@ class Cache:
         adopted: Sequence[AdoptedSlot],
         orphans: Sequence[OrphanSlot],
     ) -> None:
-        """Begin with what the index, and the arena if one was adopted, hold; before anything else.
+        """Restore the state of the last kvd; called before anything else.
 
-        The engine was made with the arena's slots.
+        The engine must have been created with the slots of the adopted arena, if there is one.
+
+        Args:
+            rows: blocks and sessions of the index.
+            adopted: slots of an adopted arena that hold a block.
+            orphans: slots of an adopted arena that a process of the last kvd's time may still use.
         """
         self._num_adopted = len(adopted)
         first_lease_id = 1 if self.arena is None else self.arena.first_lease_id
         self.act(lambda core: core.restore(rows, adopted, orphans, first_lease_id))
 
     def use_arena(self, arena: Arena) -> None:
-        """Take an arena into use whose slots the engine knows of."""
+        """Use an arena whose slots the engine knows already."""
         self.arena = arena
         self._performer.use_arena(arena)
 
     def mount(self, arena: Arena) -> None:
-        """Take a new arena into use."""
+        """Use a new arena, and add its slots to the engine."""
         self.use_arena(arena)
         self.act(lambda core: core.add_slots(arena.slots.num_slots, arena.first_lease_id))
 
     async def unmount(self, timeout_s: float) -> bool:
-        """Write what is dirty, as far as SSD takes it in time, and give the arena up.
+        """Write dirty blocks, as far as SSD has room and time suffices, and release the arena.
+
+        Args:
+            timeout_s: longest wait for slots that are in use, in seconds.
 
         Returns:
-            False if an engine still uses it.
+            Whether the arena is released; False if slots are still in use at the deadline.
         """
         loop = asyncio.get_running_loop()
         until = loop.time() + timeout_s
@@ -118,41 +126,47 @@ class Cache:
             if self.act(lambda core: core.release_dram()):
                 if self._prefault is not None:
                     await self._stop_prefault()
-                    continue  # others had their turn meanwhile
-                # Nothing is awaited from here on: our caller may be cancelled at any await.
+                    continue  # slots may have come into use during the await: check again
+                # No await from here on: the caller may be cancelled there, and leave half of it.
                 arena = self.arena
                 self.act(lambda core: core.drop_slots())
                 self._performer.use_arena(None)
                 self.arena = None
                 arena.close()
-            elif loop.time() >= until or not await self.changed(until - loop.time()):
+            elif loop.time() >= until or not await self.wait_for_change(until - loop.time()):
                 return False
         return True
 
     # -------------------------------------------------------------------------------------- acting
 
     def act(self, step: Callable[["CacheEngine"], T]) -> T:
-        """Tell the engine the time, call it, then carry out its actions.
+        """Advance the engine's time, call it, and perform its actions.
+
+        Args:
+            step: called with the engine.
+
+        Returns:
+            The result of `step`.
 
         Raises:
             ReportedError: the engine refuses the call.
-            Exception: an invariant broke, or an action could not be begun, which would leave its
-                operation without an answer; `on_broken` is called, and the daemon stops.
+            Exception: an invariant is broken, or an action could not be begun, so that its
+                operation would never be answered. `on_broken` is called, and the daemon stops.
         """
         try:
             try:
                 self._engine.advance(self._clock.now_ns())
                 return step(self._engine)
             finally:
-                self._carry_out()
+                self._perform_actions()
         except ReportedError:
             raise
         except Exception as error:
             self._on_broken(error)
             raise
 
-    async def changed(self, timeout_s: float) -> bool:
-        """Wait until slots, leases or fetches may have changed; False if nothing did in time."""
+    async def wait_for_change(self, timeout_s: float) -> bool:
+        """Wait until slots, leases or fetches may have changed; return False on timeout."""
         waiter = asyncio.get_running_loop().create_future()
         self._waiters.add(waiter)
         try:
@@ -164,32 +178,36 @@ class Cache:
             self._waiters.discard(waiter)
         return True
 
-    # ------------------------------------------------------------------------------------- looking
+    # ---------------------------------------------------------------------------------- inspection
 
     @property
     def is_idle(self) -> bool:
-        """Whether no engine holds a lease, and it is still."""
-        return self.is_still and not self._engine.inspection.stats().num_leases
+        """Whether no engine holds a lease, and the cache is still."""
+        return self.is_quiescent and not self._engine.inspection.stats().num_leases
 
     @property
-    def is_still(self) -> bool:
-        """Whether no read or write is under way, and the index was given all entries."""
+    def is_quiescent(self) -> bool:
+        """Whether no operation is under way, and the index has received all entries."""
         return not self._performer.num_pending and not self.has_entries_waiting
 
     @property
     def has_entries_waiting(self) -> bool:
-        """Whether the index is behind: it has not been given some of its entries."""
+        """Whether the index is behind: some entries still wait to be passed to it."""
         return any((len(self._engine.index_line), self._engine.index_line.num_uses))
 
     def stats(self) -> EngineStats:
-        """Return the engine's statistics; what a restart would not find counts as dirty."""
+        """Return the engine's statistics; blocks that a restart would not find count as dirty."""
         stats = self._engine.inspection.stats()
         num_uncommitted = self._performer.num_uncommitted + self._engine.index_line.num_blocks
         uncommitted_bytes = num_uncommitted * self.layout.block_bytes
         return replace(stats, dirty_bytes=stats.dirty_bytes + uncommitted_bytes)
 
     def arena_info(self, keep: str) -> ArenaInfo | None:
-        """Return the arena as it is; `keep` is where arenas are kept."""
+        """Return the present state of the arena, if there is one.
+
+        Args:
+            keep: resolved value of dram.keep.
+        """
         arena = self.arena
         if arena is None:
             return None
@@ -203,33 +221,37 @@ class Cache:
             physical_bytes=arena.physical_bytes(),
         )
 
-    # ------------------------------------------------------------------------------------- the rest
+    # -------------------------------------------------------------------------- arena and volume
 
     def prefault(self) -> None:
-        """Allocate the arena's pages in the background; only the first call does it."""
+        """Allocate the arena's pages in the background; later calls do nothing."""
         if self._prefault is None and self.arena is not None:
             loop = asyncio.get_running_loop()
             self._prefault = loop.run_in_executor(None, self.arena.prefault)
-            self._prefault.add_done_callback(partial(self._prefaulted, self.arena))
+            self._prefault.add_done_callback(partial(self._on_prefault_done, self.arena))
 
     def measure_space(self) -> None:
-        """Measure how much the file system really has left, and let the engine use no more."""
+        """Measure the space that is left, and set the engine's SSD capacity to it."""
         num_extents = min(self.max_extents, self.volume.files.physical_extents())
         self.act(lambda core: core.writes.set_capacity(num_extents))
 
     def remove_segments(self) -> None:
-        """Remove the volume's files: no extent is in use, and nothing is under way."""
+        """Remove the volume's files. No extent may be in use, and no I/O under way."""
         self.volume.files.shrink(0)
         self.measure_space()
 
     def write_dirty(self) -> None:
-        """Have everything written that is not on SSD yet: the end is near."""
+        """Begin to write all dirty blocks to SSD, before kvd stops."""
         self.act(lambda core: core.write_dirty())
 
     async def close(self, *, keep_dram: bool) -> None:
-        """Stop threads and release the memory; what is under way ends, what waits is dropped.
+        """Stop the threads and release the memory.
 
-        But for entries: the index is given all of them, to commit before it closes.
+        Operations that are under way end, those that wait are dropped. Waiting entries are passed
+        to the index, which commits them before it closes.
+
+        Args:
+            keep_dram: leave the arena for the next kvd.
         """
         await self._stop_prefault()
         for entry in self._engine.index_line.take():
@@ -242,16 +264,16 @@ class Cache:
             self.arena.close(keep=keep_dram)
 
     async def remove(self) -> None:
-        """Close for good: nothing is stored any more, and nothing is to be left."""
+        """Close the cache, which stores nothing any more, and remove arena and volume."""
         self.volume.files.shrink(0)
         await self.close(keep_dram=False)
         self.volume.files.remove()
 
-    def _completed(self, completion: Completion) -> None:
+    def _on_completion(self, completion: Completion) -> None:
         self.act(completion)
         self._notify()
 
-    def _carry_out(self) -> None:
+    def _perform_actions(self) -> None:
         wake = False
         for action in self._engine.drain(self._performer.index_room):
             if isinstance(action, LeaseReady | SpaceFreed | FetchEnded):
@@ -267,7 +289,7 @@ class Cache:
         self._arm_timer()
 
     def _notify(self) -> None:
-        """Wake all who wait. Called for each completion, mostly with nobody waiting."""
+        """Wake all waiters. Called for each completion, mostly without any."""
         while self._waiters:
             waiter = self._waiters.pop()
             if not waiter.done():
@@ -276,7 +298,7 @@ class Cache:
     def _arm_timer(self) -> None:
         deadline_ns = self._engine.next_deadline_ns()
         if deadline_ns == self._timer_at_ns:
-            return  # as after most calls
+            return  # true after most calls
         self._timer_at_ns = deadline_ns
         if self._timer is not None:
             self._timer.cancel()
@@ -294,12 +316,13 @@ class Cache:
         if self.arena is not None:
             self.arena.closing.set()
         if self._prefault is not None:
-            # Unlike awaiting it, this does not cancel it with us: its thread would still run.
+            # Not `await self._prefault`: cancelling this task would cancel the future, too, while
+            # its thread still runs.
             await asyncio.wait((self._prefault,))
             self._prefault = None
-            self._is_prefaulted = False  # true of this arena only
+            self._is_prefaulted = False  # the next arena is not
 
-    def _prefaulted(self, arena: Arena, done: "asyncio.Future[int]") -> None:
+    def _on_prefault_done(self, arena: Arena, done: "asyncio.Future[int]") -> None:
         self._is_prefaulted = done.result() == arena.num_bytes
         if not self._is_prefaulted and not arena.closing.is_set():
             log.warning(

@@ -1,7 +1,7 @@
-"""Operations that end in threads, how long they took, and their way to the event loop.
+"""Completions: passes operations that ended in threads to the event loop, in batches.
 
-There is one wake-up for all that ends together: it costs a system call and some ten microseconds of
-the loop, and blocks end by the dozen.
+Operations that end together share one wake-up of the loop, because a wake-up costs a system call
+and some ten microseconds of the loop, and blocks end by the dozen.
 """
 
 import asyncio
@@ -17,23 +17,23 @@ from shared.types.histogram import Histogram
 if TYPE_CHECKING:
     from kvd.core.engine import CacheEngine
 
-LOAD, AHEAD = "load", "ahead"  # what a read is for when it begins; a load may come meanwhile
-MAX_AT_ONCE = 64  # handled before other callbacks of the loop get their turn
+LOAD, AHEAD = "load", "ahead"  # purpose of a read when it begins; a load may wait for it later
+MAX_AT_ONCE = 64  # items handled before other callbacks of the loop run
 
 T = TypeVar("T")
-Completion: TypeAlias = Callable[["CacheEngine"], None]  # reports an end to the cache engine
+Completion: TypeAlias = Callable[["CacheEngine"], None]  # reports an ended operation to the engine
 
 log = get_logger(__name__)
 
 
 @dataclass(frozen=True)
 class IoHistograms:
-    """How long the SSD tier of one layout takes; counted on the event loop.
+    """Durations of the SSD tier of one layout, in seconds; updated on the event loop.
 
     Attributes:
-        read_s: of one block, from the request to its verified bytes, by purpose.
-        write_s: of one block, from the request until it is durable.
-        load_wait_s: of one load, from its grant until the last block it waited for was there.
+        read_s: read of one block, from the request to its verified bytes, by purpose.
+        write_s: write of one block, from the request until it is durable.
+        load_wait_s: wait of one load, from its grant until the last block that it waits for.
     """
 
     read_s: Histogram = field(default_factory=Histogram)
@@ -41,14 +41,14 @@ class IoHistograms:
     load_wait_s: Histogram = field(default_factory=Histogram)
 
 
-class Ended(NamedTuple):
-    """Operations that have ended, on their way to the engine.
+class EndedOperations(NamedTuple):
+    """Operations that have ended in a thread, to be reported to the engine together.
 
     Attributes:
         completion: reports them to the engine.
-        op_id: of one that loads may wait for; None: there is none such.
-        is_good: whether that one has brought what it was to bring.
-        num_ops: how many are answered by it.
+        op_id: an operation among them that loads may wait for; None: there is none.
+        is_good: whether the operation `op_id` has succeeded.
+        num_ops: number of the operations.
     """
 
     completion: Completion
@@ -57,33 +57,33 @@ class Ended(NamedTuple):
     num_ops: int = 1
 
 
-def verified(op_id: int, outcome: IoOutcome) -> Ended:
-    """Return the end of a verification, of a slot or of an extent."""
-    return Ended(
+def verification_ended(op_id: int, outcome: IoOutcome) -> EndedOperations:
+    """Return the ended verification of a slot or an extent."""
+    return EndedOperations(
         lambda engine: engine.arrivals.verify_done(op_id, outcome),
         op_id,
         outcome is IoOutcome.OK,
     )
 
 
-def attempt(event: str, work: Callable[[], T], otherwise: T, **fields: object) -> T:
-    """Do the work of an operation in a thread, at the edge: without an answer it would never end.
+def run_guarded(event: str, work: Callable[[], T], fallback: T, **fields: object) -> T:
+    """Do an operation's work in a thread; log any exception, so that the operation always ends.
 
     Args:
-        event: logged with `fields` when the work raises what it should not.
-        work: returns what is to be answered.
-        otherwise: the answer when it raises.
-        fields: written to the log with it.
+        event: log event of an exception.
+        work: does the work, and returns its result.
+        fallback: result if the work raises.
+        fields: fields of the log event.
     """
     try:
         return work()
     except Exception:
         log.exception(event, **fields)
-        return otherwise
+        return fallback
 
 
 class Completions(Generic[T]):
-    """Calls `handle` on the loop for each item that threads put, in order."""
+    """A queue from threads to the event loop, which calls `handle` with each item in order."""
 
     def __init__(self, handle: Callable[[T], None]) -> None:
         self._handle = handle
@@ -97,11 +97,11 @@ class Completions(Generic[T]):
         return len(self._items)
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Open for items."""
+        """Accept items, to be handled on this loop."""
         self._loop = loop
 
     def close(self) -> None:
-        """Handle what is there; what is put from now on is dropped. On the loop."""
+        """Handle all queued items, and drop later ones. Called on the loop."""
         try:
             while self._items:
                 self._handle(self._items.popleft())
@@ -109,17 +109,21 @@ class Completions(Generic[T]):
             self._is_closed = True
 
     def put(self, item: T) -> None:
-        """Queue an item for the loop; from any thread."""
+        """Queue an item for the loop. Any thread may call this."""
         assert self._loop is not None, "completions are started before they come"  # noqa: S101
         if self._is_closed:
             return
         self._items.append(item)
-        if not self._is_wake_due:  # read after the append: see _hand_over
+        if not self._is_wake_due:  # read after the append: see _handle_items
             self._is_wake_due = True
             self._loop.call_soon_threadsafe(self._handle_items)
 
     def _handle_items(self) -> None:
-        """Handle what is there. The flag goes down first: what is put later wakes us anew."""
+        """Handle queued items.
+
+        The flag is cleared before the queue is read, and put() reads it after it has appended. So
+        an item is handled here, or put() wakes the loop again.
+        """
         assert self._loop is not None, "completions are started before they come"  # noqa: S101
         self._is_wake_due = False
         try:
@@ -127,7 +131,7 @@ class Completions(Generic[T]):
                 if not self._items or self._is_closed:
                     return
                 self._handle(self._items.popleft())
-        finally:  # also when one of them breaks an invariant: the others have their own
+        finally:  # also if `handle` raises: the other items must still be handled
             if self._items and not self._is_wake_due and not self._is_closed:
                 self._is_wake_due = True
                 self._loop.call_soon(self._handle_items)

@@ -1,8 +1,9 @@
-"""How far pending loads have come, in layers: what their progress words say (D13).
+"""Progress of pending loads, in layers, as published in their progress words (D13).
 
-A load's layers are ready when all its reads and verifies have brought them: the least of these
-operations counts. Operations may serve several loads, and a load may get new ones in the place of
-one that failed. Called by the event loop, except advanced(), which I/O threads call.
+A layer of a load is ready when all reads and verifications of the load have brought it: the slowest
+operation counts. An operation may serve several loads, and a load may get new operations in place
+of a failed one. Methods are called on the event loop, except record_progress(), which I/O threads
+call.
 """
 
 import threading
@@ -19,11 +20,15 @@ from shared.serving.tracing import open_span
 
 @dataclass
 class _Load:
-    """One load; `layers` by operation.
+    """A pending load.
 
     Attributes:
-        num_running: how many of its operations have not ended.
-        wait: span from its grant until none of them runs.
+        word: index of its progress word; None if it has none.
+        wait: tracing span from the grant until no operation of the load runs.
+        began_s: time of the grant, on the monotonic clock.
+        layers: operation → layers that it has brought, counted from the first.
+        published: layers that are published in the word.
+        num_running: operations of the load that have not ended.
     """
 
     word: int | None
@@ -35,14 +40,14 @@ class _Load:
 
 
 class LoadTracker:
-    """The loads of one layout.
+    """The pending loads of one layout.
 
     Args:
-        num_layers: of the layout: an operation that has ended well has brought them all.
+        num_layers: layers of the layout; an operation that has succeeded has brought all of them.
         histograms: observe how long loads wait.
 
     Attributes:
-        progress: the words of the layout's arena; None while it has none, and no load is tracked.
+        progress: progress words of the arena; None without an arena, when no load is tracked.
     """
 
     def __init__(self, num_layers: int, histograms: IoHistograms) -> None:
@@ -50,26 +55,34 @@ class LoadTracker:
         self._num_layers = num_layers
         self._histograms = histograms
         self._lock = threading.Lock()
-        self._running: dict[int, int] = {}  # operation → layers it has brought
-        self._loads: dict[int, _Load] = {}  # by lease
-        self._leases_of: dict[int, set[int]] = {}  # by operation
+        self._running: dict[int, int] = {}  # operation → layers that it has brought
+        self._loads: dict[int, _Load] = {}  # lease → load
+        self._leases_of: dict[int, set[int]] = {}  # operation → leases of waiting loads
 
     def begin(self, op_id: int) -> None:
-        """Record that an operation has begun that loads may wait for."""
+        """Record the begin of an operation that loads may wait for."""
         with self._lock:
             self._running[op_id] = 0
 
     def track(self, lease_id: int, op_ids: Iterable[int], wake: Callable[[], None]) -> None:
-        """Publish a load's layers; again for the same load: these operations count from now on."""
+        """Publish the progress of a load from now on.
+
+        A second call for the same load replaces its operations.
+
+        Args:
+            lease_id: lease of the load.
+            op_ids: operations that the load waits for.
+            wake: called after each change of the load's progress word.
+        """
         with self._lock:
             load = self._loads.get(lease_id)
             if load is None:
                 word = self._words().open(lease_id, wake)
-                # Called within the RPC that asks for the load, whose span is the current one.
+                # The RPC that requests the load is being handled: its span is the current one.
                 span = open_span("read", {"kvd.lease_id": lease_id})
                 load = self._loads[lease_id] = _Load(word, span, time.monotonic())
             self._forget_operations(lease_id, load)
-            # One that is not running any more has ended well, or its load would not wait for it.
+            # An operation that is not running has succeeded, or the load would not wait for it.
             load.layers = {op_id: self._running.get(op_id, self._num_layers) for op_id in op_ids}
             load.num_running = sum(op_id in self._running for op_id in load.layers)
             load.wait.set_attribute("kvd.blocks", len(load.layers))
@@ -80,7 +93,7 @@ class LoadTracker:
             self._publish(lease_id, load)
 
     def untrack(self, lease_id: int) -> None:
-        """Forget a load that is over."""
+        """Forget a load that has ended."""
         with self._lock:
             load = self._loads.pop(lease_id, None)
             if load is not None:
@@ -94,8 +107,8 @@ class LoadTracker:
         load = self._loads.get(lease_id)
         return None if load is None else load.word
 
-    def advanced(self, op_id: int, num_layers: int) -> None:
-        """Record that an operation has brought layers [0, num_layers), verified."""
+    def record_progress(self, op_id: int, num_layers: int) -> None:
+        """Record that an operation has read and verified layers [0, num_layers)."""
         with self._lock:
             if op_id not in self._running:
                 return
@@ -105,8 +118,8 @@ class LoadTracker:
                 load.layers[op_id] = num_layers
                 self._publish(lease_id, load)
 
-    def ended(self, op_id: int, *, is_good: bool) -> None:
-        """Note that an operation was reported; loads that count on one that failed have failed."""
+    def record_end(self, op_id: int, *, is_good: bool) -> None:
+        """Record the end of an operation; loads that wait for a failed one have failed."""
         with self._lock:
             self._running.pop(op_id, None)
             leases = self._leases_of.pop(op_id, set())

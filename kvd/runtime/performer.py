@@ -1,16 +1,15 @@
-"""Carries out the cache engine's actions and brings the completions back to the loop.
+"""The performer: carries out the cache engine's actions, and reports their completions.
 
     Read…, VerifyExtent        the I/O pool, shared by all layouts: see block_io.py
     WriteBlock                 the I/O pool, then this layout's syncer: see block_io.py
     VerifySlot, HashSlot,
-    CompactTokens, WipeSlots     the I/O pool: see slot_work.py
+    CompactTokens, WipeSlots   the I/O pool: see slot_work.py
     PutSlot, ClearSlot         the journal, at once
     TrackLoad, UntrackLoad     the progress words, at once: see load_tracking.py
-    Put…, Drop…, CommitIndex    the manifest's writer thread, in order, as it has room for them
+    Put…, Drop…, CommitIndex   the manifest's writer thread, in order, as it has room for them
 
-Every action with an op_id is answered exactly once, on the event loop, whatever happens in the
-thread. What may be under way is bounded by the engine: a read or write holds a slot, a drop an
-extent.
+Every action with an op_id is answered exactly once, on the event loop, also if its thread fails.
+The engine bounds the operations under way: a read or write holds a slot, a drop holds an extent.
 """
 
 import asyncio
@@ -42,7 +41,7 @@ from kvd.core.records.entries import SlotRecord, WritingSlot
 from kvd.core.state.index_line import IndexAction
 from kvd.host.process_identity import ProcessIdentity
 from kvd.runtime.block_io import BlockReader, BlockWriter
-from kvd.runtime.completions import Completion, Completions, Ended, IoHistograms
+from kvd.runtime.completions import Completion, Completions, EndedOperations, IoHistograms
 from kvd.runtime.load_tracking import LoadTracker
 from kvd.runtime.slot_work import SlotAction, SlotWorker
 from kvd.tiers.arena import Arena
@@ -57,18 +56,19 @@ Performable: TypeAlias = (
     MoveAction | SlotAction | PutSlot | ClearSlot | TrackLoad | UntrackLoad | IndexAction
 )
 
-MAX_INDEX_BYTES = 1 << 20  # of index entries at once: a few milliseconds of the loop
+MAX_INDEX_BYTES = 1 << 20  # bytes of index entries put at once: a few milliseconds of the loop
 
 log = get_logger(__name__)
 
 
 @dataclass(frozen=True)
 class LeaseHolders:
-    """What the performer asks about the engines that hold leases, by engine id.
+    """Lookups of the inference engines that hold leases, by engine id.
 
     Attributes:
-        identity_of: the process, for the journal.
-        wake_of: called when a progress word of one of its loads has changed; from any thread.
+        identity_of: returns the engine's process, for the journal.
+        wake_of: returns a function that wakes the engine when a progress word of its loads has
+            changed; any thread may call it.
     """
 
     identity_of: Callable[[int], ProcessIdentity]
@@ -76,13 +76,16 @@ class LeaseHolders:
 
 
 class Performer:
-    """Performs the actions of one layout's engine. Slot operations need an arena: see use_arena.
+    """Performs the actions of one layout's cache engine.
+
+    Actions on slots need an arena: see use_arena().
 
     Attributes:
-        histograms: how long its reads and writes take.
-        loads: what engines read of loads that are under way.
-        num_pending: operations that will still be answered.
-        num_uncommitted: blocks on SSD that a restart would not find yet.
+        histograms: durations of reads and writes.
+        loads: progress of loads that are under way.
+        num_pending: number of operations that are not answered yet.
+        num_uncommitted: number of blocks on SSD whose index entry is not committed: a restart would
+            not find them.
     """
 
     def __init__(
@@ -102,8 +105,8 @@ class Performer:
         self._lease_holders = lease_holders
         self._arena: Arena | None = None
         self._complete: Callable[[Completion], None] | None = None
-        # None: a block's entry is committed
-        self._completions: Completions[Ended | None] = Completions(self._handle)
+        # An item None means that the entry of a block is committed.
+        self._completions: Completions[EndedOperations | None] = Completions(self._handle)
         report = self._completions.put
         self._reader = BlockReader(
             pool=io_pool,
@@ -122,20 +125,25 @@ class Performer:
             report=report,
         )
         self._slot_worker = SlotWorker(
-            layout=layout, pool=io_pool, arena=self._mounted, loads=self.loads, report=report
+            layout=layout, pool=io_pool, arena=self._require_arena, loads=self.loads, report=report
         )
-        self._awaits_room = False  # see await_room
+        self._awaits_room = False  # see await_room()
 
     def start(
         self, loop: asyncio.AbstractEventLoop, complete: Callable[[Completion], None]
     ) -> None:
-        """Open for actions; `complete` is called on the loop for each that is done."""
+        """Accept actions.
+
+        Args:
+            loop: the event loop.
+            complete: called on the loop with the completion of ended operations.
+        """
         self._complete = complete
         self._completions.start(loop)
         self._writer.syncer.start()
 
     def use_arena(self, arena: Arena | None) -> None:
-        """Take the layout's arena, or give it up: then no slot is in use and no load tracked."""
+        """Set the layout's arena, or None; then no slot may be in use, and no load tracked."""
         self._arena = arena
         self.loads.progress = None if arena is None else arena.progress
 
@@ -145,14 +153,14 @@ class Performer:
             case PutSlot(slot_id, record):
                 self._put_slot(slot_id, record)
             case ClearSlot(slot_id):
-                self._mounted().journal.clear(slot_id)
+                self._require_arena().journal.clear(slot_id)
             case HashSlot() | VerifySlot() | CompactTokens() | WipeSlots():
                 self.num_pending += 1
                 self._slot_worker.begin(action)
             case TrackLoad(lease_id, engine_id, op_ids):
                 self._reader.begin_load()
                 self.loads.track(lease_id, op_ids, self._lease_holders.wake_of(engine_id))
-                # Some of these operations were begun when no load waited for them.
+                # Some of these operations may have begun before a load waited for them.
                 self._reader.hurry(op_ids)
                 self._slot_worker.hurry(op_ids)
             case UntrackLoad(lease_id):
@@ -165,26 +173,26 @@ class Performer:
 
     @property
     def index_room(self) -> int:
-        """Bytes of index entries that may be put now; 0: the index is behind, see `await_room`."""
+        """Bytes of index entries that may be put now; 0: the index is behind, see await_room()."""
         return min(MAX_INDEX_BYTES, self._manifest.room_bytes)
 
     def await_room(self) -> None:
-        """Have the engine be called, and drained, once what was put so far is committed."""
+        """Have the engine called, and its actions drained, once all entries put are committed."""
         if not self._awaits_room:
             self._awaits_room = True
-            room = Ended(lambda _engine: self._has_room(), num_ops=0)
-            self._manifest.when_committed(self._reporting(room))
+            room = EndedOperations(lambda _engine: self._has_room(), num_ops=0)
+            self._manifest.when_committed(self._report_callback(room))
 
     async def close(self) -> None:
-        """Sync what was written, and report what has ended, and nothing after it.
+        """Sync all writes and report all ended operations; later ones are not reported.
 
-        The I/O pool is closed before; the arena and the files go afterwards.
+        The caller closes the I/O pool before, and arena and files afterwards.
         """
         await asyncio.to_thread(self._writer.syncer.close)
         try:
             self._completions.close()
         except Exception:
-            # The edge: an engine that is broken must not keep its arena from being closed.
+            # A broken engine must not prevent the close of its arena.
             log.exception("completion_failed_at_close")
 
     def _move(self, action: MoveAction) -> None:
@@ -198,12 +206,12 @@ class Performer:
                 self._writer.write(action)
 
     def _put_entry(self, action: IndexAction) -> None:
-        """Have the index changed, in the order of the calls."""
+        """Pass a change to the index, which applies changes in the order of the calls."""
         layout = self._fingerprint
         match action:
             case PutBlock(block):
                 self.num_uncommitted += 1
-                self._manifest.put_block(layout, block, self._reporting(None))
+                self._manifest.put_block(layout, block, self._report_callback(None))
             case PutSession(session):
                 self._manifest.put_session(layout, session)
             case PutUse(key, last_access_ns):
@@ -212,42 +220,42 @@ class Performer:
                 self._manifest.drop_session(layout, key)
             case DropBlock(op_id, key):
                 self.num_pending += 1
-                dropped = Ended(lambda engine: engine.writes.drop_done(op_id))
-                self._manifest.drop_block(layout, key, self._reporting(dropped))
+                dropped = EndedOperations(lambda engine: engine.writes.drop_done(op_id))
+                self._manifest.drop_block(layout, key, self._report_callback(dropped))
             case CommitIndex(op_id):
                 self.num_pending += 1
-                committed = Ended(lambda engine: engine.compactions.commit_done(op_id))
-                self._manifest.when_committed(self._reporting(committed))
+                committed = EndedOperations(lambda engine: engine.compactions.commit_done(op_id))
+                self._manifest.when_committed(self._report_callback(committed))
 
-    def _reporting(self, ended: Ended | None) -> Callable[[], None]:
+    def _report_callback(self, ended: EndedOperations | None) -> Callable[[], None]:
         return partial(self._completions.put, ended)
 
     def _put_slot(self, slot_id: int, record: SlotRecord) -> None:
         writer = None
         if isinstance(record, WritingSlot):
             writer = self._lease_holders.identity_of(record.engine_id)
-        self._mounted().journal.put(slot_id, record, writer)
+        self._require_arena().journal.put(slot_id, record, writer)
 
-    def _mounted(self) -> Arena:
+    def _require_arena(self) -> Arena:
         assert self._arena is not None, "slots exist where there is an arena"  # noqa: S101
         return self._arena
 
     def _memory(self, slot_id: int) -> memoryview:
-        return self._mounted().slots.slot(slot_id)
+        return self._require_arena().slots.slot(slot_id)
 
     # ------------------------------------------------------------------------------ on the loop
 
     def _has_room(self) -> None:
-        self._awaits_room = False  # it is drained after this call, as after any
+        self._awaits_room = False  # the cache drains the engine after every completion
 
-    def _handle(self, ended: Ended | None) -> None:
-        """Report an operation to the engine; None: a block's entry is committed."""
+    def _handle(self, ended: EndedOperations | None) -> None:
+        """Report ended operations to the engine; None: the entry of a block is committed."""
         assert self._complete is not None, "the performer is started"  # noqa: S101
         if ended is None:
             self.num_uncommitted -= 1
             return
         self.num_pending -= ended.num_ops
         self._complete(ended.completion)
-        # After the engine has had its say: it may have given the load another operation.
+        # After the engine was called: it may have given the load another operation in its place.
         if ended.op_id is not None:
-            self.loads.ended(ended.op_id, is_good=ended.is_good)
+            self.loads.record_end(ended.op_id, is_good=ended.is_good)

@@ -1,18 +1,18 @@
-"""Work on the bytes of one layout's slots, in threads of the pool: hash, verify, compact, wipe.
+"""Work on the bytes of one layout's slots in threads of the pool: hash, verify, compact, wipe.
 
-Every operation is reported exactly once, whatever happens in the thread: one without an answer
+Every operation is reported exactly once, also if its thread fails: an operation that never ends
 would hold its slot for ever.
 
-Blocks are hashed by one thread at a time, some blocks at a time. One thread hashes faster than
-disks write. More of them would only take the interpreter from the event loop, because xxhash keeps
-it while it hashes a small slice; and for a small block the job around it costs as much as the hash.
+One thread at a time hashes blocks, several per job. It hashes faster than disks write. More threads
+would only take the GIL from the event loop, because xxhash holds it while it hashes a small slice.
+And for a small block the pool's job costs as much as the hash.
 
-Compactions copy rows of slots together into other slots. A row of a component is a few hundred
-bytes to some KiB, and a block may take its rows one by one from others: so the rows that one slot
-gives are copied at once, component by component, in numpy, which gives the interpreter up for it.
+Compactions gather rows of slots in other slots. A row of a component has a few hundred bytes to
+some KiB, and a block may take its rows one by one from others. So all rows from one slot are copied
+at once, component by component, by numpy, which releases the GIL meanwhile.
 
-Invariant: nothing is made of bytes that are not the ones stored: every source is compared with its
-checksums before its rows are copied, because what is made gets checksums of its own.
+Invariant: a compaction never copies corrupt bytes. Every source is verified before its rows are
+copied, because the new blocks get checksums of their own, which would hide the damage.
 """
 
 import threading
@@ -34,7 +34,7 @@ from kvd.core.records.actions import (
     VerifySlot,
     WipeSlots,
 )
-from kvd.runtime.completions import Ended, attempt, verified
+from kvd.runtime.completions import EndedOperations, run_guarded, verification_ended
 from kvd.runtime.load_tracking import LoadTracker
 from kvd.tiers.arena import Arena
 from kvd.tiers.direct_io import Staging
@@ -54,11 +54,11 @@ SlotAction: TypeAlias = HashSlot | VerifySlot | CompactTokens | WipeSlots
 
 
 class RowCopier:
-    """Copies rows of one layout.
+    """Copies rows between the slots of one layout.
 
     Args:
-        layout: the layout of the slots.
-        memory_of: slot id → its memory.
+        layout: layout of the slots.
+        memory_of: returns the memory of a slot.
     """
 
     def __init__(self, layout: KVLayout, memory_of: Callable[[int], memoryview]) -> None:
@@ -68,9 +68,12 @@ class RowCopier:
         self._components = SlotRows(layout).components
 
     def compact(self, action: CompactTokens) -> list[bytes] | None:
-        """Fill the slots; returns the checksums of each, None if a source is not what was stored.
+        """Gather rows of the source slots in the target slots.
 
-        Padding, and rows behind the last one, are left as they are: nobody reads them.
+        Padding, and rows behind the last one, keep their old bytes, which are never read.
+
+        Returns:
+            The packed checksums of each target; None if a source is corrupt.
         """
         for source in action.sources:
             memory = self._memory_of(source.slot_id)
@@ -80,13 +83,14 @@ class RowCopier:
 
     def _fill(self, block: DenseBlock) -> bytes:
         memory = self._memory_of(block.slot_id)
-        for first, slot_id, indexes in _gathers(block.runs):
+        for first, slot_id, indexes in _group_runs(block.runs):
             source = self._memory_of(slot_id)
             rows = slice(first, first + len(indexes))
             for offset, token_bytes in self._components:
-                copied = self._view(memory, offset, token_bytes)[rows]
-                # "clip" (no index is outside) writes straight to `out`, without a buffer between
-                self._view(source, offset, token_bytes).take(indexes, 0, copied, mode="clip")
+                target = self._view(memory, offset, token_bytes)[rows]
+                # mode="clip": numpy then writes to `out` directly, where the default mode needs a
+                # buffer. No index is out of range.
+                self._view(source, offset, token_bytes).take(indexes, 0, target, mode="clip")
         return self._hasher.checksums(memory, block.num_tokens)
 
     def _view(self, memory: memoryview, offset: int, token_bytes: int) -> Rows:
@@ -95,19 +99,19 @@ class RowCopier:
         return flat.reshape(self._block_tokens, token_bytes)
 
 
-def _gathers(runs: Sequence[TokenRun]) -> Iterator[tuple[int, int, Indexes]]:
-    """Yield what neighbouring runs take from one slot: (first row filled, slot, rows taken)."""
+def _group_runs(runs: Sequence[TokenRun]) -> Iterator[tuple[int, int, Indexes]]:
+    """Yield (first target row, source slot, source rows [rows]) of runs that share a slot."""
     first = 0
-    for slot_id, of_slot in groupby(runs, key=_SLOT):
-        indexes = np.concatenate([np.arange(r.start, r.start + r.num_tokens) for r in of_slot])
+    for slot_id, slot_runs in groupby(runs, key=_SLOT):
+        indexes = np.concatenate([np.arange(r.start, r.start + r.num_tokens) for r in slot_runs])
         yield first, slot_id, indexes
         first += len(indexes)
 
 
 class HashQueue:
-    """Has `hash_blocks` called in the pool with what was put, in order.
+    """A queue of blocks to hash: one job of the pool at a time calls `hash_blocks` with some.
 
-    Invariant: while something waits, exactly one job is queued or running.
+    Invariant: while blocks wait, exactly one job is queued or running.
     """
 
     def __init__(self, pool: IoPool, hash_blocks: Callable[[Sequence[HashSlot]], None]) -> None:
@@ -115,10 +119,10 @@ class HashQueue:
         self._hash_blocks = hash_blocks
         self._waiting: deque[HashSlot] = deque()
         self._is_busy = False
-        self._lock = threading.Lock()  # guards both
+        self._lock = threading.Lock()  # guards _waiting and _is_busy
 
     def put(self, action: HashSlot) -> None:
-        """Queue one; returns at once."""
+        """Queue a block; returns at once."""
         with self._lock:
             self._waiting.append(action)
             if self._is_busy:
@@ -139,14 +143,14 @@ class HashQueue:
 
 
 class SlotWorker:
-    """See the module docstring.
+    """Hashes, verifies, compacts and wipes the slots of one layout.
 
     Args:
-        layout: the layout of the slots.
-        pool: runs the work.
-        arena: returns the arena that the slots are in.
-        loads: is shown the verifications that loads may wait for.
-        report: takes what has ended, in some thread.
+        layout: layout of the slots.
+        pool: pool that runs the work.
+        arena: returns the arena of the slots.
+        loads: tracks the verifications that loads may wait for.
+        report: called with ended operations, in any thread.
     """
 
     def __init__(
@@ -155,7 +159,7 @@ class SlotWorker:
         pool: IoPool,
         arena: Callable[[], Arena],
         loads: LoadTracker,
-        report: Callable[[Ended], None],
+        report: Callable[[EndedOperations], None],
     ) -> None:
         self._num_layers = len(layout.layers)
         self._pool = pool
@@ -165,12 +169,14 @@ class SlotWorker:
         self._hasher = BlockHasher(layout)
         self._copier = RowCopier(layout, self._memory)
         self._hashes = HashQueue(pool, self._hash)
-        self._patient: dict[int, VerifySlot] = {}  # not begun; a load that comes to wait hurries it
+        # Operation → verification that has not begun, and that no load waits for so far.
+        self._patient: dict[int, VerifySlot] = {}
 
     def begin(self, action: SlotAction) -> None:
         """Begin an operation; returns at once.
 
-        A slot is verified at once if that is urgent, else behind everything else, like compactions.
+        Urgent verifications go before other work. Others have the lowest priority, like
+        compactions.
         """
         match action:
             case HashSlot():
@@ -188,7 +194,7 @@ class SlotWorker:
                 self._pool.submit(Priority.WRITE, 0, lambda _: self._wipe(action))
 
     def hurry(self, op_ids: Iterable[int]) -> None:
-        """Verify at once what of these is not begun: a load waits for it now."""
+        """Make verifications among these operations urgent: a load waits for them now."""
         for op_id in op_ids:
             if op_id in self._patient:
                 self._submit_patient(Priority.URGENT_VERIFY, op_id)
@@ -197,7 +203,7 @@ class SlotWorker:
         return self._arena().slots.slot(slot_id)
 
     def _submit_patient(self, priority: Priority, op_id: int) -> None:
-        """Queue a verification that may be queued already: whichever job is first makes it."""
+        """Queue a verification, perhaps a second time: the job that comes first does it."""
 
         def job(_staging: Staging) -> None:
             action = self._patient.pop(op_id, None)
@@ -215,13 +221,13 @@ class SlotWorker:
             for op_id, checksums in hashed:
                 engine.hashes.hash_done(op_id, checksums)
 
-        self._report(Ended(complete, num_ops=len(hashed)))
+        self._report(EndedOperations(complete, num_ops=len(hashed)))
 
     def _checksums(self, action: HashSlot) -> bytes:
         def work() -> bytes:
             return self._hasher.checksums(self._memory(action.slot_id), action.num_tokens)
 
-        return attempt("hash_failed_unexpectedly", work, b"", slot_id=action.slot_id)
+        return run_guarded("hash_failed_unexpectedly", work, b"", slot_id=action.slot_id)
 
     def _verify(self, action: VerifySlot) -> None:
         def work() -> IoOutcome:
@@ -230,30 +236,34 @@ class SlotWorker:
             return IoOutcome.OK if is_good else IoOutcome.CORRUPT
 
         event, failed = "verify_failed_unexpectedly", IoOutcome.TRANSIENT
-        outcome = attempt(event, work, failed, slot_id=action.slot_id)
+        outcome = run_guarded(event, work, failed, slot_id=action.slot_id)
         if outcome is IoOutcome.OK:
-            self._loads.advanced(action.op_id, self._num_layers)
-        self._report(verified(action.op_id, outcome))
+            self._loads.record_progress(action.op_id, self._num_layers)
+        self._report(verification_ended(action.op_id, outcome))
 
     def _compact(self, action: CompactTokens) -> None:
         op_id = action.op_id
 
         def work() -> tuple[IoOutcome, list[bytes]]:
-            made = self._copier.compact(action)
-            return (IoOutcome.CORRUPT, []) if made is None else (IoOutcome.OK, made)
+            checksums = self._copier.compact(action)
+            return (IoOutcome.CORRUPT, []) if checksums is None else (IoOutcome.OK, checksums)
 
         failed: tuple[IoOutcome, list[bytes]] = (IoOutcome.TRANSIENT, [])
         num_blocks = len(action.blocks)
-        outcome, sums = attempt("compact_failed_unexpectedly", work, failed, blocks=num_blocks)
-        self._report(Ended(lambda engine: engine.compactions.copy_done(op_id, outcome, sums)))
+        outcome, sums = run_guarded("compact_failed_unexpectedly", work, failed, blocks=num_blocks)
+        self._report(
+            EndedOperations(lambda engine: engine.compactions.copy_done(op_id, outcome, sums))
+        )
 
     def _wipe(self, action: WipeSlots) -> None:
         def work() -> IoOutcome:
             for slot_id in action.slot_ids:
-                np.frombuffer(self._memory(slot_id), np.uint8).fill(0)  # gives the interpreter up
+                np.frombuffer(self._memory(slot_id), np.uint8).fill(0)  # releases the GIL
                 self._arena().journal.wipe(slot_id)
             return IoOutcome.OK
 
         event, failed = "wipe_failed_unexpectedly", IoOutcome.TRANSIENT
-        outcome = attempt(event, work, failed, slots=len(action.slot_ids))
-        self._report(Ended(lambda engine: engine.erasing.wipe_done(action.op_id, outcome)))
+        outcome = run_guarded(event, work, failed, slots=len(action.slot_ids))
+        self._report(
+            EndedOperations(lambda engine: engine.erasing.wipe_done(action.op_id, outcome))
+        )

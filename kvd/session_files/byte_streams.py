@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from kvd.core.records.errors import InvalidRequestError
 from kvd.errors import BrokenTransferError, StalledTransferError
-from kvd.host.listening import accepted
+from kvd.host.listening import accept_connections
 from kvd.host.memory_pipe import MemoryPipe, map_memory
 from kvd.session_files.in_thread import wait_for_end
 from shared.process.packets import close_fds, receive
@@ -110,7 +110,7 @@ class ByteStreams:
     async def serve(self, listener: socket.socket) -> None:
         """Accept connections until cancelled."""
         async with asyncio.TaskGroup() as connections:
-            async for sock in accepted(listener):
+            async for sock in accept_connections(listener):
                 if self._num_unclaimed < MOST_UNCLAIMED:
                     self._num_unclaimed += 1
                     connections.create_task(self._keep_until_claimed(sock))

@@ -210,7 +210,7 @@ class Exporter:
             if answer.lookup is Lookup.HIT:
                 return answer
             left_s = until - loop.time()
-            if left_s <= 0 or not await cache.changed(left_s):
+            if left_s <= 0 or not await cache.wait_for_change(left_s):
                 raise BusyTransferError(
                     f"the blocks of session {self._export.key} do not come ({answer.miss_reason})",
                     "try again when less is under way, and see: kvd stats",
@@ -254,7 +254,7 @@ async def _wait_for_reads(cache: Cache, lease_id: int, until: float) -> LoadAnsw
     """Wait until the reads of a lease have ended, or until the deadline."""
     loop = asyncio.get_running_loop()
     while cache.act(lambda core: core.loads.state_of(lease_id)) is LeaseState.PENDING:
-        if not await cache.changed(max(0.0, until - loop.time())):
+        if not await cache.wait_for_change(max(0.0, until - loop.time())):
             break
     try:
         return cache.act(lambda core: core.loads.settle(lease_id))

@@ -217,7 +217,7 @@ class Import:
         num_tokens = self._cache.act(self._rename)
         self._end_growth(is_whole=True)
         self._drop_unfinished()
-        await self._caches.committed()
+        await self._caches.wait_until_committed()
         log.info("session_imported", session=str(self.key), num_tokens=num_tokens)
         return num_tokens
 
@@ -297,7 +297,7 @@ class Import:
                     "see kvd stats, and raise the tenant's quota or the size of the tiers",
                 )
             left_s = until - loop.time()
-            if left_s <= 0 or not await self._cache.changed(left_s):
+            if left_s <= 0 or not await self._cache.wait_for_change(left_s):
                 raise BusyTransferError("no slot comes free", "try again when less is under way")
 
     def _prepare(

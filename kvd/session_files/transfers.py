@@ -86,7 +86,7 @@ class Transfers:
         assert keys is not None, "something was sealed"  # noqa: S101
         return kvd_pb2.SessionSeal(
             master_key=keys.fingerprint,
-            wrapped_key=keys.wrapped_key_of(exporter.key.tenant),
+            wrapped_key=keys.wrap_key(exporter.key.tenant),
             tag=sealer.tag(),
         )
 
@@ -136,7 +136,7 @@ class Transfers:
             WrongKeyError: this kvd does not have their key.
         """
         keys = self._caches.secrets.keys
-        found = None if keys is None else keys.unwrapped_key(seal.wrapped_key)
+        found = None if keys is None else keys.unwrap_key(seal.wrapped_key)
         if found is None:
             raise WrongKeyError(
                 f"the session is sealed under master key {seal.master_key[:8]}, "

@@ -1,1 +1,1 @@
-"""Where KV bytes lie outside HBM: DRAM arena, SSD segments, and the index that finds them again."""
+"""Storage of KV outside of HBM: DRAM arenas, SSD volumes, and the index of what they hold."""

@@ -1,8 +1,8 @@
-"""One layout's arena: its slots, which engines map, its journal, and its progress words (D2, D4).
+"""The arena of one layout: slots that engines map, a journal and progress words (D2, D4).
 
-The slots' memory is sealed against resizing where it is a memfd, so that an engine that holds its
-descriptor can neither shrink it under us (SIGBUS) nor grow it. Who creates, finds and removes
-arenas is kvd/tiers/arena_store.py.
+An engine holds a descriptor of the slots. Where their memory is a memfd it is sealed against
+resizing, so that the engine can neither shrink it under kvd (SIGBUS) nor grow it.
+kvd/tiers/arena_store.py creates, finds and removes arenas.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from shared.types.units import format_bytes
 AUTO_FRACTION = 0.25  # of the memory that is available when kvd starts
 MIN_SLOTS = 2  # one to read while another is written
 PREFAULT_CHUNK_BYTES = 64 << 20  # about 20 ms of the kernel's time
-LEASE_ID_SHIFT = 40  # lease ids of one kvd: its epoch, then a number
+LEASE_ID_SHIFT = 40  # a lease id is epoch << 40 | number
 
 
 class ArenaTooSmallError(StateError):
@@ -34,17 +34,22 @@ class ArenaTooSmallError(StateError):
 
 
 def dram_bytes(configured: int | None) -> int:
-    """Return the size of the DRAM tier: as configured, or a fraction of what is free now."""
+    """Return the size of the DRAM tier: as configured, or a fraction of the memory free now."""
     if configured is not None:
         return configured
     return int(psutil.virtual_memory().available * AUTO_FRACTION)
 
 
 def num_slots_for(arena_bytes: int, slot_bytes: int, setting: str = "dram.bytes") -> int:
-    """Return how many slots fit; `setting` is the one that bounds arena_bytes.
+    """Return how many slots fit into an arena.
+
+    Args:
+        arena_bytes: size of the arena.
+        slot_bytes: size of one slot.
+        setting: name of the setting that bounds `arena_bytes`, for the error message.
 
     Raises:
-        ArenaTooSmallError: fewer than MIN_SLOTS.
+        ArenaTooSmallError: fewer than MIN_SLOTS slots fit.
     """
     num_slots = arena_bytes // slot_bytes
     if num_slots < MIN_SLOTS:
@@ -58,14 +63,14 @@ def num_slots_for(arena_bytes: int, slot_bytes: int, setting: str = "dram.bytes"
 
 @dataclass(frozen=True, slots=True)
 class ArenaInfo:
-    """An arena as it is.
+    """The present state of an arena, for operators.
 
     Attributes:
-        keep: what holds it when this process ends: "fdstore", "file", "none".
-        pages: "hugetlb", "thp" (seen in smaps), "small"; "": not allocated yet.
-        epoch: one more each time it is taken over.
+        keep: what holds the arena when this process ends: "fdstore", "file" or "none".
+        pages: "hugetlb", "thp" (seen in smaps) or "small"; "": not allocated yet.
+        epoch: raised by one each time that a kvd takes the arena over.
         num_adopted: blocks taken over at this start.
-        physical_bytes: memory that is allocated for its slots.
+        physical_bytes: memory that is allocated for the slots.
     """
 
     arena_id: str
@@ -78,18 +83,18 @@ class ArenaInfo:
 
 
 class Arena:
-    """The memory of one layout.
+    """The DRAM of one layout.
 
     Attributes:
-        arena_id: random, hex; a client that finds the same one again keeps its mapping.
-        fd: descriptor of the slots: what engines get.
-        slots: kvd's own mapping.
-        num_bytes: memory that the slots take once they are all allocated.
+        arena_id: random id, hex; a client that finds the same id again keeps its mapping.
+        fd: descriptor of the slots, which engines receive.
+        slots: kvd's own mapping of the slots.
+        num_bytes: memory that the slots take once all of them are allocated.
         journal: record of what the slots hold, see kvd/tiers/journal.py.
         progress: progress words of loads, see kvd/tiers/progress.py.
-        epoch: how many kvds have used the arena, from a random start.
-        pages: what the memory is made of: "hugetlb"; once it is allocated, "thp" where the kernel
-            says that it has transparent huge pages, else "small"; "" while nobody has looked.
+        epoch: number of kvd processes that have used the arena, counted from a random start.
+        pages: kind of the memory's pages. "hugetlb"; or, once it is allocated, "thp" where the
+            kernel reports transparent huge pages, else "small"; "" until that is checked.
         closing: once it is set, a running prefault returns after its current chunk.
     """
 
@@ -103,7 +108,17 @@ class Arena:
         pages: str,
         remove: Callable[[], None],
     ) -> None:
-        """Take over `fd`. `remove` takes the arena away from where the next kvd would find it."""
+        """Take ownership of `fd`.
+
+        Args:
+            fd: descriptor of the slots.
+            slots: mapping of the slots.
+            journal: the arena's journal.
+            progress: the arena's progress words.
+            epoch: this kvd's epoch.
+            pages: see the class.
+            remove: removes the arena from the place where the next kvd would find it.
+        """
         self.arena_id = journal.header.arena_id.hex()
         self.fd = fd
         self.slots = slots
@@ -117,20 +132,20 @@ class Arena:
 
     @property
     def first_lease_id(self) -> int:
-        """Lease ids from here on were never given out by an earlier kvd of this arena."""
+        """The first lease id that no earlier kvd of this arena can have used."""
         return self.epoch << LEASE_ID_SHIFT
 
     def physical_bytes(self) -> int:
-        """Return the bytes of memory that the slots take now."""
-        return os.fstat(self.fd).st_blocks * 512  # whatever the page size is
+        """Return the bytes of memory that are allocated for the slots now."""
+        return os.fstat(self.fd).st_blocks * 512  # st_blocks is in 512 bytes, for any page size
 
     def prefault(self) -> int:
         """Allocate every page, so that no copy waits for the kernel to zero one; takes seconds.
 
-        Allocation leaves contents alone: it may run while engines already write.
+        Allocation does not change contents, so this may run while engines already write.
 
         Returns:
-            Bytes allocated; fewer than the arena if the machine has no more memory to give.
+            Bytes allocated. They are fewer than the arena's if the machine has no more memory.
         """
         memory = self.slots.memory
         for start in range(0, memory.nbytes, PREFAULT_CHUNK_BYTES):
@@ -144,10 +159,12 @@ class Arena:
         return memory.nbytes
 
     def close(self, *, keep: bool = False) -> None:
-        """Close descriptors and mappings; engines that map the slots keep that memory alive.
+        """Close descriptors and mappings.
+
+        The slots' memory lives on while an engine maps it.
 
         Args:
-            keep: leave the arena for the next kvd, where it can be left at all.
+            keep: leave the arena for the next kvd, if its backing can keep it.
         """
         self.closing.set()
         if not keep:
@@ -158,7 +175,7 @@ class Arena:
         os.close(self.fd)
 
     def _allocate(self, memory: memoryview, start: int) -> bool:
-        """Allocate one chunk; False if there is no memory for it."""
+        """Allocate one chunk; return False if there is no memory for it."""
         chunk = memory[start : start + PREFAULT_CHUNK_BYTES]
         try:
             page_advice.populate(chunk)
@@ -167,7 +184,7 @@ class Arena:
                 return False
         else:
             return True
-        try:  # an older kernel; this way gives small pages
+        try:  # EINVAL: a kernel without MADV_POPULATE_WRITE. fallocate gives small pages.
             os.posix_fallocate(self.fd, start, chunk.nbytes)
         except OSError:
             return False

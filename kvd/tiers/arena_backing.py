@@ -1,11 +1,11 @@
-"""What backs an arena's two files, its slots and its journal, and keeps them for the next kvd.
+"""Backings of an arena: the memory of its slots and journal, and how the next kvd gets them.
 
     fdstore   sealed memfds in systemd's fd store, kvd-<layout>-slots and kvd-<layout>-journal
     file      <dram.directory>/kvd-<digest of the state directory>/<layout>.slots and .journal
     none      sealed memfds that end with kvd and its engines
 
-Nothing that others may have made is trusted: a directory or file that is not ours alone is refused,
-and sizes are read from the descriptor.
+Other processes may have created what lies in a shared directory. So a directory or file that is
+not owned by kvd's user alone is refused, and sizes are read from the open descriptor.
 """
 
 import contextlib
@@ -36,31 +36,34 @@ log = get_logger(__name__)
 
 
 class ArenaBacking(Protocol):
-    """One way to back arenas, and to keep them or not."""
+    """A way to get memory for arenas and, perhaps, to keep it for the next kvd.
+
+    Arenas are named by their layout's fingerprint; a part is one of PARTS.
+    """
 
     @property
     def name(self) -> str:
-        """As in dram.keep."""
+        """Value of the setting dram.keep that selects this backing."""
 
     @property
     def is_sealed(self) -> bool:
-        """Whether nobody can resize its files."""
+        """Whether no process can resize the files."""
 
     def new_file(self, layout: str, part: str, num_bytes: int) -> int:
-        """Make memory for one part of an arena; return its descriptor."""
+        """Create memory for one part of an arena, and return its descriptor."""
 
     def keep(self, layout: str, fds: Mapping[str, int]) -> None:
-        """Leave both parts for the next kvd."""
+        """Leave both parts of an arena for the next kvd."""
 
-    def found(self) -> dict[str, dict[str, int]]:
-        """Return what earlier kvds have left: layout → part → descriptor. Called at start only."""
+    def find(self) -> dict[str, dict[str, int]]:
+        """Return the files of earlier kvds: layout → part → descriptor. Called at start only."""
 
     def remove(self, layout: str) -> None:
-        """Take an arena away."""
+        """Remove an arena from where the next kvd would find it."""
 
 
 class UnkeptBacking:
-    """Sealed memfds that nobody keeps."""
+    """Sealed memfds that end with the processes that hold them."""
 
     name = "none"
     is_sealed = True
@@ -72,7 +75,7 @@ class UnkeptBacking:
     def keep(self, layout: str, fds: Mapping[str, int]) -> None:
         """See ArenaBacking."""
 
-    def found(self) -> dict[str, dict[str, int]]:
+    def find(self) -> dict[str, dict[str, int]]:
         """See ArenaBacking."""
         return {}
 
@@ -90,12 +93,12 @@ class FdStoreBacking(UnkeptBacking):
         if not systemd.store_fds({_stored_name(layout, part): fd for part, fd in fds.items()}):
             log.warning("dram_not_kept", reason="systemd has not taken the descriptors")
 
-    def found(self) -> dict[str, dict[str, int]]:
-        """See ArenaBacking. Descriptors whose names are not ours are closed."""
+    def find(self) -> dict[str, dict[str, int]]:
+        """See ArenaBacking. Descriptors whose names are not kvd's are closed."""
         found: dict[str, dict[str, int]] = {}
         for name, fd in systemd.stored_fds().items():
-            prefix, _, rest = name.partition("-")
-            layout, _, part = rest.rpartition("-")
+            prefix, _, suffix = name.partition("-")
+            layout, _, part = suffix.rpartition("-")
             if prefix == "kvd" and part in PARTS and layout:
                 found.setdefault(layout, {})[part] = fd
             else:
@@ -108,7 +111,7 @@ class FdStoreBacking(UnkeptBacking):
 
 
 class DirectoryBacking:
-    """A private directory in memory; one for each state directory, whose lock guards it too."""
+    """A private directory in memory, one per state directory, whose lock guards it too."""
 
     name = "file"
     is_sealed = False
@@ -122,21 +125,21 @@ class DirectoryBacking:
         """See ArenaBacking.
 
         Raises:
-            OSError: the directory is not ours alone, or has no room for it.
+            OSError: the directory is not private to kvd's user, or has no room for the file.
         """
-        with self._opened() as directory_fd:
+        with self._open_directory() as directory_fd:
             return new_file(directory_fd, f"{layout}.{part}", num_bytes)
 
     def keep(self, layout: str, fds: Mapping[str, int]) -> None:
-        """See ArenaBacking: they lie here already."""
+        """See ArenaBacking. Files in the directory stay without further steps."""
 
-    def found(self) -> dict[str, dict[str, int]]:
-        """See ArenaBacking. A file that is not ours alone is as good as missing."""
+    def find(self) -> dict[str, dict[str, int]]:
+        """See ArenaBacking. A file that is not private to kvd's user counts as missing."""
         found: dict[str, dict[str, int]] = {}
         if not self.path.is_dir():
             return found
         try:
-            with self._opened() as directory_fd:
+            with self._open_directory() as directory_fd:
                 for name in sorted(path.name for path in self.path.iterdir()):
                     layout, _, part = name.rpartition(".")
                     if part in PARTS and layout:
@@ -150,24 +153,24 @@ class DirectoryBacking:
         return found
 
     def remove(self, layout: str) -> None:
-        """See ArenaBacking. The directory goes with its last file."""
+        """See ArenaBacking. The directory is removed with its last file."""
         if not self.path.is_dir():
             return
-        with contextlib.suppress(OSError), self._opened() as directory_fd:
+        with contextlib.suppress(OSError), self._open_directory() as directory_fd:
             for part in PARTS:
                 remove_file(directory_fd, f"{layout}.{part}")
                 self._faults.reach(WritePoint.ARENA_REMOVED)
             self.path.rmdir()
 
     def kept_bytes(self) -> int:
-        """Return the bytes of memory that its files take up."""
+        """Return the bytes of memory that the files take up."""
         try:
             return sum(path.stat().st_blocks * 512 for path in self.path.iterdir())
-        except OSError:  # there is none, or it is not ours to look at
+        except OSError:  # the directory is missing, or another user's
             return 0
 
     @contextmanager
-    def _opened(self) -> Iterator[int]:
+    def _open_directory(self) -> Iterator[int]:
         directory_fd = private_directory(self.path)
         try:
             yield directory_fd
@@ -181,7 +184,7 @@ def _stored_name(layout: str, part: str) -> str:
 
 @dataclass(frozen=True)
 class SlotsFile:
-    """Memory for slots, mapped; `pages` as in Arena."""
+    """The mapped memory of an arena's slots; `pages` as in Arena."""
 
     fd: int
     slots: ArenaMap
@@ -189,11 +192,12 @@ class SlotsFile:
 
 
 def huge_memfd(name: str, slot_bytes: int, num_slots: int) -> SlotsFile:
-    """Make a memfd of reserved huge pages.
+    """Create and map a memfd of huge pages.
+
+    The mapping reserves the pages, so that no later access can fail (SIGBUS).
 
     Raises:
-        OSError: the machine has not enough of them free. The mapping reserves them, so that no
-            later touch can fail.
+        OSError: the machine has not enough free huge pages.
     """
     num_bytes = align_up(slot_bytes * num_slots, HUGE_PAGE_BYTES)
     fd = sealed_memfd(name, num_bytes, os.MFD_HUGETLB | _MFD_HUGE_2MB)
@@ -201,7 +205,7 @@ def huge_memfd(name: str, slot_bytes: int, num_slots: int) -> SlotsFile:
 
 
 def map_slots(fd: int, slot_bytes: int, num_slots: int, pages: str = "") -> SlotsFile:
-    """Map the slots of a file, which is closed if that fails; `pages` as in Arena."""
+    """Map a file of slots; close it if that fails. `pages` as in Arena."""
     try:
         return SlotsFile(fd, ArenaMap(fd, slot_bytes, num_slots), pages)
     except BaseException:
@@ -210,10 +214,11 @@ def map_slots(fd: int, slot_bytes: int, num_slots: int, pages: str = "") -> Slot
 
 
 def private_directory(path: Path) -> int:
-    """Open a directory of our own, made if it is missing (mode 0700).
+    """Open a directory that only kvd's user may enter; create it (mode 0700) if it is missing.
 
     Raises:
-        OSError: the directory cannot be made, or others have made it, or could write to it.
+        OSError: the directory cannot be created, another user has created it, or others have
+            access to it.
     """
     with contextlib.suppress(FileExistsError):
         path.mkdir(mode=0o700, parents=True)
@@ -226,11 +231,13 @@ def private_directory(path: Path) -> int:
 
 
 def new_file(directory_fd: int, name: str, num_bytes: int) -> int:
-    """Make a file. It takes memory only as its pages are used.
+    """Create a file of `num_bytes`. It takes memory only as its pages are used.
+
+    Free space is checked here: when a page is first used and there is none, the process gets
+    SIGBUS instead of an error.
 
     Raises:
-        OSError: it is there, or there is no room for it; at a page's first use it is too late to
-            say so.
+        OSError: the file exists already, or there is no room for it.
     """
     space = os.fstatvfs(directory_fd)
     free_bytes = space.f_bavail * space.f_frsize
@@ -247,22 +254,22 @@ def new_file(directory_fd: int, name: str, num_bytes: int) -> int:
 
 
 def open_file(directory_fd: int, name: str) -> int:
-    """Open a file that an earlier kvd has made.
+    """Open a file that an earlier kvd has created.
 
     Raises:
-        UnfitArenaError: the file is not ours alone.
+        UnfitArenaError: the file is not private to kvd's user.
         OSError: the file cannot be opened.
     """
     fd = os.open(name, _OPEN_FLAGS | os.O_NONBLOCK, dir_fd=directory_fd)
     status = os.fstat(fd)
-    ours = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and status.st_nlink == 1
-    if not ours or stat.S_IMODE(status.st_mode) & 0o077:
+    is_own = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and status.st_nlink == 1
+    if not is_own or stat.S_IMODE(status.st_mode) & 0o077:
         os.close(fd)
         raise UnfitArenaError(f"file {name} is not ours alone")
     return fd
 
 
 def remove_file(directory_fd: int, name: str) -> None:
-    """Remove a file, if it is there."""
+    """Remove a file if it exists; errors are ignored."""
     with contextlib.suppress(OSError):
         os.unlink(name, dir_fd=directory_fd)

@@ -1,9 +1,10 @@
-"""Creates arenas, finds those of the last kvd, and removes what nobody will use again (D4).
+"""The store of arenas: creates them, adopts those of the last kvd, removes the others (D4).
 
-What backs and keeps them is in kvd/tiers/arena_backing.py. Rules that hold whatever happens:
-1. an arena is adopted only if every size, its layout, its boot and its pairing are proven by its
-   journal's header and the files themselves; otherwise it is removed, with the reason in the log;
-2. its header is written before the next kvd can find it.
+kvd/tiers/arena_backing.py provides their memory and keeps it. Invariants:
+1. An arena is adopted only if its journal's header and the files themselves prove every size, the
+   layout, the boot and that slots and journal belong together. Otherwise it is removed, and the
+   log says why.
+2. An arena's header is written before the next kvd can find the arena.
 """
 
 import mmap
@@ -46,26 +47,26 @@ from shared.types.kv_layout import KVLayout
 from shared.types.units import SECTOR_BYTES, align_up
 
 DEFAULT_DIRECTORY = Path("/dev/shm")  # noqa: S108  # checked to be ours before it is used
-FIRST_EPOCHS = 1 << 20  # a new arena begins at one of these, so that old lease ids mean nothing
+FIRST_EPOCHS = 1 << 20  # a new arena's epoch is random below this: old lease ids are not valid
 
 log = get_logger(__name__)
 
 
 class HugepagesUnavailableError(StateError):
-    """dram.hugepages = "on", and there are not enough."""
+    """dram.hugepages is "on", and there are not enough huge pages."""
 
     reason = "hugepages_unavailable"
 
 
 @dataclass(frozen=True)
 class ArenaOptions:
-    """Section [dram] of the settings, as far as arenas go.
+    """The settings of section [dram] that concern arenas.
 
     Attributes:
-        keep: "fdstore", "file" or "none"; see resolve_keep for "auto".
+        keep: "fdstore", "file" or "none"; resolve_keep() resolves "auto".
         directory: directory of kept arenas, for "file".
-        hugepages: "auto", "on" (refuse to go without) or "off".
-        numa_node: None: wherever the kernel likes.
+        hugepages: "auto", "on" (refuse to start without) or "off".
+        numa_node: NUMA node of the memory; None: the kernel chooses.
     """
 
     keep: str = "none"
@@ -77,10 +78,10 @@ class ArenaOptions:
 def resolve_keep(
     configured: str, allowed_uids: Sequence[int], environ: Mapping[str, str] = os.environ
 ) -> str:
-    """Turn dram.keep into "fdstore", "file" or "none".
+    """Turn the setting dram.keep into "fdstore", "file" or "none".
 
-    A file cannot be sealed: an engine of our own user could truncate it. Where foreign users
-    attach, "auto" keeps nothing outside systemd.
+    A file cannot be sealed against resizing: a process of kvd's own user could truncate it. So
+    where engines of other users may attach, "auto" keeps nothing outside systemd.
     """
     has_supervisor = bool(environ.get("NOTIFY_SOCKET"))
     if configured == "fdstore" and not has_supervisor:
@@ -96,10 +97,13 @@ def resolve_keep(
 
 @dataclass(frozen=True)
 class KeptArena:
-    """Memory of an earlier kvd. Whoever gets it adopts it or discards it.
+    """The memory of an earlier kvd. Its receiver must adopt it or discard it.
 
     Attributes:
+        fingerprint: fingerprint of the arena's layout.
         backing: "fdstore" or "file".
+        slots_fd: descriptor of the slots; -1: missing.
+        journal_fd: descriptor of the journal; -1: missing.
     """
 
     fingerprint: str
@@ -109,23 +113,26 @@ class KeptArena:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its slots, up to the end of its last page."""
+        """Bytes of the slots, up to the end of the last page."""
         return os.fstat(self.slots_fd).st_size if self.slots_fd >= 0 else 0
 
     @property
     def page_bytes(self) -> int:
-        """Of its memory: the slots may be shorter by less than that."""
+        """Page size of the memory: the slots may end up to one page before `num_bytes`."""
         huge = os.fstat(self.slots_fd).st_blksize if self.slots_fd >= 0 else SECTOR_BYTES
         return huge if self.num_bytes % huge == 0 else SECTOR_BYTES
 
 
 @dataclass(frozen=True)
 class Adoption:
-    """An arena taken over, and what its slots hold; all others are free.
+    """An arena that was taken over, and the contents of its slots.
+
+    Slots that are in neither list are free.
 
     Attributes:
-        adopted: slots to be verified before their first use.
-        writing: slots that a process may still write to, if it lives: see Engines.watch_orphans.
+        arena: the arena.
+        adopted: slots with a block, to be verified before their first use.
+        writing: slots that a living process may still write to: see Engines.watch_orphans.
     """
 
     arena: Arena
@@ -137,8 +144,8 @@ class ArenaStore:
     """The arenas of one kvd.
 
     Args:
-        options: how to make and keep them.
-        state_dir: locked by this kvd; names its directory of files.
+        options: how arenas are created and kept.
+        state_dir: this kvd's locked state directory, which names its directory of arena files.
         num_words: progress words of each arena: how many loads can be under way at once.
         faults: faults that tests inject, see kvd/tiers/faults.py.
     """
@@ -162,13 +169,13 @@ class ArenaStore:
     # ---------------------------------------------------------------------------------- finding
 
     def find(self) -> dict[str, KeptArena]:
-        """Return what earlier kvds have left, by layout fingerprint. Called at start only.
+        """Return the arenas of earlier kvds by layout fingerprint. Called at start only.
 
-        What is there in part, or by a backing that is not used any more, is removed here.
+        Incomplete arenas, and those of a backing that is no longer configured, are removed.
         """
         kept: dict[str, KeptArena] = {}
         for backing in self._backings.values():
-            for fingerprint, parts in backing.found().items():
+            for fingerprint, parts in backing.find().items():
                 fds = [parts.get(part, -1) for part in PARTS]
                 found = KeptArena(fingerprint, backing.name, *fds)
                 if backing.name != self._options.keep:
@@ -180,25 +187,29 @@ class ArenaStore:
         return kept
 
     def adopt(self, layout: KVLayout, kept: KeptArena) -> Adoption | None:
-        """Take an arena over; None if it does not fit, which is logged, and it is removed.
+        """Take an arena over.
+
+        Returns:
+            The arena; None if it does not fit: then it is removed, and the log says why.
 
         Raises:
-            OSError: the machine does not let us now. It is as it was.
+            OSError: the arena cannot be opened or mapped now. It is left as it was.
         """
         try:
-            header = self._fitting_header(layout, kept)
+            header = self._check_header(layout, kept)
             journal = Journal(kept.journal_fd, layout, header.num_slots, self._faults)
             slots = ArenaMap(kept.slots_fd, layout.block_bytes, header.num_slots)
             adopted, writing = journal.read_all()
         except (UnfitArenaError, ValueError) as error:
             self.discard(kept, str(error))
             return None
-        # Of its file system: st_blksize may be that of huge pages which the kernel only tries.
+        # Asked of the file system: st_blksize may be the size of huge pages that the kernel only
+        # tries to use.
         pages = "hugetlb" if os.fstatvfs(kept.slots_fd).f_bsize > SECTOR_BYTES else ""
         memory = SlotsFile(kept.slots_fd, slots, pages)
         self._advise(memory)
-        arena = self._arena(layout, memory, journal, self._backings[kept.backing])
-        os.close(kept.journal_fd)  # systemd, or the directory, has it
+        arena = self._assemble(layout, memory, journal, self._backings[kept.backing])
+        os.close(kept.journal_fd)  # systemd or the directory keeps the file
         log.info(
             "arena_adopted",
             layout=layout.fingerprint,
@@ -209,7 +220,7 @@ class ArenaStore:
         return Adoption(arena, tuple(adopted), tuple(writing))
 
     def discard(self, kept: KeptArena, reason: str) -> None:
-        """Remove an arena that will not be adopted; engines that map it keep their memory."""
+        """Remove an arena that is not adopted; engines that map it keep their memory."""
         log.warning("arena_discarded", layout=kept.fingerprint, place=kept.backing, reason=reason)
         for fd in (kept.slots_fd, kept.journal_fd):
             if fd >= 0:
@@ -217,7 +228,7 @@ class ArenaStore:
         self._backings[kept.backing].remove(kept.fingerprint)
 
     def log_kept(self) -> None:
-        """Log what stays behind in memory when this process has ended, and how to remove it."""
+        """Log the memory that stays allocated when this process has ended, and how to free it."""
         for backing in self._backings.values():
             if isinstance(backing, DirectoryBacking) and (kept_bytes := backing.kept_bytes()):
                 log.info(
@@ -231,11 +242,11 @@ class ArenaStore:
     # --------------------------------------------------------------------------------- creating
 
     def create(self, layout: KVLayout, num_slots: int) -> Arena:
-        """Make an arena, and leave it where the next kvd finds it.
+        """Create an arena, and leave it where the next kvd finds it.
 
         Raises:
             HugepagesUnavailableError: dram.hugepages is "on", and there are not enough.
-            OSError: there is no memory for it.
+            OSError: there is no memory for the arena.
         """
         try:
             return self._create(layout, num_slots, self._backings[self._options.keep])
@@ -252,7 +263,8 @@ class ArenaStore:
         journal_fd = -1
         try:
             journal_fd = backing.new_file(name, "journal", journal_bytes(layout, num_slots))
-            os.posix_fallocate(journal_fd, 0, os.fstat(journal_fd).st_size)  # no SIGBUS later
+            # Allocated now: a page that cannot be allocated at its first use is a SIGBUS.
+            os.posix_fallocate(journal_fd, 0, os.fstat(journal_fd).st_size)
             self._faults.reach(WritePoint.ARENA_FILES)
             journal = Journal(journal_fd, layout, num_slots, self._faults)
             inode = os.fstat(memory.fd).st_ino
@@ -262,7 +274,7 @@ class ArenaStore:
             self._advise(memory)
             backing.keep(name, dict(zip(PARTS, (memory.fd, journal_fd), strict=True)))
             self._faults.reach(WritePoint.ARENA_KEPT)
-            return self._arena(layout, memory, journal, backing)
+            return self._assemble(layout, memory, journal, backing)
         except BaseException:
             os.close(memory.fd)
             backing.remove(name)
@@ -272,7 +284,7 @@ class ArenaStore:
                 os.close(journal_fd)
 
     def _new_slots(self, layout: KVLayout, num_slots: int, backing: ArenaBacking) -> SlotsFile:
-        """Make memory for the slots, of huge pages if that is possible and wanted."""
+        """Create memory for the slots: huge pages if they are configured and available."""
         name, num_bytes = layout.fingerprint, layout.block_bytes * num_slots
         hugepages = self._options.hugepages
         if hugepages == "on" and not backing.is_sealed:
@@ -292,12 +304,12 @@ class ArenaStore:
         fd = backing.new_file(name, "slots", align_up(num_bytes, SECTOR_BYTES))
         return arena_backing.map_slots(fd, layout.block_bytes, num_slots)
 
-    # ---------------------------------------------------------------------------------- inside
+    # --------------------------------------------------------------------------------- internals
 
-    def _arena(
+    def _assemble(
         self, layout: KVLayout, memory: SlotsFile, journal: Journal, backing: ArenaBacking
     ) -> Arena:
-        """Join the parts; the epoch is raised: from here on it is another kvd's time."""
+        """Build an arena of its parts, and raise its epoch: this kvd owns it from here on."""
         fingerprint = layout.fingerprint
         return Arena(
             fd=memory.fd,
@@ -310,7 +322,7 @@ class ArenaStore:
         )
 
     def _advise(self, memory: SlotsFile) -> None:
-        """Say what the kernel may know of the pages; failing at it costs speed only."""
+        """Advise the kernel about NUMA node and huge pages; a failure costs speed only."""
         if self._options.numa_node is not None:
             try:
                 page_advice.bind_to_node(memory.slots.memory, self._options.numa_node)
@@ -324,11 +336,11 @@ class ArenaStore:
             except OSError as error:
                 log.info("huge_pages_not_advised", error=error.strerror)
 
-    def _fitting_header(self, layout: KVLayout, kept: KeptArena) -> ArenaHeader:
+    def _check_header(self, layout: KVLayout, kept: KeptArena) -> ArenaHeader:
         """Return the header of an arena that this kvd can take over.
 
         Raises:
-            UnfitArenaError: saying why it cannot.
+            UnfitArenaError: the arena does not fit; the message says why.
             OSError: the arena's journal cannot be read.
         """
         header = unpack_header(_first_page(kept.journal_fd))
@@ -353,7 +365,7 @@ class ArenaStore:
 
 
 def _first_page(fd: int) -> bytes:
-    """Return the header's bytes; mapped, because not every file system of memory can be read."""
+    """Return the header's bytes; mapped, as not every in-memory file system supports read()."""
     if os.fstat(fd).st_size < HEADER_BYTES:
         raise UnfitArenaError("its journal has no header")
     size = min(max(HEADER_BYTES, os.fstat(fd).st_blksize), os.fstat(fd).st_size)

@@ -1,11 +1,12 @@
-"""Whole transfers between a file and memory, past the page cache where the file system allows it.
+"""Complete reads and writes of files, with direct I/O where the file system supports it.
 
-Direct I/O wants memory, file offset and length in whole sectors. What it refuses (EINVAL) is done
-through the page cache instead, by the same descriptor: O_DIRECT can be taken off an open file.
+Direct I/O bypasses the page cache. It needs memory, file offset and length in whole sectors. When
+the file system refuses a transfer (EINVAL), it is repeated through the page cache with the same
+descriptor: O_DIRECT can be removed from an open file.
 
-Memory that is aligned for it is each I/O thread's staging buffer. Headers go through that, and
-blocks that are packed, sealed or scrubbed: these in pieces of about STAGED_IO_BYTES, so that it
-stays small however large a block is.
+Each I/O thread has a staging buffer, which is aligned for direct I/O. Headers go through it, and
+blocks that are packed, sealed or scrubbed. These are moved in pieces of about STAGED_IO_BYTES, so
+that the buffer stays small for blocks of any size.
 """
 
 import errno
@@ -23,10 +24,10 @@ STAGED_IO_BYTES = 4 << 20
 
 
 def read_fully(fd: int, buffers: Sequence[memoryview], offset: int) -> bool:
-    """Fill buffers, whose sizes are whole sectors, from a file.
+    """Fill buffers, whose sizes are whole sectors, from a file; blocks.
 
     Returns:
-        False if the file ends before they are full.
+        False if the file ends before the buffers are full.
 
     Raises:
         OSError: the device failed.
@@ -34,8 +35,8 @@ def read_fully(fd: int, buffers: Sequence[memoryview], offset: int) -> bool:
     total = sum(map(len, buffers))
     done = 0
     while done < total:
-        count = os.preadv(fd, _rest(buffers, done), offset + done)
-        # A read may stop anywhere; only from a sector's start may a direct one continue.
+        count = os.preadv(fd, _remaining(buffers, done), offset + done)
+        # A read may stop anywhere, but a direct read may continue only at a sector's start.
         whole = (done + count) // SECTOR_BYTES * SECTOR_BYTES
         if whole == done:
             return False
@@ -44,15 +45,15 @@ def read_fully(fd: int, buffers: Sequence[memoryview], offset: int) -> bool:
 
 
 def write_fully(fd: int, buffers: Sequence[memoryview], offset: int) -> None:
-    """Write buffers, whose sizes are whole sectors, to a file.
+    """Write buffers, whose sizes are whole sectors, to a file; blocks.
 
     Raises:
-        OSError: the device failed; ENOSPC also when it takes nothing and does not say why.
+        OSError: the device failed. ENOSPC also if a write takes no byte and gives no reason.
     """
     total = sum(map(len, buffers))
     done = 0
     while done < total:
-        count = os.pwritev(fd, _rest(buffers, done), offset + done)
+        count = os.pwritev(fd, _remaining(buffers, done), offset + done)
         if not count:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         whole = (done + count) // SECTOR_BYTES * SECTOR_BYTES
@@ -60,7 +61,7 @@ def write_fully(fd: int, buffers: Sequence[memoryview], offset: int) -> None:
 
 
 def probe_direct(directory: Path) -> bool:
-    """Whether files of a directory can be read and written past the page cache."""
+    """Whether files in a directory can be read and written with direct I/O."""
     try:
         fd, name = tempfile.mkstemp(prefix="probe-", dir=directory)
     except OSError:
@@ -71,42 +72,42 @@ def probe_direct(directory: Path) -> bool:
         write_fully(fd, [sector], 0)
         return read_fully(fd, [sector], 0)
     except OSError as error:
-        return error.errno in (errno.ENOSPC, errno.EDQUOT)  # full, which says nothing about direct
+        return error.errno in (errno.ENOSPC, errno.EDQUOT)  # a full disk may still have direct I/O
     finally:
         os.close(fd)
         Path(name).unlink(missing_ok=True)
 
 
 def set_direct(fd: int, *, on: bool) -> None:
-    """Open or close the way past the page cache.
+    """Turn direct I/O on or off for an open file.
 
     Raises:
-        OSError: EINVAL where the file system has none.
+        OSError: EINVAL where the file system does not support it.
     """
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT if on else flags & ~os.O_DIRECT)
 
 
-def _rest(buffers: Sequence[memoryview], done: int) -> list[memoryview]:
-    """Return what is left of buffers after `done` bytes."""
+def _remaining(buffers: Sequence[memoryview], done: int) -> list[memoryview]:
+    """Return the parts of buffers behind their first `done` bytes."""
     if not done:
         return list(buffers)
-    rest: list[memoryview] = []
+    remaining: list[memoryview] = []
     for buffer in buffers:
         if done < len(buffer):
-            rest.append(buffer[done:])
+            remaining.append(buffer[done:])
         done = max(0, done - len(buffer))
-    return rest
+    return remaining
 
 
 class Staging:
-    """A buffer that grows to the largest piece its thread has met; its pages are allocated then."""
+    """A thread's buffer for I/O, which grows to the largest piece that was requested."""
 
     def __init__(self) -> None:
         self._view = memoryview(b"")
 
     def take(self, num_bytes: int) -> memoryview:
-        """Return `num_bytes` of memory with arbitrary contents, good until the next call."""
+        """Return `num_bytes` of memory with arbitrary contents, valid until the next call."""
         if len(self._view) < num_bytes:
             size = align_up(num_bytes, 16 * SECTOR_BYTES)
             flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE

@@ -1,17 +1,17 @@
-"""How the blocks of one layout are laid down in extents: what readers and writers share.
+"""The format of extents: how the blocks of one layout lie on SSD. Used by readers and writers.
 
-Everything that depends on the layout only is computed once: a block of 80 layers is read in less
-time than its layout takes to walk. Layers move together in groups: one I/O is worth its start from
-about a mebibyte on.
+Everything that depends on the layout only is computed once: reading a block of 80 layers takes
+less time than iterating over its layout. Layers are transferred in groups, because a single I/O
+pays from about a mebibyte on.
 
-An extent begins with a header: which block lies here, and how its bytes are verified.
+An extent begins with a header, which names its block and holds the checksums of its bytes.
 
      0  magic "KVDX"
      4  version, uint32
      8  xxh3_64 of bytes [16, end of the token ids)
     16  block key, 16 bytes
     32  layout fingerprint, 16 bytes
-    48  num_tokens, uint32; 0: a part of a state or a window
+    48  num_tokens, uint32; 0: a part of a state or of a window
     52  number of layers, uint32
     56  zero, 8 bytes
     64  checksums, uint64 per layer: see kvd/tiers/slot_rows.py
@@ -42,7 +42,7 @@ assert _FIXED.size == HEADER_FIXED_BYTES  # noqa: S101 - the shape and the forma
 
 
 class HeaderFormat:
-    """Headers of one layout's extents."""
+    """The headers of one layout's extents."""
 
     def __init__(self, shape: ExtentShape) -> None:
         self.num_bytes = shape.header_bytes
@@ -55,7 +55,7 @@ class HeaderFormat:
     def pack_into(
         self, buffer: memoryview, key: bytes, num_tokens: int, block: StoredBlock
     ) -> None:
-        """Write a header to the first num_bytes of `buffer`."""
+        """Write a header to the first `num_bytes` of `buffer`."""
         end = self._tokens_offset + TOKEN_BYTES * num_tokens
         _FIXED.pack_into(
             buffer, 0, MAGIC, VERSION, 0, key, self._digest, num_tokens, self._num_layers
@@ -66,7 +66,7 @@ class HeaderFormat:
         _START.pack_into(buffer, 0, MAGIC, VERSION, checksum(buffer[_START.size : end]))
 
     def unpack(self, buffer: memoryview, key: bytes, num_tokens: int) -> StoredBlock | None:
-        """Read a header; None unless it is whole and that of this block."""
+        """Read a header; return None unless it is intact and names this block."""
         magic, version, crc, found_key, digest, found_tokens, num_layers = _FIXED.unpack_from(
             buffer
         )
@@ -88,7 +88,7 @@ LAYERED_IO_BYTES = 1 << 20
 
 
 def layer_groups(layer_bytes: Sequence[int], least_bytes: float) -> tuple[range, ...]:
-    """Split layers into runs of at least `least_bytes` each; what is left joins the last run."""
+    """Split layers into runs of at least `least_bytes` each; a remainder joins the last run."""
     groups: list[range] = []
     first, size = 0, 0
     for layer, num_bytes in enumerate(layer_bytes):
@@ -103,24 +103,33 @@ def layer_groups(layer_bytes: Sequence[int], least_bytes: float) -> tuple[range,
 
 
 class ToWrite(NamedTuple):
-    """A block on its way to its extent."""
+    """A block that is to be written to its extent.
+
+    Attributes:
+        extent: first sector of the extent.
+        key: block key.
+        num_tokens: number of the block's tokens.
+        stored: the block's token ids and checksums, for the header.
+        memory: memory of the block's slot.
+        tenant: tenant whose key seals the extent.
+    """
 
     extent: int
     key: bytes
     num_tokens: int
     stored: StoredBlock
-    memory: memoryview  # of its slot
+    memory: memoryview
     tenant: str
 
 
 @dataclass(frozen=True)
 class GroupPlan:
-    """Some layers of an extent that move together.
+    """Consecutive layers of an extent that are transferred in one I/O.
 
     Attributes:
-        layers: the layers.
-        offset: offset of the first slice in the extent.
-        num_bytes: size of all their slices, padding included.
+        layers: indices of the layers.
+        offset: byte offset of the first layer's slice in the extent.
+        num_bytes: size of all slices of the layers, padding included.
     """
 
     layers: range
@@ -129,7 +138,7 @@ class GroupPlan:
 
 
 class ExtentFormat:
-    """One layout's extents."""
+    """The extents of one layout: sizes, slices, headers and groups."""
 
     def __init__(self, layout: KVLayout) -> None:
         self.shape = ExtentShape(layout)
@@ -143,23 +152,23 @@ class ExtentFormat:
         self._token_bytes = tuple(layer.token_bytes for layer in layout.token_layers)
 
     def is_full(self, num_tokens: int) -> bool:
-        """Whether the extent holds the slot's bytes as they are."""
+        """Whether an extent of this many tokens holds the slot's bytes as they are."""
         return num_tokens in self._full_tokens
 
     def used_bytes(self, layer_index: int, num_tokens: int) -> int:
-        """Return how many bytes of one layer slice are hashed."""
+        """Return how many bytes of one layer slice are used, and so hashed."""
         if not num_tokens:
             return self.shape.slice_bytes(layer_index, 0)
         return self._token_bytes[layer_index] * num_tokens
 
     def slice_bytes(self, layer_index: int, num_tokens: int) -> int:
-        """Return the bytes of one layer slice in its extent, padding included."""
+        """Return the size of one layer slice in its extent, padding included."""
         return align_up(self.used_bytes(layer_index, num_tokens), SECTOR_BYTES)
 
     def used_rows(
         self, memory: memoryview, layer_index: int, num_tokens: int
     ) -> bytes | memoryview:
-        """Return the used bytes of a slot's layer slice, side by side; a copy if they are not."""
+        """Return the used bytes of a slot's layer slice; a copy if they are not contiguous."""
         runs = self.rows.runs(layer_index, num_tokens)
         if len(runs) == 1:
             ((start, end),) = runs
@@ -169,14 +178,14 @@ class ExtentFormat:
     def scatter(
         self, layer_index: int, num_tokens: int, used: bytes | memoryview, memory: memoryview
     ) -> None:
-        """Put used bytes that lie side by side where they belong in a slot."""
+        """Copy the contiguous used bytes of a layer slice to their places in a slot."""
         done = 0
         for start, end in self.rows.runs(layer_index, num_tokens):
             memory[start:end] = used[done : done + end - start]
             done += end - start
 
     def plan(self, num_tokens: int, least_bytes: float) -> tuple[GroupPlan, ...]:
-        """Plan groups of at least this many bytes; the first one follows the header."""
+        """Return groups of at least `least_bytes` each; the first one follows the header."""
         known = self._plans.get((num_tokens, least_bytes))
         if known is None:
             known = self._plans[num_tokens, least_bytes] = self._plan(num_tokens, least_bytes)

@@ -1,10 +1,11 @@
-"""One extent being read, group of layers by group of layers, each verified before it counts.
+"""The read of one extent, one group of layers at a time. Each group is verified.
 
-The first group brings the header; the others may be read in any order, at the same time, once that
-has succeeded. Bytes of a group whose outcome is not OK may have been overwritten in the slot.
+The first group includes the header. Once it has succeeded, the other groups may be read in any
+order and at the same time. If a group's outcome is not OK, its bytes in the slot may have been
+overwritten.
 
-Where tenants have keys an extent may be sealed or plain, which shows once it is read; so it goes
-through the staging buffer, whatever it is.
+Where tenants have keys, an extent may be sealed or plain. That is known only when its header is
+read, so every extent goes through the staging buffer there.
 """
 
 from collections.abc import Callable
@@ -20,17 +21,18 @@ from shared.process.log import get_logger
 if TYPE_CHECKING:
     from kvd.core.records.entries import StoredBlock
 
-Source: TypeAlias = Callable[[int, list[memoryview]], bool]  # fills buffers from an offset on
+# Fills buffers from an offset of the extent on; False if the file ends before.
+Source: TypeAlias = Callable[[int, list[memoryview]], bool]
 
 log = get_logger(__name__)
 
 
 class ExtentRead:
-    """See the module docstring. Its groups may be run by several threads.
+    """A planned or running read of one extent. Several threads may run its groups.
 
     Attributes:
-        groups: what there is to read, in order.
-        stored: what the header says, once the first group is there.
+        groups: groups of layers to read, in order.
+        stored: token ids and checksums of the header; None until the first group is read.
     """
 
     def __init__(
@@ -43,16 +45,16 @@ class ExtentRead:
         source: Source,
         sealed: SealedFormat | None,
     ) -> None:
-        """Plan to read an extent; see the module docstring.
+        """Plan the read of an extent.
 
         Args:
-            extent_format: extent format of its layout.
+            extent_format: format of the layout's extents.
             key: key of the block.
             num_tokens: number of tokens of the block.
-            memory: the slot to fill; None: the extent is only verified.
+            memory: memory of the slot to fill; None: the extent is only verified.
             groups: groups of layers, in order.
-            source: reads from the extent; False: its file ends before.
-            sealed: opens extents that are sealed; None: none is.
+            source: reads from the extent.
+            sealed: format of sealed extents; None: no extent is sealed.
         """
         self._format = extent_format
         self._key = key
@@ -60,20 +62,25 @@ class ExtentRead:
         self._memory = memory
         self._source = source
         self._sealed = sealed
-        self._opened: OpenedExtent | None = None  # if this one is sealed
+        self._opened: OpenedExtent | None = None  # set once the header shows a sealed extent
         self.groups = groups
         self.stored: StoredBlock | None = None
 
     def run(self, index: int, staging: Staging) -> IoOutcome:
-        """Read and verify one group; blocks."""
+        """Read and verify one group; blocks.
+
+        Args:
+            index: index of the group in `groups`.
+            staging: staging buffer of the calling thread.
+        """
         try:
-            is_good = self._run(index, staging)
+            is_valid = self._run(index, staging)
         except FileNotFoundError:
-            is_good = False
+            is_valid = False
         except OSError as error:
             log.warning("ssd_read_failed", block=self._key.hex(), error=str(error))
             return IoOutcome.TRANSIENT
-        return IoOutcome.OK if is_good else IoOutcome.CORRUPT
+        return IoOutcome.OK if is_valid else IoOutcome.CORRUPT
 
     def _run(self, index: int, staging: Staging) -> bool:
         group = self.groups[index]
@@ -83,36 +90,36 @@ class ExtentRead:
             buffer = staging.take(end + SPARE_BYTES)
             return (
                 self._source(group.offset - header_bytes, [buffer[:end]])
-                and self._has_header(buffer[:header_bytes])
-                and self._take_staged(group, buffer[header_bytes:])
+                and self._read_header(buffer[:header_bytes])
+                and self._unpack_staged(group, buffer[header_bytes:])
             )
         header = staging.take(header_bytes)
-        start = group.offset - self._format.header.num_bytes  # the slot's own offset
+        start = group.offset - self._format.header.num_bytes  # offset in the slot
         body = self._memory[start : start + group.num_bytes]
         buffers = [header, body] if header_bytes else [body]
-        if not self._source(group.offset - header_bytes, buffers) or not self._has_header(header):
+        if not self._source(group.offset - header_bytes, buffers) or not self._read_header(header):
             return False
         hasher, checksums = self._format.hasher, self._checksums()
         return hasher.matches(self._memory, self._num_tokens, checksums, group.layers)
 
-    def _has_header(self, header: memoryview) -> bool:
-        """Take over the header, which only the first group has."""
+    def _read_header(self, header: memoryview) -> bool:
+        """Decode the header, which only the first group has; return whether it is valid."""
         if not len(header):
             return self.stored is not None
         if self._sealed and is_sealed(header):
-            self._opened = self._sealed.opened(header, self._key, self._num_tokens)
+            self._opened = self._sealed.open_extent(header, self._key, self._num_tokens)
             self.stored = self._opened.stored if self._opened else None
         else:
             self.stored = self._format.header.unpack(header, self._key, self._num_tokens)
         return self.stored is not None
 
-    def _take_staged(self, group: GroupPlan, body: memoryview) -> bool:
+    def _unpack_staged(self, group: GroupPlan, body: memoryview) -> bool:
         """Verify slices in the staging buffer, then copy their rows to the slot.
 
         `body` has SPARE_BYTES more than the slices.
         """
         if self._opened:
-            return self._opened.take(group, body, self._memory)
+            return self._opened.open_group(group, body, self._memory)
         offset, checksums = 0, self._checksums()
         for layer in group.layers:
             used_bytes = self._format.used_bytes(layer, self._num_tokens)

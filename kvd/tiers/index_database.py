@@ -1,8 +1,8 @@
-"""The database file of the index: its tables, and what becomes of one that we cannot use.
+"""The database file of the index: its tables, and how an unusable file is handled.
 
-SQLite in WAL mode. A file that is damaged, or of a schema that is too old, is renamed, never
-deleted; an older one together with its volumes, whose extents nothing else describes. A newer one
-is refused.
+The database is SQLite in WAL mode. A file that is damaged or has too old a schema is renamed,
+never deleted. An older file's volumes are renamed with it, because only that index describes their
+extents. A file with a newer schema is refused.
 """
 
 import contextlib
@@ -16,9 +16,9 @@ from shared.process.log import get_logger
 from shared.types.errors import ConfigError
 
 SCHEMA_VERSION = 5
-OLDEST_VERSION = 2  # that is read: it lacks tables, and they are added
-_WAL_FORMAT = 2  # the highest value of bytes 18 and 19 of a database file
-BUSY_S = 5.0  # SQLite's wait for somebody's lock (a backup, an operator's sqlite3)
+OLDEST_VERSION = 2  # the oldest that is read: tables that it lacks are added
+_WAL_FORMAT = 2  # the highest valid value of bytes 18 and 19 of a database file
+BUSY_S = 5.0  # how long SQLite waits for another process's lock (a backup, an operator's sqlite3)
 
 _SCHEMA = """
 BEGIN IMMEDIATE;
@@ -80,7 +80,7 @@ class UnusableManifestError(ConfigError):
 
 
 class _OlderSchemaError(Exception):
-    """The database is of an older release."""
+    """The database has a schema of an older release."""
 
     def __init__(self, version: int) -> None:
         super().__init__(version)
@@ -88,16 +88,16 @@ class _OlderSchemaError(Exception):
 
 
 def open_database(path: Path, volumes: Path, faults: Faults) -> sqlite3.Connection:
-    """Open or create the index; set an unusable one aside and start empty.
+    """Open or create the index. Set an unusable file aside, and start with an empty index.
 
     Args:
         path: path of the database.
-        volumes: the directory of the segments that it describes.
+        volumes: directory of the volumes that the index describes.
         faults: faults that tests inject, see kvd/tiers/faults.py.
 
     Raises:
         NewerManifestError: the schema is newer than this release.
-        UnusableManifestError: the file system does not let us.
+        UnusableManifestError: the file cannot be opened, although it may be intact.
     """
     try:
         try:
@@ -105,7 +105,7 @@ def open_database(path: Path, volumes: Path, faults: Faults) -> sqlite3.Connecti
         except _OlderSchemaError as error:
             _set_older_aside(path, volumes, error.version, faults)
         except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
-            if not _is_damage(error):  # locked, no access, disk full
+            if not _is_damage(error):  # locked, no access or disk full: the file may be intact
                 raise
             moved = _rename(_with_companions(path), ".corrupt-{}")
             log.error("manifest_corrupt", error=str(error), moved_to=moved)  # noqa: TRY400
@@ -120,8 +120,9 @@ def open_database(path: Path, volumes: Path, faults: Faults) -> sqlite3.Connecti
 def _is_damage(error: sqlite3.DatabaseError | UnicodeDecodeError) -> bool:
     """Whether opening failed because of the file's contents.
 
-    SQLite has a class for some damage only; what is left of it are errors in statements, which ours
-    do not have, and messages that quote what is no text.
+    Damage that SQLite recognizes is a plain DatabaseError. Other damage appears as an error in a
+    statement (SQLITE_ERROR), since our statements have none, or as a message that quotes bytes that
+    are not text (UnicodeDecodeError).
     """
     if isinstance(error, UnicodeDecodeError) or type(error) is sqlite3.DatabaseError:
         return True
@@ -129,7 +130,11 @@ def _is_damage(error: sqlite3.DatabaseError | UnicodeDecodeError) -> bool:
 
 
 def _check_header(path: Path) -> None:
-    """Find damage for which SQLite would take the file for one that may only be read."""
+    """Refuse a damaged header that SQLite would take for that of a read-only file.
+
+    Raises:
+        sqlite3.DatabaseError: the header's version bytes are not valid.
+    """
     with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
         if any(version > _WAL_FORMAT for version in file.read(20)[18:]):
             raise sqlite3.DatabaseError("its header has an unknown format")
@@ -153,7 +158,7 @@ def _connect(path: Path, faults: Faults) -> sqlite3.Connection:
         if 0 < version < OLDEST_VERSION:
             raise _OlderSchemaError(version)  # noqa: TRY301
         faults.reach(WritePoint.INDEX_CREATED)
-        if version != SCHEMA_VERSION:  # a start must not need space on a full disk
+        if version != SCHEMA_VERSION:  # else write nothing: kvd must start on a full disk
             db.executescript(f"{_SCHEMA} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;")
         _check_tables(db)
     except BaseException:
@@ -163,7 +168,7 @@ def _connect(path: Path, faults: Faults) -> sqlite3.Connection:
 
 
 def _check_tables(db: sqlite3.Connection) -> None:
-    """Raise DatabaseError unless the tables are the ones of a new database."""
+    """Raise sqlite3.DatabaseError unless the tables are those of a new database."""
     with contextlib.closing(sqlite3.connect(":memory:", isolation_level=None)) as new:
         new.executescript(f"{_SCHEMA} COMMIT;")
         if _tables(db) != _tables(new):
@@ -174,8 +179,11 @@ _COMMENT = re.compile(rb"--[^\n]*")
 
 
 def _tables(db: sqlite3.Connection) -> list[bytes]:
-    """Return what made the tables, without comments: SQLite keeps them, and releases differ."""
-    query = (  # as bytes: a damaged one may be no text
+    """Return the tables' CREATE statements without comments.
+
+    SQLite stores the statements as they were written, and comments differ between releases.
+    """
+    query = (  # as bytes: a damaged statement may not be valid text
         "SELECT CAST(sql AS BLOB) FROM sqlite_schema WHERE type = 'table' ORDER BY name"
     )
     statements = (sql or b"" for (sql,) in db.execute(query))
@@ -183,7 +191,10 @@ def _tables(db: sqlite3.Connection) -> list[bytes]:
 
 
 def _set_older_aside(path: Path, volumes: Path, version: int, faults: Faults) -> None:
-    """Rename an older index and its volumes; the index last, so that a kill only delays it."""
+    """Rename an older index and its volumes.
+
+    The index is last: after a kill in between, the next start finds it and continues.
+    """
     suffix = f".schema-{version}-{{}}"
     moved = [_rename([volumes], suffix)] if volumes.exists() else []
     faults.reach(WritePoint.INDEX_SET_ASIDE)
@@ -197,19 +208,21 @@ def _set_older_aside(path: Path, volumes: Path, version: int, faults: Faults) ->
 
 
 def _with_companions(path: Path) -> list[Path]:
-    """Return a database and what SQLite keeps beside it, the database itself last."""
+    """Return the paths of a database and of SQLite's files beside it, the database last."""
     return [path.with_name(path.name + suffix) for suffix in ("-wal", "-shm", "")]
 
 
 def _rename(paths: Iterable[Path], suffix: str) -> str:
-    """Rename what exists of `paths`, of which the last one does.
+    """Rename a file and its companions.
 
     Args:
-        paths: files of one directory.
-        suffix: text appended to the last one's name, a number in place of {} that makes it new.
+        paths: companions, which may be missing, and the main file, which exists. All are in one
+            directory.
+        suffix: text to append to the main file's name. {} in it becomes the first number for which
+            no file has that name.
 
     Returns:
-        The last one's new path.
+        The main file's new path.
     """
     *companions, main = paths
     number = 1

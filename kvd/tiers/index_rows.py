@@ -1,13 +1,14 @@
-"""Reading the index at the start: millions of rows in a second or two.
+"""Reads the rows of the index at the start: millions of rows in a second or two.
 
-Blocks come by columns. A row that becomes Python objects costs a microsecond or more; so SQLite
-joins each column to one text (keys to one blob: to SQLite bytes are text as they are), which is
-turned back into numbers in one call. Sessions come by columns, too, each of some rows.
+Blocks are read by columns. Turning a row into Python objects costs a microsecond or more. So
+SQLite concatenates each column into one text (keys into one blob: SQLite treats bytes as text
+unchanged), and one call converts that text to numbers. Sessions are read by columns, too, in groups
+of rows.
 
-That values have the types of their columns is checked although the tables are strict, because the
-file may have been damaged. All blocks at once are compared by open_database (its quick_check looks
-at every value of a strict table); here it is enough that all of them came, as numbers, and only
-where that is not so each is looked at.
+The tables are strict, but types of values are still checked, because the file may be damaged.
+open_database() has checked all values (quick_check looks at every value of a strict table). Here
+it suffices to check that every value arrived, and as a number. Only if that fails, each row is
+checked by itself.
 """
 
 import sqlite3
@@ -22,9 +23,9 @@ from kvd.core.records.entries import Pin, SessionColumns, SessionRecord
 from shared.types.block_key import KEY_BYTES
 from shared.types.session_key import SessionKey
 
-_FETCH = 1024  # rows at a time; some may be long
+_FETCH = 1024  # rows fetched at a time; some may be long
 
-# Keys are digests: their first byte splits them evenly.
+# Keys are digests, so that ranges of their first byte have equal shares of the blocks.
 _RANGES = tuple(
     (bytes([first]), bytes([first + 15]) + b"\xff" * 256) for first in range(0, 256, 16)
 )
@@ -46,7 +47,7 @@ WHERE layout = ? AND typeof(tenant) = 'text' AND typeof(session_id) = 'text'
 AND typeof(spans) = 'blob' AND typeof(sessions.last_access_ns) = 'integer'
 AND typeof(ttl_ns) IN ('integer', 'null') AND pin IN (0, 1, 2)
 """
-_MOST_TOKENS = np.iinfo(np.int32).max  # what a damaged row has more than, or less than none of
+_MOST_TOKENS = np.iinfo(np.int32).max  # a damaged row may have more, or a negative number
 _PINS = {pin.value: pin for pin in Pin}
 
 _Row: TypeAlias = tuple[bytes, bytes, bytes, int, int | None, int, int, int | None]
@@ -55,7 +56,11 @@ _Row: TypeAlias = tuple[bytes, bytes, bytes, int, int | None, int, int, int | No
 def read_blocks(
     db: sqlite3.Connection, layout_id: int
 ) -> tuple[bytes, NDArray[np.int64], NDArray[np.int32]]:
-    """Return (keys joined, extents, numbers of tokens) of a layout's blocks."""
+    """Read a layout's blocks.
+
+    Returns:
+        (keys, concatenated; extents [blocks]; numbers of tokens [blocks]), in the same order.
+    """
     keys: list[bytes] = []
     extents: list[NDArray[np.int64]] = [_numbers("")]
     block_tokens: list[NDArray[np.int32]] = [_numbers("").astype(np.int32)]
@@ -74,9 +79,16 @@ def read_blocks(
 
 
 def read_sessions(db: sqlite3.Connection, layout_id: int, model: str) -> Iterator[SessionColumns]:
-    """Yield a layout's sessions; what their spans hold is not looked at."""
+    """Yield a layout's sessions in groups; their spans are not decoded.
+
+    Args:
+        db: the index.
+        layout_id: number of the layout in the index.
+        model: fingerprint of the layout's model, for the session keys.
+    """
     cursor = db.execute(_SESSIONS, (layout_id,))
-    names: dict[bytes, str] = {}  # each row comes with bytes of its own for its tenant
+    # Each row has its own bytes object for the tenant's name: share one string per tenant instead.
+    names: dict[bytes, str] = {}
     while rows := cursor.fetchmany(_FETCH):
         try:
             yield _columns(rows, model, names)
@@ -85,15 +97,15 @@ def read_sessions(db: sqlite3.Connection, layout_id: int, model: str) -> Iterato
 
 
 def _columns(rows: list[_Row], model: str, names: dict[bytes, str]) -> SessionColumns:
-    """Put rows into columns.
+    """Turn rows of sessions into columns.
 
     Args:
         rows: rows of the table of sessions.
-        model: the fingerprint of the model of all of them.
-        names: tenants' names that were met before.
+        model: fingerprint of their model.
+        names: known names of tenants, encoded → decoded; new ones are added.
 
     Raises:
-        UnicodeDecodeError: the name of a tenant or of a session is no text.
+        UnicodeDecodeError: the name of a tenant or a session is not valid text.
     """
     if not rows:
         return SessionColumns((), (), (), {})
@@ -116,7 +128,7 @@ def _columns(rows: list[_Row], model: str, names: dict[bytes, str]) -> SessionCo
 
 
 def _has_names(row: _Row) -> bool:
-    """Whether the names in a row are text."""
+    """Whether the names of a row's tenant and session are valid text."""
     try:
         row[0].decode()
         row[1].decode()
@@ -126,7 +138,7 @@ def _has_names(row: _Row) -> bool:
 
 
 def _are_columns(keys: bytes | None, *texts: str | None) -> bool:
-    """Whether there are as many numbers, and nothing else, as keys in each of the texts."""
+    """Whether each text is a list of as many numbers as there are keys, and nothing else."""
     num_commas = len(keys or b"") // KEY_BYTES - 1
     return all(
         not keys if text is None else _is_numbers(text) and text.count(",") == num_commas

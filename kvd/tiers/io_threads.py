@@ -1,29 +1,29 @@
-"""Threads of the tiers: a pool for all layouts' I/O and hashing, and workers that take batches.
+"""Threads of the tiers: a pool for the I/O and hashing of all layouts, and batch workers.
 
-The pool is bounded, and serves by priority:
+The pool has a bounded number of threads, and serves jobs by priority:
 
-    READ            a load waits: ordered by (load, group of layers, block)
-    URGENT_VERIFY   a load waits for a slot's bytes to be checked
+    READ            a load waits for it; ordered by (load, group of layers, block)
+    URGENT_VERIFY   a load waits for the check of a slot's bytes
     READ_AHEAD      a load may come
     WRITE
     HASH            a stored block waits to be written
     BACKGROUND      scrubbing
 
 Invariants of the pool:
-1. the first job in this order is the next to start; it waits when its bytes would exceed the budget
-   in flight, unless nothing is in flight; meanwhile blocks are hashed, which takes no I/O. Writes
-   go before hashes, so that the disk is busy from the first hashed block on;
-2. while jobs run that nobody waits for, one more thread than configured stands by for the others,
-   and half of the budget is theirs: a load does not wait for the end of a write or of what is read
-   ahead;
-3. half of the threads read ahead, at most, and none begins while a load reads: it shares the disk
-   with few of them, and for a moment. Writes continue beside them.
+1. The first job in this order is the next to start. It waits while its bytes would exceed the
+   budget in flight, unless nothing is in flight. Meanwhile blocks are hashed, which needs no I/O.
+   Writes go before hashes, so that the disk is busy from the first hashed block on.
+2. *Patient* jobs are those that no load waits for. While some of them run, one more thread than
+   configured is available to the other jobs, and half of the budget in flight is reserved for
+   those: a load does not wait for the end of a write or of a read ahead.
+3. At most half of the threads read ahead, and no read ahead begins while a load reads. So a load
+   shares the disk with few of them, for a moment. Writes continue beside loads.
 
-A batch worker is one thread that takes everything queued at once, in the order it was put: the
+A batch worker is one thread that takes everything queued at once, in the order of the queue: the
 shape of a group commit.
 
-No queue here has a bound of its own: what may be put is bounded by the caller. A job holds a slot,
-or is one scrub; an SSD write holds a slot, an index row is counted by the manifest.
+The queues have no bounds of their own; their callers bound them. A job holds a slot, or is the only
+scrub; an SSD write holds a slot; the manifest counts rows of the index.
 """
 
 import heapq
@@ -45,7 +45,7 @@ log = get_logger(__name__)
 
 
 class Priority(IntEnum):
-    """Who goes first."""
+    """Priority of a job; the smallest goes first."""
 
     READ = 0
     URGENT_VERIFY = 1
@@ -55,11 +55,11 @@ class Priority(IntEnum):
     BACKGROUND = 5
 
 
-PATIENT = (Priority.READ_AHEAD, Priority.WRITE, Priority.BACKGROUND)  # nobody waits for them
+PATIENT = (Priority.READ_AHEAD, Priority.WRITE, Priority.BACKGROUND)  # no load waits for these
 
 
-def _done(_staging: Staging) -> None:
-    """Stand in for a job that has run."""
+def _finished_job(_staging: Staging) -> None:
+    """Replace a job that has run."""
 
 
 class _Queued(NamedTuple):
@@ -73,35 +73,36 @@ class _Queued(NamedTuple):
 
 
 class IoPool:
-    """The pool; see the module docstring. For any thread.
+    """A bounded pool of threads that serves jobs by priority. Any thread may call any method.
 
     Args:
-        num_threads: how many jobs run at once, but for the thread that stands by.
-        max_bytes_in_flight: most bytes of I/O that has begun and not ended.
+        num_threads: number of jobs that run at once, without the extra thread of invariant 2.
+        max_bytes_in_flight: budget of bytes of I/O that has begun and not ended.
     """
 
     def __init__(self, num_threads: int, max_bytes_in_flight: int) -> None:
         self._num_threads = num_threads
-        self._most_ahead = max(1, num_threads // 2)
+        self._max_ahead = max(1, num_threads // 2)
         self._max_bytes = max_bytes_in_flight
         self._queue: list[_Queued] = []  # a heap
-        self._ahead: list[_Queued] = []  # a heap; apart, because its bound must not hold up writes
+        # A heap of its own: a read ahead that may not start must not hold up the writes behind it.
+        self._ahead: list[_Queued] = []
         self._hashes: deque[_Queued] = deque()
-        self._num_queued = 0  # ever
+        self._num_queued = 0  # since the start
         self._tickets = itertools.count()
         self._bytes_in_flight = 0
         self._num_running = 0
-        self._num_patient = 0  # jobs that run and nobody waits for
-        self._num_ahead = 0  # of these, reads ahead
-        self._num_reads = 0  # that run, and loads wait for
-        self._patient_bytes = 0  # in flight of them
+        self._num_patient = 0  # running patient jobs
+        self._num_ahead = 0  # running reads ahead
+        self._num_reads = 0  # running reads that loads wait for
+        self._patient_bytes = 0  # bytes in flight of patient jobs
         self._changed = threading.Condition()
         self._closing = False
         self._threads: list[threading.Thread] = []
 
     @property
     def bytes_in_flight(self) -> int:
-        """Bytes of the I/O that runs."""
+        """Bytes of I/O that has begun and not ended."""
         return self._bytes_in_flight
 
     def __len__(self) -> int:
@@ -116,18 +117,22 @@ class IoPool:
             thread.start()
 
     def ticket(self) -> int:
-        """Take a number for `order`, greater than all before: layouts take turns by it."""
+        """Return a number for `order` that is greater than all before.
+
+        All layouts draw from here, so that their jobs are served in the order of arrival.
+        """
         return next(self._tickets)
 
     def submit(
         self, priority: Priority, num_bytes: int, job: Job, order: tuple[int, ...] = ()
     ) -> None:
-        """Queue a job; never blocks. It must not raise: nobody would see it.
+        """Queue a job; never blocks.
 
         Args:
             priority: class of the job, see the module docstring.
-            num_bytes: bytes of I/O that it does; 0 for work that is none.
-            job: called in a thread of the pool, with that thread's staging buffer.
+            num_bytes: bytes of I/O that the job does; 0 for work without I/O.
+            job: called in a thread of the pool with that thread's staging buffer. It must not
+                raise: an exception is only logged.
             order: among jobs of the same priority the least goes first, then the earliest.
         """
         with self._changed:
@@ -141,7 +146,7 @@ class IoPool:
             self._wake()
 
     def close(self) -> None:
-        """Drop what has not begun, and wait for what has; blocks."""
+        """Drop jobs that have not begun, and wait for those that have; blocks."""
         with self._changed:
             self._closing = True
             for queue in (self._queue, self._ahead, self._hashes):
@@ -153,33 +158,34 @@ class IoPool:
     def _run(self) -> None:
         staging = Staging()
         ended: _Queued | None = None
-        while (queued := self._next(ended)) is not None:
+        while (queued := self._wait_for_job(ended)) is not None:
             try:
                 queued.job(staging)
             except Exception:
-                # The edge: the thread outlives a faulty job.
+                # The thread outlives a faulty job.
                 log.exception("io_job_failed", priority=queued.priority.name)
-            # A thread that waits keeps no job alive: it may hold a slot, and with it an arena that
-            # is abandoned meanwhile.
-            ended = queued._replace(job=_done)
+            # Drop the reference to the job before waiting: it may hold a slot, and with it an
+            # arena that is abandoned meanwhile.
+            ended = queued._replace(job=_finished_job)
             del queued
 
-    def _next(self, ended: _Queued | None) -> _Queued | None:
-        """Note the end of a job and wait for the one to run next; None when the pool closes."""
+    def _wait_for_job(self, ended: _Queued | None) -> _Queued | None:
+        """Record the end of a job and wait for the next one; return None when the pool closes."""
         with self._changed:
             if ended is not None:
                 self._count(ended, -1)
             while not self._closing:
-                queued = self._first()
+                queued = self._startable_job()
                 if queued is not None:
                     self._take(queued)
-                    self._wake()  # one end may make room for several: each wakes the next
+                    # One end may make room for several jobs: each thread wakes the next one.
+                    self._wake()
                     return queued
                 self._changed.wait()
         return None
 
-    def _first(self) -> _Queued | None:
-        """Return the job to start now, if any can start."""
+    def _startable_job(self) -> _Queued | None:
+        """Return the job to start now; None if none can start."""
         first = self._queue[0] if self._queue else None
         is_load = first is not None and first.priority < Priority.READ_AHEAD
         if not is_load and self._ahead and self._may_start(self._ahead[0]):
@@ -200,8 +206,8 @@ class IoPool:
         self._count(queued, 1)
 
     def _wake(self) -> None:
-        """Wake a thread if there is a job for it: a vain wake-up costs as much as a small I/O."""
-        if self._first() is not None:
+        """Wake a thread if a job can start: a needless wake-up costs as much as a small I/O."""
+        if self._startable_job() is not None:
             self._changed.notify()
 
     def _may_start(self, queued: _Queued) -> bool:
@@ -214,8 +220,8 @@ class IoPool:
         if in_flight and in_flight + queued.num_bytes > self._max_bytes // 2:
             return False
         if queued.priority is Priority.READ_AHEAD:
-            is_in_the_way = self._num_reads or self._num_ahead >= self._most_ahead
-            if is_in_the_way:
+            must_wait = self._num_reads or self._num_ahead >= self._max_ahead
+            if must_wait:
                 return False
         return self._num_running < self._num_threads
 
@@ -232,10 +238,17 @@ class IoPool:
 
 
 class BatchWorker(Generic[T]):
-    """Runs `handle(batch)` in its own thread for batches of at most `max_batch` items.
+    """A thread that handles queued items in batches.
 
-    `handle` must not raise: nobody would see it. Two batches begin at least `gather_s` apart, so
-    that under load many items share one; after a pause an item is handled at once.
+    Two batches begin at least `gather_s` apart, so that many items share a batch under load. After
+    a pause an item is handled at once.
+
+    Args:
+        name: name of the thread.
+        handle: called with each batch in the worker's thread. It must not raise: that ends the
+            thread.
+        max_batch: most items of a batch.
+        gather_s: least seconds between the beginnings of two batches.
     """
 
     def __init__(
@@ -267,7 +280,7 @@ class BatchWorker(Generic[T]):
         return len(self._items)
 
     def close(self, *, discard: bool = False) -> None:
-        """Handle what is queued (or drop it), then end the thread; blocks until it has ended."""
+        """Handle all queued items, or discard them, then end the thread; blocks until it ends."""
         with self._wake:
             self._closing = True
             if discard:

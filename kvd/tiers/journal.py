@@ -1,11 +1,11 @@
-"""The journal of one arena: what each slot holds, for the kvd that comes after us (D4, D10).
+"""The journal of one arena: a record of each slot's contents, for the next kvd (D4, D10).
 
-Its memory is mapped by kvd alone: an engine can neither read nor forge it. The byte tables are in
+Only kvd maps the journal: an engine can neither read nor forge it. The byte tables are in
 kvd/FORMATS.md. Invariants:
-1. whatever instruction a kill falls on, each record is the old one, the new one, or FREE: the state
-   goes to FREE first, then body and checksum are written, then the state in one store;
-2. reading never fails: a record whose checksum or fields are off is FREE, a header that is off is
-   an UnfitArenaError with its reason.
+1. If kvd is killed at any instruction, each record is the old one, the new one, or FREE. The state
+   becomes FREE first, then body and checksum are written, then the new state with one store.
+2. Reading records never fails: a record with a wrong checksum or wrong fields is FREE. A wrong
+   header is an UnfitArenaError that says why.
 """
 
 import mmap
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import xxhash
 
 from kvd.core.records.entries import AdoptedSlot, CommittedSlot, SlotRecord, WritingSlot
-from kvd.host.process_identity import INSTANCE_BYTES, NOBODY, ProcessIdentity
+from kvd.host.process_identity import INSTANCE_BYTES, NO_PROCESS, ProcessIdentity
 from kvd.tiers.faults import Faults, WritePoint
 from shared.types.block_key import KEY_BYTES, TOKEN_BYTES
 from shared.types.kv_layout import KVLayout
@@ -48,7 +48,17 @@ class UnfitArenaError(Exception):
 
 @dataclass(frozen=True)
 class ArenaHeader:
-    """What the journal's first page says of its arena."""
+    """The header of a journal, which identifies its arena.
+
+    Attributes:
+        arena_id: random id of the arena, 16 bytes.
+        layout: fingerprint of the layout, 16 bytes.
+        slot_bytes: size of a slot.
+        num_slots: number of slots.
+        record_bytes: size of a record of the journal.
+        boot_id: id of the boot in which the arena was created, 16 bytes.
+        slots_inode: inode of the slots' file, which pairs it with the journal.
+    """
 
     arena_id: bytes
     layout: bytes
@@ -61,7 +71,14 @@ class ArenaHeader:
 
 @dataclass(frozen=True)
 class JournaledWrite:
-    """A slot that an engine was writing to when the last kvd ended."""
+    """A slot that an engine was writing to when the last kvd ended.
+
+    Attributes:
+        slot_id: the slot.
+        generation: generation of the slot.
+        lease_id: lease of the store.
+        writer: the engine's process.
+    """
 
     slot_id: int
     generation: int
@@ -70,18 +87,18 @@ class JournaledWrite:
 
 
 def record_bytes_of(layout: KVLayout) -> int:
-    """Return the size of a record, which has room for a full block's token ids and checksums."""
+    """Return the bytes of a record, which has room for a full block's token ids and checksums."""
     body = _BODY.size + CHECKSUM_BYTES * len(layout.layers) + TOKEN_BYTES * layout.block_tokens
     return align_up(_BODY_OFFSET + body, 64)  # a cache line
 
 
 def journal_bytes(layout: KVLayout, num_slots: int) -> int:
-    """Return the size of the journal's file."""
+    """Return the bytes of the journal's file."""
     return align_up(HEADER_BYTES + record_bytes_of(layout) * num_slots, SECTOR_BYTES)
 
 
 def header_of(layout: KVLayout, num_slots: int, boot_id: str, slots_inode: int) -> ArenaHeader:
-    """Make the header of a new arena, with a new id."""
+    """Return the header of a new arena, with a new id."""
     return ArenaHeader(
         arena_id=uuid.uuid4().bytes,
         layout=bytes.fromhex(layout.fingerprint),
@@ -112,7 +129,7 @@ def unpack_header(data: bytes) -> ArenaHeader:
     """Decode a header.
 
     Raises:
-        UnfitArenaError: the header is none, damaged, or of another version.
+        UnfitArenaError: the data is not a header, or is damaged, or of another version.
     """
     body = data[: _HEADER.size]
     if len(data) < _HEADER.size + _CHECKSUM.size or not body.startswith(MAGIC):
@@ -127,12 +144,12 @@ def unpack_header(data: bytes) -> ArenaHeader:
 
 
 class Journal:
-    """One arena's journal, mapped.
+    """The mapped journal of one arena.
 
     Args:
         fd: descriptor of the journal's file; the caller may close it afterwards.
-        layout: the layout of the arena's blocks.
-        num_slots: how many slots the arena has.
+        layout: layout of the arena's blocks.
+        num_slots: number of the arena's slots.
         faults: faults that tests inject, see kvd/tiers/faults.py.
 
     Raises:
@@ -148,48 +165,48 @@ class Journal:
         size = journal_bytes(layout, num_slots)
         if os.fstat(fd).st_size < size:
             raise UnfitArenaError(f"its journal has {os.fstat(fd).st_size} bytes, not {size}")
-        # Whole huge pages where the file has them, but never more than the file: a file system may
-        # name a huge page as its block size and still have files of any size.
+        # hugetlbfs maps whole huge pages only. But never map beyond the file: a file system may
+        # report a huge page as its block size and still have files of any size.
         mapped = min(align_up(size, os.fstat(fd).st_blksize), os.fstat(fd).st_size)
         self._memory = mmap.mmap(fd, mapped)
         self._words = memoryview(self._memory).cast("Q")  # a store to it is one instruction
 
     @property
     def header(self) -> ArenaHeader:
-        """The header.
+        """The decoded header.
 
         Raises:
-            UnfitArenaError: the header is unfit, see unpack_header.
+            UnfitArenaError: see unpack_header().
         """
         return unpack_header(self._memory[:HEADER_BYTES])
 
     @property
     def epoch(self) -> int:
-        """How many kvds have used the arena, from a random start; always fit for a lease id."""
+        """Number of kvd processes that have used the arena, from a random start; ≤ MAX_EPOCH."""
         return int(self._words[_EPOCH_OFFSET // 8]) & MAX_EPOCH
 
     def write_header(self, header: ArenaHeader, epoch: int) -> None:
-        """Make a zeroed file a journal."""
+        """Write header and first epoch into a zeroed file."""
         self._words[_EPOCH_OFFSET // 8] = epoch
         packed = pack_header(header)
         self._memory[: len(packed)] = packed
 
     def raise_epoch(self) -> int:
-        """Begin the time of another kvd; return its epoch."""
+        """Begin the epoch of this kvd, and return it."""
         epoch = self.epoch % MAX_EPOCH + 1
         self._words[_EPOCH_OFFSET // 8] = epoch
         self._faults.reach(WritePoint.ARENA_ADOPTED)
         return epoch
 
     def put(self, slot_id: int, record: SlotRecord, writer: ProcessIdentity | None = None) -> None:
-        """Note what a slot holds. A few microseconds.
+        """Record the contents of a slot; takes a few microseconds.
 
         Args:
             slot_id: a slot of the arena.
-            record: the slot's contents, or its writer.
+            record: the slot's committed block, or the lease that writes to it.
             writer: process that writes to the slot; needed for a WritingSlot only.
         """
-        state, body = _packed(record, writer or NOBODY)
+        state, body = _pack_record(record, writer or NO_PROCESS)
         offset = self._offset(slot_id)
         self._words[offset // 8] = FREE
         self._faults.reach(WritePoint.JOURNAL_FREED)
@@ -201,18 +218,18 @@ class Journal:
         self._faults.reach(WritePoint.JOURNAL_PUT)
 
     def clear(self, slot_id: int) -> None:
-        """Note that a slot holds nothing."""
+        """Record that a slot is free."""
         self._words[self._offset(slot_id) // 8] = FREE
         self._faults.reach(WritePoint.JOURNAL_CLEARED)
 
     def wipe(self, slot_id: int) -> None:
-        """Zero the record of a slot that holds nothing: token ids of its last block are in it."""
+        """Zero the record of a free slot, which still has token ids of its last block."""
         self._faults.reach(WritePoint.SLOT_WIPED)
         offset = self._offset(slot_id)
         self._memory[offset : offset + self._record_bytes] = bytes(self._record_bytes)
 
     def read_all(self) -> tuple[list[AdoptedSlot], list[JournaledWrite]]:
-        """Return what is committed, and what is being written; everything else is free."""
+        """Return the committed slots and those that are being written; all others are free."""
         adopted: list[AdoptedSlot] = []
         writing: list[JournaledWrite] = []
         for slot_id, state, body in self._records():
@@ -231,12 +248,12 @@ class Journal:
         return adopted, writing
 
     def close(self) -> None:
-        """Unmap the journal; what it says stays."""
+        """Unmap the journal; its contents stay."""
         self._words.release()
         self._memory.close()
 
     def _records(self) -> Iterator[tuple[int, int, bytes]]:
-        """Yield (slot, state, body) of the records that are sound and not free."""
+        """Yield (slot, state, body) of the valid records that are not free."""
         for slot_id in range(self._num_slots):
             offset = self._offset(slot_id)
             state = int(self._words[offset // 8])
@@ -249,7 +266,12 @@ class Journal:
                 yield slot_id, state, body
 
     def _body_bytes(self, state: int, start: int) -> int:
-        """Return the bytes of the body of a record in this state; 0 if it holds nothing sound."""
+        """Return the bytes of a record's body; 0 if the record is free or not valid.
+
+        Args:
+            state: state of the record.
+            start: byte offset of the body in the journal.
+        """
         if state == WRITING:
             return _BODY.size
         if state != COMMITTED:
@@ -265,8 +287,8 @@ class Journal:
         return HEADER_BYTES + slot_id * self._record_bytes
 
 
-def _packed(record: SlotRecord, writer: ProcessIdentity) -> tuple[int, bytes]:
-    """Return the state and the body of a record."""
+def _pack_record(record: SlotRecord, writer: ProcessIdentity) -> tuple[int, bytes]:
+    """Encode a record: return its state and its body."""
     if isinstance(record, WritingSlot):
         fields = (writer.start_ticks, writer.pid, 0, writer.instance, bytes(KEY_BYTES))
         return WRITING, _BODY.pack(record.generation, record.lease_id, *fields)

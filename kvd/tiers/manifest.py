@@ -1,13 +1,14 @@
-"""The index of everything stored: layouts, sessions, blocks, tenants' salts and keys, the clock.
+"""The index of SSD: layouts, sessions, blocks, tenants' salts and keys, and the clock.
 
 Invariants:
-1. A block's row is written only after its data is durable, and removed (and committed) before its
-   extent is used again. The cache engine orders it so; this module keeps the order it is given.
-2. Rows are written by one thread, in groups: one commit, and one sync, for all that is waiting.
+1. A block's row is written only after its data is durable. It is removed, and that is committed,
+   before its extent is used again. The cache engine ensures this order; this module preserves the
+   order in which rows are put.
+2. One thread writes rows in groups: one commit, and one sync, for all rows that are waiting.
 
-A commit that fails (disk full) is tried again until it succeeds; loads and stores are served
-meanwhile. What may wait here is bounded in bytes: who puts rows looks at `room_bytes` first. Rows
-of layouts, tenants and the clock are few, and are put without.
+A commit that fails (disk full) is repeated until it succeeds; loads and stores are served
+meanwhile. The bytes of waiting rows are bounded: callers check `room_bytes` before they put rows.
+Rows of layouts, tenants and the clock are few, and are put without that check.
 """
 
 import contextlib
@@ -29,13 +30,13 @@ from shared.types.kv_layout import KVLayout
 from shared.types.session_key import SessionKey
 
 MAX_BATCH = 4096  # rows in one commit
-GATHER_S = 0.01  # between commits: each syncs the disk, and writes of data wait for that
-MAX_QUEUED_BYTES = 8 << 20  # of rows that are not committed
-ROW_BYTES = 256  # of a queued row, beside what its values hold
+GATHER_S = 0.01  # between commits: each syncs the disk, and data writes wait for the sync
+MAX_QUEUED_BYTES = 8 << 20  # bytes of rows that are not committed
+ROW_BYTES = 256  # memory of a queued row, without its values
 RETRY_S = 1.0  # between two attempts at a commit
 
-SET_ASIDE = ".set-aside-"  # between a fingerprint and a number: of rows and files that wait
-_VOLUME_ID = "volume_id:"  # before a layout's number: name of a value
+SET_ASIDE = ".set-aside-"  # between fingerprint and number, in names of rows and files set aside
+_VOLUME_ID = "volume_id:"  # prefix of a layout's number, in the name of a meta value
 
 PUT_BLOCK = "INSERT OR REPLACE INTO blocks VALUES (?, ?, ?, ?)"
 PUT_SESSION = "INSERT OR REPLACE INTO sessions VALUES (?, ?, ?, ?, ?, ?, ?, ?)"
@@ -55,9 +56,9 @@ class LayoutRow:
 
     Attributes:
         fingerprint: the layout's fingerprint.
-        message: kvd.v1.KVLayout, serialised; b"": what the index has is damaged.
-        extents_per_segment: number of extents in a segment of its volume; 0: the index is damaged.
-        volume_id: id of its volume, see kvd/tiers/volume_identity.py; "": the volume has none yet.
+        message: serialised kvd.v1.KVLayout; b"": the row is damaged.
+        extents_per_segment: number of extents in a segment of the volume; 0: the row is damaged.
+        volume_id: id of the volume, see kvd/tiers/volume_identity.py; "": the volume has none yet.
     """
 
     fingerprint: str
@@ -72,31 +73,31 @@ class Row(NamedTuple):
     Attributes:
         sql: the statement.
         values: parameters of the statement.
-        committed: called after the commit, from the writer thread.
-        point: reached after the commit.
-        purges: what it removed is to be in no file of the database any more.
-        drops_beside: whether its first values name a session, of which what was put beside its row
-            goes in the same commit: after a kill an older use must not stand for a newer one.
+        on_commit: called by the writer thread after the commit.
+        point: write point that is reached after the commit.
+        purges: whether removed rows must have left every file of the database after the commit.
+        drops_beside: whether the first three values name a session, whose rows in other tables are
+            removed in the same commit: after a kill an older use must not replace a newer one.
     """
 
     sql: str
     values: tuple[Value, ...]
-    committed: Callable[[], object] | None = None
+    on_commit: Callable[[], object] | None = None
     point: WritePoint | None = None
     purges: bool = False
     drops_beside: bool = False
 
     @property
     def num_bytes(self) -> int:
-        """About what it occupies while it waits."""
+        """Approximate memory of the row while it waits."""
         return ROW_BYTES + sum(len(v) for v in self.values if isinstance(v, (str, bytes)))
 
 
 class Manifest:
-    """The open index. Reading is for the start; afterwards rows are only put.
+    """The index. It is read at the start; afterwards rows are only put.
 
     Args:
-        path: where the database is.
+        path: path of the database.
         volumes: directory of the volumes, which is set aside together with an older index.
         faults: faults that tests inject, see kvd/tiers/faults.py.
     """
@@ -105,33 +106,34 @@ class Manifest:
         self._path = path
         self._volumes = volumes
         self._faults = faults
-        self._db: sqlite3.Connection | None = None  # the writer thread's
-        self._reader: sqlite3.Connection | None = None  # the caller's: no transaction to share
+        self._db: sqlite3.Connection | None = None  # used by the writer thread
+        self._reader: sqlite3.Connection | None = None  # used by callers, outside transactions
         self._layout_ids: dict[str, int] = {}
         self._closing = threading.Event()
         self._writer: BatchWorker[Row] = BatchWorker(
             "kvd-manifest", self._commit, MAX_BATCH, GATHER_S
         )
-        self._put_bytes = 0  # of all rows so far; counted where they are put
-        self._committed_bytes = 0  # of these; counted by the writer's thread
+        # Two counters, so that each has one writing thread and needs no lock.
+        self._put_bytes = 0  # bytes of all rows so far; written by callers
+        self._committed_bytes = 0  # bytes of committed rows; written by the writer thread
 
     def open(self) -> None:
-        """Open or create the database; see open_database.
+        """Open or create the database; see open_database().
 
         Raises:
             NewerManifestError: the schema is newer than this release.
-            UnusableManifestError: the file system does not let us.
+            UnusableManifestError: the database cannot be opened, although it may be intact.
         """
         self._db = open_database(self._path, self._volumes, self._faults)
         self._reader = sqlite3.connect(self._path, timeout=BUSY_S)
-        self._reader.text_factory = _decoded
+        self._reader.text_factory = _decode_text
         self._layout_ids = dict(self._query("SELECT fingerprint, id FROM layouts"))
         self._writer.start()
 
     # --------------------------------------------------------------------------------- reading
 
     def layouts(self) -> list[LayoutRow]:
-        """Return every layout that has a volume, but those that are set aside."""
+        """Return the layouts that have a volume, without those that are set aside."""
         rows = self._query(
             "SELECT fingerprint, iif(typeof(message) = 'blob', message, x''), "
             "iif(typeof(extents_per_segment) = 'integer', max(extents_per_segment, 0), 0), "
@@ -142,7 +144,7 @@ class Manifest:
         return [LayoutRow(*row) for row in rows]
 
     def has_blocks(self, layout: str | None = None) -> bool:
-        """Whether there is a row of a block: of a layout, by its fingerprint, or of any."""
+        """Whether the index has a block of a layout (by fingerprint), or of any layout."""
         if layout is None:
             return bool(list(self._query("SELECT 1 FROM blocks LIMIT 1")))
         sql = "SELECT 1 FROM blocks WHERE layout = ? LIMIT 1"
@@ -159,17 +161,17 @@ class Manifest:
         return dict(self._query(sql))
 
     def meta(self, name: str) -> str:
-        """Return a value put by put_meta, or ""."""
+        """Return the value that put_meta() has stored under a name; "" if there is none."""
         rows = list(self._query("SELECT value FROM meta WHERE name = ?", name))
         return str(rows[0][0]) if rows else ""
 
     def rows(self, layout: KVLayout) -> IndexEntries:
-        """Return blocks and sessions of a layout, in any order; sessions are read when asked for.
+        """Return the blocks and sessions of a layout, in any order.
 
-        Rows that cannot be decoded are left out.
+        Sessions are read lazily. Rows that cannot be decoded are left out.
 
         Raises:
-            ValueError: the layout is not in the index (any more: its row may be damaged).
+            ValueError: the layout is not in the index (its row may be damaged).
         """
         assert self._reader is not None, "the manifest is not open"  # noqa: S101
         layout_id = self._layout_ids.get(layout.fingerprint)
@@ -192,11 +194,11 @@ class Manifest:
 
     @property
     def room_bytes(self) -> int:
-        """Bytes of rows that may be put now; a row may go a little beyond them."""
+        """Bytes of rows that may be put now; the last row may exceed them a little."""
         return max(0, MAX_QUEUED_BYTES - self.queued_bytes)
 
     def put_layout(self, row: LayoutRow) -> None:
-        """Add a layout; rows of its blocks and sessions may follow."""
+        """Add a layout; afterwards rows of its blocks and sessions may be put."""
         number = max(self._layout_ids.values(), default=0) + 1
         number = self._layout_ids.setdefault(row.fingerprint, number)
         values = (number, row.fingerprint, row.message, row.extents_per_segment)
@@ -206,7 +208,7 @@ class Manifest:
             self._put(Row("INSERT OR REPLACE INTO meta VALUES (?, ?)", meta))
 
     def drop_layout(self, fingerprint: str) -> None:
-        """Remove a layout, and any rows that name it."""
+        """Remove a layout and all rows that name it."""
         number = self._layout_ids.pop(fingerprint)
         for sql in (
             "DELETE FROM sessions WHERE layout = ?",
@@ -219,32 +221,36 @@ class Manifest:
         self._put(Row("DELETE FROM meta WHERE name = ?", (f"{_VOLUME_ID}{number}",)))
 
     def rename_layout(self, fingerprint: str, name: str) -> None:
-        """Give a layout, with all its rows, a name under which nobody looks for it."""
+        """Set a layout aside: give it, with all its rows, a name that no lookup uses."""
         number = self._layout_ids[name] = self._layout_ids.pop(fingerprint)
         self._put(Row("UPDATE layouts SET fingerprint = ? WHERE id = ?", (name, number)))
 
     def is_layout_name(self, name: str) -> bool:
-        """Whether a layout has this name, be it set aside."""
+        """Whether a layout has this name; layouts set aside are included."""
         return name in self._layout_ids
 
     def put_salt(self, tenant: str, salt: bytes) -> None:
-        """Keep a tenant's salt."""
+        """Store a tenant's salt."""
         self._put(Row("INSERT OR REPLACE INTO salts VALUES (?, ?)", (tenant, salt)))
 
     def zero_removed(self) -> None:
-        """Zero, from now on, what rows that are removed have left in the database."""
+        """Have SQLite overwrite removed rows with zeros from now on."""
         self._put(Row("PRAGMA secure_delete = ON", ()))
 
     def put_tenant_key(self, tenant: str, wrapped: bytes) -> None:
-        """Keep a tenant's wrapped secret, in place of an earlier one and of a salt in plain."""
+        """Store a tenant's wrapped secret; it replaces an earlier one and a plain salt."""
         self._put(Row("INSERT OR REPLACE INTO tenant_keys VALUES (?, ?)", (tenant, wrapped)))
         self._put(Row("DELETE FROM salts WHERE tenant = ?", (tenant,)))
 
-    def drop_tenant_keys(self, tenants: Iterable[str], committed: Callable[[], object]) -> None:
-        """Remove tenants' secrets; `committed` once no file of the database has them any more.
+    def drop_tenant_keys(self, tenants: Iterable[str], on_commit: Callable[[], object]) -> None:
+        """Remove tenants' secrets.
 
-        With them go rows of sessions that no cache knows of, which it would have removed: of a
-        layout that could not be restored, or rows that could not be read.
+        Also removed are the tenants' sessions that no cache knows of, and so none has removed: of
+        a layout that could not be restored, or in rows that could not be read.
+
+        Args:
+            tenants: names of the tenants.
+            on_commit: called by the writer thread once no file of the database has the secrets.
         """
         for tenant in tenants:
             for sql in (
@@ -254,31 +260,31 @@ class Manifest:
                 "DELETE FROM tenant_keys WHERE tenant = ?",
             ):
                 self._put(Row(sql, (tenant,)))
-        self.purge(committed)
+        self.purge(on_commit)
 
-    def purge(self, committed: Callable[[], object] | None = None) -> None:
-        """Have what was removed before be in no file of the database any more; see Row."""
-        self._put(Row("SELECT 1", (), committed, point=WritePoint.KEYS_DROPPED, purges=True))
+    def purge(self, on_commit: Callable[[], object] | None = None) -> None:
+        """Purge rows that were removed before from every file of the database; see Row."""
+        self._put(Row("SELECT 1", (), on_commit, point=WritePoint.KEYS_DROPPED, purges=True))
 
     def put_meta(self, name: str, value: str) -> None:
-        """Keep a value."""
+        """Store a value under a name."""
         sql = "INSERT OR REPLACE INTO meta VALUES (?, ?)"
         self._put(Row(sql, (name, value), point=WritePoint.CLOCK_SAVED))
 
-    def put_block(self, layout: str, block: BlockRecord, committed: Callable[[], object]) -> None:
-        """Keep a block's row; its data is durable. `committed`: see Row."""
+    def put_block(self, layout: str, block: BlockRecord, on_commit: Callable[[], object]) -> None:
+        """Store the row of a block whose data is durable; `on_commit` as in Row."""
         values = (self._layout_ids[layout], block.key, block.extent, block.num_tokens)
-        self._put(Row(PUT_BLOCK, values, committed))
+        self._put(Row(PUT_BLOCK, values, on_commit))
 
     def drop_block(
-        self, layout: str, key: bytes, committed: Callable[[], object] | None = None
+        self, layout: str, key: bytes, on_commit: Callable[[], object] | None = None
     ) -> None:
-        """Remove a block's row; the writer thread calls `committed` once that is durable."""
+        """Remove a block's row; `on_commit` as in Row."""
         sql = "DELETE FROM blocks WHERE layout = ? AND key = ?"
-        self._put(Row(sql, (self._layout_ids[layout], key), committed))
+        self._put(Row(sql, (self._layout_ids[layout], key), on_commit))
 
     def put_session(self, layout: str, session: SessionRecord) -> None:
-        """Keep a session's row, in place of an earlier one, and of what was put beside that."""
+        """Store a session's row; it replaces earlier rows of the session in all tables."""
         identity = (self._layout_ids[layout], session.key.tenant, session.key.session_id)
         state = (session.last_access_ns, session.ttl_ns, session.pin.value, session.ended)
         self._put(Row(PUT_SESSION, (*identity, session.spans, *state), drops_beside=True))
@@ -287,7 +293,7 @@ class Manifest:
             self._put(Row(sql, (*identity, session.retain_ns)))
 
     def put_use(self, layout: str, key: SessionKey, last_access_ns: int) -> None:
-        """Keep when a session was last used, in place of an earlier time; its row stays."""
+        """Store the time of a session's last use beside its row, which stays."""
         values = (self._layout_ids[layout], key.tenant, key.session_id, last_access_ns)
         self._put(Row("INSERT OR REPLACE INTO uses VALUES (?, ?, ?, ?)", values))
 
@@ -297,16 +303,16 @@ class Manifest:
         sql = "DELETE FROM sessions WHERE layout = ? AND tenant = ? AND session_id = ?"
         self._put(Row(sql, values, drops_beside=True))
 
-    def when_committed(self, committed: Callable[[], object]) -> None:
-        """Have the writer thread call `committed` once all that was put before is durable."""
-        self._put(Row("SELECT 1", (), committed))
+    def when_committed(self, callback: Callable[[], object]) -> None:
+        """Have the writer thread call `callback` once all rows put before are durable."""
+        self._put(Row("SELECT 1", (), callback))
 
     def _put(self, row: Row) -> None:
         self._put_bytes += row.num_bytes
         self._writer.put(row)
 
     def close(self) -> None:
-        """Commit what is waiting, if the disk takes it, and close."""
+        """Commit the waiting rows if that succeeds at once, and close the database."""
         self._closing.set()
         self._writer.close()
         for db in (self._reader, self._db):
@@ -314,10 +320,10 @@ class Manifest:
                 db.close()
         self._db = self._reader = None
 
-    # ----------------------------------------------------------------------- the writer's thread
+    # -------------------------------------------------------------------------- the writer thread
 
     def _commit(self, batch: list[Row]) -> None:
-        """Commit one group, trying again for as long as the file system refuses."""
+        """Commit one group of rows; repeat until it succeeds or the manifest is closed."""
         assert self._db is not None, "the manifest is not open"  # noqa: S101
         failed = False
         while True:
@@ -335,11 +341,11 @@ class Manifest:
             log.info("manifest_commit_recovered", rows=len(batch))
         self._committed_bytes += sum(row.num_bytes for row in batch)
         for row in batch:
-            if row.committed is not None:
-                row.committed()
+            if row.on_commit is not None:
+                row.on_commit()
 
     def _roll_back(self, db: sqlite3.Connection) -> None:
-        """Undo what a failed commit has begun; if that fails too, BEGIN does, and we are back."""
+        """Undo a failed commit. If this fails, the next BEGIN fails, and it is called again."""
         with contextlib.suppress(sqlite3.Error):
             if db.in_transaction:
                 db.execute("ROLLBACK")
@@ -360,10 +366,12 @@ class Manifest:
             self._purge(db)
 
     def _purge(self, db: sqlite3.Connection) -> None:
-        """Have nothing left of removed rows: their pages are zeroed (secure_delete), the WAL cut.
+        """Remove the last traces of removed rows: truncate the WAL after a checkpoint.
+
+        The rows' pages in the database itself are zeroed by secure_delete.
 
         Raises:
-            sqlite3.OperationalError: somebody reads the database, and what was in it before.
+            sqlite3.OperationalError: a reader of the database still uses the WAL.
         """
         (is_busy, _, _) = db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
         if is_busy:
@@ -371,6 +379,6 @@ class Manifest:
         self._faults.reach(WritePoint.WAL_TRUNCATED)
 
 
-def _decoded(text: bytes) -> str:
-    """Decode even a damaged text, so that it does not end the start: its row is refused later."""
+def _decode_text(text: bytes) -> str:
+    """Decode text, damaged text included: the start must not fail, the row is refused later."""
     return text.decode(errors="replace")

@@ -1,9 +1,9 @@
-"""Advice for the kernel about a mapping: huge pages, a NUMA node, pages to allocate now.
+"""Memory advice to the kernel about a mapping: huge pages, NUMA node, immediate allocation.
 
-And what came of it: asking for huge pages is not having them.
+Also reports how many huge pages a mapping really has: the kernel need not follow the advice.
 
-Called through libc, because Python's mmap has no mbind and holds the interpreter's lock during
-madvise: allocating 64 MiB would stop the event loop for 20 ms.
+These functions call libc. Python's mmap has no mbind, and holds the GIL during madvise: allocating
+64 MiB would stop the event loop for 20 ms.
 """
 
 import ctypes
@@ -12,7 +12,7 @@ import platform
 from pathlib import Path
 
 MADV_HUGEPAGE = 14
-MADV_POPULATE_WRITE = 23  # Linux 5.14: as if every page were written, contents are left alone
+MADV_POPULATE_WRITE = 23  # Linux 5.14: allocate as if every page were written; contents stay
 MPOL_BIND = 2
 _MBIND = {"x86_64": 237, "aarch64": 235, "riscv64": 235}  # system call numbers
 _MAX_NODE = 1023
@@ -24,10 +24,10 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 def ask_huge_pages(memory: memoryview) -> None:
-    """Let the kernel use transparent huge pages where it can.
+    """Advise the kernel to use transparent huge pages where it can.
 
     Raises:
-        OSError: the kernel cannot do so at all.
+        OSError: the kernel has no transparent huge pages for this memory.
     """
     _madvise(memory, MADV_HUGEPAGE)
 
@@ -36,16 +36,16 @@ def populate(memory: memoryview) -> None:
     """Allocate every page of page-aligned memory.
 
     Raises:
-        OSError: EINVAL from a kernel that does not know this; otherwise there is no memory left.
+        OSError: EINVAL: the kernel does not support this; otherwise there is no memory left.
     """
     _madvise(memory, MADV_POPULATE_WRITE)
 
 
 def bind_to_node(memory: memoryview, node: int) -> None:
-    """Take pages that are allocated from now on, by whatever process, from one NUMA node.
+    """Allocate the mapping's pages on one NUMA node from now on, for every process.
 
     Raises:
-        OSError: there is no such node, or the machine has no NUMA.
+        OSError: the node does not exist, or the machine has no NUMA.
     """
     number = _MBIND.get(platform.machine())
     if number is None or not 0 <= node <= _MAX_NODE:
@@ -57,30 +57,30 @@ def bind_to_node(memory: memoryview, node: int) -> None:
 
 
 def node_mask(node: int) -> "ctypes.Array[ctypes.c_ulong]":
-    """Return a set of NUMA nodes with one in it, as the kernel reads it: a bit each, 64 a word."""
+    """Return the kernel's set of NUMA nodes with only `node` in it: a bit per node, 64 a word."""
     mask = (ctypes.c_ulong * (_MAX_NODE // 64 + 1))()
     mask[node // 64] = 1 << node % 64
     return mask
 
 
 def huge_bytes(memory: memoryview) -> int:
-    """Return how many bytes of a mapping are in transparent huge pages of this process now.
+    """Return how many bytes of a mapping are in transparent huge pages now.
 
-    The kernel looks at every page for it: about a second for 100 GB of small ones.
+    The kernel visits every page: about a second for 100 GB of small pages.
 
     Raises:
-        OSError: /proc is not there to say it.
+        OSError: /proc cannot be read.
     """
     first = _address(memory)
-    found, is_ours = 0, False
+    found, is_inside = 0, False
     with _SMAPS.open(encoding="utf-8", errors="replace") as lines:
         for line in lines:
-            word, _, rest = line.partition(" ")
-            if not word.endswith(":"):  # the head of a mapping: its addresses
+            word, _, value = line.partition(" ")
+            if not word.endswith(":"):  # the first line of a mapping: its addresses
                 start, end = (int(address, 16) for address in word.split("-"))
-                is_ours = start < first + memory.nbytes and first < end
-            elif is_ours and word in _HUGE:
-                found += int(rest.split()[0]) * 1024
+                is_inside = start < first + memory.nbytes and first < end
+            elif is_inside and word in _HUGE:
+                found += int(value.split()[0]) * 1024
     return found
 
 

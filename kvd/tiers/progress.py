@@ -1,7 +1,8 @@
-"""Progress words: how many layers of a load that is under way an engine may read already (D13).
+"""Progress words: how many layers an engine may read of a load that is under way (D13).
 
-One aligned 64-bit word per load lease, in memory that engines map read-only. A word is written with
-one store, so a reader sees an old word or a new one. Its bits: shared/kvd_client/arena_map.py.
+Each load lease has one aligned 64-bit word, in memory that engines map read-only. A word is written
+with one store, so a reader sees the old word or the new one. shared/kvd_client/arena_map.py
+describes its bits.
 """
 
 import fcntl
@@ -15,24 +16,26 @@ from contextlib import suppress
 from shared.kvd_client.arena_map import FAILED_BIT, LAYERS_MASK, WORD_BYTES, packed_word
 from shared.types.units import SECTOR_BYTES, align_up
 
-F_SEAL_FUTURE_WRITE = 0x0010  # fcntl names it from Python 3.13 on: nobody else may map it writable
+F_SEAL_FUTURE_WRITE = 0x0010  # no further writable mappings; fcntl has it from Python 3.13 on
 
 
 class Wakeup:
-    """Two sockets of one engine's connection: a byte is sent after its words, its event loop reads.
+    """A socket pair that wakes one engine's event loop after its progress words have changed.
 
-    Not an eventfd: its two sides share one file description, whose peer can fill it and make it
-    blocking just after we have looked, and then holds the thread that writes. Of a socket pair each
-    side is its own. Any thread may call wake(), also after close().
+    Not an eventfd: both sides of an eventfd share one file description. A malicious engine could
+    fill it and make it blocking right after kvd has checked it, and so block the thread that
+    writes. In a socket pair each side has its own. Any thread may call wake(), also after close().
 
     Attributes:
-        fd: what engines get.
+        fd: the engine's end.
     """
 
     def __init__(self) -> None:
         self._ours, self._theirs = socket.socketpair()
         self._ours.setblocking(False)
-        self._lock = threading.Lock()  # no byte may fall on a number that was given anew
+        # Guards against a byte sent to a descriptor number that was closed and given to another
+        # file.
+        self._lock = threading.Lock()
 
     @property
     def fd(self) -> int:
@@ -40,12 +43,13 @@ class Wakeup:
         return self._theirs.fileno()
 
     def wake(self) -> None:
-        """Let the engine look at its words."""
-        with self._lock, suppress(OSError):  # full: then it will look; closed, by it or by us
+        """Wake the engine, so that it reads its words; never blocks."""
+        # Full: the engine has unread bytes, and so will wake. Closed: nobody waits any more.
+        with self._lock, suppress(OSError):
             self._ours.send(b"w")
 
     def close(self) -> None:
-        """Close our descriptors."""
+        """Close kvd's descriptors of both ends."""
         with self._lock:
             self._ours.close()
             self._theirs.close()
@@ -55,8 +59,8 @@ class Progress:
     """All progress words of one arena. Any thread may call any method.
 
     Attributes:
-        fd: descriptor of the memory, readable only: what engines get.
-        num_words: how many loads can be under way at once.
+        fd: read-only descriptor of the memory, which engines receive.
+        num_words: number of loads that can have a word at once.
     """
 
     def __init__(self, num_words: int) -> None:
@@ -74,13 +78,17 @@ class Progress:
         self._words = memoryview(self._memory).cast("Q")
         self._lock = threading.Lock()
         self._free = list(range(num_words - 1, -1, -1))
-        self._open: dict[int, tuple[int, Callable[[], None]]] = {}  # lease → index, who waits
+        self._open: dict[int, tuple[int, Callable[[], None]]] = {}  # lease → word's index, wake
 
     def open(self, lease_id: int, wake: Callable[[], None]) -> int | None:
-        """Take a word for a load; `wake` is called after each change of it.
+        """Allocate a word for a load.
+
+        Args:
+            lease_id: lease of the load.
+            wake: called after each change of the word.
 
         Returns:
-            Its index; None if none is left: that load is then answered when it is complete.
+            The word's index; None if all are used: the load is then answered once it is complete.
         """
         with self._lock:
             if not self._free:
@@ -91,19 +99,22 @@ class Progress:
             return index
 
     def publish(self, lease_id: int, layers_ready: int) -> None:
-        """Say that layers [0, layers_ready) may be read. They are never taken back.
+        """Publish that layers [0, layers_ready) may be read. A smaller number changes nothing.
 
-        Words are named by their lease: a read that ends after its load was cancelled must not touch
-        the word of the next one.
+        Words are found by lease: a read that ends after its load was cancelled must not change the
+        word of the next load.
         """
         self._change(lease_id, lambda word: max(word, (word & ~LAYERS_MASK) | layers_ready))
 
     def fail(self, lease_id: int) -> None:
-        """Say that the load failed: no more layers will come."""
+        """Publish that the load failed: no more layers will come."""
         self._change(lease_id, lambda word: word | FAILED_BIT)
 
     def close(self, lease_id: int) -> None:
-        """Give a word back; whoever still looks at it sees that it is not its lease's any more."""
+        """Release a load's word.
+
+        The word gets another lease's bits, so that a late reader sees that it is no longer valid.
+        """
         with self._lock:
             index, wake = self._open.pop(lease_id, (-1, None))
             if wake is None:
@@ -113,7 +124,7 @@ class Progress:
         wake()
 
     def close_all(self) -> None:
-        """Give the memory up; engines that map it keep it alive. A second call does nothing."""
+        """Unmap the memory, which lives on while engines map it. A second call does nothing."""
         with self._lock:
             self._open.clear()
             self._free.clear()
@@ -126,7 +137,7 @@ class Progress:
     def _change(self, lease_id: int, change: Callable[[int], int]) -> None:
         with self._lock:
             index, wake = self._open.get(lease_id, (-1, None))
-            if wake is None:  # cancelled meanwhile
+            if wake is None:  # the load was cancelled meanwhile
                 return
             self._words[index] = change(int(self._words[index]))
         wake()

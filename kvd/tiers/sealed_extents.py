@@ -1,14 +1,15 @@
-"""Extents that are sealed: how a block's slices are sealed on their way out, and opened again.
+"""Sealed extents: encryption of a block's layer slices when written, decryption when read.
 
-Everything goes through the staging buffer: a slot's slice is sealed straight into it, and opened
-straight out of it into the slot, if the block is full; of a partial block the used rows are put
-together first. Only used bytes are sealed; the rest of a slice on SSD is zeros.
+Everything goes through the staging buffer. A slice of a full block is sealed from the slot directly
+into the buffer, and opened from the buffer directly into the slot. For a partial block the used
+rows are gathered first. Only used bytes are sealed; the rest of a slice on SSD is zeros.
 
-A cipher wants a part and its tag side by side, but there they are the slice and whatever follows.
-So slices are sealed in ascending order, each overwriting the tag that the one before it has left
-behind; and opened in descending order, each tag overwriting the beginning of a slice that is done.
+The cipher reads and writes a part and its tag contiguously, but in an extent the next slice begins
+where the tag would be. So slices are sealed in ascending order, and each overwrites the tag behind
+the previous one; they are opened in descending order, and each tag overwrites the beginning of a
+slice that has been opened already.
 
-The header of a sealed extent says by which key its bytes are read; the rest of it is sealed, too:
+The header of a sealed extent names the key in plain; the rest of the header is sealed, too:
 
      0  magic "KVDS"
      4  version, uint32
@@ -21,8 +22,9 @@ The header of a sealed extent says by which key its bytes are read; the rest of 
      …  tag of part 0, 16 bytes
      …  zeros to the end of the header
 
-Part 0 is bound to the bytes before it, and to block key, layout and number of tokens, which are not
-in it: the index says which block lies here, and no other one opens. Layer slice n is part n + 1.
+Part 0 is bound to the bytes before it, and to block key, layout and number of tokens, which it does
+not contain: the index says which block lies here, and an extent of another block does not open.
+Layer slice n is part n + 1.
 """
 
 import math
@@ -41,7 +43,7 @@ from shared.types.block_key import TOKEN_BYTES
 
 SEALED_MAGIC = b"KVDS"
 VERSION = 1
-SPARE_BYTES = TAG_BYTES  # that `OpenedExtent.take` needs behind the last slice
+SPARE_BYTES = TAG_BYTES  # room that `OpenedExtent.open_group` needs behind the last slice
 
 _START = struct.Struct(f"<4sI8x{KEY_ID_BYTES}s{SALT_BYTES}s")
 _COUNT = struct.Struct("<I")
@@ -49,14 +51,20 @@ assert _START.size == HEADER_FIXED_BYTES  # noqa: S101 - the shape and the forma
 
 
 class NewSeal(NamedTuple):
-    """A seal for an extent that is about to be written, and what its header begins with."""
+    """The seal of an extent that is about to be written, and the plain start of its header."""
 
     seal: Seal
     start: bytes
 
 
 class OpenedHeader(NamedTuple):
-    """What a header says, and the seal of the slices behind it."""
+    """The contents of an opened header, and the seal of the slices behind it.
+
+    Attributes:
+        seal: opens the slices.
+        tags: tags of all layer slices, concatenated.
+        stored: token ids and checksums of the block.
+    """
 
     seal: Seal
     tags: bytes
@@ -64,13 +72,13 @@ class OpenedHeader(NamedTuple):
 
 
 def new_seal(key: bytes) -> NewSeal:
-    """Draw a seal for one extent of the tenant with this key."""
+    """Return a new seal, with a random salt, for one extent of the tenant with this key."""
     salt = new_salt()
     return NewSeal(Seal(key, salt), _START.pack(SEALED_MAGIC, VERSION, key_id(key), salt))
 
 
 class SealedHeaderFormat:
-    """Headers of one layout's sealed extents."""
+    """The headers of one layout's sealed extents."""
 
     def __init__(self, shape: ExtentShape) -> None:
         self.num_bytes = shape.header_bytes
@@ -81,7 +89,15 @@ class SealedHeaderFormat:
     def pack_into(
         self, buffer: memoryview, new: NewSeal, key: bytes, tags: bytes, block: StoredBlock
     ) -> None:
-        """Write a header to the first num_bytes of `buffer`."""
+        """Seal a header into the first `num_bytes` of `buffer`.
+
+        Args:
+            buffer: memory to write to.
+            new: the extent's new seal.
+            key: block key.
+            tags: tags of all layer slices, concatenated.
+            block: the block's token ids and checksums.
+        """
         num_tokens = len(block.token_ids) // TOKEN_BYTES
         contents = tags + block.checksums + block.token_ids
         end = _START.size + len(contents) + TAG_BYTES
@@ -93,9 +109,9 @@ class SealedHeaderFormat:
     def unpack(
         self, buffer: memoryview, key: bytes, num_tokens: int, keys: Keyring
     ) -> OpenedHeader | None:
-        """Read a header; None unless it is whole, that of this block, and its key is there."""
+        """Open a header; return None unless it is intact, of this block, and its key is known."""
         magic, version, name, salt = _START.unpack_from(buffer)
-        tenant_key = keys.key_named(name)
+        tenant_key = keys.find_key(name)
         if (magic, version) != (SEALED_MAGIC, VERSION) or tenant_key is None:
             return None
         end = _START.size + self._checksums_end + TOKEN_BYTES * num_tokens + TAG_BYTES
@@ -120,11 +136,11 @@ class SealedHeaderFormat:
 
 
 class SealedFormat:
-    """One layout's sealed extents.
+    """The sealed extents of one layout.
 
     Args:
-        extent_format: extent format of the layout.
-        keys: the tenants'; they say whether what is written now is to be sealed.
+        extent_format: format of the layout's extents.
+        keys: keys of the tenants; `keys.is_sealing` says whether new extents are sealed.
     """
 
     def __init__(self, extent_format: ExtentFormat, keys: Keyring) -> None:
@@ -135,10 +151,14 @@ class SealedFormat:
     # ----------------------------------------------------------------------------------- writing
 
     def pieces(self, run: Sequence[ToWrite], staging: Staging) -> Iterator[tuple[int, memoryview]]:
-        """Yield (offset from the first extent's start, bytes) of what to write, in any order.
+        """Yield (offset from the first extent's start, bytes) of each piece to write.
 
-        Several blocks make one piece. One block has a piece for each group of layers, the header's
-        last: only then are all tags known.
+        Several blocks make one piece. A single block has a piece for each group of layers. The
+        piece with the header is the last: only then all tags are known.
+
+        Args:
+            run: blocks whose extents lie side by side.
+            staging: staging buffer of the calling thread; it holds one piece at a time.
         """
         if len(run) == 1:
             yield from self._pieces_of_one(run[0], staging)
@@ -156,8 +176,8 @@ class SealedFormat:
     def _pieces_of_one(self, block: ToWrite, staging: Staging) -> Iterator[tuple[int, memoryview]]:
         new = new_seal(self.keys.key_of(block.tenant))
         tags = b""
-        first, *others = self._format.plan(block.num_tokens, STAGED_IO_BYTES)
-        for group in reversed(others):
+        first, *later = self._format.plan(block.num_tokens, STAGED_IO_BYTES)
+        for group in reversed(later):
             buffer = staging.take(group.num_bytes + TAG_BYTES)
             tags = self._seal_group(new, block, group, buffer) + tags
             yield group.offset, buffer[:-TAG_BYTES]
@@ -170,7 +190,7 @@ class SealedFormat:
     def _seal_group(
         self, new: NewSeal, block: ToWrite, group: GroupPlan, buffer: memoryview
     ) -> bytes:
-        """Fill the buffer with a group's slices, and a tag behind; returns all tags."""
+        """Seal a group's slices into the buffer; return their tags, concatenated."""
         tags = []
         offset = 0
         for layer in group.layers:
@@ -184,17 +204,17 @@ class SealedFormat:
 
     # ----------------------------------------------------------------------------------- reading
 
-    def opened(self, header: memoryview, key: bytes, num_tokens: int) -> "OpenedExtent | None":
-        """Read the header of a sealed extent; None unless it is this block's."""
+    def open_extent(self, header: memoryview, key: bytes, num_tokens: int) -> "OpenedExtent | None":
+        """Open the header of a sealed extent; return None unless it is valid and of this block."""
         opened = self._header.unpack(header, key, num_tokens, self.keys)
         return None if opened is None else OpenedExtent(self._format, num_tokens, opened)
 
 
 class OpenedExtent:
-    """A sealed extent whose header could be read.
+    """A sealed extent whose header was opened.
 
     Attributes:
-        stored: what the header says.
+        stored: token ids and checksums of the block.
     """
 
     def __init__(self, extent_format: ExtentFormat, num_tokens: int, header: OpenedHeader) -> None:
@@ -203,13 +223,13 @@ class OpenedExtent:
         self._header = header
         self.stored = header.stored
 
-    def take(self, group: GroupPlan, body: memoryview, memory: memoryview | None) -> bool:
-        """Open a group's slices into the slot, if there is one; False if one is not what it was.
+    def open_group(self, group: GroupPlan, body: memoryview, memory: memoryview | None) -> bool:
+        """Open and verify a group's slices; return False if one of them is not valid.
 
         Args:
             group: group of layers.
-            body: slices of the group as they were read, and SPARE_BYTES behind.
-            memory: memory of the slot.
+            body: slices of the group as they were read, and SPARE_BYTES behind; overwritten.
+            memory: memory of the slot to fill; None: the slices are only verified.
         """
         end = group.num_bytes
         for layer in reversed(group.layers):
@@ -236,5 +256,5 @@ class OpenedExtent:
 
 
 def is_sealed(header: memoryview) -> bool:
-    """Whether an extent that begins so is sealed."""
+    """Whether an extent that begins with these bytes is sealed."""
     return header[: len(SEALED_MAGIC)] == SEALED_MAGIC

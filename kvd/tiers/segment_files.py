@@ -1,17 +1,17 @@
-"""The files of one volume: segments, allocated as extents in them are first written.
+"""The files of one volume: segments, which are allocated as their extents are first written.
 
     <state>/volumes/<layout fingerprint>/volume.id
                                          00000.segment
                                          00001.segment
 
-Each grows in steps to extents_per_segment whole extents. A step is a fraction of what the budget
-has left, so that of several volumes none takes all before it needs it. Descriptors are opened once
-and kept. Nothing here deletes a file because reading it failed.
+Each segment grows in steps to extents_per_segment whole extents. A step is a fraction of the free
+budget, so that no volume takes all of it before it needs it. Descriptors are opened once and kept.
+No file is deleted because reading it failed.
 
-Invariant: all volumes share a space budget and ask it before they allocate, so that their sum never
-exceeds it, and a reserve of the file system stays free for the index and for others.
+Invariant: all volumes share a space budget and reserve from it before they allocate. So their sum
+never exceeds it, and a reserve of the file system stays free for the index and for other programs.
 
-Threads: any number, except shrink() and close(), which no I/O may run beside.
+Threads: any thread may call any method, except that no I/O may run during shrink() and close().
 """
 
 import contextlib
@@ -26,18 +26,18 @@ from kvd.tiers.faults import Faults, WritePoint
 from kvd.tiers.volume_identity import identify, remove_volume, sync_directory
 from shared.process.log import get_logger
 
-_STEP = 8  # a segment grows by this part of the free budget at a time
+_STEP = 8  # a segment grows by 1 / _STEP of the free budget at a time
 _WITHOUT_FALLOCATE = {errno.EOPNOTSUPP, errno.EINVAL}
 
 log = get_logger(__name__)
 
 
 class SpaceBudget:
-    """What all volumes together may allocate, and what the file system has left; for any thread.
+    """The space that all volumes together may allocate. Any thread may call any method.
 
     Args:
         total_bytes: most bytes of allocated segments; None: only the file system is the limit.
-        reserve_bytes: bytes of the file system to be left free.
+        reserve_bytes: bytes of the file system that stay free.
         directory: directory on that file system; it may not exist yet.
     """
 
@@ -50,21 +50,21 @@ class SpaceBudget:
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes of the segments of all volumes."""
+        """Bytes allocated for the segments of all volumes."""
         return self._allocated_bytes
 
     def free_bytes(self) -> int:
-        """Return what could still be allocated; negative when the budget was made smaller."""
+        """Return the bytes that can still be allocated; negative after the budget was reduced."""
         free = max(0, self._file_system_bytes() - self._reserve_bytes)
         if self.total_bytes is None:
             return free
         return min(free, self.total_bytes - self._allocated_bytes)
 
     def reserve(self, least: int, wanted: int, unit: int) -> int:
-        """Take between `least` and `wanted` bytes for a segment.
+        """Reserve between `least` and `wanted` bytes for a segment.
 
         Returns:
-            Bytes taken: whole units, or 0 if not even `least` is left.
+            Bytes reserved, in multiples of `unit`; 0 if less than `least` is left.
         """
         with self._lock:
             granted = min(wanted, self.free_bytes() // unit * unit)
@@ -74,12 +74,12 @@ class SpaceBudget:
             return granted
 
     def add_existing(self, num_bytes: int) -> None:
-        """Count a segment that was found."""
+        """Count bytes of segments that exist already."""
         with self._lock:
             self._allocated_bytes += num_bytes
 
     def release(self, num_bytes: int) -> None:
-        """Return space that was not allocated after all, or of a segment that is removed."""
+        """Give back the space of a removed segment, or of an allocation that failed."""
         with self._lock:
             self._allocated_bytes -= num_bytes
 
@@ -87,19 +87,19 @@ class SpaceBudget:
         paths = (self._directory, *self._directory.parents)
         try:
             status = os.statvfs(next(path for path in paths if path.exists()))
-        except OSError:  # a disk that fails, or that we may not look at, takes nothing
+        except OSError:  # a disk that fails, or may not be accessed, has no space for us
             return 0
         return status.f_bavail * status.f_frsize
 
 
 @dataclass(frozen=True, slots=True)
 class VolumeInfo:
-    """A volume as it is.
+    """The present state of a volume, for operators.
 
     Attributes:
-        is_direct: whether its files are read and written with O_DIRECT.
-        buffered_reason: why not; "" when direct.
-        physical_bytes: what its files take up on the file system.
+        is_direct: whether the files are read and written with O_DIRECT.
+        buffered_reason: why they are not; "" when direct.
+        physical_bytes: bytes that the files take up on the file system.
     """
 
     is_direct: bool
@@ -108,21 +108,21 @@ class VolumeInfo:
 
 
 class SegmentFiles:
-    """See the module docstring.
+    """The segment files of one volume.
 
     Args:
         directory: the volume's directory.
-        extent_bytes: the size of a whole extent.
-        extents_per_segment: fixed for the volume's life.
-        budget: what all volumes may take together.
-        direct: "auto" and "on" read and write past the page cache if the file system lets us; it is
-            worth a warning when it does not with "on". "off" does not try.
+        extent_bytes: size of a whole extent.
+        extents_per_segment: extents of a full segment; fixed for the volume's life.
+        budget: space that all volumes share.
+        direct: "auto" and "on" use direct I/O if the file system supports it; "on" warns if it
+            does not. "off" does not try.
         faults: faults that tests inject, see kvd/tiers/faults.py.
 
     Attributes:
-        extents_per_segment, faults: see above.
-        is_direct: whether reads and writes go past the page cache.
-        buffered_reason: why they do not; "" when direct.
+        extents_per_segment, faults: see Args.
+        is_direct: whether direct I/O is used.
+        buffered_reason: why it is not; "" when direct.
     """
 
     def __init__(
@@ -143,36 +143,36 @@ class SegmentFiles:
         self.faults = faults
         self._fds: dict[int, int] = {}  # segment → descriptor
         self._sizes: dict[int, int] = {}  # segment → allocated bytes, whole extents
-        self._growing: dict[int, int] = {}  # segment → bytes that are being allocated for it
-        self._lock = threading.Lock()  # guards both
+        self._growing: dict[int, int] = {}  # segment → bytes whose allocation is under way
+        self._lock = threading.Lock()  # held while files are opened and while segments grow
         self.is_direct = False
         self.buffered_reason = "it is switched off"
 
     @property
     def reserved_bytes(self) -> int:
-        """Of all segments, as the budget counts them."""
+        """Bytes of all segments, as the budget counts them."""
         return sum(tuple(self._sizes.values())) + sum(tuple(self._growing.values()))
 
     @property
     def allocated_bytes(self) -> int:
-        """What the file system says that the segments take."""
+        """Bytes that the segments take up on the file system."""
         num_blocks = 0
         for segment in tuple(self._sizes):
-            with contextlib.suppress(OSError):  # somebody removed it
+            with contextlib.suppress(OSError):  # the file was removed by hand
                 num_blocks += self._path(segment).stat().st_blocks
         return num_blocks * 512
 
     def physical_extents(self) -> int:
-        """Return how many extents there is space for: allocated, or as budget and disk allow."""
+        """Return the number of extents for which space is allocated or can be allocated."""
         num_bytes = self.reserved_bytes + self._budget.free_bytes()
         return max(0, num_bytes // self._extent_bytes)
 
     def info(self) -> VolumeInfo:
-        """Return the volume as it is, for operators."""
+        """Return the present state of the volume, for operators."""
         return VolumeInfo(self.is_direct, self.buffered_reason, self.allocated_bytes)
 
     def open(self, expected_id: str = "", *, holds_rows: bool = False) -> str:
-        """Find the volume, see whether direct I/O works, count the segments that are there.
+        """Identify the volume, probe direct I/O, and count the existing segments.
 
         Args, Returns, Raises: see identify().
         """
@@ -188,17 +188,17 @@ class SegmentFiles:
         return volume_id
 
     def size_of(self, segment: int) -> int:
-        """Return the bytes of a segment, in whole extents, if it can be opened; 0: it is not there.
+        """Return the bytes of a segment, in whole extents; 0 if the segment does not exist.
 
         Raises:
-            OSError: the segment cannot be opened.
+            OSError: the segment exists, but cannot be opened.
         """
         size = self._sizes.get(segment, 0)
         if size:
-            self.for_reading(segment)
+            self.fd_for_reading(segment)
         return size
 
-    def for_reading(self, segment: int) -> int:
+    def fd_for_reading(self, segment: int) -> int:
         """Return the descriptor of a segment.
 
         Raises:
@@ -208,8 +208,8 @@ class SegmentFiles:
         fd = self._fds.get(segment)
         return self._open(segment) if fd is None else fd
 
-    def for_writing(self, segment: int, end: int) -> int:
-        """Return the descriptor of a segment whose first `end` bytes are allocated.
+    def fd_for_writing(self, segment: int, end: int) -> int:
+        """Return the descriptor of a segment, after allocating its first `end` bytes.
 
         Raises:
             OSError: ENOSPC if the budget or the file system is exhausted.
@@ -220,10 +220,10 @@ class SegmentFiles:
         with self._lock:
             if self._sizes.get(segment, 0) < end:
                 self._allocate(segment, end)
-        return self.for_reading(segment)
+        return self.fd_for_reading(segment)
 
     def disable_direct(self, why: str) -> bool:
-        """Stop using direct I/O; False if it was not used any more."""
+        """Stop using direct I/O; return False if it was not in use."""
         with self._lock:
             if not self.is_direct:
                 return False
@@ -234,7 +234,7 @@ class SegmentFiles:
         return True
 
     def shrink(self, num_extents: int) -> None:
-        """Release the space of every extent from `num_extents` on; none of them is in use.
+        """Release the space of every extent from `num_extents` on. None of them may be in use.
 
         Raises:
             OSError: the file system refuses.
@@ -263,7 +263,7 @@ class SegmentFiles:
             os.close(self._fds.popitem()[1])
 
     def remove(self) -> None:
-        """Remove the directory; segments that are still there stay, and it with them."""
+        """Remove the directory, unless it still has segments."""
         with contextlib.suppress(OSError):
             remove_volume(self._directory)
 
@@ -280,29 +280,35 @@ class SegmentFiles:
             return self._fds[segment]
 
     def _allocate(self, segment: int, end: int) -> None:
-        """Allocate a segment up to `end` or beyond, so that no write finds the disk full."""
-        had = self._sizes.get(segment, 0)
+        """Allocate a segment up to `end` or beyond, so that no write finds the disk full.
+
+        The first attempt takes a whole step; if there is no space for that, the second one takes
+        only what `end` needs.
+        """
+        old_size = self._sizes.get(segment, 0)
         step = max(0, self._budget.free_bytes()) // _STEP // self._extent_bytes * self._extent_bytes
         for wanted in (min(self._full_bytes, end + step), end):
-            granted = self._budget.reserve(end - had, wanted - had, self._extent_bytes)
+            granted = self._budget.reserve(end - old_size, wanted - old_size, self._extent_bytes)
             if not granted:
                 break
-            self._growing[segment] = granted  # else there would seem to be less room meanwhile
+            # Reserved, but not in _sizes yet: without this the volume would seem to have less room.
+            self._growing[segment] = granted
             try:
-                self._extend(segment, had, had + granted)
+                self._extend(segment, old_size, old_size + granted)
             except OSError as error:
                 self._budget.release(granted)
                 if error.errno != errno.ENOSPC or wanted == end:
                     raise
             else:
-                self._sizes[segment] = had + granted
+                self._sizes[segment] = old_size + granted
                 return
             finally:
                 del self._growing[segment]
         raise OSError(errno.ENOSPC, "the SSD tier has no space for another segment")
 
-    def _extend(self, segment: int, had: int, size: int) -> None:
-        # Not by the kept descriptor: where fallocate is emulated it writes single bytes.
+    def _extend(self, segment: int, old_size: int, size: int) -> None:
+        # Not with the kept descriptor, which may be O_DIRECT: where glibc emulates fallocate, it
+        # writes single bytes.
         fd = os.open(self._path(segment), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             self.faults.reach(WritePoint.SEGMENT_CREATED)
@@ -311,12 +317,12 @@ class SegmentFiles:
             except OSError as error:
                 if error.errno not in _WITHOUT_FALLOCATE:
                     raise
-                os.ftruncate(fd, size)  # a write may find the disk full
+                os.ftruncate(fd, size)  # allocates nothing: a later write may find the disk full
             self.faults.fsync(fd)
             sync_directory(self._directory, self.faults)
             self.faults.reach(WritePoint.SEGMENT_ALLOCATED)
         except OSError:
-            os.ftruncate(fd, had)  # a failed fallocate keeps what it took
+            os.ftruncate(fd, old_size)  # a failed fallocate keeps what it has allocated
             raise
         finally:
             os.close(fd)

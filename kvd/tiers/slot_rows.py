@@ -1,14 +1,15 @@
-"""Where the rows of a block lie in its slot, and the checksums of these rows (D11).
+"""The byte ranges of a block's rows in its slot, and the checksums of these rows (D11).
 
-A slot's components are token-major, so the first rows of a component are one run of bytes; the rows
-of a full block make one run per layer.
+A row is one token's bytes of one component (such as the keys) of one layer. Components are
+token-major, so the first rows of a component are one run of bytes, and all rows of a full block are
+one run per layer.
 
-A block has one checksum for each layer slice, xxh3_64 of its used bytes: of every component in
-order, the first num_tokens rows. Padding and unused rows are never hashed. A part of a state or a
-window has no tokens: all bytes of its slot are used. Checksums are packed as little-endian uint64,
-one per layer.
+A block has one checksum per layer slice: xxh3_64 of its used bytes, which are the first num_tokens
+rows of every component, in order. Padding and unused rows are never hashed. A part of a state or of
+a window has no tokens: all bytes of its slot are used. Checksums are packed as little-endian
+uint64, one per layer.
 
-Pure, and safe in any thread: xxhash gives the GIL up for large slices.
+Pure and thread-safe; xxhash releases the GIL for large slices.
 """
 
 import struct
@@ -27,12 +28,12 @@ Run: TypeAlias = tuple[int, int]  # half-open, in bytes from the slot's start
 
 
 class SlotRows:
-    """The runs of one layout, looked up instead of computed: this is called for every block.
+    """The runs of one layout, computed once: they are looked up for every block.
 
     Attributes:
         num_layers: number of layers of the layout.
-        components: offset in a token block's slot and bytes of one row, of each component of each
-            layer that is there.
+        components: (offset in a token block's slot, bytes of one row) of each component of each
+            layer that has tokens.
     """
 
     def __init__(self, layout: KVLayout) -> None:
@@ -54,7 +55,7 @@ class SlotRows:
         self.components = tuple(chain.from_iterable(self._of_layer))
 
     def runs(self, layer_index: int, num_tokens: int) -> tuple[Run, ...]:
-        """Return the used bytes of a layer slice: of every component, in order, the first rows."""
+        """Return the used byte ranges of a layer slice: the first rows of each component."""
         if num_tokens == self._block_tokens:
             return (self._full[layer_index],)
         if not num_tokens:
@@ -66,7 +67,7 @@ class SlotRows:
 
 
 def checksum(data: Bytes) -> int:
-    """Return the checksum of bytes that lie together."""
+    """Return the checksum of contiguous bytes."""
     return xxhash.xxh3_64_intdigest(data)
 
 
@@ -96,7 +97,7 @@ class BlockHasher:
     def matches(
         self, memory: memoryview, num_tokens: int, checksums: bytes, layers: range | None = None
     ) -> bool:
-        """Whether a slot's bytes, in these layers or all, are the ones that were hashed."""
+        """Whether a slot's bytes have these checksums, in the given layers or in all."""
         if len(checksums) != CHECKSUM_BYTES * self._rows.num_layers:
             return False
         return all(
@@ -106,5 +107,5 @@ class BlockHasher:
 
 
 def checksum_at(checksums: bytes, layer_index: int) -> int:
-    """Return one layer's checksum out of the packed ones."""
+    """Return one layer's checksum of the packed ones."""
     return int(_CHECKSUM.unpack_from(checksums, CHECKSUM_BYTES * layer_index)[0])

@@ -1,15 +1,15 @@
-"""The SSD tier's bytes of one layout: extents with headers, in segment files.
+"""The volume of one layout: reads and writes of blocks as extents in segment files.
 
 A full block moves in one I/O between its extent and its slot, header first. A partial block is
 packed: only its used rows are on SSD, and they go through a staging buffer. Every read verifies the
-header and each layer slice (D11). With tenants' keys extents are sealed (sealed_extents.py); those
-that were written before are read as they are. Which extents are in use is the cache engine's
-business; the bytes of a header are in kvd/FORMATS.md.
+header and each layer slice (D11). With tenants' keys new extents are sealed (sealed_extents.py);
+older plain extents are still read. The cache engine decides which extents are in use;
+kvd/FORMATS.md describes the bytes of a header.
 
-Outcomes, never exceptions: OK; CORRUPT (the bytes are not what was written, or are not there);
-TRANSIENT (the device failed, the bytes may still be good); FULL (no space).
+Failures are outcomes, not exceptions: OK; CORRUPT (the bytes are not those that were written, or
+are missing); TRANSIENT (the device failed, the bytes may still be intact); FULL (no space).
 
-Threads: reads and writes from any number, sync() from one.
+Threads: any thread may read and write, one thread may call sync().
 """
 
 import errno
@@ -33,7 +33,7 @@ from shared.types.kv_layout import KVLayout
 from shared.types.units import SECTOR_BYTES
 
 T = TypeVar("T")
-Offset = TypeVar("Offset", int, NDArray[np.int64])  # one, or many
+Offset = TypeVar("Offset", int, NDArray[np.int64])  # one offset, or an array of them
 
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 
@@ -41,24 +41,30 @@ log = get_logger(__name__)
 
 
 class Written(NamedTuple):
-    """A write that has ended; unless it failed, sync() says whether it is durable."""
+    """A write that has ended; unless it failed, sync() makes it durable.
+
+    Attributes:
+        outcome: outcome of the write.
+        segment: segment that was written to.
+        num_failed_syncs: failed syncs of the segment before the write began.
+    """
 
     outcome: IoOutcome
     segment: int
-    num_failed_syncs: int  # of the segment, before the write began
+    num_failed_syncs: int
 
 
 class SegmentVolume:
-    """The extents of one layout. Its `files` are opened before its first use.
+    """The extents of one layout. `files` must be opened before the first use.
 
     Attributes:
-        files: the segments, which are opened, shrunk and closed there.
+        files: the segment files, which the owner opens, shrinks and closes.
         shape: shape of the extents.
 
     Args:
         layout: layout of the blocks.
         files: segment files of whole extents of this layout.
-        keys: the tenants'; None: extents are plain.
+        keys: keys of the tenants; None: extents are plain.
     """
 
     def __init__(self, layout: KVLayout, files: SegmentFiles, keys: Keyring | None = None) -> None:
@@ -68,35 +74,44 @@ class SegmentVolume:
         self.shape = self._format.shape
         self._segment_sectors = files.extents_per_segment * self.shape.sectors_per_extent
         self._faults = files.faults
-        self._failed_syncs: dict[int, int] = {}  # segment → how many
+        self._failed_syncs: dict[int, int] = {}  # segment → number of failed syncs
 
-    def lacks(self, extents: NDArray[np.int64], num_extents: int) -> NDArray[np.bool_]:
-        """Find the extents that are missing: of segments that are not there, or are cut short.
+    def find_missing(self, extents: NDArray[np.int64], num_extents: int) -> NDArray[np.bool_]:
+        """Find extents whose segment is missing or too short.
 
         Args:
-            extents: first sectors.
-            num_extents: the volume may have; what lies beyond is not looked at.
+            extents: first sectors of the extents, [extents].
+            num_extents: capacity of the volume; extents beyond it are not checked.
+
+        Returns:
+            Whether each extent is missing, [extents].
 
         Raises:
-            OSError: a segment that has some of them cannot be opened.
+            OSError: a segment exists, but cannot be opened.
         """
-        lacking = np.zeros(len(extents), np.bool_)
+        missing = np.zeros(len(extents), np.bool_)
         inside = (extents >= 0) & (extents < num_extents * self.shape.sectors_per_extent)
         segments, sectors = np.divmod(extents[inside], self._segment_sectors)
         ends = self._whole_extents_end(sectors * SECTOR_BYTES)
         named, index = np.unique(segments, return_inverse=True)
         sizes = np.array([self.files.size_of(segment) for segment in named.tolist()], np.int64)
-        lacking[inside] = ends > sizes[index]
-        return lacking
+        missing[inside] = ends > sizes[index]
+        return missing
 
     # ----------------------------------------------------------------------------------- reading
 
-    def reading(
+    def plan_read(
         self, extent: int, key: bytes, num_tokens: int, memory: memoryview | None, *, layered: bool
     ) -> ExtentRead:
-        """Plan a read into a slot, or into nothing if only to verify it; does no I/O.
+        """Plan the read of an extent; does no I/O.
 
-        Layered reads have a group for about each mebibyte; others as few as may be.
+        Args:
+            extent: first sector of the extent.
+            key: key of the block.
+            num_tokens: number of tokens of the block.
+            memory: memory of the slot to fill; None: the extent is only verified.
+            layered: read in groups of about a mebibyte, so that the first layers are there early;
+                else in as few groups as possible.
         """
         is_slots = memory is not None and self._format.is_full(num_tokens) and not self._sealed
         least_bytes = math.inf if is_slots else float(STAGED_IO_BYTES)
@@ -116,16 +131,16 @@ class SegmentVolume:
         )
 
     def _read_at(self, extent: int, offset: int, buffers: list[memoryview]) -> bool:
-        """Fill buffers from an extent's byte `offset` on; False if its file ends before."""
+        """Fill buffers from an extent's byte `offset` on; return False if the file ends before."""
         segment, start = self._locate(extent)
         self._faults.before_read(extent)
-        fd = self.files.for_reading(segment)
-        return self._retried(lambda: read_fully(fd, buffers, start + offset))
+        fd = self.files.fd_for_reading(segment)
+        return self._transfer(lambda: read_fully(fd, buffers, start + offset))
 
     # ----------------------------------------------------------------------------------- writing
 
     def follows(self, block: WriteBlock, before: WriteBlock) -> bool:
-        """Whether two blocks may go to SSD in one write: full ones, side by side in one segment."""
+        """Whether one write may take both blocks: both full, side by side in one segment."""
         sectors = self.shape.sectors_per_extent
         return (
             self._format.is_full(block.num_tokens)
@@ -135,10 +150,10 @@ class SegmentVolume:
         )
 
     def write(self, run: Sequence[ToWrite], staging: Staging) -> Written:
-        """Write slots to their extents; blocks. They are not durable before sync().
+        """Write slots to their extents; blocks. The caller owes sync(), which makes them durable.
 
         Args:
-            run: one block, or several of which each follows the one before.
+            run: one block, or several of which each follows() the one before.
             staging: staging buffer of the calling thread.
         """
         first = run[0]
@@ -148,14 +163,14 @@ class SegmentVolume:
             for block in run:
                 self._faults.before_write(block.extent)
             end = self._whole_extents_end(start) + (len(run) - 1) * self.shape.full_bytes
-            fd = self.files.for_writing(segment, end)
+            fd = self.files.fd_for_writing(segment, end)
             if self._sealed and self._sealed.keys.is_sealing:
                 for offset, piece in self._sealed.pieces(run, staging):
                     self._write_part(fd, piece, start + offset)
             elif self._format.is_full(first.num_tokens):
                 self._write_full(fd, run, start, staging)
             else:
-                for offset, packed in self._packed(first, staging):
+                for offset, packed in self._packed_pieces(first, staging):
                     self._write_part(fd, packed, start + offset)
             self._faults.reach(WritePoint.EXTENT_WRITTEN)
         except OSError as error:
@@ -164,7 +179,7 @@ class SegmentVolume:
         return Written(IoOutcome.OK, segment, num_failed)
 
     def _write_full(self, fd: int, run: Sequence[ToWrite], start: int, staging: Staging) -> None:
-        """Write header and slot of each block, all in one I/O."""
+        """Write headers and slots of full blocks in one I/O."""
         header_bytes = self._format.header.num_bytes
         headers = staging.take(header_bytes * len(run))
         buffers = []
@@ -172,24 +187,25 @@ class SegmentVolume:
             header = headers[index * header_bytes : (index + 1) * header_bytes]
             self._format.header.pack_into(header, block.key, block.num_tokens, block.stored)
             buffers += [header, block.memory]
-        self._retried(lambda: write_fully(fd, buffers, start))
+        self._transfer(lambda: write_fully(fd, buffers, start))
 
     def sync(self, batch: Sequence[Written]) -> list[IoOutcome]:
-        """Make writes durable, with one sync per segment."""
+        """Make writes durable, with one sync per segment; return their outcomes."""
         failed: dict[int, IoOutcome] = {}
         for segment in {written.segment for written in batch if written.outcome is IoOutcome.OK}:
             try:
-                self._faults.fdatasync(self.files.for_reading(segment))
+                self._faults.fdatasync(self.files.fd_for_reading(segment))
                 self._faults.reach(WritePoint.SEGMENT_SYNCED)
             except OSError as error:
-                # What the kernel could not write it forgets: all since the last sync is lost, what
-                # was written by now but is not in this batch too.
+                # The kernel forgets pages that it could not write: the next sync succeeds without
+                # them. So all writes since the last sync count as lost, also those that have ended
+                # by now, but are not in this batch.
                 self._failed_syncs[segment] = self._failed_syncs.get(segment, 0) + 1
                 failed[segment] = _outcome(error)
                 log.warning("ssd_sync_failed", segment=segment, error=str(error))
-        return [self._synced(written, failed) for written in batch]
+        return [self._sync_outcome(written, failed) for written in batch]
 
-    def _synced(self, written: Written, failed: dict[int, IoOutcome]) -> IoOutcome:
+    def _sync_outcome(self, written: Written, failed: dict[int, IoOutcome]) -> IoOutcome:
         if written.outcome is not IoOutcome.OK:
             return written.outcome
         if written.segment in failed:
@@ -197,8 +213,8 @@ class SegmentVolume:
         is_lost = written.num_failed_syncs != self._failed_syncs.get(written.segment, 0)
         return IoOutcome.TRANSIENT if is_lost else IoOutcome.OK
 
-    def _packed(self, block: ToWrite, staging: Staging) -> Iterator[tuple[int, memoryview]]:
-        """Yield (offset in the extent, bytes) of a partial block, piece by piece."""
+    def _packed_pieces(self, block: ToWrite, staging: Staging) -> Iterator[tuple[int, memoryview]]:
+        """Yield (offset in the extent, bytes) of each piece of a partial block."""
         for index, group in enumerate(self._format.plan(block.num_tokens, STAGED_IO_BYTES)):
             header_bytes = 0 if index else self._format.header.num_bytes
             buffer = staging.take(header_bytes + group.num_bytes)
@@ -210,7 +226,10 @@ class SegmentVolume:
     def _gather(
         self, group: GroupPlan, num_tokens: int, memory: memoryview, packed: memoryview
     ) -> None:
-        """Copy used rows together; what lies behind them in the slot is nobody else's to see."""
+        """Copy used rows side by side, and zero the padding.
+
+        Unused rows of the slot are not copied: they may hold data of another session.
+        """
         offset = 0
         for layer in group.layers:
             end = offset + self._format.slice_bytes(layer, num_tokens)
@@ -221,12 +240,12 @@ class SegmentVolume:
             offset = end
 
     def _write_part(self, fd: int, packed: memoryview, offset: int) -> None:
-        self._retried(lambda: write_fully(fd, [packed], offset))
+        self._transfer(lambda: write_fully(fd, [packed], offset))
 
-    # ------------------------------------------------------------------------------------ inside
+    # --------------------------------------------------------------------------------- internals
 
-    def _retried(self, transfer: Callable[[], T]) -> T:
-        """Transfer, once more through the page cache if the file system refuses direct I/O."""
+    def _transfer(self, transfer: Callable[[], T]) -> T:
+        """Run an I/O; repeat it through the page cache if the file system refuses direct I/O."""
         try:
             return transfer()
         except OSError as error:
@@ -240,7 +259,7 @@ class SegmentVolume:
         return segment, sector * SECTOR_BYTES
 
     def _whole_extents_end(self, start: Offset) -> Offset:
-        """Return the end of the whole extent that has byte `start` of a segment."""
+        """Return the end of the whole extent that contains byte `start` of a segment."""
         return (start // self.shape.full_bytes + 1) * self.shape.full_bytes
 
 

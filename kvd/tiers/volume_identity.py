@@ -1,8 +1,8 @@
-"""Which volume lies in a directory: a random id in a file of it, which the index names too.
+"""The identity of a volume: a random id in a file of its directory, which the index names, too.
 
-A directory that is there proves nothing: where a disk is mounted late, the mount point is an empty
-directory until then, and after a change of disks it holds another volume. Extents of the index's
-rows are only read, and only given to others, in the volume whose id the index names.
+That a directory exists proves nothing. Until a disk is mounted, its mount point is an empty
+directory; after a change of disks it holds another volume. So the extents of the index's rows are
+read and reused only in the volume whose id the index names.
 
 A volume of an earlier release has no id; it gets one when it is opened.
 """
@@ -24,24 +24,24 @@ log = get_logger(__name__)
 
 
 class UnusableVolumeError(Exception):
-    """A volume cannot be used as it is; one line says why."""
+    """A volume cannot be used as it is; the message says why in one line."""
 
 
 def identify(directory: Path, expected: str, faults: Faults, *, holds_rows: bool) -> str:
-    """Find, or make, the volume in a directory.
+    """Identify the volume in a directory, or create one.
 
     Args:
-        directory: directory of the volume; made if nothing can be lost by it.
-        expected: the id that the index names; "" if it names none.
+        directory: directory of the volume; created only if the index has no blocks of it.
+        expected: id that the index names; "" if it names none.
         faults: faults that tests inject, see kvd/tiers/faults.py.
-        holds_rows: whether the index says that there is something in it.
+        holds_rows: whether the index has blocks of the volume.
 
     Returns:
-        Its id; "" if it has none and the disk is full.
+        The volume's id; "" if it has none and the disk is too full to write one.
 
     Raises:
         UnusableVolumeError: the directory is not the volume that the index describes.
-        OSError: the directory cannot be made, read or written.
+        OSError: the directory cannot be created, read or written.
     """
     if holds_rows:
         _check_directory(directory)
@@ -58,22 +58,22 @@ def identify(directory: Path, expected: str, faults: Faults, *, holds_rows: bool
 
 
 def make_directory(directory: Path, faults: Faults) -> None:
-    """Make a directory and those above it, and have them survive a power cut.
+    """Create a directory and its parents, durably.
 
     Raises:
-        OSError: the directory cannot be made.
+        OSError: the directory cannot be created.
     """
     missing = [path for path in (directory, *directory.parents) if not path.exists()]
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    for made in missing:
-        sync_directory(made.parent, faults)
+    for created in missing:
+        sync_directory(created.parent, faults)
 
 
 def remove_volume(directory: Path) -> None:
-    """Remove a volume's directory, unless something but its id is in it.
+    """Remove a volume's directory, unless it holds more than the id.
 
     Raises:
-        OSError: there is something, or it cannot be removed.
+        OSError: the directory holds other files, or cannot be removed.
     """
     if all(path.name == ID_NAME for path in directory.iterdir()):
         (directory / ID_NAME).unlink()
@@ -81,7 +81,7 @@ def remove_volume(directory: Path) -> None:
 
 
 def sync_directory(directory: Path, faults: Faults) -> None:
-    """Make the names of what is new in a directory survive a power cut."""
+    """Make new names in a directory durable: fsync of a file does not include its name."""
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         faults.fsync(fd)
@@ -90,7 +90,12 @@ def sync_directory(directory: Path, faults: Faults) -> None:
 
 
 def _check_directory(directory: Path) -> None:
-    """Raise UnusableVolumeError if there is nothing, OSError if nobody can say what there is."""
+    """Check that a directory exists and can be read.
+
+    Raises:
+        UnusableVolumeError: the directory does not exist.
+        OSError: the directory cannot be read.
+    """
     try:
         next(directory.iterdir(), None)
     except (FileNotFoundError, NotADirectoryError) as error:
@@ -98,7 +103,12 @@ def _check_directory(directory: Path) -> None:
 
 
 def _read_id(directory: Path) -> str:
-    """Return the id in a directory; "" if there is none."""
+    """Return the id in a directory; "" if there is none.
+
+    Raises:
+        UnusableVolumeError: the id is damaged.
+        OSError: the id cannot be read.
+    """
     try:
         text = (directory / ID_NAME).read_text(encoding="ascii", errors="replace").strip()
     except FileNotFoundError:
@@ -109,7 +119,10 @@ def _read_id(directory: Path) -> str:
 
 
 def _write_id(directory: Path, faults: Faults) -> str:
-    """Give a volume an id, which is there whole or not at all. A full disk has no room for it."""
+    """Give a volume an id, and return it; return "" if the disk is full.
+
+    The file is written under another name and then renamed: after a kill it is complete or missing.
+    """
     volume_id = secrets.token_hex(ID_BYTES)
     path = directory / ID_NAME
     unfinished = path.with_suffix(".new")

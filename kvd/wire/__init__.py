@@ -1,1 +1,1 @@
-"""The core's records as protobuf messages, and back; filters that callers name; events."""
+"""Encoding of the core's records as protobuf messages, decoding of requests, and events."""

@@ -1,6 +1,7 @@
-"""Events for callers of WatchEvents: each has a bounded queue, and a slow one loses the oldest.
+"""Distribution of events to callers of WatchEvents.
 
-The last ones are kept, so that a caller that comes after a thing happened can still see it.
+Each caller has a bounded queue; a slow caller loses its oldest events. Recent events are kept, so
+that a later caller can still see them.
 """
 
 import asyncio
@@ -17,20 +18,20 @@ from shared.pb.kvd.v1 import kvd_pb2 as pb
 from shared.process.log import get_logger
 
 MAX_WAITING = 1024  # events a watcher may lag behind
-MAX_RECENT = 4096  # events that are kept: about 2 MiB
-EVENTS_LOST = "events_lost"  # sent to a watcher that was too slow, with their number
+MAX_RECENT = 4096  # recent events that are kept: about 2 MiB
+EVENTS_LOST = "events_lost"  # event that tells a slow watcher how many events it has lost
 
 log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class EventFilter:
-    """Conditions that all hold; a field's default is no condition.
+    """Conditions on events, all of which must hold; a field's default is no condition.
 
     Attributes:
-        tenants: of the session that an event is about; what is about none is then not meant.
-        session_id: of that session.
-        names: any of these; none: every name.
+        tenants: tenants of the event's session; excludes events that are about no session.
+        session_id: id of the event's session.
+        names: names of events; empty: every name.
     """
 
     tenants: frozenset[str] | None = None
@@ -50,33 +51,33 @@ EVERY_EVENT = EventFilter()
 
 
 class Watcher:
-    """A caller of WatchEvents: the events that it is still to be sent, the newest MAX_WAITING."""
+    """The queue of one caller of WatchEvents: the newest MAX_WAITING events not sent yet."""
 
-    def __init__(self, wanted: EventFilter) -> None:
-        self._wanted = wanted
+    def __init__(self, event_filter: EventFilter) -> None:
+        self._filter = event_filter
         self._events: deque[pb.Event] = deque()
-        self._some = asyncio.Event()
+        self._has_events = asyncio.Event()
         self._num_lost = 0
 
     def __len__(self) -> int:
-        """Events that wait."""
+        """Count the events that wait."""
         return len(self._events)
 
     def notify(self, event: pb.Event) -> None:
-        """Queue an event if it is meant; the oldest gives way to it."""
-        if not self._wanted.selects(event):
+        """Queue an event if the filter selects it; a full queue loses its oldest event."""
+        if not self._filter.selects(event):
             return
         if len(self._events) == MAX_WAITING:
             self._events.popleft()
             self._num_lost += 1
         self._events.append(event)
-        self._some.set()
+        self._has_events.set()
 
     async def next(self) -> pb.Event:
-        """Wait for the next event; after a loss first report that."""
+        """Wait for the next event; after a loss, return EVENTS_LOST first."""
         while not self._events:
-            self._some.clear()
-            await self._some.wait()
+            self._has_events.clear()
+            await self._has_events.wait()
         if self._num_lost:
             num_lost, self._num_lost = self._num_lost, 0
             fields = {"num_events": str(num_lost)}
@@ -85,7 +86,7 @@ class Watcher:
 
 
 class EventHub:
-    """Fans the engine's events out to the log and to watchers, and keeps the last ones."""
+    """Publishes the cache engine's events to the log and to watchers, and keeps recent ones."""
 
     def __init__(self, max_watchers: int) -> None:
         self._max_watchers = max_watchers
@@ -93,11 +94,11 @@ class EventHub:
         self._recent: deque[pb.Event] = deque(maxlen=MAX_RECENT)
 
     def set_bound(self, max_watchers: int) -> None:
-        """Let no more than so many watch from now on; those that do may stay."""
+        """Change the most watchers; watchers beyond it may stay."""
         self._max_watchers = max_watchers
 
     def publish(self, emit: Emit) -> None:
-        """Log an event and queue it for every watcher."""
+        """Log an event, and queue it for every watcher."""
         log.info(emit.name, session=str(emit.key) if emit.key else None, **emit.fields)
         event = pb.Event(unix_s=time.time(), name=emit.name, fields=emit.fields)
         if emit.key is not None:
@@ -106,33 +107,33 @@ class EventHub:
         for watcher in self._watchers:
             watcher.notify(event)
 
-    def recent(self, wanted: EventFilter, num_events: int) -> list[pb.Event]:
-        """Give the last so many events that are meant, oldest first."""
+    def recent(self, event_filter: EventFilter, num_events: int) -> list[pb.Event]:
+        """Return the last `num_events` events that the filter selects, oldest first."""
         found: list[pb.Event] = []
         for event in reversed(self._recent):
             if len(found) >= num_events:
                 break
-            if wanted.selects(event):
+            if event_filter.selects(event):
                 found.append(event)
         return found[::-1]
 
     def forget(self, tenant: str | None) -> None:
-        """Forget what happened to a tenant's sessions (None: everything)."""
+        """Forget recent events of a tenant's sessions; None: all events."""
         kept = [] if tenant is None else [e for e in self._recent if e.session.tenant != tenant]
         self._recent = deque(kept, maxlen=MAX_RECENT)
 
     @contextmanager
-    def watch(self, wanted: EventFilter = EVERY_EVENT) -> Iterator[Watcher]:
-        """Take part until the block is left.
+    def watch(self, event_filter: EventFilter = EVERY_EVENT) -> Iterator[Watcher]:
+        """Register a watcher for the duration of the `with` block.
 
         Raises:
-            LimitReachedError: limits.max_watchers watch already.
+            LimitReachedError: there are limits.max_watchers watchers already.
         """
         if len(self._watchers) >= self._max_watchers:
             raise LimitReachedError(
                 f"{len(self._watchers)} watchers are connected", "raise limits.max_watchers"
             )
-        watcher = Watcher(wanted)
+        watcher = Watcher(event_filter)
         self._watchers.add(watcher)
         try:
             yield watcher

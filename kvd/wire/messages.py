@@ -1,6 +1,6 @@
-"""The core's records as messages, and what callers name, decoded and checked. Pure.
+"""Encodes the core's records as protobuf messages; decodes and checks requests. Pure.
 
-Instants of the core become durations from now, so that nobody needs to share its clock (D17).
+Instants of the core become durations from now, so that clients need not share its clock (D17).
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -29,8 +29,8 @@ from shared.types.lineage import LINEAGE_BYTES, WHOLE, Lineage
 from shared.types.session_key import SessionKey, session_key
 from shared.types.units import NS_PER_S
 
-MAX_DURATION_S = 100 * 365 * 86400.0  # in ns, added to an instant, it is less than 2^63
-TURNS_PER_MESSAGE = 512  # encoded in a few milliseconds, in which nothing else is done
+MAX_DURATION_S = 100 * 365 * 86400.0  # an instant plus this, in ns, is less than 2^63
+TURNS_PER_MESSAGE = 512  # encoding them blocks the event loop for a few milliseconds
 
 TIERS = {Tier.DRAM: pb.TIER_DRAM, Tier.SSD: pb.TIER_SSD}
 
@@ -79,10 +79,10 @@ _TURN = MessageFields(
 
 
 def key_of(message: pb.SessionKey, model: str = "") -> SessionKey:
-    """Decode and check; an empty model becomes `model`.
+    """Decode and check a session key; an empty model becomes `model`.
 
     Raises:
-        InvalidNameError: tenant or session id cannot be one.
+        InvalidNameError: the tenant or the session id is not a valid name.
     """
     return session_key(message.tenant, message.model or model, message.session_id)
 
@@ -90,12 +90,12 @@ def key_of(message: pb.SessionKey, model: str = "") -> SessionKey:
 def load_response(
     answer: LoadAnswer, progress_index: int = 0, waited_s: float = 0.0
 ) -> pb.PrepareLoadResponse:
-    """Encode the answer to a load; PENDING goes with the index of its progress word.
+    """Encode the answer to PrepareLoad.
 
     Args:
-        answer: the core's.
-        progress_index: of its progress word.
-        waited_s: for how long the session was waited for.
+        answer: the core's answer.
+        progress_index: index of the load's progress word, for a PENDING answer.
+        waited_s: seconds waited for a session that was being fetched.
     """
     spans = map(_LOAD_SPAN.encode, answer.spans)
     granted = None if answer.state is None else _STATE.encode(answer.state)
@@ -110,7 +110,7 @@ def load_response(
 
 
 def store_response(answer: StoreAnswer) -> pb.PrepareStoreResponse:
-    """Encode the answer to a store."""
+    """Encode the answer to PrepareStore."""
     states = map(_STATE.encode, answer.states)
     return _STORE.encode(
         answer,
@@ -121,7 +121,7 @@ def store_response(answer: StoreAnswer) -> pb.PrepareStoreResponse:
 
 
 def session_message(info: SessionInfo, layout: KVLayout, now_ns: int) -> pb.SessionInfo:
-    """Encode a session; `now_ns` is of the core's clock."""
+    """Encode a session; `now_ns` is the current time of the core's clock."""
     ttl_ns = info.ttl_ns or 0
     expires_in_s = -1.0
     if info.expires_at_ns is not None:
@@ -140,7 +140,7 @@ def session_message(info: SessionInfo, layout: KVLayout, now_ns: int) -> pb.Sess
 
 
 def block_message(block: BlockInfo) -> pb.BlockInfo:
-    """Encode a span of a session, with its block."""
+    """Encode one span of a session and its block."""
     return _BLOCK.encode(
         block,
         key=block.key.hex(),
@@ -155,42 +155,42 @@ def state_message(info: StateInfo) -> pb.StateInfo:
 
 
 def window_message(info: WindowInfo) -> pb.WindowInfo:
-    """Encode windows of a session's blocks."""
+    """Encode the windows of a session's blocks."""
     return _WINDOW_INFO.encode(info, tiers=[TIERS[tier] for tier in info.tiers])
 
 
 def lineage_of(
     request: pb.PrepareLoadRequest | pb.PrepareStoreRequest | pb.DiscardRequest,
 ) -> Lineage | None:
-    """Decode the lineage that a request names; None if it names none.
+    """Decode the lineage of a request; return None if it has none.
 
     Raises:
-        InvalidRequestError: it is none that could be.
+        InvalidRequestError: the lineage is not valid.
     """
-    return _lineage(request.lineage) if request.HasField("lineage") else None
+    return _decode_lineage(request.lineage) if request.HasField("lineage") else None
 
 
 def graft_of(request: pb.GraftRequest, key: SessionKey) -> tuple[Lineage, GraftSource]:
-    """Decode a graft: lineage of the session's tokens, and what is to follow them.
+    """Decode a graft: the lineage of the session's tokens, and the source of those behind them.
 
     Raises:
-        InvalidRequestError: a lineage that is none that could be.
+        InvalidRequestError: a lineage is not valid.
     """
     source = GraftSource(
         key._replace(session_id=request.source_session_id),
         request.source_token_ids,
-        _lineage(request.source_lineage),
+        _decode_lineage(request.source_lineage),
         request.source_range.start,
         request.source_range.end,
     )
-    return _lineage(request.lineage), source
+    return _decode_lineage(request.lineage), source
 
 
-def _lineage(message: pb.Lineage) -> Lineage:
-    """Decode a lineage; one without a digest is that nothing was discarded.
+def _decode_lineage(message: pb.Lineage) -> Lineage:
+    """Decode a lineage; one without a digest means that nothing was discarded.
 
     Raises:
-        InvalidRequestError: it is none that could be.
+        InvalidRequestError: the digest has a wrong length.
     """
     digest = message.digest
     if not digest:
@@ -204,10 +204,10 @@ def _lineage(message: pb.Lineage) -> Lineage:
 
 
 def ttl_ns_of(ttl_s: float) -> int | None:
-    """Decode SetTtlRequest.ttl_s: 0 is the default (None), negative is never.
+    """Decode SetTtlRequest.ttl_s: 0 means the default (None), a negative value means never.
 
     Raises:
-        InvalidRequestError: it is no duration.
+        InvalidRequestError: the value is not a valid duration.
     """
     if ttl_s == 0:
         return None
@@ -218,9 +218,9 @@ def ns_of(duration_s: float) -> int:
     """Decode a duration; a negative one is in the past.
 
     Raises:
-        InvalidRequestError: it is not a number, or longer than numbers of the index can be.
+        InvalidRequestError: the value is NaN, or too long for the index's numbers.
     """
-    if not abs(duration_s) <= MAX_DURATION_S:  # not `>`: NaN is neither
+    if not abs(duration_s) <= MAX_DURATION_S:  # `>` would accept NaN
         raise InvalidRequestError(
             f"a duration of {duration_s} s", f"give at most {MAX_DURATION_S:.0f} s"
         )
@@ -235,15 +235,15 @@ def recent_turns_messages(
     ttl_s: float | None,
     now_ns: int,
 ) -> Iterator[pb.RecentTurns]:
-    """Encode a layout's turns, in messages of bounded size, each as it is asked for.
+    """Yield a layout's recent turns in messages of bounded size; there is at least one message.
 
     Args:
-        turns: oldest first.
-        layout: whose they are.
-        tiers: with their capacities.
-        policy: of eviction.
-        ttl_s: of sessions without one of their own; None: they do not expire.
-        now_ns: of the core's clock.
+        turns: recorded turns, oldest first.
+        layout: layout of the turns.
+        tiers: statistics of the tiers, for their capacities.
+        policy: name of the eviction policy.
+        ttl_s: default TTL of sessions; None: they do not expire.
+        now_ns: current time of the core's clock.
     """
     capacity_bytes = {tier.tier: tier.capacity_bytes for tier in tiers}
     head = pb.RecentTurns(
@@ -257,19 +257,19 @@ def recent_turns_messages(
         ttl_s=ttl_s or 0.0,
         max_turns=MAX_TURNS,
     )
-    rest = iter(turns)
-    part = list(islice(rest, TURNS_PER_MESSAGE))
+    remaining = iter(turns)
+    batch = list(islice(remaining, TURNS_PER_MESSAGE))
     while True:
-        message = pb.RecentTurns(turns=[_turn_message(turn, now_ns) for turn in part])
+        message = pb.RecentTurns(turns=[_turn_message(turn, now_ns) for turn in batch])
         message.MergeFrom(head)
         yield message
-        part = list(islice(rest, TURNS_PER_MESSAGE))
-        if not part:
+        batch = list(islice(remaining, TURNS_PER_MESSAGE))
+        if not batch:
             return
 
 
 def recorded_turns(messages: Sequence[pb.RecentTurn]) -> list[RecordedTurn]:
-    """Decode; instants count from the oldest of them."""
+    """Decode recorded turns; their instants count from the arrival of the oldest turn."""
     oldest_s = max((message.arrived_s for message in messages), default=0.0)
     return [_recorded_turn(message, oldest_s) for message in messages]
 

@@ -1,4 +1,4 @@
-"""What callers mean by filters and orders, and what they may see. Decodes; decides nothing else."""
+"""Decodes the filters and orders of requests, restricted to what the caller may see."""
 
 from collections.abc import Mapping
 
@@ -15,7 +15,7 @@ from shared.pb.kvd.v1 import kvd_pb2 as pb
 from shared.serving.message_fields import MessageFields
 from shared.types.session_key import SessionKey
 
-# A condition that is not decoded would let more sessions be flushed than are meant.
+# Every condition must be decoded: without one, a flush would drop more sessions than selected.
 _FILTER = MessageFields(
     SessionFilter,
     pb.SessionFilter,
@@ -37,16 +37,20 @@ _ORDERS: Mapping[int, SessionOrder] = {
 
 
 def allowed_tenants() -> frozenset[str] | None:
-    """Whose sessions the caller may see and change; None: everybody's."""
+    """Return the tenants whose sessions the caller may see and change; None: all tenants."""
     return current_identity().allowed_tenants
 
 
 def filter_of(message: pb.SessionFilter, allowed: frozenset[str] | None) -> SessionFilter:
-    """Decode a filter (but for the model), within what the caller may see.
+    """Decode a filter, without its model, and restrict it to what the caller may see.
+
+    Args:
+        message: the filter.
+        allowed: tenants that the caller may see; None: all.
 
     Raises:
-        InvalidRequestError: a tier that stores nothing here, no duration, or a condition of a later
-            release, without which more would be meant.
+        InvalidRequestError: the tier or the idle time is not valid, or there is a condition of a
+            later release, without which the filter would select more sessions.
     """
     if len(UnknownFieldSet(message)):
         raise InvalidRequestError(
@@ -58,20 +62,20 @@ def filter_of(message: pb.SessionFilter, allowed: frozenset[str] | None) -> Sess
         raise InvalidRequestError(
             f"an idle time of {message.idle_s} s", "name one that is not negative"
         )
-    wanted = _FILTER.decode(
+    session_filter = _FILTER.decode(
         message,
         tenants=frozenset((message.tenant,)) if message.tenant else None,
         tier=_TIERS[message.tier],
         idle_ns=ns_of(message.idle_s),
     )
-    return wanted.within(allowed)
+    return session_filter.within(allowed)
 
 
 def listing_of(request: pb.ListSessionsRequest, allowed: frozenset[str] | None) -> ListingRequest:
-    """Decode what is to be listed, within what the caller may see.
+    """Decode a request for a list of sessions, restricted to what the caller may see.
 
     Raises:
-        InvalidRequestError: a filter or an order that cannot be.
+        InvalidRequestError: the filter or the order is not valid.
     """
     if request.order not in _ORDERS:
         raise InvalidRequestError(
@@ -86,10 +90,11 @@ def listing_of(request: pb.ListSessionsRequest, allowed: frozenset[str] | None) 
 
 
 def check_allowed(key: SessionKey, allowed: frozenset[str] | None) -> None:
-    """Let a caller name only sessions it may see; others do not exist for it.
+    """Check that a caller may see a session; others do not exist for it.
 
     Raises:
-        UnknownSessionError: it may not.
+        UnknownSessionError: the caller may not see the session. The message is that of a session
+            that is not stored.
     """
     if allowed is not None and key.tenant not in allowed:
         raise UnknownSessionError(
@@ -98,14 +103,15 @@ def check_allowed(key: SessionKey, allowed: frozenset[str] | None) -> None:
         )
 
 
-def is_of_one(request: pb.FlushRequest) -> bool:
-    """Whether one session is to be flushed; else those of a filter, be it everything.
+def names_one_session(request: pb.FlushRequest) -> bool:
+    """Whether a flush is about one session; else it is about a filter's sessions, or all.
 
     Raises:
-        InvalidRequestError: it does not say exactly one of the three.
+        InvalidRequestError: the request does not name exactly one of the three.
     """
-    wanted = filter_of(request.filter, None)  # decoded: an idle time of -0 is no condition
-    has_filter = bool(request.filter.model) or wanted != EVERYTHING
+    # Compared after decoding: an idle time of -0 is no condition.
+    session_filter = filter_of(request.filter, None)
+    has_filter = bool(request.filter.model) or session_filter != EVERYTHING
     if [request.HasField("session"), request.all, has_filter].count(True) != 1:
         raise InvalidRequestError(
             "what to flush is not clear", "name one session, or a filter, or all"
@@ -114,11 +120,11 @@ def is_of_one(request: pb.FlushRequest) -> bool:
 
 
 def tenant_to_erase(request: pb.FlushRequest, allowed: frozenset[str] | None) -> str | None:
-    """Return the tenant that a secure flush names; None: all.
+    """Return the tenant that a secure flush erases; None: all tenants.
 
     Raises:
-        InvalidRequestError: it names a session, or some of a tenant's.
-        TenantDeniedError: the caller may not change all that is named.
+        InvalidRequestError: the request names less than a whole tenant.
+        TenantDeniedError: the caller may not erase the tenant, or all of them.
     """
     tenant = request.filter.tenant
     is_one_tenant = bool(tenant) and request.filter == pb.SessionFilter(tenant=tenant)
@@ -135,7 +141,7 @@ def tenant_to_erase(request: pb.FlushRequest, allowed: frozenset[str] | None) ->
 
 
 def event_filter_of(request: pb.WatchEventsRequest, allowed: frozenset[str] | None) -> EventFilter:
-    """Decode which events are meant, within what the caller may see."""
+    """Decode a filter of events, restricted to what the caller may see."""
     tenants = frozenset((request.tenant,)) if request.tenant else None
     if allowed is not None:
         tenants = allowed if tenants is None else tenants & allowed

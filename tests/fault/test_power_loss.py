@@ -189,7 +189,7 @@ async def _store(cache, name: str) -> None:
     tokens = encode(_tokens(name))
     answer = cache.act(lambda core: core.stores.prepare(key_of(name), tokens, 0, ENGINE_ID))
     while answer.refused == "wait":  # for reads and writes that hold slots
-        assert await cache.changed(WAIT_S)
+        assert await cache.wait_for_change(WAIT_S)
         answer = cache.act(lambda core: core.stores.prepare(key_of(name), tokens, 0, ENGINE_ID))
     assert (answer.refused, answer.more) == ("", False)
     for block in answer.blocks:
@@ -199,7 +199,7 @@ async def _store(cache, name: str) -> None:
 
 async def _until_durable(cache) -> None:
     while cache.stats().dirty_bytes:
-        await cache.changed(0.01)  # a commit is not told to who waits
+        await cache.wait_for_change(0.01)  # a commit is not told to who waits
 
 
 def _flush(name: str, core: CacheEngine) -> None:
@@ -213,7 +213,7 @@ async def _load(cache, name: str) -> None:
     assert answer.lookup is not Lookup.MISS, answer.miss_reason
     lease_id = answer.lease_id
     while cache.act(lambda core: core.loads.state_of(lease_id)) is LeaseState.PENDING:
-        assert await cache.changed(WAIT_S)
+        assert await cache.wait_for_change(WAIT_S)
     answer = cache.act(lambda core: core.loads.settle(lease_id))
     assert (answer.end_token, answer.more) == (len(tokens), False)
     for span in answer.spans:
@@ -237,7 +237,7 @@ async def _run(directory: Path) -> Power:
             for name in names:
                 await _store(cache, name)
             while cache._performer.num_pending > pending:
-                assert await cache.changed(WAIT_S)
+                assert await cache.wait_for_change(WAIT_S)
             power.may_commit.set()
             await _until_durable(cache)
             power.durable |= set(names)
@@ -252,7 +252,7 @@ async def _run(directory: Path) -> Power:
         await store("3", "4", "5", "6", "7", "8")
         flush("1", "3", "4", "5")
         await store("9", "10")
-        await caches.committed()
+        await caches.wait_until_committed()
         power.may_commit.clear()
         flush("6", "7", "8")
         # All is written and synced that can be before the index has dropped the blocks of these.

@@ -72,7 +72,7 @@ class TellingEngine:
             self.reconnect()
             return
         received = kvd_pb2.QueueSnapshot.FromString(sent)
-        is_known = self.replica.take(queue_update(received, MODEL, self.most_requests))
+        is_known = self.replica.apply_update(queue_update(received, MODEL, self.most_requests))
         if luck < 0.1:
             seen["acknowledgement lost"] += 1
             self.reconnect()
@@ -131,7 +131,7 @@ def exchange(seed: int, num_rounds: int) -> Counter[str]:
             engine.world.withdraw(number)
         engine.world.drain()
         engine.reconnect()
-        while engine.replica._taken == 0:
+        while engine.replica._known_sequence == 0:
             engine.report(seen)
     window.check()
     assert len(window) == 0

@@ -69,7 +69,7 @@ async def test_an_empty_layout_makes_room_for_a_new_one(tmp_path):
             await caches.open(layout)
         await caches.open(first)
         await caches.open(third)
-        await caches.committed()
+        await caches.wait_until_committed()
         assert [cache.layout for cache in caches] == [first, third]
         volumes = {path.name for path in (tmp_path / VOLUMES).iterdir()}
         assert volumes == {first.fingerprint, third.fingerprint}
@@ -89,7 +89,7 @@ async def test_an_index_that_falls_behind_is_sent_little_and_then_all(tmp_path, 
     async with caches_in(tmp_path) as caches:
         cache, _ = await caches.open(LAYOUT)
         keys = [store(cache, f"s{number}", 100 * number) for number in range(4)]
-        await caches.committed()
+        await caches.wait_until_committed()
         with closing(sqlite3.connect(tmp_path / "manifest.db", isolation_level=None)) as other:
             other.execute("BEGIN IMMEDIATE")
             for ttl_ns in range(LONG_NS, LONG_NS + 400):
@@ -100,7 +100,7 @@ async def test_an_index_that_falls_behind_is_sent_little_and_then_all(tmp_path, 
             num_rows, _ = cache.act(lambda core: (len(core.index_line), core.index_line.num_uses))
             assert num_rows <= len(keys) + 4, "those of sessions, and of their blocks"
             other.execute("ROLLBACK")
-        await caches.committed()
+        await caches.wait_until_committed()
         assert not cache.has_entries_waiting
     async with caches_in(tmp_path) as caches:
         caches.restore()

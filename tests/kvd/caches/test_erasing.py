@@ -90,7 +90,7 @@ async def test_a_tenant_that_has_no_key_is_erased_already(tmp_path, key_file):
     async with caches_in(tmp_path, key_file=key_file) as caches:
         caches.restore()
         eraser = TenantEraser(caches, EventHub(1))
-        assert eraser.named("nobody") == ()
+        assert eraser.tenants_to_erase("nobody") == ()
         erased = await eraser.erase("nobody")
         assert (erased.tenants, erased.num_sessions, erased.freed_bytes) == ((), 0, 0)
 
@@ -104,7 +104,7 @@ async def test_blocks_that_may_be_plain_are_not_erased_by_one_tenant_s_key(tmp_p
         async with asyncio.timeout(30):
             while not has_segments(tmp_path / VOLUMES):  # noqa: ASYNC110  # it is written meanwhile
                 await asyncio.sleep(0.01)
-        await caches.committed()
+        await caches.wait_until_committed()
     async with caches_in(tmp_path, key_file=key_file) as caches:
         caches.restore()
         eraser = TenantEraser(caches, EventHub(1))
@@ -112,4 +112,4 @@ async def test_blocks_that_may_be_plain_are_not_erased_by_one_tenant_s_key(tmp_p
             await eraser.erase("a")
         await eraser.erase(None)
         assert not caches.secrets.info().may_have_plain
-        assert eraser.named("a") == ()
+        assert eraser.tenants_to_erase("a") == ()

@@ -29,7 +29,7 @@ class WorldCache:
     def stats(self):
         return self.world.engine.inspection.stats()
 
-    async def changed(self, _timeout_s):
+    async def wait_for_change(self, _timeout_s):
         self.world.quiesce()
         return True
 

@@ -116,7 +116,7 @@ def test_a_new_directory_has_no_plain_blocks_and_an_older_one_may(directory, key
         assert not secrets.info().is_sealing
     with secrets_in(directory, key_file) as secrets:
         assert secrets.info().may_have_plain, "and is not forgotten"
-        secrets.has_no_plain()
+        secrets.record_no_plain()
     with secrets_in(directory, key_file) as secrets:
         assert not secrets.info().may_have_plain
 

@@ -76,10 +76,10 @@ def test_pauses_grow_up_to_a_bound():
     layout = layout_of("ab12")
     pauses = []
     for _ in range(9):
-        layout.failed("no disk", 100.0, 100.0)
+        layout.record_failure("no disk", 100.0, 100.0)
         pauses.append(layout.try_at_s - 100.0)
     assert pauses == [1, 2, 4, 8, 16, 32, LONGEST_PAUSE_S, LONGEST_PAUSE_S, LONGEST_PAUSE_S]
-    layout.failed("no disk", 100.0, 120.0)
+    layout.record_failure("no disk", 100.0, 120.0)
     assert (layout.may_try_at_s, layout.try_at_s) == (120.0 + 200.0, 120.0 + 200.0)
     assert layout.since_s == 100.0, "the first time that it failed"
 
@@ -87,7 +87,7 @@ def test_pauses_grow_up_to_a_bound():
 def test_an_engine_is_told_when_to_come_again():
     """Not before an attempt would be made."""
     layout = layout_of("ab12" * 8)
-    layout.failed("no disk", 100.0, 105.0)
+    layout.record_failure("no disk", 100.0, 105.0)
     error = layout.error(110.0)
     assert error.retry_after_s == pytest.approx(45.0)
     assert "no disk" in error.message

@@ -21,7 +21,7 @@ def keys(master):
 
 def test_a_secret_opens_for_its_tenant_and_master_only(master, keys):
     """Under another tenant's name, or another master key, it is nothing; nor with a bit changed."""
-    wrapped = keys.make("a")
+    wrapped = keys.create("a")
     again = Keyring(master, is_sealing=True)
     assert again.adopt("a", wrapped)
     assert (again.key_of("a"), again.salt_of("a")) == (keys.key_of("a"), keys.salt_of("a"))
@@ -36,26 +36,26 @@ def test_a_secret_opens_for_its_tenant_and_master_only(master, keys):
 
 def test_secrets_are_all_different(keys):
     """Two tenants, and one tenant after it was forgotten, share neither key nor salt."""
-    keys.make("a")
-    keys.make("b")
+    keys.create("a")
+    keys.create("b")
     first = keys.key_of("a"), keys.salt_of("a")
     keys.forget("a")
     assert "a" not in keys
-    assert keys.key_named(key_id(first[0])) is None
-    keys.make("a")
+    assert keys.find_key(key_id(first[0])) is None
+    keys.create("a")
     values = {*first, keys.key_of("a"), keys.salt_of("a"), keys.key_of("b"), keys.salt_of("b")}
     assert len(values) == 6
 
 
 def test_a_salt_that_is_there_is_kept(keys):
     """Block keys of a tenant that had a salt in plain stay what they are."""
-    keys.make("a", b"s" * 32)
+    keys.create("a", b"s" * 32)
     assert keys.salt_of("a") == b"s" * 32
 
 
 def test_secrets_do_not_show(master, keys):
     """What is logged of keys by accident has no secret in it."""
-    secret = open_secret(master, "a", keys.make("a"))
+    secret = open_secret(master, "a", keys.create("a"))
     assert secret is not None
     for shown in (repr(master), repr(secret), repr(keys)):
         for value in (master.key, secret.key, secret.salt):

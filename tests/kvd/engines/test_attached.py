@@ -96,7 +96,7 @@ async def engines():
 def end(engines, connection):
     """End a connection, as the data socket does."""
     connection.gone.set()
-    engines.gone(connection)
+    engines.on_connection_gone(connection)
     connection.close()
 
 
@@ -111,7 +111,7 @@ async def test_a_store_outlives_its_connection(engines, cache):
         (info,) = engines.infos()
         assert (info.pid, info.is_quarantined) == (child.pid, True)
         with pytest.raises(NotAttachedError):
-            engines.of(engine.engine_id)
+            engines.get(engine.engine_id)
 
         again = connection_of(child.pid)
         engine, confirmed, lost = engines.attach("e", cache, again, INSTANCE, [lease, 12345])
@@ -163,12 +163,12 @@ async def test_slots_are_held_while_a_copier_may_write_to_them(engines, cache, e
         assert [lease_id for lease_id, _ in cache.leases()] == [lease]
         assert [info.is_quarantined for info in engines.infos()] == [True]
         with pytest.raises(NotAttachedError):
-            engines.of(engine.engine_id)
-        first.over()
+            engines.get(engine.engine_id)
+        first.mark_over()
         assert asked == ["1st", "2nd"]
         assert [lease_id for lease_id, _ in cache.leases()] == [lease]
-        second.over()
-        second.over()
+        second.mark_over()
+        second.mark_over()
         assert (cache.leases(), engines.infos()) == ([], [])
 
 

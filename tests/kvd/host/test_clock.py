@@ -22,7 +22,7 @@ def test_restart_within_one_boot_goes_on():
     boottime = Boottime(100 * S)
     clock = resume_clock("", "boot-1", 0, boottime)
     assert clock.now_ns() == 100 * S
-    saved = clock.saved(wall_ns=5000 * S)
+    saved = clock.dump(wall_ns=5000 * S)
     boottime.now_ns = 130 * S
     # The wall clock has jumped by a year meanwhile: it does not matter within one boot.
     resumed = resume_clock(saved, "boot-1", 36_000_000 * S, boottime)
@@ -31,14 +31,14 @@ def test_restart_within_one_boot_goes_on():
 
 def test_a_reboot_goes_on_from_the_saved_time():
     """After a reboot the time that the wall clock says has passed is added."""
-    saved = resume_clock("", "boot-1", 0, Boottime(1000 * S)).saved(wall_ns=5000 * S)
+    saved = resume_clock("", "boot-1", 0, Boottime(1000 * S)).dump(wall_ns=5000 * S)
     after = resume_clock(saved, "boot-2", 5060 * S, Boottime(3 * S))
     assert after.now_ns() == 1060 * S
 
 
 def test_a_wall_clock_set_back_does_not_turn_time_back():
     """A machine that boots with a wrong wall clock continues where it was."""
-    saved = resume_clock("", "boot-1", 0, Boottime(1000 * S)).saved(wall_ns=5000 * S)
+    saved = resume_clock("", "boot-1", 0, Boottime(1000 * S)).dump(wall_ns=5000 * S)
     assert resume_clock(saved, "boot-2", 0, Boottime(3 * S)).now_ns() == 1000 * S
 
 
@@ -53,7 +53,7 @@ def test_offsets_add_up_over_boots():
     saved = ""
     for boot in range(3):
         clock = resume_clock(saved, f"boot-{boot}", 100 * boot * S, Boottime(boot * S))
-        saved = clock.saved(wall_ns=100 * boot * S)
+        saved = clock.dump(wall_ns=100 * boot * S)
     assert clock.now_ns() == 200 * S
 
 

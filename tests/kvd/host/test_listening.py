@@ -7,7 +7,7 @@ from contextlib import aclosing
 import pytest
 
 from kvd.errors import UnusableSocketError
-from kvd.host.listening import accepted, listen_at
+from kvd.host.listening import accept_connections, listen_at
 from shared.access.sockets import SocketGroupError
 
 
@@ -31,7 +31,7 @@ async def test_connections_come_in_the_place_of_a_dead_kvds(tmp_path):
     path = tmp_path / "files.sock"
     socket.socket(socket.AF_UNIX).bind(str(path))
     with listen_at(path, socket.SOCK_STREAM) as listener:
-        async with aclosing(accepted(listener)) as connections:
+        async with aclosing(accept_connections(listener)) as connections:
             for _ in range(2):
                 with socket.socket(socket.AF_UNIX) as client:
                     client.connect(str(path))

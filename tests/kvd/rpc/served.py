@@ -85,5 +85,5 @@ async def serving(directory, tenants=("*",)):
         service = EngineService(caches, engines, None, settings(directory), draining, users)
         yield Served(caches, cache, engine, service, draining)
         connection.gone.set()
-        engines.gone(connection)
+        engines.on_connection_gone(connection)
         connection.close()

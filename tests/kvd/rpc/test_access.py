@@ -8,8 +8,8 @@ from kvd.config import uid_of
 from kvd.core.records.errors import InvalidRequestError
 from kvd.engines.data_socket import EngineUsers
 from kvd.errors import AttachDeniedError
-from kvd.rpc.access import narrow
-from kvd.wire.selection import is_of_one
+from kvd.rpc.access import restrict_to_tenants
+from kvd.wire.selection import names_one_session
 from shared.access.identity import Identity, TenantDeniedError
 from shared.pb.kvd.v1 import kvd_pb2
 
@@ -36,41 +36,41 @@ def test_every_method_is_held_to_its_callers_tenants(service, method, request_):
     """Or refused, with all that will be added and is not looked at here."""
     path = f"/kvd.v1.{service}/{method.name}"
     before = request_.SerializeToString()
-    narrow(path, ALL, request_)
+    restrict_to_tenants(path, ALL, request_)
     assert request_.SerializeToString() == before
     if method.name in SESSIONS[service]:
-        narrow(path, ACME, request_)
+        restrict_to_tenants(path, ACME, request_)
         assert request_.session.tenant == "acme"
         request_.session.tenant = "acme-test"
-        narrow(path, ACME, request_)
+        restrict_to_tenants(path, ACME, request_)
         assert request_.session.tenant == "acme-test"
         request_.session.tenant = "other"
         with pytest.raises(TenantDeniedError):
-            narrow(path, ACME, request_)
+            restrict_to_tenants(path, ACME, request_)
     elif method.name in OWN_CHECK[service]:
-        narrow(path, ACME, request_)
+        restrict_to_tenants(path, ACME, request_)
     else:
         with pytest.raises(TenantDeniedError, match="concerns all tenants"):
-            narrow(path, ACME, request_)
+            restrict_to_tenants(path, ACME, request_)
 
 
 def test_what_a_flush_may_drop():
     """A filter is of one of the caller's tenants, a session too; "all" and nothing are refused."""
     flush = "/kvd.v1.Operator/Flush"
     idle = kvd_pb2.FlushRequest(filter=kvd_pb2.SessionFilter(idle_s=1))
-    narrow(flush, ACME, idle)
+    restrict_to_tenants(flush, ACME, idle)
     assert idle.filter.tenant == "acme"
     own = kvd_pb2.FlushRequest(filter=kvd_pb2.SessionFilter(tenant="acme-test"), secure=True)
-    narrow(flush, ACME, own)
+    restrict_to_tenants(flush, ACME, own)
     assert own.filter.tenant == "acme-test"
     for nothing in (
         kvd_pb2.FlushRequest(secure=True),
         kvd_pb2.FlushRequest(filter=kvd_pb2.SessionFilter()),
     ):
-        narrow(flush, ACME, nothing)
+        restrict_to_tenants(flush, ACME, nothing)
         assert not nothing.filter.tenant
         with pytest.raises(InvalidRequestError, match="not clear"):
-            is_of_one(nothing)
+            names_one_session(nothing)
     for request in (
         kvd_pb2.FlushRequest(all=True),
         kvd_pb2.FlushRequest(all=True, session=kvd_pb2.SessionKey(session_id="s")),
@@ -78,21 +78,21 @@ def test_what_a_flush_may_drop():
         kvd_pb2.FlushRequest(filter=kvd_pb2.SessionFilter(tenant="other")),
     ):
         with pytest.raises(TenantDeniedError):
-            narrow(flush, ACME, request)
+            restrict_to_tenants(flush, ACME, request)
 
 
 def test_engines_and_the_rest_are_not_looked_at():
     """Other services have checks of their own: what they are asked stays as it is."""
     request = kvd_pb2.PrepareLoadRequest(session=kvd_pb2.SessionKey(tenant="other"))
     before = request.SerializeToString()
-    narrow("/kvd.v1.Engine/PrepareLoad", ACME, request)
+    restrict_to_tenants("/kvd.v1.Engine/PrepareLoad", ACME, request)
     assert request.SerializeToString() == before
     with pytest.raises(TenantDeniedError):  # the same request, where it is looked at
-        narrow("/kvd.v1.Reader/DescribeSession", ACME, request)
+        restrict_to_tenants("/kvd.v1.Reader/DescribeSession", ACME, request)
     untouchable = object()
-    narrow("/grpc.health.v1.Health/Watch", ACME, untouchable)
+    restrict_to_tenants("/grpc.health.v1.Health/Watch", ACME, untouchable)
     with pytest.raises(TenantDeniedError, match="concerns all tenants"):
-        narrow("/kvd.v1.Reader/Watch", ACME, untouchable)
+        restrict_to_tenants("/kvd.v1.Reader/Watch", ACME, untouchable)
 
 
 def test_whose_engines_may_attach():

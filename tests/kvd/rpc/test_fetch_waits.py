@@ -235,7 +235,7 @@ async def test_what_has_come_when_time_is_up_is_loaded(tmp_path, monkeypatch):
             there = served.cache.act(lambda core: core.inspection.info(key)).num_tokens
             return 0.0 if there == 3 * BLOCK else LONG
 
-        monkeypatch.setattr("kvd.rpc.service._left_s", left_s)
+        monkeypatch.setattr("kvd.rpc.service._remaining_s", left_s)
         await fetched.comes(1)
         found = await load
         assert (found.lookup, found.end_token) == (pb.LOOKUP_HIT, 3 * BLOCK)

@@ -141,7 +141,7 @@ async def test_every_copy_is_verified(tmp_path):
     """The last message sums up; a block in DRAM can be verified once it has its checksum."""
     async with operating(tmp_path) as (served, operator):
         await store_three(served)
-        await served.caches.committed()
+        await served.caches.wait_until_committed()
 
         async def verified():
             found = [one async for one in operator.Verify(pb.VerifyRequest(), None)]

@@ -19,7 +19,7 @@ class Replica(QueueReplica):
         return RIGHT
 
     def report(self, sequence, base=0, digest=RIGHT):
-        return self.take(QueueUpdate(sequence, base, QueueChange(), digest))
+        return self.apply_update(QueueUpdate(sequence, base, QueueChange(), digest))
 
 
 def test_changes_follow_from_what_was_taken():

@@ -4,17 +4,19 @@ import asyncio
 import threading
 
 from kvd.core.records.actions import VerifySlot
-from kvd.runtime.completions import Ended
+from kvd.runtime.completions import EndedOperations
 from tests.kvd.runtime.performed import World
 
 
 async def test_what_has_ended_at_the_end_is_reported(world):
     """All of it, before the files and the arena go, and nothing afterwards."""
     for op_id in range(1, 101):
-        world.performer._completions.put(Ended(lambda engine, op_id=op_id: engine.ended(op_id)))
+        world.performer._completions.put(
+            EndedOperations(lambda engine, op_id=op_id: engine.ended(op_id))
+        )
     await world.performer.close()
     assert [op_id for _, op_id in world.engine.done] == list(range(1, 101))
-    world.performer._completions.put(Ended(lambda engine: engine.ended(101)))
+    world.performer._completions.put(EndedOperations(lambda engine: engine.ended(101)))
     for _ in range(3):
         await asyncio.sleep(0)
     assert len(world.engine.done) == 100

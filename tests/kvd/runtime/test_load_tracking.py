@@ -48,7 +48,7 @@ def test_the_slowest_operation_counts(world):
     world.begin(1, 2)
     world.track(LEASE, 1, 2)
     for op_id, layers, expected in ((1, 2, 0), (2, 1, 1), (2, 5, 2), (1, 5, 5)):
-        world.tracker.advanced(op_id, layers)
+        world.tracker.record_progress(op_id, layers)
         assert world.ready(LEASE) == (expected, False)
     assert world.num_wakes == 3
 
@@ -57,11 +57,11 @@ def test_what_was_read_before_counts(world):
     """A second load that joins a read under way starts from where it is."""
     world.begin(1)
     world.track(LEASE, 1)
-    world.tracker.advanced(1, 3)
+    world.tracker.record_progress(1, 3)
     world.track(OTHER, 1)
     assert (world.ready(LEASE), world.ready(OTHER)) == ((3, False), (3, False))
-    world.tracker.advanced(1, 5)
-    world.tracker.ended(1, is_good=True)
+    world.tracker.record_progress(1, 5)
+    world.tracker.record_end(1, is_good=True)
     assert (world.ready(LEASE), world.ready(OTHER)) == ((5, False), (5, False))
 
 
@@ -70,7 +70,7 @@ def test_a_failed_operation_fails_its_loads(world):
     world.begin(1, 2)
     world.track(LEASE, 1)
     world.track(OTHER, 2)
-    world.tracker.ended(1, is_good=False)
+    world.tracker.record_end(1, is_good=False)
     assert (world.ready(LEASE)[1], world.ready(OTHER)[1]) == (True, False)
 
 
@@ -78,12 +78,12 @@ def test_an_operation_may_take_anothers_place(world):
     """A load that is tracked anew before the failure is reported has not failed."""
     world.begin(1, 2)
     world.track(LEASE, 1, 2)
-    world.tracker.advanced(2, 5)
+    world.tracker.record_progress(2, 5)
     world.begin(3)
     world.track(LEASE, 2, 3)  # the engine reads from SSD what was corrupt in DRAM
-    world.tracker.ended(1, is_good=False)
+    world.tracker.record_end(1, is_good=False)
     assert world.ready(LEASE) == (0, False)
-    world.tracker.advanced(3, 5)
+    world.tracker.record_progress(3, 5)
     assert world.ready(LEASE) == (5, False)
 
 
@@ -97,8 +97,8 @@ def test_words_come_back(world):
         assert world.tracker.index_of(lease_id) is None
     world.begin(2)
     world.track(OTHER, 2)
-    world.tracker.advanced(1, 5)
-    world.tracker.ended(1, is_good=False)
+    world.tracker.record_progress(1, 5)
+    world.tracker.record_end(1, is_good=False)
     assert world.ready(OTHER) == (0, False)
 
 
@@ -109,10 +109,10 @@ def test_without_a_word_left():
     world.track(LEASE, 1)
     world.track(OTHER, 1)
     assert world.tracker.index_of(OTHER) is None
-    world.tracker.advanced(1, 2)
+    world.tracker.record_progress(1, 2)
     world.tracker.untrack(OTHER)
     assert world.ready(LEASE) == (2, False)
-    world.tracker.ended(1, is_good=False)
+    world.tracker.record_end(1, is_good=False)
     world.progress.close_all()
 
 
@@ -120,8 +120,8 @@ def test_nothing_is_kept(world):
     """After their ends neither operations nor loads are remembered."""
     world.begin(1, 2)
     world.track(LEASE, 1, 2)
-    world.tracker.ended(1, is_good=True)
+    world.tracker.record_end(1, is_good=True)
     world.tracker.untrack(LEASE)
-    world.tracker.ended(2, is_good=True)
+    world.tracker.record_end(2, is_good=True)
     tracker = world.tracker
     assert (tracker._running, tracker._loads, tracker._leases_of) == ({}, {}, {})

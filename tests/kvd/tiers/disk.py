@@ -97,7 +97,7 @@ class Disk:
 
     def read(self, extent: int, block: Block, slot: memoryview | None, *, layered=False):
         """Outcome of the read's groups, one after the other, and what the header says."""
-        read = self.made[-1].reading(extent, block.key, block.num_tokens, slot, layered=layered)
+        read = self.made[-1].plan_read(extent, block.key, block.num_tokens, slot, layered=layered)
         for index in range(len(read.groups)):
             outcome = read.run(index, self.staging)
             if outcome.value != "ok":

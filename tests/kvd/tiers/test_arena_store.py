@@ -311,7 +311,7 @@ def test_descriptors_in_the_store_are_known_by_their_names(monkeypatch):
     with Path(os.devnull).open() as file:
         for number in range(len(names)):
             os.dup2(file.fileno(), first + number)
-    found = FdStoreBacking().found()
+    found = FdStoreBacking().find()
     assert found == {"ab": {"slots": first, "journal": first + 1}, "c-d": {"slots": first + 2}}
     for number in range(len(ours)):
         os.close(first + number)

@@ -67,7 +67,7 @@ def _occupy(pool, count, priority=Priority.READ, num_bytes=0):
 def _num_held_up(pool):
     """How many jobs wait, of which none may start before another ends: not only has not yet."""
     with pool._changed:
-        assert pool._first() is None
+        assert pool._startable_job() is None
         return len(pool)
 
 

@@ -29,7 +29,7 @@ OTHER = "other"
 def new_keys(*, is_sealing=True) -> Keyring:
     keys = Keyring(new_key(), is_sealing=is_sealing)
     for tenant in (TENANT, OTHER):
-        keys.make(tenant)
+        keys.create(tenant)
     return keys
 
 
@@ -205,7 +205,7 @@ def test_without_its_key_an_extent_is_a_miss(sealed):
     sealed.write(0, block)
     name = key_id(sealed.keys.key_of(TENANT))
     assert name in _content(sealed)
-    sealed.keys.make(TENANT)
+    sealed.keys.create(TENANT)
     assert sealed.read(0, block, new_slot())[0] is IoOutcome.CORRUPT
     for keys in (new_keys(), None):
         sealed.keys = keys

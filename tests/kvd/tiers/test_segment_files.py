@@ -150,11 +150,11 @@ def test_extents_are_missing_whose_segment_is_not_there_or_is_cut_short(disk):
     whole = volume.shape.sectors_per_extent
     behind = 3 * whole  # of another segment
     extents = np.array([0, -1, -whole, behind, 4 * whole, 5 * whole], np.int64)
-    assert volume.lacks(extents, 5).tolist() == [False, False, False, True, True, False]
-    assert volume.lacks(extents, 4).tolist() == [False, False, False, True, False, False]
+    assert volume.find_missing(extents, 5).tolist() == [False, False, False, True, True, False]
+    assert volume.find_missing(extents, 4).tolist() == [False, False, False, True, False, False]
     (segment,) = (disk.directory / "v").glob("*.segment")
     os.truncate(segment, EXTENT)  # the first one is whole
     inside = np.array([0, whole // 2, whole, whole + 1], np.int64)
-    assert disk.volume().lacks(inside, 5).tolist() == [False, False, True, True]
+    assert disk.volume().find_missing(inside, 5).tolist() == [False, False, True, True]
     os.truncate(segment, 1)
-    assert disk.volume().lacks(extents[:1], 5).tolist() == [True]
+    assert disk.volume().find_missing(extents[:1], 5).tolist() == [True]

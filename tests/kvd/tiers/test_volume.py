@@ -98,7 +98,7 @@ def test_large_blocks_move_in_groups(disk):
     volume = disk.made[-1]
 
     def num_groups(block, slot, *, layered):
-        return len(volume.reading(0, block.key, block.num_tokens, slot, layered=layered).groups)
+        return len(volume.plan_read(0, block.key, block.num_tokens, slot, layered=layered).groups)
 
     slot = new_slot(layout)
     assert [num_groups(full, slot, layered=layered) for layered in (True, False)] == [12, 1]
@@ -166,7 +166,7 @@ def test_a_segment_that_cannot_be_used_leaves_no_descriptor(disk):
     (disk.directory / "v" / "00000.segment").symlink_to("/dev/null")
     before = psutil.Process().num_fds()
     with pytest.raises(OSError, match="Invalid argument"):
-        volume.files.for_reading(0)
+        volume.files.fd_for_reading(0)
     assert psutil.Process().num_fds() == before
 
 

@@ -5,7 +5,13 @@ import pytest
 from kvd.core.inspection.session_filter import SessionFilter, SessionOrder
 from kvd.core.records.errors import InvalidRequestError, UnknownSessionError
 from kvd.core.records.records import Tier
-from kvd.wire.selection import check_allowed, event_filter_of, filter_of, is_of_one, listing_of
+from kvd.wire.selection import (
+    check_allowed,
+    event_filter_of,
+    filter_of,
+    listing_of,
+    names_one_session,
+)
 from shared.pb.kvd.v1 import kvd_pb2
 from shared.types.session_key import SessionKey
 
@@ -63,9 +69,9 @@ def test_a_listing_has_a_known_order():
 def test_a_flush_says_what_it_is_for():
     """One session, or conditions, or all: exactly one of them, and no condition is none."""
     by_model = kvd_pb2.FlushRequest(filter=kvd_pb2.SessionFilter(model="5e"))
-    assert is_of_one(kvd_pb2.FlushRequest(session=SESSION))
-    assert not is_of_one(kvd_pb2.FlushRequest(all=True))
-    assert not is_of_one(by_model)
+    assert names_one_session(kvd_pb2.FlushRequest(session=SESSION))
+    assert not names_one_session(kvd_pb2.FlushRequest(all=True))
+    assert not names_one_session(by_model)
     for request in (
         kvd_pb2.FlushRequest(),
         kvd_pb2.FlushRequest(filter=kvd_pb2.SessionFilter()),
@@ -75,7 +81,7 @@ def test_a_flush_says_what_it_is_for():
         kvd_pb2.FlushRequest(all=True, filter=by_model.filter),
     ):
         with pytest.raises(InvalidRequestError, match="not clear"):
-            is_of_one(request)
+            names_one_session(request)
 
 
 def test_sessions_of_others_do_not_exist():
