@@ -32,13 +32,13 @@ class Holding:
     Attributes:
         num_slots: how many.
         pages: which pages they are, in the order of tokens; none if slots are only counted.
-        num_needing: how many need them; 0: they may be evicted.
+        num_users: how many need them; 0: they may be evicted.
         is_counted: whether it has slots of its own; else it only keeps pages from others.
     """
 
     num_slots: int
     pages: list[int] = field(default_factory=list)
-    num_needing: int = 1
+    num_users: int = 1
     is_counted: bool = True
 
 
@@ -84,10 +84,10 @@ class HeldSlots(Protocol):
     def take(self, num_slots: int) -> Holding:
         """Take free slots; they are needed from the start."""
 
-    def need(self, holding: Holding) -> None:
+    def add_user(self, holding: Holding) -> None:
         """Note one more who needs a holding."""
 
-    def spare(self, holding: Holding) -> None:
+    def remove_user(self, holding: Holding) -> None:
         """Note that one of those who need a holding does no longer."""
 
     def release(self, holding: Holding) -> None:
@@ -150,25 +150,25 @@ class ContiguousSlots:
         self.free_slots -= num_slots
         return Holding(num_slots)
 
-    def need(self, holding: Holding) -> None:
+    def add_user(self, holding: Holding) -> None:
         """Note one more who needs a holding."""
-        if not holding.num_needing:
+        if not holding.num_users:
             self.evictable_slots -= holding.num_slots
-        holding.num_needing += 1
+        holding.num_users += 1
 
-    def spare(self, holding: Holding) -> None:
+    def remove_user(self, holding: Holding) -> None:
         """Note that one of those who need a holding does no longer."""
-        assert holding.num_needing, "nobody needs it"
-        holding.num_needing -= 1
-        if not holding.num_needing:
+        assert holding.num_users, "nobody needs it"
+        holding.num_users -= 1
+        if not holding.num_users:
             self.evictable_slots += holding.num_slots
 
     def release(self, holding: Holding) -> None:
         """Release a holding, whoever needs it."""
-        if not holding.num_needing:
+        if not holding.num_users:
             self.evictable_slots -= holding.num_slots
         self.free_slots += holding.num_slots
-        holding.num_slots = holding.num_needing = 0
+        holding.num_slots = holding.num_users = 0
 
     def trim(self, holding: Holding, num_tokens: int) -> None:
         """Do nothing: the slots are one piece of memory."""
@@ -192,7 +192,7 @@ class ContiguousSlots:
             spared: holdings that one needs each.
             kept: one that is needed then; None: none is.
         """
-        stays = 0 if kept is None or kept.num_needing else kept.num_slots
+        stays = 0 if kept is None or kept.num_users else kept.num_slots
         return self.evictable_slots + sum(holding.num_slots for holding in spared) - stays
 
     def check(self, holdings: Sequence[Holding]) -> None:
@@ -200,5 +200,5 @@ class ContiguousSlots:
         assert all(holding.num_slots > 0 for holding in holdings)
         held = sum(holding.num_slots for holding in holdings)
         assert self.free_slots + held == self.num_slots, "slots are lost, or counted twice"
-        evictable = sum(holding.num_slots for holding in holdings if not holding.num_needing)
+        evictable = sum(holding.num_slots for holding in holdings if not holding.num_users)
         assert self.evictable_slots == evictable

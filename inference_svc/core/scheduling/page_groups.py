@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from shared.types.units import ceil_div
 
-NOBODYS = -1  # in place of a page, until there is one
+NO_PAGE = -1  # in place of a page, until there is one
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from heapq import heapify, heappop, heappush
 
 from inference_svc.core.scheduling.held_slots import Holding, PageCopy
-from inference_svc.core.scheduling.page_groups import NOBODYS, PLAIN, PageGroups
+from inference_svc.core.scheduling.page_groups import NO_PAGE, PLAIN, PageGroups
 from shared.types.units import ceil_div
 
 
@@ -31,13 +31,13 @@ class PagedSlots:
         self.page_tokens = page_tokens
         self.groups = groups
         self._num_pages = num_pages
-        self._num_holding = [0] * num_pages  # by page
-        self._num_needing = [0] * num_pages
+        self._num_holders = [0] * num_pages  # by page
+        self._num_users = [0] * num_pages
         # Of those: holders for each of whom the page is counted.
         self._num_counted = [0] * num_pages
-        self._num_counted_needing = [0] * num_pages
-        self._num_used = 0  # pages, as they are counted, that somebody holds …
-        self._num_needed = 0  # … and that somebody needs
+        self._num_counted_users = [0] * num_pages
+        self._num_held = 0  # pages, as they are counted, that somebody holds …
+        self._num_in_use = 0  # … and that somebody needs
         # A heap of what may be free: every free page is in it, and some that were taken since.
         self._lowest = list(range(num_pages))
 
@@ -49,12 +49,12 @@ class PagedSlots:
     @property
     def free_slots(self) -> int:
         """Slots of pages that nobody holds, and that nobody is going to get for a shared one."""
-        return (self._num_pages - self._num_used) * self.page_tokens
+        return (self._num_pages - self._num_held) * self.page_tokens
 
     @property
     def evictable_slots(self) -> int:
         """Slots of pages that are held, and that nobody needs."""
-        return (self._num_used - self._num_needed) * self.page_tokens
+        return (self._num_held - self._num_in_use) * self.page_tokens
 
     def needed_for(self, num_tokens: int) -> int:
         """Return the slots of a holding for so many tokens: those of whole pages."""
@@ -75,10 +75,10 @@ class PagedSlots:
         assert num_slots <= self.free_slots, "more is reserved than there is"
         lacking: list[int] = []
         if len(holding.pages) * self.page_tokens > holding.num_slots:
-            lacking = [at for at, page in enumerate(holding.pages) if page == NOBODYS]
+            lacking = [at for at, page in enumerate(holding.pages) if page == NO_PAGE]
         for number in range(num_slots // self.page_tokens):
             at = lacking[number] if number < len(lacking) else len(holding.pages)
-            self._put(holding, at, self._free_page(after=holding.pages[at - 1] if at else NOBODYS))
+            self._put(holding, at, self._free_page(after=holding.pages[at - 1] if at else NO_PAGE))
 
     def share(self, holding: Holding, num_tokens: int, window_from: int = 0) -> Holding:
         """Hold the pages of a holding's first tokens too; they are needed from the start.
@@ -93,7 +93,7 @@ class PagedSlots:
         kept = range(window_from // self.page_tokens, count)
         shared = Holding(0)
         for at, page in enumerate(holding.pages[: self.groups.num_pages(count)]):
-            self._put(shared, at, page if self._is_kept(at, kept) else NOBODYS)
+            self._put(shared, at, page if self._is_kept(at, kept) else NO_PAGE)
         return shared
 
     def shared_slots(self, num_tokens: int) -> int:
@@ -152,7 +152,7 @@ class PagedSlots:
         """Return how many free slots `own` takes: those of pages that are counted once."""
         start = self.groups.num_pages(first_token // self.page_tokens)
         found = sum(
-            self._num_holding[page] > 1
+            self._num_holders[page] > 1
             for at, page in enumerate(holding.pages[start:], start)
             if not self.groups.is_windowed(at)
         )
@@ -162,37 +162,37 @@ class PagedSlots:
         """Release the pages that no token is on, of so many."""
         num_pages = self.groups.num_pages(ceil_div(num_tokens, self.page_tokens))
         for at, page in enumerate(holding.pages[num_pages:], num_pages):
-            self._drop(page, self._counts(holding, at), holding.num_needing)
+            self._drop(page, self._counts(holding, at), holding.num_users)
             holding.num_slots -= self.page_tokens
         del holding.pages[num_pages:]
 
-    def need(self, holding: Holding) -> None:
+    def add_user(self, holding: Holding) -> None:
         """Note one more who needs a holding."""
-        if not holding.num_needing:
+        if not holding.num_users:
             for page, counts in self._entries(holding):
-                self._need(page, counts)
-        holding.num_needing += 1
+                self._add_page_user(page, counts)
+        holding.num_users += 1
 
-    def spare(self, holding: Holding) -> None:
+    def remove_user(self, holding: Holding) -> None:
         """Note that one of those who need a holding does no longer."""
-        assert holding.num_needing, "nobody needs it"
-        holding.num_needing -= 1
-        if not holding.num_needing:
+        assert holding.num_users, "nobody needs it"
+        holding.num_users -= 1
+        if not holding.num_users:
             for page, counts in self._entries(holding):
-                self._spare(page, counts)
+                self._remove_page_user(page, counts)
 
     def release(self, holding: Holding) -> None:
         """Release a holding, whoever needs it."""
         self.trim(holding, 0)
-        holding.num_needing = 0
+        holding.num_users = 0
 
     def freed_by(self, holdings: Sequence[Holding]) -> int:
         """Return the slots of pages that nobody else holds than these."""
         held, counted = self._tallies(holdings)
         freed = 0
         for page, number in held.items():
-            left = self._num_holding[page] - number, self._num_counted[page] - counted[page]
-            freed += self._used(page) - _counted(*left)
+            left = self._num_holders[page] - number, self._num_counted[page] - counted[page]
+            freed += self._times_held(page) - _counted(*left)
         return freed * self.page_tokens
 
     def evictable_after(self, spared: Sequence[Holding], kept: Holding | None) -> int:
@@ -203,37 +203,37 @@ class PagedSlots:
             kept: one that is needed then; None: none is.
         """
         less, counted_less = self._tallies(spared)
-        stays = [kept] if kept is not None and not kept.num_needing else []
+        stays = [kept] if kept is not None and not kept.num_users else []
         more, counted_more = self._tallies(stays)
         freed = 0
         for page in less.keys() | more.keys():
-            needing = self._num_needing[page] - less[page] + more[page]
-            counted = self._num_counted_needing[page] - counted_less[page] + counted_more[page]
-            freed += self._needed(page) - _counted(needing, counted)
+            users = self._num_users[page] - less[page] + more[page]
+            counted = self._num_counted_users[page] - counted_less[page] + counted_more[page]
+            freed += self._times_in_use(page) - _counted(users, counted)
         return self.evictable_slots + freed * self.page_tokens
 
     def check(self, holdings: Sequence[Holding]) -> None:
         """Raise AssertionError if these are not all holdings there are."""
         held, counted = self._tallies(holdings)
-        needed, counted_needed = self._tallies([h for h in holdings if h.num_needing])
-        for page, number in enumerate(self._num_holding):
+        needed, counted_needed = self._tallies([h for h in holdings if h.num_users])
+        for page, number in enumerate(self._num_holders):
             assert number == held[page], f"page {page} has {number} holders of {held[page]}"
-            assert self._num_needing[page] == needed[page], f"page {page} is needed wrongly"
+            assert self._num_users[page] == needed[page], f"page {page} is needed wrongly"
             assert self._num_counted[page] == counted[page], f"page {page} is counted wrongly"
-            assert self._num_counted_needing[page] == counted_needed[page]
-        free = {page for page, number in enumerate(self._num_holding) if not number}
+            assert self._num_counted_users[page] == counted_needed[page]
+        free = {page for page, number in enumerate(self._num_holders) if not number}
         assert free <= set(self._lowest), "a free page will never be found"
-        assert self._num_used == sum(map(self._used, held)) <= self._num_pages
-        assert self._num_needed == sum(map(self._needed, needed))
+        assert self._num_held == sum(map(self._times_held, held)) <= self._num_pages
+        assert self._num_in_use == sum(map(self._times_in_use, needed))
         for holding in holdings:
             assert holding.num_slots == len(holding.pages) * self.page_tokens
             assert len(set(holding.pages)) == len(holding.pages), "a page is there twice"
 
     def _free_page(self, after: int) -> int:
         """Choose a free page, which it is until it is held."""
-        if 0 < after + 1 < len(self._num_holding) and not self._num_holding[after + 1]:
+        if 0 < after + 1 < len(self._num_holders) and not self._num_holders[after + 1]:
             return after + 1
-        while self._num_holding[self._lowest[0]]:
+        while self._num_holders[self._lowest[0]]:
             heappop(self._lowest)
         return self._lowest[0]
 
@@ -245,13 +245,13 @@ class PagedSlots:
         return (at // groups.num_groups - kept.start) % groups.window_pages < len(kept)
 
     def _is_shared(self, page: int, *, is_window: bool) -> bool:
-        return (self._num_counted if is_window else self._num_holding)[page] > 1
+        return (self._num_counted if is_window else self._num_holders)[page] > 1
 
     def _replace(self, holding: Holding, at: int) -> PageCopy:
         page, counts = holding.pages[at], self._counts(holding, at)
-        self._drop(page, counts, holding.num_needing)
-        target = self._free_page(after=holding.pages[at - 1] if at else NOBODYS)
-        self._hold(target, counts, holding.num_needing)
+        self._drop(page, counts, holding.num_users)
+        target = self._free_page(after=holding.pages[at - 1] if at else NO_PAGE)
+        self._hold(target, counts, holding.num_users)
         holding.pages[at] = target
         return PageCopy(at, page, target)
 
@@ -259,8 +259,8 @@ class PagedSlots:
         if at == len(holding.pages):
             holding.pages.append(page)
         holding.pages[at] = page
-        if page != NOBODYS:
-            self._hold(page, self._counts(holding, at), holding.num_needing)
+        if page != NO_PAGE:
+            self._hold(page, self._counts(holding, at), holding.num_users)
             holding.num_slots += self.page_tokens
 
     def _counts(self, holding: Holding, at: int) -> bool:
@@ -270,7 +270,7 @@ class PagedSlots:
     def _entries(self, holding: Holding) -> Iterator[tuple[int, bool]]:
         """Yield a holding's pages, and whether each is counted for it."""
         for at, page in enumerate(holding.pages):
-            if page != NOBODYS:
+            if page != NO_PAGE:
                 yield page, self._counts(holding, at)
 
     def _tallies(self, holdings: Sequence[Holding]) -> tuple[Counter[int], Counter[int]]:
@@ -278,44 +278,44 @@ class PagedSlots:
         entries = [entry for holding in holdings for entry in self._entries(holding)]
         return Counter(page for page, _ in entries), Counter(page for page, own in entries if own)
 
-    def _used(self, page: int) -> int:
-        return _counted(self._num_holding[page], self._num_counted[page])
+    def _times_held(self, page: int) -> int:
+        return _counted(self._num_holders[page], self._num_counted[page])
 
-    def _needed(self, page: int) -> int:
-        return _counted(self._num_needing[page], self._num_counted_needing[page])
+    def _times_in_use(self, page: int) -> int:
+        return _counted(self._num_users[page], self._num_counted_users[page])
 
-    def _hold(self, page: int, counts: bool, num_needing: int) -> None:
-        before = self._used(page)
-        self._num_holding[page] += 1
+    def _hold(self, page: int, counts: bool, num_users: int) -> None:
+        before = self._times_held(page)
+        self._num_holders[page] += 1
         self._num_counted[page] += counts
-        self._num_used += self._used(page) - before
-        if num_needing:
-            self._need(page, counts)
+        self._num_held += self._times_held(page) - before
+        if num_users:
+            self._add_page_user(page, counts)
 
-    def _drop(self, page: int, counts: bool, num_needing: int) -> None:
-        if num_needing:
-            self._spare(page, counts)
-        before = self._used(page)
-        self._num_holding[page] -= 1
+    def _drop(self, page: int, counts: bool, num_users: int) -> None:
+        if num_users:
+            self._remove_page_user(page, counts)
+        before = self._times_held(page)
+        self._num_holders[page] -= 1
         self._num_counted[page] -= counts
-        self._num_used += self._used(page) - before
-        if not self._num_holding[page]:
+        self._num_held += self._times_held(page) - before
+        if not self._num_holders[page]:
             heappush(self._lowest, page)
-            if len(self._lowest) > 2 * len(self._num_holding):  # pages that were freed often
-                self._lowest = [p for p, number in enumerate(self._num_holding) if not number]
+            if len(self._lowest) > 2 * len(self._num_holders):  # pages that were freed often
+                self._lowest = [p for p, number in enumerate(self._num_holders) if not number]
                 heapify(self._lowest)
 
-    def _need(self, page: int, counts: bool) -> None:
-        before = self._needed(page)
-        self._num_needing[page] += 1
-        self._num_counted_needing[page] += counts
-        self._num_needed += self._needed(page) - before
+    def _add_page_user(self, page: int, counts: bool) -> None:
+        before = self._times_in_use(page)
+        self._num_users[page] += 1
+        self._num_counted_users[page] += counts
+        self._num_in_use += self._times_in_use(page) - before
 
-    def _spare(self, page: int, counts: bool) -> None:
-        before = self._needed(page)
-        self._num_needing[page] -= 1
-        self._num_counted_needing[page] -= counts
-        self._num_needed += self._needed(page) - before
+    def _remove_page_user(self, page: int, counts: bool) -> None:
+        before = self._times_in_use(page)
+        self._num_users[page] -= 1
+        self._num_counted_users[page] -= counts
+        self._num_in_use += self._times_in_use(page) - before
 
 
 def _counted(num_holders: int, num_counted: int) -> int:

@@ -293,14 +293,14 @@ class ActiveRequests:
         self._prefixes.put(request.number, request.scope, request.token_ids)
 
     def remove(self, request: Request) -> None:
-        """Remove one; if it is answered, its KV is there until `kv_left`."""
+        """Remove one; if it is answered, its KV is there until `forget_kv`."""
         del self._requests[request.number]
         if request.state is RequestState.FINISHED:
             self._answered[request.number] = request
         else:
             self._prefixes.take(request.number)
 
-    def kv_left(self, request: Request) -> None:
+    def forget_kv(self, request: Request) -> None:
         """Note that the KV of a request that is over is a resident's now, or released."""
         if self._answered.pop(request.number, None) is not None:
             self._prefixes.take(request.number)

@@ -127,9 +127,9 @@ class Residents:
         self._residents[resident.key] = resident
         self._index.put(resident.key, resident.scope, resident.token_ids)
         self.num_slots += resident.holding.num_slots
-        self._slots.spare(resident.holding)
+        self._slots.remove_user(resident.holding)
         for _ in range(self._num_copies(resident.key)):  # that were begun while its turn ran
-            self._slots.need(resident.holding)
+            self._slots.add_user(resident.holding)
 
     def note_boundary(self, key: SessionKey, boundary: int) -> None:
         """Record where a block of a session's resident begins, if it is still there."""
@@ -140,7 +140,7 @@ class Residents:
         """Remove one that is not busy; whoever takes it needs its slots now."""
         assert not self.is_busy(key), f"the resident of {key} is being copied or compacted"
         resident = self._remove(key)
-        self._slots.need(resident.holding)
+        self._slots.add_user(resident.holding)
         return resident
 
     def evict(self, key: SessionKey) -> None:
@@ -256,7 +256,7 @@ class Residents:
         assert request.number not in self._copies, f"request {request.number} copies already"
         self._copies[request.number] = source
         if source in self._residents:
-            self._slots.need(self._residents[source].holding)
+            self._slots.add_user(self._residents[source].holding)
 
     def end_copy(self, request: Request) -> bool:
         """Note that the KV is there; True: it was the session's own resident, which is no more."""
@@ -268,7 +268,7 @@ class Residents:
         """Keep what was being copied to the KV of a request, which gives that up."""
         source = self._copies.pop(request.number, None)
         if source in self._residents:
-            self._slots.spare(self._residents[source].holding)
+            self._slots.remove_user(self._residents[source].holding)
 
     def begin_compaction(self, key: SessionKey) -> bool:
         """Protect a resident while tokens of it are dropped and the others are compacted.
@@ -278,7 +278,7 @@ class Residents:
         if key not in self._residents or self.is_busy(key):
             return False
         self._compactions[key] = True
-        self._slots.need(self._residents[key].holding)
+        self._slots.add_user(self._residents[key].holding)
         return True
 
     def own(self, key: SessionKey, first_token: int) -> list[PageCopy] | None:
@@ -329,7 +329,7 @@ class Residents:
         self.num_slots -= resident.holding.num_slots
         self._slots.trim(resident.holding, len(token_ids))
         self.num_slots += resident.holding.num_slots
-        self._slots.spare(resident.holding)
+        self._slots.remove_user(resident.holding)
         return True
 
     def holdings(self) -> list[Holding]:
@@ -349,8 +349,8 @@ class Residents:
         assert len(self._index) == len(self._residents)
         self._index.check()
         for key, resident in self._residents.items():
-            num_needing = self._num_copies(key) + (key in self._compactions)
-            assert resident.holding.num_needing == num_needing
+            num_users = self._num_copies(key) + (key in self._compactions)
+            assert resident.holding.num_users == num_users
 
     def _usable(self, resident: Resident, num_tokens: int) -> int:
         usable = resident.usable_tokens(num_tokens, self._block_tokens, has_state=self._have_states)

@@ -191,7 +191,7 @@ class SlotBudget:
         self._residents.cancel_copy(request)
 
     @contextmanager
-    def held(self, request: Request) -> Iterator[None]:
+    def hold_pages(self, request: Request) -> Iterator[None]:
         """Keep a request's pages from being given to others inside the block.
 
         For a load, which may be at work when its request has ended. Slots that are only counted
@@ -214,5 +214,5 @@ class SlotBudget:
     def check(self) -> None:
         """Raise AssertionError if an invariant is broken."""
         self._residents.check()
-        assert all(holding.num_needing == 1 for holding in self._kvs.values())
+        assert all(holding.num_users == 1 for holding in self._kvs.values())
         self.account.check([*self._kvs.values(), *self._loads, *self._residents.holdings()])

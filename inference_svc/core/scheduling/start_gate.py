@@ -99,7 +99,7 @@ class StartGate:
         self._rates = rates
         self._loads: dict[int, _Load] = {}  # by request number
 
-    def announced(
+    def watch(
         self,
         request: Request,
         now_ns: int,
@@ -121,7 +121,7 @@ class StartGate:
             is_certain=layers_ready == self._num_layers,
         )
 
-    def progressed(self, request: Request, layers_ready: int, now_ns: int) -> None:
+    def on_progress(self, request: Request, layers_ready: int, now_ns: int) -> None:
         """Record how many layers are ready; do nothing if the request is not watched any more."""
         load = self._loads.get(request.number)
         if load is not None and layers_ready > load.layers_ready:

@@ -71,7 +71,9 @@ class WaitingQueue:
         ranks = self._ranks.get(key)
         return ranks[0] if ranks else None
 
-    def arrives(self, number: int, key: SessionKey, priority: int, history_tokens: int) -> None:
+    def report_arrival(
+        self, number: int, key: SessionKey, priority: int, history_tokens: int
+    ) -> None:
         """Report a turn of a session whose request will have this number.
 
         The caller owes `withdraw`, whatever becomes of it.
@@ -85,7 +87,7 @@ class WaitingQueue:
         self, number: int, key: SessionKey, priority: int, history_tokens: int
     ) -> Iterator[None]:
         """Report a turn as `arrives` does, and withdraw it behind the block."""
-        self.arrives(number, key, priority, history_tokens)
+        self.report_arrival(number, key, priority, history_tokens)
         try:
             yield
         finally:
@@ -117,7 +119,7 @@ class WaitingQueue:
         if request.is_stored:
             self._feed.waits(rank, request.key, request.history_tokens)
 
-    def history_changed(self, request: Request) -> None:
+    def on_history_change(self, request: Request) -> None:
         """Report that the session of a request that waits has another history now."""
         self._feed.waits(_rank_of(request), request.key, request.history_tokens)
 
@@ -234,12 +236,12 @@ class StartEstimates:
         self._interval_s: float | None = None  # mean time between two ends
         self._since_ns: int | None = None  # the last end, or when somebody began to wait
 
-    def waits(self, now_ns: int) -> None:
+    def on_wait(self, now_ns: int) -> None:
         """Record that a request waits now."""
         if self._since_ns is None:
             self._since_ns = now_ns
 
-    def ended(self, now_ns: int, *, somebody_waits: bool) -> None:
+    def on_end(self, now_ns: int, *, somebody_waits: bool) -> None:
         """Record that a request that was admitted has ended."""
         if self._since_ns is not None:
             newest_s = (now_ns - self._since_ns) / NS_PER_S

@@ -67,7 +67,7 @@ class WriteSlots:
         assert num_slots <= self.num_free, f"{num_slots} slots of a ring with {self.num_free} free"
         return [heappop(self._free) for _ in range(num_slots)]
 
-    def give(self, slots: Collection[int]) -> None:
+    def release(self, slots: Collection[int]) -> None:
         """Give slots back."""
         self._has_moved = True
         for slot in slots:

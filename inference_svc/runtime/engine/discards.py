@@ -111,7 +111,7 @@ class Discards:
         self._memory.discard_stored(request.key, cut)
         num_before = request.input_tokens + request.num_sampled
         request.discards.append(Discard(ranges, num_before, OVERFLOW))
-        self._scheduler.truncated(request, ranges)
+        self._scheduler.truncate(request, ranges)
         self._start_compaction(request.key, computed_ids, ranges, request.lineage)
 
     def _start_compaction(

@@ -92,7 +92,7 @@ def test_of_what_is_shared_only_pages_without_a_window_are_saved():
     slots.check([one, other])
     assert slots.freed_by([one]) == slots.freed_by([other]) == 24
     assert slots.freed_by([one, other]) == 72
-    slots.spare(one)
+    slots.remove_user(one)
     assert slots.evictable_slots == slots.evictable_after([], None) == 24
     assert slots.evictable_after([other], None) == 72
     assert slots.evictable_after([other], one) == 24
