@@ -1,11 +1,12 @@
-"""PagedSlots: token slots in pages anywhere, which sequences may share; a slot is one group's.
+"""Token slots in pages, which sequences may share; a page belongs to one group of layers.
 
-Pages of groups without a window are counted once, whoever holds them: they are shared when they are
-full, and stay as they are. Pages of groups with a window are written to again and again, and who is
-about to write to one that others hold gets another in its place: so they are counted for each
-holder, and that page is always free. Sharing those saves their computation, and no room.
+Pages of groups without a window are counted once, however many sequences hold them: they are shared
+when they are full, and do not change any more. Pages of groups with a window are written to again
+and again, and a sequence that is about to write to a shared one gets another page in its place.
+They are therefore counted once for each holder, so that this page is always free. Sharing them
+saves their computation, but no room.
 
-Who only keeps pages from being given to others (a load) counts as a holder where there is no other.
+A holder that only keeps pages from being reused (a load) counts where there is no other holder.
 """
 
 from collections import Counter
@@ -18,10 +19,10 @@ from shared.types.units import ceil_div
 
 
 class PagedSlots:
-    """See the module docstring.
+    """The account of pages: who holds them, who uses them, which are free.
 
-    Of free pages the next one after a sequence's last is taken if it can be, then the lowest:
-    pages side by side are read without being gathered.
+    Free pages are chosen so that sequences are read without being gathered: the page after the
+    sequence's last one if it is free, else the lowest free page.
     """
 
     is_paged = True
@@ -33,45 +34,45 @@ class PagedSlots:
         self._num_pages = num_pages
         self._num_holders = [0] * num_pages  # by page
         self._num_users = [0] * num_pages
-        # Of those: holders for each of whom the page is counted.
+        # Of these: the holders for each of which the page is counted.
         self._num_counted = [0] * num_pages
         self._num_counted_users = [0] * num_pages
-        self._num_held = 0  # pages, as they are counted, that somebody holds …
-        self._num_in_use = 0  # … and that somebody needs
+        self._num_held = 0  # pages, as often as they are counted, that have holders …
+        self._num_in_use = 0  # … and that are in use
         # A heap of what may be free: every free page is in it, and some that were taken since.
         self._lowest = list(range(num_pages))
 
     @property
     def num_groups(self) -> int:
-        """How many slots a token has."""
+        """Number of slots that a token has, one for each group."""
         return self.groups.num_groups
 
     @property
     def free_slots(self) -> int:
-        """Slots of pages that nobody holds, and that nobody is going to get for a shared one."""
+        """Slots of pages without a holder, except pages reserved to replace shared ones."""
         return (self._num_pages - self._num_held) * self.page_tokens
 
     @property
     def evictable_slots(self) -> int:
-        """Slots of pages that are held, and that nobody needs."""
+        """Slots of pages that are held, but not in use."""
         return (self._num_held - self._num_in_use) * self.page_tokens
 
     def needed_for(self, num_tokens: int) -> int:
-        """Return the slots of a holding for so many tokens: those of whole pages."""
+        """Return the slots of a holding for `num_tokens` tokens: those of whole pages."""
         return self.groups.num_pages(ceil_div(num_tokens, self.page_tokens)) * self.page_tokens
 
     def tokens_in(self, num_slots: int) -> int:
-        """Return how many tokens a holding of so many slots has room for."""
+        """Return how many tokens a holding of `num_slots` slots has room for."""
         return self.groups.count_in(num_slots // self.page_tokens) * self.page_tokens
 
     def take(self, num_slots: int) -> Holding:
-        """Take free pages; they are needed from the start."""
+        """Take free pages; the holding is in use from the start."""
         holding = Holding(0)
         self.extend(holding, num_slots)
         return holding
 
     def extend(self, holding: Holding, num_slots: int) -> None:
-        """Add free pages to a holding that is needed, in place of those that it lacks at first."""
+        """Add free pages to a holding that is in use; first fill its places without a page."""
         assert num_slots <= self.free_slots, "more is reserved than there is"
         lacking: list[int] = []
         if len(holding.pages) * self.page_tokens > holding.num_slots:
@@ -81,13 +82,13 @@ class PagedSlots:
             self._put(holding, at, self._free_page(after=holding.pages[at - 1] if at else NO_PAGE))
 
     def share(self, holding: Holding, num_tokens: int, window_from: int = 0) -> Holding:
-        """Hold the pages of a holding's first tokens too; they are needed from the start.
+        """Hold the pages of another holding's first tokens, too; in use from the start.
 
         Args:
-            holding: whose pages they are.
-            num_tokens: which fill their pages.
-            window_from: first token of which layers with a window have KV. Of pages that have no
-                token behind it `extend` puts others in their place: they are written to next.
+            holding: the other holding.
+            num_tokens: number of first tokens, which fill whole pages.
+            window_from: first token with KV in layers with a window. Places whose pages have no
+                token behind it stay empty, for `extend` to fill: they are written to next.
         """
         count = num_tokens // self.page_tokens
         kept = range(window_from // self.page_tokens, count)
@@ -97,26 +98,26 @@ class PagedSlots:
         return shared
 
     def shared_slots(self, num_tokens: int) -> int:
-        """Return how many slots fewer are taken by who shares the pages of so many tokens."""
+        """Return how many slots a sequence saves by sharing the pages of `num_tokens` tokens."""
         return num_tokens // self.page_tokens * self.groups.num_full * self.page_tokens
 
     def hold(self, holding: Holding) -> Holding:
-        """Keep a holding's pages from being given to others, until that is released."""
+        """Keep a holding's pages from being reused until the returned holding is released."""
         held = Holding(0, is_counted=False)
         for at, page in enumerate(holding.pages):
             self._put(held, at, page)
         return held
 
     def own(self, holding: Holding, first_token: int, window_from: int = 0) -> list[PageCopy]:
-        """Replace pages that others hold too, from that of a token on, by free ones.
+        """Replace pages that have other holders, from a token's page on, by free ones.
 
         Args:
             holding: the holding.
-            first_token: what is behind it is written anew.
-            window_from: first token of which layers with a window have KV.
+            first_token: the first token that will be written.
+            window_from: first token with KV in layers with a window.
 
         Returns:
-            What was replaced; who still wants what is in these pages copies it.
+            The replaced pages. If their content is still needed, the caller copies it.
         """
         first = first_token // self.page_tokens
         kept = range(window_from // self.page_tokens, first)
@@ -130,12 +131,12 @@ class PagedSlots:
         return copies
 
     def own_window(self, holding: Holding, first_token: int, end_token: int) -> bool:
-        """Replace pages of groups with a window that tokens are about to be written to.
+        """Replace shared pages of groups with a window that tokens are about to be written to.
 
-        Nobody wants what was there: it is behind the window of who writes.
+        Their content is not needed: it is behind the window of the sequence that writes.
 
         Returns:
-            Whether there was one that others hold too.
+            Whether a page was replaced.
         """
         groups, size = self.groups, self.page_tokens
         is_other = False
@@ -149,7 +150,7 @@ class PagedSlots:
         return is_other
 
     def num_shared(self, holding: Holding, first_token: int) -> int:
-        """Return how many free slots `own` takes: those of pages that are counted once."""
+        """Return how many free slots `own` would take: those of pages that are counted once."""
         start = self.groups.num_pages(first_token // self.page_tokens)
         found = sum(
             self._num_holders[page] > 1
@@ -159,7 +160,7 @@ class PagedSlots:
         return found * self.page_tokens
 
     def trim(self, holding: Holding, num_tokens: int) -> None:
-        """Release the pages that no token is on, of so many."""
+        """Release the pages behind the last one that has some of `num_tokens` tokens."""
         num_pages = self.groups.num_pages(ceil_div(num_tokens, self.page_tokens))
         for at, page in enumerate(holding.pages[num_pages:], num_pages):
             self._drop(page, self._counts(holding, at), holding.num_users)
@@ -167,14 +168,14 @@ class PagedSlots:
         del holding.pages[num_pages:]
 
     def add_user(self, holding: Holding) -> None:
-        """Note one more who needs a holding."""
+        """Count one more user of a holding."""
         if not holding.num_users:
             for page, counts in self._entries(holding):
                 self._add_page_user(page, counts)
         holding.num_users += 1
 
     def remove_user(self, holding: Holding) -> None:
-        """Note that one of those who need a holding does no longer."""
+        """Count one user of a holding less; without any it may be evicted."""
         assert holding.num_users, "nobody needs it"
         holding.num_users -= 1
         if not holding.num_users:
@@ -182,12 +183,12 @@ class PagedSlots:
                 self._remove_page_user(page, counts)
 
     def release(self, holding: Holding) -> None:
-        """Release a holding, whoever needs it."""
+        """Release a holding, even if it is in use."""
         self.trim(holding, 0)
         holding.num_users = 0
 
     def freed_by(self, holdings: Sequence[Holding]) -> int:
-        """Return the slots of pages that nobody else holds than these."""
+        """Return the slots of pages that have no holders besides these."""
         held, counted = self._tallies(holdings)
         freed = 0
         for page, number in held.items():
@@ -196,11 +197,11 @@ class PagedSlots:
         return freed * self.page_tokens
 
     def evictable_after(self, spared: Sequence[Holding], kept: Holding | None) -> int:
-        """Return the evictable slots there would be if `spared` were residents, and `kept` stayed.
+        """Return how many slots would be evictable if `spared` were residents, and `kept` stayed.
 
         Args:
-            spared: holdings that one needs each.
-            kept: one that is needed then; None: none is.
+            spared: holdings with one user each, which is going to end.
+            kept: a holding that will be in use then; None: there is none.
         """
         less, counted_less = self._tallies(spared)
         stays = [kept] if kept is not None and not kept.num_users else []
@@ -213,7 +214,7 @@ class PagedSlots:
         return self.evictable_slots + freed * self.page_tokens
 
     def check(self, holdings: Sequence[Holding]) -> None:
-        """Raise AssertionError if these are not all holdings there are."""
+        """Raise AssertionError if these are not all holdings, or an invariant is broken."""
         held, counted = self._tallies(holdings)
         needed, counted_needed = self._tallies([h for h in holdings if h.num_users])
         for page, number in enumerate(self._num_holders):
@@ -230,7 +231,7 @@ class PagedSlots:
             assert len(set(holding.pages)) == len(holding.pages), "a page is there twice"
 
     def _free_page(self, after: int) -> int:
-        """Choose a free page, which it is until it is held."""
+        """Return a free page; it stays free until it is held."""
         if 0 < after + 1 < len(self._num_holders) and not self._num_holders[after + 1]:
             return after + 1
         while self._num_holders[self._lowest[0]]:
@@ -238,7 +239,7 @@ class PagedSlots:
         return self._lowest[0]
 
     def _is_kept(self, at: int, kept: range) -> bool:
-        """Whether a page stays of a sequence of which layers with a window have KV of these."""
+        """Return whether a holding's page still has tokens of the pages of tokens in `kept`."""
         groups = self.groups
         if not groups.is_windowed(at):
             return True
@@ -264,7 +265,7 @@ class PagedSlots:
             holding.num_slots += self.page_tokens
 
     def _counts(self, holding: Holding, at: int) -> bool:
-        """Whether a page is counted for this holder, whoever else holds it."""
+        """Return whether a page is counted for this holder in addition to others."""
         return holding.is_counted and self.groups.is_windowed(at)
 
     def _entries(self, holding: Holding) -> Iterator[tuple[int, bool]]:
@@ -274,7 +275,7 @@ class PagedSlots:
                 yield page, self._counts(holding, at)
 
     def _tallies(self, holdings: Sequence[Holding]) -> tuple[Counter[int], Counter[int]]:
-        """Count by page which of these hold it, and for which it is counted."""
+        """Count by page how many of these hold it, and for how many it is counted."""
         entries = [entry for holding in holdings for entry in self._entries(holding)]
         return Counter(page for page, _ in entries), Counter(page for page, own in entries if own)
 
@@ -319,5 +320,5 @@ class PagedSlots:
 
 
 def _counted(num_holders: int, num_counted: int) -> int:
-    """Return how often a page is counted that has so many holders, and is counted for so many."""
+    """Return how often a page counts: once for each counted holder, once for any others."""
     return max(num_counted, min(1, num_holders))

@@ -265,9 +265,10 @@ class Planner:
         return [Terms(capacity, kv_slots, shared.num_tokens, shared.source), fresh]
 
     def _resident_tokens(self, request: Request) -> int:
-        """Count the request's first tokens that its session's resident has, if they are worth using.
+        """Count the request's first tokens in its session's resident, if they are worth using.
 
-        0 if these are less than half of the history, as after a truncation: the store likely has more.
+        0 if these are less than half of the history, as after a truncation: the store likely has
+        more.
         """
         num_tokens, resident = self._residents.match(request), self._residents.get(request.key)
         if resident is not None and num_tokens and self._slots.is_paged:
@@ -386,7 +387,7 @@ class Planner:
         self._queue.put_back(request)
 
     def _evict_unqueued(self, sketch: _Sketch) -> None:
-        """Evict idle sessions' residents where none are kept: only preempted requests have KV."""
+        """For a service without residents: evict all but those of preempted, waiting requests."""
         for key in self._residents.unqueued(self._queue.rank):
             self._evict(key, sketch)
 

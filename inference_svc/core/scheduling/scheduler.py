@@ -231,7 +231,7 @@ class Scheduler:
             self.queue.remove(request)
         else:
             self._remove_active(request)
-            self.estimates.on_end(now_ns, somebody_waits=len(self.queue) > 0)
+            self.estimates.on_end(now_ns, is_queue_busy=len(self.queue) > 0)
 
     # ---------------------------------------------------------------------------------- slots
 
