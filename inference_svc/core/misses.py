@@ -17,7 +17,7 @@ from inference_svc.core.chat import ASSISTANT, SYSTEM
 
 
 class MissCause(StrEnum):
-    """Causes, as users see them; what each says is `TOLD`."""
+    """Causes, as users see them; what each says is `CAUSE_TEXTS`."""
 
     TEMPLATE_ARGUMENTS = "template_arguments_changed"
     TOOLS_REORDERED = "tools_reordered"
@@ -31,7 +31,7 @@ class MissCause(StrEnum):
     UNKNOWN = "history_unknown"
 
 
-TOLD: Mapping[str, str] = {
+CAUSE_TEXTS: Mapping[str, str] = {
     MissCause.TEMPLATE_ARGUMENTS: "other arguments of the chat template write it differently",
     MissCause.TOOLS_REORDERED: "the same tools are offered in another order",
     MissCause.TOOLS_CHANGED: "other tools are offered",
@@ -45,7 +45,7 @@ TOLD: Mapping[str, str] = {
 }
 
 # Why history was computed again although the client said nothing else: `Usage.recompute_reason`.
-RECOMPUTED: Mapping[str, str] = {
+RECOMPUTE_TEXTS: Mapping[str, str] = {
     "evicted": "its KV had left all tiers, to make room for other sessions",
     "expired": "the time to live of its KV had passed",
     "flushed": "an operator had flushed its KV",
@@ -64,9 +64,9 @@ RECOMPUTED: Mapping[str, str] = {
 }
 
 
-def told(cause: str) -> str:
+def describe_cause(cause: str) -> str:
     """Say what a cause means, or a reason to recompute; what is not known says itself."""
-    return {**TOLD, **RECOMPUTED}.get(cause, cause)
+    return {**CAUSE_TEXTS, **RECOMPUTE_TEXTS}.get(cause, cause)
 
 
 @dataclass(frozen=True)

@@ -168,7 +168,9 @@ class LoadChooser:
         self._rates = rates
         self._num_refusals: Counter[str] = Counter()  # by tier
 
-    def wants(self, policy: LoadPolicy, tier: str, start: int, end: int, traffic: Traffic) -> bool:
+    def should_load(
+        self, policy: LoadPolicy, tier: str, start: int, end: int, traffic: Traffic
+    ) -> bool:
         """Whether to load the tokens [start, end) of a session, which lie in this tier.
 
         Recomputing them is measured by what they add to the prefill of the new tokens, which is

@@ -11,7 +11,7 @@ from pydantic import AfterValidator
 
 from inference_svc.core.chat import ASSISTANT, TOOL, Message, ToolCall
 from inference_svc.core.errors import InvalidTurnError
-from inference_svc.core.submission import check_sayer
+from inference_svc.core.submission import check_author_name
 from inference_svc.core.template_arguments import check_arguments
 from inference_svc.http_api.bodies.body import WrongMemberError
 from inference_svc.http_api.errors import UnsupportedValueError
@@ -80,7 +80,7 @@ def _checked(check: Callable[[T], None]) -> AfterValidator:
 
 
 TemplateArguments = Annotated[dict[str, Any], _checked(check_arguments)]
-SayerName = Annotated[str, _checked(check_sayer)]
+SayerName = Annotated[str, _checked(check_author_name)]
 # How much the model is to think, in OpenAI's words; which of them a template knows is its business.
 Effort: TypeAlias = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 

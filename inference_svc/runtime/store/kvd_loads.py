@@ -134,7 +134,7 @@ class KvdLoads:
         if request.policy is LoadPolicy.NEVER:
             return BegunLoad(reason="load_policy_never")
         wanted = request.policy, DRAM, 0, request.num_tokens, request.traffic
-        if not self._chooser.wants(*wanted):
+        if not self._chooser.should_load(*wanted):
             self._talk.counters.add("loads_refused")
             return BegunLoad(reason=RECOMPUTE_CHEAPER)
         begun = BegunLoad(began_s=time.monotonic())
