@@ -28,7 +28,7 @@ from inference_svc.bench.options import DecodeOptions, RunOptions
 from inference_svc.bench.stock_model import StockModel
 from inference_svc.bench.workspace import Workspace
 from inference_svc.core.chat import Tool
-from inference_svc.core.grammar import of_schema
+from inference_svc.core.grammar import schema_grammar
 from inference_svc.core.tools.bound_calls import BoundCalls
 from inference_svc.core.tools.formats import FORMATS
 from inference_svc.runtime.compute.answer_grammar import AnswerGrammar, CallGrammar
@@ -78,7 +78,7 @@ class MemoryReader:
 METRIC = "tokens_per_s"
 WARM_UP = 1
 SEQUENTIAL_BATCH = 8
-LONG_DOCUMENT = of_schema(  # longer than any answer: it does not end before its tokens do
+LONG_DOCUMENT = schema_grammar(  # longer than any answer: it does not end before its tokens do
     {
         "type": "array",
         "minItems": 4000,

@@ -21,14 +21,20 @@ from typing import Protocol
 
 from inference_svc.core.tools.harmony import CLOSING, MARKS, HarmonyReader
 from inference_svc.core.tools.json_value import (
-    Asked,
     NoCallError,
-    asked_by,
+    RequestedCall,
     read_value,
+    requested_call,
     skip_blanks,
 )
 from inference_svc.core.tools.parts import BLANKS, END_OF_OBJECT, AnswerReader, Closing, Opening
-from inference_svc.core.tools.reader import MAX_HEAD, CallFormat, Found, MarkedReader, PlainReader
+from inference_svc.core.tools.reader import (
+    MAX_HEAD,
+    CallFormat,
+    MarkedReader,
+    ParsedCalls,
+    PlainReader,
+)
 
 _OBJECT_STARTS = tuple(
     "{" + start
@@ -82,33 +88,33 @@ def _object_behind(
 class Hermes(CallFormat):
     """Calls as JSON between two tags; the last closing tag may be missing."""
 
-    def read(self, text: str, *, is_end: bool) -> Found | None:
+    def read(self, text: str, *, is_end: bool) -> ParsedCalls | None:
         """See CallFormat."""
         opening, closing = self.marks
         found = read_value(text, len(opening))
         if found is None:
             return None
         end = _behind(text, found[1], closing, is_end=is_end)
-        return None if end is None else Found([asked_by(found[0])], end)
+        return None if end is None else ParsedCalls([requested_call(found[0])], end)
 
 
 class BareJson(CallFormat):
     """Calls as JSON, and nothing else before them."""
 
-    def read(self, text: str, *, is_end: bool) -> Found | None:  # noqa: ARG002
+    def read(self, text: str, *, is_end: bool) -> ParsedCalls | None:  # noqa: ARG002
         """See CallFormat."""
         at = next((len(mark) for mark in self.starts if text.startswith(mark)), 0)
         start = "".join(text[at : at + MAX_HEAD].split())
         if not any(each.startswith(start[: len(each)]) for each in _OBJECT_STARTS):
             raise NoCallError(at)
         found = read_value(text, at)
-        return None if found is None else Found([asked_by(found[0])], found[1])
+        return None if found is None else ParsedCalls([requested_call(found[0])], found[1])
 
 
 class Mistral(CallFormat):
     """Calls behind a mark: as a list, or each by itself."""
 
-    def read(self, text: str, *, is_end: bool) -> Found | None:  # noqa: ARG002
+    def read(self, text: str, *, is_end: bool) -> ParsedCalls | None:  # noqa: ARG002
         """See CallFormat."""
         at = skip_blanks(text, len(self.starts[0]))
         first = skip_blanks(text, at + 1) if text.startswith("[", at) else at
@@ -119,11 +125,15 @@ class Mistral(CallFormat):
             if listed is None:
                 return None
             values = listed[0] if isinstance(listed[0], list) else [listed[0]]
-            return Found([asked_by(value) for value in values], listed[1])
+            return ParsedCalls([requested_call(value) for value in values], listed[1])
         if first > at:
             raise NoCallError(at)
         found = _object_behind(text, at, _MISTRAL_HEADER)
-        return None if found is None else Found([Asked(found[0]["name"], found[1])], found[2])
+        return (
+            None
+            if found is None
+            else ParsedCalls([RequestedCall(found[0]["name"], found[1])], found[2])
+        )
 
 
 _MISTRAL_HEADER = re.compile(r"(?P<name>[^\s\[\]{}]+)\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\])?\s*")
@@ -138,7 +148,7 @@ DEEPSEEK_MARKS = tuple(
 class DeepSeek(CallFormat):
     """Calls between marks of their own, one after the other in a section; its marks may lack."""
 
-    def read(self, text: str, *, is_end: bool) -> Found | None:
+    def read(self, text: str, *, is_end: bool) -> ParsedCalls | None:
         """See CallFormat."""
         section, opening, _, closing, section_end = self.marks
         begin = _behind(text, len(section) if text.startswith(section) else 0, opening)
@@ -155,7 +165,11 @@ class DeepSeek(CallFormat):
             behind = _behind(text, end, section_end, is_end=is_end)
         except NoCallError:  # the next call
             behind = end
-        return None if behind is None else Found([Asked(header["name"], arguments)], behind)
+        return (
+            None
+            if behind is None
+            else ParsedCalls([RequestedCall(header["name"], arguments)], behind)
+        )
 
 
 _DEEPSEEK_NAME = rf"\s*(?:[^\s<`]+\s*{DEEPSEEK_MARKS[2]}\s*)?(?P<name>[^\s<`]+)\s*"

@@ -18,7 +18,7 @@ import re
 from collections.abc import Collection
 from enum import Enum, auto
 
-from inference_svc.core.tools.json_value import Asked, NoCallError, make_call
+from inference_svc.core.tools.json_value import NoCallError, RequestedCall, make_call
 from inference_svc.core.tools.parts import (
     CallBegun,
     Closing,
@@ -28,7 +28,7 @@ from inference_svc.core.tools.parts import (
     Reasoning,
     is_open,
 )
-from inference_svc.core.tools.reader import num_open
+from inference_svc.core.tools.reader import num_pending
 
 START, CHANNEL, BODY = "<|start|>", "<|channel|>", "<|message|>"
 CLOSING: Closing = ()  # the end of its message ends the answer, most often: no text shows it
@@ -91,10 +91,10 @@ class HarmonyReader:
         """See AnswerReader."""
         call = is_open(self.last_call)
         if call is not None:
-            return self._shown(call.end())
+            return self._if_counted(call.end())
         parts = self._read(is_end=True)
         if self._tool:
-            self._say("", parts)
+            self._emit_text("", parts)
         return parts
 
     def _read(self, *, is_end: bool) -> list[Part]:
@@ -151,12 +151,12 @@ class HarmonyReader:
             end, rest = found.span()
             self._state = _State.HEADER
         elif self._tool and not is_end:
-            self._searched = len(self._held) - num_open(self._held, ENDS)
+            self._searched = len(self._held) - num_pending(self._held, ENDS)
             return False
         else:
-            rest = end = len(self._held) - (0 if is_end else num_open(self._held, ENDS))
+            rest = end = len(self._held) - (0 if is_end else num_pending(self._held, ENDS))
         text, self._held = self._held[:end], self._held[rest:]
-        self._say(text, parts)
+        self._emit_text(text, parts)
         return found is not None
 
     def _open(self) -> list[Part]:
@@ -165,19 +165,19 @@ class HarmonyReader:
         call = self.last_call = OpenCall(self._tool, CLOSING)
         self._num_calls += 1
         self._tool, self._is_behind = "", True
-        return [*self._shown([CallBegun(call.name)]), *self._follow(call, begun)]
+        return [*self._if_counted([CallBegun(call.name)]), *self._follow(call, begun)]
 
     def _follow(self, call: OpenCall, text: str) -> list[Part]:
         """Read what comes of the open call."""
-        parts = self._shown(call.push(text))
+        parts = self._if_counted(call.push(text))
         self._held = call.rest
         return parts
 
-    def _shown(self, parts: list[Part]) -> list[Part]:
+    def _if_counted(self, parts: list[Part]) -> list[Part]:
         """Return the parts of the last call, if that counts."""
         return parts if self._most_calls is None or self._num_calls <= self._most_calls else []
 
-    def _say(self, text: str, parts: list[Part]) -> None:
+    def _emit_text(self, text: str, parts: list[Part]) -> None:
         """Take the text of a message; of a call, all of it."""
         if not self._tool:
             if self._is_behind:
@@ -187,10 +187,10 @@ class HarmonyReader:
                 parts.append(Reasoning(text) if self._is_thought else Content(text))
             return
         try:
-            call = make_call(Asked(self._tool, text))
+            call = make_call(RequestedCall(self._tool, text))
         except NoCallError:
             parts.append(Content(self._header + text))
         else:
             self._num_calls += 1
-            parts += self._shown([call])
+            parts += self._if_counted([call])
         self._tool = ""

@@ -26,7 +26,7 @@ class NoCallError(ValueError):
         self.end = end
 
 
-class Asked(NamedTuple):
+class RequestedCall(NamedTuple):
     """What an answer asks for, if that is a call: see `make_call`."""
 
     name: Any
@@ -112,22 +112,22 @@ def read_value(text: str, at: int, starts: str = "{") -> tuple[Any, int] | None:
         raise NoCallError(at) from error
 
 
-def asked_by(value: Any) -> Asked:
+def requested_call(value: Any) -> RequestedCall:
     """Return what an object with a name and arguments asks for, as most models write it."""
     if isinstance(value, dict) and isinstance(value.get("function"), dict):
         value = value["function"]
     if not isinstance(value, dict):
-        return Asked(None, None)
-    return Asked(value.get("name"), value.get("arguments", value.get("parameters", {})))
+        return RequestedCall(None, None)
+    return RequestedCall(value.get("name"), value.get("arguments", value.get("parameters", {})))
 
 
-def make_call(asked: Asked) -> ToolCall:
+def make_call(requested: RequestedCall) -> ToolCall:
     """Make the call; its arguments may be JSON in a text.
 
     Raises:
         NoCallError: the name is no text, or the arguments are no object of JSON.
     """
-    name, arguments = asked
+    name, arguments = requested
     if isinstance(arguments, str):
         found = read_value(arguments, 0)
         if found is None or arguments[found[1] :].strip():

@@ -63,7 +63,7 @@ class CallEnded:
 Part: TypeAlias = Content | Reasoning | ToolCall | CallBegun | CallArguments | CallEnded
 
 
-def joined(parts: Sequence[Part]) -> list[Part]:
+def merge_texts(parts: Sequence[Part]) -> list[Part]:
     """Join texts of a kind that follow one another."""
     found: list[Part] = []
     for part in parts:
@@ -106,7 +106,7 @@ def with_whole_calls(parts: Iterable[Part]) -> Iterator[Part]:
             yield part
 
 
-def summed(parts: Iterable[Part]) -> ReadAnswer:
+def collect_answer(parts: Iterable[Part]) -> ReadAnswer:
     """Sum up the parts of an answer."""
     parts = list(with_whole_calls(parts))
     return ReadAnswer(

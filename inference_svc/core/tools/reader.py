@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 from inference_svc.core.chat import ToolCall
-from inference_svc.core.tools.json_value import Asked, Nesting, NoCallError, make_call
+from inference_svc.core.tools.json_value import Nesting, NoCallError, RequestedCall, make_call
 from inference_svc.core.tools.parts import (
     AnswerReader,
     CallBegun,
@@ -25,18 +25,18 @@ from inference_svc.core.tools.parts import (
     Opening,
     Part,
     ReadAnswer,
+    collect_answer,
     is_open,
-    joined,
-    summed,
+    merge_texts,
 )
 
 MAX_HEAD = 256  # characters before the arguments of a call
 
 
-class Found(NamedTuple):
+class ParsedCalls(NamedTuple):
     """What the beginning of a text asks for, and the index behind it."""
 
-    asked: Sequence[Asked]
+    requested: Sequence[RequestedCall]
     end: int
 
 
@@ -61,7 +61,7 @@ class CallFormat(ABC):
     openings: tuple[Opening, ...] = ()
 
     @abstractmethod
-    def read(self, text: str, *, is_end: bool) -> Found | None:
+    def read(self, text: str, *, is_end: bool) -> ParsedCalls | None:
         """Read what is asked for at the beginning of a text.
 
         Args:
@@ -139,23 +139,23 @@ class MarkedReader:
             self._held += text
         while self._held and self._read_held(parts):
             pass
-        return joined(parts)
+        return merge_texts(parts)
 
     def end(self) -> list[Part]:
         """See AnswerReader."""
         call = is_open(self.last_call)
         if call is not None:
-            return self._shown(call.end())
+            return self._if_counted(call.end())
         if self._list is not None and self._list.ending.startswith(self._held.lstrip()):
             self._held = ""
         self._next_length, self._list = 0, None
         parts = self.push("")
         if self._start() == 0:
             self._read_call(parts, is_end=True)
-        self._say(len(self._held), parts)  # a call that is cut is none, whatever is in it
+        self._emit_text(len(self._held), parts)  # a call that is cut is none, whatever is in it
         if self._gap and not self._num_calls:
             parts.append(Content(self._gap))
-        return joined(parts)
+        return merge_texts(parts)
 
     def _read_held(self, parts: list[Part]) -> bool:
         """Read what is held; return whether there may be more to read in it."""
@@ -163,9 +163,9 @@ class MarkedReader:
             return self._read_list(self._list, parts)
         start = self._start()
         if start < 0:
-            self._say(len(self._held) - num_open(self._held, self._format.starts), parts)
+            self._emit_text(len(self._held) - num_pending(self._held, self._format.starts), parts)
             return False
-        self._say(start, parts)
+        self._emit_text(start, parts)
         opening = self._opening()
         if opening is not None:
             self._open(*opening, parts)
@@ -190,12 +190,12 @@ class MarkedReader:
         self._nesting, self._next_length = Nesting(), 0
         self._list = opening if opening.next_head or opening.ending else None
         self.last_call = OpenCall(head["name"], opening.closing)
-        parts += self._shown([CallBegun(head["name"])])
+        parts += self._if_counted([CallBegun(head["name"])])
         self._follow(self.last_call, begun, parts)
 
     def _follow(self, call: OpenCall, text: str, parts: list[Part]) -> None:
         """Read what comes of the open call."""
-        parts += self._shown(call.push(text))
+        parts += self._if_counted(call.push(text))
         self._held = call.rest
 
     def _read_list(self, opening: Opening, parts: list[Part]) -> bool:
@@ -214,7 +214,7 @@ class MarkedReader:
         self._list = None
         return True
 
-    def _shown(self, parts: list[Part]) -> list[Part]:
+    def _if_counted(self, parts: list[Part]) -> list[Part]:
         """Return the parts of the last call, if that counts."""
         return parts if self._most_calls is None or self._num_calls <= self._most_calls else []
 
@@ -231,25 +231,25 @@ class MarkedReader:
         try:
             found = self._format.read(self._held, is_end=is_end)
         except NoCallError as error:
-            found = Found((), error.end)
+            found = ParsedCalls((), error.end)
         if found is None:
             self._next_length = length + length // 8
             return False
         self._nesting, self._next_length = Nesting(), 0
-        calls = self._calls_of(found.asked)
+        calls = self._make_calls(found.requested)
         if not calls:
-            self._say(max(found.end, 1), parts)
+            self._emit_text(max(found.end, 1), parts)
             return True
         for call in calls:
             self._num_calls += 1
-            parts += self._shown([call])
+            parts += self._if_counted([call])
         self._held, self._gap, self._is_bare = self._held[found.end :], "", True
         return True
 
-    def _calls_of(self, asked: Sequence[Asked]) -> list[ToolCall]:
+    def _make_calls(self, requested: Sequence[RequestedCall]) -> list[ToolCall]:
         """Make calls; none, if one of them is none."""
         try:
-            calls = [make_call(one) for one in asked]
+            calls = [make_call(call) for call in requested]
         except NoCallError:
             return []
         return calls if all(call.name in self._names for call in calls) else []
@@ -268,7 +268,7 @@ class MarkedReader:
     def _blanks(self) -> str:
         return " \t\r\n" + (self._format.between if self._num_calls else "")
 
-    def _say(self, length: int, parts: list[Part]) -> None:
+    def _emit_text(self, length: int, parts: list[Part]) -> None:
         """Take so many characters of the held text as text."""
         text, self._held = self._held[:length], self._held[length:]
         if self._is_bare:
@@ -280,7 +280,7 @@ class MarkedReader:
             parts.append(Content(text))
 
 
-def num_open(text: str, marks: Sequence[str]) -> int:
+def num_pending(text: str, marks: Sequence[str]) -> int:
     """Return how many of the last characters may begin one of some marks."""
     longest = min(len(text), max(map(len, marks), default=1) - 1)
     last = text[len(text) - longest :]
@@ -293,4 +293,4 @@ def num_open(text: str, marks: Sequence[str]) -> int:
 
 def read_whole(reader: AnswerReader, text: str) -> ReadAnswer:
     """Read an answer that is complete."""
-    return summed([*reader.push(text), *reader.end()])
+    return collect_answer([*reader.push(text), *reader.end()])

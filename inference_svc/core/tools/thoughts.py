@@ -4,7 +4,7 @@ from enum import Enum, auto
 from typing import NamedTuple
 
 from inference_svc.core.tools.parts import AnswerReader, OpenCall, Part, Reasoning
-from inference_svc.core.tools.reader import num_open
+from inference_svc.core.tools.reader import num_pending
 
 
 class ThoughtMarks(NamedTuple):
@@ -18,7 +18,7 @@ class ThoughtMarks(NamedTuple):
     opening: str
     closing: str
 
-    def begun_in(self, prompt: str) -> str:
+    def open_mark_in(self, prompt: str) -> str:
         """Return the mark, if a prompt ends with it: the answer begins inside a thought."""
         return self.opening if prompt.rstrip().endswith(self.opening) else ""
 
@@ -112,7 +112,7 @@ class ThoughtReader:
         closing = self._marks.closing
         end = self._held.find(closing)
         if end < 0:
-            self._take(len(self._held) - num_open(self._held, [closing]), parts)
+            self._take(len(self._held) - num_pending(self._held, [closing]), parts)
             return
         self._take(end, parts)
         self._held = self._held.lstrip().removeprefix(closing)

@@ -225,12 +225,12 @@ def test_a_bucket_without_a_bound_is_never_empty():
 def test_a_session_that_two_turns_open_is_counted_until_both_have_ended():
     """Once, and it stands in nobody's way who opens the same."""
     some = limits(TenantBounds(max_sessions=1))
-    some.open_session("a", "s", 0)
-    some.open_session("a", "s", 0)
+    some.begin_opening("a", "s", 0)
+    some.begin_opening("a", "s", 0)
     assert some.refuse_session("a", "s", 0, 0) is None
     for _ in range(2):
         assert some.refuse_session("a", "other", 0, 0).reason == "too_many_sessions"
-        some.session_opened("a", "s")
+        some.end_opening("a", "s")
         some.check()
     assert some.refuse_session("a", "other", 0, 0) is None
 
