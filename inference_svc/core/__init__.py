@@ -1,4 +1,4 @@
 """The service's decisions: scheduling, contexts, truncation, compression, limits.
 
-Pure: no I/O, clock, asyncio or torch. Time is passed in as `now_ns`, effects are returned as values.
+Pure: no I/O, clock, asyncio or torch. Time is passed as `now_ns`, effects are returned as values.
 """

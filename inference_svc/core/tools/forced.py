@@ -1,6 +1,6 @@
-"""Reads an answer that a grammar keeps to one call: it is shown as it comes, for it is one. Pure.
+"""The parser of an answer that a grammar binds to be one call, shown as it arrives. Pure.
 
-Its arguments are what `json.dumps` writes of them, up to where the answer was cut, if it was.
+Its arguments are written as `json.dumps` would, up to where the answer was cut, if it was.
 """
 
 from collections.abc import Mapping
@@ -16,11 +16,11 @@ class _State(Enum):
 
 
 class ForcedReader:
-    """Reads one call.
+    """Parses one call.
 
     Args:
-        heads: what stands before the arguments of a call, by the names of the tools.
-        otherwise: reads an answer that does not begin so, or ends before it has.
+        heads: the texts before the arguments of a call, by tool name.
+        otherwise: parses an answer that does not begin so, or ends before.
 
     Attributes:
         last_call: see AnswerReader.

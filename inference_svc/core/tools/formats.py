@@ -1,4 +1,4 @@
-"""The formats of calls, one for each family of models: `FORMATS`. Pure.
+"""The formats of tool calls, one for each family of models: `FORMATS`. Pure.
 
     Hermes, Qwen    <tool_call>{"name": …, "arguments": …}</tool_call>, one after the other
     Llama 3         {"name": …, "parameters": …}; …   perhaps behind <|python_tag|>
@@ -7,7 +7,7 @@
     DeepSeek        <calls begin>, calls, <calls end>: each is <call begin>name<sep>{…}<call end>,
                     or has its type before the mark <sep>, and behind it name and arguments, these
                     fenced as code
-    JSON            {"name": …, "arguments": …}       nothing but that
+    JSON            {"name": …, "arguments": …}       nothing else
     gpt-oss         messages to tools, each behind marks of its own: `harmony.py`
 
 *Source:* the models' chat templates and cards.
@@ -46,10 +46,10 @@ def _behind(text: str, at: int, mark: str, *, is_end: bool = False) -> int | Non
     """Return the index behind a mark that follows blanks; None if it is not complete.
 
     Args:
-        text: what is read.
-        at: where the blanks begin.
+        text: the text.
+        at: index where the blanks begin.
         mark: the mark.
-        is_end: whether no more follows; then the mark may be cut.
+        is_end: whether no more text follows; then the mark may be cut.
 
     Raises:
         NoCallError: something else follows.
@@ -65,7 +65,7 @@ def _behind(text: str, at: int, mark: str, *, is_end: bool = False) -> int | Non
 def _object_behind(
     text: str, at: int, header: re.Pattern[str]
 ) -> tuple[re.Match[str], object, int] | None:
-    """Read a header and the object that follows it.
+    """Parse a header and the object that follows it.
 
     Returns:
         The header, the object, and the index behind it; None if they are not complete.
@@ -99,7 +99,7 @@ class Hermes(CallFormat):
 
 
 class BareJson(CallFormat):
-    """Calls as JSON, and nothing else before them."""
+    """Calls as JSON, without text before them."""
 
     def read(self, text: str, *, is_end: bool) -> ParsedCalls | None:  # noqa: ARG002
         """See CallFormat."""
@@ -112,7 +112,7 @@ class BareJson(CallFormat):
 
 
 class Mistral(CallFormat):
-    """Calls behind a mark: as a list, or each by itself."""
+    """Calls behind a mark: as a list, or each with its own mark."""
 
     def read(self, text: str, *, is_end: bool) -> ParsedCalls | None:  # noqa: ARG002
         """See CallFormat."""
@@ -146,7 +146,7 @@ DEEPSEEK_MARKS = tuple(
 
 
 class DeepSeek(CallFormat):
-    """Calls between marks of their own, one after the other in a section; its marks may lack."""
+    """Calls between marks of their own, in a section whose marks may be missing."""
 
     def read(self, text: str, *, is_end: bool) -> ParsedCalls | None:
         """See CallFormat."""
@@ -179,7 +179,7 @@ _DEEPSEEK_HEADER = re.compile(
 
 
 def _object_with(arguments: str) -> str:
-    """Write the expression of an object with a call in it, up to the brace of the arguments."""
+    """Return the expression of an object with a call, up to the brace of the arguments."""
     member = rf'{BLANKS}"(?:{arguments})"{BLANKS}:{BLANKS}(?={{)'
     return rf'{{{BLANKS}"name"{BLANKS}:{BLANKS}"(?P<name>[^"\\]+)"{BLANKS},{member}'
 
@@ -248,7 +248,7 @@ JSON = BareJson(
 
 
 class MakeReader(Protocol):
-    """Makes the reader of an answer."""
+    """Makes the parser of an answer."""
 
     def __call__(
         self, names: Collection[str], most_calls: int | None = None, *, is_bound: bool = False
@@ -256,8 +256,8 @@ class MakeReader(Protocol):
         """Make it.
 
         Args:
-            names: of the tools that may be called.
-            most_calls: so many are shown; None: all.
+            names: names of the tools that may be called.
+            most_calls: number of calls that are shown; None: all.
             is_bound: whether its calls are bound; see `OpenCall`.
         """
 
@@ -267,11 +267,11 @@ class ToolFormat:
     """How a family of models writes calls.
 
     Attributes:
-        name: of the format.
-        marks: texts of it that may be special tokens.
-        reader: makes the reader of an answer.
-        closings: what may close a call that is bound.
-        is_always: whether answers are written so where no tools are offered, too.
+        name: the format's name.
+        marks: texts of the format that may be special tokens.
+        reader: makes the parser of an answer.
+        closings: texts that may close a bound call.
+        is_always: whether answers have this format also where no tools are offered.
     """
 
     name: str
@@ -296,7 +296,7 @@ def _plain(
 
 PLAIN = ToolFormat("none", (), _plain)
 
-# In the order in which they are tried: what is only JSON comes last, since others contain it.
+# In the order in which they are tried: plain JSON comes last, since others contain it.
 FORMATS: Mapping[str, ToolFormat] = {
     made.name: made
     for made in (

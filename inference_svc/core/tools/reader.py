@@ -1,12 +1,12 @@
-"""Reads an answer as it comes: what it says, what it thinks, and the calls that it asks for. Pure.
+"""The parser of answers with tool calls between marks; it works on text as it arrives. Pure.
 
-A call is shown when it is complete and is one: it names a tool that was offered, and its arguments
-are a JSON object. What looks like a call and is none is text, as the model wrote it. So a client
-never gets half of what is no call, wherever the answer was cut.
+A call is shown when it is complete and valid: it names a tool that was offered, and its arguments
+are a JSON object. Text that looks like a call but is none is shown as text, as the model wrote it.
+So a client never gets half of an invalid call, wherever the answer was cut.
 
-One that is certain to be a call is shown as it comes: in an answer that has to be one
-(`forced.py`), and where calls are *bound*: a grammar keeps what begins as a call to being one
-(`OpenCall`).
+A call that is certain to be one is shown as it arrives: in an answer that has to be one
+(`forced.py`), and where calls are *bound*: a grammar binds an answer that begins like a call to be
+one (`OpenCall`).
 """
 
 import re
@@ -34,7 +34,7 @@ MAX_HEAD = 256  # characters before the arguments of a call
 
 
 class ParsedCalls(NamedTuple):
-    """What the beginning of a text asks for, and the index behind it."""
+    """The calls at the beginning of a text, and the index behind them."""
 
     requested: Sequence[RequestedCall]
     end: int
@@ -45,12 +45,12 @@ class CallFormat(ABC):
     """How a family of models writes calls between marks.
 
     Attributes:
-        name: of the format.
-        starts: texts that begin a call, wherever they stand.
-        leads: texts that begin one only where nothing else was said.
-        between: characters that stand between calls, beside blanks.
+        name: the format's name.
+        starts: texts that begin a call, anywhere in the answer.
+        leads: texts that begin a call only where the answer has no text before it.
+        between: characters that may separate calls, besides blanks.
         marks: all texts of the format that may be special tokens.
-        openings: how its calls begin that can be bound.
+        openings: the beginnings of calls that can be bound.
     """
 
     name: str
@@ -62,22 +62,22 @@ class CallFormat(ABC):
 
     @abstractmethod
     def read(self, text: str, *, is_end: bool) -> ParsedCalls | None:
-        """Read what is asked for at the beginning of a text.
+        """Parse the calls at the beginning of a text.
 
         Args:
             text: begins with one of `starts` or `leads`.
             is_end: whether the answer ends with it.
 
         Returns:
-            None if it is not complete.
+            None if the text is not complete.
 
         Raises:
-            NoCallError: nothing is, whatever follows.
+            NoCallError: there is no call, whatever text follows.
         """
 
 
 class PlainReader:
-    """Reads an answer of text alone."""
+    """Parses an answer that is text only."""
 
     is_thinking: ClassVar[bool] = False
     last_call: ClassVar[OpenCall | None] = None
@@ -92,14 +92,14 @@ class PlainReader:
 
 
 class MarkedReader:
-    """Reads an answer whose calls stand between marks.
+    """Parses an answer with calls between marks.
 
-    An answer that says nothing but blanks beside its calls says nothing.
+    An answer that has only blanks besides its calls has no content.
 
     Args:
         call_format: how calls are written.
-        names: of the tools that may be called.
-        most_calls: so many are shown; None: all.
+        names: names of the tools that may be called.
+        most_calls: number of calls that are shown; None: all.
         is_bound: whether its calls are bound.
 
     Attributes:
@@ -121,13 +121,13 @@ class MarkedReader:
         self._names = names
         self._most_calls = most_calls
         self._openings = call_format.openings if is_bound else ()
-        self._list: Opening | None = None  # how the last call began, if more of it may follow
+        self._list: Opening | None = None  # how the last call began, if it is in a list
         self._num_calls = 0
         self._held = ""  # text that may begin a call
-        self._gap = ""  # blanks, where a call may follow and take them away
-        self._is_bare = True  # nothing was said since the beginning, or since the last call
-        self._nesting = Nesting()  # of the held text, and how long it is read again at the latest
-        self._next_length = 0
+        self._gap = ""  # blanks, which are dropped if a call follows
+        self._is_bare = True  # no content since the beginning, or since the last call
+        self._nesting = Nesting()  # of the held text
+        self._next_length = 0  # length from which the held text is parsed even if nested
 
     def push(self, text: str) -> list[Part]:
         """See AnswerReader."""
@@ -152,13 +152,13 @@ class MarkedReader:
         parts = self.push("")
         if self._start() == 0:
             self._read_call(parts, is_end=True)
-        self._emit_text(len(self._held), parts)  # a call that is cut is none, whatever is in it
+        self._emit_text(len(self._held), parts)  # a call that is cut is text
         if self._gap and not self._num_calls:
             parts.append(Content(self._gap))
         return merge_texts(parts)
 
     def _read_held(self, parts: list[Part]) -> bool:
-        """Read what is held; return whether there may be more to read in it."""
+        """Parse the held text; return whether there may be more to parse in it."""
         if self._list is not None:
             return self._read_list(self._list, parts)
         start = self._start()
@@ -175,7 +175,7 @@ class MarkedReader:
     # ----------------------------------------------------------------------------- bound calls
 
     def _opening(self) -> tuple[Opening, re.Match[str]] | None:
-        """Return how the call begins that is held, once it is certain to be one."""
+        """Return how the held call begins, once it is certain to be one."""
         for opening in self._openings:
             head = opening.head.match(self._held)
             if head and head.end() <= MAX_HEAD and head["name"] in self._names:
@@ -183,7 +183,7 @@ class MarkedReader:
         return None
 
     def _open(self, opening: Opening, head: re.Match[str], parts: list[Part]) -> None:
-        """Begin to read a call behind its head."""
+        """Begin to parse a call behind its head."""
         begun, self._held = self._held[head.end() :], ""
         self._num_calls += 1
         self._gap, self._is_bare = "", True
@@ -194,12 +194,12 @@ class MarkedReader:
         self._follow(self.last_call, begun, parts)
 
     def _follow(self, call: OpenCall, text: str, parts: list[Part]) -> None:
-        """Read what comes of the open call."""
+        """Parse the next text of the open call."""
         parts += self._if_counted(call.push(text))
         self._held = call.rest
 
     def _read_list(self, opening: Opening, parts: list[Part]) -> bool:
-        """Read what follows a call in a list, or in a section; return whether there may be more."""
+        """Parse the text behind a call in a list, or in a section; return whether to continue."""
         said = self._held.lstrip()
         if opening.ending and said.startswith(opening.ending):
             self._held, self._list = said.removeprefix(opening.ending), None
@@ -215,15 +215,16 @@ class MarkedReader:
         return True
 
     def _if_counted(self, parts: list[Part]) -> list[Part]:
-        """Return the parts of the last call, if that counts."""
+        """Return the parts of the last call, unless there are too many calls."""
         return parts if self._most_calls is None or self._num_calls <= self._most_calls else []
 
     # --------------------------------------------------------------------------- unbound calls
 
     def _read_call(self, parts: list[Part], *, is_end: bool) -> bool:
-        """Read what begins like a call, if that is all there; return whether it is.
+        """Parse the held text as a call; return whether there may be more to parse behind it.
 
-        It is all read each time: not at each piece, where it goes on for long.
+        All of the text is parsed each time. To bound the cost this is not done at each piece of a
+        long one.
         """
         length = len(self._held)
         if length < self._next_length and self._nesting.is_open(self._held):
@@ -247,7 +248,7 @@ class MarkedReader:
         return True
 
     def _make_calls(self, requested: Sequence[RequestedCall]) -> list[ToolCall]:
-        """Make calls; none, if one of them is none."""
+        """Make the calls; none if one of them is invalid."""
         try:
             calls = [make_call(call) for call in requested]
         except NoCallError:
@@ -269,7 +270,7 @@ class MarkedReader:
         return " \t\r\n" + (self._format.between if self._num_calls else "")
 
     def _emit_text(self, length: int, parts: list[Part]) -> None:
-        """Take so many characters of the held text as text."""
+        """Emit the first `length` characters of the held text as content."""
         text, self._held = self._held[:length], self._held[length:]
         if self._is_bare:
             self._gap += text
@@ -281,10 +282,10 @@ class MarkedReader:
 
 
 def num_pending(text: str, marks: Sequence[str]) -> int:
-    """Return how many of the last characters may begin one of some marks."""
+    """Return how many of the last characters may be the beginning of a mark."""
     longest = min(len(text), max(map(len, marks), default=1) - 1)
     last = text[len(text) - longest :]
-    if not any(mark[0] in last for mark in marks):  # as nearly always
+    if not any(mark[0] in last for mark in marks):  # the common case
         return 0
     return next(
         (n for n in range(longest, 0, -1) if any(mark.startswith(text[-n:]) for mark in marks)), 0
@@ -292,5 +293,5 @@ def num_pending(text: str, marks: Sequence[str]) -> int:
 
 
 def read_whole(reader: AnswerReader, text: str) -> ReadAnswer:
-    """Read an answer that is complete."""
+    """Parse an answer that is complete."""
     return collect_answer([*reader.push(text), *reader.end()])

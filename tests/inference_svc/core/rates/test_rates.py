@@ -97,7 +97,9 @@ def measured(load_latency_s=0.05, load_token_s=1e-5):
 @pytest.mark.parametrize(("start", "end", "is_loaded"), [(0, 4000, True), (0, 300, False)])
 def test_a_short_history_is_recomputed_and_a_long_one_loaded(start, end, is_loaded):
     """The latency of a load has to pay."""
-    assert LoadChooser(measured()).should_load(LoadPolicy.AUTO, "ssd", start, end, IDLE) is is_loaded
+    assert (
+        LoadChooser(measured()).should_load(LoadPolicy.AUTO, "ssd", start, end, IDLE) is is_loaded
+    )
 
 
 def test_tokens_late_in_a_session_are_dearer_to_recompute():

@@ -27,9 +27,15 @@ def read(text, names=NAMES, most_calls=None):
     whole = read_whole(HarmonyReader(names, most_calls), text)
     for cut in range(len(text)):
         reader = HarmonyReader(names, most_calls)
-        assert collect_answer([*reader.push(text[:cut]), *reader.push(text[cut:]), *reader.end()]) == whole
+        assert (
+            collect_answer([*reader.push(text[:cut]), *reader.push(text[cut:]), *reader.end()])
+            == whole
+        )
     reader = HarmonyReader(names, most_calls)
-    assert collect_answer([p for character in text for p in reader.push(character)] + reader.end()) == whole
+    assert (
+        collect_answer([p for character in text for p in reader.push(character)] + reader.end())
+        == whole
+    )
     return whole
 
 
