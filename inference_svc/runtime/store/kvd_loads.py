@@ -204,7 +204,7 @@ class KvdLoads:
         )
         # Whether the rest is worth reading from SSD, if that is where it is.
         wants_ssd = partial(
-            self._chooser.wants,
+            self._chooser.should_load,
             request.policy,
             SSD,
             end=num_tokens,
