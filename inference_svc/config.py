@@ -132,8 +132,8 @@ class ModelSettings(Section):
     packed_weights: Literal["auto", "off"] = "auto"
     positions: Literal["auto", "decoupled", "coupled"] = "auto"
     pooling: Literal["auto", "none", "last", "mean", "weighted_mean"] = "auto"
-    chat_template_kwargs: Annotated[Mapping[str, Any], BeforeValidator(parse_arguments_setting)] = Field(
-        default_factory=dict
+    chat_template_kwargs: Annotated[Mapping[str, Any], BeforeValidator(parse_arguments_setting)] = (
+        Field(default_factory=dict)
     )
 
 

@@ -67,7 +67,6 @@ class RunOptions:
 
     Attributes:
         directory: the disk on which kvd's SSD tier is to be.
-        command: the command line.
         on_progress: called with a line that describes the current measurement.
     """
 
