@@ -70,7 +70,7 @@ class DemoServers:
         ) as channel:
             reader = kvd_pb2_grpc.ReaderStub(channel)
 
-            async def is_wait_until_written() -> bool:
+            async def is_written() -> bool:
                 page = await reader.ListSessions(kvd_pb2.ListSessionsRequest(), timeout=CALL_S)
                 stored = {info.session.session_id: info.num_tokens for info in page.sessions}
                 stats = await reader.GetStats(kvd_pb2.GetStatsRequest(), timeout=CALL_S)
