@@ -38,8 +38,8 @@ class Tool:
 
     def as_template(self) -> dict[str, Any]:
         """Return the tool in the form that chat templates expect."""
-        said = {"name": self.name, "description": self.description, "parameters": self.schema}
-        return {"type": "function", "function": said}
+        rendered = {"name": self.name, "description": self.description, "parameters": self.schema}
+        return {"type": "function", "function": rendered}
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,8 @@ class ToolCall:
 
     def as_template(self) -> dict[str, Any]:
         """Return the call in the form that chat templates expect."""
-        said = {"name": self.name, "arguments": self.values}
-        return {"type": "function", "id": self.call_id, "function": said}
+        rendered = {"name": self.name, "arguments": self.values}
+        return {"type": "function", "id": self.call_id, "function": rendered}
 
 
 @dataclass(frozen=True)
@@ -94,14 +94,14 @@ class Message:
 
     def as_template(self) -> dict[str, Any]:
         """Return the message as chat templates expect it; arguments of calls are objects."""
-        said: dict[str, Any] = {"role": self.role, "content": self.content}
+        rendered: dict[str, Any] = {"role": self.role, "content": self.content}
         if self.tool_calls:
-            said["tool_calls"] = [call.as_template() for call in self.tool_calls]
+            rendered["tool_calls"] = [call.as_template() for call in self.tool_calls]
         if self.tool_call_id:
-            said |= {"tool_call_id": self.tool_call_id, "name": self.name}
+            rendered |= {"tool_call_id": self.tool_call_id, "name": self.name}
         elif self.name:
-            said["name"] = self.name
-        return said
+            rendered["name"] = self.name
+        return rendered
 
     @property
     def has_content(self) -> bool:
@@ -111,8 +111,8 @@ class Message:
 
 def canonical(tools: Sequence[Tool]) -> str:
     """Write tools as one text, "" if there are none: equal texts mean equal prompts."""
-    said = [tool.as_template() for tool in tools]
-    return json.dumps(said, ensure_ascii=False, separators=(",", ":")) if said else ""
+    rendered = [tool.as_template() for tool in tools]
+    return json.dumps(rendered, ensure_ascii=False, separators=(",", ":")) if rendered else ""
 
 
 class ChoiceKind(StrEnum):

@@ -63,8 +63,8 @@ def json_rule(schema: Mapping[str, Any], *, is_strict: bool, blanks: str = "") -
     style: dict[str, Any] = {"whitespace_flexible": True, "whitespace_pattern": blanks}
     if not blanks:
         style = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-    said = {**schema, "x-guidance": {**style, "lenient": not is_strict}}
-    return "%json " + json.dumps(said, ensure_ascii=False)
+    annotated = {**schema, "x-guidance": {**style, "lenient": not is_strict}}
+    return "%json " + json.dumps(annotated, ensure_ascii=False)
 
 
 ANY_OBJECT = schema_grammar({"type": "object"})

@@ -226,13 +226,13 @@ class JsonStream:
         else:
             self._append_text(_HALF if 0xDC00 <= code < 0xE000 else chr(code))
 
-    def _append_text(self, said: str) -> None:
+    def _append_text(self, text: str) -> None:
         if self._high:
-            said, self._high = _HALF + said, ""
+            text, self._high = _HALF + text, ""
         if self._is_name:
-            self._text += said
+            self._text += text
         else:
-            self._write(json.dumps(said, ensure_ascii=False)[1:-1])
+            self._write(json.dumps(text, ensure_ascii=False)[1:-1])
 
     def _end_text(self) -> None:
         self._append_text("")

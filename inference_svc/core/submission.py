@@ -60,16 +60,16 @@ class ChatInput:
     @property
     def tools_digest(self) -> str:
         """A digest of the tools; "" if there are none."""
-        said = canonical(self.tools)
-        return hashlib.blake2b(said.encode(), digest_size=16).hexdigest() if said else ""
+        written = canonical(self.tools)
+        return hashlib.blake2b(written.encode(), digest_size=16).hexdigest() if written else ""
 
     @property
     def num_characters(self) -> int:
         """Number of characters of messages, calls, tools and arguments together."""
-        said = sum(len(message.content) for message in self.messages)
-        called = sum(len(c.arguments) for message in self.messages for c in message.tool_calls)
-        beside = len(canonical(self.tools)) + len(canonical_arguments(self.arguments))
-        return said + called + beside + len(self.beginning)
+        messages = sum(len(message.content) for message in self.messages)
+        calls = sum(len(c.arguments) for message in self.messages for c in message.tool_calls)
+        others = len(canonical(self.tools)) + len(canonical_arguments(self.arguments))
+        return messages + calls + others + len(self.beginning)
 
 
 @dataclass(frozen=True)

@@ -292,6 +292,7 @@ class Planner:
         request.window_from = 0
         if source is not None:
             request.window_from = self._window_from(source.window_from, terms)
+        # Shared pages of groups with a window count for each holder, and so take free slots.
         free_slots = self._slots.account.free_slots
         self._claim_source(request, terms)
         claimed = free_slots - self._slots.account.free_slots

@@ -206,6 +206,7 @@ class Scheduler:
             request = chunk.request
             if request.state is not RequestState.RUNNING:
                 continue
+            # The step has attended to all of the history, so that its load has succeeded.
             self.gate.confirm(request)
             request.computed_tokens += chunk.num_tokens
             if chunk.sample:

@@ -261,6 +261,7 @@ def plan_chunks(
     decoding = [request for request in growing if request.is_decoding]
     chunks, stalled = [], []
     free = free_write_slots
+    # Slots for drafts: those that no decoding request needs for its next token.
     spare = free - sum(request.is_saved for request in decoding)
     for request in decoding:
         if request.is_saved and not free:

@@ -54,13 +54,13 @@ class ForcedReader:
 
     def _read_head(self, text: str) -> list[Part]:
         self._held += text
-        said = self._held.lstrip()
-        begun = [name for name, head in self._heads.items() if said.startswith(head)]
+        stripped = self._held.lstrip()
+        begun = [name for name, head in self._heads.items() if stripped.startswith(head)]
         if begun:
             name = max(begun, key=len)
             self._held, self._state, self.last_call = "", _State.CALL, OpenCall(name)
-            return [CallBegun(name), *self.last_call.push(said[len(self._heads[name]) :])]
-        if any(head.startswith(said) for head in self._heads.values()):
+            return [CallBegun(name), *self.last_call.push(stripped[len(self._heads[name]) :])]
+        if any(head.startswith(stripped) for head in self._heads.values()):
             return []
         held, self._held, self._state = self._held, "", _State.OTHERWISE
         return self._otherwise.push(held)

@@ -110,11 +110,11 @@ class HarmonyReader:
 
     def _read_header(self, parts: list[Part], *, is_end: bool) -> bool:
         """Parse up to a message's text; return whether to continue."""
-        said = self._held.lstrip()
+        stripped = self._held.lstrip()
         if self._state is _State.OPENING:
-            if not said and not is_end:
+            if not stripped and not is_end:
                 return False
-            if not any(lead.startswith(said[: len(lead)]) for lead in _LEADS):
+            if not any(lead.startswith(stripped[: len(lead)]) for lead in _LEADS):
                 self._state = _State.TEXT
                 return True
         end = self._held.find(BODY, 0, MAX_HEADER + len(BODY))

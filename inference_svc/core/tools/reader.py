@@ -200,16 +200,16 @@ class MarkedReader:
 
     def _read_list(self, opening: Opening, parts: list[Part]) -> bool:
         """Parse the text behind a call in a list, or in a section; return whether to continue."""
-        said = self._held.lstrip()
-        if opening.ending and said.startswith(opening.ending):
-            self._held, self._list = said.removeprefix(opening.ending), None
+        stripped = self._held.lstrip()
+        if opening.ending and stripped.startswith(opening.ending):
+            self._held, self._list = stripped.removeprefix(opening.ending), None
             return True
         head = opening.next_head.match(self._held) if opening.next_head else None
         if head and head.end() <= MAX_HEAD and head["name"] in self._names:
             self._open(opening, head, parts)
             return True
-        is_next = opening.next_head is not None and said.startswith(",")
-        if opening.ending.startswith(said) or (is_next and len(self._held) < MAX_HEAD):
+        is_next = opening.next_head is not None and stripped.startswith(",")
+        if opening.ending.startswith(stripped) or (is_next and len(self._held) < MAX_HEAD):
             return False
         self._list = None
         return True

@@ -90,8 +90,8 @@ class ThoughtReader:
             self._held = self._held.lstrip()
             self._state = _State.ANSWER if self._held else _State.BEHIND
         if self._state is _State.ANSWER:
-            said, self._held = self._held, ""
-            parts += self._answer.push(said)
+            held, self._held = self._held, ""
+            parts += self._answer.push(held)
         return parts
 
     def end(self) -> list[Part]:
@@ -100,15 +100,15 @@ class ThoughtReader:
             parts: list[Part] = []
             self._take(len(self._held), parts)
             return parts
-        said = self._held if self._state is _State.OPENING else ""
-        return [*self._answer.push(said), *self._answer.end()]
+        held = self._held if self._state is _State.OPENING else ""
+        return [*self._answer.push(held), *self._answer.end()]
 
     def _open(self) -> None:
         """Parse the beginning: an opening mark, or text."""
-        said, mark = self._held.lstrip(), self._marks.opening
-        if said.startswith(mark):
-            self._held, self._state = said.removeprefix(mark), _State.THOUGHT
-        elif not mark.startswith(said):
+        stripped, mark = self._held.lstrip(), self._marks.opening
+        if stripped.startswith(mark):
+            self._held, self._state = stripped.removeprefix(mark), _State.THOUGHT
+        elif not mark.startswith(stripped):
             self._state = _State.ANSWER
 
     def _think(self, parts: list[Part]) -> None:
