@@ -108,7 +108,7 @@ BLOCKER_TOKENS = len(BLOCKER_IDS) + MAX_BLOCKER_TOKENS
 BLOCKER_KV_TOKENS = 2 * BLOCKER_TOKENS
 
 
-async def behind(
+async def run_queued(
     engine: LocalEngine, hold_s: float, turn: Callable[[], Awaitable[TurnTimes]]
 ) -> tuple[TurnTimes, float]:
     """Run a turn that is submitted `hold_s` seconds before the batch is free.

@@ -29,7 +29,7 @@ from inference_svc.bench.bench_session import (
     BLOCKER_TOKENS,
     ONE_AT_A_TIME,
     BenchSession,
-    behind,
+    run_queued,
     take_rounds,
 )
 from inference_svc.bench.figures import Case, Interleaved
@@ -255,7 +255,7 @@ class _Case:
         await self.engine.settle()
         free = await self._turn()
         await self.engine.settle()
-        queued, queued_s = await behind(self.engine, self._hold_s, self._turn)
+        queued, queued_s = await run_queued(self.engine, self._hold_s, self._turn)
         if not all(self.session.is_from(times, "dram") for times in (free, queued)):
             return None
         values = {METRIC: free.ttft_s, "stall_s": free.stall_s, QUEUED: queued_s}

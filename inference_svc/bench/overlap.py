@@ -26,7 +26,7 @@ from inference_svc.bench.bench_session import (
     BLOCKER_TOKENS,
     ONE_AT_A_TIME,
     BenchSession,
-    behind,
+    run_queued,
     take_rounds,
 )
 from inference_svc.bench.figures import Case, Interleaved
@@ -154,7 +154,7 @@ class _Preload:
         engine, session = self.engines[name], self.sessions[name]
         source: Source = "resident" if name == RESIDENT else "kvd"
         await engine.settle()
-        times, prefill_s = await behind(engine, self.hold_s, lambda: self._turn(name, source))
+        times, prefill_s = await run_queued(engine, self.hold_s, lambda: self._turn(name, source))
         if not session.is_from(times, "hbm" if name == RESIDENT else "dram"):
             return None
         return {METRIC: prefill_s, "stall_s": times.stall_s}

@@ -24,7 +24,7 @@ from inference_svc.bench.bench_session import (
     BLOCKER_KV_TOKENS,
     ONE_AT_A_TIME,
     BenchSession,
-    behind,
+    run_queued,
     take_rounds,
     ttft_values,
 )
@@ -218,7 +218,7 @@ class _SsdCase:
         source, tier = QUEUED[name]
         await self._prepare(name)
         hold_s = max(MIN_HOLD_S, HOLD_FACTOR * percentile(self.always_s, 0.5))
-        times, prefill_s = await behind(
+        times, prefill_s = await run_queued(
             self.engine,
             hold_s,
             lambda: self.session.turn(source, self.num_new, self.options.answer_tokens),

@@ -26,9 +26,9 @@ class HeldRows:
     """How many tokens a sequence holds in layers with a window, and the token slots it takes.
 
     In these layers a sequence has `num_rows` rows, for the tokens from `window_from` on. When new
-    tokens do not fit, the last ones are moved to the first rows. Rows are moved by more than
-    needed, so that the copy pays, and by less than possible, so that an answer's last tokens may be
-    taken back.
+    tokens do not fit, the last ones are moved to the first rows. They move in strides that are
+    large enough to be worth the copy, and some tokens before the window stay, so that an answer's
+    last tokens may be taken back.
 
     A token slot holds one token in all layers. A sequence with more tokens than rows holds the
     others only in layers without a window, which takes a part of a slot.

@@ -96,7 +96,7 @@ class JsonStream:
 
     @property
     def safe(self) -> tuple[int, str]:
-        """Length of the written text up to the last complete member, and the text to close it."""
+        """Length of the complete part of all written text, and the text that would close it."""
         return self._safe
 
     def _step(self, text: str, at: int) -> int:

@@ -184,7 +184,7 @@ class TenantLimits:
             tenant.turns.set_rate(tenant.bounds.turns_per_minute, now_ns)
             tenant.tokens.set_rate(tenant.bounds.tokens_per_minute, now_ns)
 
-    def refuse(
+    def refusal(
         self, name: str, tokens: float, opens: str, num_sessions: int, now_ns: int
     ) -> ExhaustedError | None:
         """Return why a turn may not begin now; None if it may. Only return times are changed.
@@ -211,9 +211,9 @@ class TenantLimits:
             return _rate_limited(
                 name, bounds, tenant.returns.next_s(now_ns, wait_s, pace_s, MAX_RETRY_S)
             )
-        return self.refuse_session(name, opens, num_sessions, now_ns) if opens else None
+        return self.session_refusal(name, opens, num_sessions, now_ns) if opens else None
 
-    def refuse_session(
+    def session_refusal(
         self, name: str, opens: str, num_sessions: int, now_ns: int
     ) -> ExhaustedError | None:
         """Return why a tenant with `num_sessions` sessions may not open this one; None: it may."""
@@ -224,7 +224,7 @@ class TenantLimits:
         return _too_many_sessions(name, num_kept)
 
     def enter(self, name: str, tokens: float, opens: str, now_ns: int) -> Reservation:
-        """Count a turn that begins, after `refuse` returned None; `leave` is owed."""
+        """Count a turn that begins, after `refusal` returned None; `leave` is owed."""
         tenant = self._tenant(name, now_ns)
         # At most a minute's worth: a turn with an endless max_tokens must not wait endlessly.
         reservation = Reservation(name, min(tokens, tenant.tokens.capacity), opens)

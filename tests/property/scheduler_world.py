@@ -209,7 +209,7 @@ class SchedulerWorld:
 
     def _own(self, key: SessionKey, ranges: tuple[Range, ...]) -> bool:
         """What a resident is about to overwrite is its own; whether there is room for that."""
-        copies = self.scheduler.residents.own(key, ranges[0][0])
+        copies = self.scheduler.residents.make_private(key, ranges[0][0])
         self.num_copied_pages += len(copies or ())
         for copy in copies or ():
             for slot in range(self.limits.page_tokens):

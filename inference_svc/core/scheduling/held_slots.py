@@ -10,7 +10,8 @@
 
 A holding is *in use* while a request, a copy or a compaction uses it. A holding that is not in use
 is a resident's, and may be evicted. A page that several sequences hold is never written to: the
-one that is about to write gets another page in its place (`PagedSlots.own`: copy-on-write).
+sequence that is about to write gets another page instead (`PagedSlots.make_private`:
+copy-on-write).
 
 Invariants (`check`): 1. no slot is counted twice, none is lost; 2. a page without holders is free,
 and a page whose holders are all not in use is evictable.
@@ -96,11 +97,13 @@ class HeldSlots(Protocol):
     def trim(self, holding: Holding, num_tokens: int) -> None:
         """Release a holding's slots beyond `num_tokens` tokens, where that is possible."""
 
-    def own(self, holding: Holding, first_token: int, window_from: int = 0) -> list[PageCopy]:
+    def make_private(
+        self, holding: Holding, first_token: int, window_from: int = 0
+    ) -> list[PageCopy]:
         """Replace pages that have other holders, from a token's page on; see `PagedSlots`."""
 
     def num_shared(self, holding: Holding, first_token: int) -> int:
-        """Return how many free slots `own` would take."""
+        """Return how many free slots `make_private` would take."""
 
     def freed_by(self, holdings: Sequence[Holding]) -> int:
         """Return how many slots would become free if all of these holdings were released."""
@@ -173,7 +176,9 @@ class ContiguousSlots:
     def trim(self, holding: Holding, num_tokens: int) -> None:
         """Do nothing: the slots are one piece of memory."""
 
-    def own(self, _holding: Holding, _first_token: int, _window_from: int = 0) -> list[PageCopy]:
+    def make_private(
+        self, _holding: Holding, _first_token: int, _window_from: int = 0
+    ) -> list[PageCopy]:
         """Do nothing: these slots have no other holder."""
         return []
 

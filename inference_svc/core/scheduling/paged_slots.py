@@ -108,7 +108,9 @@ class PagedSlots:
             self._put(held, at, page)
         return held
 
-    def own(self, holding: Holding, first_token: int, window_from: int = 0) -> list[PageCopy]:
+    def make_private(
+        self, holding: Holding, first_token: int, window_from: int = 0
+    ) -> list[PageCopy]:
         """Replace pages that have other holders, from a token's page on, by free ones.
 
         Args:
@@ -130,7 +132,7 @@ class PagedSlots:
                 copies.append(self._replace(holding, at))
         return copies
 
-    def own_window(self, holding: Holding, first_token: int, end_token: int) -> bool:
+    def make_window_private(self, holding: Holding, first_token: int, end_token: int) -> bool:
         """Replace shared pages of groups with a window that tokens are about to be written to.
 
         Their content is not needed: it is behind the window of the sequence that writes.
@@ -150,7 +152,7 @@ class PagedSlots:
         return is_other
 
     def num_shared(self, holding: Holding, first_token: int) -> int:
-        """Return how many free slots `own` would take: those of pages that are counted once."""
+        """Return the free slots that `make_private` takes: for pages that are counted once."""
         start = self.groups.num_pages(first_token // self.page_tokens)
         found = sum(
             self._num_holders[page] > 1
@@ -239,7 +241,12 @@ class PagedSlots:
         return self._lowest[0]
 
     def _is_kept(self, at: int, kept: range) -> bool:
-        """Return whether a holding's page still has tokens of the pages of tokens in `kept`."""
+        """Return whether a page stays: in a group with a window, if it has tokens of `kept`.
+
+        Args:
+            at: the page's position in the sequence.
+            kept: the pages of tokens, by index, that layers with a window still need.
+        """
         groups = self.groups
         if not groups.is_windowed(at):
             return True

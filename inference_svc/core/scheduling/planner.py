@@ -137,11 +137,11 @@ class Planner:
     def _grow_or_preempt(self, sketch: _Sketch) -> None:
         """Give running requests without a slot for their next token more room, or preempt them."""
         for request in self._active.in_state(RequestState.RUNNING):
-            if request.is_outgrown and self._grow(request, sketch):
+            if request.has_outgrown_slots and self._grow(request, sketch):
                 sketch.grown.append(request)
             elif not self._can_preempt(request):
                 continue
-            elif request.is_outgrown:
+            elif request.has_outgrown_slots:
                 self._preempt(request, sketch)
             elif request.is_overflowing:
                 self._overflow(request, sketch)
@@ -203,7 +203,7 @@ class Planner:
             # A session's earlier request, move or compaction has to end first.
             if self._active.has_session(head.key) or self._residents.is_busy(head.key):
                 return
-            if not self._resident_tokens(head) and self._prefixes.is_coming(head):
+            if not self._resident_tokens(head) and self._prefixes.should_wait(head):
                 return
             terms = self._terms_with_room(head) or self._terms_by_preempting(head, sketch)
             if terms is None:

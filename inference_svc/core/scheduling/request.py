@@ -216,7 +216,7 @@ class Request:
         return self.capacity_tokens - self.computed_tokens
 
     @property
-    def is_outgrown(self) -> bool:
+    def has_outgrown_slots(self) -> bool:
         """Whether all its slots are filled, and it needs more, for which the window has room."""
         return not self.unused_slots and self.capacity_tokens < self.full_capacity_tokens
 
@@ -228,7 +228,7 @@ class Request:
         return is_running and is_full and self.num_sampled < self.max_tokens
 
     @property
-    def is_back(self) -> bool:
+    def has_returned(self) -> bool:
         """Whether it has returned to the queue with KV kept."""
         return self.num_preemptions + self.num_overflows > 0
 

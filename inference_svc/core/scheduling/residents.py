@@ -298,7 +298,7 @@ class Residents:
         self._slots.add_user(self._residents[key].holding)
         return True
 
-    def own(self, key: SessionKey, first_token: int) -> list[PageCopy] | None:
+    def make_private(self, key: SessionKey, first_token: int) -> list[PageCopy] | None:
         """Give a resident that is to be compacted pages of its own, from a token on.
 
         Returns:
@@ -307,7 +307,7 @@ class Residents:
         resident = self._residents[key]
         if self._slots.num_shared(resident.holding, first_token) > self._slots.free_slots:
             return None
-        return self._slots.own(resident.holding, first_token, resident.window_from)
+        return self._slots.make_private(resident.holding, first_token, resident.window_from)
 
     def end_compaction(
         self,

@@ -181,7 +181,7 @@ class Scheduler:
         request.computed_tokens = num_tokens
         request.is_saved = is_saved
         request.boundary, request.window_from = boundary, window_from
-        if not request.is_back:
+        if not request.has_returned:
             request.loaded_tokens = num_tokens
         request.ready_ns = request.ready_ns or now_ns
         self.gate.watch(request, now_ns, layers_ready, tier=tier, fixed_layers=fixed_layers)
@@ -194,7 +194,7 @@ class Scheduler:
         request.move(RequestEvent.RESTART)
         request.computed_tokens = 0
         request.is_saved = False
-        if not request.is_back:
+        if not request.has_returned:
             request.loaded_tokens = 0
         self.slots.release_kv(request)
         self._remove_active(request)

@@ -62,7 +62,7 @@ class SharedPrefixes:
         best = max(usable, key=_num_tokens, default=None)
         return best if best is not None and best.num_tokens >= self._min_tokens(request) else None
 
-    def is_coming(self, request: Request) -> bool:
+    def should_wait(self, request: Request) -> bool:
         """Return whether a request should wait for a running turn to compute its prefix."""
         if not self._may_share(request):
             return False

@@ -146,7 +146,7 @@ class SlotBudget:
         """
         holding = self._kvs[request.number]
         self.account.trim(holding, capacity_tokens)
-        self.account.own(holding, first_token, request.window_from)
+        self.account.make_private(holding, first_token, request.window_from)
 
     def write_window(self, request: Request, end_token: int) -> bool:
         """Give a request pages of its own for its next tokens in layers with a window.
@@ -159,7 +159,7 @@ class SlotBudget:
         if self._pages is None or not self._pages.groups.num_windowed:
             return False
         holding = self._kvs[request.number]
-        return self._pages.own_window(holding, request.computed_tokens, end_token)
+        return self._pages.make_window_private(holding, request.computed_tokens, end_token)
 
     def shared_by(self, num_tokens: int) -> int:
         """Return how many slots a request saves by sharing `num_tokens` first tokens."""

@@ -256,7 +256,7 @@ def plan_chunks(
         The chunks, and the requests that have none only because the write ring has no room.
     """
     growing = [
-        request for request in running if not (request.is_outgrown or request.is_overflowing)
+        request for request in running if not (request.has_outgrown_slots or request.is_overflowing)
     ]
     decoding = [request for request in growing if request.is_decoding]
     chunks, stalled = [], []

@@ -123,7 +123,7 @@ class Discards:
     ) -> asyncio.Task[None]:
         """Compact the resident of these tokens; then it has this lineage, or is released."""
         self._over[key] = asyncio.Event()
-        copies = self._scheduler.residents.own(key, ranges[0][0])
+        copies = self._scheduler.residents.make_private(key, ranges[0][0])
         return self._tasks.create_task(self._compact(key, token_ids, ranges, lineage, copies))
 
     async def _compact(

@@ -255,7 +255,7 @@ def _note_outcome(
     request: EngineRequest, num_tokens: int, tier_tokens: dict[str, int], reason: str
 ) -> None:
     """Record where the history was; a turn that was preempted keeps its first record."""
-    if request.is_back:
+    if request.has_returned:
         return
     outcome = request.outcome
     outcome.tokens, outcome.tier_tokens, outcome.reason = num_tokens, tier_tokens, reason

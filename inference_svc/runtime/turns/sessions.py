@@ -266,7 +266,7 @@ class Sessions:
         """
         tenant, num_sessions = key.tenant, self._transcripts.local.num_sessions(key.tenant)
         now_ns = time.monotonic_ns()
-        refusal = self._limits.refuse_session(tenant, key.session_id, num_sessions, now_ns)
+        refusal = self._limits.session_refusal(tenant, key.session_id, num_sessions, now_ns)
         if refusal is not None:
             self._counters.add(f"refused_{refusal.reason}")
             raise refusal

@@ -49,7 +49,7 @@ def test_slots_side_by_side_are_one_piece():
     slots = ContiguousSlots(40)
     one = slots.take(12)
     slots.trim(one, 3)
-    assert (slots.needed_for(5), one.num_slots, slots.own(one, 0)) == (5, 12, [])
+    assert (slots.needed_for(5), one.num_slots, slots.make_private(one, 0)) == (5, 12, [])
     assert slots.num_shared(one, 0) == 0
 
 
@@ -101,13 +101,13 @@ def test_who_writes_to_a_shared_page_gets_another():
     one = slots.take(16)
     other = slots.share(one, 12)
     assert slots.num_shared(one, 5) == 8
-    assert slots.own(one, 5) == [PageCopy(1, 1, 4), PageCopy(2, 2, 5)]
+    assert slots.make_private(one, 5) == [PageCopy(1, 1, 4), PageCopy(2, 2, 5)]
     assert (one.pages, other.pages) == ([0, 4, 5, 3], [0, 1, 2])
     assert slots.num_shared(one, 4) == 0
-    assert slots.own(one, 4) == []
+    assert slots.make_private(one, 4) == []
     slots.check([one, other])
     slots.remove_user(one)
-    assert slots.own(one, 0) == [PageCopy(0, 0, 6)]
+    assert slots.make_private(one, 0) == [PageCopy(0, 0, 6)]
     slots.check([one, other])
 
 
@@ -154,7 +154,7 @@ def do(act, slots, holdings, holding, num_tokens):
     elif act == "extend" and holding.num_users:
         slots.extend(holding, min(slots.needed_for(num_tokens), slots.free_slots))
     elif act == "own" and slots.num_shared(holding, num_tokens) <= slots.free_slots:
-        slots.own(holding, num_tokens)
+        slots.make_private(holding, num_tokens)
         assert slots.num_shared(holding, num_tokens) == 0
     elif act == "trim":
         slots.trim(holding, num_tokens)

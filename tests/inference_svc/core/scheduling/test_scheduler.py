@@ -552,7 +552,7 @@ def test_an_outgrown_answer_stays_while_its_rows_are_being_moved():
     scheduler.gate.on_progress(turn, NUM_LAYERS, 22)
     chunks = scheduler.schedule(23).chunks
     scheduler.apply(StepResult(chunks, {2: [7]}), 24)
-    assert turn.is_outgrown
+    assert turn.has_outgrown_slots
     plan = scheduler.schedule(25)
     assert (plan.chunks, plan.preempted) == ((), ())
     scheduler.residents.end_copy(turn)
