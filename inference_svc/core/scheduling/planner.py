@@ -224,7 +224,7 @@ class Planner:
             return None
         terms = self._terms(head)[-1]
         victims = []
-        if not self._may_load():
+        if not self._may_load():  # a place among those is free once a ready request is preempted
             ready = [request for request in candidates if request.state is RequestState.READY]
             if not ready:
                 return None
