@@ -13,7 +13,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, field_validator, mo
 from inference_svc.context_settings import CompressionSettings, OverflowSettings, ReuseSettings
 from inference_svc.core.kv_room import least_slots
 from inference_svc.core.rates.rates import LoadPolicy
-from inference_svc.core.template_arguments import usual_arguments
+from inference_svc.core.template_arguments import parse_arguments_setting
 from inference_svc.core.tenant_limits import TenantBounds
 from inference_svc.installation import default_listen, default_state_dir
 from inference_svc.openai_settings import OpenAISettings
@@ -132,8 +132,8 @@ class ModelSettings(Section):
     packed_weights: Literal["auto", "off"] = "auto"
     positions: Literal["auto", "decoupled", "coupled"] = "auto"
     pooling: Literal["auto", "none", "last", "mean", "weighted_mean"] = "auto"
-    chat_template_kwargs: Annotated[Mapping[str, Any], BeforeValidator(usual_arguments)] = Field(
-        default_factory=dict
+    chat_template_kwargs: Annotated[Mapping[str, Any], BeforeValidator(parse_arguments_setting)] = (
+        Field(default_factory=dict)
     )
 
 

@@ -16,7 +16,7 @@ import torch
 from inference_svc.config import InferenceSettings, SchedulerSettings
 from inference_svc.core.compression import SnapKV
 from inference_svc.core.kv_room import (
-    asked_slots,
+    configured_slots,
     requests_with_states,
     residents_with_states,
     slots_of_free_memory,
@@ -187,7 +187,7 @@ def _token_slots(
     """Return the token slots of working KV and the write ring together."""
     token_bytes = max(1, layout.token_bytes)  # a model may have nothing but a state
     if settings.kv_tokens:
-        return asked_slots(settings.kv_tokens, token_bytes, memory.all_bytes)
+        return configured_slots(settings.kv_tokens, token_bytes, memory.all_bytes)
     return slots_of_free_memory(memory.free_bytes, token_bytes, saves=saves)
 
 

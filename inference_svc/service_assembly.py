@@ -209,7 +209,7 @@ def _edit_keeper(
         transcripts=transcripts,
         text_thread=texts.thread,
         numbers=numbers,
-        pays=lambda start, end: chooser.wants(loads.policy, DRAM, start, end, IDLE),
+        pays=lambda start, end: chooser.should_load(loads.policy, DRAM, start, end, IDLE),
         policy=edit_policy(settings.reuse.edits),
         least_tokens=model.calibration.layout.block_tokens,
     )

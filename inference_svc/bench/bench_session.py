@@ -1,6 +1,7 @@
-"""How variants take turns, round by round, over a session whose history stays as it is.
+"""Sessions for measuring: variants measured in rounds, over a history that does not change.
 
-A turn may wait behind another one, which is computed meanwhile: then there is time to load ahead.
+A turn may be made to wait behind another one, which is computed meanwhile. This leaves time to load
+its history ahead.
 """
 
 import asyncio
@@ -10,18 +11,18 @@ from collections.abc import Awaitable, Callable, Mapping
 from inference_svc.bench.figures import Interleaved
 from inference_svc.bench.local_engine import LocalEngine, Source, TurnTimes, is_from
 
-ATTEMPTS = 3  # at a measurement whose history was not where it should have been
+ATTEMPTS = 3  # to measure a turn whose history was not where it should have been
 
 
 class BenchSession:
-    """A session whose history stays as it is, however often a turn of it is measured.
+    """A session whose history stays the same, however often a turn of it is measured.
 
-    Every measured turn brings new random tokens, and leaves kvd and the resident sequence with the
-    history alone, which is whole blocks (see whole_blocks).
+    Every measured turn has new random tokens. Afterwards kvd and the resident sequence have the
+    history only, which is whole blocks (see whole_blocks).
 
     Attributes:
         ids: token ids of the history.
-        key: the session's.
+        key: the session's key.
     """
 
     def __init__(self, engine: LocalEngine, name: str, ids: list[int] | None = None) -> None:
@@ -35,7 +36,7 @@ class BenchSession:
         return BenchSession(engine, self._name, self.ids)
 
     async def grow(self, num_tokens: int) -> None:
-        """Make the history that long; what is new of it is computed and saved."""
+        """Extend the history to `num_tokens` tokens; the new ones are computed and saved."""
         missing = num_tokens - len(self.ids)
         if missing > 0:
             self.ids += self._engine.new_tokens(missing)
@@ -43,7 +44,7 @@ class BenchSession:
             await self._engine.settle()
 
     async def turn(self, source: Source, num_new: int, num_answer: int) -> TurnTimes:
-        """Run a turn of so many new tokens, and return how long it took."""
+        """Run a turn of `num_new` new tokens, and return how long it took."""
         return await self._engine.turn(
             self.key,
             [*self.ids, *self._engine.new_tokens(num_new)],
@@ -53,18 +54,18 @@ class BenchSession:
         )
 
     def is_from(self, times: TurnTimes, tier: str) -> bool:
-        """Whether a turn had its history from there; see is_from."""
+        """Return whether a turn's history came from a tier; see is_from."""
         return is_from(times, tier, len(self.ids))
 
 
 def in_turn(names: list[str], round_number: int) -> list[str]:
-    """Order the variants of a round: each begins with another, so that none has a fixed place."""
+    """Order the variants of a round; each round begins with another variant."""
     first = round_number % len(names)
     return names[first:] + names[:first]
 
 
 def ttft_values(times: TurnTimes, num_prompt: int) -> dict[str, float]:
-    """Return a turn's metrics; prefill throughput as the paper counts it: the history counts."""
+    """Return a turn's metrics; the prefill throughput counts the history, as the paper's does."""
     values = {"ttft_s": times.ttft_s, "prefill_tokens_per_s": num_prompt / times.ttft_s}
     return values | ({"tpot_s": times.tpot_s} if times.tpot_s else {})
 
@@ -79,10 +80,10 @@ async def take_rounds(
     """Measure every variant once a round.
 
     Args:
-        found: the measurements; they are added to it.
-        names: the variants of a round.
+        found: the measurements, to which the new ones are added.
+        names: returns the variants of a round.
         rounds: numbers of the rounds; those below 0 warm up, and do not count.
-        take: measures a variant: values by metric; None: it was not what the case says, and is
+        take: measures a variant: values by metric. None: it was not what the case requires, and is
             tried again.
         on_round: called with the number of the round that begins.
     """
@@ -99,32 +100,32 @@ async def take_rounds(
                     break
 
 
-# The engine computes one turn at a time, and gives that one room for its whole answer.
-BLOCKER_IDS = tuple(range(1, 17))  # always the same: once stored, it costs kvd nothing
+# The engine computes one turn at a time, with room for its whole answer.
+BLOCKER_IDS = tuple(range(1, 17))  # always the same, so that kvd stores them once
 MAX_BLOCKER_TOKENS = 2000
 ONE_AT_A_TIME = {"max_running": 1, "answer_tokens": MAX_BLOCKER_TOKENS}
 BLOCKER_TOKENS = len(BLOCKER_IDS) + MAX_BLOCKER_TOKENS
 BLOCKER_KV_TOKENS = 2 * BLOCKER_TOKENS
 
 
-async def behind(
+async def run_queued(
     engine: LocalEngine, hold_s: float, turn: Callable[[], Awaitable[TurnTimes]]
 ) -> tuple[TurnTimes, float]:
-    """Run a turn that is submitted `hold_s` before the batch is free.
+    """Run a turn that is submitted `hold_s` seconds before the batch is free.
 
     Args:
         engine: an engine with the settings ONE_AT_A_TIME.
         hold_s: seconds for which another turn is computed after this one is submitted.
-        turn: submits it.
+        turn: submits the turn.
 
     Returns:
-        Its times, and seconds from when the batch was free to its first token.
+        Its times, and the seconds from when the batch was free to its first token.
     """
-    has_begun = asyncio.Event()
+    has_started = asyncio.Event()
     until_s = float("inf")
 
     def is_over() -> bool:
-        has_begun.set()
+        has_started.set()
         return time.perf_counter() >= until_s
 
     blocker = asyncio.ensure_future(
@@ -132,13 +133,13 @@ async def behind(
             engine.key("blocker"), BLOCKER_IDS, MAX_BLOCKER_TOKENS, source="none", is_over=is_over
         )
     )
-    begun = asyncio.ensure_future(has_begun.wait())
+    started = asyncio.ensure_future(has_started.wait())
     try:
-        await asyncio.wait((begun, blocker), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((started, blocker), return_when=asyncio.FIRST_COMPLETED)
         until_s = time.perf_counter() + hold_s
         times = await turn()
         free_s = (await blocker).end_s
     finally:
-        begun.cancel()
+        started.cancel()
         blocker.cancel()
     return times, times.token_s[0] - free_s

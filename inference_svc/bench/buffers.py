@@ -1,19 +1,18 @@
 """Part `buffers`: read buffers of every size, and the start gate's choice (paper: §3.2.1, Fig. 19).
 
-A turn's history is in kvd's DRAM; loading it is slowed down to given ratios of what computing a
-layer takes (`PacedLoads`), each a case of its own. The variants:
+A turn's history is in kvd's DRAM. Loading it is slowed down to given ratios of the time that
+computing a layer takes (`PacedLoads`); each ratio is a case. The variants:
 
     B0, B1, …  so many layers are loaded before the turn joins the batch, the others behind that
-    auto       the engine's default: the start gate asks for S_buf, by measured rates
+    auto       the engine's default: the start gate requires S_buf, by measured rates
 
-Each is measured twice: the batch is free when the turn comes (`ttft_s`, and `stall_s`: how long
-computing waited for layers, and so would have everybody else in the batch), and it is busy until
-long after (`queued_s`, from when it is free to the first token). Too small a buffer costs stalls
-and queued turns, too large a one costs TTFT.
+Each is measured twice. First the batch is free when the turn arrives: `ttft_s`, and `stall_s`, the
+time that computing waited for layers, as would every other request in the batch. Then the batch is
+busy until long after: `queued_s`, from when it is free to the first token. Too small a buffer costs
+stalls and queued turns, too large a one costs TTFT.
 
-On a machine that others use, too, a percent is lost in their noise. `layer_ms` adds a pause to
-each layer's computing: what is measured is then mostly pauses, as of a larger model on a device
-that is the engine's alone.
+On a machine that others use, too, a percent is lost in noise. `layer_ms` adds a pause to each
+layer's computing. Then mostly pauses are measured, as with a larger model on a device of its own.
 """
 
 import time
@@ -30,7 +29,7 @@ from inference_svc.bench.bench_session import (
     BLOCKER_TOKENS,
     ONE_AT_A_TIME,
     BenchSession,
-    behind,
+    run_queued,
     take_rounds,
 )
 from inference_svc.bench.figures import Case, Interleaved
@@ -54,13 +53,13 @@ WARM_UP = 2
 LEARN = 5  # turns from which the engine learns what computing takes
 MOST_OVER_BEST = 1.02
 MIN_HOLD_S = 0.25
-HOLD_FACTOR = 1.5  # of a step and a whole load, for which the batch is busy
+HOLD_FACTOR = 1.5  # the batch is busy for this times a step and a whole load
 
 
 class PacedLoads:
-    """Loads of which each layer takes so long at least: kvd's DRAM behind a slower link.
+    """Loads in which each layer takes a least time, as from kvd's DRAM over a slower link.
 
-    The thread that copies waits, so that the engine measures the slower link's rates.
+    The copying thread waits, so that the engine measures the slower link's rates.
     """
 
     def __init__(self, loads: SessionLoads, layer_s: float) -> None:
@@ -88,7 +87,7 @@ class PacedLoads:
 
 
 class _PacedGate(LayerGate):
-    """Opens the layers of another gate, each so long after the one before it."""
+    """Opens the layers of another gate, each a least time after the one before it."""
 
     def __init__(self, gate: LayerGate, layer_s: float) -> None:
         super().__init__(gate.num_layers)
@@ -178,7 +177,7 @@ def _engine(
 
 
 def _compute_layer_s(engine: LocalEngine, history: int, num_new: int) -> float:
-    """What the engine has learnt that a layer of the measured turn takes."""
+    """Return the time that a layer of the measured turn takes, as estimated by the engine."""
     num_pairs = pairs(history, history + num_new)
     step_s = engine.parts.rates.steps.seconds(num_new, num_pairs)
     assert step_s is not None, "a few turns were computed"  # noqa: S101
@@ -190,7 +189,11 @@ class _Case:
     """One ratio of loading to computing.
 
     Attributes:
-        compute_layer_s: the ratio is of this.
+        ratio: the ratio.
+        engine: the engine.
+        session: the session with the history.
+        num_new: number of new tokens in each turn.
+        compute_layer_s: seconds to compute a layer, to which the ratio refers.
     """
 
     ratio: float
@@ -201,16 +204,16 @@ class _Case:
 
     @property
     def name(self) -> str:
-        """The case's."""
+        """The case's name."""
         return f"load/compute {self.ratio:g}"
 
     @property
     def buffers(self) -> list[str]:
-        """The variants with a buffer that is set."""
+        """The variants with a fixed buffer."""
         return [f"B{size}" for size in range(self.engine.num_layers + 1)]
 
     async def measure(self, num_pairs: int, run: RunOptions) -> Case:
-        """Take all rounds, and compare."""
+        """Measure all rounds, and compare the variants."""
         store = self.engine.parts.store
         assert isinstance(store, KvdSessionStore), "an engine with a kvd"  # noqa: S101
         store.loads = PacedLoads(store.loads, self.ratio * self.compute_layer_s)
@@ -236,7 +239,7 @@ class _Case:
         return replace(found.case(), notes=(self._note(chosen),))
 
     def _note(self, chosen: float) -> str:
-        """What the engine measured, and what followed."""
+        """Describe the engine's rates, and its choice."""
         history, num_layers = len(self.session.ids), self.engine.num_layers
         load_s = self.engine.parts.rates.loads.seconds("dram", history) or 0.0
         compute_ms = 1e3 * _compute_layer_s(self.engine, history, self.num_new)
@@ -246,23 +249,23 @@ class _Case:
         )
 
     async def _take(self, name: str) -> dict[str, float] | None:
-        """A turn that comes when the batch is free, and one that waits for that."""
+        """Measure a turn that arrives when the batch is free, and one that waits for that."""
         size = None if name == AUTO else int(name.removeprefix("B"))
         self.engine.parts.loads.preload = PreloadPolicy(buffer_layers=size)
         await self.engine.settle()
         free = await self._turn()
         await self.engine.settle()
-        queued, queued_s = await behind(self.engine, self._hold_s, self._turn)
+        queued, queued_s = await run_queued(self.engine, self._hold_s, self._turn)
         if not all(self.session.is_from(times, "dram") for times in (free, queued)):
             return None
         values = {METRIC: free.ttft_s, "stall_s": free.stall_s, QUEUED: queued_s}
-        if free.buffer_layers is not None:  # else all was there before it could start
+        if free.buffer_layers is not None:  # else all layers were there before it could start
             values[BUFFER] = round(free.buffer_layers, 2)
         return values
 
     @property
     def _hold_s(self) -> float:
-        """Long enough for all layers to be loaded ahead, which begins behind a step under way."""
+        """Seconds long enough to load all layers ahead, which begins behind the current step."""
         step_s = self.engine.num_layers * self.compute_layer_s
         return max(MIN_HOLD_S, HOLD_FACTOR * (1 + self.ratio) * step_s)
 

@@ -1,7 +1,7 @@
-"""Slots for part `copies`, by the way in which they are copied.
+"""Slots for part `copies`, by transport.
 
-shm        memory of this process, locked in place by it
-cuda_ipc   a kvd's arena, which its copier copies from and to
+shm        memory of this process, page-locked by it
+cuda_ipc   a kvd's arena; its copier copies from it and to it
 """
 
 import asyncio
@@ -28,7 +28,7 @@ POLL_S = 0.01
 
 
 class CopierNotReadyError(UnavailableError):
-    """There is nothing to measure: slots would be copied in another way."""
+    """There is no copier to measure: slots would be copied in another way."""
 
     reason = "no_copier"
 
@@ -44,7 +44,7 @@ class _Slots:
 
 @asynccontextmanager
 async def slots_for(work: Workspace, transport: str, num_tokens: int) -> AsyncIterator[ArenaKv]:
-    """Yield an arena for so many tokens, ready to be copied in a way.
+    """Yield an arena for `num_tokens` tokens that is ready for a transport.
 
     Raises:
         CopierNotReadyError: there is no copier for this device, or it is not ready in time.
@@ -79,10 +79,10 @@ async def slots_for(work: Workspace, transport: str, num_tokens: int) -> AsyncIt
 
 
 def check_transport(transport: str, device: torch.device) -> None:
-    """Refuse to measure `cuda_ipc` on another device than a GPU.
+    """Check that `cuda_ipc` is measured on a GPU only.
 
     Raises:
-        CopierNotReadyError: it is one.
+        CopierNotReadyError: the device is none.
     """
     if transport == "cuda_ipc" and device.type != "cuda":
         raise _no_copier_for(device)
@@ -97,14 +97,14 @@ def _own_slots(work: Workspace, num_tokens: int) -> _Slots:
     num_slots = work.num_blocks(num_tokens)
     slot_bytes = align_up(layout.block_bytes, mmap.PAGESIZE)
     memory = memoryview(mmap.mmap(-1, slot_bytes * num_slots))
-    torch.frombuffer(memory, dtype=torch.uint8).zero_()  # pages are there, no NaN is
+    torch.frombuffer(memory, dtype=torch.uint8).zero_()  # makes pages present, and avoids NaN
     return _Slots(slot_bytes, num_slots, memory)
 
 
 async def _until(is_ready: Callable[[], bool]) -> None:
     try:
         async with asyncio.timeout(READY_S):
-            while not is_ready():  # noqa: ASYNC110  # it becomes so on a thread
+            while not is_ready():  # noqa: ASYNC110  # another thread makes it ready
                 await asyncio.sleep(POLL_S)
     except TimeoutError:
         raise CopierNotReadyError(

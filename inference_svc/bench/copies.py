@@ -1,12 +1,12 @@
-"""Part `copies`: loads and saves against what the bus, or on a CPU the memory, gives plain copies.
+"""Part `copies`: loads and saves, compared with plain copies over the same bus or memory.
 
-    load, save     all layers of a history, between slots here and there and pages, as turns have
-                   them; keys are embedded on the way
+    load, save     all layers of a history, between scattered slots and pages, as turns have them;
+                   keys are embedded on the way
     load by torch  the same, where a kernel embeds keys: by torch instead (`model.rotation`)
     both           one of each at the same time
-    … floor        as many bytes in one piece, between memory that is locked in place and the device
+    … floor        as many bytes in one piece, between page-locked memory and the device
 
-Slots are locked for the device before anything is measured (`docs/gpu.md`).
+Slots are page-locked for the device before anything is measured (`docs/gpu.md`).
 """
 
 import random
@@ -47,7 +47,7 @@ def window_tokens(options: CopiesOptions) -> int:
 async def measure_copies(
     options: CopiesOptions, run: RunOptions, work: Workspace
 ) -> tuple[Case, ...]:
-    """Measure every history."""
+    """Measure every length of history."""
     found = []
     for num_tokens in options.histories:
         async with slots_for(work, options.transport, num_tokens) as arena:
@@ -56,14 +56,14 @@ async def measure_copies(
 
 
 class _Copies:
-    """One history, in slots that lie here and there and on pages, and plain memory as large."""
+    """One history, in scattered slots and on pages, and plain memory of the same size."""
 
     def __init__(self, work: Workspace, arena: ArenaKv, num_tokens: int) -> None:
         self._arena = arena
         loaded, self._calibration = work.model.loaded, work.model.calibration
         layout, self._device = work.layout, loaded.device
         self._num_tokens = num_tokens
-        # Windows lie apart, and are of few tokens.
+        # Windows are stored apart, and have few tokens.
         self.num_bytes = num_tokens * sum(layer.token_bytes for layer in layout.token_layers)
         firsts = range(0, num_tokens, layout.block_tokens)
         slot_ids = random.Random(1).sample(range(arena.num_slots), len(firsts))  # noqa: S311  # where slots lie
@@ -88,7 +88,7 @@ class _Copies:
         self._plain = [(_locked(self.num_bytes, self._device), self._on_device()) for _ in range(2)]
 
     async def measure(self, options: CopiesOptions, run: RunOptions) -> Case:
-        """Take all rounds, and compare."""
+        """Measure all rounds, and compare the ways."""
         facts = {"history_tokens": self._num_tokens, "bytes": self.num_bytes}
         found = Interleaved(f"{self._num_tokens} tokens", facts)
         ways: dict[str, Sequence[Callable[[], None]]] = {
@@ -116,7 +116,7 @@ class _Copies:
             take,
             lambda what: run.on_progress(f"copies of {self._num_tokens} tokens: {what}"),
         )
-        # On a CPU keys are embedded by who copies them: that is no goal.
+        # On a CPU the threads that copy also embed keys, so that there is no goal.
         alone, both = (LEAST_ALONE, LEAST_OF_BOTH) if self._device.type == "cuda" else (0.0, 0.0)
         found.compare(METRIC, "load", "load floor", at_least=alone)
         found.compare(METRIC, "load", "load by torch")
@@ -151,12 +151,12 @@ class _Copies:
 
 
 def _locked(num_bytes: int, device: torch.device) -> Tensor:
-    """Return host memory that is there, and locked in place if the device is another one."""
+    """Return host memory with its pages present, page-locked if the device is a GPU."""
     return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
 
 
 def _seconds(calls: Sequence[Callable[[], None]]) -> float:
-    """Run calls, each on a thread of its own, and return the time until all are done."""
+    """Run calls, each on its own thread, and return the seconds until all are done."""
     threads = [threading.Thread(target=call) for call in calls]
     began_s = time.perf_counter()
     for thread in threads:

@@ -1,16 +1,16 @@
-"""Part `decode`: how fast answers grow, by batch.
+"""Part `decode`: how fast answers are generated, by batch.
 
-    ours        the engine, with everything it does beside (saving included)
-    computed    (where that replays steps from graphs) the same, each step computed anew
+    ours        the engine, with all its other work (saving included)
+    computed    (if it replays steps from graphs) the same, without replaying
     generate    plain `model.generate` with the same batch: sdpa attention, its own cache
-    grammar     (a model with a tokenizer) ours, each answer kept to a JSON schema
-    tools       (likewise) ours, each answer free to call tools, which would be kept to
-    sequential  (batch 8) eight of these, one after another, with batch 1
+    grammar     (a model with a tokenizer) ours, each answer bound to a JSON schema
+    tools       (likewise) ours, each answer free to call tools; calls would be bound
+    sequential  (batch 8) eight sequences, one after another, with batch 1
     floor       the bytes of all weights and of the batch's KV, at the speed at which this machine
                 reads memory, measured in the same round
 
 Only decoding is measured: from when every sequence has its first token until the first of them is
-complete; of `generate`, from its first token to its last.
+complete; for `generate`, from its first token to its last.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ from inference_svc.bench.options import DecodeOptions, RunOptions
 from inference_svc.bench.stock_model import StockModel
 from inference_svc.bench.workspace import Workspace
 from inference_svc.core.chat import Tool
-from inference_svc.core.grammar import of_schema
+from inference_svc.core.grammar import schema_grammar
 from inference_svc.core.tools.bound_calls import BoundCalls
 from inference_svc.core.tools.formats import FORMATS
 from inference_svc.runtime.compute.answer_grammar import AnswerGrammar, CallGrammar
@@ -42,10 +42,10 @@ TRIES = 3
 
 
 class MemoryReader:
-    """Reads a buffer over and over, in the way that turns out the fastest; float32.
+    """Measures how fast a device reads memory, in the faster of two ways; float32.
 
     Args:
-        device: whose memory is read.
+        device: the device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -60,7 +60,7 @@ class MemoryReader:
         self._read = max(ways, key=lambda way: max(self._speed(way) for _ in range(TRIES)))
 
     def bytes_per_s(self) -> float:
-        """Measure it now, the best of some tries."""
+        """Measure the bytes read per second: the best of some tries."""
         return max(self._speed(self._read) for _ in range(TRIES))
 
     def _speed(self, read: Callable[[], torch.Tensor]) -> float:
@@ -78,7 +78,7 @@ class MemoryReader:
 METRIC = "tokens_per_s"
 WARM_UP = 1
 SEQUENTIAL_BATCH = 8
-LONG_DOCUMENT = of_schema(  # longer than any answer: it does not end before its tokens do
+LONG_DOCUMENT = schema_grammar(  # longer than any answer, which therefore ends at its length
     {
         "type": "array",
         "minItems": 4000,
@@ -94,7 +94,7 @@ HERMES = FORMATS["hermes"]
 CALLS = BoundCalls(
     TOOLS, HERMES.closings, lambda: HERMES.reader([tool.name for tool in TOOLS], is_bound=True)
 )
-LEAST_OF_GRAMMAR = 0.95  # of the speed without
+LEAST_OF_GRAMMAR = 0.95  # of the speed without a grammar
 LEAST_OF_TOOLS = 0.95
 LEAST_OF_GENERATE, LEAST_ALONE, LEAST_OF_SEQUENTIAL = 1.0, 0.95, 3.0
 
@@ -107,7 +107,7 @@ def window_tokens(options: DecodeOptions) -> int:
 async def measure_decode(
     options: DecodeOptions, run: RunOptions, work: Workspace
 ) -> tuple[Case, ...]:
-    """Measure every batch."""
+    """Measure every batch size."""
     num_slots = max(options.batches) * window_tokens(options)
     prompt_tokens = max(16, max(options.batches) * options.history_tokens)
     stock = StockModel(work.model.loaded)
@@ -147,6 +147,12 @@ class _Batch:
     """One batch size.
 
     Attributes:
+        options: the part's options.
+        engine: the engine.
+        stock: the stock model.
+        reader: measures the speed of memory.
+        grammars: compiles grammars; None: the model has no tokenizer for them.
+        batch: number of sequences.
         step_bytes: bytes that a step has to read.
     """
 
@@ -159,7 +165,7 @@ class _Batch:
     step_bytes: int
 
     async def measure(self, run: RunOptions) -> Case:
-        """Take all rounds, and compare."""
+        """Measure all rounds, and compare the variants."""
         options, batch = self.options, self.batch
         facts = {
             "batch": batch,
@@ -253,7 +259,7 @@ class _Batch:
 
 
 def decode_tokens_per_s(answers: list[TurnTimes]) -> float:
-    """Return the tokens a second of the whole batch, while all of it decodes."""
+    """Return the tokens per second of the whole batch, while all of it decodes."""
     begin_s = max(times.token_s[0] for times in answers)
     end_s = min(times.token_s[-1] for times in answers)
     num_tokens = sum(begin_s < at_s <= end_s for times in answers for at_s in times.token_s)
@@ -261,7 +267,7 @@ def decode_tokens_per_s(answers: list[TurnTimes]) -> float:
 
 
 def _step_bytes(work: Workspace, options: DecodeOptions, batch: int) -> int:
-    """Add weights (of the embedding only the batch's rows) and the KV in the middle of the run."""
+    """Return the bytes of weights (only the batch's embedding rows) and of KV in mid-run."""
     model = work.model.loaded.model
     weights = packed_bytes(model) + sum(part.nbytes for part in model.parameters())
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()

@@ -1,11 +1,11 @@
-"""Part `drafts`: how much faster answers grow for being drafted, by traffic and batch.
+"""Part `drafts`: how much drafting speeds answers up, by traffic and batch.
 
     drafted  the engine, which drafts what its lookup finds, as far as that pays
     plain    the same engine without drafts
 
 Traffic is `copy`, a file that is written a second time, or `chat`, questions. A model without a
-tokenizer is given random tokens for both, and shows what drafts cost that are of no use. Measured
-is as in `decode`: from when every answer has begun until the first of them is complete.
+tokenizer gets random tokens for both, and shows the cost of drafts that are useless. Times are as
+in `decode`: from when every answer has begun until the first of them is complete.
 """
 
 import asyncio
@@ -22,8 +22,8 @@ from inference_svc.bench.options import DraftsOptions, RunOptions
 from inference_svc.bench.workspace import Workspace
 
 COPY, CHAT = TRAFFIC = ("copy", "chat")
-BEGUN_TOKENS = 32  # of the second writing, in the prompt
-SPARE_TOKENS = 128  # for these, what stands before them, and a question
+BEGUN_TOKENS = 32  # of the copy that are part of the prompt
+SPARE_TOKENS = 128  # for these, the text between, and a question
 WARM_UP = 1
 LEAST_OF_COPY, LEAST_OF_CHAT = 1.2, 0.97
 QUESTIONS = (
@@ -76,7 +76,7 @@ async def measure_drafts(
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """One traffic and batch size."""
+    """One kind of traffic and batch size."""
 
     options: DraftsOptions
     engine: LocalEngine
@@ -85,14 +85,14 @@ class _Batch:
     batch: int
 
     async def measure(self, run: RunOptions) -> Case:
-        """Take all rounds, and compare."""
+        """Measure all rounds, and compare the variants."""
         options, what = self.options, f"{self.traffic}, batch {self.batch}"
         found = Interleaved(what, {"batch": self.batch, "steps": options.steps})
         lengths = {"drafted": options.draft_tokens, "plain": 0}
 
         async def take(name: str) -> dict[str, float]:
             await self.engine.settle()
-            return await self._answered(lengths[name])
+            return await self._answer_all(lengths[name])
 
         await take_rounds(
             found,
@@ -105,7 +105,7 @@ class _Batch:
         found.compare(METRIC, "drafted", "plain", at_least=least)
         return found.case()
 
-    async def _answered(self, draft_tokens: int) -> dict[str, float]:
+    async def _answer_all(self, draft_tokens: int) -> dict[str, float]:
         engine = self.engine
         engine.parts.drafter.most_tokens = draft_tokens
         answers = await asyncio.gather(
@@ -126,7 +126,7 @@ class _Batch:
         }
 
     def _prompt(self, index: int) -> list[int]:
-        """Return the prompt of one of the batch: always the same, so that answers are, too."""
+        """Return the prompt of one session: always the same, so that its answer is, too."""
         if self.tokenizer is None:
             return self.engine.new_tokens(self.options.history_tokens)
         if self.traffic == CHAT:

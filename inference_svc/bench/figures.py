@@ -1,8 +1,8 @@
-"""What a run of the bench finds. Frozen values; report.py writes them down. Pure.
+"""The results of a run of the bench: frozen values, which report.py writes down. Pure.
 
-The names of the fields are the names in the JSON document, which scripts read: a field is added
-freely, but renamed or removed only with a new number in SCHEMA. `Interleaved` collects what
-variants measured in turn, round by round, and compares what is of one round.
+The names of the fields are the names in the JSON document, which scripts read. Fields may be added
+freely; renaming or removing one needs a new number in SCHEMA. `Interleaved` collects what variants
+measured in turn, round by round, and compares measurements of the same round.
 """
 
 from collections.abc import Mapping
@@ -19,8 +19,10 @@ class Measured:
     """One variant of a case.
 
     Attributes:
-        num: measurements that count.
-        num_discarded: measurements that do not count: the history was not where the case says.
+        variant: the variant's name.
+        num: number of measurements that count.
+        num_discarded: number of measurements that do not: the history was not where the case
+            requires.
         values: measurements by metric, whose name ends in its unit: "ttft_s", "tokens_per_s".
     """
 
@@ -36,6 +38,9 @@ class Ratio:
 
     Attributes:
         what: "a / b", or "a / min(b, c)".
+        metric: the metric's name.
+        num_pairs: number of pairs.
+        ratio: the ratios of the pairs.
         at_most, at_least: the project's goal; 0: none is set.
     """
 
@@ -48,14 +53,14 @@ class Ratio:
 
     @property
     def goal(self) -> str:
-        """For people; "" if there is none."""
+        """The goal for display; "" if there is none."""
         if self.at_most:
             return f"<= {self.at_most:g}"
         return f">= {self.at_least:g}" if self.at_least else ""
 
     @property
     def is_met(self) -> bool:
-        """Whether the median keeps the goal."""
+        """Whether the median meets the goal."""
         if self.at_most:
             return self.ratio.median <= self.at_most
         return self.ratio.median >= self.at_least
@@ -66,8 +71,11 @@ class Case:
     """One setting, in which variants were measured in turn.
 
     Attributes:
-        facts: history_tokens, new_tokens and whatever else makes the case.
-        notes: lines for people.
+        name: the case's name.
+        facts: history_tokens, new_tokens and other numbers that define the case.
+        variants: the measurements of each variant.
+        ratios: the compared variants.
+        notes: lines for display.
     """
 
     name: str
@@ -102,13 +110,13 @@ class Subject:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Where it was measured.
+    """The machine that it was measured on.
 
     Attributes:
         cpus: number of CPUs that this process may use.
         load_average: load of the last minute before the run; much above 0 is a busy machine.
-        huge_pages: when private memory gets transparent ones.
-        accelerator: "" without one.
+        huge_pages: when private memory gets transparent huge pages.
+        accelerator: its name; "" without one.
     """
 
     cpu: str
@@ -125,11 +133,11 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Everything of one run.
+    """The results of one run.
 
     Attributes:
         part: "turns", "overlap", "buffers", "serve", "policies" or "decode".
-        metric: the one that the part is about: what a plot shows.
+        metric: the main metric of the part, which a plot shows.
     """
 
     part: str
@@ -143,7 +151,7 @@ class Report:
 
 
 def as_document(report: Report) -> dict[str, object]:
-    """Return plain values for json.dumps: the fields, `schema`, and every goal with its verdict."""
+    """Return the report for json.dumps: the fields, `schema`, and every goal with its verdict."""
     goals = [
         {
             "case": case.name,
@@ -161,11 +169,11 @@ def as_document(report: Report) -> dict[str, object]:
 
 
 class Interleaved:
-    """One case's measurements.
+    """Collects the measurements of one case.
 
     Args:
         name: name of the case.
-        facts: what it is, for readers.
+        facts: the numbers that define it, for readers.
     """
 
     def __init__(self, name: str, facts: Mapping[str, float]) -> None:
@@ -176,19 +184,26 @@ class Interleaved:
         self._ratios: list[Ratio] = []
 
     def add(self, variant: str, round_number: int, values: Mapping[str, float]) -> None:
-        """Note one measurement: values by metric, whose name ends in its unit."""
+        """Add one measurement: values by metric, whose name ends in its unit."""
         self._found.setdefault(variant, {})[round_number] = values
 
     def discard(self, variant: str) -> None:
-        """Count a measurement that was not what the case says."""
+        """Count a measurement that was not what the case requires."""
         self._num_discarded[variant] = self._num_discarded.get(variant, 0) + 1
 
     def compare(
         self, metric: str, over: str, *under: str, at_most: float = 0.0, at_least: float = 0.0
     ) -> None:
-        """Add the ratio of two variants, of rounds that have both: `over` by the least of `under`.
+        """Add the ratio of two variants, from the rounds that have both.
 
-        Without such rounds there is no ratio. `at_most`, `at_least`: the goal, see Ratio.
+        There is no ratio without such rounds.
+
+        Args:
+            metric: the metric to compare.
+            over: the numerator.
+            under: the variants of which the least is the denominator.
+            at_most: the goal; see Ratio.
+            at_least: the goal; see Ratio.
         """
         series = [self._found.get(variant, {}) for variant in (over, *under)]
         rounds = set(series[0]).intersection(*series[1:])
@@ -208,7 +223,7 @@ class Interleaved:
         return spread(values).median if values else inf
 
     def case(self) -> Case:
-        """Sum up what was measured."""
+        """Return the case with all its measurements and ratios."""
         names = [*self._found, *(set(self._num_discarded) - set(self._found))]
         return Case(
             self._name,
@@ -223,7 +238,7 @@ class Interleaved:
         return Measured(variant, num, self._num_discarded.get(variant, 0), values)
 
     def _values(self, variant: str) -> dict[str, list[float]]:
-        """All that was measured of a variant, by metric."""
+        """Return all measurements of a variant, by metric."""
         values: dict[str, list[float]] = {}
         for found in self._found.get(variant, {}).values():
             for metric, value in found.items():

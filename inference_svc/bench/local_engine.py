@@ -1,6 +1,6 @@
-"""An engine in this process, as the service runs it, without the service: turns are timed here.
+"""An engine in this process, as the service runs it but without the service, to time turns.
 
-`TurnTimes` is what one turn took, and says whether its history was where it should have been.
+`TurnTimes` has the times of one turn, and shows whether its history was where it should have been.
 """
 
 import asyncio
@@ -25,23 +25,25 @@ from inference_svc.runtime.engine.engine_request import EngineRequest
 from shared.children.child_kvd import ChildKvd
 from shared.types.session_key import SessionKey
 
-# Where a turn's history is to come from: its KV, kvd, kvd if it pays, nowhere, wherever it is.
+# Where a turn's history has to come from: resident KV, kvd, kvd if that pays, nowhere, anywhere.
 Source = Literal["resident", "kvd", "auto", "none", "any"]
-SSD_SHARE = 0.95  # of the history that must come from SSD where a case says so
+SSD_SHARE = 0.95  # least share of the history that has to come from SSD, where a case requires it
 
 
 @dataclass(frozen=True, slots=True)
 class TurnTimes:
-    """One turn; times are of one monotonic clock.
+    """One turn; all times are of one monotonic clock.
 
     Attributes:
-        token_s: seconds after the submission at which each token of the answer was there.
+        submitted_s: when it was submitted.
+        token_s: when each token of the answer was sampled.
         reused_tokens: tokens of the prompt that were not computed.
         tier_tokens: reused tokens by the tier they came from.
-        stall_s: how long computing waited for layers.
+        load_s: seconds that loading the history took.
+        stall_s: seconds that computing waited for layers.
         buffer_layers: see Request.
         output_ids: the answer.
-        drafted_tokens, accepted_tokens: guessed ahead of it, and right.
+        drafted_tokens, accepted_tokens: numbers of drafted tokens, and of right ones.
     """
 
     submitted_s: float
@@ -57,12 +59,12 @@ class TurnTimes:
 
     @property
     def ttft_s(self) -> float:
-        """From submission to the first token."""
+        """Seconds from submission to the first token."""
         return self.token_s[0] - self.submitted_s
 
     @property
     def tpot_s(self) -> float:
-        """Mean time per token after the first; 0 without any."""
+        """Mean seconds per token after the first; 0 if there are none."""
         num_more = len(self.token_s) - 1
         return (self.token_s[-1] - self.token_s[0]) / num_more if num_more else 0.0
 
@@ -73,7 +75,7 @@ class TurnTimes:
 
 
 def is_from(times: TurnTimes, tier: str, history_tokens: int) -> bool:
-    """Whether all of the history came from the tier; tier "" means that nothing was reused."""
+    """Return whether all history came from a tier; tier "" means that nothing was reused."""
     if not tier:
         return not times.reused_tokens
     least = SSD_SHARE * history_tokens if tier == "ssd" else history_tokens
@@ -81,20 +83,20 @@ def is_from(times: TurnTimes, tier: str, history_tokens: int) -> bool:
 
 
 def whole_blocks(history_tokens: int, new_tokens: int, block_tokens: int) -> tuple[int, int]:
-    """Make the history whole blocks, one at least, and count what that takes from it as new.
+    """Round the history down to whole blocks, at least one, and count the remainder as new.
 
-    A partial block would be replaced as soon as a longer one is stored: the history would not stay
-    as it is.
+    A partial block would be replaced as soon as a longer one is stored, so that the history would
+    change.
     """
     whole = max(block_tokens, history_tokens - history_tokens % block_tokens)
     return whole, max(1, history_tokens + new_tokens - whole)
 
 
 ATTACH_S = 60.0
-STORE_WAIT_S = 120.0  # for kvd, in one load or save: a slow disk is to be measured
+STORE_WAIT_S = 120.0  # for kvd, in one load or save: slow disks are measured, too
 TENANT = "bench"
 POLICIES: Mapping[Source, LoadPolicy | None] = {
-    "resident": LoadPolicy.NEVER,  # what the session's KV has not is computed, and then noticed
+    "resident": LoadPolicy.NEVER,  # missing history is computed, which the caller notices
     "kvd": LoadPolicy.ALWAYS,
     "auto": LoadPolicy.AUTO,
     "none": LoadPolicy.NEVER,
@@ -104,7 +106,7 @@ KEEPS_RESIDENT = frozenset({"resident", "any"})
 
 
 class _Sink:
-    """Records when each token comes; ends the answer at its length, or by `window_full`."""
+    """Records when each token is sampled, and ends the answer."""
 
     def __init__(self, max_tokens: int, is_over: Callable[[], bool] | None) -> None:
         self.token_s: list[float] = []
@@ -118,7 +120,7 @@ class _Sink:
         """Do nothing: the answer has ended."""
 
     def sampled(self, token: Sampled) -> bool:
-        """Note the time."""
+        """Record the time; return whether the answer ends."""
         del token
         self.token_s.append(time.perf_counter())
         is_over = self._is_over is not None and self._is_over()
@@ -126,12 +128,13 @@ class _Sink:
 
 
 class LocalEngine:
-    """An engine in this process, as the service runs it, without the service.
+    """An engine in this process, as the service runs it but without the service.
 
     Attributes:
         parts: the engine's parts.
-        kvd: beside it; None if there is none.
-        has_states: whether the model has states; then no part of a sequence stays resident.
+        kvd: the kvd that it uses; None if there is none.
+        has_states: whether the model has recurrent states; then no part of a sequence stays
+            resident.
     """
 
     def __init__(self, parts: EngineParts, model: Model, kvd: ChildKvd | None) -> None:
@@ -148,7 +151,7 @@ class LocalEngine:
 
     @property
     def busy_s(self) -> float:
-        """Time that the model has computed so far."""
+        """Seconds that the model has computed so far."""
         return self.parts.engine.gauges()["compute_busy_s"]
 
     def key(self, name: str) -> SessionKey:
@@ -156,7 +159,7 @@ class LocalEngine:
         return SessionKey(TENANT, self._model.loaded.fingerprint, name)
 
     def new_tokens(self, num_tokens: int) -> list[int]:
-        """Draw token ids that nobody has seen."""
+        """Draw random token ids, which no cache contains."""
         drawn = self._random.integers(0, self._model.loaded.vocab_size, num_tokens)
         return [int(token_id) for token_id in drawn]
 
@@ -179,15 +182,16 @@ class LocalEngine:
             key: the session's key.
             prompt_ids: history and new tokens.
             max_tokens: length of the answer.
-            source: where the history is to come from; a resident sequence that it is not to come
-                from is released first.
-            keep_tokens: tokens of prompt and answer that the session keeps afterwards, up to which
-                a load is possible then; 0: all of it is given up, and the session stays as kvd has
-                it.
-            history_tokens: history as kvd's look-ahead is told of it; by default `keep_tokens`.
-            is_over: ends the answer before its length.
+            source: where the history has to come from; a resident sequence is released first,
+                unless it is the source.
+            keep_tokens: number of tokens of prompt and answer that the session keeps afterwards,
+                and that can be loaded then. 0: nothing is kept, and kvd's part of the session stays
+                as it is.
+            history_tokens: length of the history as reported to kvd's look-ahead; by default
+                `keep_tokens`.
+            is_over: returns whether to end the answer before its length.
             is_final: whether the session ends with this turn, which is reported to kvd.
-            grammar: of the answer, which does not end before `max_tokens`.
+            grammar: the answer's grammar, which does not end before `max_tokens`.
         """
         engine = self.parts.engine
         if source not in KEEPS_RESIDENT:
@@ -221,18 +225,18 @@ class LocalEngine:
         return _times(request, sink, submitted_s)
 
     async def settle(self) -> None:
-        """Return when engine and kvd have nothing to do: what is timed next is timed alone."""
+        """Wait until engine and kvd are idle, so that the next turn is timed alone."""
         await self.parts.engine.idle.wait()
         if self.kvd is not None:
             await self.kvd.until_quiet()
 
     async def run(self) -> None:
-        """Run until cancelled; turns fail when this does."""
+        """Run until cancelled; turns fail when it ends."""
         self._life = asyncio.current_task()
         await self.parts.engine.run()
 
     async def _generate(self, request: EngineRequest) -> None:
-        """Compute the request, or raise what ended the engine."""
+        """Compute the request, or raise the error that ended the engine."""
         assert self._life is not None, "an engine that runs"  # noqa: S101
         answer = asyncio.ensure_future(self.parts.engine.generate(request))
         try:
@@ -257,14 +261,14 @@ async def running_engine(
 ) -> AsyncIterator[LocalEngine]:
     """Run an engine inside the block, attached to kvd; without a kvd it recomputes.
 
-    A step is a token of each answer: nothing is drafted, unless `scheduler` says so.
+    A step computes one token of each answer: nothing is drafted, unless `scheduler` enables it.
 
     Args:
         model: the model that it computes with.
-        kvd: None: none.
+        kvd: the kvd to attach to; None: none.
         kv_tokens: value of the setting scheduler.kv_tokens.
-        cache: more settings of that section, by key.
-        scheduler: the same.
+        cache: more settings of the section cache, by key.
+        scheduler: more settings of the section scheduler, by key.
     """
     mode: dict[str, Any] = {"mode": "recompute"}
     if kvd is not None:

@@ -1,4 +1,4 @@
-"""The types of the bench's options: how each is read from the command line."""
+"""The types of the bench's options, with their parsers for the command line."""
 
 from math import inf
 from pathlib import Path
@@ -14,7 +14,7 @@ Variant = Literal["ca", "kvd", "re"]
 
 
 def splits_of(text: str) -> tuple[tuple[int, int], ...]:
-    """Read "500/500,900/100".
+    """Parse "500/500,900/100".
 
     Raises:
         BadListError: something else is there, or a length is not above zero.
@@ -30,7 +30,7 @@ def splits_of(text: str) -> tuple[tuple[int, int], ...]:
 
 
 def ratios_of(text: str) -> tuple[float, ...]:
-    """Read "0.5,1,2".
+    """Parse "0.5,1,2".
 
     Raises:
         BadListError: something else is there, or a ratio is not above zero.
@@ -45,12 +45,12 @@ def ratios_of(text: str) -> tuple[float, ...]:
 
 
 def policies_of(text: str) -> tuple[str, ...]:
-    """Read "lru,fifo"; the kvd that is started knows which there are."""
+    """Parse "lru,fifo"; the kvd that is started checks the names."""
     return tuple(name for name in text.split(",") if name)
 
 
 def some_numbers(help_: str, least: int = 1) -> Any:
-    """Make the option of a list of whole numbers, none of them below `least`."""
+    """Make the option of a list of whole numbers, each at least `least`."""
     return typer.Option(parser=lambda text: numbers(text, least), metavar=TEXT, help=help_)
 
 

@@ -63,11 +63,11 @@ class ModelChoice:
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """What every part needs.
+    """The options of a run, for every part.
 
     Attributes:
         directory: the disk on which kvd's SSD tier is to be.
-        on_progress: called with a line that says what is being measured.
+        on_progress: called with a line that describes the current measurement.
     """
 
     directory: Path
@@ -77,7 +77,7 @@ class RunOptions:
 
 @dataclass(frozen=True, slots=True)
 class OutputOptions:
-    """Where a run measures, and where what it finds goes."""
+    """Where a run measures, and where its report goes."""
 
     directory: Annotated[
         Path | None, typer.Option(help="Disk of kvd's SSD tier. Default: here.", show_default=False)
@@ -106,8 +106,8 @@ class TurnsOptions:
         tier: where kvd has the history.
         answer_tokens: length of each answer: the time per output token comes from it.
         re_max_tokens: longer prompts are never recomputed to measure it; 0: all are.
-        re_pairs: of recomputed long histories, which take minutes; 0: as many as of the others.
-        transport: of cache.transport.
+        re_pairs: pairs of recomputed long histories, which take minutes; 0: as for the others.
+        transport: the setting cache.transport.
     """
 
     splits: Annotated[
@@ -185,8 +185,8 @@ class BuffersOptions:
     """Part `buffers`.
 
     Attributes:
-        ratios: of the time that loading a layer takes to that of computing it.
-        layer_ms: added to computing each layer: noise of a shared machine then weighs less.
+        ratios: ratios of the time to load a layer to the time to compute it.
+        layer_ms: added to computing each layer, so that noise of a shared machine weighs less.
     """
 
     history_tokens: LoadedTokens = 500
@@ -209,8 +209,8 @@ class ServeOptions:
 
     Attributes:
         trace: a file; None: generated sessions.
-        scale, think_scale: by which lengths and think times are multiplied.
-        concurrent: sessions that are open at once; when one ends, the next opens.
+        scale, think_scale: factors of lengths and think times.
+        concurrent: number of sessions open at once; when one ends, the next opens.
         window_tokens: a session ends where its context would outgrow it.
         variants: "ca": as configured by default; "kvd": without resident sessions; "re":
             recomputation.
@@ -242,10 +242,10 @@ class PoliciesOptions:
     Attributes:
         policies: names of kvd's eviction policies.
         trace, num_sessions, scale, think_scale, window_tokens, seed: as of `serve`.
-        arrivals_per_s: sessions that begin, in the mean; 0: all at once.
-        dram_share, ssd_share: sizes of the tiers, of the KV of all sessions at their ends.
-        end_hints: a session's last turn says that it is the last.
-        warmup_turns: the first to arrive, which are not counted.
+        arrivals_per_s: mean rate at which sessions begin; 0: all at once.
+        dram_share, ssd_share: sizes of the tiers, as shares of all sessions' KV at their ends.
+        end_hints: whether a session's last turn is announced as the last.
+        warmup_turns: number of first turns that are not counted.
         plan_trace: the sessions are written there for `kvd plan`; None: nowhere.
     """
 
@@ -282,7 +282,7 @@ class OverflowOptions:
     """Part `overflow`.
 
     Attributes:
-        history_tokens: before the overflow, which drops half of them.
+        history_tokens: length of the history before the overflow, which drops half of it.
         answer_tokens: length of each answer.
     """
 
@@ -299,11 +299,11 @@ class SharingOptions:
     """Part `sharing`.
 
     Attributes:
-        num_sessions: that begin with the prompt, the measured one included.
-        num_at_once: that come at the same time with a prompt that nobody has had.
-        prompt_tokens: of what they begin with.
-        new_tokens: of each one's own.
-        answer_tokens: of the measured turn.
+        num_sessions: number of sessions that begin with the prompt, with the measured one.
+        num_at_once: number of sessions that come at the same time with a new prompt.
+        prompt_tokens: length of the shared prompt.
+        new_tokens: number of tokens that each session adds.
+        answer_tokens: length of the measured turn's answer.
     """
 
     num_sessions: NumSessions = 64
@@ -373,7 +373,7 @@ class CopiesOptions:
     """Part `copies`.
 
     Attributes:
-        transport: of cache.transport.
+        transport: the setting cache.transport.
     """
 
     histories: Annotated[Numbers, some_numbers("Tokens that are copied at a time.")] = (

@@ -1,12 +1,12 @@
-"""Part `overflow`: what a context overflow costs the turn that it happens in (paper: §3.4).
+"""Part `overflow`: the cost of a context overflow for its turn (paper: §3.4).
 
 fits       the turn in a window that is large enough: all of its history is reused
-overflow   the oldest half of the history is dropped first, and what is left is reused
-half       the same turn of a session that never had more than half: the floor
+overflow   the oldest half of the history is dropped first, and the other half is reused
+half       the same turn in a session that never had more than half: the floor
 
-Every measurement has a session of its own. kvd shares its history with all others but for the last
-block, so that it is not computed each time; dropping tokens of one leaves the others alone. The
-time to the first token counts from before the discard.
+Every measurement has a session of its own. kvd shares its history with the other sessions, except
+the last block, so that it is not computed each time; dropping tokens in one session does not affect
+the others. The time to the first token starts before the discard.
 """
 
 import time
@@ -23,7 +23,7 @@ from shared.types.session_key import SessionKey
 
 METRIC = "ttft_s"
 WARM_UP = 2
-MOST_OVER_FITTING = 1.10  # the goal: an overflow costs no more than the turn it saves work in
+MOST_OVER_FITTING = 1.10  # the goal: a turn that overflows costs hardly more than one that fits
 VARIANTS = ["fits", "overflow", "half"]
 SOURCES: dict[str, Source] = {"dram": "kvd", "hbm": "resident"}  # by the tier of the history
 
@@ -57,9 +57,10 @@ class _Take:
     """One measured turn.
 
     Attributes:
-        began_s: before anything was dropped.
-        discard_s: what dropping took of it.
-        history_tokens: tokens of the history that were left.
+        times: the turn's times.
+        began_s: time before anything was dropped.
+        discard_s: seconds that the discard took.
+        history_tokens: number of history tokens that were left.
     """
 
     times: TurnTimes
@@ -73,7 +74,10 @@ class _Case:
     """The history in one tier.
 
     Attributes:
-        ids: token ids of the history, whose last block is another one in each session.
+        tier: where the history is.
+        options: the part's options.
+        engine: the engine.
+        ids: token ids of the history; each session replaces the last block.
         names: numbers of sessions.
     """
 
@@ -84,7 +88,7 @@ class _Case:
     names: "count[int]" = field(default_factory=count)
 
     async def measure(self, run: RunOptions) -> Case:
-        """Take all rounds, and compare."""
+        """Measure all rounds, and compare the variants."""
         num_history, new = len(self.ids), self.options.new_tokens
         facts = {"history_tokens": num_history, "new_tokens": new}
         found = Interleaved(f"{num_history}/{new}, {self.tier}", facts)
@@ -125,7 +129,7 @@ class _Case:
         return _Take(times, began_s, discard_s, len(context))
 
     async def _session(self, num_tokens: int) -> tuple[SessionKey, list[int]]:
-        """Make a session with a history of that length, in kvd and in the engine's memory."""
+        """Make a session with a history of `num_tokens`, in kvd and in the engine's memory."""
         engine, num_own = self.engine, self.engine.block_tokens
         key = engine.key(f"{self.tier}-{next(self.names)}")
         history = [*self.ids[: num_tokens - num_own], *engine.new_tokens(num_own)]
@@ -136,6 +140,6 @@ class _Case:
 
 
 def _whole_blocks(num_tokens: int, block_tokens: int) -> int:
-    """Round a history so that both halves are whole blocks, of which one is the session's own."""
+    """Round a history so that both halves are whole blocks, with one block of the session's own."""
     step = 2 * block_tokens
     return max(2 * step, num_tokens - num_tokens % step)

@@ -1,19 +1,18 @@
-"""Part `overlap`: what hides behind computing: loading ahead, and saving.
+"""Part `overlap`: how much of loading and saving hides behind computing.
 
-Loading while a batch runs before (paper: Fig. 19). A turn waits behind another one, with its
-history in kvd's DRAM. Measured is from when that one ends to the turn's first token, under
-different settings, each an engine of its own.
+Loading while a previous batch runs (paper: Fig. 19). A turn waits behind another one, with its
+history in kvd's DRAM. Measured is the time from the end of that turn to this turn's first token,
+under different settings, each with its own engine.
 
-    none      the history is loaded when the turn's time has come, then it is computed
-    B0        loaded when its time has come, computed layer by layer behind that
-    B1, B2, … so many layers are loaded before its time has come
-    auto      as many as the start gate asks for at least, and all if there is time
+    none      the history is loaded when the turn may start, then the turn is computed
+    B0        loaded when the turn may start; it is computed layer by layer behind the load
+    B1, B2, … so many layers are loaded before the turn may start
+    auto      at least as many as the start gate requires, and all if there is time
     resident  there is nothing to load
 
-What saving costs (paper: Fig. 20). A set of turns of new sessions is answered, more of them than
-run at once, under three settings, each an engine of its own: saving off, asynchronous, synchronous.
-`answers_s` is from the first submission to the last answer; `settled_s` until nothing is being
-saved any more.
+The cost of saving (paper: Fig. 20). Turns of new sessions are answered, more of them than run at
+once, under three settings, each with its own engine: saving off, asynchronous, synchronous.
+`answers_s` is from the first submission to the last answer; `settled_s` until all KV is saved.
 """
 
 import asyncio
@@ -27,7 +26,7 @@ from inference_svc.bench.bench_session import (
     BLOCKER_TOKENS,
     ONE_AT_A_TIME,
     BenchSession,
-    behind,
+    run_queued,
     take_rounds,
 )
 from inference_svc.bench.figures import Case, Interleaved
@@ -44,7 +43,7 @@ from inference_svc.bench.workspace import Workspace
 METRIC = "prefill_s"
 WARM_UP = 2
 MIN_HOLD_S = 0.25
-HOLD_FACTOR = 2.0  # of a turn that loads and computes, for which the batch is busy
+HOLD_FACTOR = 2.0  # the batch is busy for this times a turn that loads and computes
 NONE, RESIDENT = "none", "resident"
 
 
@@ -57,7 +56,7 @@ def window_tokens(options: OverlapOptions) -> int:
 async def measure_overlap(
     options: OverlapOptions, run: RunOptions, work: Workspace
 ) -> tuple[Case, ...]:
-    """Measure both halves, or the one that is asked for."""
+    """Measure both halves, or the one that is selected."""
     cases: tuple[Case, ...] = ()
     if options.only != "saving":
         cases += await measure_preload(options, run, work)
@@ -106,7 +105,15 @@ def _settings(options: OverlapOptions) -> dict[str, dict[str, Any]]:
 
 @dataclass(slots=True)
 class _Preload:
-    """One history, in kvd and in the memory of the engine that keeps it."""
+    """One history, in kvd and in the memory of the engine that keeps it resident.
+
+    Attributes:
+        options: the part's options.
+        engines: the engines, by variant.
+        sessions: the session with the history on each engine.
+        num_new: number of new tokens in each turn.
+        hold_s: seconds for which the batch is busy.
+    """
 
     options: OverlapOptions
     engines: dict[str, LocalEngine]
@@ -136,7 +143,7 @@ class _Preload:
         return found.case()
 
     async def _choose_hold(self) -> None:
-        """Choose a time that is long enough for whatever may be loaded ahead."""
+        """Choose a time that is long enough for all layers to be loaded ahead."""
         alone = []
         for _ in range(WARM_UP):
             await self.engines[NONE].settle()
@@ -147,7 +154,7 @@ class _Preload:
         engine, session = self.engines[name], self.sessions[name]
         source: Source = "resident" if name == RESIDENT else "kvd"
         await engine.settle()
-        times, prefill_s = await behind(engine, self.hold_s, lambda: self._turn(name, source))
+        times, prefill_s = await run_queued(engine, self.hold_s, lambda: self._turn(name, source))
         if not session.is_from(times, "hbm" if name == RESIDENT else "dram"):
             return None
         return {METRIC: prefill_s, "stall_s": times.stall_s}
@@ -159,14 +166,14 @@ class _Preload:
 SAVED_METRIC = "answers_s"
 MODES = ("off", "async", "sync")
 SAVED_WARM_UP = 1
-WAVES = 2  # of turns: the saves of one meet the computing of the next
+WAVES = 2  # of turns: the saves of the first overlap the computing of the second
 MOST_COST = 1.03
 
 
 async def measure_saving(
     options: OverlapOptions, run: RunOptions, work: Workspace
 ) -> tuple[Case, ...]:
-    """Compare the settings."""
+    """Compare the settings of saving."""
     lengths = [*options.prompts] * WAVES
     num_tokens = sum(lengths) + len(lengths) * options.answer_tokens
     async with AsyncExitStack() as stack:
@@ -206,7 +213,7 @@ async def measure_saving(
 
 
 async def _answer_all(engine: LocalEngine, lengths: list[int], num_answer: int) -> dict[str, float]:
-    """Answer one new session a length, all submitted at once."""
+    """Answer a new session for each length, all submitted at once."""
     prompts = [engine.new_tokens(length) for length in lengths]
     started_s = time.perf_counter()
     answered = await asyncio.gather(

@@ -1,18 +1,18 @@
-"""Parts `policies` and `positions`: what placement, and the form of keys, find of the histories.
+"""Parts `policies` and `positions`: hits by eviction policy, and by the form of stored keys.
 
-Nothing is kept in the engine's memory, and every history that kvd has is loaded. Every variant and
+Nothing is kept in the engine's memory, and all history that kvd has is loaded. Every variant and
 round begins with an empty kvd and the same sessions.
 
-Policies: kvds differ in who goes first. Tiers are small, parts of what all sessions have at their
-ends, so that something has to go. By default all sessions begin at once and nobody thinks: as many
-turns wait as there are sessions, which is where looking ahead matters.
+Policies: kvds differ in their eviction policy. Tiers are small, shares of the KV of all sessions at
+their ends, so that sessions have to be evicted. By default all sessions begin at once without think
+times: as many turns wait as there are sessions, which is where looking ahead matters.
 
-Positions: hits over context overflows (Fig. 22). There is room for everything: what is missed is
-missed because of an overflow. Contexts are truncated as the paper does it: half a window is dropped
-as often as it takes until history, new tokens and answer fit.
+Positions: hits with context overflows (Fig. 22). There is room for everything, so that a miss is
+due to an overflow. Contexts are truncated as in the paper: half a window is dropped as often as
+necessary for history, new tokens and answer to fit.
 
-ca   keys are stored before RoPE: what a truncation keeps is loaded
-of   keys are stored after it (coupled): a truncation makes all that was stored useless
+ca   keys are stored before RoPE: KV that a truncation keeps is loaded
+of   keys are stored after it (coupled): a truncation makes all stored KV useless
 """
 
 from collections.abc import AsyncIterator, Sequence
@@ -43,19 +43,22 @@ from inference_svc.runtime.calibration.calibration import calibrate
 from shared.children.child_kvd import ChildKvd
 
 METRIC = "tok_share"
-BASE = "lru"  # what the others are compared with
+BASE = "lru"  # the policy that the others are compared with
 MIN_BLOCKS = 8  # of a tier
 MIN_SEGMENT_BYTES = 1 << 20
-COUNTED = ("prefetch", "evictions", "ssd_")  # beginnings of kvd's counters that are shown
-MAX_LOADING = 1  # turns that are loaded ahead: earlier ones would find less in DRAM
+COUNTED = ("prefetch", "evictions", "ssd_")  # prefixes of kvd's counters that are shown
+MAX_LOADING = 1  # turns that load ahead: with more, turns load earlier and find less in DRAM
 
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """What every policy is given.
+    """The conditions that are the same for every policy.
 
     Attributes:
+        sessions: the sessions to replay.
         starts_s: seconds at which each session begins.
+        dram_bytes: size of kvd's DRAM.
+        ssd_bytes: size of kvd's SSD.
     """
 
     sessions: Sequence[Session]
@@ -92,7 +95,7 @@ async def measure_policies(
                 warmup_turns=options.warmup_turns,
                 starts_s=scene.starts_s,
             )
-            values = await _replayed(replay)
+            values = await _run_replay(replay)
             constants.update(_constants(replay, options.max_running))
         return values
 
@@ -132,8 +135,8 @@ def _scene(options: PoliciesOptions, work: Workspace, sessions: list[Session]) -
     )
 
 
-async def _replayed(replay: Replay) -> dict[str, float]:
-    """Return the metrics of a replay, and what kvd did meanwhile."""
+async def _run_replay(replay: Replay) -> dict[str, float]:
+    """Run a replay; return its metrics, and the increase of kvd's counters."""
     kvd = replay.engine.kvd
     assert kvd is not None, "its policy is measured"  # noqa: S101
     await replay.warm_up()
@@ -146,7 +149,7 @@ async def _replayed(replay: Replay) -> dict[str, float]:
 
 
 async def _counters(kvd: ChildKvd) -> dict[str, float]:
-    """Return the counters of what kvd has done so far."""
+    """Return kvd's counters so far."""
     (layout,) = (await kvd.stats()).layouts
     return {
         name: float(count)
@@ -156,11 +159,11 @@ async def _counters(kvd: ChildKvd) -> dict[str, float]:
 
 
 def _constants(replay: Replay, max_running: int) -> dict[str, str]:
-    """Return what turns took, as options of `kvd plan`; empty if steps were too alike to fit it."""
+    """Return the times of turns as options of `kvd plan`; empty if they cannot be fitted."""
     steps = replay.engine.parts.rates.steps.as_dict()
     if not steps:
         return {}
-    # A token costs so much more the longer its context is: here, the mean prompt.
+    # A token costs more the longer its context is; the mean prompt stands for it.
     mean_prompt_tokens = replay.log.prompt_tokens / max(1, len(replay.log.turns))
     token_s = steps["step_token_s"] + steps["step_pair_s"] * mean_prompt_tokens
     found_s = {
@@ -201,13 +204,13 @@ async def _engine_of(
 
 FOUND_METRIC = "fu_share"
 POSITIONS = ["ca", "of"]
-SPARE = 2  # kvd's DRAM, in KV of all that is ever stored
+SPARE = 2  # kvd's DRAM, in multiples of the KV of all tokens
 
 
 async def measure_positions(
     options: PositionsOptions, run: RunOptions, work: Workspace
 ) -> tuple[Case, ...]:
-    """Replay the sessions with both."""
+    """Replay the sessions with both forms of keys."""
     sessions = overflowing_sessions(options)
     coupled = Model(work.model.loaded, calibrate(work.model.loaded, positions="coupled"))
     works = {"ca": work, "of": replace(work, model=coupled)}

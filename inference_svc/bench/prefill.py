@@ -1,6 +1,6 @@
 """Part `prefill`: how fast prompts are computed, by length.
 
-ours     the engine, with everything it does beside (saving included), to the first token
+ours     the engine, with all its other work (saving included), to the first token
 stock    the model as Transformers runs it: sdpa attention, its own cache
 floor    the multiplications of all linear layers and of attention, at the rate of this device
          for the product of two large matrices in the model's dtype, measured in the same round
@@ -58,7 +58,7 @@ async def measure_prefill(
 
 
 class MatrixRate:
-    """Multiplies two large matrices in the model's dtype, on its device."""
+    """Measures the rate of multiplying two large matrices in the model's dtype, on its device."""
 
     def __init__(self, loaded: Any) -> None:
         self._device = loaded.device
@@ -68,7 +68,7 @@ class MatrixRate:
         self._operations = 2 * side**3
 
     def per_s(self) -> float:
-        """Measure the multiplications and additions a second now, the best of some tries."""
+        """Measure multiplications and additions per second: the best of some tries."""
         return max(self._try() for _ in range(TRIES))
 
     def _try(self) -> float:
@@ -88,7 +88,12 @@ class _Length:
     """One length of prompts.
 
     Attributes:
-        operations: multiplications and additions of a prefill.
+        options: the part's options.
+        engine: the engine.
+        stock: the stock model.
+        rate: the device's matrix rate.
+        num_tokens: length of the prompts.
+        operations: number of multiplications and additions of a prefill.
     """
 
     options: PrefillOptions
@@ -99,7 +104,7 @@ class _Length:
     operations: float
 
     async def measure(self, run: RunOptions) -> Case:
-        """Take all rounds, and compare."""
+        """Measure all rounds, and compare the variants."""
         facts = {"prompt_tokens": self.num_tokens, "operations": self.operations}
         found = Interleaved(f"{self.num_tokens} tokens", facts)
         ways = {"ours": self._ours, "stock": self._stock, "floor": self._floor}
@@ -133,7 +138,7 @@ class _Length:
 
 
 def _operations(work: Workspace, num_tokens: int) -> float:
-    """Count what a prefill multiplies and adds: linear layers, and what tokens see of each other.
+    """Count multiplications and additions of a prefill: of linear layers and of attention.
 
     The embedding is looked up; the head computes one token.
     """
@@ -148,6 +153,6 @@ def _operations(work: Workspace, num_tokens: int) -> float:
 
 
 def _tables(model: Any) -> list[Any]:
-    """Return the embedding and the head, where a model has them."""
+    """Return the embedding and the head, if a model has them."""
     found = (model.get_input_embeddings(), model.get_output_embeddings())
     return [part for part in found if isinstance(getattr(part, "weight", None), torch.Tensor)]

@@ -1,10 +1,10 @@
-"""Models of a preset's shape with random weights, in memory.
+"""Models with a preset's shape and random weights, in memory.
 
-All but one are built as Llama: rotary embedding, RMS norm, gated feed-forward. What decides the
-figures is kept as in the model of that name: layers, hidden size, heads, KV heads, head size,
-vocabulary, and the number of feed-forward weights. What is not kept: Mistral's sliding window (as
-long as its context), and Falcon's parallel blocks and ungated feed-forward, which here is a gated
-one with the same number of weights.
+All but two are built as Llama: rotary embedding, RMS norm, gated feed-forward. The properties that
+decide the figures are those of the model with that name: layers, hidden size, heads, KV heads, head
+size, vocabulary, and the number of feed-forward weights. Two properties differ: Mistral's sliding
+window is missing (it is as long as its context), and Falcon's parallel blocks with an ungated
+feed-forward are replaced by a gated one with the same number of weights.
 
 One is built as DeepSeek-V3 with the attention of DeepSeek-V2-Lite, and no experts. The hybrid is
 built as Qwen3-Next without experts, and has its proportions: of four layers three have linear
@@ -42,7 +42,7 @@ class UnknownPresetError(InvalidInputError):
 
 @dataclass(frozen=True, slots=True)
 class LatentShape:
-    """Widths of latent attention: of a latent, and of what each head has."""
+    """Widths of latent attention: of the latent, and of each head's parts."""
 
     latent: int
     rotated: int
@@ -52,13 +52,17 @@ class LatentShape:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What a model is built from.
+    """The dimensions of a model.
 
     Attributes:
+        layers: number of layers.
+        hidden: width of the hidden states.
+        heads: number of query heads.
+        kv_heads: number of key and value heads.
         intermediate: width of the gated feed-forward.
-        vocab: tokens.
-        attention: of latents; None: as Llama's.
-        linear_heads: of three layers in four, whose attention is linear; 0: of none.
+        vocab: size of the vocabulary.
+        attention: the widths of latent attention; None: attention as Llama's.
+        linear_heads: heads of linear attention, in three layers of four; 0: there is none.
     """
 
     layers: int
@@ -77,7 +81,7 @@ class Shape:
 
     @property
     def num_weights(self) -> int:
-        """All of them, with embedding and head apart."""
+        """Number of weights, with embedding and head counted apart."""
         attention = 2 * self.hidden * (self.heads + self.kv_heads) * self.head_dim
         attention = max(attention, 4 * self.hidden * self.linear_heads * LINEAR_DIM)
         if self.attention is not None:
@@ -88,7 +92,7 @@ class Shape:
         return self.layers * layer + 2 * self.vocab * self.hidden + self.hidden
 
 
-LINEAR_DIM = 128  # of a head of linear attention: its state is so many by so many
+LINEAR_DIM = 128  # of a head of linear attention: its state is LINEAR_DIM x LINEAR_DIM
 
 # The first four are scaled down for CPUs: heads of 64, a feed-forward of 2.75 hidden as Llama's.
 PRESETS = {
@@ -106,10 +110,10 @@ PRESETS = {
 
 
 def preset(name: str, num_layers: int = 0) -> Shape:
-    """Return the shape of that name, with fewer layers if `num_layers` is given.
+    """Return the shape with a name, with fewer layers if `num_layers` is not 0.
 
     Raises:
-        UnknownPresetError: there is none, or it has not so many layers.
+        UnknownPresetError: there is none, or it does not have that many layers.
     """
     shape = PRESETS.get(name)
     if shape is None:
@@ -125,11 +129,11 @@ MIN_WINDOW_TOKENS = 4096
 
 
 def chosen_model(choice: ModelChoice, window_tokens: int) -> LoadedModel:
-    """Load the directory, or build the preset, that a run's options name.
+    """Load the model directory, or build the preset, that a run's options name.
 
     Args:
-        choice: the run's.
-        window_tokens: positions that the run needs: a preset gets as many.
+        choice: the run's choice of a model.
+        window_tokens: number of positions that the run needs: a preset gets as many.
 
     Raises:
         UnknownModelError: neither or both were named.
@@ -152,7 +156,7 @@ def chosen_model(choice: ModelChoice, window_tokens: int) -> LoadedModel:
 
 
 def random_model(choice: ModelChoice, shape: Shape, window_tokens: int) -> LoadedModel:
-    """Build a model of that shape; dtype "auto" is float32.
+    """Build a model with a shape; dtype "auto" is float32.
 
     Raises:
         NoRoomError: it does not fit into memory.
@@ -191,7 +195,7 @@ def _config(shape: Shape, window_tokens: int) -> PreTrainedConfig:
         "max_position_embeddings": window_tokens,
         "tie_word_embeddings": False,
         "bos_token_id": None,
-        "eos_token_id": None,  # answers have the length that is asked for
+        "eos_token_id": None,  # every answer has the requested length
         "pad_token_id": None,
     }
     if shape.attention is not None:

@@ -1,17 +1,17 @@
-"""Sessions replayed by one engine, turn by turn, and what their turns come to.
+"""Replays sessions on one engine, turn by turn, and computes the metrics of their turns.
 
-Of histories:
+Shares of histories:
 
     all       turns that found all of their history, of all turns: a first turn finds none
     fu        the same, of turns that have history
     tok       tokens of history that were found, of all of them: the prefill that is saved
-    dram      of the tokens found, those that were in DRAM when the turn started to be loaded
+    dram      of the tokens found, those that were in DRAM when the turn's load started
 
-Judge by tok, then fu, then dram; and look at the queue beside it.
+Judge by tok, then fu, then dram; and consider the queue as well.
 
-Part `serve` replays whole conversations closed-loop, with reuse and without. So many sessions are
-open at once. Each says its turns one after another: the next one comes when the answer is complete
-and the user has thought. When a session is through, the next opens.
+Part `serve` replays whole conversations closed-loop, with reuse and without. A fixed number of
+sessions is open at once. Each submits its turns one after another: the next one comes when the
+answer is complete and the user's think time has passed. When a session ends, the next one opens.
 
     ca    as the service is configured by default: kvd, and resident sessions
     kvd   without resident sessions
@@ -42,12 +42,12 @@ from inference_svc.bench.workspace import Workspace
 from inference_svc.runtime.engine.engine_request import ContextCut
 from shared.measuring.statistics import percentile
 
-MANY_AHEAD = 4  # turns: enough to read ahead while they are computed
+MANY_AHEAD = 4  # turns: computing them leaves enough time to read ahead
 PERCENTILES = (50, 90, 99)
 TIERS = ("hbm", "dram", "ssd")
 WARM_UP_TOKENS, WARM_UP_ANSWER = 64, 8
 METRIC = "ttft_p50_s"
-SSD_FACTOR = 2  # of all sessions' KV: so much is room on SSD
+SSD_FACTOR = 2  # room on SSD, in KV of all sessions
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +55,10 @@ class ReplayedTurn:
     """One turn.
 
     Attributes:
-        history_tokens: tokens of the prompt that an earlier turn had computed.
-        prompt_tokens: history and new.
-        num_ahead: turns that waited when it came.
+        times: its times.
+        history_tokens: prompt tokens that an earlier turn had computed.
+        prompt_tokens: history and new tokens.
+        num_ahead: number of turns that waited when it arrived.
     """
 
     times: TurnTimes
@@ -67,16 +68,18 @@ class ReplayedTurn:
 
     @property
     def is_hit(self) -> bool:
-        """Whether it found all of its history."""
+        """Whether all of its history was found."""
         return 0 < self.history_tokens <= self.times.reused_tokens
 
 
 @dataclass(slots=True)
 class ReplayLog:
-    """The turns that count, and how long the whole replay took.
+    """The turns that count, and the duration of the whole replay.
 
     Attributes:
-        busy_s: the part of it in which the model computed.
+        turns: the turns that count.
+        elapsed_s: seconds from the first submission to the end.
+        busy_s: the part of these in which the model computed.
     """
 
     turns: list[ReplayedTurn] = field(default_factory=list)
@@ -85,17 +88,17 @@ class ReplayLog:
 
     @property
     def history_tokens(self) -> int:
-        """That could have been found."""
+        """Number of tokens that could have been found."""
         return sum(turn.history_tokens for turn in self.turns)
 
     @property
     def prompt_tokens(self) -> int:
-        """History and new."""
+        """Number of history and new tokens."""
         return sum(turn.prompt_tokens for turn in self.turns)
 
     @property
     def reused_tokens(self) -> int:
-        """That were found."""
+        """Number of tokens that were found."""
         return sum(turn.times.reused_tokens for turn in self.turns)
 
     def serving(self) -> dict[str, float]:
@@ -158,16 +161,21 @@ class ReplayLog:
 
 @dataclass(slots=True)
 class Replay:
-    """Says all turns of some sessions to one engine.
+    """Submits all turns of some sessions to one engine.
 
     Attributes:
-        on_progress: called when a session is through.
-        source: where histories are to come from.
-        keeps: whether what was said stays; else every history is computed again.
-        window_tokens: length to which contexts are truncated; 0: to none.
-        end_hints: a session's last turn says that it is the last.
-        warmup_turns: the first to arrive, which are not counted.
+        engine: the engine.
+        sessions: the sessions.
+        on_progress: called when a session has ended.
+        source: where histories have to come from.
+        keeps: whether sessions keep their KV; else every history is computed again.
+        window_tokens: length to which contexts are truncated; 0: they are not.
+        end_hints: whether a session's last turn is announced as the last.
+        warmup_turns: number of first turns that are not counted.
         starts_s: seconds at which each session begins; empty: as soon as there is a place for it.
+        log: the turns so far.
+        num_arrived: number of turns submitted so far.
+        num_done: number of sessions that have ended.
     """
 
     engine: LocalEngine
@@ -191,25 +199,25 @@ class Replay:
         await engine.settle()
 
     async def run(self, num_open: int) -> ReplayLog:
-        """Say everything, to so many sessions at once: when one is through, the next opens."""
+        """Submit all turns, with `num_open` sessions open at once."""
         busy_s, started_s = self.engine.busy_s, time.perf_counter()
         queue = iter(range(len(self.sessions)))
         async with asyncio.TaskGroup() as tasks:
             for _ in range(num_open):
-                tasks.create_task(self._say_all(queue))
+                tasks.create_task(self._run_sessions(queue))
         self.log.elapsed_s = time.perf_counter() - started_s
         self.log.busy_s = self.engine.busy_s - busy_s
         return self.log
 
-    async def _say_all(self, queue: Iterator[int]) -> None:
+    async def _run_sessions(self, queue: Iterator[int]) -> None:
         for index in queue:
             if self.starts_s:
                 await asyncio.sleep(self.starts_s[index])
-            await self._say(index)
+            await self._run_session(index)
             self.num_done += 1
             self.on_progress(f"{self.num_done}/{len(self.sessions)} sessions are through")
 
-    async def _say(self, index: int) -> None:
+    async def _run_session(self, index: int) -> None:
         engine, context, num_computed = self.engine, list[int](), 0
         key, session = engine.key(f"session-{index}"), self.sessions[index]
         for number, turn in enumerate(session):
@@ -250,7 +258,7 @@ def _tier_tokens(turns: Sequence[ReplayedTurn]) -> Counter[str]:
 
 
 def _in_dram(turns: Sequence[ReplayedTurn]) -> float:
-    """Share of the tokens found that were in DRAM."""
+    """Return the share of the found tokens that were in DRAM."""
     found = _tier_tokens(turns)
     return found["dram"] / max(1, found.total())
 

@@ -1,4 +1,4 @@
-"""A report as tables for people, and as a picture: bars of every variant, and of the ratios."""
+"""A report as tables for the terminal, and as a plot: bars of every variant and of the ratios."""
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -14,7 +14,7 @@ from shared.terminal.printing import counted
 from shared.terminal.tables import Column, facts, fits, fitted
 from shared.types.units import format_bytes, format_duration
 
-_RATIOS = (  # of the case's name, which is said once, and a ratio
+_RATIOS = (  # columns; a row is the case's name, in its first row only, and a ratio
     (Column("case", may_be_cut=True, least=12), lambda each: each[0]),
     (Column("what"), lambda each: each[1].what),
     (Column("of", rank=3), lambda each: _heading(each[1].metric)),
@@ -27,7 +27,7 @@ _RATIOS = (  # of the case's name, which is said once, and a ratio
 
 
 def tables(report: Report, width: int) -> Iterator[Table]:
-    """Yield what was measured on what, the variants and their ratios, for so many columns."""
+    """Yield tables of the facts, the variants and their ratios, for a terminal `width` wide."""
     yield facts(_facts(report), width)
     columns, rows = _variants(report)
     if fits(columns, rows, width):
@@ -69,7 +69,7 @@ def _metrics(cases: Iterable[Case]) -> list[str]:
 
 
 def _variants(report: Report) -> tuple[list[Column], list[list[str]]]:
-    """Put all cases into one table, a row a variant."""
+    """Put all cases into one table, with a row for each variant."""
     metrics = _metrics(report.cases)
     headings = [number(_heading(metric)) for metric in metrics]
     columns = [Column("case"), Column("variant"), number("n"), *headings]
@@ -82,7 +82,7 @@ def _variants(report: Report) -> tuple[list[Column], list[list[str]]]:
 
 
 def _metrics_table(report: Report, case: Case, width: int) -> Table:
-    """Put one case into a table, a row a metric: there are too many for a row a variant."""
+    """Put one case into a table, with a row for each metric: for many metrics."""
     variants = [number(found.variant) for found in case.variants]
     columns = [Column("median", may_be_cut=True), *variants]
     rows = [["n", *map(_number, case.variants)]] + [
@@ -101,7 +101,7 @@ def _median(found: Measured, metric: str) -> str:
 
 
 def _heading(metric: str) -> str:
-    """Turn a metric's name into words."""
+    """Turn a metric's name into a heading."""
     name = metric.removesuffix("_per_s").removesuffix("_s")
     unit = "/s" if metric.endswith("_per_s") else ""
     return name.replace("_", " ") + unit
@@ -119,12 +119,12 @@ def _value(metric: str, value: float) -> str:
     return f"{value:g}"
 
 
-BAR_SPACE = 0.8  # of the room of a case
-LOG_FROM = 20.0  # times the least value: from there on the axis is logarithmic
+BAR_SPACE = 0.8  # share of a case's room that its bars take
+LOG_FROM = 20.0  # ratio of the largest to the least value from which the axis is logarithmic
 
 
 def plot(report: Report, path: Path) -> None:
-    """Write the picture; its format follows from the file's name.
+    """Write the plot; its format follows from the file's name.
 
     Raises:
         NoPlotError: matplotlib is missing, or the file cannot be written.
@@ -149,7 +149,7 @@ Bars = dict[str, Spread]  # by name
 def _values(case: Case, metric: str) -> Bars:
     found: Bars = {}
     for variant in case.variants:
-        # A part whose cases differ (overlap) shows of each what it has first.
+        # In a part whose cases have different metrics (overlap), each shows its first one.
         spread = variant.values.get(metric) or next(iter(variant.values.values()), None)
         if spread is not None:
             found[variant.variant] = spread
@@ -161,7 +161,7 @@ def _ratios(case: Case) -> Bars:
 
 
 def _draw(axes: Any, cases: tuple[Case, ...], groups: list[Bars]) -> None:
-    """Draw bars in groups, with quartiles, one group a case."""
+    """Draw bars with quartiles, in one group for each case."""
     names = list(dict.fromkeys(name for bars in groups for name in bars))
     medians = [bar.median for bars in groups for bar in bars.values() if bar.median > 0]
     if not names or not medians:

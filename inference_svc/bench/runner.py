@@ -1,4 +1,4 @@
-"""One run of the bench: its model, its directories, its part, its end on Ctrl-C."""
+"""One run of the bench: makes model and directories, runs a part, cleans up, also on Ctrl-C."""
 
 import time
 from collections.abc import Callable, Coroutine
@@ -51,7 +51,7 @@ Measure = Callable[[Any, RunOptions, Workspace], Coroutine[Any, Any, tuple[Case,
 def run(part: Part, choice: ModelChoice, options: RunOptions) -> Report:
     """Measure a part; takes minutes.
 
-    Everything it made is removed at the end, also when it is interrupted.
+    Everything that it made is removed at the end, also when it is interrupted.
 
     Raises:
         ReportedError: it cannot be measured here.
@@ -80,8 +80,8 @@ def run(part: Part, choice: ModelChoice, options: RunOptions) -> Report:
     return replace(report, cases=cases, elapsed_s=time.monotonic() - started_s)
 
 
-class _Measured(NamedTuple):
-    """A part's name, metric, longest sequence, and how it is measured."""
+class _PartPlan(NamedTuple):
+    """A part's name, metric, longest sequence, and the function that measures it."""
 
     name: str
     metric: str
@@ -94,38 +94,38 @@ def _window_of(part: Any) -> int:
     return window
 
 
-_PARTS: dict[type[Part], _Measured] = {
-    TurnsOptions: _Measured("turns", turns.METRIC, turns.window_tokens, turns.measure_turns),
-    OverlapOptions: _Measured(
+_PARTS: dict[type[Part], _PartPlan] = {
+    TurnsOptions: _PartPlan("turns", turns.METRIC, turns.window_tokens, turns.measure_turns),
+    OverlapOptions: _PartPlan(
         "overlap", overlap.METRIC, overlap.window_tokens, overlap.measure_overlap
     ),
-    BuffersOptions: _Measured(
+    BuffersOptions: _PartPlan(
         "buffers", buffers.METRIC, buffers.window_tokens, buffers.measure_buffers
     ),
-    ServeOptions: _Measured("serve", replay.METRIC, _window_of, replay.measure_serve),
-    PoliciesOptions: _Measured("policies", policies.METRIC, _window_of, policies.measure_policies),
-    OverflowOptions: _Measured(
+    ServeOptions: _PartPlan("serve", replay.METRIC, _window_of, replay.measure_serve),
+    PoliciesOptions: _PartPlan("policies", policies.METRIC, _window_of, policies.measure_policies),
+    OverflowOptions: _PartPlan(
         "overflow", overflow.METRIC, overflow.window_tokens, overflow.measure_overflow
     ),
-    SharingOptions: _Measured(
+    SharingOptions: _PartPlan(
         "sharing", sharing.METRIC, sharing.window_tokens, sharing.measure_sharing
     ),
-    PositionsOptions: _Measured(
+    PositionsOptions: _PartPlan(
         "positions", policies.METRIC, _window_of, policies.measure_positions
     ),
-    DecodeOptions: _Measured("decode", decode.METRIC, decode.window_tokens, decode.measure_decode),
-    DraftsOptions: _Measured("drafts", decode.METRIC, drafts.window_tokens, drafts.measure_drafts),
-    PrefillOptions: _Measured(
+    DecodeOptions: _PartPlan("decode", decode.METRIC, decode.window_tokens, decode.measure_decode),
+    DraftsOptions: _PartPlan("drafts", decode.METRIC, drafts.window_tokens, drafts.measure_drafts),
+    PrefillOptions: _PartPlan(
         "prefill", prefill.METRIC, prefill.window_tokens, prefill.measure_prefill
     ),
-    CopiesOptions: _Measured("copies", copies.METRIC, copies.window_tokens, copies.measure_copies),
+    CopiesOptions: _PartPlan("copies", copies.METRIC, copies.window_tokens, copies.measure_copies),
 }
-_SSD_TURNS = _Measured(
+_SSD_TURNS = _PartPlan(
     "turns, ssd", ssd_turns.METRIC, turns.window_tokens, ssd_turns.measure_ssd_turns
 )
 
 
-def _plan(part: Part) -> _Measured:
-    """How a part is measured."""
+def _plan(part: Part) -> _PartPlan:
+    """Return how a part is measured."""
     is_on_ssd = isinstance(part, TurnsOptions) and part.tier == "ssd"
     return _SSD_TURNS if is_on_ssd else _PARTS[type(part)]

@@ -1,15 +1,16 @@
-"""Part `sharing`: many sessions that begin with one prompt, and what the last of them costs.
+"""Part `sharing`: many sessions that begin with the same prompt, and the cost of the last of them.
 
 pages        the prompt's KV is on pages that all of them hold
-copied       each session's KV lies by itself, and the prompt's is copied
-... floor    the same turn of a session whose own history that prompt is
+copied       each session has KV of its own, and the prompt's is copied
+... floor    the same turn in a session whose own history is that prompt
 
-Both engines have a session that has computed the prompt, and the others, each with tokens of its
-own; what all of them take is in the facts. The measured session begins anew in each round.
+Both engines have a session that has computed the prompt, and the other sessions, each with tokens
+of its own. The facts have the memory that all of them take. The measured session is a new one in
+each round.
 
-Then some sessions come at the same time, in each round with a prompt that nobody has had: until the
-last of them has its first token. The first of them computes the prompt, for all; the floor is a
-turn of as many tokens as they have in all, if the prompt counts once.
+Then several sessions come at the same time, in each round with a prompt that is new. Measured is
+the time until the last of them has its first token. The first session computes the prompt for all.
+The floor is one turn with all their tokens, in which the prompt counts once.
 """
 
 import asyncio
@@ -29,7 +30,7 @@ WORKING_KV = {"pages": "pages", "copied": "contiguous"}
 
 
 def window_tokens(options: SharingOptions) -> int:
-    """The longest turn."""
+    """Return the length of the longest turn, in tokens."""
     num_new = max(1, options.num_at_once) * options.new_tokens
     return options.prompt_tokens + num_new + options.answer_tokens
 
@@ -37,7 +38,7 @@ def window_tokens(options: SharingOptions) -> int:
 async def measure_sharing(
     options: SharingOptions, run: RunOptions, work: Workspace
 ) -> tuple[Case, ...]:
-    """Measure the last of so many sessions."""
+    """Measure the last of many sessions, and sessions that come at the same time."""
     kv_tokens = (options.num_sessions + options.num_at_once + 4) * (window_tokens(options) + 64)
     async with AsyncExitStack() as stack:
         kvd = await stack.enter_async_context(work.kvd(2 * kv_tokens))
@@ -52,18 +53,22 @@ async def measure_sharing(
                 )
             )
             run.on_progress(f"sharing: {name}: computing {options.num_sessions} sessions")
-            engines[name] = await _begun(engine, options, name)
-        return await _measured(engines, options, run), await _at_once(engines, options, run)
+            engines[name] = await _start_sessions(engine, options, name)
+        return await _measure_last(engines, options, run), await _measure_at_once(
+            engines, options, run
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class _Engine:
-    """An engine whose sessions have begun.
+    """An engine with its sessions.
 
     Attributes:
-        owner: the session whose history the prompt is, and nothing else.
-        num_new: tokens of each session's own.
-        held_bytes: of all sessions' KV in memory.
+        local: the engine.
+        options: the part's options.
+        owner: the session whose history is exactly the prompt.
+        num_new: number of tokens that each session adds.
+        held_bytes: bytes of all sessions' KV in memory.
     """
 
     local: LocalEngine
@@ -73,7 +78,7 @@ class _Engine:
     held_bytes: int
 
     async def turn(self, *, is_floor: bool) -> dict[str, float] | None:
-        """One turn behind the prompt, of the session that owns it or of one that begins."""
+        """Measure a turn behind the prompt, of its owner (floor) or of a new session."""
         local, options = self.local, self.options
         await local.settle()
         if is_floor:
@@ -88,7 +93,7 @@ class _Engine:
         return ttft_values(times, len(self.owner.ids) + self.num_new)
 
     async def last_of_all(self, *, is_floor: bool) -> dict[str, float]:
-        """Sessions that come at the same time, or one turn of all their tokens."""
+        """Measure sessions that come at the same time, or (floor) one turn of all tokens."""
         local, num_sessions = self.local, self.options.num_at_once
         await local.settle()
         prompt = local.new_tokens(len(self.owner.ids))
@@ -98,15 +103,15 @@ class _Engine:
             prompts = [[*prompt, *local.new_tokens(self.num_new)] for _ in range(num_sessions)]
         keys = [local.key(f"at-once-{number}") for number in range(len(prompts))]
         turns = zip(keys, prompts, strict=True)
-        times = await asyncio.gather(*(local.turn(*one, 1, source="any") for one in turns))
+        times = await asyncio.gather(*(local.turn(*turn, 1, source="any") for turn in turns))
         for key in keys:
             local.parts.engine.memory.release_resident(key)
-        last_s = max(one.ttft_s for one in times)
+        last_s = max(each.ttft_s for each in times)
         return {METRIC: last_s, "prefill_tokens_per_s": sum(map(len, prompts)) / last_s}
 
 
-async def _begun(local: LocalEngine, options: SharingOptions, name: str) -> _Engine:
-    """Compute the prompt, and all sessions that begin with it but the last."""
+async def _start_sessions(local: LocalEngine, options: SharingOptions, name: str) -> _Engine:
+    """Compute the prompt, and all sessions that begin with it except the last one."""
     whole, num_new = whole_blocks(options.prompt_tokens, options.new_tokens, local.block_tokens)
     owner = BenchSession(local, f"{name}-owner")
     await owner.grow(whole)
@@ -121,8 +126,10 @@ async def _begun(local: LocalEngine, options: SharingOptions, name: str) -> _Eng
     return _Engine(local, options, owner, num_new, held_bytes)
 
 
-async def _measured(engines: dict[str, _Engine], options: SharingOptions, run: RunOptions) -> Case:
-    """Take all rounds, and compare each way with its floor."""
+async def _measure_last(
+    engines: dict[str, _Engine], options: SharingOptions, run: RunOptions
+) -> Case:
+    """Measure all rounds, and compare each way with its floor."""
     any_engine = next(iter(engines.values()))
     facts = {
         "sessions": options.num_sessions,
@@ -147,8 +154,10 @@ async def _measured(engines: dict[str, _Engine], options: SharingOptions, run: R
     return found.case()
 
 
-async def _at_once(engines: dict[str, _Engine], options: SharingOptions, run: RunOptions) -> Case:
-    """Take all rounds of sessions that come at the same time."""
+async def _measure_at_once(
+    engines: dict[str, _Engine], options: SharingOptions, run: RunOptions
+) -> Case:
+    """Measure all rounds of sessions that come at the same time."""
     found = Interleaved(f"{options.num_at_once} at once", {"sessions": options.num_at_once})
     variants = [variant for name in engines for variant in (name, f"{name} floor")]
 

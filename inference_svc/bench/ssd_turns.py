@@ -1,16 +1,16 @@
 """Part `turns --tier ssd`: turns whose history is on SSD only.
 
-Before each, another session of kvd's is loaded that fills the DRAM tier (kvd has no command for
-that, and needs none); and a turn whose history then still comes from elsewhere is not counted.
+Before each turn another session is loaded that fills kvd's DRAM tier. (kvd has no command for that,
+and needs none.) A turn whose history still comes from elsewhere is not counted.
 
-Idle: the turn comes to an idle engine, there is no time to read ahead.
+Idle: the engine is idle when the turn arrives, so that there is no time to read ahead.
 
     always     the history is read and loaded
     never      it is recomputed
     auto       what measured rates say is faster
     resident   the floor
 
-Queued: it comes while another turn is being computed. Measured is from when that one ends.
+Queued: the turn arrives while another turn is being computed. Times are from the end of that one.
 
     ssd, dram, resident     where the history is when the turn is submitted
 """
@@ -24,7 +24,7 @@ from inference_svc.bench.bench_session import (
     BLOCKER_KV_TOKENS,
     ONE_AT_A_TIME,
     BenchSession,
-    behind,
+    run_queued,
     take_rounds,
     ttft_values,
 )
@@ -48,7 +48,7 @@ CALL_S = 120.0
 
 
 class Filler:
-    """A session that fills the DRAM tier; its bytes are nobody's keys and values."""
+    """A session that fills the DRAM tier; its stored bytes are no real keys and values."""
 
     def __init__(self, engine: LocalEngine, num_blocks: int) -> None:
         assert engine.kvd is not None, "the SSD tier is kvd's"  # noqa: S101
@@ -64,18 +64,18 @@ class Filler:
         return client
 
     async def store(self) -> None:
-        """Have it on SSD, block by block as far as kvd takes it."""
+        """Store it on SSD, block by block, as far as kvd has room."""
         end = 0
         while end < len(self._ids) // TOKEN_BYTES:
             grant = await self._client.prepare_store(self._key, self._ids, end, CALL_S)
             stored = await self._client.complete_store(grant, success=True)
             if stored <= end:
-                break  # full: what is there has to do
+                break  # full: the part that is stored has to do
             end = stored
             await self._kvd.until_clean()
 
     async def push_out(self) -> None:
-        """Have it in DRAM, and nothing else."""
+        """Load it into DRAM, so that nothing else is left there."""
         await self._engine.settle()
         await self._kvd.until_clean()
         end, more = 0, True
@@ -88,7 +88,7 @@ class Filler:
 
 QUEUED_METRIC = "prefill_s"
 METRIC = "ttft_s"
-HOLD_FACTOR = 2.0  # of the time that reading and loading takes, for which the batch is busy
+HOLD_FACTOR = 2.0  # the batch is busy for this times the time of reading and loading
 MIN_HOLD_S = 0.25
 
 Ways = dict[str, tuple[Source, str | None]]  # source and the tier it must come from, None: any
@@ -103,13 +103,13 @@ QUEUED: Ways = {
     "dram": ("kvd", "dram"),
     "resident": ("resident", "hbm"),
 }
-FROM_SSD = frozenset({"auto", "always", "ssd"})  # the history is pushed out of DRAM before
+FROM_SSD = frozenset({"auto", "always", "ssd"})  # variants whose history is pushed out of DRAM
 
 
 async def measure_ssd_turns(
     options: TurnsOptions, run: RunOptions, work: Workspace
 ) -> tuple[Case, ...]:
-    """Measure each case with a kvd of its own, whose DRAM tier has room for about one session."""
+    """Measure each case with its own kvd, whose DRAM tier has room for about one session."""
     check_transport(options.transport, work.model.loaded.device)
     found: list[Case] = []
     for history, new in cases_of(options):
@@ -140,6 +140,13 @@ class _SsdCase:
     """One pair of lengths.
 
     Attributes:
+        name: the case's name.
+        options: the part's options.
+        run: the run's options.
+        engine: the engine.
+        session: the session with the history.
+        filler: the session that fills DRAM.
+        num_new: number of new tokens in each turn.
         always_s: times to the first token of turns over a history that was read and loaded.
     """
 
@@ -163,7 +170,7 @@ class _SsdCase:
         return found.case()
 
     async def queued(self) -> Case:
-        """Measure turns that wait in a queue: reading ahead is possible."""
+        """Measure turns that wait in a queue, so that reading ahead is possible."""
         found = await self._rounds("queued", list(QUEUED), self._take_queued)
         found.compare(QUEUED_METRIC, "ssd", "resident", at_most=MOST_OVER_FLOOR)
         found.compare(QUEUED_METRIC, "dram", "resident")
@@ -188,7 +195,7 @@ class _SsdCase:
         return found
 
     async def _prepare(self, name: str) -> None:
-        """Bring the history where the variant wants it."""
+        """Bring the history to the place that the variant requires."""
         if name in FROM_SSD:
             self.engine.parts.engine.memory.release_resident(self.session.key)
             await self.filler.push_out()
@@ -211,7 +218,7 @@ class _SsdCase:
         source, tier = QUEUED[name]
         await self._prepare(name)
         hold_s = max(MIN_HOLD_S, HOLD_FACTOR * percentile(self.always_s, 0.5))
-        times, prefill_s = await behind(
+        times, prefill_s = await run_queued(
             self.engine,
             hold_s,
             lambda: self.session.turn(source, self.num_new, self.options.answer_tokens),
@@ -219,8 +226,9 @@ class _SsdCase:
         return {QUEUED_METRIC: prefill_s} if self._counts(times, tier) else None
 
     def _counts(self, times: TurnTimes, tier: str | None) -> bool:
+        """Return whether the history came from the required tier."""
         if tier is not None:
             return self.session.is_from(times, tier)
-        # Loaded from SSD, partly or not at all: whatever it chose, but not from elsewhere.
+        # Any share of it, as the engine chose, but not from elsewhere than SSD.
         is_from_ssd = times.tier_tokens.get("ssd", 0) == times.reused_tokens
         return is_from_ssd or self.session.is_from(times, "ssd")

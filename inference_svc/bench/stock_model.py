@@ -1,4 +1,4 @@
-"""The model as Transformers runs it, beside ours: its own attention and cache."""
+"""The model as Transformers runs it, for comparison: with its own attention and cache."""
 
 import copy
 import time
@@ -14,14 +14,14 @@ ATTENTION = "sdpa"
 
 
 class _Clock(StoppingCriteria):
-    """Notes when each token is there; never stops."""
+    """Records when each token is sampled; never stops the answer."""
 
     def __init__(self, device: torch.device) -> None:
         self.token_s: list[float] = []
         self._device = device
 
     def __call__(self, input_ids: torch.Tensor, _scores: Any, **_options: Any) -> torch.Tensor:
-        """Note the time of a token, once the device has made it; the answer goes on."""
+        """Record the time of a token, once the device has computed it; the answer continues."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         self.token_s.append(time.perf_counter())
@@ -29,7 +29,7 @@ class _Clock(StoppingCriteria):
 
 
 class StockModel:
-    """The model with its own attention and cache; weights are shared, but for packed ones."""
+    """The model with its own attention and cache; it shares all weights except packed ones."""
 
     def __init__(self, loaded: LoadedModel) -> None:
         shared: dict[int, Any] = {id(weights): weights for weights in loaded.model.parameters()}
@@ -43,7 +43,7 @@ class StockModel:
         self._device = loaded.device
 
     def decode_s(self, prompts: list[list[int]], num_tokens: int) -> float:
-        """Generate from prompts of one length; return the seconds from first to last token."""
+        """Generate from prompts of equal length; return the seconds from first to last token."""
         clock = _Clock(self._device)
         input_ids = torch.tensor(prompts, device=self._device)
         self._model.generate(
@@ -59,7 +59,7 @@ class StockModel:
 
     @torch.inference_mode()
     def prefill_s(self, prompt: list[int]) -> float:
-        """Compute a prompt; return the seconds until the logits after its last token are there."""
+        """Compute a prompt; return the seconds until the logits of its last token are there."""
         began_s = time.perf_counter()
         input_ids = torch.tensor([prompt], device=self._device)
         self._model(input_ids=input_ids, use_cache=True, logits_to_keep=1).logits.float().cpu()

@@ -1,20 +1,20 @@
-"""The sessions that a replay is about: of a trace file or drawn, scaled, as far as they fit.
+"""The sessions of a replay: from a trace file or generated, scaled, and cut to fit the window.
 
 A trace is newline JSON, plain or gzip: one object a turn with `session`, `turn`, `new_tokens`,
 `output_tokens` and `think_s` (the gap between the previous answer's end and this turn); other keys
 (`t`, `history_tokens`, `hash_ids`) are ignored. Replay is closed-loop: a turn comes when its
-session's previous answer is complete and the user has thought. Its history is what the session has
-said so far in the replay.
+session's previous answer is complete and the think time has passed. Its history is the session's
+context so far in the replay.
 
-Drawn sessions look like ShareGPT's; the same for the same seed. Turns: one with probability 0.27,
-else two and more, 5.75 in the mean (the paper's sample). Prompts: log-normal, fitted to ShareGPT's,
-2 to 3,000 tokens. Replies: log-normal with the quartiles of ShareGPT's (134, 355 and 800 tokens),
-times a factor that a session keeps, at most 2,048. Think times: log-normal with the median of 110 s
-of a public chat trace, 1 s to an hour.
+Generated sessions resemble ShareGPT's, and are the same for the same seed. Turns: one with
+probability 0.27, else two and more, 5.75 in the mean (the paper's sample). Prompts: log-normal,
+fitted to ShareGPT's, 2 to 3,000 tokens. Replies: log-normal with the quartiles of ShareGPT's (134,
+355 and 800 tokens), times a factor that a session keeps, at most 2,048. Think times: log-normal
+with the median of 110 s of a public chat trace, 1 s to an hour.
 
-The question of a replay can be put to the planner: its sessions as a trace, sorted by `t`, and the
-command. The two processes do not import each other: what `kvd plan` needs goes through a file. `t`
-is as if answers took no time, since `kvd plan` replays closed-loop.
+The planner can be run on the same sessions: they are written as a trace, sorted by `t`, together
+with the command. The two processes do not import each other, so that `kvd plan` gets a file. `t` is
+as if answers took no time, since `kvd plan` replays closed-loop.
 """
 
 import gzip
@@ -35,16 +35,18 @@ _GZIP = b"\x1f\x8b"
 
 
 class BadTraceError(InvalidInputError):
-    """A file that is no trace."""
+    """A file that is not a trace."""
 
     reason = "bad_trace"
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedTurn:
-    """One turn to be.
+    """One turn to be replayed.
 
     Attributes:
+        new_tokens: number of new tokens in its prompt.
+        output_tokens: length of its answer.
         think_s: seconds to wait after the previous answer.
     """
 
@@ -84,7 +86,7 @@ def read_trace(path: Path, max_sessions: int) -> list[Session]:
 
 
 def scaled(sessions: Iterable[Session], scale: float, think_scale: float) -> list[Session]:
-    """Multiply lengths and think times; every turn keeps at least a token of each."""
+    """Multiply lengths and think times; every turn keeps at least one token of each kind."""
     return [
         tuple(
             PlannedTurn(
@@ -99,7 +101,11 @@ def scaled(sessions: Iterable[Session], scale: float, think_scale: float) -> lis
 
 
 def fitting(sessions: Sequence[Session], window_tokens: int) -> tuple[list[Session], int]:
-    """Cut sessions where their context would outgrow the window; and how many turns that costs."""
+    """Cut sessions where their context would outgrow the window.
+
+    Returns:
+        The sessions that are left, and the number of turns that were cut.
+    """
     kept = [turns[: _num_fitting(turns, window_tokens)] for turns in sessions]
     num_cut = sum(len(turns) for turns in sessions) - sum(len(turns) for turns in kept)
     return [turns for turns in kept if turns], num_cut
@@ -128,12 +134,12 @@ MORE_TURNS = (1.12, 1.2)  # mean and sigma of the logarithm; capped, 5.75 turns 
 MAX_TURNS = 40
 PROMPT = (3.14, 1.45, 2, 3000)  # mean and sigma of the logarithm, bounds
 REPLY = (6.05, 1.2, 1, 2048)
-SESSION_SIGMA = 0.7  # of how much longer one session's replies are than another's
+SESSION_SIGMA = 0.7  # sigma of the factor of a session's replies
 THINK = (log(110.0), 1.14, 1.0, 3600.0)
 
 
 def chat_like_sessions(num_sessions: int, seed: int) -> list[Session]:
-    """Draw so many sessions; the same for the same seed."""
+    """Generate sessions; the same for the same seed."""
     random = np.random.default_rng(seed)
     return [_session(random) for _ in range(num_sessions)]
 
@@ -161,7 +167,7 @@ def _draw(
 
 
 def replayed_sessions(options: ServeOptions | PoliciesOptions) -> tuple[list[Session], int]:
-    """Return the sessions, and how many turns are left out: their context outgrows the window.
+    """Return the sessions, and the number of turns cut because their context outgrows the window.
 
     Raises:
         BadTraceError: see read_trace.
@@ -171,7 +177,7 @@ def replayed_sessions(options: ServeOptions | PoliciesOptions) -> tuple[list[Ses
 
 
 def overflowing_sessions(options: PositionsOptions) -> list[Session]:
-    """Return the sessions, whatever their contexts come to; each ends before a turn too long alone.
+    """Return the sessions with contexts of any length; each ends before a turn that is too long.
 
     Raises:
         BadTraceError: see read_trace.
@@ -195,7 +201,7 @@ def truncated(context_tokens: int, turn: PlannedTurn, window_tokens: int) -> int
 
 
 def overflows(sessions: list[Session], window_tokens: int) -> int:
-    """Count the turns that are preceded by a truncation."""
+    """Count the turns before which the context is truncated."""
     num_overflows = 0
     for turns in sessions:
         context = 0
@@ -213,12 +219,12 @@ def _drawn(options: ServeOptions | PoliciesOptions | PositionsOptions) -> list[S
 
 
 def origin_of(options: ServeOptions | PoliciesOptions) -> str:
-    """Say where the sessions come from, for people."""
+    """Describe where the sessions come from, for display."""
     return "generated" if options.trace is None else options.trace.name
 
 
 def footprint_tokens(sessions: list[Session]) -> int:
-    """Return the tokens of all contexts at their ends."""
+    """Return the number of tokens of all contexts at their ends."""
     return sum(turn.new_tokens + turn.output_tokens for turns in sessions for turn in turns)
 
 
@@ -229,16 +235,16 @@ def plan_command(
     kv_bytes_per_token: int,
     constants: Mapping[str, str],
 ) -> str:
-    """Say, for a shell, how the planner is asked.
+    """Return the shell command that runs the planner on the same question.
 
-    kvd writes through: what is in DRAM is on SSD, too. It charges what a session has, packed.
+    kvd writes through: blocks in DRAM are on SSD, too. It charges a session's blocks packed.
 
     Args:
-        trace: written for it.
+        trace: the trace file written for the planner.
         options: options of the replay.
         capacity: "dram" and "ssd", in bytes.
-        kv_bytes_per_token: size of a token's KV in the model.
-        constants: times of turns, by the planner's options; it has some of its own.
+        kv_bytes_per_token: bytes of a token's KV in the model.
+        constants: times of turns, by the planner's options; it has defaults for the others.
     """
     words = {
         "trace": trace,
@@ -256,7 +262,7 @@ def plan_command(
 
 
 def positions_commands(path: Path, window_tokens: int, kv_bytes_per_token: int) -> list[str]:
-    """Say, for a shell, how the planner is asked what coupled positions lose; all tiers suffice."""
+    """Return the shell commands that run the planner for coupled positions, with ample tiers."""
     words = {
         "trace": path,
         "policy": "lru",
@@ -282,9 +288,13 @@ def write_plan_trace(
     *,
     window_tokens: int = 0,
 ) -> None:
-    """Write the sessions, each of which begins at its time.
+    """Write the sessions as a trace, each beginning at its time.
 
-    With a window, contexts are truncated to it as the replay does it; 0: never.
+    Args:
+        path: the file.
+        sessions: the sessions.
+        starts_s: seconds at which each begins.
+        window_tokens: length to which contexts are truncated, as in the replay; 0: they are not.
 
     Raises:
         OSError: the file cannot be written.

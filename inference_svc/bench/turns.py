@@ -1,8 +1,8 @@
-"""Part `turns`: what a turn costs, by where its history is (paper: Fig. 18, preprint: Fig. 23).
+"""Part `turns`: a turn's cost by the place of its history (paper: Fig. 18, preprint: Fig. 23).
 
 re         nothing is reused: history and new tokens are computed
 ca         the history is in kvd's DRAM; the resident sequence is released before each turn
-resident   the history is in the session's KV: the floor
+resident   the history is in the session's KV in the engine's memory: the floor
 """
 
 from dataclasses import dataclass
@@ -16,8 +16,8 @@ from inference_svc.bench.workspace import Workspace
 
 METRIC = "ttft_s"
 WARM_UP = 2
-MOST_OVER_FLOOR = 1.10  # CA may take so much longer than the floor
-SHORT_GAIN, LONG_GAIN = 8.0, 20.0  # of CA over RE, at 1K/100, and at 28K
+MOST_OVER_FLOOR = 1.10  # the goal: CA takes at most this times the floor
+SHORT_GAIN, LONG_GAIN = 8.0, 20.0  # the goals for CA over RE, at 1K/100 and at 28K
 LONG_TOKENS = 28_000  # whole blocks of 28K are less than 28 * 1024
 WAYS: dict[str, tuple[Source, str]] = {
     "re": ("none", ""),
@@ -27,7 +27,7 @@ WAYS: dict[str, tuple[Source, str]] = {
 
 
 def cases_of(options: TurnsOptions) -> list[tuple[int, int]]:
-    """List (history, new), the shortest history first: it grows into the next one."""
+    """List (history, new) pairs, the shortest history first: it is extended to the next one."""
     long = ((history, options.new_tokens) for history in options.histories)
     return sorted({*options.splits, *long})
 
@@ -39,14 +39,14 @@ def window_tokens(options: TurnsOptions) -> int:
 
 
 def case_name(history: int, new: int) -> str:
-    """Name a case as the paper does: "900/100"; the facts have what it was rounded to."""
+    """Name a case as the paper does: "900/100"; the facts have the rounded lengths."""
     return f"{history}/{new}"
 
 
 async def measure_turns(
     options: TurnsOptions, run: RunOptions, work: Workspace
 ) -> tuple[Case, ...]:
-    """Measure with the history in DRAM."""
+    """Measure turns with the history in DRAM."""
     check_transport(options.transport, work.model.loaded.device)
     longest = window_tokens(options)
     found = []
@@ -72,7 +72,15 @@ async def measure_turns(
 
 @dataclass(frozen=True, slots=True)
 class _Case:
-    """One pair of lengths."""
+    """One pair of lengths.
+
+    Attributes:
+        name: the case's name.
+        options: the part's options.
+        engine: the engine.
+        session: the session with the history.
+        num_new: number of new tokens in each turn.
+    """
 
     name: str
     options: TurnsOptions
@@ -82,11 +90,11 @@ class _Case:
 
     @property
     def num_prompt(self) -> int:
-        """Tokens of each turn's prompt."""
+        """Number of tokens in each turn's prompt."""
         return len(self.session.ids) + self.num_new
 
     async def measure(self, run: RunOptions) -> Case:
-        """Take all rounds, and compare."""
+        """Measure all rounds, and compare the variants."""
         history, new = len(self.session.ids), self.num_new
         found = Interleaved(self.name, {"history_tokens": history, "new_tokens": new})
         await take_rounds(
@@ -96,7 +104,7 @@ class _Case:
             self._take,
             lambda what: run.on_progress(f"turns {self.name}: {what}"),
         )
-        is_goal = history >= 2 * new  # where loading is what a turn is about
+        is_goal = history >= 2 * new  # where a turn mostly loads
         found.compare(METRIC, "ca", "resident", at_most=MOST_OVER_FLOOR if is_goal else 0.0)
         found.compare(METRIC, "re", "ca", at_least=_gain(history, new))
         return found.case()
@@ -109,7 +117,7 @@ class _Case:
             has_re = has_re and not is_long
         elif is_long and options.re_pairs:
             has_re = has_re and round_number < options.re_pairs
-        # A state cannot be cut back to the history: with states there is no resident to go on from.
+        # A state cannot be cut back to the history: with states no resident can be continued.
         floor = [] if self.engine.has_states else ["resident"]
         return [*(["re"] if has_re else []), "ca", *floor]
 

@@ -1,4 +1,4 @@
-"""What a run works on: directories, the kvds it starts there, the model, the machine's facts."""
+"""The workspace of a run: its directories, the kvds started there, the model, and the machine."""
 
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -20,10 +20,12 @@ from shared.version import __version__
 
 @dataclass(frozen=True, slots=True)
 class KvdSizes:
-    """What one kvd of the bench is given.
+    """The settings of one kvd of the bench.
 
     Attributes:
-        ssd_bytes: 0: no SSD tier.
+        dram_bytes: size of the DRAM tier.
+        ssd_bytes: size of the SSD tier; 0: there is none.
+        segment_bytes: size of a segment.
         policy: name of the eviction policy; "": kvd's default.
     """
 
@@ -33,7 +35,7 @@ class KvdSizes:
     policy: str = ""
 
     def toml(self) -> str:
-        """Return settings by which nothing expires; only what is on SSD outlives the process."""
+        """Return settings under which nothing expires; only the SSD tier survives the process."""
         eviction = f'[eviction]\npolicy = "{self.policy}"\n' if self.policy else ""
         return f"""
 [dram]
@@ -54,18 +56,19 @@ format = "json"
 {eviction}"""
 
 
-SPARE_BLOCKS = 16  # of a tier, beyond what is asked for
+SPARE_BLOCKS = 16  # of a tier, beyond those for its tokens
 SPARE_STATES = 8  # the first and the newest two of a session, and as many that replace them
 SEGMENT_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
 class Workspace:
-    """Directories that nobody else uses, and the model that is measured.
+    """Directories of this run only, and the model that is measured.
 
     Attributes:
         state: directory on the disk of the SSD tier.
         runtime: directory of sockets, whose paths must be short.
+        model: the model that is measured.
     """
 
     state: Path
@@ -82,7 +85,7 @@ class Workspace:
     async def kvd(
         self, dram_tokens: int, ssd_tokens: int = 0, dram_bytes: int = 0
     ) -> AsyncIterator[ChildKvd]:
-        """Run a kvd with tiers for so many tokens; `dram_bytes` instead, if given."""
+        """Run a kvd with tiers for a number of tokens; `dram_bytes` replaces that of DRAM."""
         sizes = KvdSizes(
             dram_bytes=dram_bytes or self._tier_bytes(dram_tokens),
             ssd_bytes=self._tier_bytes(ssd_tokens) * 5 // 4 + 4 * SEGMENT_BYTES
@@ -95,7 +98,7 @@ class Workspace:
 
     @asynccontextmanager
     async def kvd_of(self, sizes: KvdSizes) -> AsyncIterator[ChildKvd]:
-        """Run a kvd of exactly these sizes."""
+        """Run a kvd with exactly these sizes."""
         name = f"kvd{next(self._numbers)}"
         paths = self.state / name, self.runtime / name
         for path in paths:
@@ -105,7 +108,7 @@ class Workspace:
             yield kvd
 
     def num_blocks(self, num_tokens: int) -> int:
-        """Return the blocks of a tier that holds so many tokens, and some states if need be."""
+        """Return the number of blocks of a tier for `num_tokens`, and for some states if needed."""
         of_states = SPARE_STATES * ceil_div(self.layout.state_bytes, self.layout.block_bytes)
         return ceil_div(num_tokens, self.layout.block_tokens) + SPARE_BLOCKS + of_states
 
@@ -115,7 +118,7 @@ class Workspace:
 
 @contextmanager
 def workspace(directory: Path, model: Model) -> Iterator[Workspace]:
-    """Make the directories; they are removed with all that is in them, however the block ends.
+    """Make the directories, and remove them with their contents at the end of the block.
 
     Raises:
         OSError: nothing can be made there.
@@ -125,7 +128,7 @@ def workspace(directory: Path, model: Model) -> Iterator[Workspace]:
 
 
 def check_room(needed_bytes: int, what: str) -> None:
-    """Raise NoRoomError unless the machine has that much memory to give."""
+    """Raise NoRoomError unless the machine has that much free memory."""
     check_memory(needed_bytes, what, "measure shorter histories, or fewer layers with --layers")
 
 
@@ -133,13 +136,13 @@ _LIBRARIES = ("torch", "transformers", "grpcio", "numpy")
 
 
 def machine_facts(device: torch.device) -> Machine:
-    """Look at the machine."""
+    """Return the facts of this machine."""
     accelerator = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     return Machine(**common_facts(_LIBRARIES), accelerator=accelerator, inference_svc=__version__)
 
 
 def subject_of(model: Model, choice: ModelChoice) -> Subject:
-    """Describe the model."""
+    """Return the description of the model."""
     loaded, layout = model.loaded, model.calibration.layout
     return Subject(
         name=loaded.name,

@@ -1,4 +1,4 @@
-"""What the service decides: scheduling, contexts, truncation, compression, limits.
+"""The service's decisions: scheduling, contexts, truncation, compression, limits.
 
-Pure: no I/O, clock, asyncio or torch. Time arrives as `now_ns`, effects leave as values.
+Pure: no I/O, clock, asyncio or torch. Time is passed as `now_ns`, effects are returned as values.
 """

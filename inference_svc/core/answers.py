@@ -1,6 +1,7 @@
-"""How an answer's tokens are chosen, when it ends, and which may be shown before that is certain.
+"""Answers: how their tokens are sampled, when they end, and which tokens may be shown already.
 
-Pure: values, no choosing; tokens come with the text they add (`runtime/turns/answer_writer.py`).
+Pure: values, and no sampling. Tokens come with the text that they add
+(`runtime/turns/answer_writer.py`).
 """
 
 from collections.abc import Mapping
@@ -30,19 +31,20 @@ class SamplingParams:
         top_p: keep the smallest set whose probability reaches it, in (0, 1].
         min_p: keep tokens at least this fraction as likely as the most likely one, in [0, 1).
         repetition_penalty: divides (or, if negative, multiplies) the logits of tokens seen; 1: off.
-        frequency_penalty: what a token's logit loses for each time that it is in the answer.
-        presence_penalty: what it loses once, if it is in the answer at all.
-        logit_bias: by token id, what its logit gains.
+        frequency_penalty: subtracted from a token's logit for each time that the answer contains
+            it.
+        presence_penalty: subtracted once if the answer contains the token at all.
+        logit_bias: by token id, added to its logit.
         seed: seed of the random draws; the draw of step i depends on (seed, i) alone.
         logprobs: 0: none; n: report the token's and the n most likely tokens' log-probabilities.
         stop: the answer ends before the first of these strings.
         stop_token_ids: the answer ends with the first of these tokens, as with an end-of-turn
-            token: it belongs to the answer.
+            token, and contains it.
         max_tokens: upper bound of the answer's length.
-        min_tokens: so many tokens come before whatever ends the answer, but for `max_tokens`.
+        min_tokens: number of tokens before anything except `max_tokens` may end the answer.
         ignore_eos: whether the answer continues after an end-of-turn token.
-        grammar: what the answer has to be; it ends where that does, and is cut by `max_tokens`
-            alone: stop strings and stop tokens do not count. None: whatever the model says.
+        grammar: the grammar that the answer follows. The answer ends where the grammar does, and
+            only `max_tokens` cuts it: stop strings and stop tokens do not count. None: any text.
     """
 
     temperature: float = 0.0
@@ -64,11 +66,11 @@ class SamplingParams:
 
     @property
     def has_offsets(self) -> bool:
-        """Whether anything is added to logits: a bias, or penalties of what is in the answer."""
+        """Whether anything is added to logits: a bias, or penalties for tokens of the answer."""
         return bool(self.frequency_penalty or self.presence_penalty or self.logit_bias)
 
     def end_ids(self, eos_ids: frozenset[int]) -> frozenset[int]:
-        """Return the ids of the tokens that end the answer; `eos_ids`: of end-of-turn tokens."""
+        """Return the ids of tokens that end the answer; `eos_ids` are the end-of-turn tokens."""
         if self.grammar is not None:
             return eos_ids
         return frozenset(self.stop_token_ids) | (frozenset() if self.ignore_eos else eos_ids)
@@ -77,7 +79,7 @@ class SamplingParams:
         """Check the values, and the length of a grammar.
 
         Raises:
-            InvalidSamplingError: listing every value out of range.
+            InvalidSamplingError: it lists every value out of range.
             InvalidGrammarError: the grammar is too long.
         """
         problems = [text for text, is_right in self._rules() if not is_right]
@@ -87,7 +89,7 @@ class SamplingParams:
             self.grammar.check()
 
     def _rules(self) -> list[tuple[str, bool]]:
-        """Return pairs of (message, whether the value is right)."""
+        """Return pairs of (message, whether the value is valid)."""
         return [
             (
                 f"temperature {self.temperature:g} is not in [0, 100]",
@@ -108,7 +110,7 @@ class SamplingParams:
         ]
 
     def _rules_of_offsets(self) -> list[tuple[str, bool]]:
-        """Return the rules of what is added to the logits."""
+        """Return the rules for values that are added to logits."""
         penalties = {
             "frequency_penalty": self.frequency_penalty,
             "presence_penalty": self.presence_penalty,
@@ -133,7 +135,7 @@ class SamplingParams:
         ]
 
     def _rules_of_ends(self) -> list[tuple[str, bool]]:
-        """Return the rules of what ends the answer."""
+        """Return the rules for values that end the answer."""
         lengths = [len(text) for text in self.stop]
         return [
             ("max_tokens 0 leaves no room for an answer", self.max_tokens > 0),
@@ -161,28 +163,28 @@ class SamplingParams:
 
 
 def _magnitude(value: float) -> float:
-    """Return the distance from 0; of what is no number, more than any."""
+    """Return the distance from 0; for NaN more than any bound."""
     return inf if isnan(value) else abs(value)
 
 
 class GrowingAnswer:
-    """The answer of one turn as it is sampled.
+    """The answer of one turn while it is sampled.
 
     Text that could be the beginning of a stop string is held back together with its tokens; a stop
-    string may span tokens and may begin inside one. The first `min_tokens` tokens are part of none:
-    they are shown at once, and a stop string is one that begins in the text of the tokens after
-    them. So the answer has them all, whatever ends it.
+    string may span tokens and may begin inside one. The first `min_tokens` tokens are never part of
+    a stop string: they are shown at once, and only text of later tokens is searched. So the answer
+    contains them all, however it ends.
 
-    Nothing but `max_tokens` ends an answer within a call that a grammar keeps it to: stop strings
-    are looked for in the text before, and behind.
+    Only `max_tokens` ends an answer within a call that a grammar binds it to: stop strings are
+    searched in the text before and behind it.
 
     Invariants:
         1. released text never contains any part of the stop string that ends the answer;
-        2. tokens leave in order, each at most once;
-        3. no token, and no text, ends an answer that has not more than `min_tokens` tokens.
+        2. tokens are released in order, each at most once;
+        3. neither a token nor a text ends an answer of at most `min_tokens` tokens.
 
     Attributes:
-        kept: the tokens of the answer, in order; those of a stop string are not among them.
+        kept: the tokens of the answer, in order, without those of a stop string.
         cut_text: when a stop string begins inside a token, the part of its text that is kept.
         stop_string: the stop string that ended it; "" if none did.
     """
@@ -200,11 +202,14 @@ class GrowingAnswer:
     def push(
         self, token: AnswerToken, *, is_in_call: bool = False
     ) -> tuple[list[AnswerToken], FinishReason | None]:
-        """Add the next sampled token; return those to show now, and why the answer ends, if so.
+        """Add the next sampled token.
 
         Args:
             token: the token.
             is_in_call: whether it is within a call, and does not end it; see `Sampled`.
+
+        Returns:
+            The tokens to show now, and why the answer ends; None: it does not.
         """
         self._held.append(token)
         self._num_sampled += 1
@@ -227,23 +232,23 @@ class GrowingAnswer:
         return len(self._held)
 
     def end(self) -> list[AnswerToken]:
-        """Return the tokens held back: no token comes any more."""
+        """Return the tokens held back, because no other token follows."""
         return self._release(len(self._held))
 
     def _find_stop(self, text: str) -> tuple[int, str]:
-        """Return where the first stop string is in the text, and which; "" if there is none."""
+        """Return the position of the first stop string in the text, and the string; "": none."""
         found = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
         return min(found, default=(0, ""))
 
     def _num_safe_characters(self, text: str) -> int:
-        """Count first characters that cannot be part of a stop string, whatever comes next."""
+        """Count the first characters that no later text can make part of a stop string."""
         for start in range(len(text)):
             if any(stop.startswith(text[start:]) for stop in self._stops):
                 return start
         return len(text)
 
     def _num_tokens_within(self, num_characters: int) -> int:
-        """Count the held tokens that lie wholly within the first characters of the held text.
+        """Count the held tokens that lie entirely within the first characters of the held text.
 
         Tokens without text at their end do not count: they may be pieces of the next character.
         """

@@ -1,8 +1,8 @@
-"""Which tokens of a sequence can be built on where layers attend to the last tokens only. Pure.
+"""Layers with an attention window: which KV of a sequence they need, and how much they hold. Pure.
 
-Of such layers the store keeps, and gives, KV of the last tokens only, as many as they attend to
-(`window` tokens), and a sequence may hold no more of them (`HeldRows`). What comes next is right
-wherever these layers have KV of the last `window` tokens.
+For such layers the store keeps and returns KV of the last tokens only: as many as they attend to
+(`window` tokens). A sequence may hold no more of them (`HeldRows`). New tokens are computed
+correctly wherever these layers have KV of the last `window` tokens.
 """
 
 from dataclasses import dataclass
@@ -11,12 +11,12 @@ from shared.types.units import ceil_div
 
 
 def is_whole(num_tokens: int, window_from: int, window: int) -> bool:
-    """Whether what follows the first tokens of a sequence can be computed.
+    """Return whether new tokens can be computed behind the first `num_tokens` of a sequence.
 
     Args:
-        num_tokens: of these.
-        window_from: first token of the sequence of which layers with a window have KV.
-        window: most tokens that such a layer attends to; 0: there are none.
+        num_tokens: number of the sequence's tokens that precede the new ones.
+        window_from: first token of the sequence with KV in layers with a window.
+        window: most tokens that such a layer attends to; 0: there are no such layers.
     """
     return not window or not window_from or window_from <= num_tokens - window
 
@@ -25,19 +25,20 @@ def is_whole(num_tokens: int, window_from: int, window: int) -> bool:
 class HeldRows:
     """How many tokens a sequence holds in layers with a window, and the token slots it takes.
 
-    There it has rows for so many, of the tokens from `window_from` on. When the next ones do not
-    fit, it moves on: the last tokens go to the first rows. So it does in strides, each of which is
-    worth the copy, and so that answers may be taken back a little.
+    In these layers a sequence has `num_rows` rows, for the tokens from `window_from` on. When new
+    tokens do not fit, the last ones are moved to the first rows. They move in strides that are
+    large enough to be worth the copy, and some tokens before the window stay, so that an answer's
+    last tokens may be taken back.
 
-    A token slot holds a token in all layers. Who has room for more tokens than there are rows has
-    the others in layers without a window alone, which is a part of a slot.
+    A token slot holds one token in all layers. A sequence with more tokens than rows holds the
+    others only in layers without a window, which takes a part of a slot.
 
     Attributes:
         window: most tokens that such a layer attends to.
-        spare_tokens: of those before the window as many stay, too.
+        spare_tokens: number of tokens before the window that are kept, too.
         step_tokens: most tokens that are appended at once.
-        token_items: elements of a token in all layers.
-        full_items: elements of a token in layers without a window.
+        token_items: elements of a token's KV in all layers.
+        full_items: elements of a token's KV in layers without a window.
     """
 
     window: int
@@ -48,7 +49,7 @@ class HeldRows:
 
     @property
     def kept_tokens(self) -> int:
-        """Number of the last tokens that stay whenever the rows move on."""
+        """Number of last tokens that stay whenever rows are moved."""
         return self.window + self.spare_tokens
 
     @property
@@ -57,22 +58,22 @@ class HeldRows:
         return self.kept_tokens + self.step_tokens
 
     def slots_for(self, num_tokens: int) -> int:
-        """Return the token slots of a sequence with room for so many tokens."""
+        """Return the number of token slots that a sequence of `num_tokens` tokens takes."""
         beyond = max(0, num_tokens - self.num_rows)
         return num_tokens - beyond + ceil_div(beyond * self.full_items, self.token_items)
 
     def tokens_in(self, num_slots: int) -> int:
-        """Return how many tokens so many token slots have room for, as one sequence's."""
+        """Return how many tokens of one sequence fit in `num_slots` token slots."""
         beyond = max(0, num_slots - self.num_rows)
         return num_slots - beyond + beyond * self.token_items // self.full_items
 
     def first_held(self, window_from: int, num_tokens: int, num_new: int) -> int:
-        """Return `window_from` once there are rows for new tokens.
+        """Return `window_from` after rows were moved to have room for new tokens.
 
         Args:
-            window_from: before that.
-            num_tokens: of the sequence.
-            num_new: tokens that come behind them, `step_tokens` at most.
+            window_from: the first held token now.
+            num_tokens: number of the sequence's tokens.
+            num_new: number of tokens to be appended, at most `step_tokens`.
         """
         assert num_new <= self.step_tokens, "more tokens come at once than there are rows for"
         missing = num_tokens + num_new - window_from - self.num_rows

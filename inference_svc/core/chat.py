@@ -1,4 +1,4 @@
-"""What is said in a chat: messages, the tools that are offered in it, and calls of them. Pure."""
+"""The contents of a chat: messages, the tools offered in it, and calls of these tools. Pure."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from inference_svc.core.json_stream import closed
+from inference_svc.core.json_stream import close_object
 
 ASSISTANT = "assistant"
 SYSTEM = "system"
@@ -19,9 +19,11 @@ class Tool:
     """A function that the client would run for the model.
 
     Attributes:
+        name: the function's name.
+        description: what it does, for the model.
         parameters: JSON schema of its arguments.
-        is_strict: whether a call that the answer has to make keeps to all of the schema, or is
-            refused; else to what grammars know of it.
+        is_strict: whether a call that the answer has to make must follow the whole schema, or be
+            refused; else only the part of the schema that grammars support.
     """
 
     name: str
@@ -31,23 +33,23 @@ class Tool:
 
     @property
     def schema(self) -> Mapping[str, Any]:
-        """The schema of its arguments, which are an object, whatever the client left out."""
+        """The schema of its arguments: always that of an object, with properties."""
         return {"type": "object", "properties": {}, **self.parameters}
 
     def as_template(self) -> dict[str, Any]:
-        """Return the tool as chat templates take it."""
-        said = {"name": self.name, "description": self.description, "parameters": self.schema}
-        return {"type": "function", "function": said}
+        """Return the tool in the form that chat templates expect."""
+        rendered = {"name": self.name, "description": self.description, "parameters": self.schema}
+        return {"type": "function", "function": rendered}
 
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call of a tool, which an answer asks for.
+    """A call of a tool in an answer.
 
     Attributes:
-        name: the tool's.
+        name: the tool's name.
         arguments: JSON of an object; of a call that was cut, its beginning.
-        call_id: the id that its result names; "" before it has one.
+        call_id: the id that its result refers to; "" before it has one.
         is_cut: whether the answer ended before the arguments did.
     """
 
@@ -64,12 +66,12 @@ class ToolCall:
 
     @property
     def _whole(self) -> str:
-        return closed(self.arguments) if self.is_cut else self.arguments
+        return close_object(self.arguments) if self.is_cut else self.arguments
 
     def as_template(self) -> dict[str, Any]:
-        """Return the call as chat templates take it."""
-        said = {"name": self.name, "arguments": self.values}
-        return {"type": "function", "id": self.call_id, "function": said}
+        """Return the call in the form that chat templates expect."""
+        rendered = {"name": self.name, "arguments": self.values}
+        return {"type": "function", "id": self.call_id, "function": rendered}
 
 
 @dataclass(frozen=True)
@@ -77,10 +79,11 @@ class Message:
     """One message.
 
     Attributes:
+        role: its author's role.
         content: its text; it may be empty.
-        tool_calls: what an answer asks for.
-        tool_call_id: of a tool's result, the call that it is of.
-        name: of a tool's result, the tool; of another message, who says it; "" if it is not known.
+        tool_calls: calls of tools in an answer.
+        tool_call_id: for a tool's result, the id of the call.
+        name: for a tool's result, the tool's name; else the author's. "" if it is not known.
     """
 
     role: str
@@ -90,26 +93,26 @@ class Message:
     name: str = ""
 
     def as_template(self) -> dict[str, Any]:
-        """Return the message as chat templates take it; arguments of calls are objects."""
-        said: dict[str, Any] = {"role": self.role, "content": self.content}
+        """Return the message as chat templates expect it; arguments of calls are objects."""
+        rendered: dict[str, Any] = {"role": self.role, "content": self.content}
         if self.tool_calls:
-            said["tool_calls"] = [call.as_template() for call in self.tool_calls]
+            rendered["tool_calls"] = [call.as_template() for call in self.tool_calls]
         if self.tool_call_id:
-            said |= {"tool_call_id": self.tool_call_id, "name": self.name}
+            rendered |= {"tool_call_id": self.tool_call_id, "name": self.name}
         elif self.name:
-            said["name"] = self.name
-        return said
+            rendered["name"] = self.name
+        return rendered
 
     @property
-    def says_anything(self) -> bool:
-        """Whether there is anything to answer to: what a tool returns may be empty."""
+    def has_content(self) -> bool:
+        """Whether the message says anything; a tool's result counts even if it is empty."""
         return bool(self.content or self.tool_calls) or self.role == TOOL
 
 
 def canonical(tools: Sequence[Tool]) -> str:
-    """Write tools as one text, "" if there are none: equal texts, equal prompts."""
-    said = [tool.as_template() for tool in tools]
-    return json.dumps(said, ensure_ascii=False, separators=(",", ":")) if said else ""
+    """Write tools as one text, "" if there are none: equal texts mean equal prompts."""
+    rendered = [tool.as_template() for tool in tools]
+    return json.dumps(rendered, ensure_ascii=False, separators=(",", ":")) if rendered else ""
 
 
 class ChoiceKind(StrEnum):
@@ -125,10 +128,10 @@ class ToolUse:
     """What an answer may do with tools.
 
     Attributes:
-        tools: those that were offered.
-        choice: whether it calls any.
-        name: the only one that it may call; "": any.
-        most_calls: how many calls of it count; None: all.
+        tools: the tools that were offered.
+        choice: whether the answer calls any.
+        name: the only tool that it may call; "": any.
+        most_calls: number of its calls that count; None: all.
     """
 
     tools: tuple[Tool, ...] = ()

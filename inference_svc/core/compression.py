@@ -1,11 +1,11 @@
-"""Compression: policies that name the tokens of a context that may go once a turn is over. Pure.
+"""Compression: policies that choose tokens of a context to drop once a turn is over. Pure.
 
-What a policy drops is a token discard list: the KV of these tokens leaves every tier, of all
-layers and heads alike, and that of the others stays as it was computed. So each policy of the
-literature, which chooses per head or per layer, chooses here by sums over heads and layers.
+A policy's choice is a token discard list: the KV of these tokens leaves every tier, in all layers
+and heads, and the KV of the others stays as it was computed. The policies of the literature choose
+per head or per layer; here they choose by sums over heads and layers.
 
-A policy sees positions and scores, never tokens: what has to stay whatever it scores (the system
-message, special tokens) is protected by the caller.
+A policy sees positions and scores, never tokens. Tokens that have to stay in any case (the system
+message, special tokens) are protected by the caller.
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -20,7 +20,7 @@ Needs = Literal["nothing", "window", "accumulated"]
 
 
 class CompressionPolicy(Protocol):
-    """Chooses what to drop; holds settings and no state."""
+    """Chooses the tokens to drop; has settings and no state."""
 
     @property
     def name(self) -> str:
@@ -28,11 +28,11 @@ class CompressionPolicy(Protocol):
 
     @property
     def keep_ratio(self) -> float:
-        """Part of the tokens outside the protected ranges that is kept, in (0, 1]."""
+        """Share of the tokens outside the protected ranges that is kept, in (0, 1]."""
 
     @property
     def needs(self) -> Needs:
-        """Which queries `scores` are of: none, the prompt's last ones ("window"), or every one."""
+        """The queries whose scores it needs: none, the prompt's last ones ("window"), or all."""
 
     @property
     def window_tokens(self) -> int:
@@ -44,9 +44,10 @@ class CompressionPolicy(Protocol):
         """Choose the tokens of a context that are dropped.
 
         Args:
-            num_tokens: tokens of the context, its last, uncomputed one included.
-            scores: attention that each of the first tokens got; tokens without a score are newer
-                than the last query that counted, and stay. None: for a policy that needs nothing.
+            num_tokens: number of the context's tokens, its last, uncomputed one included.
+            scores: attention that each of the first tokens received. Tokens without a score are
+                newer than the last query that counted, and stay. None: for a policy that needs
+                nothing.
             protected: ranges that stay in any case, in any order; they do not count for the ratio.
 
         Returns:
@@ -55,7 +56,7 @@ class CompressionPolicy(Protocol):
 
 
 def special_tokens(token_ids: Sequence[int], special_ids: Collection[int]) -> tuple[Range, ...]:
-    """Return the ranges of special tokens: protected, so that the rest still reads as a chat."""
+    """Return the ranges of special tokens, to be protected: what is left has to read as a chat."""
     found = [at for at, token_id in enumerate(token_ids) if token_id in special_ids]
     return merge_ranges(((at, at + 1) for at in found), len(token_ids))
 
@@ -69,12 +70,12 @@ def free_tokens(num_tokens: int, protected: Iterable[Range]) -> list[int]:
 
 
 def num_kept(keep_ratio: float, num_free: int) -> int:
-    """Return how many of the free tokens stay; rounding is in favour of keeping."""
+    """Return how many of the free tokens stay, rounded up."""
     return min(num_free, ceil(keep_ratio * num_free))
 
 
 def highest(positions: Sequence[int], scores: Sequence[float], num: int) -> list[int]:
-    """Choose the `num` positions with the highest scores; of equal ones the last."""
+    """Choose the `num` positions with the highest scores; among equals the last ones."""
     ranked = sorted(positions, key=scores.__getitem__)
     return ranked[max(0, len(ranked) - max(0, num)) :]
 
@@ -97,13 +98,14 @@ def all_but(kept: Iterable[int], free: Iterable[int], num_tokens: int) -> tuple[
 
 @dataclass(frozen=True)
 class SinksRecent:
-    """The first tokens and the latest ones stay, whatever is between them goes.
+    """Keep the first tokens and the latest ones; drop those between them.
 
     *Source:* StreamingLLM, "Efficient Streaming Language Models with Attention Sinks" (Xiao et al.,
     ICLR 2024): models put attention they have no use for on the first tokens, and break without
     them.
 
     Attributes:
+        keep_ratio: see `CompressionPolicy`.
         sink_tokens: number of first positions of the context that stay before any other; protected
             ones count.
     """
@@ -128,20 +130,21 @@ class SinksRecent:
 
 @dataclass(frozen=True)
 class SnapKV:
-    """Of the prompt stays what its last tokens attended to, with its neighbours.
+    """Keep the tokens of the prompt that its last tokens attended to, with their neighbours.
 
     The queries of an observation window at the prompt's end vote for the tokens before it. Votes
     are pooled over neighbours, so that words and records survive whole rather than in pieces. The
-    window itself always stays, and so does what came after it: the answer, judged by the next
-    turn's window.
+    window itself always stays. So does what comes after it, the answer, which the next turn's
+    window will judge.
 
-    Two things differ from the paper: one vote over all heads and layers (see the module docstring),
-    and the budget is a part of the context rather than a number of tokens.
+    Two things differ from the paper: there is one vote over all heads and layers (see the module
+    docstring), and the budget is a share of the context rather than a number of tokens.
 
     *Source:* "SnapKV: LLM Knows What You are Looking for Before Generation" (Li et al., NeurIPS
     2024); window of 32 and pooling by maximum over 7 as in its LongBench experiments.
 
     Attributes:
+        keep_ratio: see `CompressionPolicy`.
         window_tokens: number of queries at the prompt's end that vote.
         pool_tokens: number of neighbours whose best score a token gets, itself in the middle; odd.
     """
@@ -168,7 +171,7 @@ class SnapKV:
 
 
 def pool(scores: Sequence[float], width: int) -> list[float]:
-    """Return the highest score, none being negative, among the `width` neighbours of each."""
+    """Return for each score the highest one among its `width` neighbours; none is negative."""
     edge = [0.0] * (width // 2)
     padded = [*edge, *scores, *edge]
     shifted = (padded[offset : offset + len(scores)] for offset in range(width))
@@ -177,19 +180,20 @@ def pool(scores: Sequence[float], width: int) -> list[float]:
 
 @dataclass(frozen=True)
 class HeavyHitters:
-    """H2O: the tokens that got most attention of all queries so far stay, and the latest ones.
+    """Keep the tokens that received most attention from all queries so far, and the latest (H2O).
 
-    Half of the budget is for the latest tokens, which had few queries to be seen by, and half for
-    the heavy hitters among the others. Tokens without a score count among the latest.
+    Half of the budget is for the latest tokens, which few queries have seen, and half for the heavy
+    hitters among the others. Tokens without a score count among the latest.
 
-    The paper evicts one token at each step of the answer; here all go at once when the turn is
-    over, with the attention summed up to then. History that was loaded rather than computed brings
-    no scores of earlier turns: its tokens are judged by this turn's queries.
+    The paper evicts one token at each step of the answer; here all are dropped at once when the
+    turn is over, by the attention summed up to then. History that was loaded rather than computed
+    brings no scores of earlier turns: its tokens are judged by this turn's queries.
 
     *Source:* "H2O: Heavy-Hitter Oracle for Efficient Generative Inference of Large Language Models"
     (Zhang et al., NeurIPS 2023).
 
     Attributes:
+        keep_ratio: see `CompressionPolicy`.
         recent_share: share of the budget that the latest tokens get, in [0, 1].
     """
 
@@ -220,19 +224,19 @@ _POLICIES: dict[str, Callable[[float], CompressionPolicy]] = {
     HeavyHitters.name: HeavyHitters,
 }
 POLICY_NAMES = (NONE, *_POLICIES)
-# Modes in which a model attends by its own code, which shows no queries, or to chosen tokens only.
+# Modes in which a model's own code attends, so that queries are not seen, or to chosen tokens only.
 _MODES_WITHOUT_QUERIES = frozenset({"indexed", "masked", "single", "own"})
 
 
 def make_compression(name: str, keep_ratio: float) -> CompressionPolicy | None:
-    """Make the policy of that name; None for "none".
+    """Make the policy with this name; None for "none".
 
     Args:
         name: one of POLICY_NAMES.
-        keep_ratio: part of the context's unprotected tokens that is kept, in (0, 1].
+        keep_ratio: share of the context's unprotected tokens that is kept, in (0, 1].
 
     Raises:
-        InvalidCompressionError: if there is none of that name, or the ratio is out of range.
+        InvalidCompressionError: there is none with that name, or the ratio is out of range.
     """
     if name == NONE:
         return None
@@ -249,14 +253,14 @@ def make_compression(name: str, keep_ratio: float) -> CompressionPolicy | None:
 
 
 def check_compression(policy: CompressionPolicy, mode: str) -> None:
-    """Refuse a policy that needs attention scores of a model that shows no queries.
+    """Check that a model's attention mode provides the scores that a policy needs.
 
     Args:
         policy: the policy chosen for a turn, or for all.
         mode: the model's calibration mode.
 
     Raises:
-        InvalidCompressionError: if they do not go together.
+        InvalidCompressionError: the mode provides no scores.
     """
     if policy.needs != "nothing" and mode in _MODES_WITHOUT_QUERIES:
         raise InvalidCompressionError(

@@ -1,8 +1,8 @@
-"""A session's context: what its turns and discards left of its tokens. Pure; a value.
+"""A session's context: the tokens that its turns and discards leave. Pure; a value.
 
-A turn is replayed as it went: tokens are appended in order, input before output, and each discard
-happens after as many of the turn's tokens as it says. Grafts are of a turn's input: what follows is
-of the lineage that the last one says.
+Turns are replayed as they happened. Tokens are appended in order, input before output, and each
+discard happens after the number of the turn's tokens that it records. Grafts belong to a turn's
+input; the tokens behind them have the lineage of the last one.
 """
 
 import struct
@@ -25,15 +25,15 @@ from shared.types.lineage import WHOLE, Lineage
 
 @dataclass(frozen=True)
 class Context:
-    """The tokens of a session that the next turn sees.
+    """The tokens of a session that the next turn attends to.
 
     Attributes:
-        token_ids: the tokens that are still there.
+        token_ids: the tokens that are left.
         computed_tokens: number of first tokens that the model was fed.
         system_tokens: number of first tokens that are the system message.
-        lineage: lineage of the computed tokens: which discards and grafts they come after.
-        framed: for each token, whether it may begin a message: 1 for those that clients sent, but
-            as raw text.
+        lineage: lineage of the computed tokens: the discards and grafts that precede them.
+        framed: for each token, whether it may begin a message: 1 for tokens that clients sent other
+            than as raw text.
         answer_tokens: number of last tokens that are the last answer. An empty answer counts the
             token before it.
     """
@@ -47,7 +47,7 @@ class Context:
 
     @property
     def ends_with_answer(self) -> bool:
-        """Whether the last token is an answer's, which a chat's next message has to close."""
+        """Whether the last token is an answer's, so that a chat's next message has to close it."""
         return self.answer_tokens > 0
 
     @property
@@ -72,7 +72,14 @@ class Context:
     def with_input(
         self, token_ids: Sequence[int], *, system_tokens: int = 0, is_text: bool = False
     ) -> "Context":
-        """Return the context with a turn's input; `system_tokens` count if it is the first."""
+        """Return the context with a turn's input.
+
+        Args:
+            token_ids: the input.
+            system_tokens: number of its first tokens that are the system message; used only if the
+                context is empty.
+            is_text: whether it is raw text, in which no message begins.
+        """
         return Context(
             (*self.token_ids, *token_ids),
             self.computed_tokens,
@@ -91,10 +98,13 @@ class Context:
         )
 
     def with_turn(self, turn: TurnRecord) -> "Context":
-        """Return the context after one more turn. Cost: its tokens, with each discard anew."""
-        growing = _Growing(self)
-        growing.add_turn(turn)
-        return growing.context()
+        """Return the context after another turn.
+
+        Cost: O(tokens), once more for each discard in the turn.
+        """
+        replayed = _Replay(self)
+        replayed.add_turn(turn)
+        return replayed.context()
 
     def with_discard(self, discard: Discard) -> "Context":
         """Return the context after a discard between turns.
@@ -113,23 +123,23 @@ def replay(turns: Sequence[TurnRecord], discards: Sequence[tuple[int, Discard]] 
         discards: each with the number of turns that were complete when it happened; in order.
 
     Raises:
-        InvalidDiscardError: a discard does not fit what came before it.
+        InvalidDiscardError: a discard does not fit the context before it.
     """
-    growing = _Growing(Context())
+    replayed = _Replay(Context())
     waiting = list(reversed(discards))
     for num_turns in range(len(turns) + 1):
         while waiting and waiting[-1][0] == num_turns:
-            growing.discard(waiting.pop()[1])
+            replayed.discard(waiting.pop()[1])
         if num_turns < len(turns):
-            growing.add_turn(turns[num_turns])
-    return growing.context()
+            replayed.add_turn(turns[num_turns])
+    return replayed.context()
 
 
-class _Growing:
-    """A context while it is replayed: token_ids grow in place."""
+class _Replay:
+    """A context during a replay: token_ids grow in place."""
 
     def __init__(self, context: Context) -> None:
-        self._become(context)
+        self._set(context)
 
     def context(self) -> Context:
         return Context(
@@ -152,18 +162,18 @@ class _Growing:
             num_read = self._append(turn, num_read, discard.after_tokens)
             if discard.reason.startswith(COMPRESSION):
                 self._computed_tokens = len(self._token_ids) - turn.uncomputed_tokens
-            else:  # while it was answered: its last token was not fed yet
+            else:  # an overflow while the answer was generated: its last token was not fed yet
                 self._computed_tokens = len(self._token_ids) - 1
             self.discard(discard)
         self._append(turn, num_read, turn.num_tokens)
         self._computed_tokens = len(self._token_ids) - turn.uncomputed_tokens
 
     def discard(self, discard: Discard) -> None:
-        self._become(self.context().with_discard(discard))
+        self._set(self.context().with_discard(discard))
         if discard.lineage is not None:
             self._lineage = discard.lineage
 
-    def _become(self, context: Context) -> None:
+    def _set(self, context: Context) -> None:
         self._token_ids = list(context.token_ids)
         self._computed_tokens = context.computed_tokens
         self._system_tokens = context.system_tokens
@@ -189,25 +199,28 @@ class _Growing:
 
 
 def prompt_marks(num_tokens: int, turning_points: Iterable[int], every: int) -> tuple[int, ...]:
-    """Return the positions inside a prompt where other turns may go on: where conversations turn.
+    """Return the positions in a prompt at which state is stored, for other turns to start from.
 
-    What is stored of some layers is of use at few positions only: a state stands for all tokens
-    before a position, and cannot be cut; a window is of the last tokens before one. So it is stored
-    where the next request leaves the context. That is behind what conversations begin with, which
-    others share; before the prompt for the answer, since templates write an answer that is over in
-    other tokens than those it was made of; at a turn's end, which is no mark of the prompt; and now
-    and then in a long prompt, for whoever leaves it there.
+    What is stored of some layers is valid at few positions only: a state stands for all tokens
+    before a position and cannot be cut, and a window holds the last tokens before one. So they are
+    stored where the next request is likely to leave this context:
+
+        - behind the beginning of a conversation, which other conversations share;
+        - before the prompt for the answer, since templates write a finished answer in other tokens
+          than those it was generated with;
+        - at a turn's end, which is no mark of the prompt;
+        - at regular distances in a long prompt, for requests that leave it there.
 
     Args:
-        num_tokens: of the context, history and input.
-        turning_points: positions where others may leave it; 0 is none.
-        every: tokens between marks of a long prompt; multiples of it, so that prompts which begin
-            alike have marks at the same places. 0: none but the turning points.
+        num_tokens: number of tokens of the context, history and input.
+        turning_points: positions where other requests may leave it; 0 is none.
+        every: tokens between marks of a long prompt. Marks are multiples of it, so that prompts
+            with a common prefix have the same marks. 0: only the turning points.
     """
     regular = range(every, num_tokens, every) if every else ()
     return tuple(sorted({mark for mark in (*turning_points, *regular) if 0 < mark < num_tokens}))
 
 
 def _as_bytes(token_ids: Sequence[int]) -> bytes:
-    """Return token ids as lineages take them: little-endian uint32."""
+    """Return token ids as lineages digest them: little-endian uint32."""
     return struct.pack(f"<{len(token_ids)}I", *token_ids)

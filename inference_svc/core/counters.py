@@ -1,4 +1,4 @@
-"""What the service counts, in one table. Pure; each count only grows while the process lives."""
+"""The service's counters, in one table. Pure; counts only grow while the process lives."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -73,7 +73,7 @@ class Counters:
         self._counts = Counter(dict.fromkeys(COUNTERS, 0))
 
     def add(self, name: str, amount: int = 1) -> None:
-        """Count; the name must be in the table."""
+        """Add to a count; the name must be in the table."""
         assert name in COUNTERS, name
         self._counts[name] += amount
 

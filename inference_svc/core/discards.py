@@ -1,7 +1,7 @@
 """Discards: which tokens of a context are dropped, and what is left of it. Pure.
 
-A range is half-open, in positions of the context before the discard. Merged ranges are sorted, do
-not touch and are not empty: every function here but `merge_ranges` takes only those.
+A range is half-open, in positions of the context before the discard. Merged ranges are sorted, not
+empty, and do not touch. All functions here except `merge_ranges` expect merged ranges.
 
 *Source:* token truncation and token discard lists: CachedAttention, USENIX ATC'24, §3.4.
 """
@@ -21,15 +21,15 @@ COMPRESSION = "compression:"  # followed by the policy's name
 
 @dataclass(frozen=True)
 class Discard:
-    """One discard, as it is recorded.
+    """One discard, as it is recorded in a transcript.
 
     Attributes:
         ranges: merged ranges of positions in the context it was applied to.
         after_tokens: number of its turn's tokens (input, then output) that the context had when it
             happened; 0: before the turn's input.
         reason: "overflow", "client" or "compression:<policy>".
-        lineage: that of what was left, if it does not follow from the turn's tokens: KV was
-            computed over some that turned out to be a stop string, which no answer has; else None.
+        lineage: lineage of the tokens left, if it cannot be derived from the turn's tokens: KV was
+            computed over tokens of a stop string, which no answer contains. Else None.
     """
 
     ranges: tuple[Range, ...]
@@ -39,10 +39,10 @@ class Discard:
 
 
 def merge_ranges(ranges: Iterable[Range], num_tokens: int) -> tuple[Range, ...]:
-    """Sort and join ranges of a context of `num_tokens`.
+    """Sort and join ranges of a context of `num_tokens` tokens.
 
     Raises:
-        InvalidDiscardError: for one that is empty or outside the context.
+        InvalidDiscardError: a range is empty or outside the context.
     """
     ordered = sorted(ranges)
     for start, end in ordered:
@@ -55,22 +55,25 @@ def merge_ranges(ranges: Iterable[Range], num_tokens: int) -> tuple[Range, ...]:
 
 
 def num_in(ranges: Iterable[Range]) -> int:
-    """Count the tokens of some ranges."""
+    """Count the tokens in some ranges."""
     return sum(end - start for start, end in ranges)
 
 
 def clip(ranges: Iterable[Range], num_tokens: int) -> tuple[Range, ...]:
-    """Return the part of the ranges that is among the first tokens."""
+    """Return the part of the ranges within the first `num_tokens` positions."""
     return tuple((start, min(end, num_tokens)) for start, end in ranges if start < num_tokens)
 
 
 def position_after(position: int, ranges: Iterable[Range]) -> int:
-    """Return what a position is once the ranges are dropped: of what is left there, if it is."""
+    """Return a position's value once the ranges are dropped.
+
+    A position inside a range moves to where the range was.
+    """
     return position - num_in(clip(ranges, position))
 
 
 def kept_runs(ranges: Iterable[Range], num_tokens: int) -> list[Range]:
-    """Return the runs that are left of the first `num_tokens` positions: in order, none empty."""
+    """Return the runs of the first `num_tokens` positions that are left: in order, none empty."""
     kept = []
     start = 0
     for range_start, range_end in ranges:
@@ -84,7 +87,7 @@ def kept_runs(ranges: Iterable[Range], num_tokens: int) -> list[Range]:
 
 
 def without(token_ids: Sequence[int], ranges: Iterable[Range]) -> list[int]:
-    """Return a context's tokens without those in the ranges."""
+    """Return a context's tokens outside of the ranges."""
     return [
         token for start, end in kept_runs(ranges, len(token_ids)) for token in token_ids[start:end]
     ]

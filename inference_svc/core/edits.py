@@ -1,19 +1,20 @@
-"""Edits: which KV stays when a client has edited its conversation. Pure.
+"""Edits: which KV can be kept when a client has edited its conversation. Pure.
 
-A conversation that was edited goes on with a session of its own. What precedes the edit is the same
-as in the session that it resembles, and is shared with it. Of what follows, whole messages may be
-the same: their tokens are *kept runs*, whose KV may be kept although it was computed over what is
-not there any more. Where a kept run begins is a *seam*. By `reuse.edits`:
+An edited conversation continues in a session of its own. The tokens before the edit are the same as
+in the session that it resembles, and are shared with it. Behind the edit whole messages may be the
+same. Their tokens are *kept runs*: their KV may be kept although it was computed over tokens that
+are gone. A kept run begins at a *seam*. The setting `reuse.edits` decides:
 
     exact     nothing is kept behind the first edit: the answer is that of recomputation
     keep      kept runs are kept as they are
-    heal:k    the first k tokens of each kept run are computed anew
+    heal:k    the first k tokens of each kept run are computed again
 
-Messages are matched by the heaviest common subsequence: in order, the most tokens. Each kept run
-costs a pass through the queue, so only the largest few are kept, and none that is short.
+Messages are matched by the heaviest common subsequence: in order, with the most tokens in total.
+Each kept run costs a pass through the queue, so that only the largest few are kept, and no short
+ones.
 
 *Source:* CacheBlend (EuroSys'25) recomputes some tokens of KV that is put together; the first ones
-behind a seam are the ones that miss most: EPIC (arXiv 2410.15332).
+behind a seam deviate most: EPIC (arXiv 2410.15332).
 """
 
 import re
@@ -28,14 +29,14 @@ from inference_svc.core.context import Context
 from inference_svc.core.scheduling.prefix_index import common_prefix
 from inference_svc.core.truncation import FrameTokens
 
-MOST_RUNS = 4  # of one turn: each is computed up to its seam, saved and loaded again
+MOST_RUNS = 4  # in one turn: a turn is computed up to each seam, saved and loaded again
 MOST_HEALED = 4096  # tokens behind each seam
-MOST_PAIRS = 65_536  # of equal messages; beyond it only the longest ones count
+MOST_PAIRS = 65_536  # pairs of equal messages; of more only the longest count
 Span = tuple[int, int]
 
 
 class EditMode(StrEnum):
-    """What stays of what follows an edit; see the module docstring."""
+    """What is kept behind an edit; see the module docstring."""
 
     EXACT = "exact"
     KEEP = "keep"
@@ -44,14 +45,14 @@ class EditMode(StrEnum):
 
 @dataclass(frozen=True)
 class EditPolicy:
-    """A mode, and how many tokens are healed behind each seam."""
+    """A mode, and the number of tokens that are healed behind each seam."""
 
     mode: EditMode = EditMode.EXACT
     heal_tokens: int = 0
 
     @property
     def keeps(self) -> bool:
-        """Whether anything is kept behind an edit."""
+        """Whether any KV is kept behind an edit."""
         return self.mode is not EditMode.EXACT
 
 
@@ -59,7 +60,7 @@ _NAMED = re.compile(r"exact|keep|heal:([1-9]\d{0,3})")
 
 
 def edit_policy(text: str) -> EditPolicy:
-    """Read the setting `reuse.edits`.
+    """Parse the setting `reuse.edits`.
 
     Raises:
         ValueError: it is none of "exact", "keep", "heal:k"; the message names them.
@@ -73,13 +74,14 @@ def edit_policy(text: str) -> EditPolicy:
 
 @dataclass(frozen=True, order=True)
 class KeptRun:
-    """Tokens of a context that another one has, too.
+    """A run of tokens that a context has in common with another one.
 
     Attributes:
-        start: position of the first one.
+        start: position of the first token.
         source_start: its position in the other context.
-        num_tokens: how many.
-        healed_tokens: tokens right before them that both have as well, and that are computed anew.
+        num_tokens: number of tokens.
+        healed_tokens: number of tokens right before them that both contexts have as well, and that
+            are computed again.
     """
 
     start: int
@@ -89,16 +91,16 @@ class KeptRun:
 
     @property
     def end(self) -> int:
-        """Position behind the last one."""
+        """Position behind the last token."""
         return self.start + self.num_tokens
 
     @property
     def source_end(self) -> int:
-        """Position behind the last one in the other context."""
+        """Position behind the last token in the other context."""
         return self.source_start + self.num_tokens
 
     def behind(self, start: int, source_start: int) -> "KeptRun":
-        """Return what of it lies behind these positions; perhaps nothing."""
+        """Return the part of the run behind both positions; it may be empty."""
         num_cut = max(0, start - self.start, source_start - self.source_start)
         num_cut = min(num_cut, self.num_tokens)
         return KeptRun(self.start + num_cut, self.source_start + num_cut, self.num_tokens - num_cut)
@@ -110,11 +112,11 @@ def runs_to_keep(
     """Choose the runs of a new context whose KV is kept from an old one; [] if there are none.
 
     Args:
-        old: what the session that it resembles has.
-        new: with all of a turn's input.
-        frames: where messages begin.
+        old: the context of the session that the new one resembles.
+        new: the new context, with all of a turn's input.
+        frames: the special tokens that begin messages.
         policy: what is kept, and how much of it is healed.
-        least_tokens: shorter runs, of what is left after healing, are computed.
+        least_tokens: runs that are shorter after healing are computed instead.
     """
     if not policy.keeps:
         return []
@@ -135,17 +137,17 @@ def runs_to_keep(
 
 
 def exact_tokens(old: Context, new: Context) -> int:
-    """Count the first tokens of a new context whose KV is the same as in an old one."""
+    """Count the first tokens of a new context that have the same KV as in an old one."""
     num_common = common_prefix(old.token_ids, new.token_ids)
     lineages = (old.lineage, new.lineage)
-    return min([num_common, *(one.clean_tokens for one in lineages if not one.is_whole)])
+    return min([num_common, *(each.clean_tokens for each in lineages if not each.is_whole)])
 
 
 def common_runs(old: Context, new: Context, frames: FrameTokens) -> list[KeptRun]:
     """Find the runs of tokens that two contexts have in common, in order, by whole messages.
 
-    The first one is what both begin with, message or not, if that is anything. Cost: O(tokens) and
-    O(pairs of equal messages * log).
+    The first run is the common prefix, whether or not it ends with a message, unless it is empty.
+    Cost: O(tokens) and O(pairs of equal messages * log).
     """
     num_common = common_prefix(old.token_ids, new.token_ids)
     ours, theirs = (_messages(context, frames) for context in (new, old))
@@ -166,7 +168,7 @@ def common_runs(old: Context, new: Context, frames: FrameTokens) -> list[KeptRun
 
 
 def _messages(context: Context, frames: FrameTokens) -> list[Span]:
-    """Return where messages lie, what precedes the first one included; [] if there are none."""
+    """Return the token ranges of messages, with that before the first one; [] if there are none."""
     starts = frames.starts(context.token_ids, context.framed)
     if not starts:
         return []
@@ -174,11 +176,11 @@ def _messages(context: Context, frames: FrameTokens) -> list[Span]:
     return list(pairwise(ends))
 
 
-_Pair = tuple[int, int, int]  # index of a new message, of an old one, their tokens
+_Pair = tuple[int, int, int]  # index of a new message, of an old one, number of tokens
 
 
 def _pairs(new: Context, ours: Sequence[Span], old: Context, theirs: Sequence[Span]) -> list[_Pair]:
-    """Pair messages of the same tokens, MOST_PAIRS at most: of longer ones if there are more."""
+    """Pair messages with equal tokens: at most MOST_PAIRS, the longest ones."""
     places: Mapping[tuple[int, ...], list[int]] = defaultdict(list)
     for index, (start, end) in enumerate(theirs):
         places[old.token_ids[start:end]].append(index)
@@ -196,12 +198,12 @@ def _heaviest(pairs: Sequence[_Pair]) -> list[tuple[int, int]]:
     """Choose pairs that ascend in both indices and have the most tokens together.
 
     Args:
-        pairs: ascending by their first index, of one first index descending by the second.
+        pairs: ascending by the first index, then descending by the second.
     """
-    # The best chains so far by where they end in the old context: ends and weights both ascend.
+    # The best chains so far, by their end in the old context; ends and weights both ascend.
     ends: list[int] = []
     best: list[tuple[int, int]] = []  # weight, index of the chain's last pair
-    before: list[int] = []  # of each pair: the one before it in its chain; -1: none
+    before: list[int] = []  # for each pair: its predecessor in the chain; -1: none
     for index, (_, other, weight) in enumerate(pairs):
         at = bisect_left(ends, other)
         total, last = best[at - 1] if at else (0, -1)

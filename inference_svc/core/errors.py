@@ -34,7 +34,7 @@ class InvalidSamplingError(InvalidInputError):
 
 
 class InvalidGrammarError(InvalidInputError):
-    """A grammar of the answer is none, or the model can have none."""
+    """A grammar for the answer is invalid, or the model supports none."""
 
     reason = "invalid_grammar"
 
@@ -52,13 +52,13 @@ class EmptyTurnError(InvalidInputError):
 
 
 class EmbeddingsUnsupportedError(InvalidInputError):
-    """The model makes no embeddings."""
+    """The model does not support embeddings."""
 
     reason = "embeddings_unsupported"
 
 
 class InvalidTurnError(InvalidInputError):
-    """A value of the turn is off: a token id or a priority out of range, an unknown role."""
+    """A value of the turn is invalid: a token id or a priority out of range, an unknown role."""
 
     reason = "invalid_input"
 
@@ -70,13 +70,13 @@ class InvalidDiscardError(InvalidInputError):
 
 
 class InvalidCompressionError(InvalidInputError):
-    """No such compression policy, or one that this model cannot have."""
+    """There is no such compression policy, or this model does not support it."""
 
     reason = "invalid_compression"
 
 
 class RequestIdReusedError(InvalidInputError):
-    """A request id came back with another input."""
+    """A request id was used again with another input."""
 
     reason = "request_id_reused"
 
@@ -94,13 +94,13 @@ class UnknownTurnError(NotFoundError):
 
 
 class SessionBusyError(ConflictError):
-    """A turn of this session runs or waits already."""
+    """A turn of this session already runs or waits."""
 
     reason = "session_busy"
 
 
 class SessionMovedError(ConflictError):
-    """The session went on at another server while this one was at it."""
+    """Another server has continued the session while this one worked on a turn of it."""
 
     reason = "session_moved"
 
@@ -112,13 +112,13 @@ class TurnCancelledError(ConflictError):
 
 
 class TurnMismatchError(StateError):
-    """The session has another number of turns than the client believes."""
+    """The session has another number of turns than the client expects."""
 
     reason = "turn_mismatch"
 
 
 class NoChatTemplateError(StateError):
-    """Chat messages or text were sent to a model that cannot read them."""
+    """Chat messages or text were sent to a model that has no template or tokenizer for them."""
 
     reason = "no_chat_template"
 
@@ -140,7 +140,7 @@ class QueueFullError(ExhaustedError):
 
     Args:
         queue_length: number of turns under way, or of those that wait.
-        retry_after_s: seconds until a place is likely free.
+        retry_after_s: seconds until a place will likely be free.
     """
 
     reason = "queue_full"
@@ -177,13 +177,13 @@ class TooManySessionsError(ExhaustedError):
 
 
 class TranscriptDiskFullError(ExhaustedError):
-    """The disk has no room for the turn's record; the session is as it was."""
+    """The disk has no room for the turn's record; the session is unchanged."""
 
     reason = "transcript_disk_full"
 
 
 class TranscriptUnavailableError(UnavailableError):
-    """The transcript cannot be read or written right now; the turn was not recorded."""
+    """The transcript cannot be read or written at the moment; the turn was not recorded."""
 
     reason = "transcript_unavailable"
 
@@ -195,18 +195,18 @@ class DeadlineExceededError(DeadlineError):
 
 
 class DrainingError(UnavailableError):
-    """The service is about to stop; a turn that it hands back has left its session as it was."""
+    """The service is about to stop; a turn that it hands back has not changed its session."""
 
     reason = "draining"
 
 
 def draining() -> DrainingError:
-    """Make the error of a turn that comes too late."""
+    """Make the error of a turn that arrives while the service stops."""
     return DrainingError("the service is about to stop", "submit again in a moment")
 
 
 class EngineFailedError(ReportedError):
-    """The model raised while it computed this turn; the session is as it was."""
+    """The model raised an error while computing this turn; the session is unchanged."""
 
     reason = "engine_failed"
     retryable = True
@@ -215,7 +215,7 @@ class EngineFailedError(ReportedError):
 
 
 class UnknownModelError(ConfigError):
-    """The model directory does not exist or holds no model."""
+    """The model directory does not exist or contains no model."""
 
     reason = "unknown_model"
 
@@ -227,7 +227,7 @@ class UnsupportedModelError(ConfigError):
 
 
 class KvRoomError(ConfigError):
-    """The memory does not have room for the KV that is asked for, or for that of any turn."""
+    """The memory has no room for the KV that is configured, or for that of a single turn."""
 
     reason = "no_room_for_kv"
 

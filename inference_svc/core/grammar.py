@@ -1,4 +1,4 @@
-"""What an answer has to be: a JSON schema, a regular expression, or a grammar. Pure."""
+"""Grammars that an answer has to follow: a JSON schema, a regular expression, or Lark. Pure."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ MAX_GRAMMAR_CHARACTERS = 65536  # the time to compile one grows with it
 
 
 class GrammarKind(StrEnum):
-    """How a grammar is written."""
+    """The language of a grammar."""
 
     JSON_SCHEMA = "json_schema"
     REGEX = "regex"
@@ -24,7 +24,7 @@ class Grammar:
     """A grammar as the client wrote it.
 
     Attributes:
-        kind: how it is written.
+        kind: its language.
         source: the JSON of a schema, a regular expression, or the text of a Lark grammar.
     """
 
@@ -32,7 +32,7 @@ class Grammar:
     source: str
 
     def check(self) -> None:
-        """Raise InvalidGrammarError if it is too long, or no text at all."""
+        """Raise InvalidGrammarError if it is empty or too long."""
         if not 0 < len(self.source) <= MAX_GRAMMAR_CHARACTERS:
             raise InvalidGrammarError(
                 f"a grammar of {len(self.source)} characters cannot be",
@@ -40,31 +40,31 @@ class Grammar:
             )
 
 
-def of_schema(schema: Mapping[str, Any]) -> Grammar:
-    """Make the grammar of what a JSON schema allows."""
+def schema_grammar(schema: Mapping[str, Any]) -> Grammar:
+    """Make the grammar of the values that a JSON schema allows."""
     return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema, ensure_ascii=False))
 
 
-def of_choices(choices: Sequence[str]) -> Grammar:
-    """Make the grammar of one of several texts."""
+def choice_grammar(choices: Sequence[str]) -> Grammar:
+    """Make the grammar that allows one of several texts."""
     texts = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
     return Grammar(GrammarKind.LARK, f"start: {texts}")
 
 
 def json_rule(schema: Mapping[str, Any], *, is_strict: bool, blanks: str = "") -> str:
-    """Write what a JSON schema allows as a part of a Lark grammar's rule.
+    """Write a JSON schema as a part of a rule in a Lark grammar.
 
     Args:
         schema: the schema.
-        is_strict: whether a word of it that no grammar knows is an error; else it does not count.
-        blanks: an expression of the blanks that may stand wherever JSON has any; "": those that
-            templates write, and no others, since small models would write them on.
+        is_strict: whether a keyword that grammars do not support is an error; else it is ignored.
+        blanks: an expression of the blanks allowed wherever JSON allows any. "": exactly those that
+            templates write, since small models would write blanks without end.
     """
     style: dict[str, Any] = {"whitespace_flexible": True, "whitespace_pattern": blanks}
     if not blanks:
         style = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-    said = {**schema, "x-guidance": {**style, "lenient": not is_strict}}
-    return "%json " + json.dumps(said, ensure_ascii=False)
+    annotated = {**schema, "x-guidance": {**style, "lenient": not is_strict}}
+    return "%json " + json.dumps(annotated, ensure_ascii=False)
 
 
-ANY_OBJECT = of_schema({"type": "object"})
+ANY_OBJECT = schema_grammar({"type": "object"})

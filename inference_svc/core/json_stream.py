@@ -1,13 +1,13 @@
-"""Writes an object of JSON anew while it comes: what is out is never taken back. Pure.
+"""JSON streamed as it arrives: rewrites an object in one canonical form, piece by piece. Pure.
 
-However it is written, what comes out is what `json.dumps` would write of it, piece by piece, and
-what is complete can be read by every program:
+Text that was written is never taken back. However the object is spelled, the output is what
+`json.dumps` would write, and a complete object is valid for every JSON parser:
 
-    1. of two members of one name the first counts;
-    2. half a character is U+FFFD;
-    3. what is nested deeper than MAX_DEPTH, and a number that no program reads, is null.
+    1. of two members with the same name the first one counts;
+    2. half a surrogate pair is written as U+FFFD;
+    3. values nested deeper than MAX_DEPTH, and numbers that parsers reject, are written as null.
 
-Names, numbers and words are out when they are complete; texts as they come.
+Names, numbers and words are written when they are complete, strings as they arrive.
 """
 
 import json
@@ -16,7 +16,7 @@ import re
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-MAX_DEPTH = 64  # of objects and lists in one another
+MAX_DEPTH = 64  # of nested objects and lists
 MAX_DIGITS = 1024  # of a number
 _BLANKS = " \t\r\n"
 _CLOSING = {"{": "}", "[": "]"}
@@ -30,10 +30,12 @@ _HALF = "\ufffd"
 
 
 class _State(Enum):
-    VALUE = auto()  # one has to come, or the end of an empty list
-    NAME = auto()  # of a member, or the end of an empty object
+    """What the parser expects next."""
+
+    VALUE = auto()  # a value, or the end of an empty list
+    NAME = auto()  # a member's name, or the end of an empty object
     COLON = auto()
-    BEHIND = auto()  # a comma, or the end of what is open
+    BEHIND = auto()  # behind a value: a comma, or a closing bracket
     TEXT = auto()
     ATOM = auto()  # a number or a word
     OVER = auto()
@@ -44,8 +46,8 @@ class _Level:
     """An object or a list that is open.
 
     Attributes:
-        opening: what it began with.
-        names: of its members so far.
+        opening: its opening bracket.
+        names: names of its members so far.
         is_empty: whether nothing of it was written.
     """
 
@@ -55,10 +57,10 @@ class _Level:
 
 
 class JsonStream:
-    """Writes one object; see the module docstring.
+    """Rewrites one object while it arrives; see the module docstring.
 
     Attributes:
-        is_broken: whether what came was no JSON: nothing more is written.
+        is_broken: whether the input was not JSON: nothing more is written.
     """
 
     def __init__(self) -> None:
@@ -66,10 +68,10 @@ class JsonStream:
         self._state = _State.VALUE
         self._levels: list[_Level] = []
         self._muted = 0  # levels in and below which nothing is written; 0: none
-        self._is_name = False  # what the text is
-        self._text = ""  # of a name so far
-        self._held = ""  # an atom, or an escape that is not complete
-        self._high = ""  # the first half of a character
+        self._is_name = False  # whether the string is a member's name
+        self._text = ""  # the name so far
+        self._held = ""  # an incomplete atom or escape
+        self._high = ""  # the first half of a surrogate pair
         self._out: list[str] = []
         self._length = 0
         self._safe = (0, "")
@@ -80,10 +82,10 @@ class JsonStream:
         return self._state is _State.OVER
 
     def push(self, text: str) -> tuple[str, int]:
-        """Write what the next text adds.
+        """Rewrite the next text.
 
         Returns:
-            What is written, and how many characters were read: all, unless the object has ended.
+            The text to write, and the number of characters read: all, unless the object has ended.
         """
         at = 0
         while at < len(text) and not (self.is_complete or self.is_broken):
@@ -94,11 +96,11 @@ class JsonStream:
 
     @property
     def safe(self) -> tuple[int, str]:
-        """How many characters of all that was written are whole, and what would close them."""
+        """Length of the complete part of all written text, and the text that would close it."""
         return self._safe
 
     def _step(self, text: str, at: int) -> int:
-        """Read what begins at an index; return the index behind it."""
+        """Read the next token or piece at an index; return the index behind it."""
         if self._state is _State.TEXT:
             return self._read_text(text, at)
         if self._state is _State.ATOM:
@@ -116,26 +118,26 @@ class JsonStream:
     def _read_sign(self, sign: str) -> None:
         level = self._levels[-1] if self._levels else None
         if self._state is _State.COLON:
-            self._go(_State.VALUE, is_right=sign == ":")
+            self._move(_State.VALUE, is_right=sign == ":")
         elif level is None:
-            self._open(sign) if sign == "{" else self._break()
+            self._open(sign) if sign == "{" else self._set_broken()
         elif sign == _CLOSING[level.opening] and (self._state is _State.BEHIND or level.is_empty):
             self._close()
         elif self._state is _State.BEHIND:
             following = _State.NAME if level.opening == "{" else _State.VALUE
-            self._go(following, is_right=sign == ",")
+            self._move(following, is_right=sign == ",")
         elif self._state is _State.NAME:
             self._is_name = True
-            self._go(_State.TEXT, is_right=sign == '"')
+            self._move(_State.TEXT, is_right=sign == '"')
         else:
             self._begin_value(sign, level)
 
-    def _go(self, state: _State, *, is_right: bool) -> None:
+    def _move(self, state: _State, *, is_right: bool) -> None:
         self._state = state
         if not is_right:
-            self._break()
+            self._set_broken()
 
-    def _break(self) -> None:
+    def _set_broken(self) -> None:
         self.is_broken = True
 
     # ---------------------------------------------------------------------------- values
@@ -153,7 +155,7 @@ class JsonStream:
         elif _ATOM.match(sign):
             self._held, self._state = sign, _State.ATOM
         else:
-            self._break()
+            self._set_broken()
 
     def _open(self, sign: str) -> None:
         if len(self._levels) == MAX_DEPTH and not self._muted:
@@ -162,14 +164,14 @@ class JsonStream:
         self._write(sign)
         self._levels.append(_Level(sign))
         self._state = _State.NAME if sign == "{" else _State.VALUE
-        self._settle()
+        self._mark_safe()
 
     def _close(self) -> None:
         level = self._levels.pop()
         self._write(_CLOSING[level.opening])
         if not self._levels:
             self._state = _State.OVER
-            self._settle()
+            self._mark_safe()
             return
         self._end_value()
 
@@ -177,7 +179,7 @@ class JsonStream:
         self._state = _State.BEHIND
         if self._muted and len(self._levels) < self._muted:
             self._muted = 0
-        self._settle()
+        self._mark_safe()
 
     def _end_atom(self) -> None:
         atom, self._held = self._held, ""
@@ -194,7 +196,7 @@ class JsonStream:
             return self._read_escape(text, at)
         found = _RUN.match(text, at)
         if found:
-            self._say(found[0])
+            self._append_text(found[0])
             return found.end()
         if text[at] == "\\":
             self._held = "\\"
@@ -205,35 +207,35 @@ class JsonStream:
     def _read_escape(self, text: str, at: int) -> int:
         self._held += text[at]
         if self._held[1] != "u":
-            self._say(_SIGNS.get(self._held[1], _HALF))
+            self._append_text(_SIGNS.get(self._held[1], _HALF))
             self._held = ""
         elif len(self._held) == len("\\u0000"):
             code, self._held = self._held[2:], ""
-            self._say_code(int(code, 16) if re.fullmatch("[0-9a-fA-F]{4}", code) else 0xFFFD)
+            self._append_code(int(code, 16) if re.fullmatch("[0-9a-fA-F]{4}", code) else 0xFFFD)
         return at + 1
 
-    def _say_code(self, code: int) -> None:
-        """Say a character by its number, or half of one."""
+    def _append_code(self, code: int) -> None:
+        """Append a character by its code, or keep the first half of a surrogate pair."""
         if 0xDC00 <= code < 0xE000 and self._high:
             both = 0x10000 + (ord(self._high) - 0xD800) * 0x400 + code - 0xDC00
             self._high = ""
-            self._say(chr(both))
+            self._append_text(chr(both))
         elif 0xD800 <= code < 0xDC00:
-            self._say("")
+            self._append_text("")
             self._high = chr(code)
         else:
-            self._say(_HALF if 0xDC00 <= code < 0xE000 else chr(code))
+            self._append_text(_HALF if 0xDC00 <= code < 0xE000 else chr(code))
 
-    def _say(self, said: str) -> None:
+    def _append_text(self, text: str) -> None:
         if self._high:
-            said, self._high = _HALF + said, ""
+            text, self._high = _HALF + text, ""
         if self._is_name:
-            self._text += said
+            self._text += text
         else:
-            self._write(json.dumps(said, ensure_ascii=False)[1:-1])
+            self._write(json.dumps(text, ensure_ascii=False)[1:-1])
 
     def _end_text(self) -> None:
-        self._say("")
+        self._append_text("")
         if not self._is_name:
             self._write('"')
             self._end_value()
@@ -256,15 +258,15 @@ class JsonStream:
             self._out.append(text)
             self._length += len(text)
 
-    def _settle(self) -> None:
-        """Note that what was written up to here is whole, but for what closes it."""
+    def _mark_safe(self) -> None:
+        """Record that the text written so far is complete, except for its closing brackets."""
         if not self._muted:
             closing = "".join(_CLOSING[level.opening] for level in reversed(self._levels))
             self._safe = self._length, closing
 
 
-def closed(text: str) -> str:
-    """Return the beginning of an object as one: with the members that are complete; "{}" if none.
+def close_object(text: str) -> str:
+    """Complete the beginning of an object: with its complete members; "{}" if there are none.
 
     Args:
         text: what a JsonStream has written so far.
@@ -276,13 +278,13 @@ def closed(text: str) -> str:
 
 
 def is_beginning(text: str) -> bool:
-    """Whether a JsonStream may have written a text, and was to write more."""
+    """Return whether a JsonStream may have written this text, with more to follow."""
     stream = JsonStream()
     return stream.push(text)[0] != "" and not (stream.is_complete or stream.is_broken)
 
 
 def _number(written: str) -> str:
-    """Write a number as `json.dumps` does; null, if it is none that programs read."""
+    """Write a number as `json.dumps` does; null if it is one that parsers reject."""
     if len(written) > MAX_DIGITS:
         return _NULL
     try:

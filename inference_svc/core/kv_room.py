@@ -1,15 +1,15 @@
-"""How many tokens' KV fit in memory, and what that makes of the window. Pure.
+"""Room for KV: how many tokens fit in memory, and which context window follows. Pure.
 
-While KV is saved, some of the token slots are those of the write ring, where what is computed waits
-until kvd has it: the window is what the ring leaves.
+If KV is saved, some token slots belong to the write ring, where computed KV waits until kvd has it.
+The window is what the ring leaves.
 """
 
 from inference_svc.core.errors import KvRoomError
 from inference_svc.core.scheduling.write_slots import LEAST_WRITE_SLOTS
 from shared.types.units import format_bytes
 
-KV_SHARE = 4  # the working KV may take one part in four of the memory that is free at the start
-MOST_UNSAVED_STATES = 4  # of a turn that runs: a state may be as large as thousands of tokens
+KV_SHARE = 4  # the working KV may take a quarter of the memory that is free at the start
+MOST_UNSAVED_STATES = 4  # of a running turn: a state may be as large as thousands of tokens
 LEAST_WINDOW_TOKENS = 16  # with less no turn would have room
 
 
@@ -18,16 +18,16 @@ def least_slots(*, saves: bool) -> int:
     return LEAST_WINDOW_TOKENS + (LEAST_WRITE_SLOTS if saves else 0)
 
 
-def asked_slots(kv_tokens: int, token_bytes: int, all_bytes: int) -> int:
-    """Check the setting scheduler.kv_tokens against the machine, now that the model is known.
+def configured_slots(kv_tokens: int, token_bytes: int, all_bytes: int) -> int:
+    """Check the setting scheduler.kv_tokens against the machine's memory, and return it.
 
     Args:
-        kv_tokens: as it was set.
-        token_bytes: of a token's KV, all layers.
-        all_bytes: of memory where the KV is to be, used or not.
+        kv_tokens: the setting.
+        token_bytes: bytes of a token's KV, all layers.
+        all_bytes: bytes of the memory for KV, used or not.
 
     Raises:
-        KvRoomError: so much can never be there.
+        KvRoomError: so many can never fit.
     """
     most = all_bytes // token_bytes
     if kv_tokens > most:
@@ -41,11 +41,11 @@ def asked_slots(kv_tokens: int, token_bytes: int, all_bytes: int) -> int:
 
 
 def slots_of_free_memory(free_bytes: int, token_bytes: int, *, saves: bool) -> int:
-    """Choose the token slots where no setting does.
+    """Choose the number of token slots if no setting does.
 
     Args:
-        free_bytes: of memory where the KV is to be.
-        token_bytes: of a token's KV, all layers.
+        free_bytes: free bytes of the memory for KV.
+        token_bytes: bytes of a token's KV, all layers.
         saves: whether KV is saved.
 
     Raises:
@@ -63,17 +63,17 @@ def slots_of_free_memory(free_bytes: int, token_bytes: int, *, saves: bool) -> i
 
 
 def residents_with_states(free_bytes: int, state_bytes: int, num_active: int, most: int) -> int:
-    """Choose how many sessions may keep their states in memory, beside the requests under way.
+    """Choose how many sessions may keep their states in memory, beside the active requests.
 
     Args:
-        free_bytes: of memory where states are to be.
-        state_bytes: of one state.
+        free_bytes: free bytes of the memory for states.
+        state_bytes: bytes of one state.
         num_active: most requests that are admitted at once. Each has a state of its own, and up to
             `MOST_UNSAVED_STATES` that wait to be stored.
         most: most sessions, however much memory there is.
 
     Raises:
-        KvRoomError: those of all these requests do not fit.
+        KvRoomError: the states of all these requests do not fit.
     """
     num_states, num_needed = free_bytes // KV_SHARE // state_bytes, states_of_requests(num_active)
     if num_states < num_needed:
@@ -86,7 +86,7 @@ def residents_with_states(free_bytes: int, state_bytes: int, num_active: int, mo
 
 
 def requests_with_states(free_bytes: int, state_bytes: int) -> int:
-    """Return how many requests' states take half of the room for states at most.
+    """Return how many requests may be active so that their states take half of the room.
 
     The other half is for sessions that stay in memory (`residents_with_states`).
     """
@@ -94,20 +94,20 @@ def requests_with_states(free_bytes: int, state_bytes: int) -> int:
 
 
 def states_of_requests(num_active: int) -> int:
-    """Return the most states that so many requests have at once."""
+    """Return the most states that `num_active` requests have at once."""
     return num_active * (1 + MOST_UNSAVED_STATES)
 
 
 def whole_pages(kv_slots: int, page_tokens: int, num_groups: int = 1) -> int:
-    """Return the token slots of as many whole pages as fit.
+    """Return the number of token slots in all whole pages that fit.
 
     Args:
         kv_slots: token slots; a token has one in each group of layers.
         page_tokens: number of tokens on a page, of one group.
-        num_groups: groups of layers.
+        num_groups: number of groups of layers.
 
     Raises:
-        KvRoomError: not one page of each group does.
+        KvRoomError: not even one page of each group fits.
     """
     if kv_slots < page_tokens * num_groups:
         raise KvRoomError(
@@ -120,13 +120,13 @@ def whole_pages(kv_slots: int, page_tokens: int, num_groups: int = 1) -> int:
 def window_of(
     room_tokens: int, write_slots: int, model_tokens: int, kv_tokens: int
 ) -> tuple[int, str]:
-    """Choose the most tokens of a turn, and say what bounds them.
+    """Choose the most tokens of a turn; return them, and what bounds them as text.
 
     Args:
-        room_tokens: tokens that the slots of turns and resident sessions hold of one sequence.
-        write_slots: those of the write ring; 0: nothing is saved.
+        room_tokens: tokens of one sequence that the slots of turns and residents hold.
+        write_slots: slots of the write ring; 0: nothing is saved.
         model_tokens: the model's own window; 0: it has none.
-        kv_tokens: the setting; 0: the slots are of the free memory.
+        kv_tokens: the setting scheduler.kv_tokens; 0: the slots follow from the free memory.
     """
     if 0 < model_tokens <= room_tokens:
         return model_tokens, "the model's"

@@ -1,10 +1,10 @@
-"""Why a conversation that was answered before was not found in the cache. Pure.
+"""Cache misses of conversations: why one that was answered before was not found again. Pure.
 
-Clients of the HTTP APIs send whole conversations. One that repeats what was answered, word for
-word, goes on with that session; one that does not begins a session of its own, or a fork, and what
-differs is computed again, with all that follows it. Which session it *resembles* is known by its
-answers, together with what was said before each. What its tokens say there, and what the resembled
-session's say, tells the cause.
+Clients of the HTTP APIs send whole conversations. A conversation that repeats all answers word for
+word continues their session. One that does not gets a session of its own, or a fork, and is
+computed again from the first difference on. The session that it *resembles* is found by the answers
+in it, each together with the messages before it. The cause of the miss follows from comparing what
+both say at the first difference.
 """
 
 import re
@@ -17,7 +17,7 @@ from inference_svc.core.chat import ASSISTANT, SYSTEM
 
 
 class MissCause(StrEnum):
-    """Causes, as users see them; what each says is `TOLD`."""
+    """Causes, as users see them; `CAUSE_TEXTS` describes them."""
 
     TEMPLATE_ARGUMENTS = "template_arguments_changed"
     TOOLS_REORDERED = "tools_reordered"
@@ -31,7 +31,7 @@ class MissCause(StrEnum):
     UNKNOWN = "history_unknown"
 
 
-TOLD: Mapping[str, str] = {
+CAUSE_TEXTS: Mapping[str, str] = {
     MissCause.TEMPLATE_ARGUMENTS: "other arguments of the chat template write it differently",
     MissCause.TOOLS_REORDERED: "the same tools are offered in another order",
     MissCause.TOOLS_CHANGED: "other tools are offered",
@@ -44,8 +44,8 @@ TOLD: Mapping[str, str] = {
     MissCause.UNKNOWN: "it has answers that are not known here",
 }
 
-# Why history was computed again although the client said nothing else: `Usage.recompute_reason`.
-RECOMPUTED: Mapping[str, str] = {
+# Why history was computed again although the conversation is the same: `Usage.recompute_reason`.
+RECOMPUTE_TEXTS: Mapping[str, str] = {
     "evicted": "its KV had left all tiers, to make room for other sessions",
     "expired": "the time to live of its KV had passed",
     "flushed": "an operator had flushed its KV",
@@ -64,19 +64,19 @@ RECOMPUTED: Mapping[str, str] = {
 }
 
 
-def told(cause: str) -> str:
-    """Say what a cause means, or a reason to recompute; what is not known says itself."""
-    return {**TOLD, **RECOMPUTED}.get(cause, cause)
+def describe_cause(cause: str) -> str:
+    """Describe a cause, or a reason to recompute, for users; an unknown one is returned."""
+    return {**CAUSE_TEXTS, **RECOMPUTE_TEXTS}.get(cause, cause)
 
 
 @dataclass(frozen=True)
 class Resembled:
-    """What a conversation was likely meant to go on with.
+    """The session that a conversation was likely meant to continue.
 
     Attributes:
         session_id: a session that gave some of its answers; "" if there is none.
-        turns: number of the session's turns up to the last of these.
-        was_known: whether there was one.
+        turns: number of the session's turns up to the last of these answers.
+        was_known: whether there was such a session.
         first_message: number of the client's messages that precede the turn's input.
         is_named: whether a client gave the session its name.
     """
@@ -90,13 +90,13 @@ class Resembled:
 
 @dataclass(frozen=True)
 class Wording:
-    """One side of a comparison.
+    """One of two conversations to be compared.
 
     Attributes:
-        tools_digest: of the tools that it tells of; "": of none.
-        arguments: the chat template's, as recorded.
-        opening: text of what stands before the first message that is not the system's.
-        following: its text from the difference on, so much as it takes to see what differs.
+        tools_digest: digest of the tools that it describes; "": none.
+        arguments: the chat template's arguments, as recorded.
+        opening: its text before the first message that is not a system message.
+        following: its text from the difference on, as much as is needed to see the difference.
     """
 
     tools_digest: str
@@ -114,15 +114,15 @@ def cause_of(
     in_opening: bool,
     thoughts: Sequence[str],
 ) -> MissCause:
-    """Name what made a conversation differ from the one that it resembles.
+    """Find the cause that made a conversation differ from the one that it resembles.
 
     Args:
-        old: that one.
+        old: the conversation that it resembles.
         new: the conversation itself.
-        common: the last text that both have.
-        role: who says the message that differs; "" if that is not known.
-        in_opening: whether the difference stands before the first message that is not the system's.
-        thoughts: texts that begin what the model thinks.
+        common: the text right before the difference.
+        role: role of the message that differs; "" if it is not known.
+        in_opening: whether the difference is before the first message that is not a system message.
+        thoughts: texts that begin a model's thoughts.
     """
     if old.arguments != new.arguments:
         return MissCause.TEMPLATE_ARGUMENTS
@@ -150,44 +150,44 @@ _MONTHS = (
     "jan(?:uary)?|feb(?:ruary)?|mar(?:ch)?|apr(?:il)?|may|june?|july?|aug(?:ust)?|sept?(?:ember)?"
     "|oct(?:ober)?|nov(?:ember)?|dec(?:ember)?"
 )
-_RUN = re.compile(  # of what dates and times are written with
+_RUN = re.compile(  # a run of characters and words that dates and times consist of
     rf"(?:\b(?:{_DAYS}|{_MONTHS}|am|pm|utc|gmt)\b|\d+(?:st|nd|rd|th|T|Z|am|pm)?|[-:/.,+ \t])+",
     re.IGNORECASE,
 )
-_TIME = re.compile(  # what makes a run a date or a time, not a number
+_TIME = re.compile(  # makes a run a date or a time, not just a number
     rf"\d{{4}}-\d|\d:\d\d|\d[/.]\d+[/.]\d|\b1\d{{9}}\b|\b(?:{_DAYS}|{_MONTHS})\b.*\d|\d.*\b(?:{_MONTHS})\b",
     re.IGNORECASE,
 )
-_LEAST_ALIKE = 4  # characters that follow a date in both texts, and are the same
+_LEAST_ALIKE = 4  # characters behind a date that have to be the same in both texts
 
 
 def differ_in_time(common: str, old: str, new: str) -> bool:
-    """Whether two texts differ in a date or a time, and go on alike.
+    """Return whether two texts differ in a date or a time, and continue with the same text.
 
     Args:
-        common: what precedes in both: a date may begin in it.
+        common: the text before both: a date may begin in it.
         old: one text, from the difference on.
         new: the other one.
     """
-    rests = []
+    remainders = []
     for text in (common + old, common + new):
         runs = (run for run in _RUN.finditer(text) if run.start() <= len(common) < run.end())
         run = next(runs, None)
         if run is None or not _TIME.search(run.group()):
             return False
-        rests.append(text[run.end() :])
-    least = min(_LEAST_ALIKE, *map(len, rests))
-    return rests[0][:least] == rests[1][:least]
+        remainders.append(text[run.end() :])
+    least = min(_LEAST_ALIKE, *map(len, remainders))
+    return remainders[0][:least] == remainders[1][:least]
 
 
 def message_index(starts: Sequence[int], token_index: int, num_messages: int) -> int | None:
-    """Return which of the messages of a prompt has a token.
+    """Return the index of the client's message that contains a token of a prompt.
 
     Args:
-        starts: where the prompt's messages begin, its tokens counted, ascending; the last one is
-            that of the answer.
-        token_index: of the token.
-        num_messages: that the client sent; a template may write one of its own before them.
+        starts: token positions where the prompt's messages begin, ascending; the last is the
+            answer's.
+        token_index: position of the token.
+        num_messages: number of messages the client sent; a template may write one before them.
 
     Returns:
         None if the template does not write each message as one.

@@ -1,4 +1,4 @@
-"""For how long clients want KV to be kept. Pure; kvd decides what comes of it."""
+"""Retention: for how long a client wants KV to be kept. Pure; kvd decides how to honour it."""
 
 from dataclasses import dataclass
 
@@ -10,8 +10,8 @@ class Retention:
     """For how long a client wants KV to be kept at least, in seconds after each use; 0: no wish.
 
     Attributes:
-        session_s: all of the turn's session.
-        prefix_s: the tools and the system message that it begins with, for other sessions, too.
+        session_s: for all KV of the turn's session.
+        prefix_s: for the tools and the system message that it begins with, also for other sessions.
     """
 
     session_s: float = 0.0

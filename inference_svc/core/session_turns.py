@@ -1,13 +1,13 @@
-"""Which turn of each session runs and which wait behind it: one at a time, in order.
+"""The turns under way by session: one runs at a time, the others wait behind it in order.
 
-A turn that was cancelled ends at once, and leaves its session as it was: whoever has cancelled it
-may submit the next one without waiting for that.
+A turn that was cancelled ends at once, and leaves its session as it was. So its client may submit
+the next turn without waiting for that.
 
 Pure. Invariants: 1. the first turn of a session's queue runs, the others wait; 2. a session without
 turns has no entry; 3. the bounds hold.
 
-A refused client is given a time to come back (`ReturnTimes`), each tenant by itself: one that
-retries again and again does not make others wait.
+A refused client gets a time to return at (`ReturnTimes`). Each tenant has its own, so that a tenant
+that retries again and again does not delay others.
 """
 
 from collections import deque
@@ -19,20 +19,21 @@ from inference_svc.core.tenant_limits import ReturnTimes
 from shared.types.session_key import SessionKey
 
 MAX_RETRY_S = 10.0
-MAX_RETURNS = 1024  # tenants whose return times are kept, unless more have been refused just now
-MIN_PACE_S = 0.005  # between two clients that come back: refusing them costs something, too
+MAX_RETURNS = 1024  # tenants whose return times are kept; more if their times are to come
+MIN_PACE_S = 0.005  # between two clients that return: refusing them costs time, too
 
 T = TypeVar("T")
 
 
 class SessionTurns(Generic[T]):
-    """See the module docstring.
+    """The queues of turns, one for each session.
 
     Args:
         max_turns: most turns of all sessions together, running and waiting.
         max_turns_per_session: most turns of one session, running and waiting.
-        retry_after_s: returns how many seconds it takes until the next place is likely free.
-        is_leaving: returns whether a turn was cancelled, and ends at once: it is in nobody's way.
+        retry_after_s: returns in how many seconds the next place will likely be free.
+        is_leaving: returns whether a turn was cancelled and ends at once, so that it blocks no
+            other.
     """
 
     def __init__(
@@ -57,18 +58,24 @@ class SessionTurns(Generic[T]):
         return (turn for queue in self._queues.values() for turn in queue)
 
     def of(self, key: SessionKey) -> tuple[T, ...]:
-        """List the turns of a session: the running one, then those that wait."""
+        """List the turns of a session: the running one, then the waiting ones."""
         return tuple(self._queues.get(key, ()))
 
     def is_busy(self, key: SessionKey) -> bool:
-        """Whether a session has a turn that does not end at once."""
+        """Return whether a session has a turn that does not end at once."""
         return not all(map(self._is_leaving, self.of(key)))
 
     def enter(self, key: SessionKey, turn: T, now_ns: int, *, wait: bool) -> bool:
         """Add a turn; return whether it runs now.
 
+        Args:
+            key: the session's key.
+            turn: the turn.
+            now_ns: the time.
+            wait: whether it may wait behind other turns of its session.
+
         Raises:
-            SessionBusyError: a turn runs and this one does not want to wait.
+            SessionBusyError: a turn runs, and this one may not wait.
             QueueFullError: a bound is reached.
         """
         queue = self._queues.get(key, ())
@@ -84,7 +91,11 @@ class SessionTurns(Generic[T]):
         return not queue
 
     def leave(self, key: SessionKey, turn: T) -> T | None:
-        """Remove a turn that ended or was cancelled; return the one that runs now, if another."""
+        """Remove a turn that ended or was cancelled.
+
+        Returns:
+            The turn that runs in its place from now on; None: there is none.
+        """
         queue = self._queues[key]
         was_running = queue[0] is turn
         queue.remove(turn)

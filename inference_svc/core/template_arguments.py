@@ -1,6 +1,6 @@
-"""Arguments of a chat template, beside messages and tools: `chat_template_kwargs`. Pure.
+"""Arguments of a chat template besides messages and tools: `chat_template_kwargs`. Pure.
 
-A template takes those whose names it knows, and passes over the others.
+A template uses the arguments whose names it knows, and ignores the others.
 """
 
 import json
@@ -13,12 +13,12 @@ from inference_svc.core.errors import InvalidTurnError
 Arguments: TypeAlias = Mapping[str, Any]  # JSON by names
 
 MAX_ARGUMENTS = 64
-MAX_DEPTH = 16  # of objects and lists in one another: whoever writes them into a prompt recurses
+MAX_DEPTH = 16  # of nested objects and lists: templates recurse to write them into a prompt
 MAX_CHARACTERS = 16384  # as JSON
 EFFORT = "reasoning_effort"
-# By the names that templates have for it: Qwen's and who follows, DeepSeek's and Granite's.
+# Templates have different names for it: Qwen's and its followers', DeepSeek's and Granite's.
 UNTHINKING: Arguments = {"enable_thinking": False, "thinking": False}
-# What a template is given by the service, or would not be a template's argument.
+# Arguments that the service passes, or that Transformers would not pass to the template.
 RESERVED = frozenset(
     {
         *("messages", "conversation", "tools", "chat_template", "add_generation_prompt"),
@@ -32,10 +32,10 @@ _SPECIAL = ("_token", "_tokens")  # the model's own: eos_token, extra_special_to
 
 
 def check_arguments(arguments: Arguments) -> None:
-    """Check what a client, or the operator, gives to the template.
+    """Check the template's arguments, from a client or from the operator.
 
     Raises:
-        InvalidTurnError: a name is none or the service's own, or there is too much of them.
+        InvalidTurnError: a name is invalid or reserved, or there are too many arguments.
     """
     for name in arguments:
         if not _NAME.fullmatch(name):
@@ -56,10 +56,10 @@ def check_arguments(arguments: Arguments) -> None:
 
 
 def canonical_arguments(arguments: Arguments) -> str:
-    """Write arguments as one text, "" if there are none: equal texts, equal arguments.
+    """Write arguments as one text, "" if there are none: equal texts mean equal arguments.
 
     Raises:
-        InvalidTurnError: a value is no JSON.
+        InvalidTurnError: a value is not JSON.
     """
     if not arguments:
         return ""
@@ -74,10 +74,10 @@ def canonical_arguments(arguments: Arguments) -> str:
 
 
 def read_arguments(text: str) -> dict[str, Any]:
-    """Read arguments that were written as JSON; "" has none. They are not checked.
+    """Parse arguments that were written as JSON; "" has none. They are not checked.
 
     Raises:
-        InvalidTurnError: it is no JSON object, or too long for one.
+        InvalidTurnError: it is not a JSON object, or too long.
     """
     _check_length(text)
     try:
@@ -89,11 +89,11 @@ def read_arguments(text: str) -> dict[str, Any]:
     return found
 
 
-def usual_arguments(value: object) -> object:
-    """Read the operator's arguments: a table, or its JSON; for a validator of settings.
+def parse_arguments_setting(value: object) -> object:
+    """Parse the operator's arguments: a table, or its JSON; a validator of the settings.
 
     Raises:
-        ValueError: they cannot be.
+        ValueError: they are invalid.
     """
     try:
         given = read_arguments(value) if isinstance(value, str) else value
@@ -105,7 +105,7 @@ def usual_arguments(value: object) -> object:
 
 
 def effort_arguments(effort: str | None) -> dict[str, Any]:
-    """Return what says how much the model is to think; None: the client does not say."""
+    """Return the arguments for a reasoning effort; none if the client did not set one."""
     if effort is None:
         return {}
     return {EFFORT: effort, **(UNTHINKING if effort == "none" else {})}
@@ -123,5 +123,5 @@ def _is_deep(arguments: Arguments) -> bool:
     level: list[Any] = [arguments]
     for _ in range(MAX_DEPTH):
         inner = (each.values() if isinstance(each, Mapping) else each for each in level)
-        level = [one for values in inner for one in values if isinstance(one, Mapping | list)]
+        level = [value for values in inner for value in values if isinstance(value, Mapping | list)]
     return bool(level)

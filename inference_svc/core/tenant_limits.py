@@ -1,14 +1,14 @@
-"""Limits of each tenant: turns and tokens a minute, turns at once, sessions kept. Pure.
+"""Limits per tenant: turns and tokens a minute, turns at once, sessions kept. Pure.
 
-A rate is a bucket that holds a minute's worth and fills all the time. A turn takes one from the
-bucket of turns when it begins. It may begin while the bucket of tokens is not empty; it reserves
-there what it may need, which can leave a debt, and settles when it has ended: tokens that it
-computed (prompt and answer) stay taken, tokens that it found in the cache cost nothing. A refused
-client is given a time to come back (`ReturnTimes`).
+A rate is a token bucket that holds a minute's worth and fills all the time. A turn takes one from
+the bucket of turns when it begins. It may begin while the bucket of tokens is not empty. Then it
+reserves the tokens that it may need, which can leave a debt. When it has ended, tokens that it
+computed (prompt and answer) stay taken, and the others are returned: tokens found in the cache cost
+nothing. A refused client gets a time to return at (`ReturnTimes`).
 
-Invariants (`check`): 1. a tenant's turns are counted from `enter` to `leave`, and so are sessions
-that they open, until they are there; 2. a tenant that is idle and owes nothing has no entry, at the
-latest when the next sweep has passed; 3. nothing of one tenant is seen by another.
+Invariants (`check`): 1. a tenant's turns are counted from `enter` to `leave`, and the sessions that
+they open until these exist; 2. an idle tenant without a debt has no entry, at the latest after the
+next sweep; 3. no tenant sees anything of another.
 """
 
 from collections import Counter
@@ -21,27 +21,27 @@ from shared.types.units import NS_PER_S
 
 
 class ReturnTimes:
-    """The times that refused clients are given to come back.
+    """The times at which refused clients are asked to return.
 
-    Each later than the one before, by what a place takes to become free: a thousand clients that
-    came back together would nearly all be refused again. After some time it begins anew: the pace
-    may be estimated too slow, and places must not stay empty.
+    Each time is later than the one before by the time that a place takes to become free: if a
+    thousand clients returned together, nearly all would be refused again. The times start over when
+    they are too far ahead: the pace may be estimated too slow, and places must not stay empty.
 
     Attributes:
-        last_ns: time when the client that was refused last may come back.
+        last_ns: time at which the client that was refused last may return.
     """
 
     def __init__(self) -> None:
         self.last_ns = 0
 
     def next_s(self, now_ns: int, first_s: float, pace_s: float, most_s: float) -> float:
-        """Return in how many seconds the next client may come back.
+        """Return in how many seconds the next client may return.
 
         Args:
             now_ns: the time.
-            first_s: seconds until the first one may.
-            pace_s: seconds between two.
-            most_s: most seconds, beyond `first_s`; later clients share the times of the first.
+            first_s: seconds until the first client may.
+            pace_s: seconds between two clients.
+            most_s: most seconds from now; beyond it the times start over at `first_s`.
         """
         first_ns, pace_ns = now_ns + int(first_s * NS_PER_S), int(pace_s * NS_PER_S)
         return_ns = max(first_ns, self.last_ns + pace_ns)
@@ -52,9 +52,9 @@ class ReturnTimes:
 
 
 MINUTE_S = 60.0
-MAX_RETRY_S = MINUTE_S  # those who are refused are spread over so much
-MIN_PACE_S = 0.005  # between two clients that come back: refusing them costs something, too
-SWEEP = 1024  # entries that are new since the last look at which of them are needed
+MAX_RETRY_S = MINUTE_S  # refused clients' return times are spread over this
+MIN_PACE_S = 0.005  # between two clients that return: refusing them costs time, too
+SWEEP = 1024  # new entries between two sweeps
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,12 @@ class TenantBounds:
 
 
 class Bucket:
-    """A token bucket: fills at a rate up to a minute's worth; may be left with a debt."""
+    """A token bucket: fills at a rate up to a minute's worth; may be left with a debt.
+
+    Args:
+        per_minute: the rate; None: no bound.
+        now_ns: the time.
+    """
 
     def __init__(self, per_minute: float | None, now_ns: int) -> None:
         self._per_minute = per_minute
@@ -77,11 +82,11 @@ class Bucket:
 
     @property
     def capacity(self) -> float:
-        """The most that it holds: a minute's worth, and 1 at least."""
+        """The most that it holds: a minute's worth, and at least 1."""
         return max(1.0, self._per_minute or 0.0)
 
     def level(self, now_ns: int) -> float:
-        """Return its level; below 0: a debt."""
+        """Return its level; below 0 it is a debt."""
         if self._per_minute is not None:
             passed_s = max(0, now_ns - self._filled_ns) / NS_PER_S
             level = self._level + self._per_minute * passed_s / MINUTE_S
@@ -90,25 +95,25 @@ class Bucket:
         return self._level
 
     def take(self, amount: float, now_ns: int) -> None:
-        """Take an amount out, or put it back (below 0)."""
+        """Take an amount out, or return a negative one."""
         if self._per_minute is not None:
             self._level = min(self.capacity, self.level(now_ns) - amount)
 
     def set_rate(self, per_minute: float | None, now_ns: int) -> None:
-        """Fill at another rate from now on; one that had no bound begins full."""
+        """Fill at another rate from now on; a bucket that had no bound starts full."""
         had_bound, level = self._per_minute is not None, self.level(now_ns)
         self._per_minute = per_minute
         self._level = min(level, self.capacity) if had_bound else self.capacity
 
     def wait_s(self, wanted: float, now_ns: int) -> float:
-        """Return how many seconds it takes until so much is in it; 0 if it is."""
+        """Return in how many seconds `wanted` will be in it; 0 if it is."""
         if self._per_minute is None:
             return 0.0
         missing = min(wanted, self.capacity) - self.level(now_ns)
         return max(0.0, missing * MINUTE_S / self._per_minute)
 
     def pace_s(self, amount: float) -> float:
-        """Return how many seconds so much takes to come in."""
+        """Return how many seconds it takes to fill by an amount."""
         return amount * MINUTE_S / self._per_minute if self._per_minute is not None else 0.0
 
 
@@ -129,6 +134,8 @@ class Reservation:
 
 @dataclass
 class _Tenant:
+    """The limits of one tenant, and what its turns under way have used of them."""
+
     bounds: TenantBounds
     turns: Bucket
     tokens: Bucket
@@ -137,19 +144,19 @@ class _Tenant:
     returns: ReturnTimes = field(default_factory=ReturnTimes)
 
     def is_needed(self, now_ns: int) -> bool:
-        """Whether a fresh entry would differ from it."""
+        """Return whether the entry differs from a new one."""
         buckets = (self.turns, self.tokens)
         owes = any(bucket.level(now_ns) < bucket.capacity for bucket in buckets)
         return bool(self.num_turns or self.opening) or owes or self.returns.last_ns > now_ns
 
 
 class TenantLimits:
-    """See the module docstring.
+    """The limits of all tenants, and what turns under way have used of them.
 
     Args:
-        default: limits of tenants that are not named.
+        default: limits of tenants without limits of their own.
         named: limits of the others, by name.
-        turn_s: returns how many seconds a turn takes at present, to estimate times to come back.
+        turn_s: returns how many seconds a turn takes at present, to estimate return times.
     """
 
     def __init__(
@@ -170,19 +177,20 @@ class TenantLimits:
     def set_bounds(
         self, default: TenantBounds, named: Mapping[str, TenantBounds], now_ns: int
     ) -> None:
-        """Apply other limits from now on; turns under way keep what they reserved."""
+        """Apply other limits from now on; turns under way keep their reservations."""
         self._default, self._named = default, named
         for name, tenant in self._tenants.items():
             tenant.bounds = self._named.get(name, self._default)
             tenant.turns.set_rate(tenant.bounds.turns_per_minute, now_ns)
             tenant.tokens.set_rate(tenant.bounds.tokens_per_minute, now_ns)
 
-    def refuse(
+    def refusal(
         self, name: str, tokens: float, opens: str, num_sessions: int, now_ns: int
     ) -> ExhaustedError | None:
-        """Return why a turn may not begin now; None if it may. Changes nothing but hints.
+        """Return why a turn may not begin now; None if it may. Only return times are changed.
 
-        Sessions are checked last: a client that deletes one is not refused for something else.
+        Sessions are checked last, so that a client that deletes one is not refused for another
+        reason.
 
         Args:
             name: the tenant's name.
@@ -203,12 +211,12 @@ class TenantLimits:
             return _rate_limited(
                 name, bounds, tenant.returns.next_s(now_ns, wait_s, pace_s, MAX_RETRY_S)
             )
-        return self.refuse_session(name, opens, num_sessions, now_ns) if opens else None
+        return self.session_refusal(name, opens, num_sessions, now_ns) if opens else None
 
-    def refuse_session(
+    def session_refusal(
         self, name: str, opens: str, num_sessions: int, now_ns: int
     ) -> ExhaustedError | None:
-        """Return why a tenant with so many sessions may not open this one; None if it may."""
+        """Return why a tenant with `num_sessions` sessions may not open this one; None: it may."""
         tenant = self._tenant(name, now_ns)
         most, num_kept = tenant.bounds.max_sessions, num_sessions + len(tenant.opening)
         if most is None or opens in tenant.opening or num_kept < most:
@@ -216,31 +224,31 @@ class TenantLimits:
         return _too_many_sessions(name, num_kept)
 
     def enter(self, name: str, tokens: float, opens: str, now_ns: int) -> Reservation:
-        """Count a turn that begins, which `refuse` did not; it owes `leave`."""
+        """Count a turn that begins, after `refusal` returned None; `leave` is owed."""
         tenant = self._tenant(name, now_ns)
-        # Not more than a minute's worth: who asks for endless answers does not wait endlessly.
+        # At most a minute's worth: a turn with an endless max_tokens must not wait endlessly.
         reservation = Reservation(name, min(tokens, tenant.tokens.capacity), opens)
         tenant.num_turns += 1
         if opens:
-            self.open_session(name, opens, now_ns)
+            self.begin_opening(name, opens, now_ns)
         tenant.turns.take(1.0, now_ns)
         tenant.tokens.take(reservation.tokens, now_ns)
         return reservation
 
     def leave(self, reservation: Reservation, used_tokens: float, now_ns: int) -> None:
-        """Count a turn out, and settle what it has used."""
+        """Count a turn that ended, and return reserved tokens that it did not use."""
         tenant = self._tenants[reservation.tenant]
         tenant.num_turns -= 1
         if reservation.opens:
-            self.session_opened(reservation.tenant, reservation.opens)
+            self.end_opening(reservation.tenant, reservation.opens)
         tenant.tokens.take(used_tokens - reservation.tokens, now_ns)
 
-    def open_session(self, name: str, session_id: str, now_ns: int) -> None:
-        """Count a session that is being opened; owes `session_opened`."""
+    def begin_opening(self, name: str, session_id: str, now_ns: int) -> None:
+        """Count a session that is being opened; `end_opening` is owed."""
         self._tenant(name, now_ns).opening[session_id] += 1
 
-    def session_opened(self, name: str, session_id: str) -> None:
-        """End the count of a session being opened: it exists now, or will not."""
+    def end_opening(self, name: str, session_id: str) -> None:
+        """Stop counting a session as being opened: it exists now, or opening it failed."""
         opening = self._tenants[name].opening
         opening[session_id] -= 1
         if not opening[session_id]:

@@ -6,15 +6,15 @@ r"""A session's transcript and its file format: one record a line, append-only. 
            | {"discard": {ranges, after_tokens, reason}}              a client's, between turns
            | {"end": {}}                                              the session is over
 
-A last line that is torn was never acknowledged and is left out; a bad line before the last means
-that the file was damaged: the session is refused rather than continued from a wrong history. So is
-one with a discard of tokens that are not there.
+A torn last line was never acknowledged, and is ignored. A bad line before the last means that the
+file was damaged: the session is refused rather than continued from a wrong history. So is a session
+with a discard of tokens that it does not have.
 
-Of another release's records, fields that this one does not know are left out: a turn's `grafts` by
-a release before them, say, which then takes its context for one that was computed as a whole, finds
-none of it in kvd behind the first seam, and computes it. So a release that
-writes what must not be left out writes a record of another kind: a session that has one is refused,
-and its file stays as it is.
+Unknown fields of records, which another release wrote, are ignored. For example, a release without
+grafts ignores a turn's `grafts`: it takes the context for one that was computed as a whole, finds
+none of it in kvd behind the first seam, and computes it. A release with data that must not be
+ignored writes it as a record of another kind: a session with an unknown record is refused, and its
+file stays as it is.
 """
 
 import hashlib
@@ -35,7 +35,7 @@ from shared.types.session_key import SessionKey
 
 
 class TranscriptDamagedError(StateError):
-    """A transcript file is damaged before its last line, or does not make sense."""
+    """A transcript file is damaged before its last line, or is inconsistent."""
 
     reason = "transcript_damaged"
 
@@ -47,19 +47,19 @@ class TranscriptSealedError(TranscriptDamagedError):
 
 
 class UnknownRecordError(StateError):
-    """A transcript has a record of another release, without which its session is another one."""
+    """A transcript has a record of another release that must not be ignored."""
 
     reason = "transcript_of_another_release"
 
 
 def digest_of(key: SessionKey) -> str:
-    """Return what a session's file is called: 32 hex digits."""
+    """Return the name of a session's file: 32 hex digits."""
     return hashlib.blake2b("\0".join(key).encode(), digest_size=16).hexdigest()
 
 
 @dataclass(frozen=True)
 class Header:
-    """The session of a transcript; an empty session is a header alone."""
+    """The session that a transcript belongs to; an empty session has a header only."""
 
     tenant: str
     model: str
@@ -74,10 +74,13 @@ class Header:
 
 @dataclass(frozen=True)
 class Transcript:
-    """A session as its complete turns; a value: `with_turn` makes a new one.
+    """A session as its complete turns; a value: `with_turn` returns a new one.
 
     Attributes:
-        discards: between turns, in order, each with the number of turns before it.
+        header: the session.
+        turns: its complete turns, in order.
+        has_ended: whether it takes no further turn.
+        discards: discards between turns, in order, each with the number of turns before it.
         cached_context: the context, if it was derived from that of the transcript before this one;
             None: it is replayed at the first use of `context`.
     """
@@ -90,7 +93,7 @@ class Transcript:
 
     @cached_property
     def context(self) -> Context:
-        """The context that the next turn sees."""
+        """The context that the next turn finds."""
         return self.cached_context or replay(self.turns, self.discards)
 
     @property
@@ -100,20 +103,20 @@ class Transcript:
 
     @property
     def tools_digest(self) -> str:
-        """A digest of the tools that its context tells of; "" if it tells of none."""
+        """A digest of the tools that its context describes; "" if there are none."""
         return next((turn.tools_digest for turn in self.turns if turn.tools_digest), "")
 
     @property
     def template_arguments(self) -> str | None:
-        """The chat template's arguments that its beginning was written with; None: it has none.
+        """The chat template's arguments of its first turn, as JSON; None: it has no turns.
 
-        As JSON; "" where it says the same without them.
+        "" if they do not change what the template writes.
         """
         return self.turns[0].template_arguments if self.turns else None
 
     @property
     def history(self) -> str:
-        """A digest of all that was said in it; "": see `TurnRecord.history`."""
+        """A digest of the whole conversation; "": see `TurnRecord.history`."""
         return self.turns[-1].history if self.turns else ""
 
     @cached_property
@@ -123,7 +126,7 @@ class Transcript:
 
     @property
     def all_discards(self) -> tuple[tuple[int, Discard], ...]:
-        """Discards of turns and between them, each with the index of its turn, in order."""
+        """Discards in turns and between them, each with the index of its turn, in order."""
         within = [(turn.turn, discard) for turn in self.turns for discard in turn.discards]
         return tuple(sorted((*self.discards, *within), key=lambda found: found[0]))
 
@@ -144,8 +147,8 @@ class Transcript:
         discards = (*self.discards, (len(self.turns), discard))
         return replace(self, discards=discards, cached_context=context)
 
-    def ended(self) -> "Transcript":
-        """Return the transcript of the session that takes no further turn."""
+    def with_end(self) -> "Transcript":
+        """Return the transcript with the session ended: it takes no further turn."""
         return replace(self, has_ended=True, cached_context=self.context)
 
     def forked(self, session_id: str, at_turn: int) -> "Transcript":
@@ -159,7 +162,7 @@ class Transcript:
         return Transcript(header, turns, discards=discards)
 
     def find(self, request_id: str) -> TurnRecord | None:
-        """Find the turn that was submitted under this id."""
+        """Return the turn that was submitted with this request id; None: there is none."""
         return next((turn for turn in self.turns if turn.request_id == request_id), None)
 
 
@@ -194,7 +197,7 @@ def encode_transcript(transcript: Transcript) -> bytes:
 
 
 def decode_header(line: bytes) -> Header | None:
-    """Decode a file's first line; None if that does not say whose file it is."""
+    """Decode a file's first line; None if it does not name a session."""
     record = _record(line)
     try:
         return None if record is None else _header(record)
@@ -203,7 +206,10 @@ def decode_header(line: bytes) -> Header | None:
 
 
 def decode_transcript(data: bytes) -> tuple[Transcript | None, int]:
-    """Decode a file; return the transcript (None: not even a header) and its number of good bytes.
+    """Decode a file.
+
+    Returns:
+        The transcript (None: not even a header) and the number of good bytes.
 
     Raises:
         TranscriptDamagedError: a line before the last is bad, or a discard is.
@@ -229,7 +235,7 @@ def decode_transcript(data: bytes) -> tuple[Transcript | None, int]:
 
 
 def _transcript(records: list[dict[str, Any]]) -> Transcript:
-    """Make a transcript of records, and check that the discards among them fit."""
+    """Make a transcript from records, and check that its discards fit."""
     header, *parts = [_part(number, record) for number, record in enumerate(records, 1)]
     if not isinstance(header, Header):
         raise _unknown(1)
@@ -259,7 +265,7 @@ def _line(record: dict[str, Any]) -> bytes:
 
 
 def _record(line: bytes) -> dict[str, Any] | None:
-    """Decode one line, None if it is torn or damaged."""
+    """Decode one line; None if it is torn or damaged."""
     checksum, _, text = line.rstrip(b"\n").partition(b" ")
     if not line.endswith(b"\n") or checksum != b"%08x" % zlib.crc32(text):
         return None
@@ -268,10 +274,10 @@ def _record(line: bytes) -> dict[str, Any] | None:
 
 
 def _part(number: int, record: dict[str, Any]) -> Header | TurnRecord | Discard | None:
-    """Decode the record of a line; None: it says that the session is over.
+    """Decode the record of a line; None: it ends the session.
 
     Raises:
-        UnknownRecordError: it is none that this release could have written.
+        UnknownRecordError: this release could not have written it.
     """
     try:
         if "header" in record:
@@ -294,34 +300,34 @@ def _unknown(number: int) -> UnknownRecordError:
     )
 
 
-_KNOWN: Mapping[type, frozenset[str]] = {
+_KNOWN_FIELDS: Mapping[type, frozenset[str]] = {
     kind: frozenset(known.name for known in fields(kind))
     for kind in (Header, TurnRecord, Usage, CacheMiss, Graft)
 }
 
 
-def _known(kind: type, record: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a record that this release knows."""
-    return {name: value for name, value in record.items() if name in _KNOWN[kind]}
+def _known_fields(kind: type, record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a record that this release knows."""
+    return {name: value for name, value in record.items() if name in _KNOWN_FIELDS[kind]}
 
 
 def _header(record: Mapping[str, Any]) -> Header:
-    return Header(**_known(Header, record["header"]))
+    return Header(**_known_fields(Header, record["header"]))
 
 
 def _turn(record: dict[str, Any]) -> TurnRecord:
-    """Rebuild the tuples that JSON writes as lists; of Usage, what is not there is 0."""
+    """Decode a turn: restore tuples, which JSON writes as lists; fields missing in Usage are 0."""
     top = tuple(
         tuple((int(token_id), float(logprob)) for token_id, logprob in tops)
         for tops in record["top_logprobs"]
     )
     rebuilt: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value
-        for name, value in _known(TurnRecord, record).items()
+        for name, value in _known_fields(TurnRecord, record).items()
     }
-    usage = _known(Usage, record["usage"])
+    usage = _known_fields(Usage, record["usage"])
     if usage.get("miss"):
-        usage["miss"] = CacheMiss(**_known(CacheMiss, usage["miss"]))
+        usage["miss"] = CacheMiss(**_known_fields(CacheMiss, usage["miss"]))
     discards = tuple(map(_discard, record.get("discards", ())))
     grafts = tuple(map(_graft, record.get("grafts", ())))
     rebuilt |= {"usage": Usage(**usage), "top_logprobs": top}
@@ -337,7 +343,7 @@ def _discard(record: dict[str, Any]) -> Discard:
 
 
 def _graft(record: dict[str, Any]) -> Graft:
-    return Graft(**{**_known(Graft, record), "lineage": _lineage(record["lineage"])})
+    return Graft(**{**_known_fields(Graft, record), "lineage": _lineage(record["lineage"])})
 
 
 def _lineage(record: Mapping[str, Any]) -> Lineage:
@@ -346,7 +352,7 @@ def _lineage(record: Mapping[str, Any]) -> Lineage:
 
 @dataclass(frozen=True)
 class ExpectedSession:
-    """A session's state as a client believes it to be, checked before the session changes.
+    """A session's state as a client expects it, checked before the session changes.
 
     Attributes:
         num_turns: number of complete turns; None: any.
@@ -357,10 +363,10 @@ class ExpectedSession:
     context_tokens: int | None = None
 
     def check(self, transcript: Transcript) -> None:
-        """Refuse to change a session that is over, or is not as the client believes.
+        """Raise unless the session is open, and in the state that the client expects.
 
         Raises:
-            TurnMismatchError: it has other numbers.
+            TurnMismatchError: the numbers differ.
             SessionEndedError: it takes no further turn.
         """
         num_turns, context_tokens = len(transcript.turns), len(transcript.context.token_ids)

@@ -1,15 +1,17 @@
-"""Which tokens of a context are dropped when its window is full, before a turn and in it. Pure.
+"""Truncation: which tokens of a context are dropped when its window is full. Pure.
 
-A turn stays in its window (`TurnWindow`) as its overflow policy says:
+This happens before a turn or in the middle of it. The overflow policy says how a turn stays in its
+window (`TurnWindow`):
 
     oldest        the oldest part is dropped
-    half, sinks   the same, by older names
-    reject        nothing is: the turn is refused, or its answer ends where the window does
+    half, sinks   older names of the same policy
+    reject        nothing is dropped: the turn is refused, or its answer ends with the window
 
-One range goes at a time, as long as `ratio` of what may go; longer if that is not enough. The
-system message stays, and where there are chat frames (`FrameTokens`) the range ends where one
-begins, unless the policy says otherwise. So do the sinks, the first tokens of the context, whatever
-they are part of: KV that was computed over them is worth little without them in many models.
+One range is dropped at a time. It is as long as `ratio` of all that may be dropped, or longer if
+that is not enough. The system message stays. Where there are chat frames (`FrameTokens`), the range
+ends where a frame begins, unless the policy says otherwise. The sinks, the first tokens of the
+context, stay whatever they are part of: in many models KV that was computed over them is worth
+little without them.
 
 *Source:* token truncation: CachedAttention, USENIX ATC'24, §3.4; sinks: StreamingLLM, ICLR 2024.
 """
@@ -24,24 +26,24 @@ from inference_svc.core.errors import InputTooLongError, InvalidTurnError
 
 OLDEST, HALF, SINKS, REJECT = "oldest", "half", "sinks", "reject"
 OVERFLOW_POLICIES = (OLDEST, HALF, SINKS, REJECT)
-RECOMPUTED_RATIO = 0.5  # the paper's: what is kept is computed again, so that cuts are to be rare
-KEPT_RATIO = 0.125  # what is kept costs nothing: little at a time, so that much is there to be read
-USUAL_SINKS = 4  # that most models with attention sinks need
+RECOMPUTED_RATIO = 0.5  # the paper's: the kept tokens are computed again, so cuts should be rare
+KEPT_RATIO = 0.125  # KV that is kept costs nothing: small cuts leave the model more to read
+USUAL_SINKS = 4  # enough for most models with attention sinks
 MAX_SINK_TOKENS = 65536
-RESERVE_SHARE = 4  # the reserve is at most one part in four of the window
-LEAST_CUT_SHARE = 8  # where there is no way to make that room: one part in eight, mid-turn
+RESERVE_SHARE = 4  # the reserve is at most a quarter of the window
+LEAST_CUT_SHARE = 8  # if the reserve cannot be had in mid-turn: room for an eighth of the window
 SINKS_SHARE = 2  # sinks are at most half of the window
 
 
 @dataclass(frozen=True)
 class OverflowPolicy:
-    """See the module docstring.
+    """How a turn drops tokens when its window is full.
 
     Attributes:
         name: the policy's name.
-        ratio: part of the droppable tokens that is dropped at once, in (0, 1].
-        sink_tokens: number of first tokens that stay; a system message counts. A turn keeps at most
-            half of its window (`TurnWindow`).
+        ratio: share of the droppable tokens that is dropped at once, in (0, 1].
+        sink_tokens: number of first tokens that stay, those of a system message included. A turn
+            keeps at most half of its window (`TurnWindow`).
         split_frames: whether messages of a chat may be cut anywhere.
         drop_system: whether the system message may be dropped, too.
     """
@@ -53,7 +55,7 @@ class OverflowPolicy:
     drop_system: bool = False
 
     def check(self) -> None:
-        """Raise InvalidTurnError that lists every value that cannot be."""
+        """Raise InvalidTurnError with a list of all invalid values."""
         problems = []
         if self.name not in OVERFLOW_POLICIES:
             problems.append(
@@ -81,7 +83,8 @@ def plan_truncation(
 
     Args:
         policy: the turn's overflow policy.
-        droppable_tokens: number of first tokens, system message included; those after them stay.
+        droppable_tokens: number of first tokens, system message included; the tokens behind them
+            stay.
         system_tokens: number of first tokens that are the system message.
         frame_starts: positions where frames begin, ascending; [] if there are none.
         excess_tokens: least number of tokens to drop; more than 0.
@@ -108,17 +111,17 @@ def plan_truncation(
 
 @dataclass(frozen=True)
 class FrameTokens:
-    """Special tokens of a chat template: where its messages begin; without any there are no frames.
+    """Special tokens of a chat template that delimit its messages; without any there are no frames.
 
     A frame is a message as the template writes it: from its opening special token to the next
-    one's. Special tokens are looked for in the tokens that clients sent as messages or as token
-    ids. Raw text has no frames and may be cut anywhere; what a model answers begins none, whatever
-    it writes.
+    message's. Frames are found only in tokens that clients sent as messages or as token ids. Raw
+    text has no frames and may be cut anywhere. A model's answer never begins a frame, whatever it
+    contains.
 
     Attributes:
         opening: ids of tokens that begin a message.
-        closing: ids of tokens that end an answer; where no token begins messages, a frame begins
-            after one of these.
+        closing: ids of tokens that end an answer. If no token begins messages, a frame begins after
+            each of these.
     """
 
     opening: frozenset[int] = frozenset()
@@ -126,15 +129,15 @@ class FrameTokens:
 
     @property
     def ids(self) -> frozenset[int]:
-        """Ids of all of them."""
+        """Ids of all frame tokens."""
         return self.opening | self.closing
 
     def starts(self, token_ids: Sequence[int], framed: bytes) -> list[int]:
-        """Find where frames begin.
+        """Find the positions where frames begin.
 
         Args:
             token_ids: the tokens of a context.
-            framed: for each of them, whether it may begin a message (see `Context`).
+            framed: for each token, whether it may begin a message (see `Context`).
 
         Returns:
             Positions, ascending; [] if there are no frames.
@@ -154,14 +157,14 @@ class FrameTokens:
 
 @dataclass(frozen=True)
 class TurnWindow:
-    """The window of one turn.
+    """The window of one turn, and what is dropped for the turn to stay in it.
 
     Attributes:
         policy: the overflow policy.
         window_tokens: most tokens that prompt and answer may have together at any time.
-        reserve_tokens: tokens of the answer that have room when it begins.
+        reserve_tokens: tokens of the answer to have room for when it begins.
         max_tokens: most tokens of the answer.
-        has_max_tokens: whether the client named them: under "reject" they must have room.
+        has_max_tokens: whether the client set them: under "reject" all of them must have room.
         frame_tokens: frame tokens of the model's chat template.
     """
 
@@ -174,25 +177,25 @@ class TurnWindow:
 
     @property
     def is_rigid(self) -> bool:
-        """Whether nothing may be dropped, so that the answer ends where the window does."""
+        """Whether nothing may be dropped, so that the answer ends with the window."""
         return self.policy.name == REJECT
 
     def at_start(self, context: Context, new_tokens: int) -> tuple[Range, ...]:
-        """Choose the tokens of the context that are dropped before a turn; () if all fits.
+        """Choose the tokens of the context that are dropped before a turn; () if everything fits.
 
-        Room for the reserve is made if it can be; room for one token must be. Where nothing is left
-        that was computed over the sinks, they go, too.
+        Room for the reserve is made if possible, room for one token is required. If no token would
+        be left that was computed over the sinks, they are dropped, too.
 
         Raises:
             InputTooLongError: there is no room even without all that may be dropped.
         """
-        num_tokens, wanted_tokens = len(context.token_ids), self._wanted_tokens
-        most_tokens = max(self._reserve_tokens, wanted_tokens)
+        num_tokens, required_tokens = len(context.token_ids), self._required_tokens
+        most_tokens = max(self._reserve_tokens, required_tokens)
         excess_tokens = num_tokens + new_tokens + most_tokens - self.window_tokens
         if excess_tokens <= 0:
             return ()
         everything = self._plan_start(replace(self.policy, ratio=1.0, sink_tokens=0), context, 1)
-        for room_tokens in (most_tokens, wanted_tokens):
+        for room_tokens in (most_tokens, required_tokens):
             excess_tokens = num_tokens + new_tokens + room_tokens - self.window_tokens
             if excess_tokens <= 0:
                 return ()
@@ -204,18 +207,19 @@ class TurnWindow:
         raise self._too_long(num_tokens - num_in(everything), new_tokens)
 
     def check_fits(self, history_tokens: int, new_tokens: int) -> None:
-        """Raise InputTooLongError unless a prompt has room as it is, and one token of the answer.
+        """Raise InputTooLongError unless a prompt fits as it is, with one token of the answer.
 
-        Under "reject" all of an answer whose length the client named.
+        Under "reject" an answer whose length the client set must fit as a whole.
         """
-        if history_tokens + new_tokens + self._wanted_tokens > self.window_tokens:
+        if history_tokens + new_tokens + self._required_tokens > self.window_tokens:
             raise self._too_long(history_tokens, new_tokens)
 
     def mid_turn(self, context: Context, tail_tokens: int) -> tuple[Range, ...]:
-        """Choose the tokens to drop of a context whose slots are all filled; () if none may.
+        """Choose the tokens to drop from a context that fills all its slots; () if none may be.
 
-        It is as much as the reserve, or an eighth of the window if that is less and all there is: a
-        cut costs as much as the context is long, so an answer does not resume token by token.
+        Room is made for the reserve. If that is impossible, for an eighth of the window, if that is
+        less. A cut costs time in proportion to the context, so that an answer should not resume
+        token by token.
 
         Args:
             context: what is left of the session, with the turn's input and its answer so far.
@@ -238,13 +242,16 @@ class TurnWindow:
         return ()
 
     def answer_tokens(self, prompt_tokens: int) -> int:
-        """Return the tokens of the longest answer that fits; all, where the oldest are dropped."""
+        """Return the length of the longest answer that fits, in tokens.
+
+        If the oldest tokens may be dropped, that is `max_tokens`.
+        """
         room_tokens = self.window_tokens - prompt_tokens
         return min(self.max_tokens, room_tokens) if self.is_rigid else self.max_tokens
 
     @property
     def sink_tokens(self) -> int:
-        """Number of first tokens of the context that stay while any that saw them does."""
+        """Number of first tokens that stay while any token computed over them stays."""
         return min(self.policy.sink_tokens, self.window_tokens // SINKS_SHARE)
 
     @property
@@ -252,8 +259,8 @@ class TurnWindow:
         return replace(self.policy, sink_tokens=self.sink_tokens)
 
     @property
-    def _wanted_tokens(self) -> int:
-        """Return how many tokens of the answer must have room, else the turn is refused."""
+    def _required_tokens(self) -> int:
+        """Number of the answer's tokens that must have room; otherwise the turn is refused."""
         return self.max_tokens if self.is_rigid and self.has_max_tokens else 1
 
     @property
@@ -266,7 +273,10 @@ class TurnWindow:
     def _plan_start(
         self, policy: OverflowPolicy, context: Context, excess_tokens: int
     ) -> tuple[Range, ...]:
-        """Choose the tokens to drop between turns: the last frame is complete, and may go, too."""
+        """Choose the tokens to drop between turns, when the last frame is complete.
+
+        That frame may be dropped, too.
+        """
         num_tokens = len(context.token_ids)
         starts = self.frame_tokens.starts(context.token_ids, context.framed)
         return plan_truncation(
@@ -278,7 +288,7 @@ class TurnWindow:
         )
 
     def _too_long(self, history_tokens: int, new_tokens: int) -> InputTooLongError:
-        room_tokens = self._wanted_tokens
+        room_tokens = self._required_tokens
         wanted = f"max_tokens {room_tokens}" if room_tokens > 1 else "1 more"
         remedy = "send a shorter turn, lower max_tokens, or open a new session"
         if self.is_rigid:

@@ -1,7 +1,7 @@
-"""How long turns and steps take, by bucket, and where their tokens came from. Pure.
+"""Histograms of turns and steps: how long they take, and where their tokens came from. Pure.
 
-Beside the counters of `counters.py`, which say how often. Labels are bounded: a tenant is one only
-if the settings name it, all others are OTHER.
+They complement `counters.py`, which counts how often. Labels are bounded: a tenant has a label of
+its own only if the settings name it; all others share OTHER.
 """
 
 from collections.abc import Collection
@@ -14,20 +14,21 @@ OTHER = "other"
 
 
 class TurnHistograms:
-    """See the module docstring.
+    """The histograms and tallies of turns and steps.
 
     Args:
-        tenants: that get labels of their own, besides the default one.
+        tenants: tenants with labels of their own, besides the default one.
 
     Attributes:
         ended: number of turns by how they ended: a finish reason, or the slug of an error.
-        ttft_s, prefill_s, total_s: seconds of turns, by the state of the history: `_history_of`.
+        ttft_s, prefill_s, total_s: seconds of turns, by the state of the history: `_history_state`.
         itl_s: seconds between two tokens of an answer, as they were sampled.
         reused_tokens: number of reused tokens, by the tier where they were found.
         recomputed_tokens: number of recomputed tokens, by reason.
-        missed_tokens: number of tokens that a conversation's wording lost, by cause.
+        missed_tokens: number of tokens computed because a conversation's wording differed, by
+            cause.
         buffer_layers: the start gate's choices (`Request.buffer_layers`), by the slowest tier.
-        refused: number of turns that were not begun, by reason.
+        refused: number of turns that did not begin, by reason.
         tenant_turns: number of turns by tenant and "finished", "failed", "refused", "cancelled".
         tenant_tokens: number of tokens by tenant and kind: "computed", "reused", "output".
         step_turns, step_tokens, step_s: turns, tokens and seconds of each forward pass.
@@ -59,12 +60,12 @@ class TurnHistograms:
         """Give these tenants labels of their own from now on."""
         self._tenants = frozenset(tenants) | {DEFAULT_TENANT}
 
-    def joined(self, buffer_layers: float, tiers: Collection[str]) -> None:
-        """Count a turn that joined the batch while its history came from these tiers."""
+    def on_join(self, buffer_layers: float, tiers: Collection[str]) -> None:
+        """Count a turn that joined the batch while its history was loaded from these tiers."""
         self.buffer_layers.observe(buffer_layers, max(tiers))  # "ssd" > "dram"
 
-    def answered(self, tenant: str, finish_reason: str, usage: Usage, *, cancelled: bool) -> None:
-        """Count a turn that was answered, or stopped by its client on the way."""
+    def on_finish(self, tenant: str, finish_reason: str, usage: Usage, *, cancelled: bool) -> None:
+        """Count a turn that was answered, or cancelled by its client in its answer."""
         self.ended.add(finish_reason)
         label = self._label(tenant)
         self.tenant_turns.add(label, "cancelled" if cancelled else "finished")
@@ -82,28 +83,28 @@ class TurnHistograms:
         if usage.miss is not None:
             self.missed_tokens.add(usage.miss.cause, amount=usage.miss.lost_tokens)
         if not cancelled:
-            self._time(usage)
+            self._observe_times(usage)
 
-    def failed(self, tenant: str, reason: str, *, cancelled: bool) -> None:
+    def on_failure(self, tenant: str, reason: str, *, cancelled: bool) -> None:
         """Count a turn that ended with an error."""
         self.ended.add(reason)
         self.tenant_turns.add(self._label(tenant), "cancelled" if cancelled else "failed")
 
-    def turned_away(self, tenant: str, reason: str) -> None:
-        """Count a turn that was not begun."""
+    def on_refusal(self, tenant: str, reason: str) -> None:
+        """Count a turn that was refused."""
         self.refused.add(reason)
         self.tenant_turns.add(self._label(tenant), "refused")
 
-    def stepped(self, num_turns: int, num_tokens: int, seconds: float) -> None:
+    def on_step(self, num_turns: int, num_tokens: int, seconds: float) -> None:
         """Count a forward pass."""
         self.step_turns.observe(num_turns)
         self.step_tokens.observe(num_tokens)
         self.step_s.observe(seconds)
 
     def as_gauges(self) -> dict[str, float]:
-        """Return quantiles of answered turns' times in seconds; those not measured are left out.
+        """Return quantiles of answered turns' times in seconds; those without data are left out.
 
-        The totals and the number of turns are for whoever takes differences of two looks.
+        The totals and the number of turns let a reader compute the means between two readings.
         """
         ttft, tpot = self.ttft_s.total, self.tpot_s.total
         found: dict[str, float | None] = {
@@ -115,8 +116,8 @@ class TurnHistograms:
         }
         return {name: value for name, value in found.items() if value is not None}
 
-    def _time(self, usage: Usage) -> None:
-        history = _history_of(usage)
+    def _observe_times(self, usage: Usage) -> None:
+        history = _history_state(usage)
         self.ttft_s.observe(usage.ttft_s, history)
         self.prefill_s.observe(usage.prefill_s, history)
         self.total_s.observe(usage.total_s, history)
@@ -131,8 +132,8 @@ class TurnHistograms:
         return tenant if tenant in self._tenants else OTHER
 
 
-def _history_of(usage: Usage) -> str:
-    """Return the state of a history: "none" (there was none), "reused", "partial", "recomputed"."""
+def _history_state(usage: Usage) -> str:
+    """Return the state of a history: "none" (no history), "reused", "partial", "recomputed"."""
     if not usage.history_tokens:
         return "none"
     if not usage.recomputed_tokens:

@@ -1,4 +1,4 @@
-"""A turn's events, as its client sees them, and its record: tokens, text and cost. Pure.
+"""A turn as clients see it, and as it is recorded: events, tokens, text and cost. Pure.
 
 Events come in this order: accepted, started, tokens…, finished.
 """
@@ -14,8 +14,8 @@ from shared.types.lineage import Lineage
 TOP = tuple[tuple[int, float], ...]
 
 
-class Said(NamedTuple):
-    """What a record says of the whole conversation: the members of `TurnRecord`."""
+class ConversationDigests(NamedTuple):
+    """Digests of the whole conversation that a turn's record has: see `TurnRecord`."""
 
     said: str = ""
     history: str = ""
@@ -23,15 +23,15 @@ class Said(NamedTuple):
 
 @dataclass(frozen=True)
 class CacheMiss:
-    """What was computed again that the cache had, or had once, and why.
+    """What was computed again although the cache had it, or once had it, and why.
 
     Attributes:
         cause: a `MissCause` (`misses.py`).
-        session_id: the session that the conversation resembles; "" if there is none any more.
-        turns: number of that session's turns that it was compared with.
-        token_index: of the first token that differs.
-        message_index: of the message that has it, among those the client sent; None: not known.
-        lost_tokens: prompt tokens that were computed, and would not have been.
+        session_id: the session that the conversation resembles; "" if it is gone.
+        turns: number of that session's turns that the conversation was compared with.
+        token_index: index of the first token that differs.
+        message_index: index of its message among those the client sent; None: not known.
+        lost_tokens: number of prompt tokens that were computed because of the difference.
         lost_s: the part of the prefill that these took, in seconds.
     """
 
@@ -57,7 +57,7 @@ class Usage:
         output_tokens: tokens of the answer.
         tier_tokens: reused tokens by the tier they were found in.
         queue_s: seconds from arrival to admission.
-        load_s: seconds from admission to the last token of the history.
+        load_s: seconds from admission until the history is loaded.
         prefill_s: seconds from the first step to the first token.
         ttft_s: seconds from arrival to the first token.
         tpot_s: mean seconds per output token after the first.
@@ -68,10 +68,10 @@ class Usage:
         dropped_tokens: tokens dropped by context overflow, before the turn and during it.
         compressed_tokens: tokens dropped by the compression policy when the turn had ended.
         drafted_tokens: tokens that were guessed ahead of the answer, and computed.
-        accepted_tokens: of them, those that were right.
+        accepted_tokens: drafted tokens that were right.
         kept_tokens: reused tokens that were kept behind an edit: computed over other tokens.
-        healed_tokens: tokens behind an edit that were computed anew though they are the same.
-        miss: what of it was computed although the cache had something very like it; None: nothing.
+        healed_tokens: tokens behind an edit that were computed again though they are the same.
+        miss: the part that was computed although the cache had something very similar; None: none.
     """
 
     history_tokens: int = 0
@@ -99,24 +99,25 @@ class Usage:
 
     @property
     def computed_tokens(self) -> int:
-        """Number of tokens that the model was fed, and of the answer's."""
+        """Number of tokens that were computed: recomputed, new, and the answer's."""
         return self.recomputed_tokens + self.new_tokens + self.output_tokens
 
 
 @dataclass(frozen=True)
 class Graft:
-    """Where a context goes on with KV of another session's: one graft, as it is recorded.
+    """A place where a context continues with KV of another session, as it is recorded.
 
     A conversation that was edited has tokens behind the edit whose KV another session has computed
-    (`edits.py`). The store gives it to this one. What follows is of another lineage.
+    (`edits.py`). The store gives this KV to the session. The tokens from there on have another
+    lineage.
 
     Attributes:
         seam: number of tokens of the context before it.
-        num_tokens: whose KV was there.
-        session_id: the session that has computed it.
+        num_tokens: number of tokens whose KV was taken.
+        session_id: the session that computed the KV.
         source_start: position of its first token in that session's context.
-        healed_tokens: tokens before the seam that were computed anew though they are the same.
-        lineage: of the context from the seam on.
+        healed_tokens: tokens before the seam that were computed again though they are the same.
+        lineage: lineage of the context from the seam on.
     """
 
     seam: int
@@ -128,7 +129,7 @@ class Graft:
 
 
 def kept_among(grafts: Sequence[Graft], num_tokens: int) -> int:
-    """Count the grafted tokens among the first tokens of a context."""
+    """Count the grafted tokens among the first `num_tokens` of a context."""
     return sum(max(0, min(graft.num_tokens, num_tokens - graft.seam)) for graft in grafts)
 
 
@@ -144,25 +145,27 @@ class TurnRecord:
         output_ids: token ids of the answer.
         pieces: the text each output token added; joined, they are the answer's text.
         logprobs: log-probability of each output token, or empty.
-        top_logprobs: per output token the most likely tokens, or empty.
+        top_logprobs: for each output token the most likely tokens, or empty.
         uncomputed_tokens: number of last tokens that the model was never fed: the last one sampled.
         finish_reason: why the answer ended.
         usage: the cost of the turn.
-        created_unix_s: Unix time when the turn ended, for people.
+        created_unix_s: Unix time when the turn ended, for display.
         discards: discards of the context in this turn, in order.
-        grafts: what of its input was kept behind an edit, in order.
-        system_tokens: number of first tokens that are the system message, with whatever the
+        grafts: grafts in its input, in order: what was kept behind an edit.
+        system_tokens: number of first tokens that are the system message, with anything that the
             template writes before the first message; 0 if the turn began with a context.
         is_text: whether the input was raw text: a special token in it begins no message.
         stop_string: the stop string that ended the answer; "" if none did.
         tools_digest: a digest of the tools that were offered; "" if none were.
-        template_arguments: of a session's first turn, the chat template's arguments as JSON, if it
-            writes another conversation with them than without; else "".
-        said: a digest of the whole conversation up to this answer, as its client sends it back, the
-            same on every server, and of this session; "": not known, or the session is not shared.
-        history: likewise, but the same in every session; "" also if a client has named this one, or
-            the turn was another session's, of which this one is a fork.
-        response: id of the response that it is stored as; "": it is none, or another session's.
+        template_arguments: for a session's first turn, the chat template's arguments as JSON, if
+            they change what the template writes; else "".
+        said: a digest of the whole conversation up to this answer, as its client sends it back. It
+            is the same on every server, and specific to this session. "": not known, or the session
+            is not shared.
+        history: a digest likewise, but the same in every session. "" also if a client has named
+            this session, or if the turn was copied from another session by a fork.
+        response: id of the response that the turn is stored as; "" if there is none, or it is
+            another session's.
     """
 
     turn: int
@@ -195,7 +198,7 @@ class TurnRecord:
 
     @property
     def text(self) -> str:
-        """The whole answer's text."""
+        """The answer's text."""
         return "".join(self.pieces)
 
 
@@ -212,6 +215,7 @@ class AnswerToken:
     """One token of an answer.
 
     Attributes:
+        token_id: the token's id.
         text: the text that it adds to the answer; "" while a character is incomplete.
         logprob: natural log of its probability; None unless requested.
         top: the most likely tokens as (token id, log-probability), most likely first.
@@ -244,7 +248,7 @@ class Accepted:
 
 @dataclass(frozen=True)
 class Started:
-    """The history is loaded as far as it was stored; the members are those of `Usage`."""
+    """The history is loaded as far as it was stored; the attributes are those of `Usage`."""
 
     history_tokens: int
     reused_tokens: int
@@ -265,12 +269,12 @@ class Finished:
 
     Attributes:
         finish_reason: why the answer ended.
-        text: the whole answer's text.
+        text: the answer's text.
         usage: the cost of the turn.
         turns: number of complete turns of the session now.
         stop_string: the stop string that ended the answer; "" if none did.
-        moved_to: the session that has the turn, where another server has gone on with the one that
-            it was submitted to; "": it is there.
+        moved_to: the session that has the turn, if another server has continued the session that it
+            was submitted to; "": the turn is in that session.
     """
 
     finish_reason: str

@@ -1,7 +1,7 @@
-"""`inference-svc demo`: every turn is answered by both services, one after the other.
+"""`inference-svc demo`: conversations whose turns are answered by both services in turn.
 
 Sessions are interleaved (all first turns, then all second turns, …). Only one turn is under way at
-a time, so that the two times to first token of a turn are measured alike.
+a time, so that both services' times to first token are measured under the same conditions.
 """
 
 import asyncio
@@ -96,12 +96,12 @@ async def _keep_running(servers: DemoServers, console: Console) -> None:
 
 @dataclass(frozen=True)
 class Conversation:
-    """The users' turns of one dialogue; the first one opens with a document.
+    """The user's turns of one dialogue; the first one opens with a document.
 
     Attributes:
         session_id: the session it is replayed as.
         title: title of the document.
-        turns: what the user says, in order.
+        turns: the user's texts, in order.
     """
 
     session_id: str
@@ -110,7 +110,7 @@ class Conversation:
 
 
 def shipped_conversations() -> tuple[Conversation, ...]:
-    """Read the sample that comes with the package."""
+    """Read the conversations that come with the package."""
     rows = json.loads((DATA_DIR / "conversations.json").read_text(encoding="utf-8"))
     return tuple(Conversation(row["session"], row["title"], tuple(row["turns"])) for row in rows)
 
@@ -118,7 +118,7 @@ def shipped_conversations() -> tuple[Conversation, ...]:
 async def replay(
     servers: DemoServers, conversations: Sequence[Conversation]
 ) -> AsyncIterator[TurnFacts]:
-    """Yield each turn's facts; kvd is killed and restarted before the last turns."""
+    """Yield the facts of each turn; kvd is killed and restarted before the last turns."""
     async with InferenceClient(servers.cached) as cached, InferenceClient(servers.recompute) as re:
         await _warm_up(cached, re)
         stored_tokens: dict[str, int] = {}
@@ -135,7 +135,7 @@ async def replay(
 
 async def _submit(client: InferenceClient, conversation: Conversation, turn: int) -> TurnResult:
     message = pb.ChatMessage(role="user", content=conversation.turns[turn])
-    # ignore_eos: answers of one length, so that every history has the same share of them
+    # ignore_eos: answers of equal length, so that every history has the same share of them
     sampling = pb.Sampling(max_tokens=OUTPUT_TOKENS, ignore_eos=True)
     request = turn_request(
         [message], conversation.session_id, sampling=sampling, expected_turn=turn

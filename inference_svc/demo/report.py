@@ -1,4 +1,4 @@
-"""What the demo finds out, turn by turn; what it concludes; its live table, its closing words."""
+"""The demo's results: facts of each turn, the verdict, the live table, and the closing words."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -14,7 +14,7 @@ from rich.table import Table
 from shared.types.units import format_duration
 
 MIN_REUSED_SHARE = 0.9  # of the history, before the kill of kvd and after it
-MOST_NAMED = 3  # turns that a message names
+MOST_NAMED = 3  # turns that a message lists
 
 
 @dataclass(frozen=True)
@@ -58,12 +58,14 @@ class Summary:
     """The demo's verdict.
 
     Attributes:
-        identical: every answer equals recomputation.
+        num_sessions: number of sessions.
+        num_turns: number of turns.
+        identical: whether every answer equals recomputation.
         reused_share: reused over history tokens after each session's first turn, before the kill.
         reused_share_after_kill: the same after kvd was killed and restarted.
         ttft_ratio: time to first token of recomputation over that with reuse, the median over turns
             with history.
-        shortfalls: what was promised and not shown, a phrase each that says what was found.
+        shortfalls: promises that were not kept, as phrases with the measured numbers.
     """
 
     num_sessions: int
@@ -76,12 +78,12 @@ class Summary:
 
     @property
     def passed(self) -> bool:
-        """Whether the demo shows what it promises."""
+        """Whether the demo kept all its promises."""
         return not self.shortfalls
 
 
 def summarise(turns: Sequence[TurnFacts]) -> Summary:
-    """Conclude from all turns."""
+    """Compute the verdict from all turns."""
     before_kill = [turn for turn in turns if turn.history_tokens and not turn.after_kill]
     after_kill = [turn for turn in turns if turn.history_tokens and turn.after_kill]
     different = [turn for turn in turns if not turn.identical]
@@ -104,7 +106,7 @@ def summarise(turns: Sequence[TurnFacts]) -> Summary:
 
 
 def as_document(turns: Sequence[TurnFacts], model: str) -> dict[str, object]:
-    """Return everything as one document for JSON."""
+    """Return verdict and turns as one document for JSON."""
     summary = summarise(turns)
     return {
         **asdict(summary),
@@ -179,7 +181,7 @@ class LiveReport:
 
 
 def turn_table(turns: Sequence[TurnFacts]) -> Table:
-    """Draw all turns, in at most 80 columns."""
+    """Make the table of all turns, at most 80 columns wide."""
     table = Table(box=box.SIMPLE_HEAD, padding=0)
     for name in ("session", "tier"):
         table.add_column(name, no_wrap=True)
@@ -204,7 +206,7 @@ def turn_table(turns: Sequence[TurnFacts]) -> Table:
 
 
 def closing_words(summary: Summary) -> str:
-    """Say what was shown."""
+    """Return the closing words, with markup."""
     answers = "every answer identical to recomputation"
     if not summary.identical:
         answers = "[bold red]some answers differ from recomputation[/]"

@@ -15,7 +15,7 @@ from shared.process.runtime_dir import READER_SOCKET, channel_options
 CALL_S = 10.0
 # Both services compute on one thread: times on a small machine are then comparable.
 MODEL_FLAGS = ("--model", str(SHIPPED_MODEL), "--dtype", "float32", "--threads", "1")
-# What a turn reuses comes from kvd, always: that is what the demo shows.
+# Reused KV always comes from kvd, to demonstrate that.
 REUSE_FLAGS = ("--mode", "cached", "--load-policy", "always", "--no-residents")
 
 
@@ -45,12 +45,13 @@ class DemoServers:
         await asyncio.gather(self._pair.start(), self._recompute.start())
 
     async def kill_and_restart_kvd(self, stored_tokens: Mapping[str, int]) -> None:
-        """SIGKILL kvd once it has everything on SSD, start it again, wait for the engine.
+        """Kill kvd (SIGKILL) once everything is on SSD, start it again, and wait for the engine.
 
         Args:
-            stored_tokens: tokens of each session that kvd must hold: saves end after answers.
+            stored_tokens: tokens of each session that kvd must have, because saves may end after
+                answers.
         """
-        await self._written(stored_tokens)
+        await self._wait_until_written(stored_tokens)
         await self._pair.kvd.kill()
         await self._pair.kvd.start()
         await self._pair.attached()
@@ -60,10 +61,10 @@ class DemoServers:
         await asyncio.gather(self._pair.stop(), self._recompute.stop())
 
     async def wait_any(self) -> None:
-        """Return when one of them ends by itself."""
+        """Wait until one of them ends by itself."""
         await first_to_end((self._pair.kvd, self._pair.service, self._recompute))
 
-    async def _written(self, stored_tokens: Mapping[str, int]) -> None:
+    async def _wait_until_written(self, stored_tokens: Mapping[str, int]) -> None:
         async with grpc.aio.insecure_channel(
             f"unix:{self.kvd_dir / READER_SOCKET}", options=channel_options()
         ) as channel:

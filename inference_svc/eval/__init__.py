@@ -1,4 +1,4 @@
 """Quality after a truncation, a compression or an edit: perplexity, retrieval, errors of keys.
 
-Measures a model directory in this process, with the runtime that serves: KV, recipes, compaction.
+Measures a model directory in this process, with the serving runtime: KV, recipes, compaction.
 """

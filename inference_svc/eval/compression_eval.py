@@ -1,14 +1,14 @@
-"""Part `compression`: what is left of the quality when a policy has dropped part of a context.
+"""Part `compression`: quality when a policy has dropped part of a context.
 
-A context is compressed once, as the service does when a turn is over, and then gone on with:
+A context is compressed once, as the service does when a turn is over, and then continued:
 
-- text: a piece of it is the context, the perplexity of the tokens behind it is the figure;
+- text: a piece of it is the context; the perplexity of the tokens behind it is measured;
 - records, asked after: the context is records; then one is asked for, as in a next turn;
-- records, asked before: the question is the end of what is compressed, as in SnapKV's own
-  experiments, so that policies with scores know what is wanted.
+- records, asked before: the question is the end of the compressed context, as in SnapKV's own
+  experiments, so that policies with scores know what is needed.
 
-All policies get the same contexts and questions. What the service protects is protected here:
-the model's sinks, special tokens, and the last token, which has not been computed.
+All policies get the same contexts and questions. The tokens that the service protects are protected
+here: the model's sinks, special tokens, and the last token, which has not been computed.
 """
 
 import time
@@ -50,8 +50,8 @@ MOST_ASKED_TOKENS = 64  # room for a question and its answer behind a context
 
 
 @dataclass
-class _Found:
-    """What one policy at one ratio has got so far."""
+class _PolicyResults:
+    """The results of one policy at one ratio so far."""
 
     policy: CompressionPolicy
     kept: list[float] = field(default_factory=list)  # share of each piece of text
@@ -64,7 +64,7 @@ class _Found:
 class _Compressed(NamedTuple):
     """A context that a policy has compressed; its last token is still to be fed."""
 
-    found: _Found
+    found: _PolicyResults
     context: Context
     kept: float
 
@@ -77,9 +77,9 @@ def measure_compression(
     Raises:
         UnusableTextError: the text is too short.
         InvalidCompressionError: no such policy, a ratio out of range, or a model without queries.
-        InvalidInputError: the window does not hold a context and what comes behind it.
+        InvalidInputError: the window does not hold a context and the tokens behind it.
     """
-    found = [_Found(policy) for policy in _policies(options, model)]
+    found = [_PolicyResults(policy) for policy in _policies(options, model)]
     text = load_text(options.text, model)
     _check(options, text, model)
     records = RecordText(model.text, text.token_ids[0])
@@ -101,7 +101,7 @@ def measure_compression(
 
 
 def _policies(options: CompressionOptions, model: EvalModel) -> list[CompressionPolicy]:
-    """List the whole context, then each policy by falling ratio."""
+    """List the policy that keeps the whole context, then each policy by falling ratio."""
     ratios = sorted({ratio for ratio in options.ratios if ratio != 1}, reverse=True)
     chosen = [make_compression("sinks_recent", 1.0)]
     chosen += [make_compression(name, ratio) for name in options.policies for ratio in ratios]
@@ -128,8 +128,10 @@ def _check(options: CompressionOptions, text: EvalText, model: EvalModel) -> Non
         )
 
 
-def _compress(model: EvalModel, token_ids: list[int], found: list[_Found]) -> Iterator[_Compressed]:
-    """Yield one context compressed by each policy; to be used before the next one is asked for.
+def _compress(
+    model: EvalModel, token_ids: list[int], found: list[_PolicyResults]
+) -> Iterator[_Compressed]:
+    """Yield one context compressed by each policy; use it before the next one.
 
     The context is computed once for each kind of scores.
     """
@@ -161,9 +163,13 @@ def _compress(model: EvalModel, token_ids: list[int], found: list[_Found]) -> It
 
 
 def _resume(
-    model: EvalModel, options: CompressionOptions, text: EvalText, index: int, found: list[_Found]
+    model: EvalModel,
+    options: CompressionOptions,
+    text: EvalText,
+    index: int,
+    found: list[_PolicyResults],
 ) -> None:
-    """Compress one piece of the text, and predict what comes behind it."""
+    """Compress one piece of the text, and predict the text behind it."""
     first = 1 + index * (options.context_tokens + options.next_tokens)
     end = first + options.context_tokens
     token_ids = [text.token_ids[0], *text.token_ids[first:end]]
@@ -175,10 +181,14 @@ def _resume(
 
 
 def _ask(
-    model: EvalModel, options: CompressionOptions, text: RecordText, seed: str, found: list[_Found]
+    model: EvalModel,
+    options: CompressionOptions,
+    text: RecordText,
+    seed: str,
+    found: list[_PolicyResults],
 ) -> None:
-    """Compress one context of records, without and with each question, and ask."""
-    records, token_ids = _filled(text, options.context_tokens, seed)
+    """Compress one context of records, without and with each question, and ask the questions."""
+    records, token_ids = _fill(text, options.context_tokens, seed)
     rng = Random(f"questions/{seed}")  # noqa: S311 - draws need no secrecy
     asked = rng.sample(records, min(options.num_questions, len(records)))
     questions = [text.question(record, token_ids) for record in asked]
@@ -194,11 +204,11 @@ def _ask(
             each.before.append(is_found(context, answer))
 
 
-def _filled(text: RecordText, most_tokens: int, seed: str) -> tuple[list[Record], list[int]]:
+def _fill(text: RecordText, most_tokens: int, seed: str) -> tuple[list[Record], list[int]]:
     """Draw records that fill a context; return them and its tokens.
 
     Raises:
-        InvalidInputError: not even those of one turn have room.
+        InvalidInputError: there is not even room for those of one turn.
     """
     records, num_given = draw_records(seed), 0
     token_ids: list[int] = []
@@ -217,7 +227,7 @@ def _filled(text: RecordText, most_tokens: int, seed: str) -> tuple[list[Record]
 
 
 def _figures(
-    found: _Found, whole: _Found, text: EvalText, options: CompressionOptions
+    found: _PolicyResults, whole: _PolicyResults, text: EvalText, options: CompressionOptions
 ) -> CompressedQuality:
     losses, reference = torch.cat(found.losses), torch.cat(whole.losses)
     return CompressedQuality(

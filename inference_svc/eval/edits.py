@@ -1,8 +1,8 @@
-"""Edits of a context as agents and their harnesses make them, and how KV goes on behind one. Pure.
+"""Edits of a context as agents' harnesses make them, and modes to treat the KV behind. Pure.
 
-Owns the kinds of edits, the modes that are compared, and the drawing of edits of plain text. An
-edit replaces spans of a context; what stands behind the first of them is text that the model has
-computed over what is not there any more. A seam is where such a kept run begins again.
+Owns the kinds of edits, the modes that are compared, and the random edits of plain text. An edit
+replaces spans of a context. The text behind the first span was computed over text that is gone. A
+seam is where such a kept run begins.
 
 *Source:* kinds: tool results cleared and conversations compacted by agents' harnesses; healing: the
 first tokens of a reused chunk are those worth recomputing (EPIC, Hu et al., 2024).
@@ -28,19 +28,19 @@ KINDS: dict[Kind, str] = {
 }
 CLEARED = "[cleared]"
 SUMMARY = "Summary of what stood here: "
-FIRST_TOKENS = 16  # of a context that no edit touches: its beginning, and the sinks
+FIRST_TOKENS = 16  # of a context that no edit changes: its beginning, and the sinks
 LEAST_CONTEXT_TOKENS = 128  # so that the shortest span has eight tokens
-SUMMARISED = 8  # one sentence of so many makes a summary
+SUMMARISED = 8  # a summary has every eighth sentence
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+")
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredMode:
-    """What is done about the tokens behind an edit: a value of `reuse.edits`, or "naive".
+    """How tokens behind an edit are treated: a value of `reuse.edits`, or "naive".
 
     Attributes:
         name: "exact", "keep", "heal:k" or "naive".
-        healed_tokens: how many are recomputed behind each seam, from the seam on; None: all.
+        healed_tokens: number of tokens recomputed behind each seam; None: all.
         moves: whether kept keys are embedded at their new positions.
     """
 
@@ -54,7 +54,7 @@ MODES_HELP = "Of exact, keep, heal:k, naive; exact is always measured."
 
 
 def modes_of(text: str) -> tuple[MeasuredMode, ...]:
-    """Read "keep,heal:16": each once, behind "exact", which the others are compared with.
+    """Parse "keep,heal:16": each mode once, after "exact", with which the others are compared.
 
     Raises:
         InvalidInputError: another name is there.
@@ -76,12 +76,12 @@ def _mode_of(name: str) -> MeasuredMode:
 
 
 def kinds_of(text: str) -> tuple[Kind, ...]:
-    """Read "clear,delete" as `names_of` does."""
+    """Parse "clear,delete" as `names_of` does."""
     return tuple(cast("Kind", name) for name in names_of(text, KINDS, "kind of edit"))
 
 
 class Replacement(NamedTuple):
-    """A span of a context, and the tokens that come in its place; () if none do."""
+    """A span of a context, and the tokens that replace it; () if none do."""
 
     span: Range
     new_ids: Sequence[int]
@@ -92,18 +92,18 @@ class Edit:
     """Spans of one context that are replaced at once.
 
     Attributes:
-        replacements: in order, apart from each other, at least one.
+        replacements: in order, not touching each other, at least one.
     """
 
     replacements: tuple[Replacement, ...]
 
     @property
     def first_token(self) -> int:
-        """Position of the first token that is not the same any more."""
+        """Position of the first token that changes."""
         return self.replacements[0].span[0]
 
     def runs(self, num_tokens: int) -> Iterator[tuple[Range, Sequence[int]]]:
-        """Yield what the first `num_tokens` become: a run that stays, and the tokens behind it."""
+        """Yield, for the first `num_tokens`: a run that stays, and the new tokens behind it."""
         start = 0
         for (span_start, span_end), new_ids in self.replacements:
             yield (start, span_start), new_ids
@@ -112,7 +112,7 @@ class Edit:
 
 
 class Writer(NamedTuple):
-    """How tokens are written as text and read from it."""
+    """Encodes text to tokens, and decodes tokens."""
 
     encode: Callable[[str], list[int]]
     decode: Callable[[Sequence[int]], str]
@@ -121,14 +121,14 @@ class Writer(NamedTuple):
 def draw_edit(
     kind: Kind, token_ids: Sequence[int], others: Sequence[int], writer: Writer, rng: Random
 ) -> Edit:
-    """Draw an edit of plain text; its last three eighths stay as they are.
+    """Draw an edit of plain text; the last three eighths of the text stay as they are.
 
     Args:
-        kind: what is done.
+        kind: the kind of edit.
         token_ids: the context, of at least LEAST_CONTEXT_TOKENS.
         others: other text to take a replacement from, at least as long as the context.
-        writer: of the model's tokenizer.
-        rng: decides.
+        writer: encodes and decodes with the model's tokenizer.
+        rng: the source of randomness.
     """
     unit = len(token_ids) // 16
     match kind:
@@ -150,7 +150,7 @@ def draw_edit(
 
 
 def _spans(start: int, end: int, number: int, longest: int, rng: Random) -> list[Range]:
-    """Draw spans, apart from each other, of half the longest length to the longest."""
+    """Draw spans that do not touch, each from half the longest length to the longest."""
     part = (end - start) // number
     found = []
     for first in range(start, start + part * number, part):
@@ -161,11 +161,11 @@ def _spans(start: int, end: int, number: int, longest: int, rng: Random) -> list
 
 
 def _other_length(length: int, rng: Random) -> int:
-    """Draw a length from half to one and a half of another, which it is not."""
+    """Draw a length from half to one and a half times another one, and different from it."""
     return rng.choice([each for each in range(length // 2, length * 3 // 2) if each != length])
 
 
 def _summary(token_ids: Sequence[int], writer: Writer) -> list[int]:
-    """Return a few of the sentences of a text, at most a quarter of its tokens."""
+    """Return a few of a text's sentences, at most a quarter of its tokens."""
     sentences = _SENTENCE_END.split(writer.decode(token_ids).strip())
     return writer.encode(SUMMARY + " ".join(sentences[::SUMMARISED]))[: len(token_ids) // 4]

@@ -1,13 +1,13 @@
-"""Part `edits`: what is left of the quality when KV is kept across an edit of a context.
+"""Part `edits`: quality when KV is kept across an edit of a context.
 
-A context is computed once, edited, and gone on with, by every mode. Mode "exact" computes all
-behind the edit again and is what the others are compared with, edit by edit:
+A context is computed once, edited, and continued by every mode. Mode "exact" computes all tokens
+behind the edit again; the other modes are compared with it, edit by edit:
 
-- text: pieces of a text are edited (`edits.py`); the tokens of the text behind the piece are
-  judged. They come new to every mode, as the next message of a conversation does.
-- records: conversations are edited (`record_edits.py`) and asked about.
+- text: pieces of a text are edited (`edits.py`), and the tokens of the text behind the piece are
+  judged. They are new to every mode, like the next message of a conversation.
+- records: conversations are edited (`record_edits.py`), and questions are asked.
 
-No edit touches the last token of a context, which is computed with what comes behind it.
+No edit changes the last token of a context, which is computed together with the tokens behind it.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -32,20 +32,20 @@ from inference_svc.eval.eval_model import (
 from inference_svc.eval.figures import EditQuality, EditsReport
 from inference_svc.eval.options import EditsOptions
 from inference_svc.eval.perplexity import perplexity_of, ratio_of
-from inference_svc.eval.record_edits import Asked, converse, edit_records
-from inference_svc.eval.retrieval import RecordText, answered
+from inference_svc.eval.record_edits import EditQuestions, converse, edit_records
+from inference_svc.eval.retrieval import RecordText, check_answer
 from inference_svc.eval.sequence import Sequence as Context
 from shared.measuring.statistics import mean, share
 from shared.types.errors import InvalidInputError
 
 DEMO = Path(__file__).parents[1] / "demo" / "data" / "conversations.json"
-ROOM = 64  # tokens: a question and its answer, or what a replacement is longer than its span
-ALL = "all"  # as a kind: of all kinds together
+ROOM = 64  # tokens for a question and its answer, or for a replacement longer than its span
+ALL = "all"  # stands for all kinds together
 
 
 @dataclass
 class Found:
-    """What one mode has got so far, after edits of one kind; by edit."""
+    """The results of one mode so far, for edits of one kind; a list entry for each edit."""
 
     kind: str
     mode: str
@@ -59,20 +59,20 @@ class Found:
     old_value: list[float] = field(default_factory=list)  # nats, its log-probability
 
     def add(self, other: "Found") -> None:
-        """Add another kind's."""
+        """Append the results of another kind."""
         for each in fields(self)[2:]:
             getattr(self, each.name).extend(getattr(other, each.name))
 
 
 class EditsEval:
-    """Edits one context after the other; `report` says what was found so far."""
+    """Edits one context after the other; `report` returns the results so far."""
 
     def __init__(self, model: EvalModel, options: EditsOptions) -> None:
         """Read the text.
 
         Raises:
             UnusableTextError: it cannot be read, or is too short.
-            InvalidInputError: the window does not hold a context and what comes behind it.
+            InvalidInputError: the window does not hold a context and the tokens behind it.
         """
         self._model = model
         self._options = options
@@ -91,7 +91,7 @@ class EditsEval:
         self._ask(f"{self._options.seed}/{index}")
 
     def report(self) -> EditsReport:
-        """Return the figures of what was run."""
+        """Return the results so far."""
         options = self._options
         together = {mode: Found(ALL, mode.name) for mode in options.modes}
         for (_, mode), found in self._found.items():
@@ -113,26 +113,26 @@ class EditsEval:
 
     @property
     def _piece_tokens(self) -> int:
-        """Tokens of the text that one context takes, those that are judged included."""
+        """Number of text tokens for one context, with those that are judged."""
         return self._options.context_tokens - 1 + self._options.next_tokens
 
     @property
     def _stride(self) -> int:
-        """Tokens from one piece's beginning to the next one's: as many as the text allows."""
+        """Number of tokens between the beginnings of two pieces, as many as the text allows."""
         room = len(self._text.token_ids) - 1 - self._piece_tokens
         return min(self._piece_tokens, max(1, room // self._options.num_contexts))
 
     def _resume(self, index: int) -> None:
-        """Edit one piece of the text, and predict what comes behind it."""
+        """Edit one piece of the text, and predict the text behind it."""
         text, options = self._text.token_ids, self._options
         first = 1 + index * self._stride
         end = first + options.context_tokens - 1
         token_ids = [text[0], *text[first:end]]
         targets = torch.tensor(text[end : end + options.next_tokens])
         others = (*text[1:first], *text[end + options.next_tokens :])
-        edits = {kind: self._drawn(kind, token_ids, others, index) for kind in options.kinds}
+        edits = {kind: self._draw(kind, token_ids, others, index) for kind in options.kinds}
         reference = torch.empty(0)
-        for kind, mode, context in self._followed(token_ids[:-1], edits):
+        for kind, mode, context in self._edited_contexts(token_ids[:-1], edits):
             found = self._found[kind, mode]
             num_behind = len(context.context_ids) - edits[kind].first_token
             found.reused.append(1 - context.num_computed / num_behind)
@@ -146,49 +146,49 @@ class EditsEval:
             agreed = reference.argmax(dim=-1) == predicted.argmax(dim=-1)
             found.agreed.append(int(agreed.sum()))
 
-    def _drawn(
+    def _draw(
         self, kind: Kind, token_ids: Sequence[int], others: Sequence[int], index: int
     ) -> Edit:
         rng = Random(f"{kind}/{self._options.seed}/{index}")  # noqa: S311 - draws need no secrecy
         return draw_edit(kind, token_ids, others, self._writer, rng)
 
     def _ask(self, seed: str) -> None:
-        """Edit one conversation about records, and ask."""
+        """Edit one conversation about records, and ask the questions."""
         said = converse(self._records, self._options.context_tokens, seed)
         asked = {
             kind: edit_records(kind, said, self._records, seed) for kind in self._options.kinds
         }
         edits = {kind: each.edit for kind, each in asked.items()}
-        for kind, mode, context in self._followed(said.token_ids[:-1], edits):
+        for kind, mode, context in self._edited_contexts(said.token_ids[:-1], edits):
             context.feed(said.token_ids[-1:], want="none")
             self._answer(context, asked[kind], self._found[kind, mode])
 
-    def _answer(self, context: Context, asked: Asked, found: Found) -> None:
+    def _answer(self, context: Context, asked: EditQuestions, found: Found) -> None:
         question, ids = self._records.question, context.context_ids
-        found.kept.append(answered(context, question(asked.kept, ids)).is_right)
+        found.kept.append(check_answer(context, question(asked.kept, ids)).is_right)
         if asked.brought is not None:
-            found.brought.append(answered(context, question(asked.brought, ids)).is_right)
-        old = answered(context, question(asked.old, ids))
+            found.brought.append(check_answer(context, question(asked.brought, ids)).is_right)
+        old = check_answer(context, question(asked.old, ids))
         found.stale.append(old.is_right)
         found.old_value.append(old.log_probability)
 
-    def _followed(
+    def _edited_contexts(
         self, token_ids: list[int], edits: dict[Kind, Edit]
     ) -> Iterator[tuple[Kind, MeasuredMode, Context]]:
-        """Yield one context after each edit by each mode; to be used before the next one."""
+        """Yield a context after each edit by each mode; use it before the next one."""
         with Context(self._model, "ca") as whole:
             whole.feed(token_ids, want="none")
             for kind, edit in edits.items():
                 for mode in self._options.modes:
                     with Context(self._model, "ca") as context:
-                        context.follow(whole, edit, mode)
+                        context.apply_edit(whole, edit, mode)
                         yield kind, mode, context
 
 
 def measure_edits(
     model: EvalModel, options: EditsOptions, on_progress: Callable[[str], None]
 ) -> EditsReport:
-    """Edit every context by every kind, and go on by every mode; raises as `EditsEval` does."""
+    """Edit every context by every kind, and continue by every mode; raises as `EditsEval` does."""
     measured = EditsEval(model, options)
     for index in range(options.num_contexts):
         on_progress(f"context {index + 1}/{options.num_contexts}")
@@ -197,7 +197,7 @@ def measure_edits(
 
 
 def _load(options: EditsOptions, model: EvalModel) -> tuple[str, EvalText]:
-    """Read what is to be edited; return its name, too."""
+    """Read the text to be edited; return its name and the encoded text."""
     files = [path for path in (options.text, options.conversations) if path is not None]
     texts = [] if options.text is None else [read_text(options.text)]
     if options.conversations is not None or not files:

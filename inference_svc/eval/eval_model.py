@@ -1,7 +1,7 @@
-"""A model directory ready to be measured by any method, and the text to measure it on.
+"""A model directory prepared for measuring by any method, and the text to measure it on.
 
-`EvalModel` owns the loaded model, one calibration and runner for each kind of positions, and the
-pool that lends sequences their KV.
+`EvalModel` owns the loaded model, a calibration and a runner for each kind of positions, and the
+pool that lends KV to sequences.
 """
 
 import gzip
@@ -29,7 +29,7 @@ from inference_svc.runtime.transfer.compaction import can_compact
 from inference_svc.runtime.turns.chat_text import TurnText
 from shared.types.errors import ConfigError, InvalidInputError
 
-SEQUENCES = 2  # that have KV at a time, each in a sequence's KV and a write buffer
+SEQUENCES = 2  # sequences at a time, each with a sequence KV and a write buffer
 
 
 class NoTokenizerError(ConfigError):
@@ -40,15 +40,16 @@ class NoTokenizerError(ConfigError):
 
 @dataclass(frozen=True)
 class EvalModel:
-    """A model directory ready to be measured by any method.
+    """A model directory prepared for measuring by any method.
 
     Attributes:
+        loaded: the model.
         text: encodes text and chat as the service does.
-        window_tokens: token slots that a context may fill.
-        sink_tokens: number of first tokens that the model leans on, see `find_sinks`.
-        pool: lends sequences their KV.
+        window_tokens: most tokens of a context.
+        sink_tokens: number of first tokens that are the model's sinks, see `find_sinks`.
+        pool: lends KV to sequences.
         calibrations: the model's calibration for each kind of positions.
-        runners: a runner of each calibration.
+        runners: a runner for each calibration.
     """
 
     loaded: LoadedModel
@@ -67,8 +68,8 @@ def open_model(
 
     Args:
         choice: the model.
-        methods: ways to truncate; of one kind of positions if weights are packed.
-        packs_weights: let it compute by packed weights, as when it is served: faster.
+        methods: ways to truncate; all with the same kind of positions if weights are packed.
+        packs_weights: whether it computes with packed weights, as when it is served: faster.
 
     Raises:
         UnknownModelError, UnsupportedModelError: see `load_model` and `calibrate`.
@@ -96,7 +97,7 @@ def prepare_model(
     text = TurnText(loaded.tokenizer, loaded.eos_ids)
     text.try_out()
     window = _window(loaded, window_tokens)
-    # Rotary embeddings that depend on the length are those of the window that is served.
+    # Rotary embeddings that depend on the length have to be those of the served window.
     served = replace(loaded, context_window=window)
     kinds = list(dict.fromkeys(positions_of(method) for method in methods))
     calibrations = {kind: _calibrate(served, kind, packs_weights) for kind in kinds}
@@ -138,7 +139,7 @@ def _calibrate(loaded: LoadedModel, positions: Positions, packs_weights: bool) -
 def _check_calibrations(
     loaded: LoadedModel, calibrations: dict[Positions, Calibration], methods: Sequence[Method]
 ) -> None:
-    """Refuse methods that this model cannot be measured by, or not in one run."""
+    """Raise unless this model can be measured by these methods, in one run."""
     if "ca-shift" in methods and not can_compact(calibrations["decoupled"]):
         raise UnsupportedModelError(
             f"keys of {loaded.architecture} cannot be turned once they are cached",
@@ -166,8 +167,8 @@ class EvalText:
     """Encoded text.
 
     Attributes:
-        token_ids: after the model's begin token, if it has one.
-        num_words: blank-separated ones, and one end per line: what WikiText's perplexities count.
+        token_ids: its tokens, after the model's begin token if it has one.
+        num_words: blank-separated words and line ends, as WikiText's perplexities count them.
     """
 
     token_ids: tuple[int, ...]
@@ -180,16 +181,16 @@ def load_text(path: Path, model: EvalModel, num_words: int = 0) -> EvalText:
     Args:
         path: plain text in UTF-8, or the same compressed by gzip.
         model: the model whose tokenizer encodes it.
-        num_words: 0: all.
+        num_words: number of words; 0: all.
 
     Raises:
-        UnusableTextError: the file is not there, or is no such file.
+        UnusableTextError: the file does not exist, or is not a text.
     """
     return encode_text(first_words(read_text(path), num_words), model)
 
 
 def encode_text(text: str, model: EvalModel) -> EvalText:
-    """Encode text by a model's tokenizer."""
+    """Encode text with a model's tokenizer."""
     tokenizer: Any = model.loaded.tokenizer
     token_ids = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
     begin = () if tokenizer.bos_token_id is None else (tokenizer.bos_token_id,)
@@ -197,10 +198,10 @@ def encode_text(text: str, model: EvalModel) -> EvalText:
 
 
 def read_text(path: Path) -> str:
-    """Read a file as it is: line ends are not changed.
+    """Read a file without changing line ends.
 
     Raises:
-        UnusableTextError: the file is not there, or is no text.
+        UnusableTextError: the file does not exist, or is not a text.
     """
     remedy = "give a file of plain text, .txt or .txt.gz, in UTF-8"
     if not path.name.endswith(SUFFIXES):
@@ -209,14 +210,14 @@ def read_text(path: Path) -> str:
 
 
 def read_conversations(path: Path) -> list[str]:
-    """Read what is said in a file of conversations, message by message.
+    """Read the messages in a file of conversations.
 
     Args:
         path: JSON, or the same compressed by gzip: a list of conversations as ShareGPT has them
             ("conversations", each with a "value"), or as the demo has ("turns", texts).
 
     Raises:
-        UnusableTextError: the file is not there, or has no such conversations.
+        UnusableTextError: the file does not exist, or has no such conversations.
     """
     remedy = "give a .json or .json.gz file of conversations as ShareGPT has them"
     try:
@@ -243,12 +244,12 @@ def _read(path: Path, remedy: str) -> str:
 
 
 def count_words(text: str) -> int:
-    """Count blank-separated words, and one end per line."""
+    """Count blank-separated words and line ends."""
     return len(text.split()) + text.count("\n")
 
 
 def first_words(text: str, num_words: int) -> str:
-    """Cut text after its first words, counted as `count_words` does; 0: all of it."""
+    """Cut text after its first words, counted as `count_words` does; 0: do not cut."""
     if not num_words:
         return text
     for number, match in enumerate(_WORD.finditer(text), start=1):

@@ -1,7 +1,7 @@
-"""What a run of the eval finds. Frozen values; report.py writes them down. Pure.
+"""The results of a run of the eval: frozen values, which report.py writes down. Pure.
 
-The names of the fields are the names in the JSON document: a field is added freely, but renamed or
-removed only with a new number in SCHEMA.
+The names of the fields are the names in the JSON document: a field may be added freely, but renamed
+or removed only with a new number in SCHEMA.
 """
 
 from dataclasses import asdict, dataclass
@@ -14,7 +14,7 @@ SCHEMA = "inference_svc.eval/1"
 
 @dataclass(frozen=True, slots=True)
 class Perplexity:
-    """Mean loss of some tokens, written in three ways."""
+    """Mean loss of some tokens, in three units."""
 
     nats_per_token: float
     per_token: float
@@ -28,12 +28,12 @@ class MethodPerplexity:
     Attributes:
         after_overflow: perplexity after the first truncation only; words are taken to be as long as
             in the whole text.
-        to_reference: its perplexity per word, divided by that of token truncation, of the whole
+        to_reference: its perplexity per word, divided by that of token truncation, on the whole
             text; None without token truncation. The interval comes from the spread over pieces of
-            the text as long as what one truncation drops, by whichever drops more.
-        after_to_reference: the same of the tokens after the first truncation; None also if they are
-            fewer than one truncation drops.
-        num_computed: tokens that went through the model.
+            the text, each as long as the larger of the two methods' truncations.
+        after_to_reference: the same for the tokens after the first truncation; None also if they
+            are fewer than one truncation drops.
+        num_computed: number of tokens that went through the model.
     """
 
     method: str
@@ -52,7 +52,7 @@ class MethodRetrieval:
 
     Attributes:
         kept: share of right answers about records that are in the context when they are asked for.
-        overall: share of all records.
+        overall: share of right answers about all records.
     """
 
     method: str
@@ -70,9 +70,9 @@ class RotationError:
 
     Attributes:
         way: "before rope", "double rotation" or "single turn".
-        root_mean_square: relative error of keys (Euclidean norm) to those embedded in float64.
-        largest: the worst key's.
-        to_own: root mean square, relative to the keys that the model itself makes there.
+        root_mean_square: relative error of keys (Euclidean norm) against those embedded in float64.
+        largest: the error of the worst key.
+        to_own: root mean square error against the keys that the model itself computes there.
     """
 
     way: str
@@ -85,10 +85,11 @@ class RotationError:
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What was measured, and where.
+    """The model, and the machine it was measured on.
 
     Attributes:
-        sink_tokens: first tokens that the model leans on, as they are found when it is served.
+        sink_tokens: number of first tokens that are its attention sinks, as found when it is
+            served.
     """
 
     model: str
@@ -110,7 +111,7 @@ class PerplexityReport:
     """Part `perplexity`.
 
     Attributes:
-        reference_ratio: of the window, what the reference, token truncation, drops.
+        reference_ratio: share of the window that the reference, token truncation, drops.
     """
 
     text: str
@@ -127,7 +128,7 @@ class RetrievalReport:
     """Part `retrieval`.
 
     Attributes:
-        context_tokens: mean length of what was fed before a question.
+        context_tokens: mean number of tokens that were fed before a question.
     """
 
     num_contexts: int
@@ -156,13 +157,13 @@ class CompressedQuality:
     """One policy at one ratio.
 
     Attributes:
-        kept: share of the tokens that is left of a context of text, and so of its KV bytes.
-        next_tokens: tokens of the text behind the context.
-        to_whole: that perplexity a token, divided by the one behind the whole context; the interval
+        kept: share of a text context's tokens that is left, and so of its KV bytes.
+        next_tokens: perplexity of the tokens of the text behind the context.
+        to_whole: this perplexity per token, divided by that behind the whole context; the interval
             comes from the spread over pieces of the text.
         prefill: CPU time to compute a context, divided by that without scores; median of pairs.
-        asked_before: share of right answers where the question was part of what was compressed.
-        asked_after: where it was not.
+        asked_before: share of right answers where the question was part of the compressed context.
+        asked_after: share of right answers where it was not.
     """
 
     policy: str
@@ -180,9 +181,9 @@ class CompressionReport:
     """Part `compression`; the first row is the whole context.
 
     Attributes:
-        num_tokens: tokens of text that were judged.
-        num_asked: questions, before and after alike.
-        token_bytes: size of a token's KV, as stored.
+        num_tokens: number of tokens of text that were judged.
+        num_asked: number of questions, the same before and after.
+        token_bytes: bytes of a token's KV, as stored.
     """
 
     text: str
@@ -200,19 +201,19 @@ class EditQuality:
     """One mode, after edits of one kind.
 
     Attributes:
-        reused: share of the tokens behind the edit, those it has brought included, that were not
-            computed; mean over edits of text.
-        next_tokens: tokens of the text behind the context.
-        to_exact: that perplexity a token, divided by the one of mode "exact", edit by edit; the
+        reused: share of the tokens behind the edit, inserted ones included, that were not computed;
+            mean over edits of text.
+        next_tokens: perplexity of the tokens of the text behind the context.
+        to_exact: this perplexity per token, divided by that of mode "exact", edit by edit; the
             interval comes from the spread over edits.
-        divergence: Kullback-Leibler divergence from predictions of mode "exact", in nats a token;
+        divergence: Kullback-Leibler divergence from predictions of mode "exact", in nats per token;
             the interval comes from the spread over edits.
-        agreement: share of next tokens of which both modes have the same first choice.
-        kept: share of right answers about records that stand behind the edit.
-        brought: about records that the edit has brought; None: it brings none.
-        stale: share of questions about the record that the edit took that got its old value.
+        agreement: share of next tokens for which both modes have the same first choice.
+        kept: share of right answers about records behind the edit.
+        brought: share of right answers about records that the edit inserted; None: it inserts none.
+        stale: share of answers with the old value of a record that the edit removed.
         old_value: how much likelier the old value is than in mode "exact", in nats, mean.
-        num_edits: edits of text, and of records.
+        num_edits: number of edits of text, and of records.
     """
 
     kind: str
@@ -231,13 +232,13 @@ class EditQuality:
 
 @dataclass(frozen=True, slots=True)
 class EditsReport:
-    """Part `edits`: every mode of each kind, the kinds together last.
+    """Part `edits`: every mode of each kind; the kinds together come last.
 
     Attributes:
-        text: what was edited.
-        is_overlapping: whether pieces of text overlap, for there is too little of it.
-        num_tokens: tokens of text that were judged, by each mode of each kind.
-        token_bytes: size of a token's KV, as stored.
+        text: the text that was edited.
+        is_overlapping: whether pieces of text overlap, because there is too little of it.
+        num_tokens: number of tokens of text that were judged, by each mode of each kind.
+        token_bytes: bytes of a token's KV, as stored.
     """
 
     text: str
@@ -255,7 +256,7 @@ Part = PerplexityReport | RetrievalReport | RotationReport | CompressionReport |
 
 @dataclass(frozen=True, slots=True)
 class EvalReport:
-    """Everything of one run."""
+    """The results of one run."""
 
     part: str
     command: tuple[str, ...]

@@ -41,19 +41,19 @@ REFERENCE: Method = "tt"
 
 
 def methods_of(text: str) -> tuple[Method, ...]:
-    """Read "ca,tt,nkvt" as `names_of` does."""
+    """Parse "ca,tt,nkvt" as `names_of` does."""
     return tuple(cast("Method", name) for name in names_of(text, METHODS, "method"))
 
 
 def positions_of(method: Method) -> Positions:
-    """Return how a model has to be calibrated for a method."""
+    """Return the kind of positions that a method's calibration needs."""
     if method in {"ca", "ca-shift"}:
         return "decoupled"
     return "naive" if method == "nkvt" else "auto"
 
 
 def sinks_of(text: str) -> int | None:
-    """Read a number of first tokens, or "auto", which is None.
+    """Parse a number of first tokens, or "auto", which is None.
 
     Raises:
         InvalidInputError: the value is neither.
@@ -64,7 +64,7 @@ def sinks_of(text: str) -> int | None:
 
 
 def ratios_of(text: str) -> tuple[float, ...]:
-    """Read "0.5,0.25".
+    """Parse "0.5,0.25".
 
     Raises:
         InvalidInputError: something else is there.
@@ -78,7 +78,7 @@ def ratios_of(text: str) -> tuple[float, ...]:
 
 
 def policies_of(text: str) -> tuple[str, ...]:
-    """Read "snapkv,h2o"; whether there are such policies says their registry."""
+    """Parse "snapkv,h2o"; the policies' registry checks the names."""
     return tuple(name.strip() for name in text.split(","))
 
 
@@ -101,7 +101,7 @@ class EvalChoice:
         path: a model directory with a tokenizer.
         window_tokens: the context window; 0: the model's.
         threads: number of threads that compute; 0: as many as torch chooses.
-        on_progress: called with a line that says what is being measured.
+        on_progress: called with a line that describes the current measurement.
     """
 
     path: Annotated[Path, typer.Option("--model", help="Model directory, with a tokenizer.")]
@@ -116,7 +116,7 @@ class EvalChoice:
 
 @dataclass(frozen=True, slots=True)
 class OutputOptions:
-    """Where what a run finds goes."""
+    """Where a run's report goes."""
 
     json_to: JsonTo = ""
 
@@ -126,8 +126,8 @@ class Truncation:
     """What is dropped when the window is full.
 
     Attributes:
-        ratio: part of the window that goes, the oldest tokens.
-        sink_tokens: tokens at the context's start that stay; None: as many as the model leans on.
+        ratio: share of the window that is dropped, the oldest tokens.
+        sink_tokens: tokens at the context's start that stay; None: the model's sinks.
     """
 
     ratio: Annotated[float, typer.Option(help=RATIO_HELP)] = 0.5
@@ -148,7 +148,7 @@ class PerplexityOptions:
 
     Attributes:
         text: a file, gzip-compressed if its name ends in .gz.
-        num_words: number of words, the first of the text; 0: all.
+        num_words: number of the text's first words that are used; 0: all.
         reference_ratio: of the window, what the reference, token truncation, drops; None: as much
             as the others.
     """
@@ -173,8 +173,8 @@ class RetrievalOptions:
 
     Attributes:
         num_contexts: number of contexts that are filled with records.
-        num_questions: about each, each asked of the same context.
-        num_overflows: truncations of each, the last one by the question.
+        num_questions: number of questions about each context.
+        num_overflows: number of truncations of each, the last one by the question.
     """
 
     methods: Methods = ALL_METHODS
@@ -194,9 +194,9 @@ class RotationOptions:
     """Part `rotation`.
 
     Attributes:
-        text: keys are those of its first tokens, as many as the window holds.
+        text: the text whose first tokens fill the window.
         ratio: part of the window that each truncation drops.
-        num_moves: truncations, one after another.
+        num_moves: number of truncations, one after another.
     """
 
     text: TextFile
@@ -211,14 +211,14 @@ class CompressionOptions:
     """Part `compression`.
 
     Attributes:
-        text: pieces of it are compressed and then gone on with.
+        text: a text file whose pieces are compressed and then continued.
         policies: names of compression policies.
-        ratios: parts of the tokens to keep, for each policy.
-        num_contexts: pieces of the text, and contexts of records.
+        ratios: shares of the tokens to keep, for each policy.
+        num_contexts: number of pieces of the text, and of contexts of records.
         context_tokens: number of tokens that are compressed at once.
-        next_tokens: tokens of the text that are judged behind them.
-        num_questions: about each context of records, each asked before and after the compression.
-        plot: file for a picture; None: none.
+        next_tokens: number of tokens of the text that are judged behind them.
+        num_questions: questions about each context of records, asked before and after compression.
+        plot: file for a plot; None: none.
     """
 
     text: TextFile
@@ -247,13 +247,14 @@ class EditsOptions:
     """Part `edits`.
 
     Attributes:
-        text: pieces of it are edited and then gone on with; None: not of a text.
-        conversations: the same of what is said in them; neither: in those of the demo.
-        modes: what is done about the tokens behind an edit, "exact" first.
-        kinds: of edits; each piece of text, and each conversation of records, is edited by each.
-        num_contexts: pieces of text, and conversations of records.
+        text: a text file whose pieces are edited and then continued; None: no text.
+        conversations: a file of conversations to edit likewise. With neither: the demo's
+            conversations.
+        modes: how tokens behind an edit are treated; "exact" is first.
+        kinds: kinds of edits; each piece of text, and each conversation of records, gets each.
+        num_contexts: number of pieces of text, and of conversations of records.
         context_tokens: number of tokens before the edit.
-        next_tokens: tokens of the text that are judged behind them.
+        next_tokens: number of tokens of the text that are judged behind them.
     """
 
     text: Annotated[
@@ -284,23 +285,23 @@ Options = PerplexityOptions | RetrievalOptions | RotationOptions | CompressionOp
 
 
 def with_sinks(truncation: Truncation, model_sinks: int) -> Truncation:
-    """Return a truncation that says how many sinks stay: if it does not, those of the model."""
+    """Return a truncation with a number of sinks: the model's, if it has none."""
     if truncation.sink_tokens is not None:
         return truncation
     return replace(truncation, sink_tokens=model_sinks)
 
 
 def dropped(truncation: Truncation, num_tokens: int) -> tuple[Range, ...]:
-    """Return the oldest part of a context of `num_tokens`, after what stays in any case."""
+    """Return the oldest part of a context of `num_tokens`, behind the sinks."""
     sinks = truncation.sink_tokens or 0
     return ((sinks, sinks + int(truncation.ratio * num_tokens)),)
 
 
 def check_truncation(truncation: Truncation, window_tokens: int) -> None:
-    """Refuse a truncation that drops nothing, or leaves nothing.
+    """Raise if a truncation would drop nothing or everything.
 
     Raises:
-        InvalidInputError: a value cannot be; its message names it.
+        InvalidInputError: a value is invalid; the message names it.
     """
     if not 0 < truncation.ratio < 1:
         raise InvalidInputError(

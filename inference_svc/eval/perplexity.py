@@ -1,7 +1,7 @@
 """Part `perplexity`: text streamed through a window that overflows, by every method.
 
-Each time the window is full the oldest part of it is dropped, and the text goes on. Every token but
-the first is predicted once. All methods compute the first window alike.
+Each time the window is full its oldest part is dropped, and the text continues. Every token but the
+first is predicted once. All methods compute the first window alike.
 
 *Source:* CachedAttention, USENIX ATC'24, §4.3.5 and Table 1.
 """
@@ -32,11 +32,13 @@ from shared.measuring.statistics import Interval, mean
 
 @dataclass(frozen=True)
 class Streamed:
-    """What one method made of a text.
+    """The results of one method on a text.
 
     Attributes:
         losses: [tokens - 1] float64, -ln p of every token but the first, in nats.
-        num_computed: tokens that went through the model.
+        num_computed: number of tokens that went through the model.
+        num_overflows: number of truncations.
+        elapsed_s: seconds it took.
     """
 
     losses: Tensor
@@ -52,7 +54,7 @@ def measure_perplexity(
 
     Raises:
         UnusableTextError: the text does not fill the window, so that nothing overflows.
-        InvalidInputError: the truncation cannot be, see `check_truncation`.
+        InvalidInputError: the truncation is invalid, see `check_truncation`.
     """
     truncation = with_sinks(options.truncation, model.sink_tokens)
     ratio = truncation.ratio if options.reference_ratio is None else options.reference_ratio
@@ -106,7 +108,7 @@ def stream(context: Context, token_ids: Sequence[int], truncation: Truncation) -
 
 
 def perplexity_of(losses: Tensor, tokens_per_word: float) -> Perplexity:
-    """Turn losses in nats into figures."""
+    """Compute perplexities from losses in nats."""
     nats = float(losses.mean())
     return Perplexity(nats, math.exp(nats), math.exp(nats * tokens_per_word))
 
@@ -145,7 +147,7 @@ def ratio_of(
 ) -> Interval:
     """Divide two perplexities per word of the same text.
 
-    The interval takes pieces of the text as independent, and leaves out an incomplete last one.
+    The interval treats pieces of the text as independent, and ignores an incomplete last one.
     """
     differences = losses - reference
     pieces = differences[: len(differences) // piece_tokens * piece_tokens].view(-1, piece_tokens)
@@ -159,4 +161,4 @@ def ratio_of(
 
 
 def _exp(value: float) -> float:
-    return math.exp(min(value, 700.0))  # a ratio of one piece has no upper end
+    return math.exp(min(value, 700.0))  # the interval of a single piece has no upper end

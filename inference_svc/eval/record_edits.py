@@ -1,17 +1,17 @@
-"""A conversation about records that is edited, and what is asked about it afterwards.
+"""A conversation about records that is edited, and the questions asked about it afterwards.
 
 The user gives a few records in each message, the model acknowledges. The message in the middle is
-what is edited; the one behind it names one of its records, without its value, as later messages of
-a conversation do: if anything behind an edit still knows the old value, it is there. Then come
-messages that stay. What the kinds of edits (`edits.KINDS`) make of it:
+edited. The one behind it names one of its records, without its value, as later messages of a
+conversation do: if anything behind the edit still carries the old value, it is this message. Then
+come messages that stay. The kinds of edits (`edits.KINDS`) do the following:
 
-    clear    the message, and at times the one before it, say CLEARED
-    replace  the named record has another value, and a record goes or comes
-    compact  all messages but the first, up to the edited one, are a summary with one of its records
-    delete   the message goes, and its acknowledgement
+    clear    the message, and at times the one before it, is replaced by CLEARED
+    replace  the named record gets another value, and a record is added or removed
+    compact  all messages but the first, up to the edited one, become a summary with one record
+    delete   the message is removed with its acknowledgement
 
-Asked are: a record behind the edit; one that the edit has brought; and the named one, whose old
-value nobody should say any more.
+The questions are about a record behind the edit, one that the edit has inserted, and the named one,
+whose old value should not be in any answer.
 """
 
 from collections.abc import Sequence
@@ -31,18 +31,18 @@ from inference_svc.eval.retrieval import (
 from shared.types.errors import InvalidInputError
 
 RECORDS_PER_MESSAGE = 4
-LEAST_MESSAGES = 4  # the first, the one that is edited, the one that names a record, one that stays
+LEAST_MESSAGES = 4  # the first, the edited one, the one that names a record, one that stays
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """Records as they were given, before any edit.
+    """A conversation about records before any edit.
 
     Attributes:
-        token_ids: what was said, acknowledgements included.
+        token_ids: its tokens, acknowledgements included.
         messages: the records of each message, and the range of its tokens, in order.
-        named: of the edited message's records the one that a later message names.
-        spare: records that were not given.
+        named: the record of the edited message that a later message names.
+        spare: records that no message has.
     """
 
     token_ids: list[int]
@@ -57,13 +57,14 @@ class Conversation:
 
 
 @dataclass(frozen=True)
-class Asked:
+class EditQuestions:
     """An edit, and the records that are asked for behind it.
 
     Attributes:
-        kept: one that stands behind the edit.
-        brought: one that stands in what the edit has brought; None: it brings none.
-        old: the named record, with the value that is not in the context any more.
+        edit: the edit.
+        kept: a record behind the edit.
+        brought: a record that the edit has inserted; None: it inserts none.
+        old: the named record, with the value that is no longer in the context.
     """
 
     edit: Edit
@@ -73,7 +74,7 @@ class Asked:
 
 
 def converse(text: RecordText, most_tokens: int, seed: str) -> Conversation:
-    """Draw records that fill a context.
+    """Draw a conversation that fills a context.
 
     Raises:
         InvalidInputError: it has no room for messages before, in and behind an edit.
@@ -89,10 +90,10 @@ def converse(text: RecordText, most_tokens: int, seed: str) -> Conversation:
         start = len(token_ids)
         given: Sequence[Record] = ()
         if index == edited + 1:
-            token_ids += text.said(f"Look at line {named.key} once more.", token_ids)
+            token_ids += text.encode_message(f"Look at line {named.key} once more.", token_ids)
         else:
             given = _given(records, index)
-            token_ids += text.said(_message(given), token_ids)
+            token_ids += text.encode_message(_message(given), token_ids)
         if index == edited:
             named = rng.choice(given)
         messages.append((given, (start, len(token_ids))))
@@ -100,11 +101,11 @@ def converse(text: RecordText, most_tokens: int, seed: str) -> Conversation:
 
 
 def _num_messages(text: RecordText, records: Sequence[Record], most_tokens: int) -> int:
-    """Return how many messages with records a context has room for; the naming one is shorter."""
+    """Return how many messages fit in a context; the naming one is shorter than assumed here."""
     token_ids: list[int] = []
     number = 0
     while len(token_ids) <= most_tokens:
-        token_ids += text.said(_message(_given(records, number)), token_ids)
+        token_ids += text.encode_message(_message(_given(records, number)), token_ids)
         number += 1
     if number <= LEAST_MESSAGES:
         raise InvalidInputError(
@@ -123,11 +124,11 @@ def _message(records: Sequence[Record]) -> str:
     return INTRO + "\n".join(record.line for record in records)
 
 
-def edit_records(kind: Kind, said: Conversation, text: RecordText, seed: str) -> Asked:
-    """Draw an edit of a conversation, and what is asked behind it."""
+def edit_records(kind: Kind, said: Conversation, text: RecordText, seed: str) -> EditQuestions:
+    """Draw an edit of a conversation, and the questions behind it."""
     rng = Random(f"{kind}/{seed}")  # noqa: S311 - draws need no secrecy
     given, (start, end) = said.messages[said.edited]
-    kept = rng.choice([one for records, _ in said.messages[said.edited + 2 :] for one in records])
+    kept = rng.choice([each for records, _ in said.messages[said.edited + 2 :] for each in records])
     others = [record for record in given if record != said.named]
     spans, brought, message = [(start, end)], None, ""
     match kind:
@@ -136,7 +137,7 @@ def edit_records(kind: Kind, said: Conversation, text: RecordText, seed: str) ->
             if said.edited > 1 and rng.random() < 1 / 2:
                 spans.insert(0, said.messages[said.edited - 1][1])
         case "replace":
-            brought = _with_another_value(said.named, rng)
+            brought = _with_other_value(said.named, rng)
             changed = [brought, *others[1:]] if rng.random() < 1 / 2 else [brought, *others]
             if len(changed) == len(given):
                 changed.append(said.spare[0])
@@ -148,14 +149,16 @@ def edit_records(kind: Kind, said: Conversation, text: RecordText, seed: str) ->
         case "delete":
             pass
     replacements = [
-        Replacement(span, text.said(message, said.token_ids[: span[0]]) if message else ())
+        Replacement(
+            span, text.encode_message(message, said.token_ids[: span[0]]) if message else ()
+        )
         for span in spans
     ]
-    return Asked(Edit(tuple(replacements)), kept, brought, said.named)
+    return EditQuestions(Edit(tuple(replacements)), kept, brought, said.named)
 
 
-def _with_another_value(record: Record, rng: Random) -> Record:
-    """Draw a value of another first digit, which tells whether the old one is given."""
+def _with_other_value(record: Record, rng: Random) -> Record:
+    """Draw a value with another first digit, which shows whether an answer gives the old one."""
     while True:
         line = record_line(record.key, draw_value(rng))
         if line.rpartition("<")[2][0] != record.line.rpartition("<")[2][0]:

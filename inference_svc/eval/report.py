@@ -1,4 +1,4 @@
-"""A report as tables for people; of part `compression` also as a picture."""
+"""A report as tables for the terminal; for part `compression` also as a plot."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,7 +24,7 @@ from shared.terminal.printing import counted
 from shared.terminal.tables import Column, facts
 from shared.types.units import format_bytes, format_duration
 
-MOST_SHOWN = 1e6  # an interval that goes further says nothing
+MOST_SHOWN = 1e6  # a wider interval is meaningless, and not shown
 
 
 def _ratio(interval: Interval | None) -> str:
@@ -32,7 +32,7 @@ def _ratio(interval: Interval | None) -> str:
 
 
 def _between(interval: Interval | None, form: str = ".4f") -> str:
-    """Return the ends of an interval as text; nothing if they are not known, as of one sample."""
+    """Return the ends of an interval as text; "" if they are not known, as for one sample."""
     if interval is None or interval.high > MOST_SHOWN:
         return ""
     return f"{format(interval.low, form)} - {format(interval.high, form)}"
@@ -112,7 +112,7 @@ _ROTATION = (
 
 
 def tables(report: EvalReport, width: int) -> Iterator[Table]:
-    """Yield what was measured on what, then the figures, for a terminal of so many columns."""
+    """Yield tables of the facts and the results, for a terminal `width` wide."""
     found = report.found
     match found:
         case PerplexityReport():
@@ -232,7 +232,7 @@ def _rotation_facts(found: RotationReport) -> dict[str, str]:
 
 
 def plot(report: CompressionReport, model: str, path: Path) -> None:
-    """Write the picture; its format follows from the file's name.
+    """Write the plot; its format follows from the file's name.
 
     Raises:
         NoPlotError: matplotlib is missing, or the file cannot be written.

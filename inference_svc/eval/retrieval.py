@@ -1,13 +1,13 @@
-"""Part `retrieval`: records that a truncation has left are asked for, by every method.
+"""Part `retrieval`: questions about records that a truncation has left, for every method.
 
 A context is filled with records until it overflows; the last overflow comes with the question. It
 is a conversation: the user gives a few records at a time, the model acknowledges; without a chat
-template it is plain text. All methods are asked the same questions about the same contexts. An
-answer is right if each token of the number is the model's first choice: the same as greedy decoding
-giving exactly that number.
+template it is plain text. All methods get the same questions about the same contexts. An answer is
+right if each token of the number is the model's first choice: the same as greedy decoding that
+gives exactly this number.
 
 *Source:* CachedAttention, USENIX ATC'24, §4.3.5 and Table 2; LongEval's lines task (Li et al.,
-2023), as the demo model has been trained with.
+2023), with which the demo model has been trained.
 """
 
 # ruff: noqa: SIM905 - word lists read better as text
@@ -61,7 +61,7 @@ MOST_RECORDS = len(ADJECTIVES) * len(NOUNS)
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A name, and the line that is to be found again."""
+    """A name, and the line that an answer has to repeat."""
 
     key: str
     line: str
@@ -69,12 +69,13 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What is fed to ask for a record.
+    """The tokens that are fed to ask for a record.
 
     Attributes:
-        token_ids: question, then the whole right answer.
-        num_judged: of the last of them: those from the number's first on. What stands before is
-            given, so that a model that words its answers otherwise is not punished.
+        token_ids: the question, then the whole right answer.
+        num_judged: number of last tokens that are judged: from the number's first one on. The
+            tokens before are given, so that a model that words its answers differently is not
+            punished.
     """
 
     token_ids: list[int]
@@ -82,23 +83,23 @@ class Question:
 
 
 def record_line(key: str, value: int) -> str:
-    """Write one LongEval-style record; the right answer to a question is the same line again."""
+    """Write a record in LongEval's style; the right answer to a question is the same line."""
     return f"line {key}: REGISTER_CONTENT is <{value}>"
 
 
 def record_question(key: str) -> str:
-    """Ask for one record."""
+    """Write the question for one record."""
     return f"Tell me the content of line {key}."
 
 
 def distinct_keys(rng: random.Random, count: int) -> list[str]:
-    """Draw `count` different adjective-noun names."""
+    """Draw `count` different names of an adjective and a noun."""
     pairs = rng.sample(range(len(ADJECTIVES) * len(NOUNS)), count)
     return [f"{ADJECTIVES[i % len(ADJECTIVES)]}-{NOUNS[i // len(ADJECTIVES)]}" for i in pairs]
 
 
 def draw_records(seed: str) -> list[Record]:
-    """Draw as many records as there are names, in an order of this seed."""
+    """Draw as many records as there are names, in an order that depends on the seed."""
     rng = random.Random(seed)  # noqa: S311 - draws need no secrecy
     keys = distinct_keys(rng, MOST_RECORDS)
     return [Record(key, record_line(key, draw_value(rng))) for key in keys]
@@ -118,16 +119,20 @@ class RecordText:
         self._bos_ids = [] if bos_id is None else [bos_id]
 
     def records(self, records: Sequence[Record], context_ids: Sequence[int]) -> list[int]:
-        """Return the tokens that a few records add to a context, acknowledgement included."""
-        return self.said(INTRO + "\n".join(record.line for record in records), context_ids)
+        """Return the tokens that records add to a context, acknowledgement included."""
+        return self.encode_message(
+            INTRO + "\n".join(record.line for record in records), context_ids
+        )
 
-    def said(self, message: str, context_ids: Sequence[int]) -> list[int]:
+    def encode_message(self, message: str, context_ids: Sequence[int]) -> list[int]:
         """Return the tokens that a message adds to a context, acknowledgement included."""
-        return self._asked(message, context_ids) + self._text.control.encode_plain(ACKNOWLEDGEMENT)
+        return self._encode_user(message, context_ids) + self._text.control.encode_plain(
+            ACKNOWLEDGEMENT
+        )
 
     def question(self, record: Record, context_ids: Sequence[int]) -> Question:
         """Return the question for a record, as it is added to a context, with the right answer."""
-        asked = self._asked(record_question(record.key), context_ids)
+        asked = self._encode_user(record_question(record.key), context_ids)
         answer = self._text.control.encode_plain(record.line)
         other = self._text.control.encode_plain(_other_number(record.line))
         given = next(
@@ -135,7 +140,7 @@ class RecordText:
         )
         return Question(asked + answer, len(answer) - given)
 
-    def _asked(self, said: str, context_ids: Sequence[int]) -> list[int]:
+    def _encode_user(self, said: str, context_ids: Sequence[int]) -> list[int]:
         if not self._text.chat_problem:
             return self._text.encode_chat([{"role": "user", "content": said}], context_ids)
         begin = [] if context_ids else self._bos_ids
@@ -143,7 +148,7 @@ class RecordText:
 
 
 def _other_number(line: str) -> str:
-    """Replace every digit of a record's number by another."""
+    """Replace every digit of a record's number by another one."""
     before, _, number = line.rpartition("<")
     turned = "".join(str((int(c) + 1) % 10) if c.isdigit() else c for c in number)
     return f"{before}<{turned}"
@@ -151,7 +156,7 @@ def _other_number(line: str) -> str:
 
 @dataclass
 class _Answers:
-    """What one method was asked, and got right: (record is in the context, answer is right)."""
+    """The questions to one method: (record is in the context, answer is right), and their cost."""
 
     marks: list[tuple[bool, bool]] = field(default_factory=list)
     context_tokens: int = 0
@@ -162,11 +167,11 @@ class _Answers:
 def measure_retrieval(
     model: EvalModel, options: RetrievalOptions, on_progress: Callable[[str], None]
 ) -> RetrievalReport:
-    """Ask every method.
+    """Ask every method all questions.
 
     Raises:
-        InvalidInputError: the window does not hold the records of a turn twice, or more than there
-            are names for.
+        InvalidInputError: the window does not hold the records of a turn twice, or holds more
+            records than there are names.
     """
     options = replace(options, truncation=with_sinks(options.truncation, model.sink_tokens))
     check_truncation(options.truncation, model.window_tokens)
@@ -210,14 +215,14 @@ def _ask(
 
 @dataclass(frozen=True)
 class Filled:
-    """What a context was filled with, dropped records included."""
+    """The records that a context was filled with, dropped ones included."""
 
     records: Sequence[Record]
     num_fed: int
 
 
 def fill(context: Context, prompts: RecordText, options: RetrievalOptions, seed: str) -> Filled:
-    """Feed records, truncating as often as asked for, the last time at the end.
+    """Feed records, truncating as often as the options say, the last time at the end.
 
     Raises:
         InvalidInputError: see `measure_retrieval`.
@@ -247,15 +252,15 @@ def fill(context: Context, prompts: RecordText, options: RetrievalOptions, seed:
 
 
 def is_found(context: Context, question: Question) -> bool:
-    """Ask one question; the context is afterwards as it was."""
-    return answered(context, question).is_right
+    """Return whether a question is answered right; the context is unchanged afterwards."""
+    return check_answer(context, question).is_right
 
 
-class Answered(NamedTuple):
-    """What became of a question.
+class AnswerCheck(NamedTuple):
+    """The result of a question.
 
     Attributes:
-        is_right: each token of the number is the model's first choice.
+        is_right: whether each token of the number is the model's first choice.
         log_probability: of the number, in nats.
     """
 
@@ -263,14 +268,14 @@ class Answered(NamedTuple):
     log_probability: float
 
 
-def answered(context: Context, question: Question) -> Answered:
-    """Ask one question, and weigh its answer; the context is afterwards as it was."""
+def check_answer(context: Context, question: Question) -> AnswerCheck:
+    """Ask one question, and check the answer; the context is unchanged afterwards."""
     num_before = len(context.context_ids)
     logits = context.feed(question.token_ids)[-question.num_judged - 1 : -1]
     context.rewind(num_before)
     number = torch.tensor(question.token_ids[-question.num_judged :])
     losses = functional.cross_entropy(logits, number, reduction="none").double()
-    return Answered(torch.equal(logits.argmax(dim=-1), number), -float(losses.sum()))
+    return AnswerCheck(torch.equal(logits.argmax(dim=-1), number), -float(losses.sum()))
 
 
 def _figures(method: Method, answers: _Answers) -> MethodRetrieval:

@@ -1,14 +1,16 @@
-"""Part `rotation`: how exact keys are at new positions, by where they come from.
+"""Part `rotation`: how exact keys are at new positions, by how they get there.
 
-The model's real keys, of a text that fills the window once, lose their oldest neighbours several
+The real keys of a model, of a text that fills the window once, lose their oldest neighbours several
 times and move to the front each time. They get there in one of these ways:
 
     before rope      stored before RoPE, embedded once by the model's own arithmetic
-    double rotation  stored after RoPE; each time turned back, and embedded again
-    single turn      stored after RoPE; each time turned by the difference, in float32, rounded once
+    double rotation  stored after RoPE; each time rotated back, and embedded again
+    single turn      stored after RoPE; each time rotated by the difference, in float32, and
+                     rounded once
 
-and are compared with two truths: keys embedded in float64, and those that the model itself makes at
-the new positions in its dtype. What a key is before RoPE is taken as exact, rounded to the dtype.
+and are compared with two references: keys embedded in float64, and those that the model itself
+computes at the new positions in its dtype. Keys before RoPE are taken as exact, rounded to the
+dtype.
 """
 
 from collections.abc import Callable, Iterator
@@ -25,10 +27,10 @@ from inference_svc.eval.sequence import Sequence as Context
 from inference_svc.runtime.positions.rotary import RotaryTable
 from shared.types.errors import InvalidInputError
 
-LEAST_LENGTH = 1e-30  # of a key; shorter ones have no direction to lose
+LEAST_LENGTH = 1e-30  # of a key; avoids a division by zero
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-# Takes the table in a dtype, keys before RoPE [n, heads, dim] in it, the positions of the first key
-# before each truncation and after the last; returns keys at the last position.
+# Takes the table in a dtype, keys before RoPE [n, heads, dim] in this dtype, and the positions of
+# the first key before each truncation and after the last; returns keys at the last position.
 Way = Callable[[RotaryTable, Tensor, list[int]], Tensor]
 
 
@@ -145,7 +147,7 @@ WAYS: dict[str, Way] = {
 
 
 def _relative(found: Tensor, truth: Tensor) -> Tensor:
-    """Return the relative distance of each key, [n * heads]; of a key of zeros, 0."""
+    """Return the relative distance of each key, [n * heads]; 0 for a key of zeros."""
     distance = torch.linalg.vector_norm(found.double() - truth.double(), dim=-1)
     length = torch.linalg.vector_norm(truth.double(), dim=-1).clamp_min(LEAST_LENGTH)
     relative: Tensor = (distance / length).flatten()

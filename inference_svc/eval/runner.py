@@ -1,4 +1,4 @@
-"""Runs one part of the eval: opens the model, measures, and says on what."""
+"""Runs one part of the eval: opens the model, measures, and describes the subject."""
 
 import sys
 import time
@@ -63,7 +63,7 @@ def run(options: Options, choice: EvalChoice) -> EvalReport:
 
 
 def subject_of(model: EvalModel) -> Subject:
-    """Describe what is measured, and where."""
+    """Describe the model and the machine."""
     loaded = model.loaded
     calibration = next(iter(model.calibrations.values()))
     return Subject(

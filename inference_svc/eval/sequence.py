@@ -1,11 +1,11 @@
-"""Sequence: one context in the working KV, truncated by one of the methods.
+"""One context in the working KV, truncated by one of the methods.
 
-The parts of the service without its engine: tokens are fed through a `ModelRunner` into KV,
-and a discard does to it what its method says. Nothing is saved or loaded; "ca" keeps the KV that
-a save would store in a write buffer, and embeds them again as a load would.
+It consists of the service's parts without the engine: tokens are fed through a `ModelRunner` into
+KV, and a discard changes the KV as its method says. Nothing is saved or loaded; "ca" keeps the KV
+that a save would store in a write buffer, and embeds it again as a load would.
 
-Invariants: 1. the sequence KV is that of `context_ids`, in this order; 2. so is what is in the
-write buffer, if the method has one; 3. in one thread only.
+Invariants: 1. the sequence KV is that of `context_ids`, in this order; 2. so is the content of the
+write buffer, if the method has one; 3. it is used by one thread only.
 """
 
 from collections.abc import Iterator
@@ -27,17 +27,18 @@ from inference_svc.runtime.kv.sequence_kv import WriteBuffer
 from inference_svc.runtime.positions.recipes import ComponentRecipe
 from inference_svc.runtime.transfer.compaction import compact_in_place
 
-PIECE_TOKENS = 512  # fed at once: 256 MiB of logits with a vocabulary of 128 thousand
+PIECE_TOKENS = 512  # tokens fed at once: 256 MiB of logits with a vocabulary of 128 thousand
 
 
 class Sequence:
-    """One context. A context manager: leaving it releases its KV.
+    """One context. A context manager: its KV is released at the end.
 
     Attributes:
         kv: the sequence's KV.
         stored: the write buffer that a save would store; None: the method needs none.
         context_ids: the tokens that were fed and not dropped.
-        num_computed: tokens that went through the model so far, recomputed ones included: the cost.
+        num_computed: number of tokens that went through the model so far, with recomputed ones: the
+            cost.
     """
 
     def __init__(self, model: EvalModel, method: Method) -> None:
@@ -74,12 +75,12 @@ class Sequence:
         want: Literal["all", "last", "none"] = "all",
         scores: ScoreKeeper | None = None,
     ) -> Tensor:
-        """Append tokens to the context, as many as it has room for.
+        """Append tokens to the context, which has to have room for them.
 
         Args:
             token_ids: the tokens, at least one.
-            want: after which of them logits are returned.
-            scores: records the attention that tokens get.
+            want: the tokens after which logits are returned.
+            scores: records the attention that tokens receive.
 
         Returns:
             [n, vocab] float32, the logits after these tokens.
@@ -104,7 +105,7 @@ class Sequence:
         return torch.cat(logits)
 
     def discard(self, ranges: Items[Range]) -> None:
-        """Drop ranges of the context; the rest moves together, as the method does it.
+        """Drop ranges of the context; the others move together as the method requires.
 
         Raises:
             InvalidDiscardError: a range is empty or outside the context.
@@ -137,7 +138,7 @@ class Sequence:
 
     @torch.inference_mode()
     def copy_from(self, other: "Sequence") -> None:
-        """Copy another sequence's context and KV; of the same method."""
+        """Copy the context and KV of another sequence with the same method."""
         self.context_ids = list(other.context_ids)
         num_tokens = self.kv.num_tokens = other.kv.num_tokens
         pairs = [
@@ -157,13 +158,13 @@ class Sequence:
 
     @torch.inference_mode()
     def adopt(self, other: "Sequence", run: Range, *, moves: bool = True) -> None:
-        """Append tokens of another context with the KV that they have there; both of "ca".
+        """Append tokens of another context with their KV there; both of method "ca".
 
         Args:
-            other: whose tokens they are.
-            run: which of them, by their positions there; at least one, as many as have room here.
-            moves: whether keys are embedded at the positions that they get here, as a load does;
-                else at those that they had, which are wrong here.
+            other: the other context.
+            run: range of positions there; not empty, and with room here.
+            moves: whether keys are embedded at their new positions, as a load does; else at the old
+                ones, which are wrong here.
         """
         ours, theirs = self.stored, other.stored
         if ours is None or theirs is None:
@@ -185,15 +186,15 @@ class Sequence:
         self.kv.num_tokens = ours.end_token = new_end
         self.context_ids += other.context_ids[start:end]
 
-    def follow(self, other: "Sequence", edit: Edit, mode: MeasuredMode) -> None:
-        """Make what an edit makes of another context, in this empty one; both of "ca".
+    def apply_edit(self, other: "Sequence", edit: Edit, mode: MeasuredMode) -> None:
+        """Build the edited form of another context in this empty one; both of method "ca".
 
-        From the front to the back: what is computed attends to all that stands before it.
+        From front to back: computed tokens attend to all tokens before them.
 
         Args:
-            other: the context as it was.
-            edit: of it.
-            mode: what becomes of its tokens behind the edit.
+            other: the context before the edit.
+            edit: the edit.
+            mode: how the KV behind the edit is treated.
         """
         pending: list[int] = []
         for (start, end), new_ids in edit.runs(len(other.context_ids)):
@@ -210,7 +211,7 @@ class Sequence:
             self.feed(pending, want="none")
 
     def rewind(self, num_tokens: int) -> None:
-        """Forget all tokens but the first; nothing moves, nothing is recomputed."""
+        """Drop all tokens but the first; nothing is moved or recomputed."""
         self.kv.num_tokens = num_tokens
         if self.stored is not None:
             self.stored.end_token = num_tokens
@@ -218,7 +219,7 @@ class Sequence:
 
 
 def compact(stored: WriteBuffer, kept: Items[Range]) -> None:
-    """Move kept tokens of a buffer from position 0 on to its front; its keys have no positions."""
+    """Move kept tokens of a buffer to its front, from position 0 on; its keys have no positions."""
     index = torch.cat([torch.arange(start, end) for start, end in kept] or [torch.arange(0)])
     index = index.to(stored.device)
     for tensors in stored.components:

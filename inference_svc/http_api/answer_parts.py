@@ -14,8 +14,8 @@ from inference_svc.core.tools.parts import (
     CallEnded,
     Part,
     ReadAnswer,
-    joined,
-    summed,
+    collect_answer,
+    merge_texts,
 )
 from inference_svc.core.tools.thoughts import ThoughtMarks, ThoughtReader
 from inference_svc.core.turn_record import AnswerToken
@@ -73,7 +73,7 @@ class Reading:
     def whole(self, text: str) -> ReadAnswer:
         """Parse a complete answer."""
         reader = self.reader()
-        return summed([*reader.push_text(text), *reader.end()])
+        return collect_answer([*reader.push_text(text), *reader.end()])
 
     def message(self, text: str) -> Message:
         """Return a complete answer, its beginning included, as the client's next history has it."""
@@ -114,7 +114,7 @@ class PartsReader:
 
     def push(self, tokens: Iterable[AnswerToken]) -> list[Part]:
         """Return the parts that the next tokens complete."""
-        return joined([part for token in tokens for part in self.push_text(token.text)])
+        return merge_texts([part for token in tokens for part in self.push_text(token.text)])
 
     def push_text(self, text: str) -> list[Part]:
         """Return the parts that the text of the next token completes."""

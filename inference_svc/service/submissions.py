@@ -75,7 +75,7 @@ def chat_input(
         EmptyTurnError: none of them says anything.
     """
     found = tuple(messages)
-    if not any(message.says_anything for message in found):
+    if not any(message.has_content for message in found):
         raise empty_turn()
     return ChatInput(found, tools, arguments or {}, beginning, is_prompt)
 

@@ -22,7 +22,7 @@ from inference_svc.core.submission import (
     TokenInput,
     TurnDefaults,
     TurnInput,
-    check_sayer,
+    check_author_name,
 )
 from inference_svc.core.template_arguments import check_arguments, read_arguments
 from inference_svc.core.transcript_format import ExpectedSession, Transcript
@@ -234,7 +234,7 @@ def _decode_retention(retention: pb.Retention) -> Retention:
 def _decode_chat(chat: pb.ChatMessages) -> ChatInput:
     messages = []
     for said in chat.messages:
-        check_sayer(said.name)
+        check_author_name(said.name)
         messages.append(Message(said.role, said.content, name=said.name))
     arguments = read_arguments(chat.template_arguments)
     check_arguments(arguments)

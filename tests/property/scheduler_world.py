@@ -209,7 +209,7 @@ class SchedulerWorld:
 
     def _own(self, key: SessionKey, ranges: tuple[Range, ...]) -> bool:
         """What a resident is about to overwrite is its own; whether there is room for that."""
-        copies = self.scheduler.residents.own(key, ranges[0][0])
+        copies = self.scheduler.residents.make_private(key, ranges[0][0])
         self.num_copied_pages += len(copies or ())
         for copy in copies or ():
             for slot in range(self.limits.page_tokens):
@@ -265,7 +265,7 @@ class SchedulerWorld:
         self.num_arrived += 1
         queue = self.scheduler.queue
         self.arriving[number] = key, (-priority, queue._next_tag(key.tenant), number)
-        queue.arrives(number, key, priority, len(self.conversations[key]))
+        queue.report_arrival(number, key, priority, len(self.conversations[key]))
         assert queue.is_arriving(key)
         return number
 
@@ -338,7 +338,7 @@ class SchedulerWorld:
 
     def _admit(self, turn: Turn, admission: Admission) -> None:
         turn.admission = admission
-        turn.held.enter_context(self.scheduler.slots.held(turn.request))
+        turn.held.enter_context(self.scheduler.slots.hold_pages(turn.request))
         if admission.in_place:
             turn.kv = self.residents.pop(turn.request.key)
             del turn.kv.rows[admission.resident_tokens :]
@@ -440,7 +440,7 @@ class SchedulerWorld:
         self._preempt(turn)
         has_room = self._own(request.key, ranges)
         self.shifts[request.key] = (turn, ranges, has_room)
-        self.scheduler.truncated(request, ranges)
+        self.scheduler.truncate(request, ranges)
         assert len(request.token_ids) <= self.window_tokens
         assert request.token_ids
 
@@ -524,7 +524,7 @@ class SchedulerWorld:
             self._write(turn.kv)
         if turn.layers is None:
             turn.held.close()
-        self.scheduler.announced(
+        self.scheduler.announce(
             request,
             found,
             self.now_ns,
@@ -548,12 +548,12 @@ class SchedulerWorld:
         if turn.layers >= NUM_LAYERS:
             if not turn.fails:
                 turn.held.close()
-            self.scheduler.gate.progressed(turn.request, NUM_LAYERS, self.tick())
+            self.scheduler.gate.on_progress(turn.request, NUM_LAYERS, self.tick())
             turn.layers = None
             if turn.source is not None:
                 self._end_copy(turn)
         else:
-            self.scheduler.gate.progressed(turn.request, turn.layers, self.tick())
+            self.scheduler.gate.on_progress(turn.request, turn.layers, self.tick())
 
     def _end_copy(self, turn: Turn) -> None:
         rows = turn.request.token_ids[: turn.num_copied]
@@ -627,7 +627,7 @@ class SchedulerWorld:
         if num_tokens:
             del turn.kv.rows[-num_tokens:], turn.kv.windowed[-num_tokens:]
             if turn.request.is_saved:
-                self.scheduler.write_slots.give(turn.writes[-1][-num_tokens:])
+                self.scheduler.write_slots.release(turn.writes[-1][-num_tokens:])
                 del turn.writes[-1][-num_tokens:]
 
     def end_late(self) -> None:
@@ -676,13 +676,13 @@ class SchedulerWorld:
     def end_save(self, turn: Turn) -> None:
         """A write buffer is stored."""
         assert turn.num_saving
-        self.scheduler.write_slots.give(turn.writes.pop(0))
+        self.scheduler.write_slots.release(turn.writes.pop(0))
 
     def store(self, turn: Turn, num_tokens: int) -> None:
         """The oldest tokens of what a turn writes are stored."""
         assert turn.is_writing
         written = turn.writes[-1]
-        self.scheduler.write_slots.give(written[:num_tokens])
+        self.scheduler.write_slots.release(written[:num_tokens])
         del written[:num_tokens]
 
     def drop_resident(self, key: SessionKey) -> None:

@@ -1,1 +1,1 @@
-"""How long steps and loads take, learnt while running; whether loading or computing is sooner."""
+"""Measured rates of steps and loads, and the choice between loading and computing."""

@@ -1,10 +1,11 @@
-"""What steps and loads take on this machine, and whether loading a history pays. Pure.
+"""Measured rates: how long steps and loads take here, and whether loading a history pays. Pure.
 
-Running estimates from those that were measured: the scheduler's start gate, the choice between
-loading and recomputing, and retry hints use them. How they live with noise, stalls and change:
-`running_fit.py`. Loading a short history from a slow tier may cost more than computing it
-(architecture D14): `shared/types/load_choice.py` has the rule, here are its numbers. What is not
-known yet is loaded, so that it will be.
+The estimates are updated with each measurement. They are used by the scheduler's start gate, by the
+choice between loading and recomputing, and for the times at which refused clients may retry.
+`running_fit.py` explains how they cope with noise, stalls and change. Loading a short history from
+a slow tier may cost more than computing it (architecture D14): `shared/types/load_choice.py` has
+the rule, this module provides the numbers. History from a tier with unknown rates is loaded, so
+that they become known.
 """
 
 from collections import Counter
@@ -15,7 +16,7 @@ from inference_svc.core.speculation.draft_lengths import StepCost
 from shared.types.load_choice import Traffic, loading_pays, longest_wait_s
 
 DRAM, SSD = "dram", "ssd"  # kvd's tiers
-_REPLAY_SHARE = 0.1  # of the newest replay in the mean
+_REPLAY_SHARE = 0.1  # weight of the newest replay in the mean
 
 
 def pairs(start: int, end: int) -> int:
@@ -30,24 +31,24 @@ class StepTimes:
         self._fit = RunningFit(3)
 
     def note(self, num_tokens: int, num_pairs: int, seconds: float) -> None:
-        """Record how long a step of so many tokens, over all its sequences, took.
+        """Record how long a step of `num_tokens` tokens, over all its sequences, took.
 
-        Time in which the step waited for a load must not be counted.
+        Time in which the step waited for a load must not be included.
         """
         self._fit.note((1, num_tokens, num_pairs), seconds)
 
     def seconds(self, num_tokens: int, num_pairs: int) -> float | None:
         """Estimate how many seconds a step takes.
 
-        None until three steps were noted, and for a step unlike all of them (by powers of two)
-        until they differ enough to determine constant, tokens and pairs each.
+        None until three steps were recorded. Also None for a step unlike all of them (by powers of
+        two), until they differ enough to determine constant, tokens and pairs.
         """
         return self._fit.seconds((1, num_tokens, num_pairs))
 
     def added_seconds(self, num_tokens: int, num_pairs: int) -> float | None:
-        """Estimate how many seconds these tokens add to steps that are made anyway.
+        """Estimate how many seconds these tokens add to steps that are computed anyway.
 
-        None until constant, tokens and pairs are each determined.
+        None until constant, tokens and pairs are determined.
         """
         coefficients = self._fit.coefficients()
         if coefficients is None:
@@ -55,7 +56,7 @@ class StepTimes:
         return coefficients[1] * num_tokens + coefficients[2] * num_pairs
 
     def as_dict(self) -> dict[str, float]:
-        """Return the coefficients, and speeds for people, as far as they are known."""
+        """Return the coefficients and, for display, speeds, as far as they are known."""
         coefficients = self._fit.coefficients()
         if coefficients is None:
             return {}
@@ -66,10 +67,11 @@ class StepTimes:
 
 
 class DecodeTimes:
-    """Seconds that a step takes that computes nothing but next tokens, and logits after each.
+    """Seconds that a step takes that only decodes, with logits after each token.
 
-    A constant, and a share per token: how long their contexts are changes slowly. A step that is
-    replayed from a graph takes less, by its number of tokens.
+    A constant, plus a share per token; the length of their contexts is neglected, because it
+    changes slowly. A step that is replayed from a graph takes less; its times are kept by number of
+    tokens.
     """
 
     def __init__(self) -> None:
@@ -77,7 +79,7 @@ class DecodeTimes:
         self._replays_s: dict[int, float] = {}  # by number of tokens: a running mean
 
     def note(self, num_tokens: int, seconds: float, *, is_replayed: bool) -> None:
-        """Record how long a step of so many tokens took."""
+        """Record how long a step of `num_tokens` tokens took."""
         if is_replayed:
             mean_s = self._replays_s.get(num_tokens, seconds)
             self._replays_s[num_tokens] = mean_s + _REPLAY_SHARE * (seconds - mean_s)
@@ -85,7 +87,7 @@ class DecodeTimes:
             self._fit.note((1, num_tokens), seconds)
 
     def cost(self, num_tokens: int) -> StepCost | None:
-        """Return what a step of so many tokens takes, in seconds; None: not known yet."""
+        """Return what a step of `num_tokens` tokens costs, in seconds; None: not known yet."""
         coefficients = self._fit.coefficients()
         if coefficients is None:
             return None
@@ -101,7 +103,7 @@ class LoadTimes:
         self._fits: dict[str, RunningFit] = {}
 
     def note(self, tier: str, num_tokens: int, seconds: float) -> None:
-        """Record how long a load of so many tokens took; `tier` is the slowest they came from."""
+        """Record how long a load took; `tier` is the slowest one that tokens came from."""
         self._fits.setdefault(tier, RunningFit(2)).note((1, num_tokens), seconds)
 
     def seconds(self, tier: str, num_tokens: int) -> float | None:
@@ -130,7 +132,7 @@ class Rates:
 
     Attributes:
         steps: estimates of steps.
-        decodes: estimates of those without prompts.
+        decodes: estimates of steps without prompts.
         loads: estimates of loads, by tier.
     """
 
@@ -140,17 +142,17 @@ class Rates:
         self.loads = LoadTimes()
 
     def as_dict(self) -> dict[str, float]:
-        """Return what is known, for people and gauges: seconds, tokens/s of prefill and loads."""
+        """Return what is known, for display and gauges: seconds, tokens/s of prefill and loads."""
         return self.steps.as_dict() | self.loads.as_dict()
 
 
-# Every so many refusals one load is made all the same: an estimate that stems from a bad moment
-# would otherwise never be corrected.
+# After so many refusals one load is made nevertheless: an estimate from a bad moment would
+# otherwise never be corrected.
 TRY_EVERY = 16
 
 
 class LoadPolicy(StrEnum):
-    """Whether history is loaded: set by a turn or by the configuration."""
+    """Whether history is loaded: set for a turn or by the configuration."""
 
     AUTO = "auto"  # where it pays
     ALWAYS = "always"
@@ -158,7 +160,7 @@ class LoadPolicy(StrEnum):
 
 
 class LoadChooser:
-    """Chooses between loading and recomputing for each piece of stored history.
+    """Chooses between loading and recomputing, for each piece of stored history.
 
     Args:
         rates: the running estimates; read at each call.
@@ -168,13 +170,15 @@ class LoadChooser:
         self._rates = rates
         self._num_refusals: Counter[str] = Counter()  # by tier
 
-    def wants(self, policy: LoadPolicy, tier: str, start: int, end: int, traffic: Traffic) -> bool:
-        """Whether to load the tokens [start, end) of a session, which lie in this tier.
+    def should_load(
+        self, policy: LoadPolicy, tier: str, start: int, end: int, traffic: Traffic
+    ) -> bool:
+        """Return whether to load the tokens [start, end) of a session from this tier.
 
-        Recomputing them is measured by what they add to the prefill of the new tokens, which is
-        made anyway; their positions count, since later tokens attend to more keys. As much of a
-        load as one from DRAM would take counts as work that nobody else is computed beside: on a
-        CPU it is, with a GPU it is little.
+        Recomputing them costs what they add to the prefill of the new tokens, which happens anyway.
+        Their positions count, since later tokens attend to more keys. The part of a load that would
+        also be needed from DRAM counts as work during which no other request is computed: on a CPU
+        that is so, with a GPU it is little.
         """
         if policy is not LoadPolicy.AUTO:
             return policy is LoadPolicy.ALWAYS
@@ -191,14 +195,14 @@ class LoadChooser:
     def fetch_wait_s(
         self, policy: LoadPolicy, num_tokens: int, traffic: Traffic, most_s: float
     ) -> float:
-        """Return how long a session may be waited for that is fetched to kvd's DRAM meanwhile.
+        """Return for how many seconds a turn may wait for KV that is being fetched to kvd's DRAM.
 
         Args:
-            policy: of the turn.
-            num_tokens: that it wants of the session.
-            traffic: what else the engine has to do.
-            most_s: for a turn that loads always, and while rates are not known: what is not known
-                yet is loaded.
+            policy: the turn's load policy.
+            num_tokens: number of tokens of the session that the turn could load.
+            traffic: the engine's other work.
+            most_s: the result for a turn that always loads, and while rates are unknown, so that
+                they become known.
         """
         if policy is not LoadPolicy.AUTO:
             return most_s if policy is LoadPolicy.ALWAYS else 0.0

@@ -1,16 +1,17 @@
 """How long work takes, as a sum of terms: `seconds ≈ Σ coefficient · term`, learnt while running.
 
 A least-squares fit of *relative* errors (a decode of 2 ms counts as much as a prefill of 2 s), with
-coefficients ≥ 0, that must live with what a busy machine does to timings:
+coefficients ≥ 0. It has to cope with the timings of a busy machine:
 
-- **A stall** (one step ten times slower) is left out. Observations are grouped by the bit lengths
-  of their terms: within a group each term, and so the time, varies less than twofold. Who is off
-  his group's median by more than STRANGE is not used.
-- **Long stretches of one kind** (a thousand decodes) do not make it forget the others: an
-  observation's weight halves every HALF_LIFE observations, but a group keeps at least
-  GROUP_WEIGHT, because a new decode says nothing about prefill.
-- **A lasting change** is followed: a small one by the half-life; after one that is STRANGE to each
-  of RUN observations in a row, everything known is scaled by their median ratio.
+- **A stall** (one step that is ten times slower) is ignored. Observations are grouped by the bit
+  lengths of their terms: within a group each term, and so the time, varies less than twofold. An
+  observation that differs from its group's median by more than STRANGE is not used.
+- **Long stretches of one kind** (a thousand decodes) do not displace the others. The weight of an
+  observation halves every HALF_LIFE observations, but a group keeps at least GROUP_WEIGHT, because
+  a new decode says nothing about prefill.
+- **A lasting change** is followed: a small one because old observations fade. After a large one,
+  with RUN strange observations in a row, all older observations are scaled by the median ratio of
+  these.
 
 Pure; an observation costs microseconds, an estimate some tens of them after a new observation.
 Three unknowns do not need a library: `least_squares` is exact by trying all choices.
@@ -26,8 +27,8 @@ from itertools import combinations
 from math import exp2
 from statistics import median, median_low
 
-# Of a matrix with unit diagonal: below, terms cannot be told apart. With some twenty timings that
-# vary by 5 %, a coefficient is then off by a third of its share of the time.
+# Least pivot of a matrix with unit diagonal; below it terms cannot be told apart. With some twenty
+# timings that vary by 5 %, a coefficient is then off by a third of its share of the time.
 MIN_PIVOT = 0.001
 
 
@@ -45,10 +46,14 @@ class Solution:
 
 
 def least_squares(matrix: list[list[float]], vector: list[float]) -> Solution:
-    """Find the coefficients ≥ 0 that fit best, by trying all choices of those that are not zero.
+    """Find the coefficients ≥ 0 that fit best, by trying all choices of which are not zero.
 
-    Exact for non-negative least squares, and cheap for three terms. Choices whose terms cannot be
-    told apart are passed over.
+    This is exact for non-negative least squares, and cheap for three terms. Choices whose terms
+    cannot be told apart are skipped.
+
+    Args:
+        matrix: left side of the normal equations, symmetric [terms, terms].
+        vector: right side [terms].
     """
     size = len(vector)
     everything = _solve_linear(matrix, vector, tuple(range(size)))
@@ -100,15 +105,17 @@ def _solve_linear(
 
 MIN_OBSERVATIONS = 3
 GROUP_LENGTH = 9  # observations kept of a group; a lasting change is its majority after five
-MAX_GROUPS = 32  # the least recently noted one goes; a service sees about twenty
+MAX_GROUPS = 32  # beyond, the least recently used group is dropped; a service has about twenty
 HALF_LIFE = 16.0  # observations; some forty of them count, enough to average noise out
-GROUP_WEIGHT = 0.25  # of an observation: what a group that was not seen for long still counts
+GROUP_WEIGHT = 0.25  # least weight of a group without new observations, in observations
 STRANGE = 3.0  # ratio to the group's median; shapes explain 2, the rest is the machine's noise
-RUN = 5  # strange observations in a row that are no accident
+RUN = 5  # strange observations in a row that are taken for a lasting change
 
 
 @dataclass
 class _Observation:
+    """A timing of one piece of work; `number` counts all observations."""
+
     number: int
     terms: tuple[int, ...]
     seconds: float
@@ -116,7 +123,7 @@ class _Observation:
 
 @dataclass
 class _Group:
-    """Observations of similar work; `matrix`, `vector` are its share of the normal equations."""
+    """Observations of similar work, with their part of the normal equations."""
 
     observations: deque[_Observation] = field(default_factory=lambda: deque(maxlen=GROUP_LENGTH))
     matrix: list[list[float]] = field(default_factory=list)
@@ -125,18 +132,20 @@ class _Group:
 
     @property
     def is_confirmed(self) -> bool:
-        """Whether it has enough members to judge whether the next one is strange."""
+        """Whether it has enough observations to judge whether the next one is strange."""
         return len(self.observations) >= MIN_OBSERVATIONS
 
     @property
     def newest(self) -> int:
+        """Number of the newest observation."""
         return self.observations[-1].number
 
     def usual_s(self) -> float:
+        """Return the median time in seconds."""
         return median_low(observation.seconds for observation in self.observations)
 
     def add_up(self) -> None:
-        """Compute the sums anew, as of the newest observation."""
+        """Compute the sums again, weighted as of the newest observation."""
         usual_s = self.usual_s()
         size = len(self.observations[-1].terms)
         self.matrix = [[0.0] * size for _ in range(size)]
@@ -154,12 +163,12 @@ class _Group:
                     self.matrix[i][j] += weight * term * other
 
     def factor(self, number: int) -> float:
-        """Return the weight of the sums when `number` observations were recorded in all."""
+        """Return the weight of the sums once `number` observations were recorded in total."""
         return max(exp2((self.newest - number) / HALF_LIFE), GROUP_WEIGHT / self.weight)
 
 
 class RunningFit:
-    """See the module docstring.
+    """Running estimates of the seconds that work takes, by its terms.
 
     Args:
         num_terms: number of terms that describe a piece of work; a constant is a term that is 1.
@@ -167,14 +176,14 @@ class RunningFit:
 
     def __init__(self, num_terms: int) -> None:
         self._num_terms = num_terms
-        # Least recently noted first.
+        # Least recently updated first.
         self._groups: OrderedDict[tuple[int, ...], _Group] = OrderedDict()
         self._number = 0
         self._strange: list[tuple[int, float]] = []  # numbers and ratios, in a row
         self._solution: Solution | None = None
 
     def note(self, terms: Sequence[int], seconds: float) -> None:
-        """Record how many seconds work of these terms (non-negative integers) took."""
+        """Record how many seconds work with these terms (non-negative integers) took."""
         seconds = max(seconds, 1e-9)  # a clock may stand still
         key = _group_key(terms)
         group = self._groups.pop(key, None) or _Group()
@@ -188,10 +197,10 @@ class RunningFit:
         self._solution = None
 
     def seconds(self, terms: Sequence[int]) -> float | None:
-        """Estimate how many seconds such work takes.
+        """Estimate how many seconds work with these terms takes.
 
-        None while fewer than MIN_OBSERVATIONS were noted, and, while the observations are too
-        alike to determine every coefficient, for work unlike all of them.
+        None while fewer than MIN_OBSERVATIONS were recorded. Also None for work unlike all of them,
+        while they are too similar to determine every coefficient.
         """
         solution = self._solve()
         if solution is None:
@@ -201,7 +210,7 @@ class RunningFit:
         return sum(c * term for c, term in zip(solution.coefficients, terms, strict=True))
 
     def coefficients(self) -> tuple[float, ...] | None:
-        """Return the seconds for one of each term; None while they are not determined."""
+        """Return the seconds per unit of each term; None while they are not determined."""
         solution = self._solve()
         return solution.coefficients if solution and solution.is_determined else None
 

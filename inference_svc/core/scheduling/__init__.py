@@ -1,1 +1,1 @@
-"""What the next step does: who is admitted, started, preempted, and on which token slots."""
+"""The scheduler: which requests are admitted, computed and preempted, and their token slots."""

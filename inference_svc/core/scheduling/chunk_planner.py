@@ -1,12 +1,13 @@
-"""Chooses who is computed in a step, as far as there is room for what is computed.
+"""The chunks of a step: which running requests are computed, as far as there is room for their KV.
 
 There has to be room in two places:
 
-    the write ring   for tokens that are saved. Who waits for a ring that stands still is computed
-                     without being saved
-    held rows        of layers with a window (`HeldRows`). Where they are full, those behind the
-                     window are given back; not while somebody copies the turn's KV: then the turn
-                     waits for the end of that. Of pages that others hold, too, it gets others
+    the write ring   for tokens that are saved. A request that waits for a ring that stands still
+                     is computed without being saved
+    held rows        of layers with a window (`HeldRows`). If they are full, rows behind the window
+                     are released. While another request copies the turn's KV, this has to wait,
+                     and so does the turn. A turn that would write to pages that others hold, too,
+                     gets other pages
 """
 
 from collections.abc import Sequence
@@ -26,14 +27,15 @@ from inference_svc.core.scheduling.write_slots import WriteSlots
 
 @dataclass(frozen=True)
 class StepChunks:
-    """Who is computed.
+    """The chunks of a step, and the requests whose state they change.
 
     Attributes:
-        chunks: of their tokens.
+        chunks: the chunks.
         stalled: see `StepPlan`.
         unsaved: see `StepPlan`.
-        patience_ns: until when who stalls waits for the write ring; None: nobody stalls.
-        moved: who has other pages for what is computed.
+        patience_ns: time until which stalled requests wait for the write ring; None: none is
+            stalled.
+        moved: requests that got other pages for their next tokens.
     """
 
     chunks: tuple[PlannedChunk, ...]
@@ -44,7 +46,7 @@ class StepChunks:
 
 
 class ChunkPlanner:
-    """See the module docstring."""
+    """Chooses the chunks of a step, and moves the windows and pages of the requests in it."""
 
     def __init__(
         self,
@@ -61,7 +63,7 @@ class ChunkPlanner:
         self._write_slots = write_slots
 
     def plan(self, now_ns: int, drafts: Drafts) -> StepChunks:
-        """Choose the chunks of a step, and give back what they leave behind."""
+        """Choose the chunks of a step, and release rows that fall behind their windows."""
         running = [
             request
             for request in self._active.in_state(RequestState.RUNNING)
@@ -77,12 +79,12 @@ class ChunkPlanner:
         return replace(found, moved=tuple(moved))
 
     def window_from(self, window_from: int, num_tokens: int, num_new: int | None = None) -> int:
-        """Return the first token that layers with a window hold once there is room for more.
+        """Return the first token that layers with a window hold once there is room for new tokens.
 
         Args:
-            window_from: the first one before that.
-            num_tokens: of the sequence.
-            num_new: tokens that come behind them; None: as many as ever come in a step.
+            window_from: the first token they hold now.
+            num_tokens: number of the sequence's tokens.
+            num_new: number of tokens to be appended; None: the most that ever come in a step.
         """
         rows = self._limits.held_rows
         if rows is None:
@@ -91,7 +93,7 @@ class ChunkPlanner:
         return rows.first_held(window_from, num_tokens, num_new)
 
     def _waits_for_copy(self, request: Request, drafts: Drafts) -> bool:
-        """Whether a turn's KV is being copied, and its next tokens need the place of some of it."""
+        """Return whether the next tokens would replace rows of KV that is being copied."""
         if not self._residents.is_busy(request.key):
             return False
         num_new = min(request.chunk_tokens, self._limits.chunk_tokens)
@@ -100,7 +102,7 @@ class ChunkPlanner:
         return first > request.window_from
 
     def _chunks(self, now_ns: int, running: Sequence[Request], drafts: Drafts) -> StepChunks:
-        """Choose who is computed; who waits for a ring that stands still is not saved any more."""
+        """Choose the chunks, and stop saving requests that wait for a ring that stands still."""
         limits, slots = self._limits, self._write_slots
         chunks, stalled = plan_chunks(running, limits, slots.num_free, drafts)
         patience_ns = slots.note_stall(now_ns, is_stalled=bool(stalled))

@@ -1,11 +1,12 @@
-"""PagedSlots: token slots in pages anywhere, which sequences may share; a slot is one group's.
+"""Token slots in pages, which sequences may share; a page belongs to one group of layers.
 
-Pages of groups without a window are counted once, whoever holds them: they are shared when they are
-full, and stay as they are. Pages of groups with a window are written to again and again, and who is
-about to write to one that others hold gets another in its place: so they are counted for each
-holder, and that page is always free. Sharing those saves their computation, and no room.
+Pages of groups without a window are counted once, however many sequences hold them: they are shared
+when they are full, and do not change any more. Pages of groups with a window are written to again
+and again, and a sequence that is about to write to a shared one gets another page in its place.
+They are therefore counted once for each holder, so that this page is always free. Sharing them
+saves their computation, but no room.
 
-Who only keeps pages from being given to others (a load) counts as a holder where there is no other.
+A holder that only keeps pages from being reused (a load) counts where there is no other holder.
 """
 
 from collections import Counter
@@ -13,15 +14,15 @@ from collections.abc import Iterator, Sequence
 from heapq import heapify, heappop, heappush
 
 from inference_svc.core.scheduling.held_slots import Holding, PageCopy
-from inference_svc.core.scheduling.page_groups import NOBODYS, PLAIN, PageGroups
+from inference_svc.core.scheduling.page_groups import NO_PAGE, PLAIN, PageGroups
 from shared.types.units import ceil_div
 
 
 class PagedSlots:
-    """See the module docstring.
+    """The account of pages: who holds them, who uses them, which are free.
 
-    Of free pages the next one after a sequence's last is taken if it can be, then the lowest:
-    pages side by side are read without being gathered.
+    Free pages are chosen so that sequences are read without being gathered: the page after the
+    sequence's last one if it is free, else the lowest free page.
     """
 
     is_paged = True
@@ -31,92 +32,94 @@ class PagedSlots:
         self.page_tokens = page_tokens
         self.groups = groups
         self._num_pages = num_pages
-        self._num_holding = [0] * num_pages  # by page
-        self._num_needing = [0] * num_pages
-        # Of those: holders for each of whom the page is counted.
+        self._num_holders = [0] * num_pages  # by page
+        self._num_users = [0] * num_pages
+        # Of these: the holders for each of which the page is counted.
         self._num_counted = [0] * num_pages
-        self._num_counted_needing = [0] * num_pages
-        self._num_used = 0  # pages, as they are counted, that somebody holds …
-        self._num_needed = 0  # … and that somebody needs
+        self._num_counted_users = [0] * num_pages
+        self._num_held = 0  # pages, as often as they are counted, that have holders …
+        self._num_in_use = 0  # … and that are in use
         # A heap of what may be free: every free page is in it, and some that were taken since.
         self._lowest = list(range(num_pages))
 
     @property
     def num_groups(self) -> int:
-        """How many slots a token has."""
+        """Number of slots that a token has, one for each group."""
         return self.groups.num_groups
 
     @property
     def free_slots(self) -> int:
-        """Slots of pages that nobody holds, and that nobody is going to get for a shared one."""
-        return (self._num_pages - self._num_used) * self.page_tokens
+        """Slots of pages without a holder, except pages reserved to replace shared ones."""
+        return (self._num_pages - self._num_held) * self.page_tokens
 
     @property
     def evictable_slots(self) -> int:
-        """Slots of pages that are held, and that nobody needs."""
-        return (self._num_used - self._num_needed) * self.page_tokens
+        """Slots of pages that are held, but not in use."""
+        return (self._num_held - self._num_in_use) * self.page_tokens
 
     def needed_for(self, num_tokens: int) -> int:
-        """Return the slots of a holding for so many tokens: those of whole pages."""
+        """Return the slots of a holding for `num_tokens` tokens: those of whole pages."""
         return self.groups.num_pages(ceil_div(num_tokens, self.page_tokens)) * self.page_tokens
 
     def tokens_in(self, num_slots: int) -> int:
-        """Return how many tokens a holding of so many slots has room for."""
+        """Return how many tokens a holding of `num_slots` slots has room for."""
         return self.groups.count_in(num_slots // self.page_tokens) * self.page_tokens
 
     def take(self, num_slots: int) -> Holding:
-        """Take free pages; they are needed from the start."""
+        """Take free pages; the holding is in use from the start."""
         holding = Holding(0)
         self.extend(holding, num_slots)
         return holding
 
     def extend(self, holding: Holding, num_slots: int) -> None:
-        """Add free pages to a holding that is needed, in place of those that it lacks at first."""
+        """Add free pages to a holding that is in use; first fill its places without a page."""
         assert num_slots <= self.free_slots, "more is reserved than there is"
         lacking: list[int] = []
         if len(holding.pages) * self.page_tokens > holding.num_slots:
-            lacking = [at for at, page in enumerate(holding.pages) if page == NOBODYS]
+            lacking = [at for at, page in enumerate(holding.pages) if page == NO_PAGE]
         for number in range(num_slots // self.page_tokens):
             at = lacking[number] if number < len(lacking) else len(holding.pages)
-            self._put(holding, at, self._free_page(after=holding.pages[at - 1] if at else NOBODYS))
+            self._put(holding, at, self._free_page(after=holding.pages[at - 1] if at else NO_PAGE))
 
     def share(self, holding: Holding, num_tokens: int, window_from: int = 0) -> Holding:
-        """Hold the pages of a holding's first tokens too; they are needed from the start.
+        """Hold the pages of another holding's first tokens, too; in use from the start.
 
         Args:
-            holding: whose pages they are.
-            num_tokens: which fill their pages.
-            window_from: first token of which layers with a window have KV. Of pages that have no
-                token behind it `extend` puts others in their place: they are written to next.
+            holding: the other holding.
+            num_tokens: number of first tokens, which fill whole pages.
+            window_from: first token with KV in layers with a window. Places whose pages have no
+                token behind it stay empty, for `extend` to fill: they are written to next.
         """
         count = num_tokens // self.page_tokens
         kept = range(window_from // self.page_tokens, count)
         shared = Holding(0)
         for at, page in enumerate(holding.pages[: self.groups.num_pages(count)]):
-            self._put(shared, at, page if self._is_kept(at, kept) else NOBODYS)
+            self._put(shared, at, page if self._is_kept(at, kept) else NO_PAGE)
         return shared
 
     def shared_slots(self, num_tokens: int) -> int:
-        """Return how many slots fewer are taken by who shares the pages of so many tokens."""
+        """Return how many slots a sequence saves by sharing the pages of `num_tokens` tokens."""
         return num_tokens // self.page_tokens * self.groups.num_full * self.page_tokens
 
     def hold(self, holding: Holding) -> Holding:
-        """Keep a holding's pages from being given to others, until that is released."""
+        """Keep a holding's pages from being reused until the returned holding is released."""
         held = Holding(0, is_counted=False)
         for at, page in enumerate(holding.pages):
             self._put(held, at, page)
         return held
 
-    def own(self, holding: Holding, first_token: int, window_from: int = 0) -> list[PageCopy]:
-        """Replace pages that others hold too, from that of a token on, by free ones.
+    def make_private(
+        self, holding: Holding, first_token: int, window_from: int = 0
+    ) -> list[PageCopy]:
+        """Replace pages that have other holders, from a token's page on, by free ones.
 
         Args:
             holding: the holding.
-            first_token: what is behind it is written anew.
-            window_from: first token of which layers with a window have KV.
+            first_token: the first token that will be written.
+            window_from: first token with KV in layers with a window.
 
         Returns:
-            What was replaced; who still wants what is in these pages copies it.
+            The replaced pages. If their content is still needed, the caller copies it.
         """
         first = first_token // self.page_tokens
         kept = range(window_from // self.page_tokens, first)
@@ -129,13 +132,13 @@ class PagedSlots:
                 copies.append(self._replace(holding, at))
         return copies
 
-    def own_window(self, holding: Holding, first_token: int, end_token: int) -> bool:
-        """Replace pages of groups with a window that tokens are about to be written to.
+    def make_window_private(self, holding: Holding, first_token: int, end_token: int) -> bool:
+        """Replace shared pages of groups with a window that tokens are about to be written to.
 
-        Nobody wants what was there: it is behind the window of who writes.
+        Their content is not needed: it is behind the window of the sequence that writes.
 
         Returns:
-            Whether there was one that others hold too.
+            Whether a page was replaced.
         """
         groups, size = self.groups, self.page_tokens
         is_other = False
@@ -149,109 +152,114 @@ class PagedSlots:
         return is_other
 
     def num_shared(self, holding: Holding, first_token: int) -> int:
-        """Return how many free slots `own` takes: those of pages that are counted once."""
+        """Return the free slots that `make_private` takes: for pages that are counted once."""
         start = self.groups.num_pages(first_token // self.page_tokens)
         found = sum(
-            self._num_holding[page] > 1
+            self._num_holders[page] > 1
             for at, page in enumerate(holding.pages[start:], start)
             if not self.groups.is_windowed(at)
         )
         return found * self.page_tokens
 
     def trim(self, holding: Holding, num_tokens: int) -> None:
-        """Release the pages that no token is on, of so many."""
+        """Release the pages behind the last one that has some of `num_tokens` tokens."""
         num_pages = self.groups.num_pages(ceil_div(num_tokens, self.page_tokens))
         for at, page in enumerate(holding.pages[num_pages:], num_pages):
-            self._drop(page, self._counts(holding, at), holding.num_needing)
+            self._drop(page, self._counts(holding, at), holding.num_users)
             holding.num_slots -= self.page_tokens
         del holding.pages[num_pages:]
 
-    def need(self, holding: Holding) -> None:
-        """Note one more who needs a holding."""
-        if not holding.num_needing:
+    def add_user(self, holding: Holding) -> None:
+        """Count one more user of a holding."""
+        if not holding.num_users:
             for page, counts in self._entries(holding):
-                self._need(page, counts)
-        holding.num_needing += 1
+                self._add_page_user(page, counts)
+        holding.num_users += 1
 
-    def spare(self, holding: Holding) -> None:
-        """Note that one of those who need a holding does no longer."""
-        assert holding.num_needing, "nobody needs it"
-        holding.num_needing -= 1
-        if not holding.num_needing:
+    def remove_user(self, holding: Holding) -> None:
+        """Count one user of a holding less; without any it may be evicted."""
+        assert holding.num_users, "nobody needs it"
+        holding.num_users -= 1
+        if not holding.num_users:
             for page, counts in self._entries(holding):
-                self._spare(page, counts)
+                self._remove_page_user(page, counts)
 
     def release(self, holding: Holding) -> None:
-        """Release a holding, whoever needs it."""
+        """Release a holding, even if it is in use."""
         self.trim(holding, 0)
-        holding.num_needing = 0
+        holding.num_users = 0
 
     def freed_by(self, holdings: Sequence[Holding]) -> int:
-        """Return the slots of pages that nobody else holds than these."""
+        """Return the slots of pages that have no holders besides these."""
         held, counted = self._tallies(holdings)
         freed = 0
         for page, number in held.items():
-            left = self._num_holding[page] - number, self._num_counted[page] - counted[page]
-            freed += self._used(page) - _counted(*left)
+            left = self._num_holders[page] - number, self._num_counted[page] - counted[page]
+            freed += self._times_held(page) - _counted(*left)
         return freed * self.page_tokens
 
     def evictable_after(self, spared: Sequence[Holding], kept: Holding | None) -> int:
-        """Return the evictable slots there would be if `spared` were residents, and `kept` stayed.
+        """Return how many slots would be evictable if `spared` were residents, and `kept` stayed.
 
         Args:
-            spared: holdings that one needs each.
-            kept: one that is needed then; None: none is.
+            spared: holdings with one user each, which is going to end.
+            kept: a holding that will be in use then; None: there is none.
         """
         less, counted_less = self._tallies(spared)
-        stays = [kept] if kept is not None and not kept.num_needing else []
+        stays = [kept] if kept is not None and not kept.num_users else []
         more, counted_more = self._tallies(stays)
         freed = 0
         for page in less.keys() | more.keys():
-            needing = self._num_needing[page] - less[page] + more[page]
-            counted = self._num_counted_needing[page] - counted_less[page] + counted_more[page]
-            freed += self._needed(page) - _counted(needing, counted)
+            users = self._num_users[page] - less[page] + more[page]
+            counted = self._num_counted_users[page] - counted_less[page] + counted_more[page]
+            freed += self._times_in_use(page) - _counted(users, counted)
         return self.evictable_slots + freed * self.page_tokens
 
     def check(self, holdings: Sequence[Holding]) -> None:
-        """Raise AssertionError if these are not all holdings there are."""
+        """Raise AssertionError if these are not all holdings, or an invariant is broken."""
         held, counted = self._tallies(holdings)
-        needed, counted_needed = self._tallies([h for h in holdings if h.num_needing])
-        for page, number in enumerate(self._num_holding):
+        needed, counted_needed = self._tallies([h for h in holdings if h.num_users])
+        for page, number in enumerate(self._num_holders):
             assert number == held[page], f"page {page} has {number} holders of {held[page]}"
-            assert self._num_needing[page] == needed[page], f"page {page} is needed wrongly"
+            assert self._num_users[page] == needed[page], f"page {page} is needed wrongly"
             assert self._num_counted[page] == counted[page], f"page {page} is counted wrongly"
-            assert self._num_counted_needing[page] == counted_needed[page]
-        free = {page for page, number in enumerate(self._num_holding) if not number}
+            assert self._num_counted_users[page] == counted_needed[page]
+        free = {page for page, number in enumerate(self._num_holders) if not number}
         assert free <= set(self._lowest), "a free page will never be found"
-        assert self._num_used == sum(map(self._used, held)) <= self._num_pages
-        assert self._num_needed == sum(map(self._needed, needed))
+        assert self._num_held == sum(map(self._times_held, held)) <= self._num_pages
+        assert self._num_in_use == sum(map(self._times_in_use, needed))
         for holding in holdings:
             assert holding.num_slots == len(holding.pages) * self.page_tokens
             assert len(set(holding.pages)) == len(holding.pages), "a page is there twice"
 
     def _free_page(self, after: int) -> int:
-        """Choose a free page, which it is until it is held."""
-        if 0 < after + 1 < len(self._num_holding) and not self._num_holding[after + 1]:
+        """Return a free page; it stays free until it is held."""
+        if 0 < after + 1 < len(self._num_holders) and not self._num_holders[after + 1]:
             return after + 1
-        while self._num_holding[self._lowest[0]]:
+        while self._num_holders[self._lowest[0]]:
             heappop(self._lowest)
         return self._lowest[0]
 
     def _is_kept(self, at: int, kept: range) -> bool:
-        """Whether a page stays of a sequence of which layers with a window have KV of these."""
+        """Return whether a page stays: in a group with a window, if it has tokens of `kept`.
+
+        Args:
+            at: the page's position in the sequence.
+            kept: the pages of tokens, by index, that layers with a window still need.
+        """
         groups = self.groups
         if not groups.is_windowed(at):
             return True
         return (at // groups.num_groups - kept.start) % groups.window_pages < len(kept)
 
     def _is_shared(self, page: int, *, is_window: bool) -> bool:
-        return (self._num_counted if is_window else self._num_holding)[page] > 1
+        return (self._num_counted if is_window else self._num_holders)[page] > 1
 
     def _replace(self, holding: Holding, at: int) -> PageCopy:
         page, counts = holding.pages[at], self._counts(holding, at)
-        self._drop(page, counts, holding.num_needing)
-        target = self._free_page(after=holding.pages[at - 1] if at else NOBODYS)
-        self._hold(target, counts, holding.num_needing)
+        self._drop(page, counts, holding.num_users)
+        target = self._free_page(after=holding.pages[at - 1] if at else NO_PAGE)
+        self._hold(target, counts, holding.num_users)
         holding.pages[at] = target
         return PageCopy(at, page, target)
 
@@ -259,65 +267,65 @@ class PagedSlots:
         if at == len(holding.pages):
             holding.pages.append(page)
         holding.pages[at] = page
-        if page != NOBODYS:
-            self._hold(page, self._counts(holding, at), holding.num_needing)
+        if page != NO_PAGE:
+            self._hold(page, self._counts(holding, at), holding.num_users)
             holding.num_slots += self.page_tokens
 
     def _counts(self, holding: Holding, at: int) -> bool:
-        """Whether a page is counted for this holder, whoever else holds it."""
+        """Return whether a page is counted for this holder in addition to others."""
         return holding.is_counted and self.groups.is_windowed(at)
 
     def _entries(self, holding: Holding) -> Iterator[tuple[int, bool]]:
         """Yield a holding's pages, and whether each is counted for it."""
         for at, page in enumerate(holding.pages):
-            if page != NOBODYS:
+            if page != NO_PAGE:
                 yield page, self._counts(holding, at)
 
     def _tallies(self, holdings: Sequence[Holding]) -> tuple[Counter[int], Counter[int]]:
-        """Count by page which of these hold it, and for which it is counted."""
+        """Count by page how many of these hold it, and for how many it is counted."""
         entries = [entry for holding in holdings for entry in self._entries(holding)]
         return Counter(page for page, _ in entries), Counter(page for page, own in entries if own)
 
-    def _used(self, page: int) -> int:
-        return _counted(self._num_holding[page], self._num_counted[page])
+    def _times_held(self, page: int) -> int:
+        return _counted(self._num_holders[page], self._num_counted[page])
 
-    def _needed(self, page: int) -> int:
-        return _counted(self._num_needing[page], self._num_counted_needing[page])
+    def _times_in_use(self, page: int) -> int:
+        return _counted(self._num_users[page], self._num_counted_users[page])
 
-    def _hold(self, page: int, counts: bool, num_needing: int) -> None:
-        before = self._used(page)
-        self._num_holding[page] += 1
+    def _hold(self, page: int, counts: bool, num_users: int) -> None:
+        before = self._times_held(page)
+        self._num_holders[page] += 1
         self._num_counted[page] += counts
-        self._num_used += self._used(page) - before
-        if num_needing:
-            self._need(page, counts)
+        self._num_held += self._times_held(page) - before
+        if num_users:
+            self._add_page_user(page, counts)
 
-    def _drop(self, page: int, counts: bool, num_needing: int) -> None:
-        if num_needing:
-            self._spare(page, counts)
-        before = self._used(page)
-        self._num_holding[page] -= 1
+    def _drop(self, page: int, counts: bool, num_users: int) -> None:
+        if num_users:
+            self._remove_page_user(page, counts)
+        before = self._times_held(page)
+        self._num_holders[page] -= 1
         self._num_counted[page] -= counts
-        self._num_used += self._used(page) - before
-        if not self._num_holding[page]:
+        self._num_held += self._times_held(page) - before
+        if not self._num_holders[page]:
             heappush(self._lowest, page)
-            if len(self._lowest) > 2 * len(self._num_holding):  # pages that were freed often
-                self._lowest = [p for p, number in enumerate(self._num_holding) if not number]
+            if len(self._lowest) > 2 * len(self._num_holders):  # pages that were freed often
+                self._lowest = [p for p, number in enumerate(self._num_holders) if not number]
                 heapify(self._lowest)
 
-    def _need(self, page: int, counts: bool) -> None:
-        before = self._needed(page)
-        self._num_needing[page] += 1
-        self._num_counted_needing[page] += counts
-        self._num_needed += self._needed(page) - before
+    def _add_page_user(self, page: int, counts: bool) -> None:
+        before = self._times_in_use(page)
+        self._num_users[page] += 1
+        self._num_counted_users[page] += counts
+        self._num_in_use += self._times_in_use(page) - before
 
-    def _spare(self, page: int, counts: bool) -> None:
-        before = self._needed(page)
-        self._num_needing[page] -= 1
-        self._num_counted_needing[page] -= counts
-        self._num_needed += self._needed(page) - before
+    def _remove_page_user(self, page: int, counts: bool) -> None:
+        before = self._times_in_use(page)
+        self._num_users[page] -= 1
+        self._num_counted_users[page] -= counts
+        self._num_in_use += self._times_in_use(page) - before
 
 
 def _counted(num_holders: int, num_counted: int) -> int:
-    """Return how often a page is counted that has so many holders, and is counted for so many."""
+    """Return how often a page counts: once for each counted holder, once for any others."""
     return max(num_counted, min(1, num_holders))

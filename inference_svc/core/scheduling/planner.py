@@ -1,31 +1,29 @@
-"""Makes the plan of the next step: who leaves the batch, who joins it, who is admitted.
+"""The planner of steps: which requests leave the batch, which join it, and which are admitted.
 
-    1. a running request that has outgrown its slots gets a page more, if there are pages and one
-       is to be had; else it returns to its place in the queue, and so does one whose window is
-       full: its resident is protected until it is compacted;
-    2. requests that are ready start, those of higher priority first, once the start gate lets them:
-       a full batch preempts one of lower priority;
-    3. the head of the queue is admitted, while there is room: residents are evicted for it, and
-       if that is not enough, requests of lower priority are preempted, if that is;
-    4. who runs is computed, as far as there is room for its tokens: see `chunk_planner.py`.
+    1. A running request that has outgrown its slots gets another page, if there is one; else it
+       returns to its place in the queue. So does a request whose window is full: its resident is
+       protected until it is compacted.
+    2. Requests that are ready start, higher priorities first, once the start gate lets them. If
+       the batch is full, a request of lower priority is preempted.
+    3. The head of the queue is admitted while there is room. Residents are evicted for it; if that
+       is not enough, requests of lower priority are preempted, if that helps.
+    4. Running requests are computed as far as there is room: see `chunk_planner.py`.
 
-Preemption costs little: what was computed stays as the session's resident while there is room,
-and is saved besides. Never preempted is a request to whose KV a copy is under way, or whose
-KV may yet turn out to be void. Plans are made between steps; the scheduler's state has changed by
-them already.
-
-A request gets its slots on its session's resident, or on a sequence's KV of its own:
+Preemption costs little: the computed KV stays as the session's resident while there is room, and
+is saved besides. A request is never preempted while a copy to its KV is under way, or while its KV
+may still turn out to be void. A plan is made between steps, and the scheduler's state is that after
+it. A request gets its slots from its session's resident, or as a sequence KV of its own:
 
     resident large enough      in place: no slots are needed
     resident too small         copied to a new sequence KV, if old and new fit together …
-                                 (pages: in place, with those that it needs more)
-    none, but another          … so is the prefix that they share, if it is worth it, also while
-      session's begins so        the other's turn runs: see `shared_prefixes.py` …
-                                 (pages: those of the prefix are both sessions')
-    … or they do not fit, or   … on a new sequence KV; a resident of the session is evicted
-      it is of no use, or none
+                                 (pages: in place, with additional pages)
+    no resident, but another   … the shared prefix is copied if that pays, also while the other
+      session begins alike       session's turn runs: see `shared_prefixes.py` …
+                                 (pages: both sessions hold the prefix's pages)
+    … these do not fit, do     … a new sequence KV; a resident of the session is evicted
+      not help, or are missing
 
-Other residents are evicted for it, never more than it takes, and none if it cannot be had anyway.
+Other residents are evicted for it: no more than needed, and none if it cannot be admitted anyway.
 """
 
 from collections.abc import Sequence
@@ -61,11 +59,12 @@ class Terms:
     """One way to admit a request.
 
     Attributes:
-        capacity_tokens: slots it may fill.
-        kv_slots: that must be free: of a new sequence KV, or beside those of the resident.
-        num_tokens: it has from a resident, which must stay for that, or from a turn that runs.
-        source: that resident, or that turn's request; None: neither.
-        in_place: whether the slots of that become its own.
+        capacity_tokens: number of tokens it may fill with KV.
+        kv_slots: slots that must be free: for a new sequence KV, or in addition to the resident's.
+        num_tokens: tokens whose KV it takes from the source.
+        source: the resident, or the request of a running turn, that has this KV; a resident has to
+            stay until then. None: the request begins with nothing.
+        in_place: whether the slots of the source become the request's own.
     """
 
     capacity_tokens: int
@@ -77,7 +76,7 @@ class Terms:
 
 @dataclass
 class _Sketch:
-    """A plan that is being made at `now_ns`."""
+    """The parts of a plan that is being made at time `now_ns`."""
 
     now_ns: int
     admitted: list[Admission] = field(default_factory=list)
@@ -88,7 +87,7 @@ class _Sketch:
 
 
 class Planner:
-    """Makes plans, and changes the scheduler's parts by them; see the module docstring."""
+    """Makes the plan of a step, and updates the scheduler's parts accordingly."""
 
     def __init__(
         self,
@@ -110,15 +109,15 @@ class Planner:
         self._prefixes = SharedPrefixes(limits, active, residents, slots, gate)
 
     def plan(self, now_ns: int, drafts: Drafts) -> StepPlan:
-        """Make a plan, see `Scheduler.schedule`; deadlines are not its business."""
+        """Make a plan; see `Scheduler.schedule`, which handles deadlines."""
         sketch = _Sketch(now_ns)
         self._grow_or_preempt(sketch)
         wake_ns = self._start_ready(sketch)
         self._admit(sketch)
-        if sketch.preempted or sketch.overflowed:  # there may be places in the batch again
+        if sketch.preempted or sketch.overflowed:  # places in the batch are free again
             wake_ns = self._start_ready(sketch)
         if not self._limits.keeps_residents:
-            self._evict_left_over(sketch)
+            self._evict_unqueued(sketch)
         computed = self._chunks.plan(now_ns, drafts)
         wakes_ns = [ns for ns in (wake_ns, computed.patience_ns) if ns is not None]
         return StepPlan(
@@ -136,19 +135,19 @@ class Planner:
     # ----------------------------------------------------------------------------- the batch
 
     def _grow_or_preempt(self, sketch: _Sketch) -> None:
-        """See to those who run and have no slot for their next token."""
+        """Give running requests without a slot for their next token more room, or preempt them."""
         for request in self._active.in_state(RequestState.RUNNING):
-            if request.is_outgrown and self._grow(request, sketch):
+            if request.has_outgrown_slots and self._grow(request, sketch):
                 sketch.grown.append(request)
             elif not self._can_preempt(request):
                 continue
-            elif request.is_outgrown:
+            elif request.has_outgrown_slots:
                 self._preempt(request, sketch)
             elif request.is_overflowing:
                 self._overflow(request, sketch)
 
     def _growths(self, grown: Sequence[Request]) -> tuple[Growth, ...]:
-        """List who has other pages, and still runs: who grew may have been preempted since."""
+        """List requests with changed pages that still run; some may have been preempted since."""
         return tuple(
             Growth(request, self._slots.pages(request))
             for request in dict.fromkeys(grown)
@@ -156,7 +155,7 @@ class Planner:
         )
 
     def _grow(self, request: Request, sketch: _Sketch) -> bool:
-        """Give a request a page more, if there are pages; False if there is no room for it."""
+        """Give a request another page if slots are paged; return False if there is no room."""
         slots = self._slots
         if not slots.is_paged:
             return False
@@ -170,7 +169,7 @@ class Planner:
         return True
 
     def _start_ready(self, sketch: _Sketch) -> int | None:
-        """Start what is ready and may; return when (ns) the next that is held back may."""
+        """Start ready requests; return when (ns) the next one that is held back may start."""
         held_ns = []
         for request in self._active.in_state(RequestState.READY):
             running = self._active.in_state(RequestState.RUNNING)
@@ -188,7 +187,7 @@ class Planner:
         return min(held_ns, default=None)
 
     def _has_place(self, request: Request, sketch: _Sketch) -> bool:
-        """Whether the batch has a place, preempting a request of lower priority if need be."""
+        """Return whether the batch has a place; if not, preempt a request of lower priority."""
         if len(self._active.in_state(RequestState.RUNNING)) < self._limits.max_running:
             return True
         victims = self._victims(request.priority, RequestState.RUNNING)
@@ -199,33 +198,33 @@ class Planner:
     # ----------------------------------------------------------------------------- admission
 
     def _admit(self, sketch: _Sketch) -> None:
-        """Admit from the head of the queue while there is room, or room can be made."""
+        """Admit requests from the head of the queue while there is room, or room can be made."""
         while (head := self._queue.head) is not None:
             # A session's earlier request, move or compaction has to end first.
             if self._active.has_session(head.key) or self._residents.is_busy(head.key):
                 return
-            if not self._own_tokens(head) and self._prefixes.is_coming(head):
+            if not self._resident_tokens(head) and self._prefixes.should_wait(head):
                 return
             terms = self._terms_with_room(head) or self._terms_by_preempting(head, sketch)
             if terms is None:
                 return
-            self._take(head, terms, sketch)
+            self._admit_with(head, terms, sketch)
 
     def _terms_with_room(self, head: Request) -> Terms | None:
-        """Find the best terms that need no preemption."""
+        """Return the best terms that need no preemption; None: there are none."""
         if not self._may_load():
             return None
         terms = self._terms(head)
         return next((t for t in terms if self._fits(t)), None)
 
     def _terms_by_preempting(self, head: Request, sketch: _Sketch) -> Terms | None:
-        """Preempt lower priorities for the most modest terms, if that helps."""
+        """Preempt requests of lower priority for the most modest terms, if that helps."""
         candidates = self._victims(head.priority, RequestState.READY, RequestState.RUNNING)
         if not candidates:
             return None
         terms = self._terms(head)[-1]
         victims = []
-        if not self._may_load():
+        if not self._may_load():  # a place among those is free once a ready request is preempted
             ready = [request for request in candidates if request.state is RequestState.READY]
             if not ready:
                 return None
@@ -244,12 +243,12 @@ class Planner:
         return len(loading) < self._limits.max_loading
 
     def _terms(self, request: Request) -> list[Terms]:
-        """List the ways to admit a request, the best first; the last needs the fewest slots."""
+        """List the ways to admit a request, best first; the last one needs the fewest slots."""
         slots = self._slots
         capacity = request.capacity_to_admit(self._limits.answer_tokens)
         fresh = Terms(capacity, slots.account.needed_for(capacity))
         resident = self._residents.get(request.key)
-        num_tokens = self._own_tokens(request)
+        num_tokens = self._resident_tokens(request)
         if resident is not None and num_tokens:
             if slots.is_paged:
                 kv_slots = slots.growth_in_place(resident, num_tokens, capacity)
@@ -265,10 +264,11 @@ class Planner:
         kv_slots = fresh.kv_slots - slots.shared_by(shared.num_tokens)
         return [Terms(capacity, kv_slots, shared.num_tokens, shared.source), fresh]
 
-    def _own_tokens(self, request: Request) -> int:
-        """Count first tokens that its session's resident has, if it is to build on them.
+    def _resident_tokens(self, request: Request) -> int:
+        """Count the request's first tokens in its session's resident, if they are worth using.
 
-        With less than half of the history, as after a truncation, the store likely has more.
+        0 if these are less than half of the history, as after a truncation: the store likely has
+        more.
         """
         num_tokens, resident = self._residents.match(request), self._residents.get(request.key)
         if resident is not None and num_tokens and self._slots.is_paged:
@@ -278,12 +278,12 @@ class Planner:
         return num_tokens if 2 * num_tokens >= request.history_tokens else 0
 
     def _fits(self, terms: Terms, preempted: Sequence[Request] = ()) -> bool:
-        """Whether there is room once residents are evicted, and what is preempted is one."""
+        """Return whether terms have room with residents evicted and `preempted` as residents."""
         kept = terms.source if isinstance(terms.source, Resident) else None
         return terms.kv_slots <= self._slots.room(preempted, kept)
 
-    def _take(self, request: Request, terms: Terms, sketch: _Sketch) -> None:
-        """Take a request from the queue and reserve its slots, evicting residents if need be."""
+    def _admit_with(self, request: Request, terms: Terms, sketch: _Sketch) -> None:
+        """Admit the head of the queue on these terms, evicting residents if necessary."""
         self._queue.admit(request)
         source = terms.source
         is_own = source is not None and source.key == request.key
@@ -291,12 +291,13 @@ class Planner:
             self._evict(request.key, sketch)
         request.window_from = 0
         if source is not None:
-            request.window_from = self._first_held(source.window_from, terms)
+            request.window_from = self._window_from(source.window_from, terms)
+        # Shared pages of groups with a window count for each holder, and so take free slots.
         free_slots = self._slots.account.free_slots
-        self._claim(request, terms)
+        self._claim_source(request, terms)
         claimed = free_slots - self._slots.account.free_slots
         self._make_room(terms.kv_slots - claimed, request, sketch)
-        self._reserve(request, terms)
+        self._reserve_slots(request, terms)
         request.move(RequestEvent.ADMIT)
         request.capacity_tokens = terms.capacity_tokens
         request.admitted_ns = request.admitted_ns or sketch.now_ns
@@ -312,14 +313,14 @@ class Planner:
             )
         )
 
-    def _first_held(self, window_from: int, terms: Terms) -> int:
-        """Return the first token that layers with a window hold of what the terms have."""
+    def _window_from(self, window_from: int, terms: Terms) -> int:
+        """Return the first token that layers with a window hold after admission on these terms."""
         if terms.in_place:
             return window_from
         return self._chunks.window_from(window_from, terms.num_tokens)
 
-    def _claim(self, request: Request, terms: Terms) -> None:
-        """Keep what the terms have of a resident from being evicted, and share what is shared."""
+    def _claim_source(self, request: Request, terms: Terms) -> None:
+        """Protect the terms' resident from eviction, and share the pages to be shared."""
         source = terms.source
         if terms.in_place:
             self._slots.take_resident(request)
@@ -329,8 +330,8 @@ class Planner:
         if isinstance(source, Resident) or (source is not None and not self._slots.is_paged):
             self._residents.begin_copy(source.key, request)
 
-    def _reserve(self, request: Request, terms: Terms) -> None:
-        """Reserve what the terms need beside that; there is room for it."""
+    def _reserve_slots(self, request: Request, terms: Terms) -> None:
+        """Reserve the slots that the terms need in addition to the source's."""
         slots = self._slots
         if not slots.is_paged:
             if terms.kv_slots:
@@ -342,7 +343,7 @@ class Planner:
         slots.reserve(request, needed - slots.kv_slots(request))
 
     def _make_room(self, num_slots: int, request: Request, sketch: _Sketch) -> None:
-        """Evict residents of others until so many slots are free, as far as there are any."""
+        """Evict other sessions' residents until `num_slots` are free, as far as possible."""
         missing = num_slots - self._slots.account.free_slots
         for key in self._residents.victims(missing, self._queue.rank, request.key):
             self._evict(key, sketch)
@@ -350,7 +351,7 @@ class Planner:
     # ---------------------------------------------------------------------------- preemption
 
     def _victims(self, priority: int, *states: RequestState) -> list[Request]:
-        """List what can be preempted below a priority: the lowest first, the newest first."""
+        """List the requests below a priority that can be preempted: lowest first, newest first."""
         candidates = [
             request
             for request in self._active.in_state(*states)
@@ -386,8 +387,8 @@ class Planner:
         self._gate.forget(request)
         self._queue.put_back(request)
 
-    def _evict_left_over(self, sketch: _Sketch) -> None:
-        """Without residents, only what was preempted and waits keeps its KV."""
+    def _evict_unqueued(self, sketch: _Sketch) -> None:
+        """For a service without residents: evict all but those of preempted, waiting requests."""
         for key in self._residents.unqueued(self._queue.rank):
             self._evict(key, sketch)
 

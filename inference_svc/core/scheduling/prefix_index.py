@@ -1,11 +1,11 @@
-"""PrefixIndex: whose KV in the engine's memory begins as a prompt does; a radix tree of token ids.
+"""A radix tree of token ids, to find KV in the engine's memory with the same prefix as a prompt.
 
-A node stands for a prefix that several sequences share, or for one's whole; its edge holds the
-tokens behind its parent's prefix, so that a tree has at most two nodes for each sequence, however
-long these are. Looking up costs O(tokens that match).
+A node stands for a prefix that several sequences share, or for a whole sequence; its edge holds the
+tokens behind its parent's prefix. So a tree has at most two nodes for each sequence, however long
+the sequences are. A look-up costs O(tokens that match).
 
-Equal tokens mean equal KV only within a scope (a tenant's salt, a model, a lineage), each of which
-has a tree of its own: what is in another one is never found.
+Equal tokens have equal KV only within a scope (a tenant's salt, a model, a lineage). Each scope has
+a tree of its own, so that sequences of other scopes are never found.
 
 Invariants (`check`): 1. a node's keys are those of all sequences that begin with its prefix; 2. a
 node with one child is the end of some sequence, unless it is the root; 3. no two children of a node
@@ -26,9 +26,9 @@ class _Node(Generic[K]):
     """A prefix.
 
     Attributes:
-        edge: tokens of it behind the parent's prefix; empty for the root alone.
-        keys: of sequences that begin with it; an ordered set.
-        children: by the first token of their edge.
+        edge: its tokens behind the parent's prefix; empty only for the root.
+        keys: keys of the sequences that begin with it; an ordered set.
+        children: child nodes, by the first token of their edge.
     """
 
     edge: tuple[int, ...]
@@ -37,7 +37,7 @@ class _Node(Generic[K]):
 
 
 class PrefixIndex(Generic[K]):
-    """See the module docstring."""
+    """Sequences of token ids by key, indexed by their prefixes within a scope."""
 
     def __init__(self) -> None:
         self._roots: dict[Hashable, _Node[K]] = {}  # by scope
@@ -47,7 +47,7 @@ class PrefixIndex(Generic[K]):
         return len(self._sequences)
 
     def put(self, key: K, scope: Hashable, token_ids: Sequence[int]) -> None:
-        """Add a sequence; the key has none."""
+        """Add the sequence of a key, which has none yet."""
         assert key not in self._sequences, f"{key} has a sequence"
         ids = tuple(token_ids)
         self._sequences[key] = scope, ids
@@ -91,12 +91,13 @@ class PrefixIndex(Generic[K]):
         """Find the sequence that has the longest common prefix with these tokens.
 
         Args:
-            scope: of the tokens.
-            token_ids: that are looked for.
-            is_usable: whether a key may be the answer; of equals, the one that was put first is.
+            scope: the scope of the tokens.
+            token_ids: the tokens to look up.
+            is_usable: whether a key may be the result; among equals, the one that was added first
+                is.
 
         Returns:
-            Its key and the prefix's length; None: no usable one shares a token.
+            Its key and the prefix's length; None: no usable sequence shares a token.
         """
         node, start = self._roots.get(scope), 0
         path: list[tuple[_Node[K], int]] = []  # nodes that match, with the length that does
@@ -142,7 +143,7 @@ class PrefixIndex(Generic[K]):
         found |= dict.fromkeys(ends, (scope, prefix))
 
     def _split(self, parent: _Node[K], child: _Node[K], num_tokens: int) -> _Node[K]:
-        """Put a node above `child`, with the first tokens of its edge; returns it."""
+        """Insert a node above `child`, with the first tokens of its edge, and return it."""
         upper = _Node(child.edge[:num_tokens], dict(child.keys))
         parent.children[upper.edge[0]] = upper
         child.edge = child.edge[num_tokens:]
@@ -150,7 +151,7 @@ class PrefixIndex(Generic[K]):
         return upper
 
     def _join(self, root: _Node[K], node: _Node[K]) -> None:
-        """Join a node with its only child, if nothing ends or parts there any more."""
+        """Merge a node with its only child, unless a sequence ends or branches at the node."""
         if node is root or len(node.children) != 1:
             return
         (child,) = node.children.values()

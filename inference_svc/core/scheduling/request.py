@@ -1,12 +1,12 @@
-"""One turn as the scheduler sees it: token ids, how many of them have KV, and a state.
+"""A turn as the scheduler sees it: its token ids, how many of them have KV, and a state.
 
-The life of a request is the table REQUEST_MOVES; inference_svc/README.md has its drawing.
+The table REQUEST_MOVES is the life of a request; inference_svc/README.md has it as a drawing.
 
 Invariants:
-    1. the state moves along REQUEST_MOVES only;
+    1. the state changes along REQUEST_MOVES only;
     2. computed_tokens <= capacity_tokens <= window_tokens: an answer's last token is never fed;
-    3. token_ids only grows, but for `discard`, while it waits: what is left keeps its order, and
-       the last token, which is to be fed next, always stays;
+    3. token_ids only grows, except by `discard` while the request waits. What is left then keeps
+       its order, and the last token, which is to be fed next, always stays;
     4. num_sampled only grows, whatever is discarded: max_tokens bounds it.
 """
 
@@ -39,14 +39,15 @@ class RequestEvent(StrEnum):
     """The events that change a request's state.
 
     Attributes:
-        ADMIT: it has slots; its history may be loaded.
-        ANNOUNCE: the number of its history's tokens is certain.
+        ADMIT: it got slots; its history may be loaded.
+        ANNOUNCE: the number of its history's tokens that will have KV is certain.
         START: it joins the batch.
-        PREEMPT: another takes its place, or it has outgrown its slots; what it computed is kept.
+        PREEMPT: another request takes its place, or it has outgrown its slots; its computed KV
+            stays.
         OVERFLOW: its window is full; its context is cut before it is admitted again.
-        RESTART: its load failed, or cannot be had; nothing is kept.
+        RESTART: its load failed or is impossible; nothing is kept.
         FINISH: its answer is complete.
-        CANCEL: its client has left, or stopped it.
+        CANCEL: its client disconnected or stopped it.
         FAIL: it cannot be answered, or its deadline passed.
     """
 
@@ -98,43 +99,44 @@ _ADMITTED = frozenset({RequestState.LOADING, RequestState.READY, RequestState.RU
 
 @dataclass(eq=False)
 class Request:
-    """A turn's prompt (history and new tokens) and, as they are sampled, its answer's tokens.
+    """A turn's prompt (history and new tokens), then its answer's tokens as they are sampled.
 
-    After a discard all counts but num_sampled are of what is left.
+    After a discard all counts except num_sampled refer to the tokens that are left.
 
     Attributes:
-        number: unique while the engine runs; of equals, the lower one is served first.
+        number: unique while the engine runs; of equal requests, the lower number is served first.
         key: the session's key.
         token_ids: the prompt, then the sampled tokens.
         max_tokens: most tokens of the answer.
-        window_tokens: token slots it may ever fill: the model's window, or what the engine has.
+        window_tokens: most tokens it may ever have KV of: the model's window, or the engine's room.
         history_tokens: number of the prompt's tokens that the session had before this turn.
-        priority: higher ones are served first.
-        deadline_ns: time when it fails if it is not finished; None: never.
-        lineage: which discards its context comes after; None: not named, for engines without
-            discards. Only KV of the same one is of use to it.
-        may_share: whether KV that another session has of the same tokens is of use.
-        is_stored: whether it is a turn of a session, which a store knows and saves; else its KV is
-            gone with it.
-        marks: positions at which a chunk ends, in order: the state behind them is to be stored.
-        computed_tokens: how many of token_ids have KV in the request's KV. From a preemption
-            until the next load is announced: how many its session's resident was left with,
-            and are not discarded.
+        priority: higher priorities are served first.
+        deadline_ns: time at which it fails unless it is finished; None: never.
+        lineage: the discards that precede its context. Only KV of the same lineage can be reused.
+            None: not named, for engines without discards.
+        may_share: whether KV that another session has of the same tokens may be reused.
+        is_stored: whether it is a turn of a session that a store knows and saves; otherwise its KV
+            is lost when it ends.
+        marks: positions at which a chunk ends, ascending: the state at each of them is to be
+            stored.
+        computed_tokens: how many of token_ids have KV in the request's KV. From a preemption until
+            the next load is announced: how many its session's resident got and still has.
         loaded_tokens: how many were found rather than computed, when it was first admitted.
-        boundary: position of a token that a block of what is stored begins with, since its load was
-            announced; from there blocks are counted.
-        window_from: first token of which layers with a window have KV, set at each admission, once
-            its load is announced, and before a step; see core/attention_window.py.
-        capacity_tokens: slots it may fill, set at each admission; its KV has as many or more.
+        boundary: position of a token at which a stored block begins, from which blocks are counted;
+            set when its load is announced.
+        window_from: first token with KV in layers with a window; set at each admission, when its
+            load is announced, and before a step. See core/attention_window.py.
+        capacity_tokens: tokens it may have KV of, set at each admission; its slots hold as many or
+            more.
         num_sampled: number of the answer's tokens so far.
         num_preemptions: number of times it returned to the queue with its KV kept.
         num_overflows: number of times it returned there because its window was full.
-        start_tag: the waiting queue's; see there.
-        is_saved: what it computes takes slots of the write ring, until that is stored.
-        buffer_layers: number of its history's layers that the start gate asked for before it first
-            joined the batch. None: it has not joined, or all were there.
-        arrived_ns, admitted_ns, ready_ns, started_ns, first_token_ns, finished_ns: 0 until
-            it happens for the first time.
+        start_tag: its place in the waiting queue's virtual time; see `waiting_queue.py`.
+        is_saved: whether its new KV takes slots of the write ring until that is stored.
+        buffer_layers: number of its history's layers that the start gate required before it first
+            joined the batch. None: it has not joined, or all layers were there.
+        arrived_ns, admitted_ns, ready_ns, started_ns, first_token_ns, finished_ns: times; 0 until
+            the event happens for the first time.
     """
 
     number: int
@@ -174,14 +176,15 @@ class Request:
 
     @property
     def scope(self) -> tuple[str, str, Lineage | None]:
-        """What has to be equal for equal tokens to have equal KV."""
+        """The values that have to be equal for equal tokens to have equal KV."""
         return self.key.tenant, self.key.model, self.lineage
 
     @property
     def full_capacity_tokens(self) -> int:
-        """Slots the longest answer needs, as far as the window has them: its last token needs none.
+        """Tokens with KV of the longest possible answer, bounded by the window.
 
-        With a full window the context is cut before the answer resumes.
+        The last token of an answer needs no KV. With a full window the context is cut before the
+        answer resumes.
         """
         left = self.max_tokens - self.num_sampled
         return min(len(self.token_ids) + left - 1, self.window_tokens)
@@ -204,17 +207,17 @@ class Request:
 
     @property
     def is_decoding(self) -> bool:
-        """Whether the prompt is computed and a sampled token waits to be fed."""
+        """Whether the prompt is computed, and a sampled token is to be fed next."""
         return self.uncomputed_tokens == 1 and self.num_sampled > 0
 
     @property
     def unused_slots(self) -> int:
-        """Number of slots that it may still fill."""
+        """Number of tokens that it still has room for."""
         return self.capacity_tokens - self.computed_tokens
 
     @property
-    def is_outgrown(self) -> bool:
-        """Whether all its slots are filled, and it needs more, which the window has."""
+    def has_outgrown_slots(self) -> bool:
+        """Whether all its slots are filled, and it needs more, for which the window has room."""
         return not self.unused_slots and self.capacity_tokens < self.full_capacity_tokens
 
     @property
@@ -225,31 +228,31 @@ class Request:
         return is_running and is_full and self.num_sampled < self.max_tokens
 
     @property
-    def is_back(self) -> bool:
-        """Whether it returned to the queue with something kept."""
+    def has_returned(self) -> bool:
+        """Whether it has returned to the queue with KV kept."""
         return self.num_preemptions + self.num_overflows > 0
 
     @property
     def is_over(self) -> bool:
-        """Whether it has ended, one way or another."""
+        """Whether it has finished, was cancelled, or failed."""
         return not REQUEST_MOVES.events(self.state)
 
     def capacity_to_admit(self, answer_tokens: int) -> int:
-        """Return the slots to admit it with: its tokens, and room for an answer of ordinary length.
+        """Return the number of tokens to admit it with: its tokens and an answer of usual length.
 
-        An answer that has outgrown its room is given as much again, so that a long one is
-        preempted a logarithmic number of times.
+        An answer that has outgrown its room gets twice as much, so that a long answer is preempted
+        a logarithmic number of times.
         """
         wanted = len(self.token_ids) + max(answer_tokens, self.num_sampled, 1) - 1
         return min(wanted, self.full_capacity_tokens)
 
     def append(self, token_id: int) -> None:
-        """Append the token that was sampled."""
+        """Append a sampled token."""
         self.token_ids.append(token_id)
         self.num_sampled += 1
 
     def discard(self, ranges: Sequence[Range]) -> None:
-        """Drop tokens of its context; `computed_tokens` counts those that are left, too.
+        """Drop tokens of its context; `computed_tokens` is reduced accordingly.
 
         Args:
             ranges: merged ranges, without the last token.
@@ -263,22 +266,22 @@ class Request:
         self.token_ids = without(self.token_ids, ranges)
 
     def move(self, event: RequestEvent) -> None:
-        """Change the state by an event; TRANSITIONS has to have it."""
+        """Change the state by an event, which REQUEST_MOVES has to allow in this state."""
         self.state = REQUEST_MOVES.after(self.state, event)
 
 
 class ActiveRequests:
     """Requests that are admitted and not over: LOADING, READY or RUNNING.
 
-    There are few, so that everything may look at all of them. Invariants (`check`): 1. nothing else
-    is here; 2. one request of a session at a time; 3. it has not computed more than it has slots
-    for, nor slots for more than its window; 4. the index of prefixes holds what they were admitted
-    with, and those whose answer is complete, until their KV is kept or released.
+    There are few of them, so that every method may look at all. Invariants (`check`): 1. there are
+    no others; 2. a session has at most one; 3. none has computed more tokens than it has slots for,
+    nor has slots for more than its window; 4. the index of prefixes holds the tokens they were
+    admitted with. It also holds those of finished requests, until their KV is kept or released.
     """
 
     def __init__(self) -> None:
         self._requests: dict[int, Request] = {}  # by number, in order of admission
-        self._answered: dict[int, Request] = {}  # whose KV is where it was
+        self._finished: dict[int, Request] = {}  # by number; their KV is still in place
         self._prefixes: PrefixIndex[int] = PrefixIndex()
 
     def __len__(self) -> int:
@@ -288,39 +291,39 @@ class ActiveRequests:
         return iter(self._requests.values())
 
     def add(self, request: Request) -> None:
-        """Add one that is admitted now."""
+        """Add a request that is being admitted."""
         self._requests[request.number] = request
         self._prefixes.put(request.number, request.scope, request.token_ids)
 
     def remove(self, request: Request) -> None:
-        """Remove one; if it is answered, its KV is there until `kv_left`."""
+        """Remove a request; if it is finished, its KV can be shared until `forget_kv`."""
         del self._requests[request.number]
         if request.state is RequestState.FINISHED:
-            self._answered[request.number] = request
+            self._finished[request.number] = request
         else:
             self._prefixes.take(request.number)
 
-    def kv_left(self, request: Request) -> None:
-        """Note that the KV of a request that is over is a resident's now, or released."""
-        if self._answered.pop(request.number, None) is not None:
+    def forget_kv(self, request: Request) -> None:
+        """Record that the KV of a request that is over became a resident or was released."""
+        if self._finished.pop(request.number, None) is not None:
             self._prefixes.take(request.number)
 
     def has_session(self, key: SessionKey) -> bool:
-        """Whether a session has one."""
+        """Return whether a session has an active request."""
         return any(request.key == key for request in self)
 
     def longest_prefix(
         self, request: Request, is_usable: Callable[[Request], bool] = lambda _: True
     ) -> tuple[Request, int] | None:
-        """Find who has, or will have, the KV of most of a request's first tokens.
+        """Find the request that has, or will have, the KV of most of a request's first tokens.
 
         Args:
             request: the request.
-            is_usable: whether one may be the answer.
+            is_usable: whether a request may be the result.
 
         Returns:
-            The one admitted first of those, and the number of tokens, one less than all at most;
-            None: nobody.
+            The request that was admitted first among the best, and the number of tokens: at most
+            all but one. None: no request shares a token.
         """
         found = self._prefixes.longest(
             request.scope, request.token_ids[:-1], lambda number: is_usable(self._by(number))
@@ -328,7 +331,7 @@ class ActiveRequests:
         return None if found is None else (self._by(found[0]), found[1])
 
     def in_state(self, *states: RequestState) -> list[Request]:
-        """List those in one of these states: higher priorities first, then by admission."""
+        """List the requests in one of these states: highest priority first, then by admission."""
         found = [request for request in self if request.state in states]
         return sorted(found, key=lambda request: -request.priority)
 
@@ -336,10 +339,10 @@ class ActiveRequests:
         """Raise AssertionError if an invariant is broken."""
         assert all(request.state in _ADMITTED for request in self)
         assert len(self) == len({request.key for request in self})
-        assert len(self) + len(self._answered) == len(self._prefixes)
+        assert len(self) + len(self._finished) == len(self._prefixes)
         self._prefixes.check()
         for request in self:
             assert request.computed_tokens <= request.capacity_tokens <= request.window_tokens
 
     def _by(self, number: int) -> Request:
-        return self._requests.get(number) or self._answered[number]
+        return self._requests.get(number) or self._finished[number]

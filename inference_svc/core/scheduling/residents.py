@@ -1,19 +1,24 @@
-"""Sessions whose KV is kept after their turn: a hit there needs no load (the HBM-resident tail).
+"""Residents: sessions' KV that stays in the engine's memory after their turns, for later turns.
 
-Knows which tokens a resident's KV is of, after which discards, and who must go first when room
-is needed. KV of another lineage than a request's is of no use to it, whatever its tokens.
+A turn that finds its history there needs no load (the paper's HBM cache). The module knows which
+tokens the KV of a resident belongs to, after which discards, and which resident must go first when
+room is needed. KV of another lineage than the request's cannot be reused, whatever its tokens.
 
-Where slots are only counted, a resident that is too small for its session's next turn is copied to
-a larger sequence KV, after which it goes; one that begins as another session's prompt is copied
-there as far as it does, and stays. (So is the KV of a turn that runs, and becomes a resident in the
-end: these copies are counted here from the start.) Where slots are pages, it grows, and the pages
-that both begin with are both sessions'. While it is copied, or compacted because some of its tokens
-were dropped, it is no victim, and nothing is written to it. Sessions share within a tenant, a model
-and a lineage, as in kvd.
+Where slots are only counted:
+    - a resident that is too small for its session's next turn is copied to a larger sequence KV,
+      and then goes;
+    - a resident that begins like another session's prompt is copied there as far as both agree,
+      and stays. The KV of a running turn is copied in the same way. It becomes a resident in the
+      end, so that these copies are counted here from their start.
+Where slots are pages, a resident grows in place, and both sessions hold the pages of a prefix.
 
-Invariants (`check`): 1. a session has one resident at most; 2. num_slots is the sum of
-theirs; 3. only a resident is copied from, or compacted, not both; 4. the index of prefixes
-holds residents' tokens; 5. residents that are not busy may be evicted, the others are needed.
+While a resident is copied, or compacted because some of its tokens were dropped, it is not evicted
+and not written to. Sessions share within a tenant, a model and a lineage, as in kvd.
+
+Invariants (`check`): 1. a session has at most one resident; 2. num_slots is the sum of their slots;
+3. only residents are copied from or compacted, never both at once; 4. the index of prefixes has the
+residents' tokens; 5. a resident that is not busy may be evicted, the slots of a busy one are in
+use.
 
 *Source:* look-ahead eviction: CachedAttention §3.3.2.
 """
@@ -30,24 +35,24 @@ from shared.types.lineage import Lineage
 from shared.types.queue_delta import Rank
 from shared.types.session_key import SessionKey
 
-# Each has up to a block of token slots beside the scheduler's account: for its tail.
+# Each has up to a block of token slots outside of the scheduler's account, for its tail.
 MOST_RESIDENTS = 128
 
 
 @dataclass(frozen=True, eq=False)
 class Resident:
-    """A sequence's KV that nobody computes on.
+    """The KV of a session's tokens while no request computes on it.
 
     Attributes:
         key: the session's key.
         token_ids: the tokens whose KV its first slots hold.
         holding: its slots.
         last_used_ns: time when its turn ended or was preempted.
-        lineage: which discards its KV was computed after; None: that of requests without one.
-        boundary: position of a token that a block of what is stored begins with; from there blocks
-            are counted. Of what is before it, part of a block is of no use: as it was before RoPE
-            it is gone, and its growth could not be stored. None: not known yet.
-        window_from: first token of which layers with a window have KV.
+        lineage: the discards after which its KV was computed; None: that of requests without one.
+        boundary: position of a token at which a stored block begins, from which blocks are counted.
+            Part of a block before it cannot be reused: its pre-RoPE keys are gone, so that what is
+            appended could not be stored. None: not known yet.
+        window_from: first token with KV in layers with a window.
     """
 
     key: SessionKey
@@ -60,13 +65,13 @@ class Resident:
 
     @property
     def scope(self) -> tuple[str, str, Lineage | None]:
-        """What has to be equal for equal tokens to have equal KV."""
+        """The values that have to be equal for equal tokens to have equal KV."""
         return self.key.tenant, self.key.model, self.lineage
 
     def usable_tokens(self, num_tokens: int, block_tokens: int, *, has_state: bool = False) -> int:
-        """Return how many of its first `num_tokens` tokens can be built on.
+        """Return how many of its first `num_tokens` tokens a request can reuse.
 
-        All or none where a state belongs to them, and until it is known where a block begins.
+        All or none if a recurrent state belongs to them, or while the boundary is not known.
         """
         if has_state or self.boundary is None:
             return num_tokens if num_tokens == len(self.token_ids) else 0
@@ -77,17 +82,18 @@ class Resident:
 
 
 class Residents:
-    """See the module docstring.
+    """The residents, by session, with the copies and compactions that keep them busy.
 
     Args:
         slots: the account of token slots.
-        block_tokens: tokens of a block of what is stored.
-        have_states: whether a state belongs to their tokens: see `SchedulerLimits.has_states`.
+        block_tokens: tokens of a stored block.
+        have_states: whether a recurrent state belongs to their tokens: see
+            `SchedulerLimits.has_states`.
         attention_window: see `SchedulerLimits.attention_window`.
-        most: how many are kept: `take_surplus` removes others.
+        most: most residents; `take_surplus` removes those beyond.
 
     Attributes:
-        num_slots: number of slots of all residents; those that several share count for each.
+        num_slots: number of slots of all residents; a shared slot counts for each that holds it.
     """
 
     def __init__(
@@ -107,8 +113,8 @@ class Residents:
         self._attention_window = attention_window
         self._residents: dict[SessionKey, Resident] = {}
         self._index: PrefixIndex[SessionKey] = PrefixIndex()
-        self._copies: dict[int, SessionKey] = {}  # whose is copied, by number of the request
-        self._compactions: dict[SessionKey, bool] = {}  # False: dropped meanwhile
+        self._copies: dict[int, SessionKey] = {}  # sources, by number of the request
+        self._compactions: dict[SessionKey, bool] = {}  # False: dropped, to be removed
         self._last_match: tuple[Request | None, Resident | None, int] = (None, None, 0)
 
     def __len__(self) -> int:
@@ -118,39 +124,40 @@ class Residents:
         return key in self._residents
 
     def get(self, key: SessionKey) -> Resident | None:
-        """Return a session's resident."""
+        """Return a session's resident; None if it has none."""
         return self._residents.get(key)
 
     def put(self, resident: Resident) -> None:
-        """Add one, whose slots nobody else needs; the session has none."""
+        """Add a resident whose slots have no other user; the session has none yet."""
         assert resident.key not in self._residents, f"{resident.key} has a resident"
         self._residents[resident.key] = resident
         self._index.put(resident.key, resident.scope, resident.token_ids)
         self.num_slots += resident.holding.num_slots
-        self._slots.spare(resident.holding)
-        for _ in range(self._num_copies(resident.key)):  # that were begun while its turn ran
-            self._slots.need(resident.holding)
+        self._slots.remove_user(resident.holding)
+        for _ in range(self._num_copies(resident.key)):  # copies that began while its turn ran
+            self._slots.add_user(resident.holding)
 
     def note_boundary(self, key: SessionKey, boundary: int) -> None:
-        """Record where a block of a session's resident begins, if it is still there."""
+        """Record where a stored block begins in a session's resident, if it is still there."""
         if key in self._residents:
             self._residents[key] = replace(self._residents[key], boundary=boundary)
 
     def take(self, key: SessionKey) -> Resident:
-        """Remove one that is not busy; whoever takes it needs its slots now."""
+        """Remove a resident that is not busy; its slots are in use by the caller from now on."""
         assert not self.is_busy(key), f"the resident of {key} is being copied or compacted"
         resident = self._remove(key)
-        self._slots.need(resident.holding)
+        self._slots.add_user(resident.holding)
         return resident
 
     def evict(self, key: SessionKey) -> None:
-        """Remove one that is not busy, and release its slots."""
+        """Remove a resident that is not busy, and release its slots."""
         self._slots.release(self.take(key).holding)
 
     def drop(self, key: SessionKey) -> bool:
-        """Remove a session's resident; False if there is none, or it is being compacted.
+        """Remove a session's resident; return False if there is none, or it is being compacted.
 
-        One that is being compacted goes when that ends; who copies one holds its memory.
+        A resident that is being compacted goes at the end of that. A request that copies from the
+        resident keeps its memory alive.
         """
         if key in self._compactions:
             self._compactions[key] = False
@@ -162,11 +169,11 @@ class Residents:
         return True
 
     def match(self, request: Request) -> int:
-        """Count a request's first tokens whose KV its session's resident has, and that are usable.
+        """Count a request's first tokens whose KV its session's resident has and that are usable.
 
-        0 if that is of another lineage: the same tokens have other KV there. One less than all
-        at most: the last token is always computed. Cheap when repeated for the same request, as
-        at every step while that cannot be admitted.
+        0 if the lineage differs: then the same tokens have other KV. At most all but one: the last
+        token is always computed. Repeated calls for the same request are cheap, because every step
+        asks again while the request cannot be admitted.
         """
         resident = self._residents.get(request.key)
         if resident is None or resident.lineage != request.lineage:
@@ -182,7 +189,7 @@ class Residents:
         """Find another session's resident with the KV of most of a request's first tokens.
 
         Returns:
-            It and the number of usable tokens, one less than all at most; None: there is none.
+            The resident and its number of usable tokens, at most all but one; None: there is none.
         """
         found = self._index.longest(
             request.scope,
@@ -201,21 +208,26 @@ class Residents:
         rank: Callable[[SessionKey], Rank | None],
         spared: SessionKey | None = None,
     ) -> list[SessionKey]:
-        """Choose the residents to evict for so many slots: enough, if there are enough.
+        """Choose the residents to evict for `num_slots` slots, as far as there are enough.
 
-        First those of whom no request waits, the least recently used first; then from the tail of
-        the queue to its head. `rank` is a session's position there; `spared` is no victim.
+        First those of sessions without a waiting request, least recently used first; then the
+        others from the tail of the queue to its head.
+
+        Args:
+            num_slots: number of slots to free.
+            rank: returns a session's position in the queue; None: it does not wait.
+            spared: a session whose resident is not chosen.
         """
         idle: list[tuple[int, int, Resident]] = []
         queued: list[tuple[Rank, Resident]] = []
         for resident in self._residents.values():
             if resident.key == spared or self.is_busy(resident.key):
                 continue
-            place = rank(resident.key)
-            if place is None:
+            position = rank(resident.key)
+            if position is None:
                 idle.append((resident.last_used_ns, len(idle), resident))
             else:
-                queued.append((place, resident))
+                queued.append((position, resident))
         candidates = [resident for *_, resident in sorted(idle)]
         candidates += [resident for _, resident in sorted(queued, reverse=True)]
         chosen: list[Resident] = []
@@ -226,7 +238,7 @@ class Residents:
         return [resident.key for resident in chosen]
 
     def take_surplus(self, rank: Callable[[SessionKey], Rank | None]) -> list[SessionKey]:
-        """Remove residents beyond `most`, as far as they may go, in the order of `victims`."""
+        """Remove residents beyond `most` that are not busy, in the order of `victims`."""
         taken = []
         while len(self) > self._most and (found := self.victims(1, rank)):
             self.evict(found[0])
@@ -234,63 +246,68 @@ class Residents:
         return taken
 
     def unqueued(self, rank: Callable[[SessionKey], Rank | None]) -> list[SessionKey]:
-        """List those of whom no request waits and that are not busy."""
+        """List the sessions without a waiting request whose resident is not busy."""
         return [key for key in self._residents if not self.is_busy(key) and rank(key) is None]
 
     # ----------------------------------------------------------------------- copies, compactions
 
     def is_busy(self, key: SessionKey) -> bool:
-        """Whether a session's resident is being copied or compacted, or its turn's KV copied."""
+        """Return whether a session's resident is copied or compacted, or its turn's KV copied."""
         return key in self._compactions or key in self._copies.values()
 
     def is_copied_to(self, request: Request) -> bool:
-        """Whether a resident is being copied to a request's KV."""
+        """Return whether a resident is being copied to a request's KV."""
         return request.number in self._copies
 
     def begin_copy(self, source: SessionKey, request: Request) -> None:
-        """Begin to copy a session's resident, or the KV of its turn that runs, to a request's KV.
+        """Begin to copy a session's resident, or its running turn's KV, to a request's KV.
 
-        The resident may be the request's own session's.
+        The resident may be that of the request's own session.
         """
         assert source not in self._compactions, f"the resident of {source} is being compacted"
         assert request.number not in self._copies, f"request {request.number} copies already"
         self._copies[request.number] = source
         if source in self._residents:
-            self._slots.need(self._residents[source].holding)
+            self._slots.add_user(self._residents[source].holding)
 
     def end_copy(self, request: Request) -> bool:
-        """Note that the KV is there; True: it was the session's own resident, which is no more."""
+        """Record that a copy to a request's KV is complete.
+
+        Returns:
+            Whether the source was the resident of the request's own session, which is dropped now.
+        """
         source = self._copies.get(request.number)
         self.cancel_copy(request)
         return source == request.key and self.drop(source)
 
     def cancel_copy(self, request: Request) -> None:
-        """Keep what was being copied to the KV of a request, which gives that up."""
+        """Cancel the copy to a request's KV, if there is one; its source stays."""
         source = self._copies.pop(request.number, None)
         if source in self._residents:
-            self._slots.spare(self._residents[source].holding)
+            self._slots.remove_user(self._residents[source].holding)
 
     def begin_compaction(self, key: SessionKey) -> bool:
-        """Protect a resident while tokens of it are dropped and the others are compacted.
+        """Protect a resident while some of its tokens are dropped and the others are compacted.
 
-        False if there is none, or it is busy; else `end_compaction` is owed.
+        Returns:
+            False if there is none, or it is busy; else `end_compaction` is owed.
         """
         if key not in self._residents or self.is_busy(key):
             return False
         self._compactions[key] = True
-        self._slots.need(self._residents[key].holding)
+        self._slots.add_user(self._residents[key].holding)
         return True
 
-    def own(self, key: SessionKey, first_token: int) -> list[PageCopy] | None:
-        """Give a resident that is to be compacted pages of its own, from a token's on.
+    def make_private(self, key: SessionKey, first_token: int) -> list[PageCopy] | None:
+        """Give a resident that is to be compacted pages of its own, from a token on.
 
         Returns:
-            The pages to be copied there before; None: there is no room for them.
+            The pages whose content is to be copied before; None: there is no room.
         """
         resident = self._residents[key]
         if self._slots.num_shared(resident.holding, first_token) > self._slots.free_slots:
             return None
-        return self._slots.own(resident.holding, first_token, resident.window_from)
+        return self._slots.make_private(resident.holding, first_token, resident.window_from)
 
     def end_compaction(
         self,
@@ -299,21 +316,21 @@ class Residents:
         lineage: Lineage | None = None,
         ranges: Sequence[Range] = (),
     ) -> bool:
-        """Record that the resident's KV is that of `token_ids` now; False: it was removed.
+        """Record that the resident's KV is that of `token_ids` now; return False if it was removed.
 
-        It is removed if it has no token left that can be built on, or was dropped meanwhile.
+        It is removed if no token is left that can be reused, or if it was dropped meanwhile.
 
         Args:
             key: the session's key.
-            token_ids: what is left of its tokens.
-            lineage: theirs.
-            ranges: of its tokens before that were dropped, merged.
+            token_ids: its tokens that are left.
+            lineage: their lineage.
+            ranges: the ranges that were dropped, as positions before the compaction, merged.
         """
-        is_wanted = self._compactions.pop(key)
+        is_kept = self._compactions.pop(key)
         resident = self._residents[key]
         window_from = position_after(resident.window_from, ranges)
         is_usable = is_whole(len(token_ids), window_from, self._attention_window)
-        if not (is_wanted and token_ids and is_usable):
+        if not (is_kept and token_ids and is_usable):
             self._slots.release(self._remove(key).holding)
             return False
         compacted = replace(
@@ -329,11 +346,11 @@ class Residents:
         self.num_slots -= resident.holding.num_slots
         self._slots.trim(resident.holding, len(token_ids))
         self.num_slots += resident.holding.num_slots
-        self._slots.spare(resident.holding)
+        self._slots.remove_user(resident.holding)
         return True
 
     def holdings(self) -> list[Holding]:
-        """List the slots of all."""
+        """List the slots of all residents."""
         return [resident.holding for resident in self._residents.values()]
 
     def check(self) -> None:
@@ -349,8 +366,8 @@ class Residents:
         assert len(self._index) == len(self._residents)
         self._index.check()
         for key, resident in self._residents.items():
-            num_needing = self._num_copies(key) + (key in self._compactions)
-            assert resident.holding.num_needing == num_needing
+            num_users = self._num_copies(key) + (key in self._compactions)
+            assert resident.holding.num_users == num_users
 
     def _usable(self, resident: Resident, num_tokens: int) -> int:
         usable = resident.usable_tokens(num_tokens, self._block_tokens, has_state=self._have_states)

@@ -1,25 +1,29 @@
-"""Which requests are loaded, run, stepped and preempted: iteration-level batching over KV.
+"""The scheduler: which requests are loaded, computed, and preempted (iteration-level batching).
 
-Owns the order of requests and the account of token slots; knows nothing of tensors, text or
-kvd. The
-engine calls, and no method blocks:
+It owns the order of requests and the account of token slots. It knows nothing of tensors, text or
+kvd. The engine calls it, and no method blocks:
 
-    submit ─► schedule ─► plan: admitted ─► announced ─► progressed … ─► schedule ─► plan: chunks
+    submit ─► schedule ─► plan: admitted ─► announce ─► on_progress … ─► schedule ─► plan: chunks
                                                                            ▲           │
                                                          finish ◄── apply ─┴───────────┘
-    and owes, for a request that is over, release_kv, and for one that overflowed, truncated and the
-    end of its resident's compaction. It takes slots of the write ring for each chunk that is saved,
-    and gives them back as they are stored. The life of slots: `slot_budget.py`, `write_slots.py`.
+
+The engine owes `release_kv` for a request that is over. For a request that overflowed it owes
+`truncate` and the end of the compaction of its resident. For each chunk that is saved it takes
+slots of the write ring, and returns them as they are stored. `slot_budget.py` and
+`write_slots.py` have the life of slots.
 
 Invariants (`check`):
     1. slots: see slot_budget.py and residents.py;
-    2. at most max_running requests run, max_loading load or wait loaded; of a session, one does
-       either; at most max_waiting wait, apart from those that were preempted or restarted;
-    3. a step contains every answer under way that has room, and prompt tokens up to the bound;
-       who has no room in the write ring is left out until there is, or until it has stood still;
-    4. nothing starves: the head of the queue holds back those behind it, a request that is
-       preempted or overflows has its old place, and whoever holds slots releases them in the end:
-       residents are evicted, requests end or outgrow their slots. Only higher priorities go first.
+    2. at most max_running requests run, and at most max_loading load or wait loaded. A session
+       has at most one request in these states. At most max_waiting requests wait, not counting
+       those that were preempted or restarted;
+    3. a step contains every answer under way that has room, and prompt tokens up to the bound.
+       A request without room in the write ring is left out until there is room, or until the
+       ring has stood still for too long;
+    4. no request starves. The head of the queue holds back all behind it, and a request that was
+       preempted or overflowed has its old place. Every holder of slots releases them in the end:
+       residents are evicted, requests end or outgrow their slots. Only requests of a higher
+       priority overtake.
 """
 
 from collections.abc import Mapping, Sequence
@@ -55,24 +59,27 @@ from shared.types.units import NS_PER_S
 
 
 class Scheduler:
-    """See the module docstring.
+    """Decides, step by step, what the engine admits, loads, computes and evicts.
 
     Args:
-        rates: estimates of steps and loads, kept by those who measure.
+        limits: the bounds of a step, of the queue, and of memory.
+        rates: measured rates of steps and loads; the engine updates them.
         num_layers: number of the model's layers.
-        tenant_weights: shares of tenants that wait at the same time; 1 for one not named.
+        tenant_weights: shares of tenants that wait at the same time; 1 for a tenant without one.
 
     Attributes:
         limits: the bounds of a step, of the queue, and of memory.
-        feed: requests that wait, and those that run: from admission until they wait again, or,
-            after their end, until `release_kv`.
+        feed: changes of the queue, for kvd: which requests wait, and which run. A request counts as
+            running from its admission until it waits again or, after its end, until `release_kv`.
         queue: requests that wait, in the order in which they will be admitted.
         held_slots: the account of token slots, by holding.
-        slots: the same, by who has them.
-        write_slots: the account of the write ring's; who computes takes and returns them.
-        residents: sessions' KV after their turns; who drops or moves it records that there.
-        gate: receives the progress of loads.
-        estimates: estimates of when a place in the queue is likely free.
+        slots: the same account, by request and resident.
+        write_slots: the account of the write ring's slots; the engine takes and releases them.
+        residents: sessions' KV that stays after their turns; the engine reports there when it drops
+            or moves a resident.
+        gate: holds requests back until enough of their history is loaded; the engine reports the
+            progress of loads there.
+        estimates: estimates of when a place in the queue will be free.
     """
 
     def __init__(
@@ -113,12 +120,12 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        """Number of requests that are being computed."""
+        """Number of requests in the batch."""
         return len(self._active.in_state(RequestState.RUNNING))
 
     @property
     def stalled_s(self) -> float:
-        """How long running requests have waited for room in the write ring so far."""
+        """Seconds in which running requests have waited for room in the write ring so far."""
         return self.write_slots.stalled_ns / NS_PER_S
 
     # ------------------------------------------------------------------------------ requests
@@ -142,7 +149,7 @@ class Scheduler:
         self.queue.add(request)
         self._deadlines.add(request)
 
-    def announced(
+    def announce(
         self,
         request: Request,
         num_tokens: int,
@@ -155,50 +162,51 @@ class Scheduler:
         boundary: int = 0,
         window_from: int = 0,
     ) -> None:
-        """Record what an admitted request's KV will hold; it may start as soon as that pays.
+        """Record how much KV an admitted request starts with; it may start as soon as that pays.
 
         Args:
             request: the request, LOADING until now.
-            num_tokens: tokens that will have KV there; at least one is left to compute.
+            num_tokens: tokens that will have KV; at least one is left to compute.
             now_ns: the time.
-            layers_ready: number of layers whose KV is there; fewer than all: the load is under
-                way, and `progressed` is owed.
-            is_saved: whether what it computes takes slots of the write ring.
-            tier: the tier it is loaded from, if earlier loads from there may be a guide.
-            fixed_layers: its read buffer, whatever the rates; None: as they ask for.
-            boundary: position of a token that a block of what is stored begins with.
-            window_from: first token of which layers with a window will have KV.
+            layers_ready: number of layers whose KV is there. If not all are, the load is under way,
+                and the caller owes `gate.on_progress`.
+            is_saved: whether its new KV takes slots of the write ring.
+            tier: the tier it is loaded from, if earlier loads from there tell how long it takes.
+            fixed_layers: its read buffer in layers; None: chosen from the measured rates.
+            boundary: position of a token at which a stored block begins.
+            window_from: first token that will have KV in layers with a window.
         """
         assert 0 <= num_tokens < len(request.token_ids), "the last token is always computed"
         request.move(RequestEvent.ANNOUNCE)
         request.computed_tokens = num_tokens
         request.is_saved = is_saved
         request.boundary, request.window_from = boundary, window_from
-        if not request.is_back:
+        if not request.has_returned:
             request.loaded_tokens = num_tokens
         request.ready_ns = request.ready_ns or now_ns
-        self.gate.announced(request, now_ns, layers_ready, tier=tier, fixed_layers=fixed_layers)
+        self.gate.watch(request, now_ns, layers_ready, tier=tier, fixed_layers=fixed_layers)
 
     def restart(self, request: Request) -> None:
-        """Return an admitted request to its place in the queue: its load failed, or must not be.
+        """Return an admitted request to its place in the queue, because its load failed or is void.
 
-        Nothing is kept: its KV has been released.
+        Nothing is kept: its KV is released.
         """
         request.move(RequestEvent.RESTART)
         request.computed_tokens = 0
         request.is_saved = False
-        if not request.is_back:
+        if not request.has_returned:
             request.loaded_tokens = 0
         self.slots.release_kv(request)
-        self._deactivate(request)
+        self._remove_active(request)
         self.queue.put_back(request)
 
     def apply(self, result: StepResult, now_ns: int) -> None:
-        """Advance what was computed and append what was sampled; skip requests that have ended."""
+        """Record computed chunks and append sampled tokens; skip requests that have ended."""
         for chunk in result.computed:
             request = chunk.request
             if request.state is not RequestState.RUNNING:
                 continue
+            # The step has attended to all of the history, so that its load has succeeded.
             self.gate.confirm(request)
             request.computed_tokens += chunk.num_tokens
             if chunk.sample:
@@ -206,14 +214,15 @@ class Scheduler:
                 assert 0 < len(token_ids) <= 1 + len(chunk.draft), "nobody has drafted so many"
                 for token_id in token_ids:
                     request.append(token_id)
-                request.computed_tokens += len(token_ids) - 1  # the others were in the draft
+                # The last sampled token has no KV yet; those before it were fed as the draft.
+                request.computed_tokens += len(token_ids) - 1
                 request.first_token_ns = request.first_token_ns or now_ns
             assert request.computed_tokens <= request.capacity_tokens, "KV has overflowed"
 
     def end(self, request: Request, event: RequestEvent, now_ns: int) -> None:
-        """Finish a running request, or cancel or fail one wherever it is.
+        """Finish a running request, or cancel or fail a request in any state.
 
-        Its slots stay reserved until they are kept or released.
+        Its slots stay reserved until they are kept as a resident or released.
         """
         was_waiting = request.state is RequestState.WAITING
         request.move(event)
@@ -222,16 +231,21 @@ class Scheduler:
         if was_waiting:
             self.queue.remove(request)
         else:
-            self._deactivate(request)
-            self.estimates.ended(now_ns, somebody_waits=len(self.queue) > 0)
+            self._remove_active(request)
+            self.estimates.on_end(now_ns, is_queue_busy=len(self.queue) > 0)
 
     # ---------------------------------------------------------------------------------- slots
 
     def keep_resident(self, request: Request, token_ids: Sequence[int], now_ns: int) -> bool:
-        """Keep the KV of a request that is over as its session's resident, if it may stay.
+        """Keep the KV of a request that is over as its session's resident, if that is possible.
 
-        The KV of `token_ids` is kept: the first of its tokens, all computed. If it may not stay
-        (False), release_kv is owed as ever.
+        Args:
+            request: the request, which is over.
+            token_ids: the tokens to keep the KV of: the first of its tokens, all computed.
+            now_ns: the time.
+
+        Returns:
+            Whether it was kept; if not, `release_kv` is owed.
         """
         assert request.is_over, "the sequence's KV of a request under way is its own"
         assert len(token_ids) <= request.computed_tokens, "only what was computed is kept"
@@ -241,34 +255,38 @@ class Scheduler:
         if key in self.residents or self._active.has_session(key):
             return False
         self.slots.become_resident(request, token_ids, now_ns)
-        self._active.kv_left(request)
+        self._active.forget_kv(request)
         return True
 
     def release_kv(self, request: Request) -> None:
-        """Free the KV of a request that is over; nothing if it has none (any more)."""
+        """Free the KV of a request that is over; do nothing if it has none."""
         assert request.is_over, "only an ended request releases its KV"
         self.slots.release_kv(request)
-        self._active.kv_left(request)
+        self._active.forget_kv(request)
         self.feed.on_leave(request.number)
 
-    def truncated(self, request: Request, ranges: Sequence[Range]) -> None:
-        """Cut the context of a request that overflowed; it is admitted once its resident is ready.
+    def truncate(self, request: Request, ranges: Sequence[Range]) -> None:
+        """Cut the context of a request that overflowed.
 
-        `ranges` are merged, not empty, and leave its last token.
+        The request is admitted once its resident is compacted.
+
+        Args:
+            request: the request, which waits.
+            ranges: the ranges of tokens to drop: merged, not empty, and without its last token.
         """
         assert ranges, "a context that stays as it is would overflow for ever"
         request.discard(ranges)
-        self.queue.history_changed(request)
+        self.queue.on_history_change(request)
 
     # ---------------------------------------------------------------------------------- plan
 
     def schedule(self, now_ns: int, drafts: Drafts = NO_DRAFTS) -> StepPlan:
-        """Decide what is done next, and record it as done; called when no step is under way.
+        """Decide what to do next, and record it as done; call it while no step is under way.
 
         Args:
             now_ns: the time.
-            drafts: by request number, tokens that may come behind the one that is fed next. They
-                are computed with that as far as there is room.
+            drafts: by request number, tokens that may follow the one that is fed next. They are
+                computed together with it as far as there is room.
         """
         expired = self._deadlines.pop_due(now_ns)
         for request in expired:
@@ -277,13 +295,13 @@ class Scheduler:
         for _ in plan.admitted:
             self._starts.record(now_ns)
         if len(self.queue):
-            self.estimates.waits(now_ns)
+            self.estimates.on_wait(now_ns)
         self.feed.interval_s = self.estimates.interval_s(self.queue)
         wake_ns = [ns for ns in (plan.wake_ns, self._deadlines.next_ns()) if ns is not None]
         return replace(plan, expired=tuple(expired), wake_ns=min(wake_ns, default=None))
 
     def traffic(self, request: Request, now_ns: int) -> Traffic:
-        """Return what there is to do beside a request whose history is to be loaded or computed."""
+        """Return the engine's other work while a request's history is to be loaded or computed."""
         loading = self._active.in_state(RequestState.LOADING, RequestState.READY)
         return Traffic(
             num_waiting=len(self.queue),
@@ -294,13 +312,13 @@ class Scheduler:
         )
 
     def _prompt_s(self, request: Request) -> float:
-        """Estimate the seconds that the rest of a prompt adds to steps; 0 if unknown."""
+        """Estimate the seconds that the uncomputed part of a prompt adds to steps; 0 if unknown."""
         if request.is_decoding:
             return 0.0
         start, end = request.computed_tokens, len(request.token_ids)
         return self._rates.steps.added_seconds(end - start, pairs(start, end)) or 0.0
 
-    def _deactivate(self, request: Request) -> None:
+    def _remove_active(self, request: Request) -> None:
         self._active.remove(request)
         self.gate.forget(request)
 

@@ -1,16 +1,16 @@
-"""Whose KV a request's may begin with: that of another session which begins with the same tokens.
+"""Shared prefixes: KV of another session with which a request may begin, because its tokens agree.
 
-    a resident         its tokens' KV is there
-    a turn that runs   what it has computed is there, until its answer's KV is kept or released. A
-                       request of which it computes most waits until it has: when many come with
-                       one prompt at the same time, the first of them computes it; so does one of
-                       whose prompt a copy is under way
+    a resident       its tokens' KV is there
+    a running turn   its computed KV is there, until its answer's KV is kept or released. A request
+                     most of which such a turn is going to compute waits until it has. So if many
+                     requests come with the same prompt at the same time, the first of them
+                     computes it. The same holds while the prompt's KV is being copied
 
-It is copied; where slots are pages, these are both sessions'.
+The KV is copied; where slots are pages, both sessions hold them.
 
-Waiting costs nothing but that: prompts are computed in the order of admission, so that who waits
-comes behind the other's prompt anyway. Nobody waits for a turn of lower priority, nor for one that
-has a history beyond the tokens in question to load first.
+Waiting costs little: prompts are computed in the order of admission, so that the waiting request
+would be computed behind the other one anyway. A request never waits for a turn of lower priority,
+nor for one that has to load a history beyond the tokens in question first.
 
 *Source:* RadixAttention: SGLang (NeurIPS'24).
 """
@@ -33,7 +33,7 @@ class SharedPrefix(NamedTuple):
 
 
 class SharedPrefixes:
-    """See the module docstring."""
+    """Finds the best prefix of a request among residents and running turns."""
 
     def __init__(
         self,
@@ -50,20 +50,20 @@ class SharedPrefixes:
         self._gate = gate
 
     def best(self, request: Request) -> SharedPrefix | None:
-        """Find the longest prefix that is of use to a request; None: there is none.
+        """Return the longest prefix that is worth sharing; None: there is none.
 
-        It is not where it has less than the session's own history, which the store likely has, nor
-        where it has no block: part of one could not be saved anew.
+        A prefix is not worth it if it is shorter than the session's own history, which the store
+        likely has, or shorter than a block: part of a block could not be saved again.
         """
         if not self._may_share(request):
             return None
-        found = [self._of_resident(request), self._of_running(request)]
-        usable = (one for one in found if one is not None and self._is_whole(*one))
+        found = [self._resident_prefix(request), self._running_prefix(request)]
+        usable = (prefix for prefix in found if prefix is not None and self._is_whole(*prefix))
         best = max(usable, key=_num_tokens, default=None)
-        return best if best is not None and best.num_tokens >= self._least(request) else None
+        return best if best is not None and best.num_tokens >= self._min_tokens(request) else None
 
-    def is_coming(self, request: Request) -> bool:
-        """Whether a request is to wait until a turn that is under way has computed its prefix."""
+    def should_wait(self, request: Request) -> bool:
+        """Return whether a request should wait for a running turn to compute its prefix."""
         if not self._may_share(request):
             return False
         leader, num_common = self._active.longest_prefix(request) or (None, 0)
@@ -73,7 +73,7 @@ class SharedPrefixes:
             return False
         num_tokens = self._aligned(leader, num_common)
         is_worth_it = (
-            num_tokens >= self._least(request)
+            num_tokens >= self._min_tokens(request)
             and 2 * num_tokens >= len(request.token_ids)
             and leader.history_tokens <= num_common
             and leader.priority >= request.priority
@@ -88,23 +88,23 @@ class SharedPrefixes:
         limits = self._limits
         return request.may_share and limits.keeps_residents and not limits.has_states
 
-    def _least(self, request: Request) -> int:
-        """Return how many tokens a prefix must have to be of use."""
+    def _min_tokens(self, request: Request) -> int:
+        """Return how many tokens a prefix must have to be worth sharing."""
         block_tokens = max(self._limits.block_tokens, self._limits.page_tokens or 1)
         return max(block_tokens, request.history_tokens, request.computed_tokens)
 
     def _is_whole(self, source: Resident | Request, num_tokens: int) -> bool:
         return is_whole(num_tokens, source.window_from, self._limits.attention_window)
 
-    def _of_resident(self, request: Request) -> SharedPrefix | None:
+    def _resident_prefix(self, request: Request) -> SharedPrefix | None:
         found = self._residents.shared_prefix(request)
         if found is None:
             return None
         resident, num_tokens = found
         return SharedPrefix(resident, self._slots.whole_pages(num_tokens))
 
-    def _of_running(self, request: Request) -> SharedPrefix | None:
-        """Find what a turn has computed that runs, or is just answered."""
+    def _running_prefix(self, request: Request) -> SharedPrefix | None:
+        """Return the computed prefix of a turn that runs, or has just finished."""
         found = self._active.longest_prefix(request, self._is_certain)
         if found is None:
             return None
@@ -113,11 +113,11 @@ class SharedPrefixes:
         return SharedPrefix(leader, self._aligned(leader, num_tokens))
 
     def _is_certain(self, leader: Request) -> bool:
-        """Whether what a turn has computed is good: its load cannot fail any more."""
+        """Return whether a turn's computed KV is good: its load cannot fail any more."""
         return leader.state is RequestState.FINISHED or self._gate.is_certain(leader)
 
     def _aligned(self, leader: Request, num_tokens: int) -> int:
-        """Return the end of whole pages and whole blocks at or before a token."""
+        """Return the last end of both a whole page and a whole block that is not behind a token."""
         page_tokens, block_tokens = self._slots.account.page_tokens, self._limits.block_tokens
         last = self._slots.whole_pages(num_tokens)
         ends = range(last, max(0, last - page_tokens * block_tokens), -page_tokens)
@@ -125,4 +125,5 @@ class SharedPrefixes:
 
 
 def _num_tokens(prefix: SharedPrefix) -> int:
+    """Return a prefix's length, for `max`."""
     return prefix.num_tokens

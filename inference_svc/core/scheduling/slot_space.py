@@ -1,20 +1,22 @@
-"""Which slots of the working KV's region are taken: contiguous pieces of one numbered space.
+"""An allocator of contiguous slots: which pieces of the working KV's region are taken.
 
-Knows offsets and lengths, nothing of memory. Sequences' KV come from the bottom (best fit), write
-buffers from the top: the short-lived ones do not split the room that a long sequence KV will need.
+It knows offsets and lengths, and nothing of memory. Sequences' KV is allocated from the bottom
+(best fit), write buffers from the top: so the short-lived buffers do not split the room that a long
+sequence's KV will need.
 
 Invariants (`check`):
     1. pieces do not overlap, and lie within the space;
-    2. holes are exactly what is between the pieces, and no two of them touch.
+    2. holes are exactly the ranges between the pieces, and no two of them touch.
 
-Cost: O(pieces) a call; pieces are as many as sequences run (tens), so lists beat cleverer trees.
+Cost: O(pieces) per call; there are as many pieces as running sequences (tens), so that lists are
+faster than trees.
 """
 
 from bisect import bisect_left, insort
 
 
 class SlotSpace:
-    """Slots [0, num_slots), lent in contiguous pieces."""
+    """The slots [0, num_slots), allocated in contiguous pieces."""
 
     def __init__(self, num_slots: int) -> None:
         assert num_slots >= 0, num_slots
@@ -24,16 +26,16 @@ class SlotSpace:
 
     @property
     def num_free(self) -> int:
-        """Number of slots in no piece; not necessarily side by side."""
+        """Number of slots in no piece; they need not be contiguous."""
         return self.num_slots - sum(self._pieces.values())
 
     def allocate(self, num_slots: int, *, from_top: bool = False) -> int | None:
-        """Take a piece; return its first slot, or None if no hole is long enough.
+        """Allocate a piece; return its first slot, or None if no hole is long enough.
 
         Args:
             num_slots: number of slots, at least one.
-            from_top: take the end of the highest hole that is long enough, instead of the
-                beginning of the shortest one.
+            from_top: whether to take the end of the highest hole that is long enough, instead of
+                the beginning of the shortest one.
         """
         assert num_slots > 0, num_slots
         fitting = [hole for hole in self._holes if hole[1] >= num_slots]
@@ -41,17 +43,17 @@ class SlotSpace:
             return None
         if from_top:
             start, length = fitting[-1]
-            offset, rest = start + length - num_slots, (start, length - num_slots)
+            offset, remainder = start + length - num_slots, (start, length - num_slots)
         else:
-            start, length = min(fitting, key=lambda hole: hole[1])  # the lowest of equals
-            offset, rest = start, (start + num_slots, length - num_slots)
+            start, length = min(fitting, key=lambda hole: hole[1])  # among equals the lowest
+            offset, remainder = start, (start + num_slots, length - num_slots)
         index = bisect_left(self._holes, (start, length))
-        self._holes[index : index + 1] = [rest] if rest[1] else []
+        self._holes[index : index + 1] = [remainder] if remainder[1] else []
         self._pieces[offset] = num_slots
         return offset
 
     def free(self, offset: int) -> None:
-        """Free the piece that begins at this slot; holes that touch become one."""
+        """Free the piece that begins at this slot, and merge it with holes that it touches."""
         assert offset in self._pieces, f"no piece begins at slot {offset}"
         end = offset + self._pieces.pop(offset)
         index = bisect_left(self._holes, (offset, 0))
@@ -62,7 +64,7 @@ class SlotSpace:
         insort(self._holes, (offset, end - offset))
 
     def check(self) -> None:
-        """Raise AssertionError if an invariant does not hold."""
+        """Raise AssertionError if an invariant is broken."""
         ranges = sorted([*self._holes, *self._pieces.items()])
         holes = set(self._holes)
         position, after_hole = 0, False

@@ -1,16 +1,17 @@
-"""When a request may join the batch although its history is still being loaded.
+"""The start gate: when a request may join the batch although its history is still being loaded.
 
 Early enough that loading hides behind computing, late enough that no layer waits: a forward that
-waits holds up everybody in the batch. Layer *l*'s attention needs layer *l* of the history. Loading
-proceeds layer by layer while the forward computes; if a layer loads slower than it is computed, the
-load must be ahead when the forward starts: by the paper's read buffer, S_buf, which follows from
-measured rates (`buffer_layers`). The gate opens once so much is loaded; the layer under way counts
-by the time that has passed. While rates are unknown, one loaded layer is enough.
+waits delays every request in the batch. The attention of layer *l* needs layer *l* of the history.
+Layers are loaded one by one while the forward computes. If a layer takes longer to load than to
+compute, the load must be ahead when the forward starts: by the paper's read buffer, S_buf, which
+follows from measured rates (`buffer_layers`). The gate opens once that much is loaded. The layer
+that is being loaded counts in proportion to the time that has passed. While rates are unknown, one
+loaded layer is enough.
 
-Nobody is held for ever: a forward's own wait for a layer has a deadline and this gate has not, so
-a load that stands still is let through, to fail there.
+No request is held for ever. The wait of a forward for a layer has a deadline and this gate has
+none, so that a load without progress is let through after a while, to fail there.
 
-Invariant: what is not certain, because its load may still fail, is never kept as a resident.
+Invariant: KV that is not certain, because its load may still fail, is never kept as a resident.
 
 *Source:* CachedAttention §3.2.1, fig. 7.
 """
@@ -23,24 +24,28 @@ from shared.types.units import NS_PER_S
 
 
 def buffer_layers(num_layers: int, load_layer_s: float, compute_layer_s: float) -> float:
-    """Return how many layers are to be loaded when a forward starts: the read buffer, S_buf.
+    """Return how many layers have to be loaded when a forward starts: the read buffer, S_buf.
 
-    With fewer a layer waits, with more the forward starts later than it could. Between 1 and
-    num_layers; not rounded: of a layer that is half loaded half the time has passed.
+    With fewer a layer waits, with more the forward starts later than it could.
 
-    Layer l is needed l · compute_layer_s after the start. If S layers are there then, it arrives
-    (l + 1 - S) · load_layer_s after it; the last one is in time from the S returned here on, and
-    so is each before it. Where loading is the faster, only the first layer is waited for.
+    Layer l is needed l · compute_layer_s after the start. If S layers are loaded at the start, it
+    arrives (l + 1 - S) · load_layer_s after it. The last layer is in time from the returned S on,
+    and so is every layer before it. If loading is faster than computing, only the first layer is
+    waited for.
 
     The paper's S_buf = B · (T_load · L_hist - T_pref · L_new) is, with the bandwidth B of one layer
     each load_layer_s, num_layers · (1 - compute_layer_s / load_layer_s) layers. It hides loading
-    behind all layers' computing, its own included: the last layer would come when it has been
-    computed. That is one layer's computing too late, and one load if loading is the faster.
+    behind the computing of all layers, that of the last one included: so the last layer would
+    arrive when it should have been computed. That is too late by the computing of one layer, or by
+    one load if loading is faster.
 
     Args:
         num_layers: number of the model's layers.
         load_layer_s: seconds to load one layer of the history.
         compute_layer_s: seconds to compute one layer of the forward.
+
+    Returns:
+        Between 1 and num_layers; not rounded: half a layer stands for half of its loading time.
     """
     if load_layer_s <= compute_layer_s:
         return 1.0
@@ -48,8 +53,8 @@ def buffer_layers(num_layers: int, load_layer_s: float, compute_layer_s: float) 
 
 
 HBM = "hbm"  # the tier of KV in the engine's own memory
-IDLE_SLACK_S = 0.02  # if nobody else is held up, waiting here or in the forward is the same
-HOLD_LIMIT_NS = NS_PER_S  # without news of a load: far longer than a layer takes
+IDLE_SLACK_S = 0.02  # if no other request is delayed, waiting in the forward costs nothing
+HOLD_LIMIT_NS = NS_PER_S  # without progress of a load: far longer than a layer takes
 
 
 @dataclass
@@ -57,14 +62,14 @@ class _Load:
     """The load of one request.
 
     Attributes:
-        fixed_layers: its read buffer, whatever the rates; None: as they ask for.
-        first_layers: number of layers ready when it was announced.
+        fixed_layers: its read buffer in layers; None: chosen from the measured rates.
+        first_layers: number of layers that were ready when the load was announced.
         layers_ready: number of layers ready now.
         announced_ns, news_ns: times when it was announced, and when the last layer arrived.
         guessed_layer_s: seconds per layer, from earlier loads; None: unknown.
-        is_copy: whether it is copied within the engine's memory.
+        is_copy: whether it is a copy within the engine's memory.
         is_certain: whether the load is confirmed: its KV is good.
-        buffer_layers: its read buffer, as last chosen; None: nobody had to choose.
+        buffer_layers: its read buffer in layers, as last chosen; None: it was never needed.
     """
 
     fixed_layers: int | None
@@ -87,11 +92,11 @@ class _Load:
 
 
 class StartGate:
-    """See the module docstring.
+    """Holds each request back until enough of its history is loaded.
 
     Args:
-        num_layers: of the model.
-        rates: what steps and loads took until now.
+        num_layers: number of the model's layers.
+        rates: measured rates of steps and loads.
     """
 
     def __init__(self, num_layers: int, rates: Rates) -> None:
@@ -99,7 +104,7 @@ class StartGate:
         self._rates = rates
         self._loads: dict[int, _Load] = {}  # by request number
 
-    def announced(
+    def watch(
         self,
         request: Request,
         now_ns: int,
@@ -108,7 +113,15 @@ class StartGate:
         tier: str | None = None,
         fixed_layers: int | None = None,
     ) -> None:
-        """Begin to watch a request's load; `fixed_layers`: its read buffer, whatever the rates."""
+        """Begin to watch a request's load.
+
+        Args:
+            request: the request; `computed_tokens` of it are loaded.
+            now_ns: the time.
+            layers_ready: number of layers that are ready.
+            tier: the tier it is loaded from; None: earlier loads tell nothing about it.
+            fixed_layers: its read buffer in layers; None: chosen from the measured rates.
+        """
         guess_s = self._rates.loads.seconds(tier, request.computed_tokens) if tier else None
         self._loads[request.number] = _Load(
             fixed_layers=fixed_layers,
@@ -121,24 +134,27 @@ class StartGate:
             is_certain=layers_ready == self._num_layers,
         )
 
-    def progressed(self, request: Request, layers_ready: int, now_ns: int) -> None:
-        """Record how many layers are ready; do nothing if the request is not watched any more."""
+    def on_progress(self, request: Request, layers_ready: int, now_ns: int) -> None:
+        """Record how many layers are ready; do nothing if the request is no longer watched."""
         load = self._loads.get(request.number)
         if load is not None and layers_ready > load.layers_ready:
             load.layers_ready, load.news_ns = layers_ready, now_ns
 
     def is_certain(self, request: Request) -> bool:
-        """Whether a request is watched, and its load is confirmed: all its KV is good."""
+        """Return whether a request is watched and its load is confirmed: all its KV is good."""
         load = self._loads.get(request.number)
         return load is not None and load.is_certain
 
     def is_copied(self, request: Request) -> bool:
-        """Whether a request's KV is copied within the engine's memory: it is soon certain."""
+        """Return whether a request's KV is being copied within the engine's memory.
+
+        Such a load is certain soon.
+        """
         load = self._loads.get(request.number)
         return load is not None and load.is_copy and not load.is_certain
 
     def confirm(self, request: Request) -> None:
-        """Record that a step over its history succeeded, and its load is confirmed."""
+        """Record that a step over the request's history succeeded: its load is confirmed."""
         load = self._loads[request.number]
         load.layers_ready, load.is_certain = self._num_layers, True
 
@@ -147,16 +163,20 @@ class StartGate:
         self._loads.pop(request.number, None)
 
     def buffer_layers(self, request: Request) -> float | None:
-        """Return how many layers a watched request was to wait for, as last chosen.
+        """Return the read buffer of a watched request in layers, as last chosen.
 
-        None: all were there when it could have started.
+        None: all layers were ready when it could have started.
         """
         return self._loads[request.number].buffer_layers
 
     def opens_ns(self, request: Request, chunk_tokens: int, now_ns: int, *, is_idle: bool) -> int:
         """Return the time when the request may start, as far as is known; `now_ns` or less: now.
 
-        Its first chunk would be of `chunk_tokens`; `is_idle`: nobody else is in the batch.
+        Args:
+            request: a watched request.
+            chunk_tokens: number of tokens of its first chunk.
+            now_ns: the time.
+            is_idle: whether the batch is empty.
         """
         load = self._loads[request.number]
         if load.layers_ready == self._num_layers:
@@ -172,7 +192,7 @@ class StartGate:
         load.buffer_layers = buffer_layers(self._num_layers, layer_s, compute_layer_s)
         slack_s = IDLE_SLACK_S if is_idle else compute_layer_s
         wait_s = (load.buffer_layers - load.layers_ready) * layer_s - slack_s
-        # Time counts for the layer under way only; the next ones will be news.
+        # Passed time counts for the layer that is being loaded only; each later one is reported.
         if wait_s > layer_s:
             return latest_ns
         return min(latest_ns, load.news_ns + int(wait_s * NS_PER_S))

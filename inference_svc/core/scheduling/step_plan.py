@@ -1,7 +1,8 @@
-"""What the scheduler decides and what is reported to it: frozen values between it and the engine.
+"""The scheduler's decisions and the results reported to it: frozen values shared with the engine.
 
-A step computes every answer under way, and prompt tokens up to a bound: a long prompt is cut, so
-that it never holds up answers for longer than its share of a step takes (`plan_chunks`).
+A step computes the next token of every answer under way, and prompt tokens up to a bound. A long
+prompt is cut into chunks, so that it never delays answers by more than its share of a step takes
+(`plan_chunks`).
 
 *Source:* iteration-level scheduling: Orca (OSDI'22); prompt chunks beside decodes: Sarathi-Serve
 (OSDI'24).
@@ -22,11 +23,11 @@ NO_DRAFTS: Drafts = {}
 
 @dataclass(frozen=True)
 class BatchBounds:
-    """Bounds of a batch, as `SchedulerLimits` has them.
+    """Bounds of a batch; `SchedulerLimits` explains them.
 
     A CPU computes a step in time that grows with its tokens, so that small steps lose little and
-    keep answers smooth. A GPU takes hardly longer for thousands of prompt tokens, or dozens of
-    answers, than it takes to be told of one.
+    keep answers smooth. A GPU needs hardly more time for thousands of prompt tokens, or dozens of
+    answers, than for the launch of a step with one.
     """
 
     max_running: int
@@ -45,13 +46,13 @@ ON_GPU = BatchBounds(max_running=64, max_loading=8, step_tokens=4096, mixed_step
 
 
 def usual_bounds(device_type: str, most_active: int | None = None) -> BatchBounds:
-    """Return the bounds for a device, where no setting says.
+    """Return the bounds for a device, for use where the settings have none.
 
     Args:
         device_type: PyTorch's name of it, "cuda" or another.
-        most_active: most requests that there is room for at once, of a model whose requests have
-            states: the bounds are halved until they keep to it, but are never below a CPU's. None:
-            states bound nothing.
+        most_active: most requests that there is room for at once, for a model whose requests have
+            states. The bounds are halved until they keep to it, but never fall below a CPU's. None:
+            states are no bound.
     """
     bounds = ON_GPU if device_type == "cuda" else ON_CPU
     while most_active is not None and most_active < bounds.num_active > ON_CPU.num_active:
@@ -70,22 +71,23 @@ class SchedulerLimits:
     Attributes:
         max_running: most requests in a step.
         max_loading: most requests that load, or are loaded and wait for the batch.
-        max_waiting: most requests in the queue, above which a new one is refused.
+        max_waiting: most requests in the queue; beyond it a new one is refused.
         kv_slots: token slots of sequences' KV and residents together.
         write_slots: token slots of the write ring; 0: nothing is saved.
         step_tokens: most prompt tokens computed in one step, over all requests.
-        mixed_step_tokens: the same, while an answer is under way beside them.
+        mixed_step_tokens: the same, for steps that also decode an answer.
         answer_tokens: slots for its answer that a request is first admitted with.
         keeps_residents: whether sessions keep their KV when their turn is over.
-        block_tokens: of what is stored: of another session's KV no part of a block is of use.
-        page_tokens: slots are pages of so many; None: a sequence's lie side by side.
-        has_states: whether a sequence has a state beside its KV, which is of use behind its last
-            token only: a resident is built on as a whole or not at all, and nothing is shared.
+        block_tokens: tokens of a stored block: another session's KV is reused in whole blocks.
+        page_tokens: token slots of a page; None: a sequence's slots are contiguous.
+        has_states: whether a sequence has a recurrent state beside its KV. It is valid behind the
+            last token only, so that a resident is reused as a whole or not at all, and nothing is
+            shared.
         most_residents: most sessions that keep their KV.
-        attention_window: most tokens that layers with a window attend to, of which there may be no
-            KV before (core/attention_window.py); 0: the model has none.
+        attention_window: most tokens that layers with a window attend to; tokens before it may lack
+            KV in these layers (core/attention_window.py). 0: the model has no such layers.
         held_rows: what such layers hold of a sequence; None: all tokens.
-        page_groups: groups of layers, of which pages hold one each; the slots are theirs, too.
+        page_groups: groups of layers that have pages of their own; a slot is then one group's.
     """
 
     max_running: int
@@ -114,12 +116,14 @@ class SchedulerLimits:
 
 @dataclass(frozen=True)
 class PlannedChunk:
-    """Feed the next `num_tokens` uncomputed tokens of a request.
+    """The next `num_tokens` uncomputed tokens of a request, to be computed in this step.
 
     Attributes:
+        request: the request.
+        num_tokens: number of its tokens to compute.
         sample: whether they reach its last token, so that the next one can be sampled.
-        draft: tokens that are fed behind it, to see which of them come: as many more can be
-            sampled as are right.
+        draft: guessed tokens that are fed behind it, to verify them: as many additional tokens can
+            be sampled as are right.
     """
 
     request: Request
@@ -129,22 +133,24 @@ class PlannedChunk:
 
     @property
     def num_fed(self) -> int:
-        """Number of tokens that are fed."""
+        """Number of tokens that are fed, drafted ones included."""
         return self.num_tokens + len(self.draft)
 
 
 @dataclass(frozen=True)
 class Admission:
-    """Give a request its memory, fill in what is stored, and call `announced`.
+    """A request to give memory to; then fill in its stored KV, and call `Scheduler.announce`.
 
     Attributes:
-        resident_tokens: its first tokens, of which a resident has the KV; 0: none has.
-        source: whose resident that is: its session's or another's. If it is not in place, the end
-            of the residents' copy is owed: of tokens to new KV, or of looking at what is shared.
-        is_running: that session has no resident, but a turn that runs; where its pages are shared
-            nothing is owed.
-        in_place: the KV of its session's resident is the request's now.
-        pages: the pages of its KV, the resident's among them; none if there are no pages.
+        request: the request.
+        resident_tokens: number of its first tokens whose KV the source has; 0: there is no source.
+        source: the session of the resident that has it: the request's own or another one. If it is
+            not in place, the engine owes `Residents.end_copy`: after copying tokens to the new KV,
+            or after looking at the shared pages.
+        is_running: whether the source is not a resident, but a running turn of that session. Where
+            its pages are shared, nothing is owed.
+        in_place: whether the KV of the session's resident is the request's now.
+        pages: the pages of its KV, the resident's included; empty if slots are not paged.
     """
 
     request: Request
@@ -156,19 +162,19 @@ class Admission:
 
     @property
     def is_copy(self) -> bool:
-        """Whether a resident, or KV of a turn that runs, is to be copied."""
+        """Whether KV of a resident or a running turn is to be copied."""
         return self.source is not None and not self.in_place and not self.pages
 
     @property
     def is_shared(self) -> bool:
-        """Whether its KV begins with pages of another's resident."""
+        """Whether its KV begins with pages of another session's resident."""
         is_of_resident = self.source is not None and not self.is_running
         return is_of_resident and not self.in_place and bool(self.pages)
 
 
 @dataclass(frozen=True)
 class Growth:
-    """A running request has more pages, or others for what is written next: those of its KV."""
+    """The new page list of a running request that got more pages, or others for its next tokens."""
 
     request: Request
     pages: tuple[int, ...]
@@ -179,18 +185,20 @@ class StepPlan:
     """What to do now, in this order: preempted, overflowed, evicted, admitted, grown, chunks.
 
     Attributes:
-        preempted: their KV are their sessions' residents now, with `computed_tokens` tokens;
-            they wait again. What they have in the write ring may be saved.
-        overflowed: as preempted, because their window is full. Until their context is cut they are
-            not admitted, and nobody else is whose place is behind theirs: `truncated`, then
-            `end_compaction` of their resident are owed.
+        chunks: the chunks to compute.
+        admitted: requests to give memory to, and to load or copy history for.
+        preempted: requests that wait again. Their KV are their sessions' residents now, with
+            `computed_tokens` tokens. Their tokens in the write ring may be saved.
+        overflowed: as preempted, because their window is full. Until its context is cut, such a
+            request is not admitted, nor is any behind it: `truncate` and `end_compaction` of its
+            resident are owed.
         evicted: sessions whose resident KV is to be released before memory is given to others.
-        grown: requests whose KV has more pages, or others.
-        expired: requests that failed because their deadline passed; release is owed.
-        stalled: requests that run, and whose next tokens find no room in the write ring: what can
-            be stored of others is to be, and what cannot is to be given up.
-        unsaved: requests that have waited for a ring that stands still, and run on; what they have
-            there is given up.
+        grown: requests whose KV has more pages, or other ones.
+        expired: requests that failed because their deadline passed; `release_kv` is owed.
+        stalled: running requests whose next tokens find no room in the write ring. The engine
+            should store what it can of other requests' tokens there, and give up what it cannot.
+        unsaved: requests that have waited for a ring that stands still, and continue without being
+            saved; their tokens in the ring are given up.
         wake_ns: time of the next `schedule` even if nothing happens; None: not needed.
     """
 
@@ -212,8 +220,8 @@ class StepResult:
 
     Attributes:
         computed: the chunks that succeeded.
-        sampled: the tokens sampled from them, by request number: one, and of a chunk with a draft
-            one more for each token of that which was right, unless the answer has ended before.
+        sampled: the tokens sampled from them, by request number: one token, and for a chunk with a
+            draft one more for each right token of the draft, unless the answer ends before.
     """
 
     computed: Sequence[PlannedChunk]
@@ -221,7 +229,7 @@ class StepResult:
 
 
 def prompt_budget(running: Sequence[Request], limits: SchedulerLimits) -> int:
-    """Return how many prompt tokens a step may compute."""
+    """Return how many prompt tokens a step may compute beside these running requests."""
     is_mixed = any(request.is_decoding for request in running)
     return limits.mixed_step_tokens if is_mixed else limits.step_tokens
 
@@ -235,18 +243,25 @@ def plan_chunks(
     """Choose the chunks of a step; prompts are served in the order of `running`.
 
     A prompt's chunk ends at its request's next mark, if that comes first. Prompts that are saved
-    take at most half of the write ring, so that what one step has computed is stored while the next
-    one computes. A draft takes only room that nobody's next token needs.
+    take at most half of the write ring, so that the tokens of one step are stored while the next
+    step computes. A draft takes only room that no request needs for its next token.
+
+    Args:
+        running: the requests in the batch.
+        limits: the bounds of a step.
+        free_write_slots: number of free slots of the write ring.
+        drafts: by request number, guessed tokens that may be fed too.
 
     Returns:
-        the chunks, and who would have one if its tokens had room in the write ring.
+        The chunks, and the requests that have none only because the write ring has no room.
     """
     growing = [
-        request for request in running if not (request.is_outgrown or request.is_overflowing)
+        request for request in running if not (request.has_outgrown_slots or request.is_overflowing)
     ]
     decoding = [request for request in growing if request.is_decoding]
     chunks, stalled = [], []
     free = free_write_slots
+    # Slots for drafts: those that no decoding request needs for its next token.
     spare = free - sum(request.is_saved for request in decoding)
     for request in decoding:
         if request.is_saved and not free:

@@ -1,18 +1,18 @@
-"""Requests that wait: in which order they are admitted, until when, and how soon that is likely.
+"""Requests that wait: their order of admission, their deadlines, and estimates of their start.
 
-They are admitted by priority, then fairly between tenants. Of one priority, requests are ordered by
-their start tag, which counts tokens of work: a tenant's next request starts, in this virtual time,
-where its last one finishes, and one of weight 2 finishes in half the time. A tenant that floods the
-queue waits behind its own requests; others pass. Virtual time is the tag of the newest admission;
-it catches up when nobody waits.
+Requests are admitted by priority, then fairly between tenants. Requests of the same priority are
+ordered by their start tag, which counts tokens of work. A tenant's next request starts, in this
+virtual time, where the tenant's last one finishes; with weight 2 a request finishes in half the
+time. A tenant that floods the queue waits behind its own requests, and other tenants overtake it.
+Virtual time is the tag of the newest admission; it catches up when the queue is empty.
 
-A turn *arrives* before its prompt is known: its text is still to be encoded. The feed has it about
-where it will wait, so that its history can be read meanwhile; its request, of the same number,
-takes the place over.
+A turn *arrives* before its prompt is known, because its text is still to be tokenized. The feed
+reports it about where it will wait, so that kvd can read its history ahead. Later its request, of
+the same number, takes this place over.
 
 Invariants (`check`): 1. the order is that of (-priority, start tag, number); 2. a request that
-comes back has its old tag, so that it is before its equals; 3. a key has a rank while one of its
-requests waits; 4. who arrives does not wait yet, and is counted nowhere but in the feed.
+returns has its old tag, so that it is before its equals; 3. a key has a rank while one of its
+requests waits; 4. an arriving turn is not in the queue yet, and is counted in the feed only.
 
 *Source:* start-time fair queueing (Goyal, Vin, Cheng, SIGCOMM'96); virtual token counters for LLM
 serving: Sheng et al., OSDI'24.
@@ -35,14 +35,14 @@ from shared.types.units import NS_PER_S
 
 
 class WaitingQueue:
-    """See the module docstring.
+    """The waiting requests, in the order in which they will be admitted.
 
     Args:
-        weights: tenants' weights; 1 for one that is not named.
-        feed: receives each change of who waits.
+        weights: tenants' weights; 1 for a tenant without one.
+        feed: receives each change of the queue.
 
     Attributes:
-        weights: tenants' weights for requests to come; a reload sets them.
+        weights: tenants' weights for new requests; a reload of the settings replaces them.
     """
 
     def __init__(self, weights: Mapping[str, float], feed: QueueFeed) -> None:
@@ -63,18 +63,26 @@ class WaitingQueue:
 
     @property
     def head(self) -> Request | None:
-        """The next request to be admitted; None if none waits."""
+        """The next request to be admitted; None if the queue is empty."""
         return self._requests[self._order[0][2]] if self._order else None
 
     def rank(self, key: SessionKey) -> Rank | None:
-        """Return the rank of a session's first request; None if none waits."""
+        """Return the rank of a session's first waiting request; None if none waits."""
         ranks = self._ranks.get(key)
         return ranks[0] if ranks else None
 
-    def arrives(self, number: int, key: SessionKey, priority: int, history_tokens: int) -> None:
-        """Report a turn of a session whose request will have this number.
+    def report_arrival(
+        self, number: int, key: SessionKey, priority: int, history_tokens: int
+    ) -> None:
+        """Report a turn whose request is not made yet, for kvd to read its history ahead.
 
-        The caller owes `withdraw`, whatever becomes of it.
+        Args:
+            number: the number that its request will have.
+            key: its session's key.
+            priority: the priority that its request will have.
+            history_tokens: number of tokens of its session's history.
+
+        The caller owes `withdraw`, also when the request has been queued.
         """
         self._arriving[number] = key
         rank = (-priority, self._next_tag(key.tenant), number)
@@ -84,20 +92,20 @@ class WaitingQueue:
     def arriving(
         self, number: int, key: SessionKey, priority: int, history_tokens: int
     ) -> Iterator[None]:
-        """Report a turn as `arrives` does, and withdraw it behind the block."""
-        self.arrives(number, key, priority, history_tokens)
+        """Report a turn as `report_arrival` does, and withdraw it at the end of the block."""
+        self.report_arrival(number, key, priority, history_tokens)
         try:
             yield
         finally:
             self.withdraw(number)
 
     def withdraw(self, number: int) -> None:
-        """Report that a turn has left before its request came; nothing if that has come."""
+        """Report that an arriving turn has left; do nothing if its request has been queued."""
         if self._arriving.pop(number, None) is not None:
             self._feed.on_leave(number)
 
     def is_arriving(self, key: SessionKey) -> bool:
-        """Whether a turn of the session has arrived whose request has not come."""
+        """Return whether a turn of the session has arrived whose request is not queued yet."""
         return key in self._arriving.values()
 
     def add(self, request: Request) -> None:
@@ -109,7 +117,7 @@ class WaitingQueue:
         self.put_back(request)
 
     def put_back(self, request: Request) -> None:
-        """Queue a request that was admitted before, where it was."""
+        """Queue a request that was admitted before, at its old place."""
         rank = _rank_of(request)
         self._order.add(rank)
         insort(self._ranks.setdefault(request.key, []), rank)
@@ -117,23 +125,26 @@ class WaitingQueue:
         if request.is_stored:
             self._feed.on_wait(rank, request.key, request.history_tokens)
 
-    def history_changed(self, request: Request) -> None:
-        """Report that the session of a request that waits has another history now."""
+    def on_history_change(self, request: Request) -> None:
+        """Report the new length of a waiting request's history."""
         self._feed.on_wait(_rank_of(request), request.key, request.history_tokens)
 
     def admit(self, request: Request) -> None:
-        """Take a request out of the queue because it is its turn: it runs from now on."""
+        """Take a request out of the queue to be admitted, and report that it runs."""
         self._take_out(request)
         if request.is_stored:
             self._feed.on_run(request.number, request.key)
         self._virtual_time = max(self._virtual_time, request.start_tag)
         if not self._order:
-            # Nobody was kept waiting by anybody: who got how much does not matter any more.
+            # The queue is empty, no tenant delays another: what each one got matters no more.
             self._virtual_time = max([self._virtual_time, *self._finish_tags.values()])
             self._finish_tags.clear()
 
     def remove(self, request: Request) -> None:
-        """Take out a request that is cancelled; its tenant does not pay for what it never got."""
+        """Remove a request that ended while it waited.
+
+        Its tenant is charged for it only if it was admitted before.
+        """
         self._take_out(request)
         self._feed.on_leave(request.number)
         tenant = request.key.tenant
@@ -162,7 +173,7 @@ class WaitingQueue:
         return max(self._virtual_time, self._finish_tags.get(tenant, 0.0))
 
     def _cost(self, request: Request) -> float:
-        """Return the virtual time of a request: tokens to compute over its tenant's weight."""
+        """Return a request's virtual time: its tokens to compute divided by its tenant's weight."""
         new_tokens = max(1, request.prompt_tokens - request.history_tokens)
         weight = self.weights.get(request.key.tenant, 1.0)
         return (new_tokens + request.max_tokens) / weight
@@ -176,10 +187,10 @@ _SPARE = 64  # entries of ended requests that are never worth a clean-up
 
 
 class Deadlines:
-    """Requests by deadline, those that run, too.
+    """Requests by deadline, the running ones included.
 
-    An ended request is forgotten when its turn comes, or when many have ended. Invariant: a request
-    that has not ended and has a deadline is in the heap.
+    An ended request is removed when its deadline comes, or when many have ended. Invariant: every
+    request that has a deadline and has not ended is in the heap.
     """
 
     def __init__(self) -> None:
@@ -203,7 +214,7 @@ class Deadlines:
         return self._heap[0][0] if self._heap else None
 
     def pop_due(self, now_ns: int) -> list[Request]:
-        """Take out the requests whose deadline is not later than now and that have not ended."""
+        """Remove and return the requests that have not ended and whose deadline has passed."""
         due = []
         while (deadline_ns := self.next_ns()) is not None and deadline_ns <= now_ns:
             request = heappop(self._heap)[2]
@@ -214,16 +225,17 @@ class Deadlines:
         return due
 
 
-UNKNOWN_RETRY_S = 1.0  # a guess at a turn's length, until one was seen
-_FEW = 16  # prompts that stand for all that wait
-_SHARE = 0.1  # of the newest interval in the mean: about the last ten matter
+UNKNOWN_RETRY_S = 1.0  # a guess at a turn's length, until one has ended
+_NUM_SAMPLED_PROMPTS = 16  # prompts at the head of the queue, from which the mean is taken
+_NEWEST_WEIGHT = 0.1  # weight of the newest interval in the mean: about the last ten matter
 
 
 class StartEstimates:
-    """Estimates how often requests that wait are admitted, from the latest ends of requests.
+    """Estimates how often waiting requests are admitted, from the latest ends of requests.
 
-    As often as places became free while somebody waited: an idle engine's pauses say nothing of its
-    speed. Before two requests have ended, by what the prompts ahead add to steps.
+    The estimate is the mean interval at which places became free while requests waited: an idle
+    engine's pauses do not tell its speed. Before two requests have ended, it is the time that the
+    first prompts of the queue add to steps.
 
     Args:
         rates: estimates of steps.
@@ -232,34 +244,38 @@ class StartEstimates:
     def __init__(self, rates: Rates) -> None:
         self._rates = rates
         self._interval_s: float | None = None  # mean time between two ends
-        self._since_ns: int | None = None  # the last end, or when somebody began to wait
+        self._since_ns: int | None = None  # the last end, or when a request began to wait
 
-    def waits(self, now_ns: int) -> None:
+    def on_wait(self, now_ns: int) -> None:
         """Record that a request waits now."""
         if self._since_ns is None:
             self._since_ns = now_ns
 
-    def ended(self, now_ns: int, *, somebody_waits: bool) -> None:
+    def on_end(self, now_ns: int, *, is_queue_busy: bool) -> None:
         """Record that a request that was admitted has ended."""
         if self._since_ns is not None:
             newest_s = (now_ns - self._since_ns) / NS_PER_S
             mean_s = newest_s if self._interval_s is None else self._interval_s
-            self._interval_s = mean_s + _SHARE * (newest_s - mean_s)
-        self._since_ns = now_ns if somebody_waits else None
+            self._interval_s = mean_s + _NEWEST_WEIGHT * (newest_s - mean_s)
+        self._since_ns = now_ns if is_queue_busy else None
 
     def retry_after_s(self) -> float:
-        """Return in how many seconds a place in the queue is likely free."""
+        """Return in how many seconds a place in the queue will likely be free."""
         return UNKNOWN_RETRY_S if self._interval_s is None else self._interval_s
 
     def interval_s(self, waiting: Iterable[Request]) -> float:
-        """Estimate the mean seconds between two starts; 0 if unknown. `waiting` is in order."""
+        """Estimate the mean seconds between two starts; 0 if unknown.
+
+        Args:
+            waiting: the waiting requests, in order.
+        """
         if self._interval_s is not None:
             return self._interval_s
-        prompts_s = [self._prompt_s(request) for request in islice(waiting, _FEW)]
+        prompts_s = [self._prompt_s(request) for request in islice(waiting, _NUM_SAMPLED_PROMPTS)]
         return sum(prompts_s) / len(prompts_s) if prompts_s else 0.0
 
     def _prompt_s(self, request: Request) -> float:
-        """Estimate the seconds that the rest of a prompt adds to steps; 0 if unknown."""
+        """Estimate the seconds that the uncomputed part of a prompt adds to steps; 0 if unknown."""
         end = len(request.token_ids)
         start = min(max(request.computed_tokens, request.history_tokens), end - 1)
         return self._rates.steps.added_seconds(end - start, pairs(start, end)) or 0.0

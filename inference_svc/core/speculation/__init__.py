@@ -1,1 +1,1 @@
-"""Drafts: which tokens an answer is likely to go on with, and how many of them to try."""
+"""Drafts: which tokens are likely to come next in an answer, and how many of them to try."""

@@ -1,14 +1,16 @@
-"""PromptLookup: guesses what comes next from what came next before, in the same context. Pure.
+"""Prompt lookup: drafts the next tokens from what followed the same tokens earlier. Pure.
 
-Answers repeat what was said: a file that is edited, a name, a table's columns. Where the newest
-tokens stood before, what followed there is the draft. Of several such places the one is taken that
-agrees with most tokens before it, of equals the latest. As long as the answer goes on as it did
-there, so does the draft, and it is surer with each token. A client that knows what most of the
-answer will be says so: that stands before the context, and is what the answer's first draft is of.
+Answers repeat parts of their context: a file that is edited, a name, a table's columns. If the
+newest tokens occurred before, the tokens that followed there are the draft. Of several such places
+the one that agrees with most tokens before it is taken, and among equals the latest. As long as the
+answer continues as it did there, so does the draft, and its chances grow with each token. A client
+may predict most of the answer. The prediction is put before the context, and the first draft is
+taken from it.
 
-A place is found by the GRAM_TOKENS tokens that end there: those of the prompt in a sorted array,
-made once (0.1 ms for 1,000 tokens), those of the answer in a dictionary. A token costs a few
-microseconds; when nothing is drafted, too, so that it is known what a draft would have been worth.
+Places are found by the GRAM_TOKENS tokens that end there: those of the prompt in a sorted array
+that is made once (0.1 ms for 1,000 tokens), those of the answer in a dictionary. A token costs a
+few microseconds, also when nothing is drafted, so that it is known what a draft would have been
+worth.
 
 *Source:* prompt lookup decoding (Saxena, 2023); longest match: the suffix automata of SAM-Decoding
 (2024), for less memory.
@@ -22,10 +24,10 @@ import numpy.typing as npt
 from inference_svc.core.speculation.draft_lengths import Acceptance
 
 GRAM_TOKENS = 3
-MOST_MATCHED = 16  # tokens that places are compared by
-MOST_PLACES = 8  # that are compared
-MOST_TOKENS = 1 << 17  # of the prompt that are looked at, the newest ones: sorting takes 10 ms
-# Odd, and without a pattern: sums of products with them tell grams apart (wrapped at 64 bits).
+MOST_MATCHED = 16  # most tokens that are compared at a place
+MOST_PLACES = 8  # most places that are compared
+MOST_TOKENS = 1 << 17  # the newest tokens of the prompt that are indexed: sorting takes 10 ms
+# Hash factors, odd and without a pattern: sums of products with them, modulo 2^64, identify grams.
 _FACTORS = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9)
 _MASK = (1 << 64) - 1
 
@@ -33,12 +35,12 @@ Grams = npt.NDArray[np.uint64]
 
 
 class PromptLookup:
-    """See the module docstring.
+    """Drafts for one answer.
 
     Args:
         prompt_ids: the context before the answer.
-        acceptance: counts what drafts were worth.
-        predicted_ids: what the answer will likely be, or have in it.
+        acceptance: counts how often drafts are right.
+        predicted_ids: tokens that the answer will likely consist of or contain.
 
     Attributes:
         num_matched: number of newest tokens that agree with those before the draft; 0: there is no
@@ -51,19 +53,19 @@ class PromptLookup:
         acceptance: Acceptance,
         predicted_ids: Sequence[int] = (),
     ) -> None:
-        self.num_matched = GRAM_TOKENS if predicted_ids else 0  # it is worth as much at least
+        self.num_matched = GRAM_TOKENS if predicted_ids else 0  # a prediction is worth a match
         self._acceptance = acceptance
         self._num_context = len(prompt_ids)
         self._token_ids = [*predicted_ids, *prompt_ids[-MOST_TOKENS:]]
         self._num_seen = len(self._token_ids)
         self._grams, self._ends = _sorted_grams(self._token_ids)
-        self._newer: dict[int, int] = {}  # the latest end of a gram that ends behind the prompt
-        self._next = 0  # place of the token that the draft begins with
+        self._newer: dict[int, int] = {}  # latest end of a gram in the answer, by gram
+        self._next = 0  # position of the draft's first token
         if not predicted_ids:
             self._find()
 
     def advance(self, context_ids: Sequence[int]) -> None:
-        """Take note of what the context has grown by, and of what drafts were worth."""
+        """Read the tokens that were appended to the context, and count which drafts were right."""
         token_ids = self._token_ids
         token_ids += context_ids[self._num_context :]
         self._num_context = len(context_ids)
@@ -84,13 +86,13 @@ class PromptLookup:
         return self._acceptance.chances(self.num_matched, most_tokens) if self.num_matched else []
 
     def draft(self, num_tokens: int) -> list[int]:
-        """Return that many tokens of the draft; what repeats itself goes on repeating itself."""
+        """Return the draft's first tokens; a draft that reaches the newest token repeats itself."""
         assert self.num_matched or not num_tokens, "there is no draft"
         period = self._num_seen - self._next
         return [self._token_ids[self._next + i % period] for i in range(num_tokens)]
 
     def _find(self) -> None:
-        """Look for the place that agrees with most of the newest tokens."""
+        """Find the place that agrees with most of the newest tokens."""
         if self._num_seen < GRAM_TOKENS:
             return
         for end in self._places():
@@ -99,7 +101,7 @@ class PromptLookup:
                 self.num_matched, self._next = num_matched, end
 
     def _places(self) -> list[int]:
-        """List ends of the newest gram that are before it, the latest first; some may be wrong."""
+        """List earlier ends of the newest gram, latest first; some may be hash collisions."""
         gram = self._newest_gram()
         end = int(np.searchsorted(self._grams, np.uint64(gram), side="right"))
         start = max(0, end - MOST_PLACES)
@@ -112,7 +114,7 @@ class PromptLookup:
         return [*([] if newer is None else [newer]), *reversed(places)]
 
     def _num_agreeing(self, end: int) -> int:
-        """Count the tokens before a place that are the newest ones, MOST_MATCHED at most."""
+        """Count the tokens before a place that agree with the newest ones, up to MOST_MATCHED."""
         token_ids, newest = self._token_ids, self._num_seen
         for count in range(min(MOST_MATCHED, end)):
             if token_ids[end - 1 - count] != token_ids[newest - 1 - count]:
@@ -125,10 +127,12 @@ class PromptLookup:
 
 
 def _sorted_grams(token_ids: Sequence[int]) -> tuple[Grams, npt.NDArray[np.int64]]:
-    """Return the grams of a context, sorted, and for each where it ends: equals from first to last.
+    """Return the grams of a context, sorted, and the position where each ends.
+
+    Equal grams are in order of their position.
 
     Returns:
-        (grams [n], ends [n]), n tokens less those before the first gram's last
+        (grams [n], ends [n]), n: the number of tokens minus GRAM_TOKENS - 1.
     """
     ids = np.asarray(token_ids, dtype=np.uint64)
     num_grams = max(0, len(ids) - GRAM_TOKENS + 1)

@@ -1,1 +1,1 @@
-"""Calls of tools in answers: the formats in which models write them, and reading these."""
+"""Tool calls in answers: the formats in which models write them, and their parsers."""

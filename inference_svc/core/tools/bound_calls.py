@@ -1,8 +1,8 @@
-"""What a grammar keeps the calls of an answer to, once the model has begun them. Pure.
+"""Bound calls: the grammars that a call has to follow once the model has begun it. Pure.
 
-A model says what it likes until it has begun a call of a tool that was offered (`parts.py`).
-From the brace of the arguments up to what closes the call it is held to that: the arguments are an
-object of JSON, of a strict tool one by its schema. Then it is free again.
+A model writes freely until it has begun a call of a tool that was offered (`parts.py`). From the
+brace of the arguments up to the end of the call it is bound: the arguments have to be a JSON
+object, and for a strict tool one that follows its schema. Then it is free again.
 """
 
 import json
@@ -14,17 +14,17 @@ from inference_svc.core.chat import Tool
 from inference_svc.core.grammar import Grammar, GrammarKind, json_rule
 from inference_svc.core.tools.parts import BLANKS, AnswerReader, Closing
 
-ANY_TOOL = ""  # stands for those that are not strict
+ANY_TOOL = ""  # stands for tools that are not strict
 
 
 @dataclass(frozen=True)
 class BoundCalls:
-    """The calls that an answer may have.
+    """The calls that an answer may contain.
 
     Attributes:
-        tools: those that may be called.
-        closings: what may close a call.
-        reader: makes the reader that finds them in an answer.
+        tools: the tools that may be called.
+        closings: the texts that may close a call.
+        reader: makes the parser that finds calls in an answer.
     """
 
     tools: tuple[Tool, ...]
@@ -32,12 +32,12 @@ class BoundCalls:
     reader: Callable[[], AnswerReader]
 
     def grammars(self, special: Mapping[str, int]) -> Iterator[tuple[tuple[str, Closing], Grammar]]:
-        """Yield the grammars of calls from the brace on, by the strict tool and what closes them.
+        """Yield the grammars of calls from the brace on, by strict tool and closing.
 
-        Behind a call anything may follow: its last token may have something of that.
+        Any text may follow a call: the last token of the call may contain some of it.
 
         Args:
-            special: ids of special tokens that may be among what closes a call.
+            special: ids of special tokens that may be part of a closing.
         """
         rules = {ANY_TOOL: json_rule({"type": "object"}, is_strict=False, blanks=BLANKS)}
         for tool in self.tools:
@@ -53,12 +53,12 @@ def _grammar(rule: str, closing: Closing, special: Mapping[str, int]) -> Grammar
     lines = [f"start: arguments{closed} ANY", f"arguments: {rule}"]
     if closing:
         lines.append(f"BLANKS: /{BLANKS}/")
-    lines.append("ANY: /(?s:.*)/")  # a token that ends a call may have more than that
+    lines.append("ANY: /(?s:.*)/")  # a token that ends a call may contain more text
     return Grammar(GrammarKind.LARK, "\n".join(lines))
 
 
 def _written(piece: str | re.Pattern[str], special: Mapping[str, int]) -> str:
-    """Write a piece of what closes a call as a part of a rule."""
+    """Write a piece of a closing as a part of a rule."""
     if not isinstance(piece, str):
         return f"/{piece.pattern}/"
     spelled = json.dumps(piece, ensure_ascii=False)

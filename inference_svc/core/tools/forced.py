@@ -1,6 +1,6 @@
-"""Reads an answer that a grammar keeps to one call: it is shown as it comes, for it is one. Pure.
+"""The parser of an answer that a grammar binds to be one call, shown as it arrives. Pure.
 
-Its arguments are what `json.dumps` writes of them, up to where the answer was cut, if it was.
+Its arguments are written as `json.dumps` would, up to where the answer was cut, if it was.
 """
 
 from collections.abc import Mapping
@@ -16,11 +16,11 @@ class _State(Enum):
 
 
 class ForcedReader:
-    """Reads one call.
+    """Parses one call.
 
     Args:
-        heads: what stands before the arguments of a call, by the names of the tools.
-        otherwise: reads an answer that does not begin so, or ends before it has.
+        heads: the texts before the arguments of a call, by tool name.
+        otherwise: parses an answer that does not begin so, or ends before.
 
     Attributes:
         last_call: see AnswerReader.
@@ -54,13 +54,13 @@ class ForcedReader:
 
     def _read_head(self, text: str) -> list[Part]:
         self._held += text
-        said = self._held.lstrip()
-        begun = [name for name, head in self._heads.items() if said.startswith(head)]
+        stripped = self._held.lstrip()
+        begun = [name for name, head in self._heads.items() if stripped.startswith(head)]
         if begun:
             name = max(begun, key=len)
             self._held, self._state, self.last_call = "", _State.CALL, OpenCall(name)
-            return [CallBegun(name), *self.last_call.push(said[len(self._heads[name]) :])]
-        if any(head.startswith(said) for head in self._heads.values()):
+            return [CallBegun(name), *self.last_call.push(stripped[len(self._heads[name]) :])]
+        if any(head.startswith(stripped) for head in self._heads.values()):
             return []
         held, self._held, self._state = self._held, "", _State.OTHERWISE
         return self._otherwise.push(held)

@@ -1,4 +1,4 @@
-"""The formats of calls, one for each family of models: `FORMATS`. Pure.
+"""The formats of tool calls, one for each family of models: `FORMATS`. Pure.
 
     Hermes, Qwen    <tool_call>{"name": …, "arguments": …}</tool_call>, one after the other
     Llama 3         {"name": …, "parameters": …}; …   perhaps behind <|python_tag|>
@@ -7,7 +7,7 @@
     DeepSeek        <calls begin>, calls, <calls end>: each is <call begin>name<sep>{…}<call end>,
                     or has its type before the mark <sep>, and behind it name and arguments, these
                     fenced as code
-    JSON            {"name": …, "arguments": …}       nothing but that
+    JSON            {"name": …, "arguments": …}       nothing else
     gpt-oss         messages to tools, each behind marks of its own: `harmony.py`
 
 *Source:* the models' chat templates and cards.
@@ -21,14 +21,20 @@ from typing import Protocol
 
 from inference_svc.core.tools.harmony import CLOSING, MARKS, HarmonyReader
 from inference_svc.core.tools.json_value import (
-    Asked,
     NoCallError,
-    asked_by,
+    RequestedCall,
     read_value,
+    requested_call,
     skip_blanks,
 )
 from inference_svc.core.tools.parts import BLANKS, END_OF_OBJECT, AnswerReader, Closing, Opening
-from inference_svc.core.tools.reader import MAX_HEAD, CallFormat, Found, MarkedReader, PlainReader
+from inference_svc.core.tools.reader import (
+    MAX_HEAD,
+    CallFormat,
+    MarkedReader,
+    ParsedCalls,
+    PlainReader,
+)
 
 _OBJECT_STARTS = tuple(
     "{" + start
@@ -40,10 +46,10 @@ def _behind(text: str, at: int, mark: str, *, is_end: bool = False) -> int | Non
     """Return the index behind a mark that follows blanks; None if it is not complete.
 
     Args:
-        text: what is read.
-        at: where the blanks begin.
+        text: the text.
+        at: index where the blanks begin.
         mark: the mark.
-        is_end: whether no more follows; then the mark may be cut.
+        is_end: whether no more text follows; then the mark may be cut.
 
     Raises:
         NoCallError: something else follows.
@@ -59,7 +65,7 @@ def _behind(text: str, at: int, mark: str, *, is_end: bool = False) -> int | Non
 def _object_behind(
     text: str, at: int, header: re.Pattern[str]
 ) -> tuple[re.Match[str], object, int] | None:
-    """Read a header and the object that follows it.
+    """Parse a header and the object that follows it.
 
     Returns:
         The header, the object, and the index behind it; None if they are not complete.
@@ -82,33 +88,33 @@ def _object_behind(
 class Hermes(CallFormat):
     """Calls as JSON between two tags; the last closing tag may be missing."""
 
-    def read(self, text: str, *, is_end: bool) -> Found | None:
+    def read(self, text: str, *, is_end: bool) -> ParsedCalls | None:
         """See CallFormat."""
         opening, closing = self.marks
         found = read_value(text, len(opening))
         if found is None:
             return None
         end = _behind(text, found[1], closing, is_end=is_end)
-        return None if end is None else Found([asked_by(found[0])], end)
+        return None if end is None else ParsedCalls([requested_call(found[0])], end)
 
 
 class BareJson(CallFormat):
-    """Calls as JSON, and nothing else before them."""
+    """Calls as JSON, without text before them."""
 
-    def read(self, text: str, *, is_end: bool) -> Found | None:  # noqa: ARG002
+    def read(self, text: str, *, is_end: bool) -> ParsedCalls | None:  # noqa: ARG002
         """See CallFormat."""
         at = next((len(mark) for mark in self.starts if text.startswith(mark)), 0)
         start = "".join(text[at : at + MAX_HEAD].split())
         if not any(each.startswith(start[: len(each)]) for each in _OBJECT_STARTS):
             raise NoCallError(at)
         found = read_value(text, at)
-        return None if found is None else Found([asked_by(found[0])], found[1])
+        return None if found is None else ParsedCalls([requested_call(found[0])], found[1])
 
 
 class Mistral(CallFormat):
-    """Calls behind a mark: as a list, or each by itself."""
+    """Calls behind a mark: as a list, or each with its own mark."""
 
-    def read(self, text: str, *, is_end: bool) -> Found | None:  # noqa: ARG002
+    def read(self, text: str, *, is_end: bool) -> ParsedCalls | None:  # noqa: ARG002
         """See CallFormat."""
         at = skip_blanks(text, len(self.starts[0]))
         first = skip_blanks(text, at + 1) if text.startswith("[", at) else at
@@ -119,11 +125,15 @@ class Mistral(CallFormat):
             if listed is None:
                 return None
             values = listed[0] if isinstance(listed[0], list) else [listed[0]]
-            return Found([asked_by(value) for value in values], listed[1])
+            return ParsedCalls([requested_call(value) for value in values], listed[1])
         if first > at:
             raise NoCallError(at)
         found = _object_behind(text, at, _MISTRAL_HEADER)
-        return None if found is None else Found([Asked(found[0]["name"], found[1])], found[2])
+        return (
+            None
+            if found is None
+            else ParsedCalls([RequestedCall(found[0]["name"], found[1])], found[2])
+        )
 
 
 _MISTRAL_HEADER = re.compile(r"(?P<name>[^\s\[\]{}]+)\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\])?\s*")
@@ -136,9 +146,9 @@ DEEPSEEK_MARKS = tuple(
 
 
 class DeepSeek(CallFormat):
-    """Calls between marks of their own, one after the other in a section; its marks may lack."""
+    """Calls between marks of their own, in a section whose marks may be missing."""
 
-    def read(self, text: str, *, is_end: bool) -> Found | None:
+    def read(self, text: str, *, is_end: bool) -> ParsedCalls | None:
         """See CallFormat."""
         section, opening, _, closing, section_end = self.marks
         begin = _behind(text, len(section) if text.startswith(section) else 0, opening)
@@ -155,7 +165,11 @@ class DeepSeek(CallFormat):
             behind = _behind(text, end, section_end, is_end=is_end)
         except NoCallError:  # the next call
             behind = end
-        return None if behind is None else Found([Asked(header["name"], arguments)], behind)
+        return (
+            None
+            if behind is None
+            else ParsedCalls([RequestedCall(header["name"], arguments)], behind)
+        )
 
 
 _DEEPSEEK_NAME = rf"\s*(?:[^\s<`]+\s*{DEEPSEEK_MARKS[2]}\s*)?(?P<name>[^\s<`]+)\s*"
@@ -165,7 +179,7 @@ _DEEPSEEK_HEADER = re.compile(
 
 
 def _object_with(arguments: str) -> str:
-    """Write the expression of an object with a call in it, up to the brace of the arguments."""
+    """Return the expression of an object with a call, up to the brace of the arguments."""
     member = rf'{BLANKS}"(?:{arguments})"{BLANKS}:{BLANKS}(?={{)'
     return rf'{{{BLANKS}"name"{BLANKS}:{BLANKS}"(?P<name>[^"\\]+)"{BLANKS},{member}'
 
@@ -234,7 +248,7 @@ JSON = BareJson(
 
 
 class MakeReader(Protocol):
-    """Makes the reader of an answer."""
+    """Makes the parser of an answer."""
 
     def __call__(
         self, names: Collection[str], most_calls: int | None = None, *, is_bound: bool = False
@@ -242,8 +256,8 @@ class MakeReader(Protocol):
         """Make it.
 
         Args:
-            names: of the tools that may be called.
-            most_calls: so many are shown; None: all.
+            names: names of the tools that may be called.
+            most_calls: number of calls that are shown; None: all.
             is_bound: whether its calls are bound; see `OpenCall`.
         """
 
@@ -253,11 +267,11 @@ class ToolFormat:
     """How a family of models writes calls.
 
     Attributes:
-        name: of the format.
-        marks: texts of it that may be special tokens.
-        reader: makes the reader of an answer.
-        closings: what may close a call that is bound.
-        is_always: whether answers are written so where no tools are offered, too.
+        name: the format's name.
+        marks: texts of the format that may be special tokens.
+        reader: makes the parser of an answer.
+        closings: texts that may close a bound call.
+        is_always: whether answers have this format also where no tools are offered.
     """
 
     name: str
@@ -282,7 +296,7 @@ def _plain(
 
 PLAIN = ToolFormat("none", (), _plain)
 
-# In the order in which they are tried: what is only JSON comes last, since others contain it.
+# In the order in which they are tried: plain JSON comes last, since others contain it.
 FORMATS: Mapping[str, ToolFormat] = {
     made.name: made
     for made in (

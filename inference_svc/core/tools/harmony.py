@@ -1,15 +1,14 @@
 """The format of gpt-oss, "harmony": an answer is messages, each of a channel. Pure.
 
-    <|channel|>analysis<|message|>…<|end|>                        what the model thinks
-    <|start|>assistant<|channel|>commentary<|message|>…<|end|>    what it says before it calls
+    <|channel|>analysis<|message|>…<|end|>                        the model's thoughts
+    <|start|>assistant<|channel|>commentary<|message|>…<|end|>    content before a call
     <|start|>assistant<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{…}
                                                         <|call|>  a call
-    <|start|>assistant<|channel|>final<|message|>…<|return|>      what it says
+    <|start|>assistant<|channel|>final<|message|>…<|return|>      content
 
-The recipient of a call may stand before its channel. An answer that does not begin so is text, and
-a call that is none is text with its header. A call that is bound begins with the brace of its
-arguments, and is over behind them: what follows up to the end of its message is text, but for
-blanks.
+The recipient of a call may precede its channel. An answer that does not begin so is text, and an
+invalid call is text with its header. A bound call begins with the brace of its arguments, and ends
+with them: anything else than blanks up to the end of its message is text.
 
 *Source:* OpenAI, "Harmony response format".
 """
@@ -18,7 +17,7 @@ import re
 from collections.abc import Collection
 from enum import Enum, auto
 
-from inference_svc.core.tools.json_value import Asked, NoCallError, make_call
+from inference_svc.core.tools.json_value import NoCallError, RequestedCall, make_call
 from inference_svc.core.tools.parts import (
     CallBegun,
     Closing,
@@ -28,10 +27,10 @@ from inference_svc.core.tools.parts import (
     Reasoning,
     is_open,
 )
-from inference_svc.core.tools.reader import num_open
+from inference_svc.core.tools.reader import num_pending
 
 START, CHANNEL, BODY = "<|start|>", "<|channel|>", "<|message|>"
-CLOSING: Closing = ()  # the end of its message ends the answer, most often: no text shows it
+CLOSING: Closing = ()  # the end of its message mostly ends the answer, and is not in the text
 ENDS = ("<|end|>", "<|call|>", "<|return|>", START)
 MARKS = (START, CHANNEL, BODY, "<|constrain|>", "<|end|>", "<|call|>", "<|return|>")
 MAX_HEADER = 512  # characters before the text of a message
@@ -41,17 +40,17 @@ _LEADS = (CHANNEL, "to=functions.", START)
 
 
 class _State(Enum):
-    OPENING = auto()  # nothing came, or what may be a header
+    OPENING = auto()  # no text yet, or text that may be a header
     HEADER = auto()
     TEXT = auto()
 
 
 class HarmonyReader:
-    """Reads an answer of gpt-oss; see the module docstring.
+    """Parses an answer of gpt-oss; see the module docstring.
 
     Args:
-        names: of the tools that may be called.
-        most_calls: so many are shown; None: all.
+        names: names of the tools that may be called.
+        most_calls: number of calls that are shown; None: all.
         is_bound: whether its calls are bound.
 
     Attributes:
@@ -63,15 +62,15 @@ class HarmonyReader:
     ) -> None:
         self.last_call: OpenCall | None = None
         self._is_bound = is_bound
-        self._is_behind = False  # nothing but blanks came since a call, in its message
+        self._is_behind = False  # only blanks since a call, in its message
         self._names = names
         self._most_calls = most_calls
         self._num_calls = 0
         self._held = ""
-        self._searched = 0  # characters held, that hold no mark
+        self._searched = 0  # held characters that contain no mark
         self._state = _State.OPENING
-        self._tool = ""  # that the message is for
-        self._header = ""  # of a message for a tool
+        self._tool = ""  # the tool that the message is for
+        self._header = ""  # header of a message for a tool
         self._is_thought = False
 
     @property
@@ -91,10 +90,10 @@ class HarmonyReader:
         """See AnswerReader."""
         call = is_open(self.last_call)
         if call is not None:
-            return self._shown(call.end())
+            return self._if_counted(call.end())
         parts = self._read(is_end=True)
         if self._tool:
-            self._say("", parts)
+            self._emit_text("", parts)
         return parts
 
     def _read(self, *, is_end: bool) -> list[Part]:
@@ -110,12 +109,12 @@ class HarmonyReader:
         return parts
 
     def _read_header(self, parts: list[Part], *, is_end: bool) -> bool:
-        """Read up to a message's text; return whether to go on."""
-        said = self._held.lstrip()
+        """Parse up to a message's text; return whether to continue."""
+        stripped = self._held.lstrip()
         if self._state is _State.OPENING:
-            if not said and not is_end:
+            if not stripped and not is_end:
                 return False
-            if not any(lead.startswith(said[: len(lead)]) for lead in _LEADS):
+            if not any(lead.startswith(stripped[: len(lead)]) for lead in _LEADS):
                 self._state = _State.TEXT
                 return True
         end = self._held.find(BODY, 0, MAX_HEADER + len(BODY))
@@ -128,11 +127,11 @@ class HarmonyReader:
             self._held = ""
         if len(self._held) < MAX_HEADER + len(BODY):
             return False
-        self._state, self._is_thought = _State.TEXT, False  # it is none
+        self._state, self._is_thought = _State.TEXT, False  # it is no header
         return True
 
     def _begin(self, header: str, parts: list[Part]) -> None:
-        """Begin the message that has a header."""
+        """Begin the message that follows a header."""
         recipient = _RECIPIENT.search(header)
         channel = header.partition(CHANNEL)[2].split("<")[0].split()
         self._tool = self._header = ""
@@ -144,41 +143,41 @@ class HarmonyReader:
             parts.append(Content(header + BODY))
 
     def _read_text(self, parts: list[Part], *, is_end: bool) -> bool:
-        """Read what there is of a message's text; return whether to go on."""
+        """Parse the available text of a message; return whether to continue."""
         found = _END.search(self._held, self._searched)
         self._searched = 0
         if found:
             end, rest = found.span()
             self._state = _State.HEADER
         elif self._tool and not is_end:
-            self._searched = len(self._held) - num_open(self._held, ENDS)
+            self._searched = len(self._held) - num_pending(self._held, ENDS)
             return False
         else:
-            rest = end = len(self._held) - (0 if is_end else num_open(self._held, ENDS))
+            rest = end = len(self._held) - (0 if is_end else num_pending(self._held, ENDS))
         text, self._held = self._held[:end], self._held[rest:]
-        self._say(text, parts)
+        self._emit_text(text, parts)
         return found is not None
 
     def _open(self) -> list[Part]:
-        """Begin to read a bound call."""
+        """Begin to parse a bound call."""
         begun, self._held, self._searched = self._held.lstrip(), "", 0
         call = self.last_call = OpenCall(self._tool, CLOSING)
         self._num_calls += 1
         self._tool, self._is_behind = "", True
-        return [*self._shown([CallBegun(call.name)]), *self._follow(call, begun)]
+        return [*self._if_counted([CallBegun(call.name)]), *self._follow(call, begun)]
 
     def _follow(self, call: OpenCall, text: str) -> list[Part]:
-        """Read what comes of the open call."""
-        parts = self._shown(call.push(text))
+        """Parse the next text of the open call."""
+        parts = self._if_counted(call.push(text))
         self._held = call.rest
         return parts
 
-    def _shown(self, parts: list[Part]) -> list[Part]:
-        """Return the parts of the last call, if that counts."""
+    def _if_counted(self, parts: list[Part]) -> list[Part]:
+        """Return the parts of the last call, unless there are too many calls."""
         return parts if self._most_calls is None or self._num_calls <= self._most_calls else []
 
-    def _say(self, text: str, parts: list[Part]) -> None:
-        """Take the text of a message; of a call, all of it."""
+    def _emit_text(self, text: str, parts: list[Part]) -> None:
+        """Emit the text of a message; for a call it has to be the whole text."""
         if not self._tool:
             if self._is_behind:
                 text = text.lstrip()
@@ -187,10 +186,10 @@ class HarmonyReader:
                 parts.append(Reasoning(text) if self._is_thought else Content(text))
             return
         try:
-            call = make_call(Asked(self._tool, text))
+            call = make_call(RequestedCall(self._tool, text))
         except NoCallError:
             parts.append(Content(self._header + text))
         else:
             self._num_calls += 1
-            parts += self._shown([call])
+            parts += self._if_counted([call])
         self._tool = ""

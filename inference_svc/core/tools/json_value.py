@@ -1,4 +1,4 @@
-"""Reads JSON out of an answer that may not be complete, and makes calls of it. Pure."""
+"""JSON values in an answer that may be incomplete, and the calls made from them. Pure."""
 
 import json
 import re
@@ -8,17 +8,17 @@ from typing import Any, NamedTuple
 
 from inference_svc.core.chat import ToolCall
 
-_NEAR_END = 8  # characters: a number, a word or an escape that is not complete fails so far before
+_NEAR_END = 8  # characters: an incomplete number, word or escape fails within these
 _BLANKS = " \t\r\n"
 _MAX_DIGITS = 1024  # of a whole number
-_NO_JSON = object()  # stands for what is written as a value and can be none
+_NO_JSON = object()  # stands for a value that is not valid JSON
 
 
 class NoCallError(ValueError):
-    """What was taken for the beginning of a call is none.
+    """Text that looked like the beginning of a call is none.
 
     Args:
-        end: index in the text up to which it was read: nothing before it begins a call.
+        end: index in the text up to which it was parsed: no call begins before it.
     """
 
     def __init__(self, end: int = 0) -> None:
@@ -26,8 +26,8 @@ class NoCallError(ValueError):
         self.end = end
 
 
-class Asked(NamedTuple):
-    """What an answer asks for, if that is a call: see `make_call`."""
+class RequestedCall(NamedTuple):
+    """Name and arguments as the model wrote them, not validated: see `make_call`."""
 
     name: Any
     arguments: Any
@@ -35,7 +35,7 @@ class Asked(NamedTuple):
 
 def _object(members: list[tuple[str, Any]]) -> Any:
     found = dict(members)
-    return found if len(found) == len(members) else _NO_JSON  # which of two would be meant?
+    return found if len(found) == len(members) else _NO_JSON  # equal names are ambiguous
 
 
 def _whole_number(digits: str) -> Any:
@@ -51,7 +51,7 @@ _DECODER = json.JSONDecoder(
 
 
 class Nesting:
-    """Follows JSON that comes in pieces: what is open in it. Cheap, where reading it all is not."""
+    """Follows the open brackets of JSON in pieces; cheaper than parsing it all again."""
 
     def __init__(self) -> None:
         self._at = 0
@@ -76,25 +76,25 @@ _IN_TEXT = re.compile(r'"|\\.', re.DOTALL)
 
 
 def skip_blanks(text: str, at: int) -> int:
-    """Return the index of the first character that is no blank."""
+    """Return the index of the first character at or behind `at` that is not a blank."""
     while at < len(text) and text[at] in _BLANKS:
         at += 1
     return at
 
 
 def read_value(text: str, at: int, starts: str = "{") -> tuple[Any, int] | None:
-    """Read the object that begins at an index, behind blanks.
+    """Parse the object that begins at an index, behind blanks.
 
     Args:
-        text: what is read.
+        text: the text.
         at: the index.
-        starts: the characters that may begin it: with "[", it may be a list.
+        starts: the characters that may begin it: with "[" it may be a list.
 
     Returns:
         The value and the index behind it; None if it is not complete.
 
     Raises:
-        NoCallError: there is none, whatever follows.
+        NoCallError: there is no such value, whatever text follows.
     """
     at = skip_blanks(text, at)
     if at == len(text):
@@ -112,22 +112,22 @@ def read_value(text: str, at: int, starts: str = "{") -> tuple[Any, int] | None:
         raise NoCallError(at) from error
 
 
-def asked_by(value: Any) -> Asked:
-    """Return what an object with a name and arguments asks for, as most models write it."""
+def requested_call(value: Any) -> RequestedCall:
+    """Return name and arguments from an object, in the form that most models write."""
     if isinstance(value, dict) and isinstance(value.get("function"), dict):
         value = value["function"]
     if not isinstance(value, dict):
-        return Asked(None, None)
-    return Asked(value.get("name"), value.get("arguments", value.get("parameters", {})))
+        return RequestedCall(None, None)
+    return RequestedCall(value.get("name"), value.get("arguments", value.get("parameters", {})))
 
 
-def make_call(asked: Asked) -> ToolCall:
-    """Make the call; its arguments may be JSON in a text.
+def make_call(requested: RequestedCall) -> ToolCall:
+    """Make a valid call; the arguments may be a string of JSON.
 
     Raises:
-        NoCallError: the name is no text, or the arguments are no object of JSON.
+        NoCallError: the name is not a string, or the arguments are not a JSON object.
     """
-    name, arguments = asked
+    name, arguments = requested
     if isinstance(arguments, str):
         found = read_value(arguments, 0)
         if found is None or arguments[found[1] :].strip():
@@ -137,7 +137,7 @@ def make_call(asked: Asked) -> ToolCall:
         raise NoCallError
     try:
         written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-        written.encode()  # half a character is no text
+        written.encode()  # raises for half a surrogate pair
     except (TypeError, ValueError, RecursionError) as error:
         raise NoCallError from error
     return ToolCall(name, written)

@@ -1,8 +1,8 @@
-"""What an answer is made of as it is read: text, what was thought, and calls. Pure.
+"""The parts of an answer as it is parsed: content, reasoning, and tool calls. Pure.
 
-What a model writes is certain to be a call once its arguments begin behind the name of a tool that
-was offered: from there on a grammar keeps the answer to it, up to what closes it. Such a call is
-read as it comes (`OpenCall`).
+A model's output is certain to be a call once the arguments begin behind the name of a tool that was
+offered: from there on a grammar binds the answer to it, until the call is closed. Such a call is
+parsed as it arrives (`OpenCall`).
 """
 
 import re
@@ -14,33 +14,33 @@ from typing import Protocol, TypeAlias
 from inference_svc.core.chat import ToolCall
 from inference_svc.core.json_stream import JsonStream
 
-MAX_BLANKS = 40  # where blanks may stand: small models would write them for ever
+MAX_BLANKS = 40  # in one place: small models would write blanks without end
 BLANKS = rf"[ \t\r\n]{{0,{MAX_BLANKS}}}"
-# Closes an object with a call in it. Mistral's models may write an id behind the arguments.
+# Closes an object that contains a call. Mistral's models may write an id behind the arguments.
 END_OF_OBJECT = re.compile(rf'(?:,{BLANKS}"id"{BLANKS}:{BLANKS}"[^"\\]{{0,64}}"{BLANKS})?\}}')
 MAX_CLOSING = 512  # characters, of each piece
 
-# The pieces that close a call, each behind blanks: a mark as it is, or what an expression matches.
+# The pieces that close a call, each behind blanks: a literal mark, or an expression.
 Closing: TypeAlias = tuple[str | re.Pattern[str], ...]
 
 
 @dataclass(frozen=True)
 class Content:
-    """What the answer says."""
+    """Text for the client."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class Reasoning:
-    """What the model thinks before it answers."""
+    """Text of the model's thoughts before it answers."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class CallBegun:
-    """A call begins, whose arguments follow; its id is "" before it has one."""
+    """A call begins, and its arguments follow; its id is "" before it has one."""
 
     name: str
     call_id: str = ""
@@ -48,14 +48,14 @@ class CallBegun:
 
 @dataclass(frozen=True)
 class CallArguments:
-    """What follows of the arguments of the call that has begun."""
+    """The next part of the arguments of the call that has begun."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class CallEnded:
-    """The call that has begun is over; `is_cut`: before its arguments were."""
+    """The call that has begun has ended; `is_cut`: before its arguments were complete."""
 
     is_cut: bool = False
 
@@ -63,8 +63,8 @@ class CallEnded:
 Part: TypeAlias = Content | Reasoning | ToolCall | CallBegun | CallArguments | CallEnded
 
 
-def joined(parts: Sequence[Part]) -> list[Part]:
-    """Join texts of a kind that follow one another."""
+def merge_texts(parts: Sequence[Part]) -> list[Part]:
+    """Merge successive texts of the same kind."""
     found: list[Part] = []
     for part in parts:
         last = found[-1] if found else None
@@ -82,9 +82,9 @@ class ReadAnswer:
     """A whole answer.
 
     Attributes:
-        content: all that it says.
-        reasoning: all that it thinks.
-        calls: what it asks for, in order.
+        content: its text for the client.
+        reasoning: the text of its thoughts.
+        calls: its calls, in order.
     """
 
     content: str
@@ -93,7 +93,7 @@ class ReadAnswer:
 
 
 def with_whole_calls(parts: Iterable[Part]) -> Iterator[Part]:
-    """Yield the parts of a whole answer, each call as one."""
+    """Yield the parts of a whole answer, with each call as one part."""
     name = call_id = arguments = ""
     for part in parts:
         if isinstance(part, CallBegun):
@@ -106,8 +106,8 @@ def with_whole_calls(parts: Iterable[Part]) -> Iterator[Part]:
             yield part
 
 
-def summed(parts: Iterable[Part]) -> ReadAnswer:
-    """Sum up the parts of an answer."""
+def collect_answer(parts: Iterable[Part]) -> ReadAnswer:
+    """Collect the parts of an answer."""
     parts = list(with_whole_calls(parts))
     return ReadAnswer(
         content="".join(part.text for part in parts if isinstance(part, Content)),
@@ -121,10 +121,12 @@ class Opening:
     """A way in which calls begin, up to where they are certain to be calls.
 
     Attributes:
-        head: what stands before the brace of the arguments; `name` is the tool's.
-        closing: what closes such a call behind them.
-        next_head: what stands before those of another call of the same list; None: it is no list.
-        ending: what may end a list, or a section, of calls behind the last one.
+        head: matches the text before the brace of the arguments; its group `name` is the tool's
+            name.
+        closing: the text that closes such a call behind the arguments.
+        next_head: matches the text before the arguments of another call of the same list; None:
+            there are no lists.
+        ending: text that may end a list, or a section, of calls behind the last one.
     """
 
     head: re.Pattern[str]
@@ -134,20 +136,20 @@ class Opening:
 
 
 class OpenCall:
-    """Reads one call from the brace of its arguments on.
+    """Parses one call from the brace of its arguments on.
 
-    The arguments are what `json.dumps` writes of them, up to where the answer was cut, if it was.
+    The arguments are written as `json.dumps` would, up to where the answer was cut, if it was.
 
     Args:
-        name: the tool's.
-        closing: what closes it.
+        name: the tool's name.
+        closing: the text that closes it.
 
     Attributes:
-        name: the tool's.
-        closing: what closes it.
-        begun: what came of it at first: its text when it was found to be a call.
+        name: the tool's name.
+        closing: the text that closes it.
+        begun: the text of its arguments that came together with its head.
         is_over: whether it is closed.
-        rest: what came behind it in the text that closed it.
+        rest: the text behind it in the piece that closed it.
     """
 
     def __init__(self, name: str, closing: Closing = ()) -> None:
@@ -157,11 +159,11 @@ class OpenCall:
         self.is_over = False
         self.rest = ""
         self._stream = JsonStream()
-        self._held = ""  # of what closes it
+        self._held = ""  # text of the closing that is not matched yet
         self._num_closed = 0
 
     def push(self, text: str) -> list[Part]:
-        """Return the parts that the next text completes; of a call that is over, there are none."""
+        """Return the parts that the next text completes; none for a call that is over."""
         if self.is_over:
             return []
         parts = self._read(text)
@@ -170,7 +172,7 @@ class OpenCall:
         return parts
 
     def end(self) -> list[Part]:
-        """Return the last parts: the answer ends."""
+        """Return the last parts, because the answer ends."""
         return [] if self._stream.is_complete else [CallEnded(is_cut=True)]
 
     def _read(self, text: str) -> list[Part]:
@@ -187,7 +189,7 @@ class OpenCall:
         return parts
 
     def _close(self, text: str) -> None:
-        """Read what closes the call; what does not is behind it."""
+        """Parse the text that closes the call; the text behind it is its rest."""
         self._held += text
         while self._num_closed < len(self.closing):
             found = _behind_blanks(self.closing[self._num_closed]).match(self._held)
@@ -201,29 +203,30 @@ class OpenCall:
 
 
 def is_open(call: OpenCall | None) -> OpenCall | None:
-    """Return a call that is open; None: there is none, or it is over."""
+    """Return a call if it is open; None: there is none, or it is over."""
     return None if call is None or call.is_over else call
 
 
 @cache
 def _behind_blanks(piece: str | re.Pattern[str]) -> re.Pattern[str]:
+    """Return the expression of a closing piece with optional blanks before it."""
     pattern = re.escape(piece) if isinstance(piece, str) else piece.pattern
     return re.compile(BLANKS + pattern)
 
 
 class AnswerReader(Protocol):
-    """Reads one answer."""
+    """Parses one answer as it arrives."""
 
     @property
     def is_thinking(self) -> bool:
-        """Whether the text up to here ends inside of what the model thinks."""
+        """Whether the text so far ends inside the model's thoughts."""
 
     @property
     def last_call(self) -> OpenCall | None:
-        """The last call that is bound, be it open or over; None: there was none."""
+        """The last bound call, open or over; None: there was none."""
 
     def push(self, text: str) -> list[Part]:
         """Return the parts that the next text completes."""
 
     def end(self) -> list[Part]:
-        """Return the last parts."""
+        """Return the last parts, because the answer ends."""

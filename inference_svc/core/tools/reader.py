@@ -1,12 +1,12 @@
-"""Reads an answer as it comes: what it says, what it thinks, and the calls that it asks for. Pure.
+"""The parser of answers with tool calls between marks; it works on text as it arrives. Pure.
 
-A call is shown when it is complete and is one: it names a tool that was offered, and its arguments
-are a JSON object. What looks like a call and is none is text, as the model wrote it. So a client
-never gets half of what is no call, wherever the answer was cut.
+A call is shown when it is complete and valid: it names a tool that was offered, and its arguments
+are a JSON object. Text that looks like a call but is none is shown as text, as the model wrote it.
+So a client never gets half of an invalid call, wherever the answer was cut.
 
-One that is certain to be a call is shown as it comes: in an answer that has to be one
-(`forced.py`), and where calls are *bound*: a grammar keeps what begins as a call to being one
-(`OpenCall`).
+A call that is certain to be one is shown as it arrives: in an answer that has to be one
+(`forced.py`), and where calls are *bound*: a grammar binds an answer that begins like a call to be
+one (`OpenCall`).
 """
 
 import re
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 from inference_svc.core.chat import ToolCall
-from inference_svc.core.tools.json_value import Asked, Nesting, NoCallError, make_call
+from inference_svc.core.tools.json_value import Nesting, NoCallError, RequestedCall, make_call
 from inference_svc.core.tools.parts import (
     AnswerReader,
     CallBegun,
@@ -25,18 +25,18 @@ from inference_svc.core.tools.parts import (
     Opening,
     Part,
     ReadAnswer,
+    collect_answer,
     is_open,
-    joined,
-    summed,
+    merge_texts,
 )
 
 MAX_HEAD = 256  # characters before the arguments of a call
 
 
-class Found(NamedTuple):
-    """What the beginning of a text asks for, and the index behind it."""
+class ParsedCalls(NamedTuple):
+    """The calls at the beginning of a text, and the index behind them."""
 
-    asked: Sequence[Asked]
+    requested: Sequence[RequestedCall]
     end: int
 
 
@@ -45,12 +45,12 @@ class CallFormat(ABC):
     """How a family of models writes calls between marks.
 
     Attributes:
-        name: of the format.
-        starts: texts that begin a call, wherever they stand.
-        leads: texts that begin one only where nothing else was said.
-        between: characters that stand between calls, beside blanks.
+        name: the format's name.
+        starts: texts that begin a call, anywhere in the answer.
+        leads: texts that begin a call only where the answer has no text before it.
+        between: characters that may separate calls, besides blanks.
         marks: all texts of the format that may be special tokens.
-        openings: how its calls begin that can be bound.
+        openings: the beginnings of calls that can be bound.
     """
 
     name: str
@@ -61,23 +61,23 @@ class CallFormat(ABC):
     openings: tuple[Opening, ...] = ()
 
     @abstractmethod
-    def read(self, text: str, *, is_end: bool) -> Found | None:
-        """Read what is asked for at the beginning of a text.
+    def read(self, text: str, *, is_end: bool) -> ParsedCalls | None:
+        """Parse the calls at the beginning of a text.
 
         Args:
             text: begins with one of `starts` or `leads`.
             is_end: whether the answer ends with it.
 
         Returns:
-            None if it is not complete.
+            None if the text is not complete.
 
         Raises:
-            NoCallError: nothing is, whatever follows.
+            NoCallError: there is no call, whatever text follows.
         """
 
 
 class PlainReader:
-    """Reads an answer of text alone."""
+    """Parses an answer that is text only."""
 
     is_thinking: ClassVar[bool] = False
     last_call: ClassVar[OpenCall | None] = None
@@ -92,14 +92,14 @@ class PlainReader:
 
 
 class MarkedReader:
-    """Reads an answer whose calls stand between marks.
+    """Parses an answer with calls between marks.
 
-    An answer that says nothing but blanks beside its calls says nothing.
+    An answer that has only blanks besides its calls has no content.
 
     Args:
         call_format: how calls are written.
-        names: of the tools that may be called.
-        most_calls: so many are shown; None: all.
+        names: names of the tools that may be called.
+        most_calls: number of calls that are shown; None: all.
         is_bound: whether its calls are bound.
 
     Attributes:
@@ -121,13 +121,13 @@ class MarkedReader:
         self._names = names
         self._most_calls = most_calls
         self._openings = call_format.openings if is_bound else ()
-        self._list: Opening | None = None  # how the last call began, if more of it may follow
+        self._list: Opening | None = None  # how the last call began, if it is in a list
         self._num_calls = 0
         self._held = ""  # text that may begin a call
-        self._gap = ""  # blanks, where a call may follow and take them away
-        self._is_bare = True  # nothing was said since the beginning, or since the last call
-        self._nesting = Nesting()  # of the held text, and how long it is read again at the latest
-        self._next_length = 0
+        self._gap = ""  # blanks, which are dropped if a call follows
+        self._is_bare = True  # no content since the beginning, or since the last call
+        self._nesting = Nesting()  # of the held text
+        self._next_length = 0  # length from which the held text is parsed even if nested
 
     def push(self, text: str) -> list[Part]:
         """See AnswerReader."""
@@ -139,33 +139,33 @@ class MarkedReader:
             self._held += text
         while self._held and self._read_held(parts):
             pass
-        return joined(parts)
+        return merge_texts(parts)
 
     def end(self) -> list[Part]:
         """See AnswerReader."""
         call = is_open(self.last_call)
         if call is not None:
-            return self._shown(call.end())
+            return self._if_counted(call.end())
         if self._list is not None and self._list.ending.startswith(self._held.lstrip()):
             self._held = ""
         self._next_length, self._list = 0, None
         parts = self.push("")
         if self._start() == 0:
             self._read_call(parts, is_end=True)
-        self._say(len(self._held), parts)  # a call that is cut is none, whatever is in it
+        self._emit_text(len(self._held), parts)  # a call that is cut is text
         if self._gap and not self._num_calls:
             parts.append(Content(self._gap))
-        return joined(parts)
+        return merge_texts(parts)
 
     def _read_held(self, parts: list[Part]) -> bool:
-        """Read what is held; return whether there may be more to read in it."""
+        """Parse the held text; return whether there may be more to parse in it."""
         if self._list is not None:
             return self._read_list(self._list, parts)
         start = self._start()
         if start < 0:
-            self._say(len(self._held) - num_open(self._held, self._format.starts), parts)
+            self._emit_text(len(self._held) - num_pending(self._held, self._format.starts), parts)
             return False
-        self._say(start, parts)
+        self._emit_text(start, parts)
         opening = self._opening()
         if opening is not None:
             self._open(*opening, parts)
@@ -175,7 +175,7 @@ class MarkedReader:
     # ----------------------------------------------------------------------------- bound calls
 
     def _opening(self) -> tuple[Opening, re.Match[str]] | None:
-        """Return how the call begins that is held, once it is certain to be one."""
+        """Return how the held call begins, once it is certain to be one."""
         for opening in self._openings:
             head = opening.head.match(self._held)
             if head and head.end() <= MAX_HEAD and head["name"] in self._names:
@@ -183,47 +183,48 @@ class MarkedReader:
         return None
 
     def _open(self, opening: Opening, head: re.Match[str], parts: list[Part]) -> None:
-        """Begin to read a call behind its head."""
+        """Begin to parse a call behind its head."""
         begun, self._held = self._held[head.end() :], ""
         self._num_calls += 1
         self._gap, self._is_bare = "", True
         self._nesting, self._next_length = Nesting(), 0
         self._list = opening if opening.next_head or opening.ending else None
         self.last_call = OpenCall(head["name"], opening.closing)
-        parts += self._shown([CallBegun(head["name"])])
+        parts += self._if_counted([CallBegun(head["name"])])
         self._follow(self.last_call, begun, parts)
 
     def _follow(self, call: OpenCall, text: str, parts: list[Part]) -> None:
-        """Read what comes of the open call."""
-        parts += self._shown(call.push(text))
+        """Parse the next text of the open call."""
+        parts += self._if_counted(call.push(text))
         self._held = call.rest
 
     def _read_list(self, opening: Opening, parts: list[Part]) -> bool:
-        """Read what follows a call in a list, or in a section; return whether there may be more."""
-        said = self._held.lstrip()
-        if opening.ending and said.startswith(opening.ending):
-            self._held, self._list = said.removeprefix(opening.ending), None
+        """Parse the text behind a call in a list, or in a section; return whether to continue."""
+        stripped = self._held.lstrip()
+        if opening.ending and stripped.startswith(opening.ending):
+            self._held, self._list = stripped.removeprefix(opening.ending), None
             return True
         head = opening.next_head.match(self._held) if opening.next_head else None
         if head and head.end() <= MAX_HEAD and head["name"] in self._names:
             self._open(opening, head, parts)
             return True
-        is_next = opening.next_head is not None and said.startswith(",")
-        if opening.ending.startswith(said) or (is_next and len(self._held) < MAX_HEAD):
+        is_next = opening.next_head is not None and stripped.startswith(",")
+        if opening.ending.startswith(stripped) or (is_next and len(self._held) < MAX_HEAD):
             return False
         self._list = None
         return True
 
-    def _shown(self, parts: list[Part]) -> list[Part]:
-        """Return the parts of the last call, if that counts."""
+    def _if_counted(self, parts: list[Part]) -> list[Part]:
+        """Return the parts of the last call, unless there are too many calls."""
         return parts if self._most_calls is None or self._num_calls <= self._most_calls else []
 
     # --------------------------------------------------------------------------- unbound calls
 
     def _read_call(self, parts: list[Part], *, is_end: bool) -> bool:
-        """Read what begins like a call, if that is all there; return whether it is.
+        """Parse the held text as a call; return whether there may be more to parse behind it.
 
-        It is all read each time: not at each piece, where it goes on for long.
+        All of the text is parsed each time. To bound the cost this is not done at each piece of a
+        long one.
         """
         length = len(self._held)
         if length < self._next_length and self._nesting.is_open(self._held):
@@ -231,25 +232,25 @@ class MarkedReader:
         try:
             found = self._format.read(self._held, is_end=is_end)
         except NoCallError as error:
-            found = Found((), error.end)
+            found = ParsedCalls((), error.end)
         if found is None:
             self._next_length = length + length // 8
             return False
         self._nesting, self._next_length = Nesting(), 0
-        calls = self._calls_of(found.asked)
+        calls = self._make_calls(found.requested)
         if not calls:
-            self._say(max(found.end, 1), parts)
+            self._emit_text(max(found.end, 1), parts)
             return True
         for call in calls:
             self._num_calls += 1
-            parts += self._shown([call])
+            parts += self._if_counted([call])
         self._held, self._gap, self._is_bare = self._held[found.end :], "", True
         return True
 
-    def _calls_of(self, asked: Sequence[Asked]) -> list[ToolCall]:
-        """Make calls; none, if one of them is none."""
+    def _make_calls(self, requested: Sequence[RequestedCall]) -> list[ToolCall]:
+        """Make the calls; none if one of them is invalid."""
         try:
-            calls = [make_call(one) for one in asked]
+            calls = [make_call(call) for call in requested]
         except NoCallError:
             return []
         return calls if all(call.name in self._names for call in calls) else []
@@ -268,8 +269,8 @@ class MarkedReader:
     def _blanks(self) -> str:
         return " \t\r\n" + (self._format.between if self._num_calls else "")
 
-    def _say(self, length: int, parts: list[Part]) -> None:
-        """Take so many characters of the held text as text."""
+    def _emit_text(self, length: int, parts: list[Part]) -> None:
+        """Emit the first `length` characters of the held text as content."""
         text, self._held = self._held[:length], self._held[length:]
         if self._is_bare:
             self._gap += text
@@ -280,11 +281,11 @@ class MarkedReader:
             parts.append(Content(text))
 
 
-def num_open(text: str, marks: Sequence[str]) -> int:
-    """Return how many of the last characters may begin one of some marks."""
+def num_pending(text: str, marks: Sequence[str]) -> int:
+    """Return how many of the last characters may be the beginning of a mark."""
     longest = min(len(text), max(map(len, marks), default=1) - 1)
     last = text[len(text) - longest :]
-    if not any(mark[0] in last for mark in marks):  # as nearly always
+    if not any(mark[0] in last for mark in marks):  # the common case
         return 0
     return next(
         (n for n in range(longest, 0, -1) if any(mark.startswith(text[-n:]) for mark in marks)), 0
@@ -292,5 +293,5 @@ def num_open(text: str, marks: Sequence[str]) -> int:
 
 
 def read_whole(reader: AnswerReader, text: str) -> ReadAnswer:
-    """Read an answer that is complete."""
-    return summed([*reader.push(text), *reader.end()])
+    """Parse an answer that is complete."""
+    return collect_answer([*reader.push(text), *reader.end()])

@@ -1,29 +1,32 @@
-"""What a model thinks before it answers, between an opening and a closing mark. Pure."""
+"""A model's thoughts before it answers, between an opening and a closing mark. Pure."""
 
 from enum import Enum, auto
 from typing import NamedTuple
 
 from inference_svc.core.tools.parts import AnswerReader, OpenCall, Part, Reasoning
-from inference_svc.core.tools.reader import num_open
+from inference_svc.core.tools.reader import num_pending
 
 
 class ThoughtMarks(NamedTuple):
-    """The marks around what a model thinks.
+    """The marks around a model's thoughts.
 
     Attributes:
-        opening: stands before it: written by the model, or by the prompt.
-        closing: stands behind it.
+        opening: the mark before them, written by the model or by the prompt.
+        closing: the mark behind them.
     """
 
     opening: str
     closing: str
 
-    def begun_in(self, prompt: str) -> str:
-        """Return the mark, if a prompt ends with it: the answer begins inside a thought."""
+    def open_mark_in(self, prompt: str) -> str:
+        """Return the opening mark if a prompt ends with it, so that the answer begins in a thought.
+
+        Else return "".
+        """
         return self.opening if prompt.rstrip().endswith(self.opening) else ""
 
 
-# In the order in which they are looked for.
+# In the order in which they are searched.
 KNOWN_MARKS = (
     ThoughtMarks("<think>", "</think>"),
     ThoughtMarks("[THINK]", "[/THINK]"),
@@ -34,35 +37,36 @@ KNOWN_MARKS = (
 
 
 def marks_in(template: str) -> ThoughtMarks | None:
-    """Return the marks that a template knows; None: none."""
+    """Return the marks that a template contains; None: none."""
     return next(
-        (one for one in KNOWN_MARKS if one.opening in template or one.closing in template), None
+        (each for each in KNOWN_MARKS if each.opening in template or each.closing in template),
+        None,
     )
 
 
 class _State(Enum):
-    OPENING = auto()  # nothing came but blanks, and what may be a mark
+    OPENING = auto()  # only blanks so far, and text that may be a mark
     THOUGHT = auto()
-    BEHIND = auto()  # nothing came but blanks since it was closed
+    BEHIND = auto()  # only blanks since it was closed
     ANSWER = auto()
 
 
 class ThoughtReader:
-    """Reads an answer that may begin with a thought; another reader reads what follows it.
+    """Parses an answer that may begin with a thought; another parser gets the text behind it.
 
-    The blanks around a thought are nobody's. One that is never closed is the whole answer.
+    Blanks around a thought are dropped. A thought that is never closed is the whole answer.
 
     Args:
-        marks: around thoughts.
-        answer: reads what the model says.
+        marks: the marks around thoughts.
+        answer: parses the text behind the thought.
     """
 
     def __init__(self, marks: ThoughtMarks, answer: AnswerReader) -> None:
         self._marks = marks
         self._answer = answer
-        self._held = ""  # blanks, and what may be a mark
+        self._held = ""  # blanks, and text that may be a mark
         self._state = _State.OPENING
-        self._is_bare = True  # nothing was thought
+        self._is_bare = True  # no reasoning yet
 
     @property
     def is_thinking(self) -> bool:
@@ -86,8 +90,8 @@ class ThoughtReader:
             self._held = self._held.lstrip()
             self._state = _State.ANSWER if self._held else _State.BEHIND
         if self._state is _State.ANSWER:
-            said, self._held = self._held, ""
-            parts += self._answer.push(said)
+            held, self._held = self._held, ""
+            parts += self._answer.push(held)
         return parts
 
     def end(self) -> list[Part]:
@@ -96,30 +100,30 @@ class ThoughtReader:
             parts: list[Part] = []
             self._take(len(self._held), parts)
             return parts
-        said = self._held if self._state is _State.OPENING else ""
-        return [*self._answer.push(said), *self._answer.end()]
+        held = self._held if self._state is _State.OPENING else ""
+        return [*self._answer.push(held), *self._answer.end()]
 
     def _open(self) -> None:
-        """Read the beginning."""
-        said, mark = self._held.lstrip(), self._marks.opening
-        if said.startswith(mark):
-            self._held, self._state = said.removeprefix(mark), _State.THOUGHT
-        elif not mark.startswith(said):
+        """Parse the beginning: an opening mark, or text."""
+        stripped, mark = self._held.lstrip(), self._marks.opening
+        if stripped.startswith(mark):
+            self._held, self._state = stripped.removeprefix(mark), _State.THOUGHT
+        elif not mark.startswith(stripped):
             self._state = _State.ANSWER
 
     def _think(self, parts: list[Part]) -> None:
-        """Read what there is of the thought."""
+        """Parse the available text of the thought."""
         closing = self._marks.closing
         end = self._held.find(closing)
         if end < 0:
-            self._take(len(self._held) - num_open(self._held, [closing]), parts)
+            self._take(len(self._held) - num_pending(self._held, [closing]), parts)
             return
         self._take(end, parts)
         self._held = self._held.lstrip().removeprefix(closing)
         self._state = _State.BEHIND
 
     def _take(self, length: int, parts: list[Part]) -> None:
-        """Take so many characters of the held text as thought, but for the blanks around it."""
+        """Emit the first `length` characters of the held text as reasoning, blanks stripped."""
         thought = self._held[:length].rstrip()
         self._held = self._held[len(thought) :]
         if self._is_bare:

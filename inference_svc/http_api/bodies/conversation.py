@@ -11,7 +11,7 @@ from pydantic import AfterValidator
 
 from inference_svc.core.chat import ASSISTANT, TOOL, Message, ToolCall
 from inference_svc.core.errors import InvalidTurnError
-from inference_svc.core.submission import check_sayer
+from inference_svc.core.submission import check_author_name
 from inference_svc.core.template_arguments import check_arguments
 from inference_svc.http_api.bodies.body import WrongMemberError
 from inference_svc.http_api.errors import UnsupportedValueError
@@ -80,7 +80,7 @@ def _as_validator(check: Callable[[T], None]) -> AfterValidator:
 
 
 TemplateArguments = Annotated[dict[str, Any], _as_validator(check_arguments)]
-SayerName = Annotated[str, _as_validator(check_sayer)]
+SayerName = Annotated[str, _as_validator(check_author_name)]
 # Reasoning efforts, by OpenAI's names; it depends on the chat template which of them it supports.
 Effort: TypeAlias = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 

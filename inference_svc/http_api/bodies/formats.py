@@ -11,7 +11,13 @@ from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from inference_svc.core.grammar import ANY_OBJECT, Grammar, GrammarKind, of_choices, of_schema
+from inference_svc.core.grammar import (
+    ANY_OBJECT,
+    Grammar,
+    GrammarKind,
+    choice_grammar,
+    schema_grammar,
+)
 from inference_svc.http_api.bodies.body import Body, WrongMemberError
 
 MAX_CHOICES = 1024
@@ -88,7 +94,7 @@ class FlatFormat(Body):
 
 def _grammar(kind: Kind, definition: dict[str, Any] | None) -> Grammar | None:
     if definition is not None:
-        return of_schema(definition)
+        return schema_grammar(definition)
     return ANY_OBJECT if kind == "json_object" else None
 
 
@@ -124,10 +130,10 @@ class StructuredOutputs(Body):
 
     def _grammars(self) -> list[Grammar]:
         found = [
-            None if self.definition is None else of_schema(self.definition),
+            None if self.definition is None else schema_grammar(self.definition),
             ANY_OBJECT if self.json_object else None,
             None if self.regex is None else Grammar(GrammarKind.REGEX, self.regex),
-            None if self.choice is None else of_choices(self.choice),
+            None if self.choice is None else choice_grammar(self.choice),
             None if self.lark is None else Grammar(GrammarKind.LARK, self.lark),
         ]
         return [grammar for grammar in found if grammar is not None]

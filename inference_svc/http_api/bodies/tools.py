@@ -9,7 +9,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from inference_svc.core.chat import Tool, ToolCall
 from inference_svc.core.json_stream import is_beginning
-from inference_svc.core.tools.json_value import Asked, NoCallError, make_call
+from inference_svc.core.tools.json_value import NoCallError, RequestedCall, make_call
 from inference_svc.http_api.bodies.body import Body, WrongMemberError
 
 MAX_TOOLS = 512
@@ -73,7 +73,7 @@ def decode_call(name: str, arguments: str | dict[str, Any], call_id: str) -> Too
         WrongMemberError: its arguments are no JSON object, or nested too deeply.
     """
     try:
-        call = make_call(Asked(name, arguments or {}))
+        call = make_call(RequestedCall(name, arguments or {}))
     except NoCallError as error:
         if not (isinstance(arguments, str) and is_beginning(arguments)):
             raise WrongMemberError(

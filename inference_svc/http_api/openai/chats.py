@@ -19,7 +19,7 @@ from inference_svc.core.tools.parts import (
     Content,
     Part,
     Reasoning,
-    summed,
+    collect_answer,
 )
 from inference_svc.core.turn_record import AnswerToken, Finished, FinishReason
 from inference_svc.http_api.answer_members import TokenText
@@ -212,7 +212,7 @@ class ChatChoice:
 
     def whole(self, tokens: Sequence[AnswerToken], finished: Finished) -> dict[str, Any]:
         """Build the whole choice."""
-        read = summed([*self._reader.push(tokens), *self._reader.end()])
+        read = collect_answer([*self._reader.push(tokens), *self._reader.end()])
         message: dict[str, Any] = {
             "role": "assistant",
             "content": read.content if read.content or not read.calls else None,

@@ -9,7 +9,7 @@ from inference_svc.core.chat import Message
 from inference_svc.core.retention import NO_RETENTION, Retention
 from inference_svc.core.submission import Submission, TextInput, TokenInput, TurnDefaults
 from inference_svc.core.template_arguments import Arguments
-from inference_svc.core.turn_record import Said
+from inference_svc.core.turn_record import ConversationDigests
 from inference_svc.http_api.answer_parts import Reading
 from inference_svc.http_api.sessions.history_chain import open_chain
 from inference_svc.http_api.sessions.lookup import (
@@ -135,21 +135,21 @@ class HttpTurn:
             resembles=route.resembles,
             is_local=is_local,
             fork_id="" if route.is_named else new_session_id(),
-            said=self._said(key, before, is_named=route.is_named),
+            make_digests=self._said(key, before, is_named=route.is_named),
             response_id="" if self.info is None else self.response_id,
         )
 
     def _said(
         self, key: SessionKey, before: bytes | None, *, is_named: bool
-    ) -> Callable[[str, str], Said] | None:
+    ) -> Callable[[str, str], ConversationDigests] | None:
         """Return a function that makes the digests of the history with the turn's answer."""
         if before is None:
             return None
         chain = open_chain(key.tenant, key.model)
 
-        def make_digests(text: str, session_id: str) -> Said:
+        def make_digests(text: str, session_id: str) -> ConversationDigests:
             history = chain.after(before, self.reading.message(text))
             own = chain.within(history, session_id).hex()
-            return Said(own, "" if is_named else history.hex())
+            return ConversationDigests(own, "" if is_named else history.hex())
 
         return make_digests

@@ -111,7 +111,7 @@ class Discards:
         self._memory.discard_stored(request.key, cut)
         num_before = request.input_tokens + request.num_sampled
         request.discards.append(Discard(ranges, num_before, OVERFLOW))
-        self._scheduler.truncated(request, ranges)
+        self._scheduler.truncate(request, ranges)
         self._start_compaction(request.key, computed_ids, ranges, request.lineage)
 
     def _start_compaction(
@@ -123,7 +123,7 @@ class Discards:
     ) -> asyncio.Task[None]:
         """Compact the resident of these tokens; then it has this lineage, or is released."""
         self._over[key] = asyncio.Event()
-        copies = self._scheduler.residents.own(key, ranges[0][0])
+        copies = self._scheduler.residents.make_private(key, ranges[0][0])
         return self._tasks.create_task(self._compact(key, token_ids, ranges, lineage, copies))
 
     async def _compact(

@@ -255,7 +255,7 @@ def _note_outcome(
     request: EngineRequest, num_tokens: int, tier_tokens: dict[str, int], reason: str
 ) -> None:
     """Record where the history was; a turn that was preempted keeps its first record."""
-    if request.is_back:
+    if request.has_returned:
         return
     outcome = request.outcome
     outcome.tokens, outcome.tier_tokens, outcome.reason = num_tokens, tier_tokens, reason
@@ -292,7 +292,7 @@ class LoadTasks:
     def start(self, request: EngineRequest, admission: Admission) -> None:
         """Begin to load an admitted request; it owns its resident's KV when this returns."""
         load = request.load = Load(admission)
-        load.held.enter_context(self._scheduler.slots.held(request))
+        load.held.enter_context(self._scheduler.slots.hold_pages(request))
         source = admission.source
         if source is not None and admission.is_running:
             # Whose pages are shared may have been preempted since, by the same plan.
@@ -312,7 +312,7 @@ class LoadTasks:
             if gate is not None and not request.is_over:
                 # A load that failed lets its request start, which then finds out and is restarted.
                 layers = self._num_layers if gate.error else gate.num_open
-                self._scheduler.gate.progressed(request, layers, now_ns)
+                self._scheduler.gate.on_progress(request, layers, now_ns)
 
     async def _run(self, request: EngineRequest, load: Load) -> None:
         try:
@@ -358,7 +358,7 @@ class LoadTasks:
             source = load.admission.source
             shared_from = None if source == request.key else source
             self._memory.open_save(request, request.write_buffer, shared_from)
-        self._scheduler.announced(
+        self._scheduler.announce(
             request,
             request.kv.num_tokens,
             now_ns,
@@ -383,7 +383,7 @@ class LoadTasks:
         request.outcome.load_s = (now_ns - request.admitted_ns) / NS_PER_S
         if request.is_over:  # a resident that was copied for nothing stays
             return
-        self._scheduler.gate.progressed(request, self._num_layers, now_ns)
+        self._scheduler.gate.on_progress(request, self._num_layers, now_ns)
         if load.admission.is_copy:
             self._memory.end_copy(request)
 

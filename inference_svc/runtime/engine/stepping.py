@@ -121,7 +121,7 @@ class Stepper:
                 self._rates.steps.note(num_tokens, num_pairs, computed.seconds)
             if num_tokens == sum(part.chunk.num_logits for part in inputs):
                 self._rates.decodes.note(num_tokens, computed.seconds, is_replayed=is_replayed)
-            self._histograms.stepped(len(inputs), num_tokens, computed.seconds)
+            self._histograms.on_step(len(inputs), num_tokens, computed.seconds)
             self.busy_s += computed.seconds
             return computed.outputs
         return [output for single in inputs for output in await self.step([single])]

@@ -82,4 +82,4 @@ class WriteRing:
 
     def _give(self, slots: Sequence[int]) -> None:
         with self._lock:
-            self._slots.give(slots)
+            self._slots.release(slots)

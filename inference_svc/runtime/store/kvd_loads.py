@@ -134,7 +134,7 @@ class KvdLoads:
         if request.policy is LoadPolicy.NEVER:
             return BegunLoad(reason="load_policy_never")
         wanted = request.policy, DRAM, 0, request.num_tokens, request.traffic
-        if not self._chooser.wants(*wanted):
+        if not self._chooser.should_load(*wanted):
             self._talk.counters.add("loads_refused")
             return BegunLoad(reason=RECOMPUTE_CHEAPER)
         begun = BegunLoad(began_s=time.monotonic())
@@ -204,7 +204,7 @@ class KvdLoads:
         )
         # Whether the rest is worth reading from SSD, if that is where it is.
         wants_ssd = partial(
-            self._chooser.wants,
+            self._chooser.should_load,
             request.policy,
             SSD,
             end=num_tokens,

@@ -196,7 +196,7 @@ class AnswerWriter:
         has_logprobs = submission.sampling.logprobs > 0
         uncomputed_tokens = len(self.context_ids(request)) - len(self.computed_ids(request))
         discards = (*prompt.discards, *self._within(request, len(prompt.input_ids)))
-        told = submission.said_in(request.key.session_id, self.text)
+        told = submission.digests_in(request.key.session_id, self.text)
         return TurnRecord(
             turn=turn,
             request_id=submission.request_id,

@@ -193,7 +193,7 @@ class TurnText:
         """Return the mark of a thought that an input ends with; "" if it begins none."""
         if self.thoughts is None:
             return ""
-        return self.thoughts.begun_in(self.decode(input_ids[-MAX_MARK_TOKENS:]))
+        return self.thoughts.open_mark_in(self.decode(input_ids[-MAX_MARK_TOKENS:]))
 
     def encode_chat(
         self,

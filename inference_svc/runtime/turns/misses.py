@@ -13,8 +13,8 @@ from inference_svc.core.misses import (
     Resembled,
     Wording,
     cause_of,
+    describe_cause,
     message_index,
-    told,
 )
 from inference_svc.core.scheduling.prefix_index import common_prefix
 from inference_svc.core.submission import ChatInput, Submission
@@ -99,7 +99,7 @@ class MissExplainer:
         resembled = Resembled(miss.session_id, miss.turns)
         other = await find_resembled(self._transcripts, key, resembled)
         if other is None:
-            return ExplainedMiss(record.turn, miss, told(miss.cause))
+            return ExplainedMiss(record.turn, miss, describe_cause(miss.cause))
         before = transcript.forked("", record.turn).context
         for discard in record.discards:
             before = before if discard.after_tokens else before.without(discard.ranges)
@@ -112,7 +112,7 @@ class MissExplainer:
         return ExplainedMiss(
             record.turn,
             miss,
-            told(miss.cause),
+            describe_cause(miss.cause),
             *[await self._thread.run(self._decode, one) for one in spans],
         )
 

@@ -266,15 +266,15 @@ class Sessions:
         """
         tenant, num_sessions = key.tenant, self._transcripts.local.num_sessions(key.tenant)
         now_ns = time.monotonic_ns()
-        refusal = self._limits.refuse_session(tenant, key.session_id, num_sessions, now_ns)
+        refusal = self._limits.session_refusal(tenant, key.session_id, num_sessions, now_ns)
         if refusal is not None:
             self._counters.add(f"refused_{refusal.reason}")
             raise refusal
-        self._limits.open_session(tenant, key.session_id, now_ns)
+        self._limits.begin_opening(tenant, key.session_id, now_ns)
         try:
             yield
         finally:
-            self._limits.session_opened(tenant, key.session_id)
+            self._limits.end_opening(tenant, key.session_id)
 
     async def _change(self, key: SessionKey, change: Callable[[], Awaitable[T]]) -> T:
         """Change a session that has no turn under way, to the end: also if the caller leaves.

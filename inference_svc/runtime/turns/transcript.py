@@ -198,7 +198,7 @@ class TranscriptStore:
             before = await self.local.current(key)
             if before is None or before.has_ended:
                 return
-            after = before.ended()
+            after = before.with_end()
             await self._write(key, after, encode_end())
 
     async def fork(

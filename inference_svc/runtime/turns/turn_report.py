@@ -49,9 +49,9 @@ class TurnReport:
     ) -> None:
         """Report a turn that has its answer, or the part of it that its client waited for."""
         key = submission.key
-        self.histograms.answered(key.tenant, finish_reason, usage, cancelled=cancelled)
+        self.histograms.on_finish(key.tenant, finish_reason, usage, cancelled=cancelled)
         if request.buffer_layers is not None and usage.tier_tokens:
-            self.histograms.joined(request.buffer_layers, usage.tier_tokens)
+            self.histograms.on_join(request.buffer_layers, usage.tier_tokens)
         _annotate(trace.get_current_span(), request, finish_reason, usage)
         log.info(
             "turn",
@@ -76,7 +76,7 @@ class TurnReport:
     def failed(self, submission: Submission, error: ReportedError) -> None:
         """Report a turn without an answer: it failed, was cancelled, or was handed back."""
         cancelled = isinstance(error, TurnCancelledError)
-        self.histograms.failed(submission.key.tenant, error.reason, cancelled=cancelled)
+        self.histograms.on_failure(submission.key.tenant, error.reason, cancelled=cancelled)
         log.info(
             "turn",
             **_who(submission),
@@ -87,7 +87,7 @@ class TurnReport:
 
     def turned_away(self, client: str, names: TurnNames, error: ReportedError) -> None:
         """Report a turn that was not begun; its names are unchecked."""
-        self.histograms.turned_away(names.tenant or DEFAULT_TENANT, error.reason)
+        self.histograms.on_refusal(names.tenant or DEFAULT_TENANT, error.reason)
         left_out = self._refused.take(client)
         if left_out is None:
             return

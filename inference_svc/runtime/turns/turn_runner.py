@@ -225,7 +225,7 @@ class TurnRunner:
                 raise
         else:
             return ""
-        told = submission.said_in(fork_id, text)
+        told = submission.digests_in(fork_id, text)
         record = replace(record, said=told.said, history=told.history)
         await self._transcripts.fork_with(before, record, fork_id, is_local=is_local)
         self._counters.add("turns_forked")

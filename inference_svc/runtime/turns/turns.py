@@ -131,7 +131,7 @@ class Turns:
         """
         if self._is_draining:
             raise draining()
-        refusal = self._limits.refuse(tenant, 1, "", 0, time.monotonic_ns())
+        refusal = self._limits.refusal(tenant, 1, "", 0, time.monotonic_ns())
         if refusal is not None:
             self._counters.add(f"refused_{refusal.reason}")
             raise refusal
@@ -188,7 +188,7 @@ class Turns:
     def _check_limits(self, submission: Submission, opens: str, now_ns: int) -> None:
         tenant = submission.key.tenant
         num_sessions = self._transcripts.local.num_sessions(tenant)
-        refusal = self._limits.refuse(tenant, submission.most_tokens, opens, num_sessions, now_ns)
+        refusal = self._limits.refusal(tenant, submission.most_tokens, opens, num_sessions, now_ns)
         if refusal is not None:
             raise refusal
 

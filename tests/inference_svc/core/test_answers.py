@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from inference_svc.core.answers import GrowingAnswer, SamplingParams
 from inference_svc.core.errors import InvalidGrammarError, InvalidSamplingError
-from inference_svc.core.grammar import MAX_GRAMMAR_CHARACTERS, Grammar, GrammarKind, of_schema
+from inference_svc.core.grammar import MAX_GRAMMAR_CHARACTERS, Grammar, GrammarKind, schema_grammar
 from inference_svc.core.turn_record import AnswerToken, FinishReason
 
 EOS = 99
@@ -230,7 +230,7 @@ def test_what_is_held_back_is_let_go_when_no_token_comes_any_more():
 
 def test_an_answer_by_a_grammar_is_not_cut():
     """Neither a stop string nor a stop token ends it: half a document would be none."""
-    grammar = of_schema({"type": "object"})
+    grammar = schema_grammar({"type": "object"})
     params = SamplingParams(stop=("STOP",), stop_token_ids=(1,), grammar=grammar)
     answer = GrowingAnswer(params, frozenset({EOS}))
     for token_id, text in enumerate(["{", '"ST', "OP", '":1}']):
@@ -244,7 +244,7 @@ def test_an_answer_by_a_grammar_is_not_cut():
 def test_what_keeps_an_answer_from_ending_goes_with_no_grammar(given):
     """It has to end where its grammar does."""
     with pytest.raises(InvalidSamplingError, match="ends where that does"):
-        SamplingParams(grammar=of_schema({}), **given).check()
+        SamplingParams(grammar=schema_grammar({}), **given).check()
 
 
 @pytest.mark.parametrize("source", ["", "x" * (MAX_GRAMMAR_CHARACTERS + 1)])

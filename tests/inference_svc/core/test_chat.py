@@ -50,7 +50,7 @@ def test_a_message_says_what_it_has():
 )
 def test_what_says_anything(message, says):
     """A tool may return nothing, and that is something."""
-    assert message.says_anything == says
+    assert message.has_content == says
 
 
 def test_equal_tools_are_equal_texts():

@@ -105,7 +105,7 @@ def test_a_transcript_counts_its_tokens_and_ends():
     """Of all its turns, whatever was discarded; one that ended has the context that it had."""
     transcript = Transcript(Header("default", "model", "s1"), (turn(), turn(1, (6,), (7,))))
     assert transcript.num_tokens == 7
-    ended = transcript.ended()
+    ended = transcript.with_end()
     assert (ended.has_ended, ended.context, ended.turns) == (
         True,
         transcript.context,

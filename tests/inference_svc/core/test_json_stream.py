@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inference_svc.core.json_stream import MAX_DEPTH, MAX_DIGITS, JsonStream, closed
+from inference_svc.core.json_stream import MAX_DEPTH, MAX_DIGITS, JsonStream, close_object
 from tests.inference_svc.core.tools.written_calls import texts, values
 from tests.sampled import examples
 
@@ -48,7 +48,7 @@ def test_a_beginning_can_be_closed(value, data):
     """It has the members that are complete, and nothing that was not there."""
     text = json.dumps(value)
     written, _, _ = rewritten([text[: data.draw(st.integers(0, len(text) - 1))]])
-    whole = json.loads(closed(written))
+    whole = json.loads(close_object(written))
     assert set(whole) <= set(value)
     assert list(whole) == list(value)[: len(whole)]
     for name in list(whole)[:-1]:
@@ -65,7 +65,7 @@ def test_whatever_is_complete_is_json(text):
     if stream.is_complete:
         assert json.loads(written) == json.loads(json.dumps(json.loads(written)))
         assert text.endswith(left)
-    assert isinstance(json.loads(closed(written)), dict)
+    assert isinstance(json.loads(close_object(written)), dict)
 
 
 @pytest.mark.parametrize(
@@ -103,4 +103,4 @@ def test_texts_are_out_as_they_come():
     stream = JsonStream()
     said = [stream.push(piece)[0] for piece in ['{"wo', 'rd": "tü', "ü", "\\", "n", "\\ud83d", "r"]]
     assert said == ["{", '"word": "tü', "ü", "", "\\n", "", "\ufffdr"]
-    assert closed("".join(said)) == "{}"
+    assert close_object("".join(said)) == "{}"

@@ -4,7 +4,7 @@ import pytest
 
 from inference_svc.core.errors import KvRoomError
 from inference_svc.core.kv_room import (
-    asked_slots,
+    configured_slots,
     least_slots,
     requests_with_states,
     residents_with_states,
@@ -18,9 +18,9 @@ TOKEN_BYTES = 1024
 
 def test_what_is_asked_for_is_there_to_the_last_token():
     """One more than the machine could ever hold is refused, with the number that it could."""
-    assert asked_slots(50, TOKEN_BYTES, 51 * 1024 - 1) == 50
+    assert configured_slots(50, TOKEN_BYTES, 51 * 1024 - 1) == 50
     with pytest.raises(KvRoomError, match=r"kv_tokens = 51 is 51\.0 KB .*, 1\.0 KB a token") as no:
-        asked_slots(51, TOKEN_BYTES, 51 * 1024 - 1)
+        configured_slots(51, TOKEN_BYTES, 51 * 1024 - 1)
     assert "50" in no.value.remedy
     assert no.value.exit_code == 78
 

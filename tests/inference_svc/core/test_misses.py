@@ -7,14 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from inference_svc.core.misses import (
-    RECOMPUTED,
-    TOLD,
+    CAUSE_TEXTS,
+    RECOMPUTE_TEXTS,
     MissCause,
     Wording,
     cause_of,
+    describe_cause,
     differ_in_time,
     message_index,
-    told,
 )
 
 SAME = Wording("", "", "You are brief.", "")
@@ -91,10 +91,10 @@ def test_who_says_what_differs():
 
 def test_every_cause_is_told():
     """And every reason; of another release's it is told what it is called."""
-    assert set(TOLD) == set(MissCause)
-    assert told("message_edited") == TOLD[MissCause.MESSAGE]
-    assert told("expired") == RECOMPUTED["expired"]
-    assert told("of_another_release") == "of_another_release"
+    assert set(CAUSE_TEXTS) == set(MissCause)
+    assert describe_cause("message_edited") == CAUSE_TEXTS[MissCause.MESSAGE]
+    assert describe_cause("expired") == RECOMPUTE_TEXTS["expired"]
+    assert describe_cause("of_another_release") == "of_another_release"
 
 
 def test_which_message_has_a_token():

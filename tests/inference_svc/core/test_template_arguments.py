@@ -12,8 +12,8 @@ from inference_svc.core.template_arguments import (
     canonical_arguments,
     check_arguments,
     effort_arguments,
+    parse_arguments_setting,
     read_arguments,
-    usual_arguments,
 )
 
 
@@ -89,12 +89,12 @@ def test_a_text_that_is_no_object_is_refused(text, said):
 
 def test_an_operator_writes_a_table_or_its_text():
     """What cannot be is a problem of the setting."""
-    assert usual_arguments({"style": "x"}) == {"style": "x"}
-    assert usual_arguments('{"style": 1}') == {"style": 1}
+    assert parse_arguments_setting({"style": "x"}) == {"style": "x"}
+    assert parse_arguments_setting('{"style": 1}') == {"style": 1}
     for wrong in ({"tools": []}, '{"tools": []}', "style"):
         with pytest.raises(ValueError, match=r"template's arguments? "):
-            usual_arguments(wrong)
-    assert usual_arguments(7) == 7  # whose type is refused as any other's
+            parse_arguments_setting(wrong)
+    assert parse_arguments_setting(7) == 7  # whose type is refused as any other's
 
 
 def test_an_effort_of_none_is_no_thought():

@@ -19,7 +19,7 @@ def limits(default=FREE, turn_s=0.5, **named):
 
 def begin(limits, tenant="a", tokens=0.0, opens="", num_sessions=0, now_ns=0):
     """A turn's place, or why there is none."""
-    refusal = limits.refuse(tenant, tokens, opens, num_sessions, now_ns)
+    refusal = limits.refusal(tenant, tokens, opens, num_sessions, now_ns)
     return refusal or limits.enter(tenant, tokens, opens, now_ns)
 
 
@@ -105,8 +105,8 @@ def test_sessions_kept():
     assert (refusal.reason, refusal.retryable) == ("too_many_sessions", False)
     assert refusal.retry_after_s is None
     begun(some, 1, opens="", num_sessions=3)  # one of those that are there
-    assert some.refuse_session("a", "fork", 2, 0) is not None
-    assert some.refuse_session("b", "fork", 2, 0) is None
+    assert some.session_refusal("a", "fork", 2, 0) is not None
+    assert some.session_refusal("b", "fork", 2, 0) is None
 
 
 def test_one_tenant_does_not_wait_for_another():
@@ -225,14 +225,14 @@ def test_a_bucket_without_a_bound_is_never_empty():
 def test_a_session_that_two_turns_open_is_counted_until_both_have_ended():
     """Once, and it stands in nobody's way who opens the same."""
     some = limits(TenantBounds(max_sessions=1))
-    some.open_session("a", "s", 0)
-    some.open_session("a", "s", 0)
-    assert some.refuse_session("a", "s", 0, 0) is None
+    some.begin_opening("a", "s", 0)
+    some.begin_opening("a", "s", 0)
+    assert some.session_refusal("a", "s", 0, 0) is None
     for _ in range(2):
-        assert some.refuse_session("a", "other", 0, 0).reason == "too_many_sessions"
-        some.session_opened("a", "s")
+        assert some.session_refusal("a", "other", 0, 0).reason == "too_many_sessions"
+        some.end_opening("a", "s")
         some.check()
-    assert some.refuse_session("a", "other", 0, 0) is None
+    assert some.session_refusal("a", "other", 0, 0) is None
 
 
 def test_tenants_are_swept_when_there_are_twice_as_many_as_were_needed():
@@ -240,10 +240,10 @@ def test_tenants_are_swept_when_there_are_twice_as_many_as_were_needed():
     some = limits(TenantBounds(turns_per_minute=1))
     for number in range(SWEEP):
         begin(some, str(number))
-    some.refuse("one more", 0.0, "", 0, MINUTE_NS - 1)
+    some.refusal("one more", 0.0, "", 0, MINUTE_NS - 1)
     assert len(some) == SWEEP + 1, "all of them have a turn under way"
     for number in range(2 * SWEEP - 1):
-        some.refuse(f"x{number}", 0.0, "", 0, MINUTE_NS)
+        some.refusal(f"x{number}", 0.0, "", 0, MINUTE_NS)
     assert len(some) == 3 * SWEEP
-    some.refuse("last", 0.0, "", 0, MINUTE_NS)
+    some.refusal("last", 0.0, "", 0, MINUTE_NS)
     assert len(some) == SWEEP + 1

@@ -128,7 +128,7 @@ def test_records_of_newer_versions_are_read():
 
 def test_fields_of_the_future_are_left_out():
     """In any record: what is known of it is the session that was written."""
-    written = transcript(2).with_discard(Discard(((0, 2),), 4, "client")).ended()
+    written = transcript(2).with_discard(Discard(((0, 2),), 4, "client")).with_end()
 
     def extend(fields):
         (inner,) = fields.values()

@@ -16,7 +16,7 @@ def test_times_tell_what_became_of_the_history():
     """First tokens are measured apart: without history, reused, in part, recomputed."""
     histograms = TurnHistograms()
     for usage in (FIRST, NEXT, NEXT, HALF, HALF, HALF, LOST):
-        histograms.answered("default", "stop", usage, cancelled=False)
+        histograms.on_finish("default", "stop", usage, cancelled=False)
     counts = {labels[0]: series.count for labels, series in histograms.ttft_s.series.items()}
     assert counts == {"none": 1, "reused": 2, "partial": 3, "recomputed": 1}
     assert histograms.load_s.series[()].count == 6  # those that have a history
@@ -28,10 +28,10 @@ def test_tenants_are_labels_only_by_name():
     """A tenant that nobody has named is one of the others, however many there are."""
     histograms = TurnHistograms({"acme"})
     for tenant in ("acme", "default", "x", "y"):
-        histograms.answered(tenant, "stop", FIRST, cancelled=False)
+        histograms.on_finish(tenant, "stop", FIRST, cancelled=False)
     histograms.name_tenants({"x"})
-    histograms.turned_away("x", "rate_limited")
-    histograms.failed("acme", "engine_failed", cancelled=False)
+    histograms.on_refusal("x", "rate_limited")
+    histograms.on_failure("acme", "engine_failed", cancelled=False)
     assert histograms.tenant_turns.counts == {
         ("acme", "finished"): 1,
         ("default", "finished"): 1,
@@ -45,7 +45,7 @@ def test_tenants_are_labels_only_by_name():
 def test_who_left_is_not_timed():
     """A cancelled turn counts, with its tokens, and its times do not."""
     histograms = TurnHistograms()
-    histograms.answered("default", "cancelled", NEXT, cancelled=True)
+    histograms.on_finish("default", "cancelled", NEXT, cancelled=True)
     assert histograms.ended.counts == {("cancelled",): 1}
     assert histograms.tenant_turns.counts == {("default", "cancelled"): 1}
     assert histograms.tenant_tokens.counts["default", "output"] == 5
@@ -61,8 +61,8 @@ def test_what_the_model_computed_of_a_turn():
 def test_read_buffers_are_counted_by_the_slowest_tier():
     """A load waits for the slowest part of it."""
     histograms = TurnHistograms()
-    histograms.joined(4.5, {"dram": 10})
-    histograms.joined(6, {"dram": 10, "ssd": 20})
+    histograms.on_join(4.5, {"dram": 10})
+    histograms.on_join(6, {"dram": 10, "ssd": 20})
     found = {labels: each.total for labels, each in histograms.buffer_layers.series.items()}
     assert found == {("dram",): 4.5, ("ssd",): 6}
 
@@ -71,7 +71,7 @@ def test_steps_are_measured_by_what_is_in_them():
     """Turns, tokens and time, each apart."""
     histograms = TurnHistograms()
     for num_turns, num_tokens, seconds in ((1, 40, 0.5), (3, 3, 0.25)):
-        histograms.stepped(num_turns, num_tokens, seconds)
+        histograms.on_step(num_turns, num_tokens, seconds)
     sums = [
         h.series[()].total
         for h in (histograms.step_turns, histograms.step_tokens, histograms.step_s)
@@ -85,9 +85,9 @@ def test_each_time_has_a_histogram_of_its_own():
     usage = replace(
         NEXT, queue_s=1.0, load_s=2.0, stall_s=3.0, prefill_s=4.0, ttft_s=5.0, total_s=6.0
     )
-    histograms.answered("default", "stop", usage, cancelled=False)
-    histograms.answered("default", "stop", replace(usage, output_tokens=1), cancelled=False)
-    histograms.answered("default", "stop", replace(usage, output_tokens=2), cancelled=False)
+    histograms.on_finish("default", "stop", usage, cancelled=False)
+    histograms.on_finish("default", "stop", replace(usage, output_tokens=1), cancelled=False)
+    histograms.on_finish("default", "stop", replace(usage, output_tokens=2), cancelled=False)
     found = {
         name: (getattr(histograms, name).total.count, getattr(histograms, name).total.total)
         for name in ("queue_s", "load_s", "stall_s", "prefill_s", "ttft_s", "total_s")
@@ -107,18 +107,18 @@ def test_people_see_what_was_measured():
     """Nothing of what was not."""
     histograms = TurnHistograms()
     assert histograms.as_gauges() == {"timed_turns": 0, "ttft_total_s": 0.0}
-    histograms.answered("default", "stop", replace(FIRST, output_tokens=1), cancelled=False)
+    histograms.on_finish("default", "stop", replace(FIRST, output_tokens=1), cancelled=False)
     gauges = histograms.as_gauges()
     assert set(gauges) == {"timed_turns", "ttft_total_s", "ttft_p50_s", "ttft_p95_s"}
     assert (gauges["timed_turns"], gauges["ttft_total_s"]) == (1, 0.2)
-    histograms.answered("default", "stop", FIRST, cancelled=False)
+    histograms.on_finish("default", "stop", FIRST, cancelled=False)
     assert "tpot_p50_s" in histograms.as_gauges()
 
 
 def test_tokens_of_tenants_are_counted_by_what_became_of_them():
     """Computed (again, or new), reused, and the answer's."""
     histograms = TurnHistograms()
-    histograms.answered("default", "stop", HALF, cancelled=False)
+    histograms.on_finish("default", "stop", HALF, cancelled=False)
     assert histograms.tenant_tokens.counts == {
         ("default", "computed"): 20,
         ("default", "reused"): 5,

@@ -77,7 +77,7 @@ def followed(model, token_ids, edit, mode):
     """Logits of NEXT behind an edited context, the context, and how much of it was computed."""
     with Sequence(model, "ca") as whole, Sequence(model, "ca") as context:
         whole.feed(token_ids, want="none")
-        context.follow(whole, edit, mode)
+        context.apply_edit(whole, edit, mode)
         ids, num_computed = list(context.context_ids), context.num_computed
         return context.feed(NEXT), ids, num_computed
 

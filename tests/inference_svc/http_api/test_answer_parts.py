@@ -4,7 +4,7 @@ import pytest
 
 from inference_svc.core.chat import ChoiceKind, Message, Tool, ToolCall, ToolUse
 from inference_svc.core.tools.formats import FORMATS
-from inference_svc.core.tools.parts import Reasoning, summed
+from inference_svc.core.tools.parts import Reasoning, collect_answer
 from inference_svc.core.tools.thoughts import ThoughtMarks
 from inference_svc.core.turn_record import AnswerToken
 from inference_svc.http_api.answer_parts import Reading
@@ -17,7 +17,7 @@ def test_an_answer_is_the_same_whole_and_streamed():
     """Its text, what was thought, and its calls with their ids."""
     reader = READING.reader()
     parts = [part for token in TOKENS for part in reader.push([token])]
-    read = summed([*parts, *reader.end()])
+    read = collect_answer([*parts, *reader.end()])
     assert read == READING.whole(TEXT)
     assert (read.content, read.reasoning, read.calls) == ("I look.", "Two words.", CALLS)
     assert reader.num_calls == 2
@@ -65,7 +65,7 @@ def test_thoughts_are_read_apart():
     parts = reader.push([AnswerToken(1, piece) for piece in pieces[:5]])
     assert parts == [Reasoning("Two words.")]
     parts += [*reader.push([AnswerToken(1, piece) for piece in pieces[5:]]), *reader.end()]
-    assert summed(parts) == reading.whole("".join(pieces))
+    assert collect_answer(parts) == reading.whole("".join(pieces))
     assert reader.num_thought == 5
     assert reading.message("".join(pieces)) == Message("assistant", "Hello")
 

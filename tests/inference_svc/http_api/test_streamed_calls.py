@@ -10,7 +10,7 @@ from openai.lib.streaming.chat import ChatCompletionStreamState
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.responses import Response, ResponseStreamEvent
 
-from inference_svc.core.json_stream import closed
+from inference_svc.core.json_stream import close_object
 from inference_svc.http_api.answer_members import TokenText
 from inference_svc.http_api.anthropic.messages import MessageObjects
 from inference_svc.http_api.openai.chats import ChatChoice
@@ -129,7 +129,7 @@ def test_in_a_message(cut):
     assert (block.type, block.name) == ("tool_use", "see")
     said = "".join(pieces)
     assert WRITTEN.startswith(said)
-    assert block.input == json.loads(closed(said))
+    assert block.input == json.loads(close_object(said))
     assert whole.stop_reason == ("tool_use" if cut == len(FORCED_TEXT) else "max_tokens")
     if said == WRITTEN:
         assert snapshot.content[0].input == block.input == WHOLE

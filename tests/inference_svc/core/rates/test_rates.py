@@ -97,31 +97,33 @@ def measured(load_latency_s=0.05, load_token_s=1e-5):
 @pytest.mark.parametrize(("start", "end", "is_loaded"), [(0, 4000, True), (0, 300, False)])
 def test_a_short_history_is_recomputed_and_a_long_one_loaded(start, end, is_loaded):
     """The latency of a load has to pay."""
-    assert LoadChooser(measured()).wants(LoadPolicy.AUTO, "ssd", start, end, IDLE) is is_loaded
+    assert (
+        LoadChooser(measured()).should_load(LoadPolicy.AUTO, "ssd", start, end, IDLE) is is_loaded
+    )
 
 
 def test_tokens_late_in_a_session_are_dearer_to_recompute():
     """They attend to more keys, so that the same number of tokens is worth a load."""
     chooser = LoadChooser(measured())
-    assert not chooser.wants(LoadPolicy.AUTO, "ssd", 0, 500, IDLE)
-    assert chooser.wants(LoadPolicy.AUTO, "ssd", 8000, 8500, IDLE)
+    assert not chooser.should_load(LoadPolicy.AUTO, "ssd", 0, 500, IDLE)
+    assert chooser.should_load(LoadPolicy.AUTO, "ssd", 8000, 8500, IDLE)
 
 
 def test_a_turn_waits_for_an_ssd_if_computing_would_keep_others_waiting():
     """For copying it as well, so that a load counts for them as far as one from DRAM takes."""
     busy = Traffic(num_waiting=3, num_places=100)
     rates = measured()
-    assert LoadChooser(rates).wants(LoadPolicy.AUTO, SSD, 0, 300, busy)
+    assert LoadChooser(rates).should_load(LoadPolicy.AUTO, SSD, 0, 300, busy)
     for tokens in (100, 1000, 3000, 9000):
         rates.loads.note(DRAM, tokens, 0.04 + tokens * 1e-5)
-    assert not LoadChooser(rates).wants(LoadPolicy.AUTO, SSD, 0, 300, busy)
-    assert not LoadChooser(rates).wants(LoadPolicy.AUTO, DRAM, 0, 300, busy)
+    assert not LoadChooser(rates).should_load(LoadPolicy.AUTO, SSD, 0, 300, busy)
+    assert not LoadChooser(rates).should_load(LoadPolicy.AUTO, DRAM, 0, 300, busy)
 
 
 def test_what_was_never_measured_is_loaded():
     """Else it would never be."""
-    assert LoadChooser(Rates()).wants(LoadPolicy.AUTO, "ssd", 0, 10, IDLE)
-    assert LoadChooser(measured()).wants(LoadPolicy.AUTO, "dram", 0, 10, IDLE)
+    assert LoadChooser(Rates()).should_load(LoadPolicy.AUTO, "ssd", 0, 10, IDLE)
+    assert LoadChooser(measured()).should_load(LoadPolicy.AUTO, "dram", 0, 10, IDLE)
 
 
 def test_a_refusal_is_put_to_the_test_now_and_then():
@@ -132,8 +134,8 @@ def test_a_refusal_is_put_to_the_test_now_and_then():
     chooser = LoadChooser(rates)
     answers = []
     for _ in range(2 * TRY_EVERY):
-        answers.append(chooser.wants(LoadPolicy.AUTO, "ssd", 0, 300, IDLE))
-        chooser.wants(LoadPolicy.AUTO, "remote", 0, 300, IDLE)
+        answers.append(chooser.should_load(LoadPolicy.AUTO, "ssd", 0, 300, IDLE))
+        chooser.should_load(LoadPolicy.AUTO, "remote", 0, 300, IDLE)
     assert [index for index, answer in enumerate(answers) if answer] == [
         TRY_EVERY - 1, 2 * TRY_EVERY - 1
     ]  # fmt: skip
@@ -142,8 +144,8 @@ def test_a_refusal_is_put_to_the_test_now_and_then():
 def test_always_and_never_ask_no_estimate():
     """For ablations and tests."""
     chooser = LoadChooser(measured())
-    assert chooser.wants(LoadPolicy.ALWAYS, "ssd", 0, 1, IDLE)
-    assert not chooser.wants(LoadPolicy.NEVER, "ssd", 0, 100_000, IDLE)
+    assert chooser.should_load(LoadPolicy.ALWAYS, "ssd", 0, 1, IDLE)
+    assert not chooser.should_load(LoadPolicy.NEVER, "ssd", 0, 100_000, IDLE)
 
 
 def test_people_see_the_pace_of_a_prefill_of_a_thousand_tokens():
@@ -160,7 +162,7 @@ def test_only_the_tokens_that_would_be_computed_count():
     rates.steps = measured_steps()
     for _ in range(8):
         rates.loads.note("dram", 1000, 5.0)
-    assert not LoadChooser(rates).wants(LoadPolicy.AUTO, "dram", 100_000, 101_000, IDLE)
+    assert not LoadChooser(rates).should_load(LoadPolicy.AUTO, "dram", 100_000, 101_000, IDLE)
 
 
 def test_what_a_drafted_token_adds_is_known_once_steps_have_differed():

@@ -50,7 +50,7 @@ def step(scheduler, *, ends_copies=True):
     plan = scheduler.schedule(3)
     for admission in plan.admitted:
         request = admission.request
-        scheduler.announced(
+        scheduler.announce(
             request,
             admission.resident_tokens,
             3,

@@ -14,19 +14,19 @@ def test_what_nobody_needs_may_be_evicted(slots):
     """A resident's slots count as evictable, until a turn or a copy needs them again."""
     one, other = slots.take(12), slots.take(8)
     assert (slots.free_slots, slots.evictable_slots) == (20, 0)
-    slots.spare(one)
+    slots.remove_user(one)
     assert slots.evictable_slots == 12
     assert slots.evictable_after([other], None) == 20
     assert slots.evictable_after([other], one) == 8
-    slots.need(one)
-    slots.need(one)
-    slots.spare(one)
+    slots.add_user(one)
+    slots.add_user(one)
+    slots.remove_user(one)
     assert slots.evictable_slots == 0, "another needs it still"
     assert slots.evictable_after([], one) == 0
     assert slots.freed_by([one, other]) == 20
     slots.check([one, other])
     slots.release(one)
-    slots.spare(other)
+    slots.remove_user(other)
     slots.release(other)
     assert (slots.free_slots, slots.evictable_slots) == (40, 0)
     slots.check([])
@@ -39,9 +39,9 @@ def test_no_more_than_there_is(slots):
     with pytest.raises(AssertionError, match="more is reserved"):
         slots.take(8)
     holding = slots.take(4)
-    slots.spare(holding)
+    slots.remove_user(holding)
     with pytest.raises(AssertionError, match="nobody needs"):
-        slots.spare(holding)
+        slots.remove_user(holding)
 
 
 def test_slots_side_by_side_are_one_piece():
@@ -49,7 +49,7 @@ def test_slots_side_by_side_are_one_piece():
     slots = ContiguousSlots(40)
     one = slots.take(12)
     slots.trim(one, 3)
-    assert (slots.needed_for(5), one.num_slots, slots.own(one, 0)) == (5, 12, [])
+    assert (slots.needed_for(5), one.num_slots, slots.make_private(one, 0)) == (5, 12, [])
     assert slots.num_shared(one, 0) == 0
 
 
@@ -84,7 +84,7 @@ def test_shared_pages_are_counted_once():
     assert other.pages[:3] == one.pages[:3]
     assert (slots.free_slots, one.num_slots, other.num_slots) == (12, 20, 20)
     assert (slots.freed_by([one]), slots.freed_by([one, other])) == (8, 28)
-    slots.spare(one)
+    slots.remove_user(one)
     assert slots.evictable_slots == 8, "the other needs three of its pages"
     assert slots.evictable_after([other], None) == 28
     assert slots.evictable_after([other], one) == 8
@@ -101,13 +101,13 @@ def test_who_writes_to_a_shared_page_gets_another():
     one = slots.take(16)
     other = slots.share(one, 12)
     assert slots.num_shared(one, 5) == 8
-    assert slots.own(one, 5) == [PageCopy(1, 1, 4), PageCopy(2, 2, 5)]
+    assert slots.make_private(one, 5) == [PageCopy(1, 1, 4), PageCopy(2, 2, 5)]
     assert (one.pages, other.pages) == ([0, 4, 5, 3], [0, 1, 2])
     assert slots.num_shared(one, 4) == 0
-    assert slots.own(one, 4) == []
+    assert slots.make_private(one, 4) == []
     slots.check([one, other])
-    slots.spare(one)
-    assert slots.own(one, 0) == [PageCopy(0, 0, 6)]
+    slots.remove_user(one)
+    assert slots.make_private(one, 0) == [PageCopy(0, 0, 6)]
     slots.check([one, other])
 
 
@@ -151,17 +151,17 @@ def do(act, slots, holdings, holding, num_tokens):
     """What may be done to a holding, if it may."""
     if act == "share":
         holdings.append(slots.share(holding, num_tokens))
-    elif act == "extend" and holding.num_needing:
+    elif act == "extend" and holding.num_users:
         slots.extend(holding, min(slots.needed_for(num_tokens), slots.free_slots))
     elif act == "own" and slots.num_shared(holding, num_tokens) <= slots.free_slots:
-        slots.own(holding, num_tokens)
+        slots.make_private(holding, num_tokens)
         assert slots.num_shared(holding, num_tokens) == 0
     elif act == "trim":
         slots.trim(holding, num_tokens)
     elif act == "need":
-        slots.need(holding)
-    elif act == "spare" and holding.num_needing:
-        slots.spare(holding)
+        slots.add_user(holding)
+    elif act == "spare" and holding.num_users:
+        slots.remove_user(holding)
     elif act == "release":
         expected = slots.free_slots + slots.freed_by([holding])
         holdings.remove(holding)

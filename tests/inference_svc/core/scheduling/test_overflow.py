@@ -43,7 +43,7 @@ def test_it_goes_on_in_place_once_its_context_is_cut_and_its_rows_have_closed_up
     scheduler = make(kv_slots=30)
     full, _ = overflowed(scheduler)
     submit(scheduler, 2)
-    scheduler.truncated(full, OLDEST_HALF)
+    scheduler.truncate(full, OLDEST_HALF)
     assert admitted(scheduler.schedule(10)) == []
     assert scheduler.residents.end_compaction(full.key, full.token_ids[: full.computed_tokens])
     plan = scheduler.schedule(11)
@@ -63,7 +63,7 @@ def test_without_its_rows_it_is_admitted_to_find_them_again():
     """On a sequence's KV of its own, from wherever they are."""
     scheduler = make()
     full, _ = overflowed(scheduler)
-    scheduler.truncated(full, OLDEST_HALF)
+    scheduler.truncate(full, OLDEST_HALF)
     assert not scheduler.residents.end_compaction(full.key, [])
     plan = scheduler.schedule(10)
     assert [(a.request, a.resident_tokens) for a in plan.admitted] == [(full, 0)]
@@ -114,14 +114,14 @@ def test_a_cut_that_drops_nothing_is_a_broken_invariant():
     scheduler = make()
     full, _ = overflowed(scheduler)
     with pytest.raises(AssertionError, match="for ever"):
-        scheduler.truncated(full, [])
+        scheduler.truncate(full, [])
 
 
 def test_a_cancelled_request_leaves_the_queue_while_its_rows_close_up():
     """The resident is what remains, until whoever moves its rows lets go."""
     scheduler = make()
     full, _ = overflowed(scheduler)
-    scheduler.truncated(full, OLDEST_HALF)
+    scheduler.truncate(full, OLDEST_HALF)
     scheduler.end(full, RequestEvent.CANCEL, 10)
     scheduler.release_kv(full)
     again = submit(scheduler, 2, session=1)
@@ -135,7 +135,7 @@ def test_the_store_is_told_of_the_shorter_history():
     """It reads ahead what there is, not what there was."""
     scheduler = make()
     full, _ = overflowed(scheduler, history_tokens=8)
-    scheduler.truncated(full, OLDEST_HALF)
+    scheduler.truncate(full, OLDEST_HALF)
     assert isinstance(scheduler.feed, QueueFeed)
     (job,) = scheduler.feed.next_update(10).change.waiting
     assert job.history_tokens == full.history_tokens == 2

@@ -92,7 +92,7 @@ def test_of_what_is_shared_only_pages_without_a_window_are_saved():
     slots.check([one, other])
     assert slots.freed_by([one]) == slots.freed_by([other]) == 24
     assert slots.freed_by([one, other]) == 72
-    slots.spare(one)
+    slots.remove_user(one)
     assert slots.evictable_slots == slots.evictable_after([], None) == 24
     assert slots.evictable_after([other], None) == 72
     assert slots.evictable_after([other], one) == 24
@@ -107,14 +107,16 @@ def test_who_writes_to_a_window_s_page_that_others_hold_gets_another():
     slots.take(slots.free_slots // 4 * 4)
     assert slots.free_slots == 0
     before, others = GROUPS.tables(one.pages), GROUPS.tables(other.pages)
-    assert not slots.own_window(one, 24, 28), "page 6 lies where page 3 lay: nobody else has that"
-    assert slots.own_window(one, 28, 29)
+    assert not slots.make_window_private(one, 24, 28), (
+        "page 6 lies where page 3 lay: nobody else has that"
+    )
+    assert slots.make_window_private(one, 28, 29)
     after = GROUPS.tables(one.pages)
     for ours, old, theirs in zip(after[1:], before[1:], others[1:], strict=True):
         assert ours[7] != old[7] == theirs[4]
         assert ours[5] == theirs[5]
     with pytest.raises(AssertionError, match="half full"):
-        slots.own_window(one, 33, 34)
+        slots.make_window_private(one, 33, 34)
     assert slots.free_slots == 0
 
 
@@ -124,7 +126,7 @@ def test_a_window_s_pages_stay_shared_as_far_as_they_are_not_written():
     slots.extend(other, slots.needed_for(24) - other.num_slots)
     assert slots.num_shared(one, 20) == 4
     free = slots.free_slots
-    copies = slots.own(one, 20, window_from=17)
+    copies = slots.make_private(one, 20, window_from=17)
     assert {slots.groups.is_windowed(copy.position) for copy in copies} == {True, False}
     assert len(copies) == 3  # page 5, of all groups; page 4 stays
     assert slots.free_slots == free - 4
@@ -138,7 +140,7 @@ def test_a_load_s_pages_are_counted_once():
     one = slots.take(36)
     held = slots.hold(one)
     assert slots.free_slots == 120 - 36
-    assert not slots.own_window(one, 0, 12)
+    assert not slots.make_window_private(one, 0, 12)
     slots.check([one, held])
     slots.release(one)
     assert slots.free_slots == 120 - 36

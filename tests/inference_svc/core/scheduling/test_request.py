@@ -71,9 +71,9 @@ def test_only_a_request_that_wants_more_rows_has_outgrown_them():
     """A full sequence KV is enough if it is as large as the longest answer needs."""
     full = request(prompt_tokens=10, max_tokens=4)
     full.capacity_tokens = full.computed_tokens = 12
-    assert full.is_outgrown
+    assert full.has_outgrown_slots
     full.capacity_tokens = full.computed_tokens = 13
-    assert not full.is_outgrown
+    assert not full.has_outgrown_slots
 
 
 def test_the_last_token_of_a_prompt_is_not_decoding():
@@ -115,8 +115,8 @@ def test_a_window_bounds_the_rows():
 def test_a_request_overflows_when_its_window_is_full_and_it_wants_more():
     """Which is not the same as having outgrown its rows."""
     outgrown, full = running(11), running(12)
-    assert (outgrown.is_outgrown, outgrown.is_overflowing) == (True, False)
-    assert (full.is_outgrown, full.is_overflowing) == (False, True)
+    assert (outgrown.has_outgrown_slots, outgrown.is_overflowing) == (True, False)
+    assert (full.has_outgrown_slots, full.is_overflowing) == (False, True)
     assert not running(12, max_tokens=3).is_overflowing, "its answer is complete"
     full.state = RequestState.WAITING
     assert not full.is_overflowing

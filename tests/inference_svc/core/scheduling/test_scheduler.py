@@ -49,7 +49,7 @@ def announce(scheduler, plan, found=0):
     """Everything that is admitted finds this many tokens, or what is resident, at once."""
     for admission in plan.admitted:
         num_tokens = admission.resident_tokens or found
-        scheduler.announced(admission.request, num_tokens, 2, layers_ready=NUM_LAYERS)
+        scheduler.announce(admission.request, num_tokens, 2, layers_ready=NUM_LAYERS)
         if admission.resident_tokens and not admission.in_place:
             scheduler.residents.end_copy(admission.request)
 
@@ -548,11 +548,11 @@ def test_an_outgrown_answer_stays_while_its_rows_are_being_moved():
     before = run_to_the_end(scheduler, 1, prompt_tokens=10)
     turn = next_turn(scheduler, 2, before, new_tokens=1)
     (admission,) = scheduler.schedule(20).admitted
-    scheduler.announced(turn, admission.resident_tokens, 21, layers_ready=0)
-    scheduler.gate.progressed(turn, NUM_LAYERS, 22)
+    scheduler.announce(turn, admission.resident_tokens, 21, layers_ready=0)
+    scheduler.gate.on_progress(turn, NUM_LAYERS, 22)
     chunks = scheduler.schedule(23).chunks
     scheduler.apply(StepResult(chunks, {2: [7]}), 24)
-    assert turn.is_outgrown
+    assert turn.has_outgrown_slots
     plan = scheduler.schedule(25)
     assert (plan.chunks, plan.preempted) == ((), ())
     scheduler.residents.end_copy(turn)
@@ -581,8 +581,8 @@ def test_a_place_that_a_preemption_leaves_is_taken_at_once():
     low = run(scheduler, 1, prompt_tokens=40)
     ready = submit(scheduler, 2, prompt_tokens=10)
     scheduler.schedule(4)
-    scheduler.announced(ready, 5, 5, layers_ready=0)
-    scheduler.gate.progressed(ready, NUM_LAYERS, 6)
+    scheduler.announce(ready, 5, 5, layers_ready=0)
+    scheduler.gate.on_progress(ready, NUM_LAYERS, 6)
     submit(scheduler, 3, prompt_tokens=80, priority=1)
     plan = scheduler.schedule(7)
     assert plan.preempted == (low,)
@@ -659,8 +659,8 @@ def test_what_may_turn_out_to_be_void_is_not_preempted():
     scheduler = make()
     low = submit(scheduler, 1, prompt_tokens=60)
     scheduler.schedule(1)
-    scheduler.announced(low, 50, 2, layers_ready=0)
-    scheduler.gate.progressed(low, NUM_LAYERS, 3)
+    scheduler.announce(low, 50, 2, layers_ready=0)
+    scheduler.gate.on_progress(low, NUM_LAYERS, 3)
     submit(scheduler, 2, prompt_tokens=60, priority=1)
     plan = scheduler.schedule(4)
     assert plan.preempted == ()
@@ -707,12 +707,12 @@ def test_a_request_that_is_held_back_holds_back_nobody():
     scheduler = make()
     slow, quick = submit(scheduler, 1), submit(scheduler, 2)
     scheduler.schedule(1)
-    scheduler.announced(slow, 5, 2, layers_ready=0)
-    scheduler.announced(quick, 5, 2, layers_ready=NUM_LAYERS)
+    scheduler.announce(slow, 5, 2, layers_ready=0)
+    scheduler.announce(quick, 5, 2, layers_ready=NUM_LAYERS)
     plan = scheduler.schedule(3)
     assert [chunk.request for chunk in plan.chunks] == [quick]
     assert plan.wake_ns == 2 + HOLD_LIMIT_NS
-    scheduler.gate.progressed(slow, 1, 4)
+    scheduler.gate.on_progress(slow, 1, 4)
     assert slow.state is RequestState.READY
     scheduler.schedule(5)
     assert slow.state is RequestState.RUNNING
@@ -723,7 +723,7 @@ def test_a_read_buffer_may_be_set():
     scheduler = make()
     one = submit(scheduler, 1)
     scheduler.schedule(1)
-    scheduler.announced(one, 5, 2, layers_ready=0, tier="ssd", fixed_layers=0)
+    scheduler.announce(one, 5, 2, layers_ready=0, tier="ssd", fixed_layers=0)
     assert sizes(scheduler.schedule(3)) == [(1, 5)]
     assert one.buffer_layers == 0
 
@@ -733,14 +733,14 @@ def test_the_first_read_buffer_stays_on_record():
     scheduler = make()
     one, two = submit(scheduler, 1), submit(scheduler, 2)
     scheduler.schedule(1)
-    scheduler.announced(one, 5, 2, layers_ready=1)
-    scheduler.announced(two, 5, 2, layers_ready=NUM_LAYERS)
+    scheduler.announce(one, 5, 2, layers_ready=1)
+    scheduler.announce(two, 5, 2, layers_ready=NUM_LAYERS)
     assert one.buffer_layers is None
     scheduler.schedule(3)
     assert (one.buffer_layers, two.buffer_layers) == (1, None)
     scheduler.restart(one)
     scheduler.schedule(5)
-    scheduler.announced(one, 5, 6, layers_ready=NUM_LAYERS)
+    scheduler.announce(one, 5, 6, layers_ready=NUM_LAYERS)
     scheduler.schedule(7)
     assert one.state is RequestState.RUNNING
     assert one.buffer_layers == 1
@@ -752,7 +752,7 @@ def test_a_failed_load_sends_its_request_back_to_its_place():
     one = submit(scheduler, 1)
     later = submit(scheduler, 2)
     scheduler.schedule(1)
-    scheduler.announced(one, 5, 2, layers_ready=1)
+    scheduler.announce(one, 5, 2, layers_ready=1)
     scheduler.schedule(3)
     scheduler.restart(one)
     assert (one.loaded_tokens, one.computed_tokens, one.num_preemptions) == (0, 0, 0)

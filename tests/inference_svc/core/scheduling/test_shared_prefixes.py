@@ -41,7 +41,7 @@ def submit(scheduler, number, token_ids, **attributes):
 def announce(scheduler, plan, **found):
     for admission in plan.admitted:
         found = {"layers_ready": NUM_LAYERS, **found}
-        scheduler.announced(admission.request, admission.resident_tokens, 2, **found)
+        scheduler.announce(admission.request, admission.resident_tokens, 2, **found)
         if admission.is_copy:
             assert not scheduler.residents.end_copy(admission.request)
 
@@ -148,7 +148,7 @@ def test_nothing_is_shared_while_a_load_may_fail():
     scheduler = make()
     one = submit(scheduler, 0, [*PROMPT, 1], history_tokens=32)
     scheduler.schedule(1)
-    scheduler.announced(one, 32, 2, layers_ready=1)
+    scheduler.announce(one, 32, 2, layers_ready=1)
     plan = scheduler.schedule(3)
     assert plan.chunks
     submit(scheduler, 1, [*PROMPT[:32], 2])
@@ -201,10 +201,10 @@ def test_who_comes_while_a_copy_is_under_way_waits_for_it():
     scheduler, one, two = copying()
     scheduler.end(one, RequestEvent.CANCEL, 4)
     scheduler.release_kv(one)
-    scheduler.announced(two, 40, 4, layers_ready=0, tier="hbm")
+    scheduler.announce(two, 40, 4, layers_ready=0, tier="hbm")
     submit(scheduler, 2, [*PROMPT, 3])
     assert admissions(scheduler.schedule(5)) == []
-    scheduler.gate.progressed(two, NUM_LAYERS, 6)
+    scheduler.gate.on_progress(two, NUM_LAYERS, 6)
     assert not scheduler.residents.end_copy(two)
     plan = scheduler.schedule(7)
     assert (admissions(plan), len(plan.chunks)) == ([], 1)
@@ -220,8 +220,8 @@ def test_one_that_is_not_certain_does_not_hide_one_that_is():
         compute(scheduler)
     plan = scheduler.schedule(3)
     assert admissions(plan) == [(1, 40, True), (2, 40, True)]
-    scheduler.announced(two, 40, 4, layers_ready=1)
-    scheduler.announced(three, 40, 4, layers_ready=NUM_LAYERS)
+    scheduler.announce(two, 40, 4, layers_ready=1)
+    scheduler.announce(three, 40, 4, layers_ready=NUM_LAYERS)
     scheduler.residents.end_copy(three)
     scheduler.end(one, RequestEvent.CANCEL, 4)
     scheduler.release_kv(one)
@@ -322,7 +322,7 @@ def test_a_turn_is_not_preempted_while_it_is_copied():
     scheduler, _, two = copying()
     submit(scheduler, 2, [9] * 100, priority=1)
     assert not scheduler.schedule(4).preempted
-    scheduler.announced(two, 40, 4, layers_ready=NUM_LAYERS)
+    scheduler.announce(two, 40, 4, layers_ready=NUM_LAYERS)
     scheduler.residents.end_copy(two)
     assert scheduler.schedule(5).preempted
 
@@ -346,7 +346,7 @@ def test_a_prefix_is_shared_where_layers_with_a_window_have_it_whole(
     scheduler = make(page_tokens=page_tokens, attention_window=8)
     submit(scheduler, 0, [*PROMPT, 1], history_tokens=40)
     (admission,) = scheduler.schedule(1).admitted
-    scheduler.announced(admission.request, 40, 2, layers_ready=NUM_LAYERS, window_from=window_from)
+    scheduler.announce(admission.request, 40, 2, layers_ready=NUM_LAYERS, window_from=window_from)
     compute(scheduler)
     submit(scheduler, 1, [*PROMPT, 2])
     assert [admissions(scheduler.schedule(4))[0][1:]] == [(shared, bool(shared))]
@@ -358,7 +358,7 @@ def test_a_page_that_others_fill_is_left_only_where_a_window_is_left_whole():
         scheduler = make(attention_window=8)
         first = submit(scheduler, 0, [*PROMPT, 1, 2], history_tokens=42)
         (admission,) = scheduler.schedule(1).admitted
-        scheduler.announced(
+        scheduler.announce(
             admission.request, 41, 2, layers_ready=NUM_LAYERS, window_from=window_from
         )
         compute(scheduler)

@@ -56,7 +56,7 @@ def test_a_load_keeps_the_pages_of_a_request_that_is_over():
     slots = PagedSlots(20, 4)
     rows, one = SlotBudget(slots, Residents(slots)), request(1)
     rows.reserve(one, 16)
-    with rows.held(one):
+    with rows.hold_pages(one):
         rows.release_kv(one)
         assert rows.account.free_slots == 64
         rows.check()

@@ -38,7 +38,7 @@ def announced(
     rates, *, num_layers=NUM_LAYERS, layers_ready=0, tier=None, fixed_layers=None, now_ns=0
 ):
     gate, one = StartGate(num_layers, rates), request()
-    gate.announced(one, now_ns, layers_ready, tier=tier, fixed_layers=fixed_layers)
+    gate.watch(one, now_ns, layers_ready, tier=tier, fixed_layers=fixed_layers)
     return gate, one
 
 
@@ -58,7 +58,7 @@ def test_with_unknown_rates_one_layer_is_enough():
     """The first layer shows that the load goes on; then measuring begins."""
     gate, one = announced(Rates())
     assert opens_ns(gate, one, 5) > 5
-    gate.progressed(one, 1, 10)
+    gate.on_progress(one, 1, 10)
     assert opens_ns(gate, one, 10) == 10
     assert gate.buffer_layers(one) == 1
 
@@ -75,7 +75,7 @@ def test_loading_slower_than_computing_waits_for_a_head_start():
     started_at = []
     for layer in range(1, NUM_LAYERS + 1):
         now_ns = layer * 10 * MS
-        gate.progressed(one, layer, now_ns)
+        gate.on_progress(one, layer, now_ns)
         if opens_ns(gate, one, now_ns) == now_ns:
             started_at.append(layer)
     # With 9 layers, the last is there 10 ms later and needed 9 ms later: it may be 1 ms late.
@@ -85,9 +85,9 @@ def test_loading_slower_than_computing_waits_for_a_head_start():
 def test_the_layer_under_way_counts_as_time_passes():
     """When it is nearly there, that is when to wake, without further news."""
     gate, one = announced(known_rates(0.01))
-    gate.progressed(one, 5, 50 * MS)
+    gate.on_progress(one, 5, 50 * MS)
     assert opens_ns(gate, one, 50 * MS) == 50 * MS + HOLD_LIMIT_NS, "the next layer will be news"
-    gate.progressed(one, 8, 80 * MS)
+    gate.on_progress(one, 8, 80 * MS)
     opens = opens_ns(gate, one, 80 * MS)
     assert opens == pytest.approx(90 * MS, abs=MS)  # 20 ms of loading, 9 ms to hide, 1 ms of slack
     assert opens_ns(gate, one, opens) == opens
@@ -96,7 +96,7 @@ def test_the_layer_under_way_counts_as_time_passes():
 def test_alone_it_may_wait_in_the_forward():
     """If nobody else is held up, 20 ms more or less are all the same."""
     gate, one = announced(known_rates(0.01))
-    gate.progressed(one, 8, 80 * MS)
+    gate.on_progress(one, 8, 80 * MS)
     assert opens_ns(gate, one, 80 * MS, is_idle=True) <= 80 * MS
 
 
@@ -106,9 +106,9 @@ def test_a_read_buffer_that_is_set_opens_the_gate(compute_s):
     gate, one = announced(known_rates(compute_s), fixed_layers=0)
     assert opens_ns(gate, one, 0) <= 0
     gate, one = announced(known_rates(compute_s), fixed_layers=2)
-    gate.progressed(one, 1, 10 * MS)
+    gate.on_progress(one, 1, 10 * MS)
     assert opens_ns(gate, one, 10 * MS) == 10 * MS + HOLD_LIMIT_NS
-    gate.progressed(one, 2, 20 * MS)
+    gate.on_progress(one, 2, 20 * MS)
     assert opens_ns(gate, one, 20 * MS) == 20 * MS
     assert gate.buffer_layers(one) == 2
 
@@ -123,17 +123,17 @@ def test_a_load_that_stands_still_is_let_through(rates):
 def test_news_that_are_none_do_not_count():
     """Progress is measured when a layer arrives; of a forgotten request it is passed over."""
     gate, one = announced(Rates(), layers_ready=2)
-    gate.progressed(one, 2, 5)
+    gate.on_progress(one, 2, 5)
     assert gate._loads[one.number].news_ns == 0
     gate.forget(one)
     gate.forget(one)
-    gate.progressed(one, 3, 6)
+    gate.on_progress(one, 3, 6)
 
 
 def test_rows_are_certain_once_a_step_over_them_was_believed():
     """All layers there is not yet all rows good: the lease may turn out to be void."""
     gate, one = announced(Rates())
-    gate.progressed(one, NUM_LAYERS, 5)
+    gate.on_progress(one, NUM_LAYERS, 5)
     assert not gate.is_certain(one)
     gate.confirm(one)
     assert gate.is_certain(one)
@@ -199,7 +199,7 @@ def test_the_gate_opens_when_the_read_buffer_is_there(layers, load_s, compute_s)
     started_ns = None
     for ready in range(layers + 1):
         now_ns, next_ns = (int(count * load_s * NS_PER_S) for count in (ready, ready + 1))
-        gate.progressed(one, ready, now_ns)
+        gate.on_progress(one, ready, now_ns)
         opens = opens_ns(gate, one, now_ns)
         if opens <= next_ns:
             started_ns = max(opens, now_ns)

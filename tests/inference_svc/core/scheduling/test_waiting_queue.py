@@ -60,7 +60,7 @@ def test_who_arrives_is_told_of_before_its_request_waits():
     """About where that will be; to nobody else it is there before it is."""
     queue = queue_of()
     queue.add(request(0))
-    queue.arrives(1, request(1).key, 2, 70)
+    queue.report_arrival(1, request(1).key, 2, 70)
     assert (numbers(queue), len(queue)) == ([0], 1)
     assert queue.is_arriving(request(1).key)
     assert not queue.is_arriving(request(0).key)
@@ -80,12 +80,12 @@ def test_who_arrives_is_told_of_before_its_request_waits():
 def test_who_arrives_and_does_not_come_is_taken_back():
     """Once; and its tenant has paid for nothing."""
     queue = queue_of()
-    queue.arrives(1, request(1).key, 0, 0)
+    queue.report_arrival(1, request(1).key, 0, 0)
     assert told(queue) == ([QueuedRequest((0, 0.0, 1), request(1).key, 0)], [])
     queue.withdraw(1)
     queue.withdraw(1)
     assert told(queue) == ([], [1])
-    queue.arrives(2, request(2).key, 0, 0)
+    queue.report_arrival(2, request(2).key, 0, 0)
     queue.withdraw(2)
     assert told(queue) == ([], [])
     queue.add(request(3))

@@ -25,9 +25,9 @@ def test_nothing_is_known_at_first():
 def test_places_become_free_as_often_as_of_late():
     """One end, one start."""
     estimates = StartEstimates(Rates())
-    estimates.waits(0)
+    estimates.on_wait(0)
     for end_s in (2, 4, 6):
-        estimates.ended(end_s * S, somebody_waits=True)
+        estimates.on_end(end_s * S, is_queue_busy=True)
     assert estimates.interval_s([request(1)]) == estimates.interval_s([]) == 2.0
     assert estimates.retry_after_s() == 2.0
 
@@ -35,12 +35,12 @@ def test_places_become_free_as_often_as_of_late():
 def test_pauses_do_not_count():
     """Time in which nobody waits says nothing of how fast places become free."""
     estimates = StartEstimates(Rates())
-    estimates.ended(1 * S, somebody_waits=False)
+    estimates.on_end(1 * S, is_queue_busy=False)
     assert estimates.retry_after_s() == UNKNOWN_RETRY_S
-    estimates.waits(100 * S)
-    estimates.waits(102 * S)
-    estimates.ended(103 * S, somebody_waits=False)
-    estimates.ended(1000 * S, somebody_waits=False)
+    estimates.on_wait(100 * S)
+    estimates.on_wait(102 * S)
+    estimates.on_end(103 * S, is_queue_busy=False)
+    estimates.on_end(1000 * S, is_queue_busy=False)
     assert estimates.retry_after_s() == 3.0
 
 

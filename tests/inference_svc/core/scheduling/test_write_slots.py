@@ -47,7 +47,7 @@ def test_slots_are_taken_lowest_first_and_come_back():
     slots = WriteSlots(6)
     first, second = slots.take(2), slots.take(3)
     assert (first, second, slots.num_free) == ([0, 1], [2, 3, 4], 1)
-    slots.give(first)
+    slots.release(first)
     assert slots.take(3) == [0, 1, 5]
     slots.check()
     with pytest.raises(AssertionError, match="0 free"):
@@ -57,7 +57,7 @@ def test_slots_are_taken_lowest_first_and_come_back():
 def test_a_slot_given_back_twice_is_noticed():
     """Two turns would write over each other's tokens."""
     slots = WriteSlots(4)
-    slots.give([2])
+    slots.release([2])
     with pytest.raises(AssertionError):
         slots.check()
 
@@ -120,7 +120,7 @@ def test_a_prompt_that_the_step_has_no_tokens_for_does_not_stall():
 
 def announced(scheduler, plan):
     for admission in plan.admitted:
-        scheduler.announced(admission.request, 0, 2, layers_ready=4, is_saved=True)
+        scheduler.announce(admission.request, 0, 2, layers_ready=4, is_saved=True)
 
 
 def test_who_stalls_for_too_long_runs_on_unsaved():
@@ -140,7 +140,7 @@ def test_who_stalls_for_too_long_runs_on_unsaved():
     assert (plan.stalled, plan.unsaved) == ((), (one,))
     assert [c.num_tokens for c in plan.chunks] == [4]
     assert scheduler.stalled_s == 1.0
-    scheduler.write_slots.give(held)
+    scheduler.write_slots.release(held)
 
 
 def test_a_wait_lasts_as_long_as_anything_is_stored():
@@ -151,11 +151,11 @@ def test_a_wait_lasts_as_long_as_anything_is_stored():
     held = scheduler.write_slots.take(4)
     plan = scheduler.schedule(5)
     assert (plan.stalled, plan.wake_ns) == ((one,), 5 + STALL_LIMIT_NS)
-    scheduler.write_slots.give(held)
+    scheduler.write_slots.release(held)
     held = scheduler.write_slots.take(4)
     plan = scheduler.schedule(9)
     assert (plan.stalled, plan.wake_ns) == ((one,), 9 + STALL_LIMIT_NS)
-    scheduler.write_slots.give(held)
+    scheduler.write_slots.release(held)
     plan = scheduler.schedule(19)
     assert [c.num_tokens for c in plan.chunks] == [2]
     assert (plan.wake_ns, scheduler.stalled_s) == (None, 14e-9)

@@ -6,10 +6,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inference_svc.core.json_stream import closed
+from inference_svc.core.json_stream import close_object
 from inference_svc.core.tools.forced import ForcedReader
 from inference_svc.core.tools.formats import FORMATS
-from inference_svc.core.tools.parts import CallArguments, CallBegun, CallEnded, Content, summed
+from inference_svc.core.tools.parts import (
+    CallArguments,
+    CallBegun,
+    CallEnded,
+    Content,
+    collect_answer,
+)
 from inference_svc.core.tools.reader import read_whole
 from tests.inference_svc.core.tools.written_calls import (
     FAMILIES,
@@ -56,7 +62,7 @@ def test_pieces_are_the_whole(family, name, arguments, data):
     cut = data.draw(st.integers(0, len(text)))
     reader = forced(family)
     parts = [part for character in text[:cut] for part in reader.push(character)] + reader.end()
-    assert summed(parts) == read_whole(forced(family), text[:cut])
+    assert collect_answer(parts) == read_whole(forced(family), text[:cut])
     head = len(heads_of(family)[name])
     if cut < head:
         assert not any(isinstance(part, CallBegun) for part in parts)
@@ -67,10 +73,10 @@ def test_pieces_are_the_whole(family, name, arguments, data):
     said = "".join(piece.text for piece in pieces)
     assert json.dumps(arguments, ensure_ascii=False).startswith(said)
     if cut == len(text):
-        assert called(summed(parts)) == called(read_whole(reader_of(family), text))
+        assert called(collect_answer(parts)) == called(read_whole(reader_of(family), text))
         assert said == json.dumps(arguments, ensure_ascii=False)
-    (call,) = summed(parts).calls
-    assert call.values == json.loads(closed(said))
+    (call,) = collect_answer(parts).calls
+    assert call.values == json.loads(close_object(said))
 
 
 def _is_json(pieces):
@@ -108,4 +114,4 @@ def test_what_is_no_such_call_is_read_otherwise(text):
     )
     parts = [part for character in text for part in reader.push(character)] + reader.end()
     assert "".join(part.text for part in parts if isinstance(part, Content)) == text
-    assert summed(parts).calls == ()
+    assert collect_answer(parts).calls == ()

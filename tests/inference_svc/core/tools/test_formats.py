@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inference_svc.core.tools.formats import DEEPSEEK_MARKS, FORMATS, PLAIN
-from inference_svc.core.tools.parts import summed
+from inference_svc.core.tools.parts import collect_answer
 from inference_svc.core.tools.reader import MAX_HEAD, read_whole
 from tests.inference_svc.core.tools.written_calls import (
     FAMILIES,
@@ -47,7 +47,7 @@ def squeezed(text):
 
 def in_pieces(reader, pieces):
     """What is read out of pieces."""
-    return summed([part for piece in pieces for part in reader.push(piece)] + reader.end())
+    return collect_answer([part for piece in pieces for part in reader.push(piece)] + reader.end())
 
 
 @settings(max_examples=examples(300))
@@ -161,8 +161,8 @@ def test_a_call_in_a_text_of_what_is_no_call_is_text(family, name, rest):
 def test_text_is_not_changed_and_not_held_back(family, text):
     """All is out at once but what may begin a call: a part of a mark, or of an object."""
     reader = reader_of(family)
-    said = summed([part for character in text for part in reader.push(character)]).content
-    held = summed(reader.end()).content
+    said = collect_answer([part for character in text for part in reader.push(character)]).content
+    held = collect_answer(reader.end()).content
     assert said + held == text
     starts = [*FORMATS[FAMILIES[family]].marks, '{"']
     assert any(start.startswith("".join(held.split())) for start in starts)
@@ -182,7 +182,7 @@ def test_text_about_calls_is_out_at_once(family):
         f"{DEEPSEEK_MARKS[0]}{DEEPSEEK_MARKS[1]} `x` {{",
     ):
         reader = reader_of(family)
-        assert summed(reader.push(text)).content == text
+        assert collect_answer(reader.push(text)).content == text
         assert reader.end() == []
 
 
@@ -202,7 +202,7 @@ def test_a_header_has_so_many_characters_at_most(start):
     reader = FORMATS[name].reader(NAMES, None)
     held = start + "x" * (MAX_HEAD - 1)
     assert reader.push(held) == []
-    assert summed(reader.push("y")).content == f"{held}y"
+    assert collect_answer(reader.push("y")).content == f"{held}y"
     long = start + "x" * MAX_HEAD + "[ARGS]{}"
     assert read_whole(FORMATS[name].reader(("x" * MAX_HEAD,), None), long).content == long
 

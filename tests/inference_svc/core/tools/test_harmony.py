@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inference_svc.core.tools.harmony import BODY, MAX_HEADER, HarmonyReader
-from inference_svc.core.tools.parts import ReadAnswer, summed
+from inference_svc.core.tools.parts import ReadAnswer, collect_answer
 from inference_svc.core.tools.reader import read_whole
 from tests.inference_svc.core.tools.written_calls import NAMES, called, values
 from tests.sampled import examples
@@ -27,9 +27,15 @@ def read(text, names=NAMES, most_calls=None):
     whole = read_whole(HarmonyReader(names, most_calls), text)
     for cut in range(len(text)):
         reader = HarmonyReader(names, most_calls)
-        assert summed([*reader.push(text[:cut]), *reader.push(text[cut:]), *reader.end()]) == whole
+        assert (
+            collect_answer([*reader.push(text[:cut]), *reader.push(text[cut:]), *reader.end()])
+            == whole
+        )
     reader = HarmonyReader(names, most_calls)
-    assert summed([p for character in text for p in reader.push(character)] + reader.end()) == whole
+    assert (
+        collect_answer([p for character in text for p in reader.push(character)] + reader.end())
+        == whole
+    )
     return whole
 
 
@@ -71,11 +77,11 @@ def test_an_answer_without_headers_is_text(text):
 def test_text_is_out_at_once():
     """But what may be the beginning of a mark, or of a header."""
     reader = HarmonyReader(NAMES)
-    assert summed(reader.push("to do: a <")).content == "to do: a "
-    assert summed(reader.push("b <|start|")).content == "<b "
-    assert summed(reader.push("? [{")).content == "<|start|? [{"
+    assert collect_answer(reader.push("to do: a <")).content == "to do: a "
+    assert collect_answer(reader.push("b <|start|")).content == "<b "
+    assert collect_answer(reader.push("? [{")).content == "<|start|? [{"
     reader = HarmonyReader(NAMES)
-    said = [summed(reader.push(character)) for character in ANALYSIS + FINAL]
+    said = [collect_answer(reader.push(character)) for character in ANALYSIS + FINAL]
     assert all(len(answer.reasoning + answer.content) <= 1 for answer in said)
 
 
@@ -94,7 +100,7 @@ def test_a_call_that_is_none_is_text(arguments):
 def test_text_of_an_unknown_tool_is_out_at_once():
     """Nobody waits for a call that cannot come."""
     reader = HarmonyReader(("other",))
-    said = summed(reader.push(CALL.removesuffix('n"}<|call|>'))).content
+    said = collect_answer(reader.push(CALL.removesuffix('n"}<|call|>'))).content
     assert said.endswith('{"city": "Ber')
 
 
@@ -120,7 +126,7 @@ def test_what_is_no_header_is_text():
     long = "<|start|>" + "b" * (MAX_HEADER + len(BODY))
     assert read(begun + long) == ReadAnswer("b" * (MAX_HEADER + len(BODY)), "a", ())
     reader = HarmonyReader(NAMES)
-    assert summed(reader.push(begun + long)).content
+    assert collect_answer(reader.push(begun + long)).content
     assert read(begun + "<|start|>assist") == ReadAnswer("<|start|>assist", "a", ())
     assert read(begun + "<|start|>" + "c" * 200 + BODY + "d") == ReadAnswer("d", "a", ())
 

@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inference_svc.core.tools.json_value import (
-    Asked,
     Nesting,
     NoCallError,
-    asked_by,
+    RequestedCall,
     make_call,
     read_value,
+    requested_call,
     skip_blanks,
 )
 from tests.inference_svc.core.tools.written_calls import texts, values
@@ -98,7 +98,7 @@ def test_half_an_escape_is_waited_for():
 
 def test_line_breaks_in_texts_are_taken():
     """Models write them so, and JSON does not allow it."""
-    call = make_call(Asked("a", '{"text": "one\ntwo\tthree"}'))
+    call = make_call(RequestedCall("a", '{"text": "one\ntwo\tthree"}'))
     assert call.values == {"text": "one\ntwo\tthree"}
     assert "\n" not in call.arguments
 
@@ -118,13 +118,13 @@ def test_line_breaks_in_texts_are_taken():
 )
 def test_names_and_arguments_of_an_object(value, asked):
     """By the members that models write."""
-    assert asked_by(value) == asked
+    assert requested_call(value) == asked
 
 
 @given(name=st.text(max_size=3), arguments=objects, is_text=st.booleans())
 def test_a_call_has_its_arguments_as_json(name, arguments, is_text):
     """Whether they came as an object or in a text; characters are written as they are."""
-    call = make_call(Asked(name, json.dumps(arguments) if is_text else arguments))
+    call = make_call(RequestedCall(name, json.dumps(arguments) if is_text else arguments))
     assert (call.name, call.values, call.call_id) == (name, arguments, "")
     assert call.arguments == json.dumps(arguments, ensure_ascii=False)
 
@@ -132,16 +132,16 @@ def test_a_call_has_its_arguments_as_json(name, arguments, is_text):
 @pytest.mark.parametrize(
     "asked",
     [
-        Asked(None, {}),
-        Asked(7, {}),
-        Asked("a", None),
-        Asked("a", [{}]),
-        Asked("a", "{} {}"),
-        Asked("a", "{"),
-        Asked("a", ""),
-        Asked("a", {"b": float("nan")}),
-        Asked("a", {"b": "\ud800"}),
-        Asked("a", {"b": object()}),
+        RequestedCall(None, {}),
+        RequestedCall(7, {}),
+        RequestedCall("a", None),
+        RequestedCall("a", [{}]),
+        RequestedCall("a", "{} {}"),
+        RequestedCall("a", "{"),
+        RequestedCall("a", ""),
+        RequestedCall("a", {"b": float("nan")}),
+        RequestedCall("a", {"b": "\ud800"}),
+        RequestedCall("a", {"b": object()}),
     ],
 )
 def test_what_is_no_call(asked):

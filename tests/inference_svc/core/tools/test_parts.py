@@ -21,9 +21,9 @@ from inference_svc.core.tools.parts import (
     Content,
     OpenCall,
     Reasoning,
+    collect_answer,
     is_open,
-    joined,
-    summed,
+    merge_texts,
     with_whole_calls,
 )
 from inference_svc.core.tools.reader import read_whole
@@ -57,13 +57,13 @@ HARMONY = (
 
 def parts_of(reader, pieces):
     """What an answer is that comes in pieces."""
-    return joined([part for piece in pieces for part in reader.push(piece)] + reader.end())
+    return merge_texts([part for piece in pieces for part in reader.push(piece)] + reader.end())
 
 
 def test_an_answer_is_summed_up():
     """By kind, each in order."""
     parts = [Content("a"), Reasoning("b"), MADE, Content("c"), Reasoning("d")]
-    found = summed(parts)
+    found = collect_answer(parts)
     assert (found.content, found.reasoning, found.calls) == ("ac", "bd", (MADE,))
 
 
@@ -80,7 +80,7 @@ def test_a_call_in_pieces_is_one():
 def test_texts_that_follow_one_another_are_joined():
     """Of a kind."""
     parts = [Content("a"), Content("b"), Reasoning("c"), Reasoning("d"), MADE, Content("e")]
-    assert joined(parts) == [Content("ab"), Reasoning("cd"), MADE, Content("e")]
+    assert merge_texts(parts) == [Content("ab"), Reasoning("cd"), MADE, Content("e")]
 
 
 def test_every_format_binds_its_calls():
@@ -103,8 +103,8 @@ def test_a_whole_answer_is_read_as_if_it_were_not_bound(drawn, data):
     for found in (pieces, writing.text, [writing.text]):
         reader = reader_of(family, NAMES, most_calls, is_bound=True)
         parts = parts_of(reader, found)
-        assert called(summed(parts)) == called(wanted)
-        assert summed(parts).content == wanted.content
+        assert called(collect_answer(parts)) == called(wanted)
+        assert collect_answer(parts).content == wanted.content
         assert is_open(reader.last_call) is None
 
 
@@ -121,10 +121,10 @@ def test_pieces_are_the_whole(family, name, arguments, data):
     cut = data.draw(st.integers(0, len(text)))
     reader = reader_of(family, is_bound=True)
     parts = parts_of(reader, text[:cut])
-    assert summed(parts) == read_whole(reader_of(family, is_bound=True), text[:cut])
+    assert collect_answer(parts) == read_whole(reader_of(family, is_bound=True), text[:cut])
     brace = wrote(family, [(name, {"\0": 1})]).text.index('{"\\u0000')
     if cut <= brace:
-        assert not summed(parts).calls
+        assert not collect_answer(parts).calls
         return
     begun, *pieces, ended = parts
     assert begun == CallBegun(name)
@@ -143,7 +143,7 @@ def test_answers_of_gpt_oss(end, size):
     reader = HarmonyReader(NAMES, is_bound=True)
     parts = parts_of(reader, [text[at : at + size] for at in range(0, end, size)])
     whole = read_whole(HarmonyReader(NAMES, is_bound=True), text)
-    assert summed(parts) == whole
+    assert collect_answer(parts) == whole
     if end == len(HARMONY):
         assert called(whole) == [("weather", {"city": "Bern <|end|>"}), ("get_time", {})]
         assert (whole.reasoning, whole.content) == ("It wants rain.", "Let me see.It rains.")
@@ -198,8 +198,8 @@ def test_what_is_not_certain_is_held_or_text(name, text):
     """As ever: of what may yet be none, a client gets no call."""
     reader = FORMATS[name].reader(NAMES, is_bound=True)
     parts = parts_of(reader, text)
-    assert summed(parts) == read_whole(FORMATS[name].reader(NAMES), text)
-    assert not summed(parts).calls
+    assert collect_answer(parts) == read_whole(FORMATS[name].reader(NAMES), text)
+    assert not collect_answer(parts).calls
 
 
 def test_a_list_of_calls_that_goes_wrong():
@@ -215,7 +215,7 @@ def test_a_list_of_calls_that_goes_wrong():
         ("deepseek", calls + "\n" + section_end + "So.", "So."),
     ):
         for pieces in (text, [text]):
-            answer = summed(parts_of(FORMATS[name].reader(NAMES, is_bound=True), pieces))
+            answer = collect_answer(parts_of(FORMATS[name].reader(NAMES, is_bound=True), pieces))
             assert (answer.content, called(answer)) == (content, [("weather", {})])
 
 
@@ -252,4 +252,4 @@ def test_several_calls_without_a_mark():
     """Each is shown as it comes."""
     writing = wrote(plain_json, [("weather", {"a": [1]}), ("get_time", {}), ("weather", {})])
     parts = parts_of(reader_of(plain_json, is_bound=True), writing.text)
-    assert called(summed(parts)) == writing.calls
+    assert called(collect_answer(parts)) == writing.calls

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from inference_svc.core.chat import ToolCall
 from inference_svc.core.tools.formats import HERMES, Hermes
 from inference_svc.core.tools.parts import Content
-from inference_svc.core.tools.reader import MarkedReader, num_open, read_whole
+from inference_svc.core.tools.reader import MarkedReader, num_pending, read_whole
 
 CALL = '<tool_call>{"name": "a"}</tool_call>'
 MADE = ToolCall("a", "{}")
@@ -70,4 +70,4 @@ def test_the_open_end_of_a_text(text, marks):
     assume(not any(mark in text for mark in marks))
     begun = [mark[:length] for mark in marks for length in range(len(mark))]
     ends = [len(begin) for begin in begun if text.endswith(begin)]
-    assert num_open(text, marks) == max(ends, default=0)
+    assert num_pending(text, marks) == max(ends, default=0)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from inference_svc.core.chat import ToolCall
 from inference_svc.core.tools.formats import FORMATS
-from inference_svc.core.tools.parts import summed
+from inference_svc.core.tools.parts import collect_answer
 from inference_svc.core.tools.reader import PlainReader, read_whole
 from inference_svc.core.tools.thoughts import ThoughtMarks, ThoughtReader, marks_in
 
@@ -62,7 +62,7 @@ def test_pieces_are_read_as_the_whole(parts, cuts):
     edges = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
     one = reader("hermes")
     found = [part for start, end in pairwise(edges) for part in one.push(text[start:end])]
-    assert summed([*found, *one.end()]) == read_whole(reader("hermes"), text)
+    assert collect_answer([*found, *one.end()]) == read_whole(reader("hermes"), text)
 
 
 def test_it_is_known_where_a_thought_is_under_way():
@@ -101,4 +101,4 @@ def test_the_marks_that_a_template_knows(template, opening):
 )
 def test_a_prompt_may_begin_a_thought(prompt, begun):
     """It may also close it at once."""
-    assert MARKS.begun_in(prompt) == begun
+    assert MARKS.open_mark_in(prompt) == begun

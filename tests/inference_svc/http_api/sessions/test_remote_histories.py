@@ -207,7 +207,7 @@ async def test_what_others_could_not_find_stays_here(here):
     assert (await submitted(here, turn(response_id="resp_1"), route)).response_id == ""
     named = await submitted(here, turn(), replace(route, is_named=True))
     assert (named.is_local, named.fork_id) == (False, "")
-    assert named.said_in("s", "Yes.").history == ""
+    assert named.digests_in("s", "Yes.").history == ""
 
 
 async def submitted(server, asked, route):

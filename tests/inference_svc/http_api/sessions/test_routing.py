@@ -10,7 +10,7 @@ from inference_svc.core.errors import EmptyTurnError, InvalidSamplingError
 from inference_svc.core.submission import ChatInput, ModelTraits, TextInput, TurnDefaults
 from inference_svc.core.template_arguments import canonical_arguments
 from inference_svc.core.truncation import OverflowPolicy
-from inference_svc.core.turn_record import Finished, Said, TurnRecord, Usage
+from inference_svc.core.turn_record import ConversationDigests, Finished, TurnRecord, Usage
 from inference_svc.http_api.answer_parts import Reading
 from inference_svc.http_api.errors import UnknownHistoryError
 from inference_svc.http_api.sessions.completion import Completion
@@ -26,7 +26,7 @@ from tests.turn_service import Service, serving
 
 KEY_OF = SessionKey("acme", "model", "s")
 DEFAULTS = TurnDefaults(64, OverflowPolicy("sinks", 0.25), "snapkv", 0.75, ModelTraits("ragged"))
-NOTHING_SAID = Said()
+NOTHING_SAID = ConversationDigests()
 SAID = (Message("user", "Hi"), Message("assistant", "Yes?"), Message("user", "More"))
 
 
@@ -127,7 +127,7 @@ class Server:
         before = await self.router.digest_before_answer(ANN, asked, route)
         is_local = self.router.is_local(asked, route, before)
         submission = asked.as_submission(route, key, DEFAULTS, before, is_local=is_local)
-        record = answered(route.turns, text, submission.said_in(route.session_id, text))
+        record = answered(route.turns, text, submission.digests_in(route.session_id, text))
         record = replace(record, request_id=asked.request_id, response=submission.response_id)
         await self._transcripts.append(key, record, is_final=False, is_local=is_local)
         finished = Finished("stop", text, Usage(), route.turns + 1)
@@ -335,4 +335,4 @@ async def test_what_is_not_all_of_a_named_session_is_not_told(two):
         (turn(conversation=going), route),
     ):
         assert await before(ANN, asked, at) is None
-        assert asked.as_submission(at, KEY_OF, DEFAULTS, None).said is None
+        assert asked.as_submission(at, KEY_OF, DEFAULTS, None).make_digests is None

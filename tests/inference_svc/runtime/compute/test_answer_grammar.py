@@ -12,7 +12,7 @@ from inference_svc.core.chat import Tool, ToolUse
 from inference_svc.core.errors import InvalidGrammarError
 from inference_svc.core.grammar import MAX_GRAMMAR_CHARACTERS
 from inference_svc.core.tools.formats import DEEPSEEK_MARKS
-from inference_svc.core.tools.parts import CallArguments, CallBegun, summed
+from inference_svc.core.tools.parts import CallArguments, CallBegun, collect_answer
 from inference_svc.core.tools.reader import read_whole
 from inference_svc.http_api.answer_parts import Reading
 from inference_svc.runtime.compute.grammars import MAX_KEPT, Grammars
@@ -127,7 +127,7 @@ def test_what_begins_as_a_call_is_one(name, tool):
         begun, *arguments = [p for p in parts if isinstance(p, CallBegun | CallArguments)]
         assert begun.name == tool.name
         assert len(arguments) > 1 or arguments[0].text in ("{}", '{"a": 1}')
-        (call,) = summed([*parts, *reader.end()]).calls
+        (call,) = collect_answer([*parts, *reader.end()]).calls
         assert not call.is_cut
         if tool.is_strict:
             validate(call.values, SCHEMA)

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 
 from inference_svc.core.answers import SamplingParams
 from inference_svc.core.errors import EngineFailedError, InvalidGrammarError
-from inference_svc.core.grammar import Grammar, GrammarKind, of_choices, of_schema
+from inference_svc.core.grammar import Grammar, GrammarKind, choice_grammar, schema_grammar
 from inference_svc.core.tools.parts import MAX_BLANKS
 from inference_svc.installation import SHIPPED_MODEL
 from inference_svc.runtime.compute.answer_grammar import AnswerGrammar
@@ -81,7 +81,7 @@ def test_every_schema_is_kept_to(rambler, way, every):
     rows, sampling = schemas(), WAYS[way]
     assert len(rows) > 200
     for number, row in list(enumerate(rows))[way % every :: every]:
-        text = rambler.answer(of_schema(row["schema"]), number, **sampling)
+        text = rambler.answer(schema_grammar(row["schema"]), number, **sampling)
         assert text is not None, row["name"]
         validator_for(row["schema"])(row["schema"]).validate(json.loads(text))
 
@@ -96,7 +96,7 @@ def test_a_regular_expression_is_kept_to(rambler):
 def test_one_of_several_texts(rambler):
     """Whatever is in them; each of them can be."""
     choices = ["yes", "no", 'a "quoted" \\ word', "two\nlines"]
-    said = {rambler.answer(of_choices(choices), seed) for seed in range(60)}
+    said = {rambler.answer(choice_grammar(choices), seed) for seed in range(60)}
     assert said == set(choices)
 
 
@@ -111,7 +111,7 @@ def test_a_grammar_with_a_stack(rambler):
 
 def test_blanks_are_bounded(rambler):
     """A model that likes nothing better could write them for ever."""
-    grammar = of_schema({"type": "array", "items": {"type": "null"}, "minItems": 2})
+    grammar = schema_grammar({"type": "array", "items": {"type": "null"}, "minItems": 2})
     matcher = rambler.grammars.compile(grammar)
     blank_id = rambler.tokenizer(" ", add_special_tokens=False).input_ids[-1]
     assert rambler.tokenizer.decode([blank_id]) == " "
@@ -129,7 +129,7 @@ def test_blanks_are_bounded(rambler):
 
 def test_logits_of_no_token_are_never_chosen(rambler):
     """Models pad their rows of logits."""
-    grammar = of_schema({"type": "object"})
+    grammar = schema_grammar({"type": "object"})
     for seed in range(5):
         assert isinstance(json.loads(rambler.answer(grammar, seed, num_more=64)), dict)
 
@@ -137,8 +137,8 @@ def test_logits_of_no_token_are_never_chosen(rambler):
 @pytest.mark.parametrize(
     ("grammar", "said"),
     [
-        (of_schema({"type": "nope"}), "nope"),
-        (of_schema({"unevaluatedItems": False}), "unevaluatedItems"),
+        (schema_grammar({"type": "nope"}), "nope"),
+        (schema_grammar({"unevaluatedItems": False}), "unevaluatedItems"),
         (Grammar(GrammarKind.JSON_SCHEMA, "{"), "cannot be kept to"),
         (Grammar(GrammarKind.REGEX, "("), "unclosed group"),
         (Grammar(GrammarKind.LARK, "start: nobody"), "nobody"),
@@ -159,7 +159,7 @@ def test_a_model_that_cannot_end_has_no_grammars(rambler):
         Grammars(None, 100, frozenset({1})),
     ):
         with pytest.raises(InvalidGrammarError, match="leave the grammar out"):
-            grammars.compile(of_schema({}))
+            grammars.compile(schema_grammar({}))
 
 
 class NotedMatcher:
@@ -264,7 +264,7 @@ def test_a_mask_that_fails_is_the_turns_error(rambler, thread):
 def test_an_answer_is_the_same_wherever_its_masks_are_found(rambler, overlap_tokens):
     """Also of several tokens a step, as drafts have them: only the first one's is begun."""
     grammars = Grammars(rambler.tokenizer, rambler.vocab_size, rambler.eos_ids, overlap_tokens)
-    grammar = of_schema({"type": "array", "items": {"type": "integer"}, "minItems": 3})
+    grammar = schema_grammar({"type": "array", "items": {"type": "integer"}, "minItems": 3})
     params = SamplingParams(seed=3, temperature=1.0)
     plain = Sampler(params, rambler.eos_ids, rambler.grammars.compile(grammar))
     other = Sampler(params, rambler.eos_ids, grammars.compile(grammar))

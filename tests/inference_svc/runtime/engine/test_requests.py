@@ -90,7 +90,7 @@ async def test_who_goes_on_unsaved_still_gets_its_history(model):
         counts = engine.counters.snapshot()
         assert (counts["save_dropped"], counts["steps_failed"]) == (1, 0)
         await engine.loop.idle.wait()
-        slots.give(held)
+        slots.release(held)
         await engine.all_released()
 
 

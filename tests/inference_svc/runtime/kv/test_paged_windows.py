@@ -88,7 +88,7 @@ def test_one_goes_on_from_pages_of_another(model, windowed):
     while follower.num_tokens < 116:
         for kv, (mine, text) in texts.items():
             end = min(len(text), kv.num_tokens + 6)
-            if slots.own_window(mine, kv.num_tokens, end):
+            if slots.make_window_private(mine, kv.num_tokens, end):
                 num_moved += 1
                 kv.grow(mine.pages)
             windowed.feed(kv, text[kv.num_tokens : end])

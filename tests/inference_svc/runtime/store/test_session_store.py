@@ -155,7 +155,7 @@ async def test_what_is_not_worth_reading_from_ssd_may_be_in_dram(model, copy_thr
             scene.rates.steps.note(num_tokens, pairs(0, num_tokens), 1e-3 * num_tokens)
             scene.rates.steps.note(1, 9 * num_tokens, 1e-3)
     chooser = scene.store.loads._chooser
-    wanted = [chooser.wants(LoadPolicy.AUTO, "ssd", start, 39, IDLE) for start in (0, 20)]
+    wanted = [chooser.should_load(LoadPolicy.AUTO, "ssd", start, 39, IDLE) for start in (0, 20)]
     assert wanted == [True, False]
     begun, kv, _ = await scene.load(LoadPolicy.AUTO)
     assert (begun.end_token, begun.reason) == (39, "")

@@ -12,7 +12,7 @@ from inference_svc.core.context import Context
 from inference_svc.core.discards import Discard
 from inference_svc.core.submission import Submission, TokenInput
 from inference_svc.core.truncation import FrameTokens, OverflowPolicy, TurnWindow
-from inference_svc.core.turn_record import AnswerToken, Graft, Said
+from inference_svc.core.turn_record import AnswerToken, ConversationDigests, Graft
 from inference_svc.runtime.compute.sampling import Sampled, Sampler
 from inference_svc.runtime.engine.engine_request import EngineRequest
 from inference_svc.runtime.turns.answer_writer import (
@@ -266,7 +266,7 @@ async def test_a_record_says_what_the_whole_conversation_was(running):
     """As the submission makes it of the answer's text and its session; "" where it cannot."""
     record = running.sink.record(running, 3, PROMPT_OF_TURN)
     assert (record.said, record.history) == ("", "")
-    turn = Turn(replace(running.sink._turn.submission, said=Said))
+    turn = Turn(replace(running.sink._turn.submission, make_digests=ConversationDigests))
     tokenizer = make_tokenizer("byte_level")
     answer = GrowingAnswer(SAMPLING, frozenset())
     writer = running.sink = AnswerWriter(turn, answer, tokenizer, PROMPT, 0, Histogram())

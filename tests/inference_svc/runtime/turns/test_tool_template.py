@@ -9,7 +9,7 @@ from jsonschema import validate
 from inference_svc.core.chat import ASSISTANT, SYSTEM, TOOL, USER, Message, Tool, ToolCall
 from inference_svc.core.errors import InvalidTurnError
 from inference_svc.core.tools.forced import ForcedReader
-from inference_svc.core.tools.parts import summed
+from inference_svc.core.tools.parts import collect_answer
 from inference_svc.core.tools.reader import read_whole
 from inference_svc.runtime.compute.grammars import Grammars
 from inference_svc.runtime.turns.tool_template import PROBE, RESULT, ToolTemplate, short_id
@@ -305,7 +305,7 @@ def as_it_comes(text, tools, token_ids):
     otherwise = text.tool_format.reader(set(names), None)
     reader = ForcedReader(text.heads_of_calls(names), otherwise)
     parts = [part for character in text.decode(token_ids) for part in reader.push(character)]
-    return list(summed([*parts, *reader.end()]).calls)
+    return list(collect_answer([*parts, *reader.end()]).calls)
 
 
 def test_a_call_that_has_to_be_holds_no_endless_blanks():

@@ -10,7 +10,7 @@ import pytest
 
 from inference_svc.core.answers import SamplingParams
 from inference_svc.core.errors import RequestIdReusedError, SessionEndedError, TurnMismatchError
-from inference_svc.core.turn_record import Accepted, Finished, Said, Started, Tokens
+from inference_svc.core.turn_record import Accepted, ConversationDigests, Finished, Started, Tokens
 from inference_svc.runtime.turns.disk_trouble import PROBE_FILE
 from inference_svc.runtime.turns.store_calls import StoreCalls
 from shared.process.backoff import Backoff
@@ -262,10 +262,10 @@ async def test_a_turn_that_another_server_has_overtaken(model, tmp_path):
             await stack.enter_async_context(sharing(model, tmp_path / name, blobs))
             for name in ("here", "there")
         ]
-        begun = await here.run(range(20, 40), fork_id="unused", said=said)
+        begun = await here.run(range(20, 40), fork_id="unused", make_digests=said)
         assert begun[-1].moved_to == ""
         await there.run(range(50, 60))
-        accepted, *_, last = await here.run(range(60, 70), fork_id="mine", said=said)
+        accepted, *_, last = await here.run(range(60, 70), fork_id="mine", make_digests=said)
         assert (accepted.turn, last.turns, last.moved_to) == (1, 2, "mine")
         assert await here.counts("turns_forked", "turns_failed") == (1, 0)
 
@@ -282,7 +282,7 @@ async def test_a_turn_that_another_server_has_overtaken(model, tmp_path):
 
 
 def said(text, session_id):
-    return Said(f"{session_id}: {text}", f"all, {text}")
+    return ConversationDigests(f"{session_id}: {text}", f"all, {text}")
 
 
 @asynccontextmanager
