@@ -27,7 +27,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
 
 
 def completion(shell: ShellName) -> None:
-    """Print a script for Tab: a shell then completes commands, options and their values.
+    """Print a completion script: Tab then completes commands, options and values.
 
     bash: put `source <(inference-svc completion bash)` into ~/.bashrc. zsh: the same with zsh into
     ~/.zshrc, after compinit. fish: `inference-svc completion fish >

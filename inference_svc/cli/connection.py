@@ -47,11 +47,13 @@ Address = Annotated[
 ]
 TokenFile = Annotated[
     Path | None,
-    typer.Option(envvar="INFERENCE_TOKEN_FILE", help="File with the token to come with."),
+    typer.Option(envvar="INFERENCE_TOKEN_FILE", help="File with the token to send."),
 ]
 TlsCa = Annotated[
     Path | None,
-    typer.Option(envvar="INFERENCE_TLS_CA_FILE", help="PEM: who signed the certificate."),
+    typer.Option(
+        envvar="INFERENCE_TLS_CA_FILE", help="PEM: authority of the service's certificate."
+    ),
 ]
 TlsCert = Annotated[
     Path | None, typer.Option(envvar="INFERENCE_TLS_CERT_FILE", help="PEM: own certificate.")
@@ -82,15 +84,15 @@ def client_of(
 
 
 def token(
-    name: Annotated[str, typer.Argument(help="What the settings call the client.")] = "NAME",
+    name: Annotated[str, typer.Argument(help="Name of the client in the settings.")] = "NAME",
     file: Annotated[
-        Path | None, typer.Option(help="Write it to this new file, which only you can read.")
+        Path | None, typer.Option(help="Write it to this new file, readable only by you.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document.")] = False,
 ) -> None:
-    """Make a token for a client, and say what the settings need of it.
+    """Make a token for a client, and print its digest for the settings.
 
-    Nothing is kept but the file: the settings need only the digest.
+    Only the file contains the token; the settings need only the digest.
     """
     import json
 

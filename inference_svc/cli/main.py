@@ -59,17 +59,17 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
 
 EXIT_CODES: Mapping[int, str] = {
     0: "done",
-    1: "the demo has not shown what it should, what `up` runs has ended, or the command failed",
+    1: "the demo failed, a process of `up` has ended, or the command failed",
     2: "bad usage or value",
     3: "unknown session or turn",
-    4: "in use: another turn of the session is under way, or this one was cancelled",
-    5: "not as things stand now: what was asked for does not fit what there is",
-    6: "a bound is reached: of the queue, of the tenant, or of the disk; try again later",
-    7: "not allowed: no or a wrong token or certificate, or not this role or tenant",
-    8: "not done within the time there is for a call",
-    69: "no service answers, or it is about to stop",
-    70: "the model failed while it computed a turn",
-    78: "the settings or the model cannot be used, or the start was refused",
+    4: "in use: another turn of the session is running, or this one was cancelled",
+    5: "not possible in the current state",
+    6: "a limit is reached: of the queue, the tenant, or the disk; try again later",
+    7: "not allowed: missing or wrong token or certificate, role or tenant",
+    8: "deadline exceeded",
+    69: "no service answers, or it is stopping",
+    70: "the model failed during a turn",
+    78: "the settings or the model are invalid, or the start was refused",
     130: "interrupted with Ctrl-C",
 }
 
@@ -82,7 +82,7 @@ SETUP = "Setting up"
 COMMANDS: Mapping[str, LazyCommand] = {
     "up": LazyCommand(
         "inference_svc.cli.up:up",
-        "Start kvd and a service for the programs of this machine; Ctrl-C ends both",
+        "Start kvd and a service for programs on this machine; Ctrl-C ends both",
         heading=SERVING,
     ),
     "serve": LazyCommand(
@@ -95,12 +95,12 @@ COMMANDS: Mapping[str, LazyCommand] = {
     ),
     "status": LazyCommand(
         "inference_svc.cli.status:status",
-        "Say what a running service serves, and how it goes; exit code 69 if nobody answers",
+        "Show a running service's model, state and load; exit code 69 if none answers",
         heading=CLIENTS,
     ),
     "why": LazyCommand(
         "inference_svc.cli.why:why",
-        "Say why a turn was not read from the cache, and show what differs",
+        "Explain why a turn was not found in the cache, and show what differs",
         heading=CLIENTS,
     ),
     "top": LazyCommand(
@@ -115,7 +115,7 @@ COMMANDS: Mapping[str, LazyCommand] = {
     ),
     "token": LazyCommand(
         "inference_svc.cli.connection:token",
-        "Make a token for a client, and say what the settings need of it",
+        "Make a token for a client, and print its digest for the settings",
         heading=SETUP,
     ),
     "config": LazyCommand(
@@ -133,7 +133,7 @@ COMMANDS: Mapping[str, LazyCommand] = {
     ),
     "completion": LazyCommand(
         "inference_svc.cli.completion:completion",
-        "Print a script for Tab: a shell then completes commands, options and their values",
+        "Print a completion script: Tab then completes commands, options and values",
         heading=SETUP,
     ),
     "complete": LazyCommand(

@@ -28,29 +28,29 @@ def serve(
         list[str] | None,
         typer.Option(
             metavar="ADDRESS",
-            help="unix:/path, host:port or auto; as often as there are addresses.",
+            help="unix:/path, host:port or auto; repeat for more addresses.",
         ),
     ] = None,
     openai: Annotated[
         list[str] | None,
         typer.Option(
             metavar="ADDRESS",
-            help="OpenAI's API, for whoever is on this machine: 127.0.0.1:PORT or unix:/path.",
+            help="OpenAI's API for local programs: 127.0.0.1:PORT or unix:/path.",
         ),
     ] = None,
-    state_dir: Annotated[str | None, typer.Option(help="Where transcripts are kept.")] = None,
+    state_dir: Annotated[str | None, typer.Option(help="Directory of transcripts.")] = None,
     mode: Annotated[str | None, typer.Option(help="cached, or recompute (never kvd).")] = None,
     load_policy: Annotated[str | None, typer.Option(help="auto, always or never.")] = None,
     residents: Annotated[
         bool | None, typer.Option(help="Keep sessions' KV in memory after their turns.")
     ] = None,
     saving: Annotated[str | None, typer.Option(help="async, sync or off.")] = None,
-    kvd_runtime_dir: Annotated[str | None, typer.Option(help="Where kvd's sockets are.")] = None,
+    kvd_runtime_dir: Annotated[str | None, typer.Option(help="Directory of kvd's sockets.")] = None,
     max_running: Annotated[
         int | None, typer.Option(help="Turns in a batch; 0: by the device.")
     ] = None,
     max_turns: Annotated[
-        int | None, typer.Option(help="Turns under way, waiting included.")
+        int | None, typer.Option(help="Turns in progress, waiting ones included.")
     ] = None,
     kv_tokens: Annotated[int | None, typer.Option(help="KV in memory; 0: by free memory.")] = None,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning, error.")] = None,
@@ -119,7 +119,7 @@ def config_show(
 
 @config_app.command("check")
 def config_check(config: ConfigOption = None) -> None:
-    """Say whether the service would accept the settings on this machine; a line each problem.
+    """Check whether the service would accept the settings on this machine.
 
     What only the loaded model tells, the start says: whether scheduler.kv_tokens of its KV fit.
     """

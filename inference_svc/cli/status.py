@@ -39,7 +39,7 @@ def status(
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
 ) -> None:
-    """Say what a running service serves, and how it goes; exit code 69 if nobody answers."""
+    """Show a running service's model, state and load; exit code 69 if none answers."""
 
     async def get_model() -> pb.Model:
         async with client_of(address, token_file, tls_ca, tls_cert, tls_key) as client:

@@ -122,7 +122,7 @@ class NoTerminalError(InvalidInputError):
 def top(
     address: Address,
     interval: Annotated[
-        str, typer.Option("--interval", metavar="TIME", help="Time between two looks.")
+        str, typer.Option("--interval", metavar="TIME", help="Time between two updates.")
     ] = "2s",
     token_file: TokenFile = None,
     tls_ca: TlsCa = None,

@@ -50,13 +50,13 @@ class UpStateError(ConfigError):
 
 def up(
     model: Annotated[
-        Path | None, typer.Option(help="Model directory, or GGUF file; else the demo model.")
+        Path | None, typer.Option(help="Model directory or GGUF file; default: the demo model.")
     ] = None,
     openai: Annotated[
         list[str] | None,
         typer.Option(
             metavar="ADDRESS",
-            help="OpenAI's API: 127.0.0.1:PORT or unix:/path; as often as there are addresses.",
+            help="OpenAI's API: 127.0.0.1:PORT or unix:/path; repeat for more addresses.",
             show_default=OPENAI,
         ),
     ] = None,
@@ -76,10 +76,10 @@ def up(
     device: Annotated[str | None, typer.Option(help="cpu, cuda, or of several cuda:1.")] = None,
     threads: Annotated[int | None, typer.Option(help="Compute threads; 0: torch's choice.")] = None,
 ) -> None:
-    """Start kvd and a service for the programs of this machine; Ctrl-C ends both.
+    """Start kvd and a service for programs on this machine; Ctrl-C ends both.
 
-    Who is on this machine needs no account, and nobody else can call. With the same state directory
-    conversations go on after a restart, without being computed again. `kvd serve` and
+    Local programs need no account, and other machines have no access. With the same state
+    directory, conversations continue after a restart without recomputation. `kvd serve` and
     `inference-svc serve` have more settings.
     """
     from inference_svc.pair import Pair

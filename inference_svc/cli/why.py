@@ -17,21 +17,21 @@ _INDENT = 10
 
 
 def why(
-    session: Annotated[str, typer.Argument(help="The session, as usage and log name it.")],
+    session: Annotated[str, typer.Argument(help="Session id, as in usage and log.")],
     address: Address,
     turn: Annotated[
-        int | None, typer.Option(min=0, help="Index of the turn; without, the last that missed.")
+        int | None, typer.Option(min=0, help="Index of the turn; default: the last that missed.")
     ] = None,
-    tenant: Annotated[str, typer.Option(help="The session's tenant; without, your first.")] = "",
+    tenant: Annotated[str, typer.Option(help="The session's tenant; default: your first.")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document.")] = False,
     token_file: TokenFile = None,
     tls_ca: TlsCa = None,
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
 ) -> None:
-    """Say why a turn was not read from the cache, and show what differs.
+    """Explain why a turn was not found in the cache, and show what differs.
 
-    Shows the texts around the first difference: to whoever may read the session.
+    Shows the texts around the first difference, to callers who may read the session.
     """
 
     async def explain() -> pb.ExplainMissResponse:

@@ -42,7 +42,7 @@ WAIT_S = 2.0  # users do not wait longer after pressing Tab
 
 
 def completion(shell: ShellName) -> None:
-    """Print a script for Tab: a shell then completes commands, options, stored sessions.
+    """Print a completion script: Tab then completes commands, options, sessions.
 
     bash: put `source <(kvd completion bash)` into ~/.bashrc. zsh: the same with zsh into ~/.zshrc,
     after compinit. fish: `kvd completion fish > ~/.config/fish/completions/kvd.fish`.

@@ -20,7 +20,7 @@ config_app = typer.Typer(
 )
 
 Running = Annotated[
-    bool, typer.Option("--running", help="Those in force in the running kvd, not the file's.")
+    bool, typer.Option("--running", help="Print the running kvd's settings, not the file's.")
 ]
 
 
@@ -31,7 +31,7 @@ def config_show(
     runtime_dir: RuntimeDir = None,
     as_json: AsJson = False,
 ) -> None:
-    """Print every setting, where it came from, and whether a reload changes it.
+    """Print every setting, its source, and whether a reload changes it.
 
     In JSON sizes are bytes and durations seconds.
     """
@@ -51,14 +51,14 @@ def config_show(
 
 @config_app.command("check")
 def config_check(config_file: Config = None) -> None:
-    """Exit 0 if the settings can be used, else list every problem."""
+    """Exit 0 if the settings are valid, otherwise list every problem."""
     with listing_problems("kvd"):
         config.load(config_file, {})
 
 
 @config_app.command("reload")
 def config_reload(runtime_dir: RuntimeDir = None, as_json: AsJson = False) -> None:
-    """Have the running kvd read its settings again; what is wrong changes nothing."""
+    """Have the running kvd read its settings again; invalid ones change nothing."""
     with open_client(runtime_dir) as client:
         answer = client.reload_settings()
     if as_json:

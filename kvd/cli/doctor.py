@@ -20,7 +20,7 @@ SYSTEM_CONFIG = Path("/etc/kvd/kvd.toml")  # where kvd install-units puts it
 _STYLES = {Level.OK: "green", Level.WARNING: "yellow", Level.PROBLEM: "bold red"}
 _SIGNS = {Level.OK: "ok", Level.WARNING: "warning", Level.PROBLEM: "PROBLEM"}
 
-Quiet = Annotated[bool, typer.Option("--quiet", help="Only what is to be done.")]
+Quiet = Annotated[bool, typer.Option("--quiet", help="Only problems and remedies.")]
 
 
 def doctor(
@@ -32,7 +32,7 @@ def doctor(
     quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> None:
-    """Look for what stands in kvd's way on this machine, and say how to mend it."""
+    """Examine this machine for problems, with a remedy for each."""
     # Imported here: it imports parts of the daemon, which no other command needs.
     from kvd.doctor.examination import examine
 

@@ -19,21 +19,21 @@ _IDS = frozenset(
 
 def events(
     follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Go on with those that come, until Ctrl-C.")
+        bool, typer.Option("--follow", "-f", help="Continue with new events until Ctrl-C.")
     ] = False,
-    session: Annotated[str, typer.Option(help="Only those about this session.")] = "",
-    tenant: Annotated[str, typer.Option(help="Only those about this tenant's sessions.")] = "",
+    session: Annotated[str, typer.Option(help="Only events of this session.")] = "",
+    tenant: Annotated[str, typer.Option(help="Only events of this tenant's sessions.")] = "",
     name: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="Only those of this name; may be said again."),
+        typer.Option(metavar="NAME", help="Only events with this name."),
     ] = None,
     last: Annotated[
-        int, typer.Option("--last", min=0, help="So many of the past, as far as kvd remembers.")
+        int, typer.Option("--last", min=0, help="Number of past events, as far as kvd remembers.")
     ] = 20,
     runtime_dir: RuntimeDir = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show what happened lately, oldest first; with --follow also what happens.
+    """Show recent events, oldest first; with --follow also new ones.
 
     With --json and --follow it prints a document a line. kvd remembers some thousands of events
     since its start; its log has all of them.

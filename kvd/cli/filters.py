@@ -117,18 +117,16 @@ class SortName(StrEnum):
 
 OfTenant = Annotated[str, typer.Option("--tenant", help="Only this tenant.")]
 InTier = Annotated[
-    TierName | None, typer.Option("--tier", help="Only those with something in this tier.")
+    TierName | None, typer.Option("--tier", help="Only sessions with blocks in this tier.")
 ]
 Idle = Annotated[
-    str, typer.Option("--idle", metavar="TIME", help='Only those not used for so long: "10m".')
+    str, typer.Option("--idle", metavar="TIME", help='Only sessions unused for at least: "10m".')
 ]
 LargerThan = Annotated[
-    str, typer.Option("--larger-than", metavar="SIZE", help='Only larger ones: "1GB".')
+    str, typer.Option("--larger-than", metavar="SIZE", help='Only sessions larger than: "1GB".')
 ]
-Pinned = Annotated[bool, typer.Option("--pinned", help="Only pinned ones, softly or not.")]
-Ended = Annotated[
-    bool, typer.Option("--ended", help="Only those whose engine said that they will not come back.")
-]
+Pinned = Annotated[bool, typer.Option("--pinned", help="Only pinned sessions, softly or not.")]
+Ended = Annotated[bool, typer.Option("--ended", help="Only sessions that have ended.")]
 Sort = Annotated[
     SortName,
     typer.Option(
@@ -136,9 +134,9 @@ Sort = Annotated[
         help="idle: longest unused first; bytes, tokens: most first; ttl: next to expire first.",
     ),
 ]
-Reverse = Annotated[bool, typer.Option("--reverse", help="The other way round.")]
+Reverse = Annotated[bool, typer.Option("--reverse", help="Reverse the order.")]
 Interval = Annotated[
-    str, typer.Option("--interval", metavar="TIME", help="Time between two looks.")
+    str, typer.Option("--interval", metavar="TIME", help="Time between two updates.")
 ]
 
 ORDERS = {

@@ -71,15 +71,15 @@ def install_units(
         bool, typer.Option("--user", help="For your own systemd, without root.")
     ] = False,
     root: Annotated[
-        Path | None, typer.Option(help="Under this directory, which is / of an image.")
+        Path | None, typer.Option(help="Install under this directory, the root of an image.")
     ] = None,
-    removing: Annotated[
-        bool, typer.Option("--remove", help="Take away what was put there.")
+    removing: Annotated[bool, typer.Option("--remove", help="Remove what was installed.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only report what would be done.")
     ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what it would do.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Put units, users and settings where systemd looks for them; settings of yours are kept.
+    """Install units, users and settings for systemd; your own settings are kept.
 
     Links to the commands and their man pages go to /usr/local (with --user: ~/.local), where a
     shell and man find them, and scripts for Tab beside them.

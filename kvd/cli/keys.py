@@ -41,13 +41,13 @@ def key_new(file: KeyFile, as_json: AsJson = False) -> None:
 def key_rotate(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="The new key, of kvd key new.")],
     old: Annotated[
-        str | None, typer.Option(help="File of the key until now. Default: encryption.key_file.")
+        str | None, typer.Option(help="File of the previous key. Default: encryption.key_file.")
     ] = None,
     config_file: Config = None,
     state_dir: StateDir = None,
     as_json: AsJson = False,
 ) -> None:
-    """Wrap every tenant's key by a new master key, while kvd is stopped; no block is written."""
+    """Wrap every tenant's key with a new master key while kvd is stopped."""
     from kvd.caches.layout_opening import VOLUMES
     from kvd.caches.tenant_secrets import rotate_master_key
     from kvd.daemon import MANIFEST_NAME

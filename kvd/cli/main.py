@@ -104,24 +104,24 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
 EXIT_BROKEN = 70  # EX_SOFTWARE
 EXIT_CODES: Mapping[int, str] = {
     0: "done",
-    1: "something was found that is not as it should be: corrupt copies that verify could not put "
-    "right, problems that doctor found; or the command itself failed",
-    2: "bad usage or value, or a question that was not answered with yes",
+    1: "a problem was found: corrupt copies that verify could not repair, findings of doctor; or "
+    "the command failed",
+    2: "bad usage or value, or a question not answered with yes",
     3: "unknown session or model, or a process that holds no lease",
-    4: "in use: an engine works with it just now, or another server owns it",
-    5: "not as things stand now: what was asked for does not fit what there is",
-    6: "a bound is reached: another verify runs, or too many watch already",
-    7: "not allowed: no or a wrong token or certificate, or not this role or tenant",
-    8: "not done within the time there is for a call",
+    4: "in use: by an engine, or owned by another server",
+    5: "not possible in the current state",
+    6: "a limit is reached: another verify runs, or there are too many watchers",
+    7: "not allowed: missing or wrong token or certificate, role or tenant",
+    8: "deadline exceeded",
     69: "kvd is not running, or does not answer",
     70: "kvd stopped because of a bug",
-    78: "the settings cannot be used, or the start was refused",
+    78: "the settings are invalid, or the start was refused",
     130: "interrupted with Ctrl-C",
 }
 
 # Headings of the help's list of commands.
 SESSIONS = "Sessions"
-LOOKING = "What goes on"
+LOOKING = "Monitoring"
 DAEMON = "The daemon"
 PLANNING = "Sizes and speeds"
 SETUP = "Setting up"
@@ -135,23 +135,23 @@ COMMANDS: Mapping[str, LazyCommand] = {
     "ls": LazyCommand("kvd.cli.sessions:list_sessions", "List stored sessions", heading=SESSIONS),
     "show": LazyCommand(
         "kvd.cli.sessions:show",
-        "Show one session: its facts, leases, blocks, and what happened to it lately",
+        "Show one session: properties, leases, blocks and recent history",
         heading=SESSIONS,
     ),
     "why": LazyCommand(
         "kvd.cli.sessions:why",
-        "Say why KV of a session was missed, and what would keep it",
+        "Explain why KV of a session was missed, and what would keep it",
         heading=SESSIONS,
     ),
     "flush": LazyCommand(
         "kvd.cli.sessions:flush",
-        "Drop the KV of one session, of those that fit, or of all, from every tier",
+        "Drop the KV of one session, of matching ones, or of all, from every tier",
         heading=SESSIONS,
     ),
     "pin": LazyCommand(
         "kvd.cli.sessions:pin", "Protect a session from eviction and expiry", heading=SESSIONS
     ),
-    "unpin": LazyCommand("kvd.cli.sessions:unpin", "Take the protection away", heading=SESSIONS),
+    "unpin": LazyCommand("kvd.cli.sessions:unpin", "Remove a session's pin", heading=SESSIONS),
     "ttl": LazyCommand(
         "kvd.cli.sessions:ttl",
         "Set how long a session is kept after its last use",
@@ -159,12 +159,12 @@ COMMANDS: Mapping[str, LazyCommand] = {
     ),
     "stats": LazyCommand(
         "kvd.cli.tiers:stats",
-        "Show how full the tiers are, who is attached, and what was counted",
+        "Show tiers, engines, tenants and counters",
         heading=LOOKING,
     ),
     "events": LazyCommand(
         "kvd.cli.events:events",
-        "Show what happened lately, oldest first; with --follow also what happens",
+        "Show recent events, oldest first; with --follow also new ones",
         heading=LOOKING,
     ),
     "top": LazyCommand(
@@ -174,7 +174,7 @@ COMMANDS: Mapping[str, LazyCommand] = {
     ),
     "leases": LazyCommand(
         "kvd.cli.tiers:leases",
-        "List who uses slots, oldest first; or end a process that hangs on to some",
+        "List leases, oldest first; or kill a process that holds some",
         heading=LOOKING,
     ),
     "verify": LazyCommand(
@@ -184,32 +184,32 @@ COMMANDS: Mapping[str, LazyCommand] = {
     ),
     "reopen": LazyCommand(
         "kvd.cli.tiers:reopen",
-        "Open a layout that was unavailable, or decide what becomes of it",
+        "Open an unavailable layout, or decide what to do with it",
         heading=DAEMON,
     ),
     "export": LazyCommand(
         "kvd.cli.session_files:export_session",
-        "Write a session's tokens and KV to a file, which kvd import takes in elsewhere",
+        "Write a session's tokens and KV to a file for kvd import",
         heading=SESSIONS,
     ),
     "import": LazyCommand(
         "kvd.cli.session_files:import_session",
-        "Store a session from a file that kvd export has written; damaged ones are refused",
+        "Store a session from a file of kvd export; damaged files are refused",
         heading=SESSIONS,
     ),
     "push": LazyCommand(
         "kvd.cli.moving:push",
-        "Store sessions in an object store, from where another kvd pulls them",
+        "Store sessions in an object store, for other kvds to pull",
         heading=SESSIONS,
     ),
     "pull": LazyCommand(
         "kvd.cli.moving:pull",
-        "Store sessions from an object store here, and become their owner",
+        "Fetch sessions from an object store, and become their owner",
         heading=SESSIONS,
     ),
     "remote": LazyCommand(
         "kvd.cli.remote:remote_app",
-        "List and remove sessions in an object store, sweep it; move sessions by themselves",
+        "List, remove and sweep sessions in an object store; move sessions automatically",
         heading=SESSIONS,
     ),
     "plan": LazyCommand(
@@ -224,22 +224,22 @@ COMMANDS: Mapping[str, LazyCommand] = {
     ),
     "doctor": LazyCommand(
         "kvd.cli.doctor:doctor",
-        "Look for what stands in kvd's way on this machine, and say how to mend it",
+        "Examine this machine for problems, with a remedy for each",
         heading=DAEMON,
     ),
     "install-units": LazyCommand(
         "kvd.cli.install:install_units",
-        "Put units, users and settings where systemd looks for them; settings of yours are kept",
+        "Install units, users and settings for systemd; your own settings are kept",
         heading=SETUP,
     ),
     "token": LazyCommand(
         "kvd.cli.token:token",
-        "Make a token for a client, and say what the settings need of it",
+        "Make a token for a client, and print its digest for the settings",
         heading=SETUP,
     ),
     "completion": LazyCommand(
         "kvd.cli.completion:completion",
-        "Print a script for Tab: a shell then completes commands, options, stored sessions",
+        "Print a completion script: Tab then completes commands, options, sessions",
         heading=SETUP,
     ),
     "complete": LazyCommand(
@@ -260,7 +260,7 @@ app = typer.Typer(
     name="kvd",
     cls=lazy_group(COMMANDS, examples_adder(EXAMPLES)),
     help="KV-cache daemon: keeps the keys and values of conversations in DRAM and on SSD.\n\n"
-    "--runtime-dir, and --address with what belongs to it, stand before or after the command.",
+    "--runtime-dir, and --address with what belongs to it, may stand before or after the command.",
     epilog=exit_codes_help(EXIT_CODES),
     rich_markup_mode=None,
     no_args_is_help=True,

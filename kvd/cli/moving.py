@@ -38,7 +38,7 @@ LINE_EVERY_S = 0.2  # between two updates of the progress line
 
 Sessions = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[SESSION]...", help="Session ids, or how only one begins."),
+    typer.Argument(metavar="[SESSION]...", help="Session ids, or unique beginnings of them."),
 ]
 WholeSessions = Annotated[list[str], typer.Argument(metavar="SESSION...", help="Session ids.")]
 OfTenant = Annotated[
@@ -47,9 +47,11 @@ OfTenant = Annotated[
 To = Annotated[str, typer.Option("--to", metavar="URL", help="Store. Default: remote.url.")]
 From = Annotated[str, typer.Option("--from", metavar="URL", help="Store. Default: remote.url.")]
 Rate = Annotated[
-    str, typer.Option("--rate", metavar="SIZE", help='At most so many bytes a second: "100MB".')
+    str, typer.Option("--rate", metavar="SIZE", help='Most bytes per second: "100MB".')
 ]
-Model = Annotated[str, typer.Option("--model", help="Only models whose fingerprint starts so.")]
+Model = Annotated[
+    str, typer.Option("--model", help="Only models whose fingerprint starts with this.")
+]
 
 
 def push(
@@ -59,17 +61,19 @@ def push(
     to: To = "",
     model: Model = "",
     take: Annotated[
-        bool, typer.Option("--take", help="Even those that another server owns there.")
+        bool, typer.Option("--take", help="Include sessions that another server owns there.")
     ] = False,
     prefix: Annotated[
         bool,
-        typer.Option("--prefix", help="If kvd does not know of its discards: what is before them."),
+        typer.Option(
+            "--prefix", help="If kvd does not know its discards, push what precedes them."
+        ),
     ] = False,
     rate: Rate = "",
     runtime_dir: RuntimeDir = None,
     as_json: AsJson = False,
 ) -> None:
-    """Store sessions in an object store, from where another kvd pulls them.
+    """Store sessions in an object store, for other kvds to pull.
 
     Those that are in memory only go first, then those that would cost most to compute again. What
     is there already is not sent again: a push that was broken off goes on. With [encryption] the
@@ -108,19 +112,22 @@ def pull(
     ),
     model: Model = "",
     copy: Annotated[
-        bool, typer.Option("--copy", help="Do not become the owner: it is not pushed from here.")
+        bool,
+        typer.Option(
+            "--copy", help="Do not become the owner; the session is not pushed from here."
+        ),
     ] = False,
     replace: Annotated[
-        bool, typer.Option("--replace", help="Even if there is such a session here.")
+        bool, typer.Option("--replace", help="Replace an existing session.")
     ] = False,
     new_layout: Annotated[
-        bool, typer.Option("--new-layout", help="Even if no engine of this layout was ever here.")
+        bool, typer.Option("--new-layout", help="Accept a layout that no engine has used here.")
     ] = False,
     rate: Rate = "",
     runtime_dir: RuntimeDir = None,
     as_json: AsJson = False,
 ) -> None:
-    """Store sessions from an object store here, and become their owner.
+    """Fetch sessions from an object store, and become their owner.
 
     Who owned them before can push nothing of them any more, until it pulls them itself. Their own
     TTLs and their pins come with them.

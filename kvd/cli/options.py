@@ -26,13 +26,15 @@ Config = Annotated[
     typer.Option("--config", envvar="KVD_CONFIG", help="TOML file, see systemd/kvd.toml."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
-Yes = Annotated[bool, typer.Option("--yes", help="Do not ask first.")]
+Yes = Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")]
 SessionId = Annotated[
-    str, typer.Argument(metavar="SESSION", help="Session id, or how only one begins.")
+    str, typer.Argument(metavar="SESSION", help="Session id, or a unique beginning of one.")
 ]
 Tenant = Annotated[str, typer.Option(help='Tenant of the session. Default: "default", else any.')]
 Model = Annotated[str, typer.Option(help="Model fingerprint, if several have this session.")]
-OfModel = Annotated[str, typer.Option("--model", help="Only models whose fingerprint starts so.")]
+OfModel = Annotated[
+    str, typer.Option("--model", help="Only models whose fingerprint starts with this.")
+]
 
 
 def key_of(session: str, tenant: str, model: str) -> "kvd_pb2.SessionKey":

@@ -31,7 +31,7 @@ _STORE = {None: "was not asked yet", True: "answers", False: "FAILS"}
 
 remote_app = typer.Typer(
     cls=WholeHelp,
-    help="List and remove sessions in an object store, sweep it; move sessions by themselves.",
+    help="List, remove and sweep sessions in an object store; move sessions automatically.",
     rich_markup_mode=None,
     no_args_is_help=True,
 )
@@ -64,7 +64,7 @@ def remote_ls(
 def remote_rm(
     url: Url = "",
     session: Annotated[
-        list[str] | None, typer.Option("--session", help="Session id; may be given again.")
+        list[str] | None, typer.Option("--session", help="Session id; may be repeated.")
     ] = None,
     tenant: Annotated[
         str, typer.Option("--tenant", help="Tenant of the sessions, or all of this tenant's.")
@@ -74,7 +74,7 @@ def remote_rm(
     runtime_dir: RuntimeDir = None,
     as_json: AsJson = False,
 ) -> None:
-    """Remove sessions from an object store; sweeps then remove their data, after a day and more."""
+    """Remove sessions from an object store; sweeps remove their data after a day or more."""
     named = session or []
     check_chosen("remove", named, tenant, everything=everything)
     where, store = _open(url, runtime_dir)
@@ -105,7 +105,7 @@ def remote_sweep(
     runtime_dir: RuntimeDir = None,
     as_json: AsJson = False,
 ) -> None:
-    """Drop sessions that have expired, and remove data that no session has had for a day.
+    """Drop expired sessions, and remove data that no session has used for a day.
 
     Run it once a day. Data is condemned by one sweep and removed by one at least a day later: what
     a push has just found there stays.
@@ -141,7 +141,7 @@ def remote_follow(
         str, typer.Option(help="auto (text on a terminal), json or text.")
     ] = "auto",
 ) -> None:
-    """Move the sessions of a running kvd by themselves, as its settings of [remote] say.
+    """Move the sessions of a running kvd automatically, as its [remote] settings say.
 
     It pushes those that were stored, or are near eviction, drops from the store what is flushed or
     ended here, and fetches what turns wait for and kvd does not have; until SIGTERM, when it pushes
@@ -155,7 +155,7 @@ def remote_follow(
 
 @remote_app.command("status")
 def remote_status(runtime_dir: RuntimeDir = None, as_json: AsJson = False) -> None:
-    """Show what the kvd remote follow of this machine does: what is left to do, and what failed.
+    """Show what kvd remote follow does on this machine: pending work and failures.
 
     It says so itself, every few seconds. Exit 1 while its store fails, or kvd does not answer it;
     69 if none runs.

@@ -20,14 +20,14 @@ def serve(
     state_dir: Annotated[Path | None, typer.Option(help="Directory of index and volumes.")] = None,
     dram: Annotated[str | None, typer.Option(help='DRAM tier, e.g. "8GB" or "auto".')] = None,
     dram_keep: Annotated[
-        str | None, typer.Option(help="What keeps DRAM over restarts: auto, fdstore, file, none.")
+        str | None, typer.Option(help="How DRAM survives restarts: auto, fdstore, file, none.")
     ] = None,
     ssd: Annotated[str | None, typer.Option(help='SSD tier, e.g. "100GB", "auto", "0".')] = None,
     tcp: Annotated[
         list[str] | None,
         typer.Option(
             metavar="ADDRESS",
-            help="Serve clients of [clients.NAME] at host:port; as often as there are ports.",
+            help="Serve clients of [clients.NAME] at host:port; repeat for more ports.",
         ),
     ] = None,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,

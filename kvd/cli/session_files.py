@@ -24,16 +24,16 @@ TRIES = 3  # to export a session that changes meanwhile
 
 Prefix = Annotated[
     bool,
-    typer.Option("--prefix", help="If kvd does not know of its discards: what comes before them."),
+    typer.Option("--prefix", help="If kvd does not know its discards, export what precedes them."),
 ]
-Force = Annotated[bool, typer.Option("--force", help="Replace a file that exists.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace an existing file.")]
 Target = Annotated[Path, typer.Argument(metavar="FILE", help="File to write; it has mode 0600.")]
-Source = Annotated[Path, typer.Argument(metavar="FILE", help="File that kvd export has written.")]
-AsSession = Annotated[str, typer.Option("--session", help="Session id; else the file's.")]
-AsTenant = Annotated[str, typer.Option("--tenant", help="Tenant; else the file's.")]
-Replace = Annotated[bool, typer.Option("--replace", help="Even if there is such a session.")]
+Source = Annotated[Path, typer.Argument(metavar="FILE", help="File written by kvd export.")]
+AsSession = Annotated[str, typer.Option("--session", help="Session id; default: the file's.")]
+AsTenant = Annotated[str, typer.Option("--tenant", help="Tenant; default: the file's.")]
+Replace = Annotated[bool, typer.Option("--replace", help="Replace an existing session.")]
 NewLayout = Annotated[
-    bool, typer.Option("--new-layout", help="Even if no engine of this layout was ever here.")
+    bool, typer.Option("--new-layout", help="Accept a layout that no engine has used here.")
 ]
 
 
@@ -47,7 +47,7 @@ def export_session(
     runtime_dir: RuntimeDir = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write a session's tokens and KV to a file, which kvd import takes in elsewhere."""
+    """Write a session's tokens and KV to a file for kvd import."""
     if file.exists() and not force:
         raise UnusableFileError(f"{file} exists", "name another file, or say --force")
     named = Named(session, tenant, model)
@@ -74,7 +74,7 @@ def import_session(
     runtime_dir: RuntimeDir = None,
     as_json: AsJson = False,
 ) -> None:
-    """Store a session from a file that kvd export has written; damaged ones are refused."""
+    """Store a session from a file of kvd export; damaged files are refused."""
     with _open(file) as source:
         for piece in _verified_pieces(
             file, source

@@ -46,7 +46,7 @@ from shared.types.units import format_bytes, parse_duration_s
 
 def list_sessions(
     prefix: Annotated[
-        str, typer.Argument(metavar="PREFIX", help="Only sessions whose id starts so.")
+        str, typer.Argument(metavar="PREFIX", help="Only sessions whose id starts with this.")
     ] = "",
     tenant: OfTenant = "",
     model: OfModel = "",
@@ -57,13 +57,13 @@ def list_sessions(
     ended: Ended = False,
     sort: Sort = SortName.IDLE,
     reverse: Reverse = False,
-    limit: Annotated[int, typer.Option(min=0, help="At most so many; 0 is all.")] = 0,
+    limit: Annotated[int, typer.Option(min=0, help="Most sessions to list; 0: all.")] = 0,
     runtime_dir: RuntimeDir = None,
     as_json: AsJson = False,
 ) -> None:
     """List stored sessions.
 
-    All conditions given hold. A narrow terminal shows fewer columns; --json always has all.
+    Sessions have to meet all conditions. A narrow terminal shows fewer columns; --json has all.
     """
     filter_ = filter_of(tenant, model, tier, idle, larger_than, pinned=pinned, ended=ended)
     filter_.id_prefix = prefix
@@ -90,7 +90,7 @@ def show(
     runtime_dir: RuntimeDir = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show one session: its facts, leases, blocks, and what happened to it lately."""
+    """Show one session: properties, leases, blocks and recent history."""
     with open_client(runtime_dir) as client:
         _, found = Named(session, tenant, model).call(client, client.describe)
     if as_json:
@@ -110,9 +110,9 @@ def why(
     runtime_dir: RuntimeDir = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say why KV of a session was missed, and what would keep it.
+    """Explain why KV of a session was missed, and what would keep it.
 
-    Also of a session that is not stored any more, as long as kvd remembers it. What its client
+    Works for sessions that are no longer stored, as long as kvd remembers them. What its client
     sent in other words is shown by `inference-svc why`.
     """
     from kvd.views.misses import explain_miss
@@ -132,13 +132,13 @@ def why(
 def flush(
     session: Annotated[
         str | None,
-        typer.Argument(metavar="SESSION", help="Session id, or how only one begins."),
+        typer.Argument(metavar="SESSION", help="Session id, or a unique beginning of one."),
     ] = None,
     tenant: Annotated[
         str, typer.Option(help="Tenant of the session, or all of this tenant's.")
     ] = "",
     model: Annotated[
-        str, typer.Option(help="Model fingerprint; without a session all of those that start so.")
+        str, typer.Option(help="Model fingerprint; without a session, all that start with this.")
     ] = "",
     tier: InTier = None,
     idle: Idle = "",
@@ -153,13 +153,13 @@ def flush(
         ),
     ] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only say what it would free.")
+        bool, typer.Option("--dry-run", help="Only report what would be freed.")
     ] = False,
     yes: Yes = False,
     runtime_dir: RuntimeDir = None,
     as_json: AsJson = False,
 ) -> None:
-    """Drop the KV of one session, of those that fit, or of all, from every tier.
+    """Drop the KV of one session, of matching ones, or of all, from every tier.
 
     Transcripts are not touched: the next turn of a flushed session is recomputed. A session that an
     engine works with just now is left out, and named. A terminal is asked first if more than one
@@ -290,7 +290,7 @@ def unpin(
     runtime_dir: RuntimeDir = None,
     as_json: AsJson = False,
 ) -> None:
-    """Take the protection away."""
+    """Remove a session's pin."""
     with open_client(runtime_dir) as client:
         key, _ = Named(session, tenant, model).call(client, client.unpin)
     _print_state(key, "unpinned", as_json=as_json)

@@ -62,14 +62,12 @@ def show_in_place(views: Iterator[Callable[[int], Sequence[RenderableType]]]) ->
 
 
 def stats(
-    watch: Annotated[
-        bool, typer.Option("--watch", help="Look again and again, until Ctrl-C.")
-    ] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Repeat until Ctrl-C.")] = False,
     interval: Interval = "2s",
     runtime_dir: RuntimeDir = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show how full the tiers are, who is attached, and what was counted.
+    """Show tiers, engines, tenants and counters.
 
     Of a store that kvd remote follow moves sessions to, also what it bills: bytes and requests.
 
@@ -141,14 +139,14 @@ def _tables(
 def leases(
     kill: Annotated[
         int | None,
-        typer.Option("--kill", metavar="PID", min=1, help="End this process, with SIGKILL."),
+        typer.Option("--kill", metavar="PID", min=1, help="Kill this process (SIGKILL)."),
     ] = None,
     yes: Yes = False,
     model: OfModel = "",
     runtime_dir: RuntimeDir = None,
     as_json: AsJson = False,
 ) -> None:
-    """List who uses slots, oldest first; or end a process that hangs on to some.
+    """List leases, oldest first; or kill a process that holds some.
 
     A quarantined lease is one whose engine has lost its connection but not its life: it may still
     write, so its slots are given to nobody until it comes back or ends.
@@ -170,7 +168,7 @@ def leases(
 def verify(
     repair: Annotated[
         bool,
-        typer.Option("--repair", help="Write corrupt copies on SSD anew, or drop their blocks."),
+        typer.Option("--repair", help="Rewrite corrupt copies on SSD, or drop their blocks."),
     ] = False,
     model: OfModel = "",
     runtime_dir: RuntimeDir = None,
@@ -198,18 +196,18 @@ def verify(
 
 
 def reopen(
-    layout: Annotated[str, typer.Argument(help="What its fingerprint starts with (kvd stats).")],
+    layout: Annotated[str, typer.Argument(help="Beginning of its fingerprint (kvd stats).")],
     accept_loss: Annotated[
-        bool, typer.Option("--accept-loss", help="Do without the blocks that are not there.")
+        bool, typer.Option("--accept-loss", help="Give up missing blocks.")
     ] = False,
     set_aside: Annotated[
-        bool, typer.Option("--set-aside", help="Keep its rows and files, and begin anew.")
+        bool, typer.Option("--set-aside", help="Keep its rows and files, and start empty.")
     ] = False,
     yes: Yes = False,
     runtime_dir: RuntimeDir = None,
     as_json: AsJson = False,
 ) -> None:
-    """Open a layout that was unavailable, or decide what becomes of it.
+    """Open an unavailable layout, or decide what to do with it.
 
     Without a decision it is tried at once; otherwise kvd does that by itself, with growing pauses.
     --accept-loss drops the blocks whose segments are missing or cut short, and serves the rest.

@@ -10,16 +10,16 @@ from shared.access.tokens import make_token, token_text
 
 
 def token(
-    name: Annotated[str, typer.Argument(help="What the settings call the client.")] = "NAME",
+    name: Annotated[str, typer.Argument(help="Name of the client in the settings.")] = "NAME",
     file: Annotated[
-        Path | None, typer.Option(help="Write it to this new file, which only you can read.")
+        Path | None, typer.Option(help="Write it to this new file, readable only by you.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Make a token for a client, and say what the settings need of it.
+    """Make a token for a client, and print its digest for the settings.
 
-    Nothing is kept but the file: the settings need only the digest. Put two digests into the list
-    while one token is being replaced by another.
+    Only the file contains the token; the settings need only the digest. Put two digests into the
+    list while one token is being replaced by another.
     """
     new_token = make_token(file)
     if as_json:

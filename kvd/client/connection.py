@@ -57,16 +57,16 @@ def connection_options(
         str,
         typer.Option(
             envvar="KVD_ADDRESS",
-            help="Of a kvd elsewhere, host:port (its access.tcp), in place of --runtime-dir.",
+            help="Address of a remote kvd, host:port (its access.tcp); instead of --runtime-dir.",
         ),
     ] = "",
     token_file: Annotated[
         Path | None,
-        typer.Option(envvar="KVD_TOKEN_FILE", help="File with the token to come with."),
+        typer.Option(envvar="KVD_TOKEN_FILE", help="File with the token to send."),
     ] = None,
     tls_ca: Annotated[
         Path | None,
-        typer.Option(envvar="KVD_TLS_CA_FILE", help="PEM: who signed kvd's certificate."),
+        typer.Option(envvar="KVD_TLS_CA_FILE", help="PEM: authority of kvd's certificate."),
     ] = None,
     tls_cert: Annotated[
         Path | None, typer.Option(envvar="KVD_TLS_CERT_FILE", help="PEM: own certificate.")

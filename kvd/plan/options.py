@@ -30,14 +30,14 @@ class ArrivalArguments:
         option(_ARRIVES, "turns, mooncake, azure, burstgpt, sharegpt; auto: by its first line."),
     ] = "auto"
     generate: Annotated[str, option(_ARRIVES, "Or draw sessions: sharegpt-like, agents.")] = ""
-    sessions: Annotated[int, option(_ARRIVES, "So many are drawn.", min=1)] = 9000
+    sessions: Annotated[int, option(_ARRIVES, "Number of drawn sessions.", min=1)] = 9000
     rate: Annotated[
         float, option(_ARRIVES, "Drawn sessions, or such without times, that begin a second.")
     ] = 1.0
     seed: Annotated[int, option(_ARRIVES, "Of what is drawn.", min=0)] = 0
-    arrival_rate: Annotated[
-        float | None, option(_ARRIVES, "Have so many sessions begin a second.")
-    ] = None
+    arrival_rate: Annotated[float | None, option(_ARRIVES, "Sessions that begin per second.")] = (
+        None
+    )
     think_scale: Annotated[float, option(_ARRIVES, "Multiplies think times; 0: none.")] = 1.0
     warmup_turns: Annotated[str, option(_ARRIVES, "Not measured: number or share.")] = "20%"
 

@@ -26,7 +26,7 @@ class Shell(StrEnum):
     FISH = "fish"
 
 
-ShellName = Annotated[Shell, typer.Argument(help="Whose script.")]
+ShellName = Annotated[Shell, typer.Argument(help="The shell.")]
 TypedWords = Annotated[
     list[str] | None, typer.Argument(help="Typed so far, the last one begun.", metavar="WORDS")
 ]

@@ -113,7 +113,7 @@ def _facts(param: Any) -> str:
     if default not in (None, "", False, ()) and not callable(default):
         facts.append(f"Default: {default}.")
     if param.multiple:
-        facts.append("May be said again.")
+        facts.append("May be repeated.")
     if variables:
         facts.append(f"Environment: {', '.join(variables)}.")
     return " ".join(facts)

@@ -62,7 +62,7 @@ KVD = Program(
     ),
     (
         (
-            "Every command that looks at or changes a running kvd finds it in its runtime "
+            "Commands for a running kvd find it in its runtime "
             "directory (--runtime-dir, or KVD_RUNTIME_DIR), or at --address."
         ),
         (
