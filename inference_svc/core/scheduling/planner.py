@@ -243,7 +243,7 @@ class Planner:
         return len(loading) < self._limits.max_loading
 
     def _terms(self, request: Request) -> list[Terms]:
-        """List the ways to admit a request, best first; the last one needs the fewest slots."""
+        """List the ways to admit a request, best first."""
         slots = self._slots
         capacity = request.capacity_to_admit(self._limits.answer_tokens)
         fresh = Terms(capacity, slots.account.needed_for(capacity))
