@@ -129,7 +129,7 @@ class AnswerWriter:
         self._sampled_ns = 0  # when the last token was
         self._prompt_tokens = len(prompt_ids)
 
-    def started(self, request: EngineRequest) -> None:
+    def on_start(self, request: EngineRequest) -> None:
         """See TurnSink."""
         # Another session may have computed more of this prompt than this one has.
         self._history_tokens = max(self._history_tokens, request.found_tokens)
@@ -137,7 +137,7 @@ class AnswerWriter:
         new_tokens = self._prompt_tokens - self._history_tokens
         self._turn.publish(Started(self._history_tokens, request.found_tokens, queue_s, new_tokens))
 
-    def sampled(self, token: Sampled) -> bool:
+    def on_token(self, token: Sampled) -> bool:
         """See TurnSink."""
         now_ns = time.monotonic_ns()
         if self._sampled_ns:
@@ -153,7 +153,7 @@ class AnswerWriter:
         self._show(shown)
         return self.finish_reason is not None
 
-    def window_full(self) -> None:
+    def on_window_full(self) -> None:
         """See TurnSink."""
         self.finish_reason = FinishReason.LENGTH
         self._show(self._answer.end())

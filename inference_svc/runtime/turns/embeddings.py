@@ -49,14 +49,14 @@ class Embedding:
 class _Sink:
     """The sink of a request that is pooled: its answer ends where it would begin."""
 
-    def started(self, request: EngineRequest) -> None:
+    def on_start(self, request: EngineRequest) -> None:
         """See TurnSink."""
 
-    def sampled(self, _token: Sampled) -> bool:
+    def on_token(self, _token: Sampled) -> bool:
         """See TurnSink."""
         return True
 
-    def window_full(self) -> None:
+    def on_window_full(self) -> None:
         """See TurnSink."""
 
 

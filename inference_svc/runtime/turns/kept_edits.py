@@ -41,15 +41,15 @@ log = get_logger(__name__)
 class _Nobody:
     """Takes the token that ends a request whose prompt alone matters."""
 
-    def started(self, request: EngineRequest) -> None:
+    def on_start(self, request: EngineRequest) -> None:
         """See TurnSink."""
 
-    def sampled(self, token: Sampled) -> bool:
+    def on_token(self, token: Sampled) -> bool:
         """See TurnSink."""
         del token
         return True
 
-    def window_full(self) -> None:
+    def on_window_full(self) -> None:
         """See TurnSink."""
 
 
