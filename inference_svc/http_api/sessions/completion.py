@@ -226,7 +226,7 @@ class Completion:
         """Remove a session that nobody named, as an old one; return whether it was removed."""
         key = caller.key(self._model, session_id)
         try:
-            await self._sessions.let_go(key)
+            await self._sessions.release(key)
         except ReportedError as error:  # it is in use again, or gone
             log.debug("openai_session_not_removed", session=session_id, reason=error.reason)
             return False

@@ -247,7 +247,7 @@ class KvdSessionStore:
             self._calls.record_failure("end_session", error)
 
     async def forget(self, key: SessionKey, token_ids: bytes) -> None:
-        """See SessionStore. Also reports the session's end, so that a remote store drops it, too."""
+        """See SessionStore. Also reports the session's end, so that a remote store drops it."""
         if not token_ids:
             return
         try:

@@ -247,7 +247,7 @@ class _Source:
     def places_in(self, tokens: TokenTensors, layer_index: int) -> list[tuple[Run, Tensor]]:
         """Return the runs, and the token slots of each, [n] int64 on the device.
 
-        They are made once per thread: a tensor belongs to the stream of the thread that made it.
+        They are made once per thread, since each thread copies on streams of its own.
         """
         kind = (threading.get_ident(), tokens.group_of(layer_index))
         if kind not in self._places:
