@@ -44,12 +44,13 @@ from shared.types.setting_types import (
 )
 
 ENV_PREFIX = "INFERENCE"
-# Of options of the commands, which are no settings (inference_svc/cli/connection.py).
+# Variables of commands' options, which are no settings (inference_svc/cli/connection.py).
 OTHER_VARIABLES = (
     *("INFERENCE_ADDRESS", "INFERENCE_TOKEN_FILE"),
     *("INFERENCE_TLS_CA_FILE", "INFERENCE_TLS_CERT_FILE", "INFERENCE_TLS_KEY_FILE"),
 )
-# What a reload changes in a running service (shared/config/reload.py); else the next start does.
+# Settings that a reload changes in a running service (shared/config/reload.py); all others take
+# effect at the next start.
 LIVE_KEYS: tuple[str, ...] = (
     "server.drain_s",
     "cache.load_policy",
@@ -68,27 +69,29 @@ LIVE_KEYS: tuple[str, ...] = (
     "clients",
     "log.level",
 )
-AUTO = "auto"  # as an address, as a directory: the one that the supervisor or the system has for it
+AUTO = "auto"  # as an address or a directory: the supervisor's, or the system's default
 MOST_TURNS = 65536
-LEAST_TOKEN_BYTES = 64  # of KV: keys and values of the smallest models are more than that
-MAX_GRPC_BYTES = (1 << 31) - 1  # of a message, as gRPC counts
-MIN_RATE, MAX_RATE = 0.001, 1e12  # a minute: beyond them times to wait are no numbers any more
+LEAST_TOKEN_BYTES = 64  # of a token's KV: even the smallest models have more
+MAX_GRPC_BYTES = (1 << 31) - 1  # of a message: gRPC counts its bytes with a signed int32
+MIN_RATE, MAX_RATE = 0.001, 1e12  # a minute: with others, waiting times are no usable numbers
 LEAST_STEP_TOKENS = 16  # with fewer a step is all overhead
 RoleList = Annotated[tuple[Literal["client", "reader"], ...], BeforeValidator(to_list)]
 BOUNDS = tuple(known.name for known in fields(TenantBounds))
 
 
-def _state_dir(value: object) -> object:
+def _resolve_state_dir(value: object) -> object:
+    """Replace "auto" by the default directory."""
     return default_state_dir() if value == AUTO else value
 
 
-def _no_tiny_step(value: int) -> int:
+def _check_step_tokens(value: int) -> int:
+    """Refuse steps that are too small; 0 means by the device."""
     if 0 < value < LEAST_STEP_TOKENS:
         raise ValueError(f"write at least {LEAST_STEP_TOKENS}, or 0 to have it by the device")
     return value
 
 
-StepTokens = Annotated[int, Field(ge=0), AfterValidator(_no_tiny_step)]
+StepTokens = Annotated[int, Field(ge=0), AfterValidator(_check_step_tokens)]
 
 
 class ModelSettings(Section):
@@ -154,7 +157,7 @@ class ServerSettings(Section):
     listen: Annotated[TextList, Field(min_length=1)] = Field(
         default_factory=lambda: (default_listen(),)
     )
-    state_dir: Annotated[Path, BeforeValidator(_state_dir)] = Field(
+    state_dir: Annotated[Path, BeforeValidator(_resolve_state_dir)] = Field(
         default_factory=default_state_dir
     )
     max_message_bytes: int = Field(default=MAX_MESSAGE_BYTES, ge=65536, le=MAX_GRPC_BYTES)
@@ -164,13 +167,13 @@ class ServerSettings(Section):
 
     @field_validator("listen")
     @classmethod
-    def _usable(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        addresses = [default_listen() if one == AUTO else one for one in value]
+    def _check_listen(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        addresses = [default_listen() if address == AUTO else address for address in value]
         return usable_sockets(addresses, also=", or auto")
 
 
 class CacheSettings(Section):
-    """How history is reused.
+    """How the KV of a session's history is stored and reused.
 
     Attributes:
         mode: "cached", or "recompute", which never calls kvd: the baseline.
@@ -212,7 +215,7 @@ class CacheSettings(Section):
 
 
 class SchedulerSettings(Section):
-    """Bounds of what runs at once.
+    """Bounds of batches, of the queue and of the KV in memory.
 
     Attributes:
         max_running: bound of the turns in a batch. 0: by the device, 8 on a CPU and 64 on a GPU,
@@ -290,25 +293,25 @@ class LimitSettings(TenantSettings):
 
 
 class InferenceClientSettings(ClientSettings):
-    """One client that comes with a token or a certificate."""
+    """One client that is identified by a token or a certificate."""
 
     roles: RoleList = ("client",)
 
 
 class LogSettings(Section):
-    """What is logged, to stderr."""
+    """The level and format of the log, which goes to stderr."""
 
     level: Literal["debug", "info", "warning", "error"] = "info"
     format: Literal["auto", "json", "text"] = "auto"
 
     @property
     def json_lines(self) -> bool | None:
-        """As `configure_logging` takes it: None chooses."""
+        """The format as `configure_logging` takes it; None: it chooses."""
         return None if self.format == "auto" else self.format == "json"
 
 
 class InferenceSettings(Section):
-    """All sections."""
+    """All settings of the service, by section."""
 
     model: ModelSettings = ModelSettings()
     server: ServerSettings = Field(default_factory=ServerSettings)
@@ -331,7 +334,7 @@ class InferenceSettings(Section):
     log: LogSettings = LogSettings()
 
     @model_validator(mode="after")
-    def _room_for_a_window(self) -> "InferenceSettings":
+    def _check_window_room(self) -> "InferenceSettings":
         saves = self.cache.mode == "cached" and self.cache.saving != "off"
         kv_tokens, least = self.scheduler.kv_tokens, least_slots(saves=saves)
         if 0 < kv_tokens < least:
@@ -343,7 +346,7 @@ class InferenceSettings(Section):
         return self
 
     @model_validator(mode="after")
-    def _transport_of_the_device(self) -> "InferenceSettings":
+    def _check_transport(self) -> "InferenceSettings":
         if self.cache.transport == "cuda_ipc" and not self.model.device.startswith("cuda"):
             raise ValueError(
                 f'cache.transport = "cuda_ipc" with model.device = "{self.model.device}": write '
@@ -352,11 +355,11 @@ class InferenceSettings(Section):
         return self
 
     def tenant_bounds(self) -> tuple[TenantBounds, dict[str, TenantBounds]]:
-        """Return the limits of tenants that are not named, and those of the others by name."""
+        """Return the limits of tenants without their own, and those of the others by name."""
         default = TenantBounds(**{name: getattr(self.limits, name) for name in BOUNDS})
         named = {
-            name: replace(default, **given.model_dump(include=given.model_fields_set))
-            for name, given in self.tenants.items()
+            name: replace(default, **limits.model_dump(include=limits.model_fields_set))
+            for name, limits in self.tenants.items()
         }
         return default, named
 
@@ -364,11 +367,15 @@ class InferenceSettings(Section):
 def load_inference_settings(
     toml_path: Path | None, flags: Mapping[str, object]
 ) -> LoadedSettings[InferenceSettings]:
-    """Read file, environment and flags.
+    """Read the settings from file, environment and flags, and check them.
+
+    Args:
+        toml_path: the settings file; None: there is none.
+        flags: values of the command's flags, by key.
 
     Raises:
-        InvalidSettingsError: listing every problem.
-        UnguardedError: anybody could connect.
+        InvalidSettingsError: settings are invalid; the message lists all problems.
+        UnguardedError: an address would be open to clients without credentials.
     """
     loaded = load_settings(
         InferenceSettings, toml_path, ENV_PREFIX, flags, other_variables=OTHER_VARIABLES

@@ -1,4 +1,4 @@
-"""Settings of what becomes of contexts: what is reused of them, dropped, compressed."""
+"""Settings of contexts: reuse after edits, overflow and compression."""
 
 from typing import Literal
 
@@ -10,7 +10,7 @@ from shared.types.setting_types import CountOrAuto, NumberOrAuto, Section
 
 
 class ReuseSettings(Section):
-    """What is reused of a conversation that its client has edited.
+    """Which KV is reused of a conversation that its client has edited.
 
     Attributes:
         edits: of what follows the first edit, and is the same. "exact": nothing, so that the answer
@@ -23,7 +23,7 @@ class ReuseSettings(Section):
 
     @field_validator("edits")
     @classmethod
-    def _known(cls, value: str) -> str:
+    def _check_edits(cls, value: str) -> str:
         edit_policy(value)
         return value
 

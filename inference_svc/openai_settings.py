@@ -21,11 +21,11 @@ from shared.types.setting_types import ByteSize, Duration, Section, TextList
 MIB = 2**20
 ANY_ORIGIN = "*"
 _ORIGIN = re.compile(r"([a-z][a-z0-9+.-]*)://(?:\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:[1-9]\d{0,4})?")
-_OWN_PORTS = {"http": ":80", "https": ":443"}  # which browsers leave out
+_OWN_PORTS = {"http": ":80", "https": ":443"}  # default ports, which browsers leave out
 
 
 class OpenAISettings(Section):
-    """Where the API is served, and what a request may cost.
+    """Where the HTTP API is served, and the bounds of its requests and of what it stores.
 
     Attributes:
         listen: addresses, each "unix:/path" or "host:port"; none: the API is not served.
@@ -98,7 +98,7 @@ class OpenAISettings(Section):
 
     @field_validator("cors_origins")
     @classmethod
-    def _origins(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+    def _check_cors_origins(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         for text in value:
             found = _ORIGIN.fullmatch(text)
             if text != ANY_ORIGIN and (not found or found[2] == _OWN_PORTS.get(found[1], "")):
@@ -110,7 +110,7 @@ class OpenAISettings(Section):
 
     @field_validator("proxies")
     @classmethod
-    def _networks(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+    def _check_proxies(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         for text in value:
             try:
                 ip_network(text)
@@ -119,10 +119,10 @@ class OpenAISettings(Section):
         return value
 
     def check_guarded(self, tls: TlsSettings, clients: Mapping[str, ClientSettings]) -> None:
-        """Refuse addresses where strangers could come in.
+        """Refuse addresses that would be open to unknown clients.
 
         Raises:
-            UnguardedError: naming what is missing.
+            UnguardedError: an address is open; the message names what is missing.
         """
         ports = [address for address in self.listen if not is_unix(address)]
         far = [address for address in ports if not is_loopback(address)]
@@ -143,10 +143,10 @@ class OpenAISettings(Section):
             raise UnguardedError(error.message, remedy) from error
 
     def _check_origins(self) -> None:
-        """Refuse pages of any origin where they would need no account.
+        """Refuse pages of any origin at addresses that need no account.
 
         Raises:
-            UnguardedError: naming where that is.
+            UnguardedError: an address needs none; the message names it.
         """
         without = ["openai.local_clients (--openai)"] if self.local_clients else []
         without += filter(is_unix, self.listen)

@@ -8,7 +8,7 @@ from shared.types.setting_types import Duration, Section, TextList
 
 
 class RemoteSettings(Section):
-    """Where transcripts are for other services, too.
+    """The object store in which services share transcripts, and its keys.
 
     Attributes:
         url: the store, as in kvd's remote.url, but one that keeps what it has: not Mooncake; "":

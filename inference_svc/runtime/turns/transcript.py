@@ -89,7 +89,7 @@ class TranscriptStore:
             self.sharing.load_behind(header.key for header in self.local.files.behind())
 
     def close(self) -> None:
-        """Unlock the directory, and stop the calls to the object store."""
+        """Unlock the directory, and stop calling the object store."""
         if self.sharing is not None:
             self.sharing.store.calls.close()
         self.local.files.close()
@@ -149,10 +149,10 @@ class TranscriptStore:
     async def fork_with(
         self, before: Transcript, turn: TurnRecord, session_id: str, *, is_local: bool
     ) -> None:
-        """Record a turn, durably, in a fork of its session, to which another service added turns.
+        """Record a turn, durably, in a fork of a session to which another service added turns.
 
         Args:
-            before: that session as it was when the turn began.
+            before: the session as it was when the turn began.
             turn: the record of the turn.
             session_id: the new session's id, which is unique.
             is_local: whether to keep the new session out of the shared store.
@@ -206,7 +206,7 @@ class TranscriptStore:
     ) -> Transcript | None:
         """Start a new session from another's first turns; None: the new one exists already.
 
-        If `is_local`, or if the other is local, the new one is not shared until its next turn.
+        If `is_local`, or if the other is local, it is not shared until its next turn.
         """
         new_key = key._replace(session_id=session_id)
         forked = (await self.get(key)).forked(session_id, at_turn)
@@ -260,8 +260,7 @@ class TranscriptStore:
 
         Args:
             key: the session's key.
-            must_know: whether to fail, not take the session for new, if it is unknown here and
-                the store is silent.
+            must_know: whether to fail if the session is unknown here and the store is silent.
 
         Raises:
             TranscriptUnavailableError: the session is unknown, or cannot be written here.
@@ -305,7 +304,7 @@ class TranscriptStore:
                 await companion.catch_up()
 
     async def forget_deleted(self) -> None:
-        """Remove the files of sessions that another service has deleted, unless it is silent."""
+        """Remove the files of sessions that other services deleted, unless the store is silent."""
         if self.sharing is None:
             return
         with suppress(StoreSilentError):
