@@ -208,6 +208,7 @@ def _set_fields(message: Any) -> dict[str, Any]:
 
 
 def _decode_input(request: pb.SubmitTurnRequest) -> TurnInput:
+    """Decode a turn's text, chat messages or token ids."""
     kind = request.WhichOneof("input")
     if request.special_tokens and kind in {"chat", "tokens"}:
         raise InvalidTurnError(
@@ -223,6 +224,7 @@ def _decode_input(request: pb.SubmitTurnRequest) -> TurnInput:
 
 
 def _decode_retention(retention: pb.Retention) -> Retention:
+    """Decode for how long a turn's KV is to be kept, and check the bounds."""
     for wish_s in (retention.session_s, retention.prefix_s):
         if not 0 <= wish_s <= MAX_RETENTION_S:
             raise InvalidTurnError(
@@ -233,6 +235,7 @@ def _decode_retention(retention: pb.Retention) -> Retention:
 
 
 def _decode_chat(chat: pb.ChatMessages) -> ChatInput:
+    """Decode chat messages and the chat template's arguments."""
     messages = []
     for message in chat.messages:
         check_sayer(message.name)

@@ -1,6 +1,5 @@
 """Loads: give each admitted request its memory, and its history from where that is.
 
-    source                   what the request gets
     resident, large enough   its KV, as it is; on pages, with more of them if need be
     resident, too small      a larger sequence KV, KV copied layer by layer
     another's resident       a sequence KV, the prefix they share copied layer by layer; on pages,
@@ -339,6 +338,7 @@ class LoadTasks:
             self._on_change()
 
     async def _load(self, request: EngineRequest, load: Load) -> None:
+        """Begin a load, announce it to the scheduler, and finish it."""
         if load.admission.source is None:
             await self._saves.wait_for_end(request.key)
             traffic = self._scheduler.traffic(request, time.monotonic_ns())

@@ -89,6 +89,7 @@ class RequestMemory:
         self._start(self._save(request, stream, buffer), request.context.copy())
 
     async def _save(self, request: EngineRequest, stream: SaveStream, buffer: WriteBuffer) -> None:
+        """Run a save to its end, and release its write buffer."""
         try:
             await self._saves.run(request.key, stream)
         finally:
@@ -195,6 +196,7 @@ class RequestMemory:
         self._turn_into_resident(request, None)
 
     def _turn_into_resident(self, request: EngineRequest, buffer: WriteBuffer | None) -> None:
+        """Make all KV of a request a resident, save it, and let the request wait again."""
         num_tokens = request.computed_tokens
         request.note_state()
         self._become_resident(request, num_tokens, buffer)
@@ -261,6 +263,7 @@ class RequestMemory:
     def _become_resident(
         self, request: EngineRequest, num_tokens: int, buffer: WriteBuffer | None
     ) -> None:
+        """Hand a request's KV over to the residents."""
         assert request.kv is not None, "a request that has computed has a sequence's KV"  # noqa: S101
         boundary = self._residents.put(request.key, request.kv, num_tokens, buffer)
         self._scheduler.residents.note_boundary(request.key, boundary)

@@ -230,6 +230,7 @@ def _sample(part: StepInput, logits: Tensor) -> list[Sampled]:
 
 
 def _as_reported(error: Exception) -> Exception:
+    """Return the error that the turn's client gets; an unexpected one is logged."""
     if isinstance(error, ReportedError):
         return error
     log.error("turn_not_computed", exc_info=error)

@@ -63,7 +63,7 @@ class KvdCalls:
         Args:
             what: "load", "save", "discard", "graft", "retain", "expect", "end_session" or
                 "forget".
-            error: what the call raised.
+            error: the exception that the call raised.
         """
         if what in ("load", "save"):
             self.counters.add(f"{what}_errors")
@@ -268,6 +268,7 @@ class KvdLoads:
         return NO_WINDOW if layout.window and (grant is None or not grant.windows) else ""
 
     def _miss_reason(self, grant: LoadGrant) -> str:
+        """Return the slug of a grant that is a miss; "on_ssd" is our own choice, see `_begin`."""
         if grant.miss_reason == "on_ssd":
             self._calls.counters.add("loads_refused")
             return RECOMPUTE_CHEAPER
@@ -310,6 +311,7 @@ class KvdLoads:
         layers: range,
         deadline_s: float,
     ) -> None:
+        """Copy layers of a grant on the load thread, or, while kvd reads, on a read thread."""
         tensors = self._calls.as_tensors(grant.arena)
 
         def copy(wait_layer: Callable[[int], object]) -> None:

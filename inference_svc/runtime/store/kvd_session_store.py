@@ -139,6 +139,7 @@ class KvdSessionStore:
         grant: StoreGrant,
         clock: StepClock | None,
     ) -> None:
+        """Copy what a grant has slots for, and complete its lease, even if the copy fails."""
         try:
             await self._store_thread.run(self._copy, buffer, states, grant, clock)
         except BaseException:

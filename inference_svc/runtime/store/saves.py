@@ -186,6 +186,7 @@ class SaveStream:
         self._changed.set()
 
     async def _store_piece(self, piece: _Piece) -> None:
+        """Store a piece, and release its full blocks' tokens in the buffer."""
         num_tokens = len(piece.token_ids) // TOKEN_BYTES
         from_token, end_token = min(self._buffer.first_token, num_tokens), num_tokens
         # A state that is noted while these tokens are stored goes with the next piece.
@@ -366,6 +367,7 @@ class Saves:
         )
 
     def _count(self, stream: SaveStream) -> None:
+        """Count the end of a finished stream: saved, refused by the store, or failed."""
         if not stream.is_finished:
             return
         if stream.refused_reason is None:

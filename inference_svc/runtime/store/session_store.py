@@ -37,7 +37,7 @@ class LoadRequest:
         policy: whether loading must pay against computing.
         may_wait: whether to accept blocks that kvd is still reading.
         lineage: the tokens' lineage: the discards that they come after; None: not known.
-        traffic: what else the engine has to do, for the policy.
+        traffic: the engine's other work, for the policy.
         history_tokens: number of tokens that the session had before its turn; a remote store may
             have these if kvd has not.
     """

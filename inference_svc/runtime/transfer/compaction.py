@@ -168,6 +168,7 @@ class Compaction:
             mover.rotate_into(chosen, piece.target, new)
 
     def _pieces_of(self, max_tokens: int, first: int) -> "list[_Piece]":
+        """Return the pieces of a layer that holds tokens from `first` on."""
         key = max_tokens, first
         if key not in self._pieces:
             held = [(max(start, first), end) for start, end in self._kept if end > first]
@@ -232,6 +233,7 @@ def _cut_long(kept: Sequence[Range], max_tokens: int) -> Iterator[Range]:
 
 
 def _piece(runs: Sequence[Range], target: int, device: torch.device) -> _Piece:
+    """Make the piece of some kept runs, which goes to `target`."""
     start, end = runs[0][0], runs[-1][1]
     num_tokens, num_kept = end - start, num_in(runs)
     chosen = None

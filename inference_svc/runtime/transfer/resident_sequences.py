@@ -158,6 +158,7 @@ class ResidentSequences:
     def _copy_tail(
         self, buffer: WriteBuffer, tail_from: int, num_tokens: int
     ) -> WriteBuffer | None:
+        """Copy a tail to memory of the pool: the write ring's is released with the turn."""
         if not num_tokens:
             return None
         tail = self._pool.new_write_buffer(tail_from, num_tokens)

@@ -28,11 +28,11 @@ from shared.types.histogram import Histogram
 from shared.types.units import NS_PER_S
 
 NUM_CONTEXT_TOKENS = (
-    6  # of the prompt, so that the answer's first token is decoded as a continuation
+    6  # last tokens of the prompt with which the answer's first token is decoded, as a continuation
 )
 MAX_HELD_TOKENS = 8  # a character has at most four bytes: more held tokens are not a character
 _QUICKEST = ("hbm", "dram", "ssd")  # tiers, the fastest first
-INCOMPLETE = "\ufffd"  # what decoders write for bytes that are not a character
+INCOMPLETE = "\ufffd"  # decoders write it for bytes that are not a character
 
 
 class Detokenizer:
@@ -284,7 +284,7 @@ class AnswerWriter:
         return discards
 
     def _show(self, tokens: Sequence[AnswerToken]) -> None:
-        """Publish tokens; the first one ever gets the answer's beginning before its text."""
+        """Publish tokens; the answer's first one gets the beginning before its text."""
         if not tokens:
             return
         if self._beginning:

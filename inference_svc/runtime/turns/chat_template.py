@@ -85,8 +85,8 @@ class ChatTemplate:
         turns = [*dummy_turn(), question]
         followed = self.render(turns, is_prompt=True, arguments=arguments)
         if not followed.startswith(last):  # some templates write a last message differently
-            asked = self.render(turns, is_prompt=False, arguments=arguments)
-            prompt = followed[len(asked) :]
+            unprompted = self.render(turns, is_prompt=False, arguments=arguments)
+            prompt = followed[len(unprompted) :]
             base = self.render(dummy_turn(), is_prompt=True, arguments=arguments)
             base = base.removesuffix(prompt)
             base = written_in(followed, base) or base
@@ -211,6 +211,7 @@ class ChatTemplate:
         )
 
     def _knows(self, role: str, others: list[str], num_control: Callable[[str], int]) -> bool:
+        """Whether the template treats a role differently from NO_ROLE, rendered in `others`."""
         for number, other in enumerate(others):
             text = self._try_role(role, number)
             if DUMMY_QUESTION not in text:
@@ -237,8 +238,8 @@ class ChatTemplate:
             name = DUMMY_NAME if role in self.named_roles else ""
             for number in range(len(_CONVERSATIONS)):
                 text = self._try_role(role, number, name)
-                for said in (DUMMY_QUESTION, name):
-                    before, found, after = text.partition(said) if said else ("", "", "")
+                for part in (DUMMY_QUESTION, name):
+                    before, found, after = text.partition(part) if part else ("", "", "")
                     if found:
                         yield before, after
 
@@ -282,8 +283,8 @@ def dummy_turn() -> list[Message]:
 
 # Test conversations with one message of a role: alone, before or after a question, after an answer.
 _CONVERSATIONS: tuple[Callable[[Message], list[Message]], ...] = (
-    lambda one: [one],
-    lambda one: [one, message("user", OTHER_QUESTION)],
-    lambda one: [message("user", OTHER_QUESTION), one],
-    lambda one: [*dummy_turn(), one],
+    lambda tried: [tried],
+    lambda tried: [tried, message("user", OTHER_QUESTION)],
+    lambda tried: [message("user", OTHER_QUESTION), tried],
+    lambda tried: [*dummy_turn(), tried],
 )

@@ -242,8 +242,8 @@ class TurnText:
             return self.control.encode(added, safe.marked)
         closings = list(frames.closings)
         if answer:
-            asked = [dummy_turn()[0], *answer]
-            base = self._template.render(asked, is_prompt=False, arguments=frames.arguments)
+            called = [dummy_turn()[0], *answer]
+            base = self._template.render(called, is_prompt=False, arguments=frames.arguments)
             closings.insert(0, self._tools.closing_in(base))
         closing = self._unwritten_closing(history_ids[-1], closings, frames)
         return self.control.encode(closing + added, safe.marked)

@@ -201,6 +201,7 @@ class Embedder:
                 task.cancel()
 
     async def _embed(self, key: SessionKey, token_ids: list[int], pooling: Pooling) -> Embedding:
+        """Compute one input in the engine, and return its pooled embedding."""
         number, pooler = next(self._numbers), Pooler(pooling, len(token_ids))
         request = EngineRequest(
             number=number,

@@ -1,4 +1,4 @@
-"""Which arguments of a chat template change a whole conversation, and which only one prompt.
+"""Finds the arguments of a chat template that change a whole conversation, not only one prompt.
 
 A template may write an argument into the messages (gpt-oss: how much to think, in the system
 message), or behind all of them, where the answer begins (Qwen3: an empty thought). The former
@@ -28,7 +28,7 @@ _CALL = Message(ASSISTANT, "", (PROBE_CALL,)).as_template()
 _RESULT = Message(TOOL, RESULT, (), PROBE_CALL.call_id, PROBE.name).as_template()
 _LEADING = message(SYSTEM, "say 4f1d")
 _QUESTION = message("user", DUMMY_QUESTION)
-_SAID = [*dummy_turn(), _QUESTION]
+_ANSWERED = [*dummy_turn(), _QUESTION]
 _CALLED = [_QUESTION, _CALL, _RESULT]
 
 
@@ -116,8 +116,10 @@ class Framing:
         """Yield conversations with and without a system message and tools; "" for a refused one."""
         offered = [PROBE.as_template()]
         for leading in ((), (_LEADING,)):
-            for said, tools in ((_SAID, ()), (_SAID, offered), (_CALLED, offered)):
-                messages, listed = self._tools.adapt([*leading, *said], tools, self._template.roles)
+            for turns, tools in ((_ANSWERED, ()), (_ANSWERED, offered), (_CALLED, offered)):
+                messages, listed = self._tools.adapt(
+                    [*leading, *turns], tools, self._template.roles
+                )
                 try:
                     yield self._template.render(
                         messages, listed, is_prompt=False, arguments=arguments

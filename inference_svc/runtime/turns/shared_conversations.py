@@ -153,6 +153,7 @@ class SharedConversations:
         return None if data is None else _with_nonce(self._sealer.seal(data, place))
 
     def _decode(self, value: bytes, place: str) -> ConversationEntry | None:
+        """Return the entry of a register's value; None: there is none, or it is damaged."""
         try:
             return decode_conversation(open_value(self._sealer, value[DELETED_BYTES:], place))
         except SealBrokenError:

@@ -141,6 +141,7 @@ class SharedResponses:
         await self._calls.call("told", lambda store: _put(store, name, value))
 
     async def _standing(self, name: str) -> Standing:
+        """Return what the store has under a name, by its size alone."""
         blob = await self._calls.call("asked", lambda store: store.find(name))
         if blob is None:
             return Standing.ABSENT

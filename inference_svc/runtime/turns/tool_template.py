@@ -103,17 +103,17 @@ class ToolTemplate:
 
     def _find_call(self) -> str:
         """Return a call as the template writes it; "" if it writes none, or no result behind it."""
-        asked = [QUESTION, *self._native([Message(ASSISTANT, "", (PROBE_CALL,)).as_template()])]
+        called = [QUESTION, *self._native([Message(ASSISTANT, "", (PROBE_CALL,)).as_template()])]
         result = Message(TOOL, RESULT, (), PROBE_CALL.call_id, PROBE.name).as_template()
-        answered = self._try_render([*asked, *self._native([result])], is_prompt=True)
-        base = written_in(answered, self._try_render(asked))
+        answered = self._try_render([*called, *self._native([result])], is_prompt=True)
+        base = written_in(answered, self._try_render(called))
         if not base or RESULT not in answered[len(base) :]:
             return ""
         prompted = self._try_render([QUESTION], is_prompt=True)
-        said = self._try_render([QUESTION, Message(ASSISTANT, RESULT).as_template(), QUESTION])
+        spoken = self._try_render([QUESTION, Message(ASSISTANT, RESULT).as_template(), QUESTION])
         # A prompt may begin a thought, which past answers lack: a past answer of text shows where
         # the answer itself begins.
-        return base[common_prefix(base, prompted, said) :]
+        return base[common_prefix(base, prompted, spoken) :]
 
     def _try_render(self, messages: Sequence[Written], **options: Any) -> str:
         """Render messages; "" if the template refuses them."""
@@ -149,8 +149,8 @@ class ToolTemplate:
             }
             for result in results
         ]
-        asked = calls if self._takes_several else calls[:1]
-        return self._native([{"role": ASSISTANT, "content": "", "tool_calls": asked}])
+        taken = calls if self._takes_several else calls[:1]
+        return self._native([{"role": ASSISTANT, "content": "", "tool_calls": taken}])
 
     def closing_in(self, base: str) -> str:
         """Return the text that the template writes behind the last call in `base`."""
@@ -162,6 +162,7 @@ class ToolTemplate:
         return [self._native_message(message) for message in found]
 
     def _native_message(self, message: Written) -> Written:
+        """Return a message whose calls, or whose call's id, have the template's form."""
         if "tool_call_id" in message:
             call_id = short_id(message["tool_call_id"])
             return {**message, "tool_call_id": call_id, "name": message["name"] or NAMELESS}
@@ -263,8 +264,8 @@ def _one_by_one(messages: Sequence[Written]) -> Iterator[Written]:
         for call in calls:
             yield {**message, "content": content, "tool_calls": [call]}
             content = ""
-            results = list(takewhile(lambda one: "tool_call_id" in one, waiting))
-            for result in [one for one in results if one["tool_call_id"] == call["id"]][:1]:
+            results = list(takewhile(lambda later: "tool_call_id" in later, waiting))
+            for result in [found for found in results if found["tool_call_id"] == call["id"]][:1]:
                 waiting.remove(result)
                 yield result
 

@@ -166,6 +166,7 @@ class TranscriptFiles:
 
 
 def _header(path: Path) -> Header | None:
+    """Return the header of a file; None: it is empty, and removed, or cannot be read."""
     try:
         with path.open("rb") as file:
             line = file.readline(MAX_HEADER_BYTES)
@@ -177,6 +178,7 @@ def _header(path: Path) -> Header | None:
 
 
 def _replace(path: Path, data: bytes) -> None:
+    """Write a file atomically and durably."""
     # Written, synced, then renamed: after a crash the path names the old file or all of the new.
     part = path.with_suffix(".part")
     try:

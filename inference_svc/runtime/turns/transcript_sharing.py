@@ -1,4 +1,4 @@
-"""Which versions of this service's transcripts the shared object store has, and which it lacks.
+"""The state of this service's transcripts in the shared object store: versions, and what it lacks.
 
     local ─► (never put there)
     shared ─► put ─► seen: the file is this version

@@ -40,7 +40,7 @@ class Turn:
         is_cancelled: whether it was asked to stop: no further client should join it.
         handed_back: the error that its followers get if it is handed back; None: it is not.
         task: the task that runs it; None for the replay of a recorded turn.
-        deadline_ns: time on the monotonic clock; None: no deadline. It only ever moves later.
+        deadline_ns: time on the monotonic clock; None: no deadline. It can only be moved later.
         request: its request in the engine; None: there is none yet.
     """
 

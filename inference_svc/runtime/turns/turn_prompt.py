@@ -228,6 +228,7 @@ class PromptMaker:
         return await self._thread.run(self.text.decode, token_ids)
 
     def _check_vocabulary(self, sampling: SamplingParams) -> None:
+        """Raise an InvalidSamplingError if parameters name tokens outside the vocabulary."""
         vocab_size = self._limits.vocab_size
         for name, token_ids in (
             ("stop_token_ids", sampling.stop_token_ids),
@@ -239,6 +240,7 @@ class PromptMaker:
                 )
 
     def _window(self, submission: Submission) -> TurnWindow:
+        """Return the window of a turn, with its overflow policy."""
         return TurnWindow(
             policy=submission.overflow,
             window_tokens=self._limits.window_tokens,
@@ -287,6 +289,7 @@ class PromptMaker:
         return token_ids
 
     def _check_ids(self, token_ids: Sequence[int]) -> None:
+        """Raise an InvalidTurnError if a token id is outside the vocabulary."""
         largest = max(token_ids, default=0)
         if largest >= self._limits.vocab_size:
             raise InvalidTurnError(

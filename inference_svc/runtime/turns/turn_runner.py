@@ -296,6 +296,7 @@ class TurnRunner:
         )
 
     def _count(self, record: TurnRecord) -> None:
+        """Count a finished turn, its overflows and all of its usage that has a counter."""
         usage = record.usage
         self._counters.add("turns_finished")
         self._counters.add("overflows", sum(d.reason == OVERFLOW for d in record.discards))

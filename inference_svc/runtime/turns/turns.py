@@ -154,7 +154,7 @@ class Turns:
 
         Args:
             key: the session's key.
-            request_id: of the turn to stop; "": all of the session's.
+            request_id: the request id of the turn to stop; "": all of the session's turns.
 
         Raises:
             UnknownTurnError: the session has no such turn.
