@@ -82,7 +82,7 @@ def run(
     transcripts.open()
     tracing = start_tracing(settings.tracing, "inference-svc", __version__)
     try:
-        with memory.building_up():  # without garbage collection: a sixth of the imports' time
+        with memory.building_up():  # garbage collection would take a sixth of the imports' time
             model = _load_model(settings.model, settings.model.path, settings.server.state_dir)
         live = LiveSettings(loaded, read_again, LIVE_KEYS)
         uvloop.run(_serve(live, model, transcripts))

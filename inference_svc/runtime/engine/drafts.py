@@ -61,7 +61,7 @@ class Drafter:
             lengths = [int(bool(chance)) for chance in chances]
         drafted = zip(answering, lookups, lengths, strict=True)
         return {
-            request.number: self._up_to_end(lookup.draft(length))
+            request.number: self._cut_at_end(lookup.draft(length))
             for request, lookup, length in drafted
             if length
         }
@@ -77,7 +77,8 @@ class Drafter:
         request.lookup.advance(request.token_ids)
         return request.lookup
 
-    def _up_to_end(self, draft: list[int]) -> list[int]:
+    def _cut_at_end(self, draft: list[int]) -> list[int]:
+        """Return a draft up to its first token that ends answers."""
         ends = (place for place, token_id in enumerate(draft) if token_id in self._end_ids)
         return draft[: next(ends, len(draft))]
 

@@ -296,33 +296,33 @@ class EngineLoop:
 
     def _carry_out(self, plan: StepPlan) -> None:
         """Do all that a plan says but the step itself."""
-        # Memory is released (preempted, overflowed, evicted) before it is taken (admitted, grown).
+        # KV is released (preempted, overflowed, evicted) before room is taken (admitted, grown).
         for request in plan.unsaved:
-            self.memory.abandon_save(self._requests.of(request))
+            self.memory.abandon_save(self._requests.get(request))
         for chunk in plan.chunks:
-            self.memory.extend(self._requests.of(chunk.request), chunk.num_fed)
+            self.memory.extend(self._requests.get(chunk.request), chunk.num_fed)
         if plan.stalled:
             running = [r for r in self._requests if r.state is RequestState.RUNNING]
             self.memory.make_room(running)
         for request in plan.preempted:
             self._counters.add("preempted")
-            self.memory.preempt(self._requests.of(request))
+            self.memory.preempt(self._requests.get(request))
         for request in plan.overflowed:
-            self._discards.truncate(self._requests.of(request))
+            self._discards.truncate(self._requests.get(request))
         for key in plan.evicted:
             self.memory.evict(key)
         for request in plan.expired:
-            self._requests.expire(self._requests.of(request))
+            self._requests.expire(self._requests.get(request))
         for admission in plan.admitted:
-            self._loading.start(self._requests.of(admission.request), admission)
+            self._loading.start(self._requests.get(admission.request), admission)
         for growth in plan.grown:
-            self._requests.of(growth.request).paged_kv.grow(growth.pages)
+            self._requests.get(growth.request).paged_kv.grow(growth.pages)
 
     # --------------------------------------------------------------------------------- steps
 
     async def _step(self, chunks: Sequence[PlannedChunk]) -> None:
         """Compute a step, deliver its tokens, and apply its result to the scheduler."""
-        inputs = [step_input(self._requests.of(chunk.request), chunk) for chunk in chunks]
+        inputs = [step_input(self._requests.get(chunk.request), chunk) for chunk in chunks]
         slots = self.scheduler.write_slots
         is_tight = 2 * slots.num_free < slots.num_slots
         clock = follow_step(inputs, self._num_layers, is_tight=is_tight)

@@ -321,7 +321,7 @@ class Requests:
         """Whether the session has a request in the table."""
         return any(request.key == key for request in self)
 
-    def of(self, request: Request) -> EngineRequest:
+    def get(self, request: Request) -> EngineRequest:
         """Return the EngineRequest of a request that the scheduler names."""
         return self._requests[request.number]
 

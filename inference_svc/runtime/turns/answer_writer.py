@@ -27,9 +27,8 @@ from inference_svc.runtime.turns.turn_prompt import Prompt
 from shared.types.histogram import Histogram
 from shared.types.units import NS_PER_S
 
-NUM_CONTEXT_TOKENS = (
-    6  # last tokens of the prompt with which the answer's first token is decoded, as a continuation
-)
+# Last tokens of the prompt: the answer's first token is decoded behind them, as a continuation.
+NUM_CONTEXT_TOKENS = 6
 MAX_HELD_TOKENS = 8  # a character has at most four bytes: more held tokens are not a character
 _QUICKEST = ("hbm", "dram", "ssd")  # tiers, the fastest first
 INCOMPLETE = "\ufffd"  # decoders write it for bytes that are not a character

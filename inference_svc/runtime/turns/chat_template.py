@@ -175,9 +175,7 @@ class ChatTemplate:
             InvalidTurnError: it does not know one.
         """
         for message in messages:
-            is_result = (
-                "tool_call_id" in message
-            )  # results can always be written, if need be as text
+            is_result = "tool_call_id" in message  # can always be written, if need be as text
             if message["role"] not in self.roles and not is_result:
                 raise InvalidTurnError(
                     f"role {message['role'][:40]!r} is none that the chat template knows",

@@ -26,7 +26,7 @@ MAX_ROUNDS = 8  # searches between parts already found; no known tokenizer needs
 MAX_SPELLED = 4096  # cached spellings
 # Added tokens that are not special count if they look like markup: others are ordinary words.
 _MARKUP = re.compile(r"[^\w\s](?:.*\w.*)[^\w\s]", re.DOTALL)
-_WITNESS = "x"  # a text put before a spelling when that is decoded, since a first token may differ
+_WITNESS = "x"  # put before a spelling that is tried: a first token may be decoded differently
 
 
 class ControlTokens:

@@ -278,11 +278,9 @@ def _as_texts(messages: Sequence[Written], roles: Sequence[str]) -> list[Written
         is_result = "tool_call_id" in message
         written = _as_text(message, roles)
         if follows_result and written["role"] == found[-1]["role"] == USER:
+            # Templates may refuse two messages of the user in a row.
             content = f"{found[-1]['content']}\n\n{written['content']}"
-            found[-1] = {
-                **written,
-                "content": content,
-            }  # templates may refuse two questions in a row
+            found[-1] = {**written, "content": content}
         else:
             found.append(written)
         follows_result = is_result
