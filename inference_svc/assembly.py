@@ -1,6 +1,6 @@
-"""Wires an engine together from settings and a calibrated model; nothing runs yet.
+"""Builds an engine from settings and a calibrated model; nothing runs yet.
 
-An engine alone is what benchmarks need; `service_assembly.py` builds the service around it.
+Benchmarks need only an engine; `service_assembly.py` builds the service around it.
 """
 
 import asyncio
@@ -47,8 +47,8 @@ from inference_svc.runtime.transfer.resident_sequences import ResidentSequences
 from inference_svc.runtime.worker_thread import WorkerThread
 from shared.kvd_client.client import KvdClient
 
-# How long the interpreter lets one thread run while another wants to: the compute thread wants to
-# some hundred times a step, beside an event loop and copies that are in no such hurry.
+# How long a thread may keep the GIL while another waits for it. The compute thread waits for it
+# some hundred times a step; the event loop and the copy threads are less urgent.
 SWITCH_INTERVAL_S = 0.0005
 
 
@@ -57,8 +57,10 @@ class Model:
     """A model that is ready to serve.
 
     Attributes:
-        sink_tokens: number of first tokens of a context that it leans on, see `find_sinks`.
-        pooling: how its embeddings are made; None: it makes none.
+        loaded: the model, its tokenizer and their properties.
+        calibration: the layers, rotations and layout found at load.
+        sink_tokens: number of attention sinks at the beginning of a context, see `find_sinks`.
+        pooling: how embeddings are pooled; None: the model makes none.
         pooling_problem: why it makes none.
     """
 
@@ -74,8 +76,9 @@ class EngineParts:
     """An engine and its parts; usable without a server.
 
     Attributes:
+        client: the connection to kvd; None: nothing is stored.
         window_tokens: most tokens of a turn: the model's window, or what the KV budget holds.
-        window_bound: which of the two it is, for people.
+        window_bound: which of the two it is, as shown to operators.
         threads: the threads that `close` ends.
         prefaults: whether `prefault` does anything.
     """
@@ -96,19 +99,23 @@ class EngineParts:
     prefaults: bool
 
     async def prefault(self) -> None:
-        """Fault in the pool's memory, on a thread."""
+        """Touch the pool's memory on a thread, so that no step waits for page faults."""
         if self.prefaults:
             await asyncio.to_thread(self.pool.prefault)
 
     def close(self) -> None:
-        """End the threads, each after the call it runs."""
+        """Release the pool, and end the threads, each after the call that it runs."""
         self.pool.close()
         for thread in self.threads:
             thread.close()
 
 
 def assemble_engine(settings: InferenceSettings, model: Model) -> EngineParts:
-    """Build the engine and hand each part what it needs."""
+    """Build an engine for a model; its threads start, but nothing is computed for turns yet.
+
+    Raises:
+        KvRoomError: there is not enough memory for the KV that the settings name.
+    """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     keep_freed_memory()
     if not settings.cache.windows or settings.compression.policy != "none":
@@ -116,11 +123,11 @@ def assemble_engine(settings: InferenceSettings, model: Model) -> EngineParts:
     calibration, cache, device = model.calibration, settings.cache, model.loaded.device
     layout, num_layers = calibration.layout, len(calibration.layers)
     counters, rates, histograms = Counters(), Rates(), TurnHistograms(settings.tenants)
-    compute_thread = _start_computing(settings, model)
+    compute_thread = _start_compute_thread(settings, model)
     bounds = batch_bounds(
         settings.scheduler, device, layout.state_bytes, _memory_of(device).free_bytes
     )
-    # For loads that kvd is still reading: one for each that there may be, so that none has to wait.
+    # Loads that wait for kvd's SSD have a thread each, so that none waits for another's disk reads.
     read_threads = WorkerThread("read", bounds.num_active)
     copies = CopyThreads(WorkerThread("load"), read_threads, WorkerThread("store"))
     client, store = _make_store(settings, model, copies, counters, rates)
@@ -128,7 +135,7 @@ def assemble_engine(settings: InferenceSettings, model: Model) -> EngineParts:
         settings, bounds, model.loaded, calibration, _memory_of(device), saves=store.saves
     )
     scheduler = Scheduler(plan.limits, rates, num_layers, settings.scheduler.tenant_weights)
-    memory = _reserve(settings, model, plan, scheduler)
+    memory = _reserve_memory(settings, model, plan, scheduler)
     runner = _make_runner(settings, model, plan, memory)
     loads = _make_loads(cache, memory, store, copies.load, counters, num_layers)
     stepper = Stepper(
@@ -141,7 +148,7 @@ def assemble_engine(settings: InferenceSettings, model: Model) -> EngineParts:
     saves = Saves(
         store, counters, block_tokens=layout.block_tokens, group_tokens=cache.save_group_tokens
     )
-    # A draft that is wrong would be in the state.
+    # No drafts for models with a state: wrong tokens could not be taken out of it again.
     draft_tokens = 0 if layout.state_bytes else settings.scheduler.draft_tokens
     drafter = Drafter(rates.decodes, most_tokens=draft_tokens, end_ids=model.loaded.eos_ids)
     engine = EngineLoop(
@@ -177,13 +184,14 @@ def assemble_engine(settings: InferenceSettings, model: Model) -> EngineParts:
     )
 
 
-def _start_computing(settings: InferenceSettings, model: Model) -> WorkerThread:
-    """Start the thread that computes, with the model compiled for it where that is asked for."""
+def _start_compute_thread(settings: InferenceSettings, model: Model) -> WorkerThread:
+    """Start the thread that computes, and compile the model on it if the settings say so."""
     thread = WorkerThread("compute")
-    # States of recurrent layers decay to numbers too small to be normal ones, for which processors
-    # take up to ten times as long. On the thread that computes: those of its products take it over.
+    # States of recurrent layers decay to denormal numbers, with which processors are up to ten
+    # times slower. The setting is the compute thread's; the threads of its matrix products inherit
+    # it.
     thread.begin(torch.set_flush_denormal, True).result()
-    # On the same one: torch's compiler has its settings for each thread.
+    # On the same thread: torch's compiler keeps its settings per thread.
     thread.begin(choose_compiling, settings.model.compile, model.loaded, model.calibration).result()
     return thread
 
@@ -195,6 +203,7 @@ def _make_store(
     counters: Counters,
     rates: Rates,
 ) -> tuple[KvdClient | None, SessionStore]:
+    """Make the store of sessions' KV, and its connection to kvd if it has one."""
     cache = settings.cache
     if cache.mode == "recompute":
         return None, NoSessionStore()
@@ -220,14 +229,14 @@ def _make_store(
 
 
 class _Memory(NamedTuple):
-    """The memory that KV is in, all of it reserved; and how long one turn may be in it.
+    """The reserved memory of KV, and the window that it allows.
 
     Attributes:
-        pool: working KV.
-        ring: what waits to be stored.
+        pool: memory of sequences' KV.
+        ring: memory of KV that waits to be stored.
         residents: sequences in the pool whose turns are over.
-        window_tokens: see `EngineParts`.
-        window_bound: likewise.
+        window_tokens: most tokens of a turn; see `EngineParts`.
+        window_bound: what bounds it; see `EngineParts`.
     """
 
     pool: KVPool
@@ -237,10 +246,10 @@ class _Memory(NamedTuple):
     window_bound: str
 
 
-def _reserve(
+def _reserve_memory(
     settings: InferenceSettings, model: Model, plan: MemoryPlan, scheduler: Scheduler
 ) -> _Memory:
-    """Reserve what is planned, as the scheduler accounts for it."""
+    """Reserve the planned memory, in the slots that the scheduler accounts for."""
     loaded, calibration = model.loaded, model.calibration
     shapes = [layer.shape for layer in calibration.layers]
     block_tokens = calibration.layout.block_tokens
@@ -267,7 +276,7 @@ def _reserve(
 def _make_runner(
     settings: InferenceSettings, model: Model, plan: MemoryPlan, memory: _Memory
 ) -> ModelRunner:
-    """Choose how steps attend, and whether they are captured; each proven for the model."""
+    """Choose the attention back-end, and whether decode steps are captured; both are proven."""
     loaded, calibration = model.loaded, model.calibration
     attention = choose_attention(settings.model.attention, loaded, calibration, plan.groups)
     graphs = choose_graphs(
@@ -289,6 +298,7 @@ def _make_loads(
     counters: Counters,
     num_layers: int,
 ) -> Loads:
+    """Make the loads, with the preloading that the settings say."""
     preload = PreloadPolicy(is_layerwise=False, buffer_layers=0)
     if settings.preload != "none":
         fixed = settings.read_buffer_layers
@@ -307,6 +317,7 @@ def _make_loads(
 
 
 def _memory_of(device: torch.device) -> DeviceMemory:
+    """Return the memory of a device as it is now."""
     if device.type == "cuda":
         return DeviceMemory(*torch.cuda.mem_get_info(device))
     memory = psutil.virtual_memory()

@@ -1,8 +1,8 @@
-"""A small typed client of the inference service, for the chat, the demo and the tests.
+"""A small typed gRPC client of the inference service, for the chat, the demo and the tests.
 
-Every method raises a ReportedError: the service's own, NotRunningError if nobody answers,
+Every method raises a ReportedError: the service's own error, NotRunningError if no service answers,
 SocketDeniedError if this user may not open the socket, or TurnTimeoutError if a turn takes longer
-than it was given.
+than its timeout.
 """
 
 import asyncio
@@ -34,18 +34,18 @@ from shared.types.errors import (
 )
 from shared.types.session_key import is_name
 
-CALL_S = 30.0  # deadline of everything but a turn
+CALL_S = 30.0  # deadline of every call but a turn
 TURN_S = 600.0
-MAX_WHY = 300  # of gRPC's own words about a connection
-RETRY_S = 1.0  # without a hint: gRPC's own refusal, when a great many ask at once; nobody there
+MAX_WHY = 300  # characters that are shown of gRPC's own message about a connection
+RETRY_S = 1.0  # without a hint: gRPC refuses too many calls at once, or no service answers
 SESSION_BUSY = "session_busy"
-# Metadata of every call about a session: a balancer sends all of one name to one server. Ray Serve
-# reads this key, too; the service reads what the request says.
+# Metadata of every call about a session, by which a balancer sends all calls of one session to the
+# same server. Ray Serve reads this key, too; the service itself reads the request's field.
 SESSION_METADATA = "session_id"
 
 
 class NotRunningError(UnavailableError):
-    """Nobody answers at the address, or not in time."""
+    """No service answers at the address in time."""
 
     reason = "not_running"
 
@@ -57,7 +57,7 @@ class SocketDeniedError(DeniedError):
 
 
 class TurnTimeoutError(DeadlineError):
-    """The turn was not over in the time that this client gave it."""
+    """The turn took longer than this client's timeout."""
 
     reason = "deadline_exceeded"
 
@@ -67,7 +67,7 @@ TurnContent: TypeAlias = str | Sequence[pb.ChatMessage] | Sequence[int]
 
 @dataclass(frozen=True)
 class TurnResult:
-    """A finished turn: its events put together."""
+    """A finished turn: its events put together, and the tokens of all of its `tokens` events."""
 
     accepted: pb.Accepted
     started: pb.Started
@@ -76,31 +76,37 @@ class TurnResult:
 
     @property
     def token_ids(self) -> list[int]:
-        """The answer."""
+        """The answer's token ids."""
         return [token.token_id for token in self.tokens]
 
     @property
     def text(self) -> str:
-        """The answer."""
+        """The answer's text."""
         return self.finished.text
 
     @property
     def usage(self) -> pb.Usage:
-        """What it cost."""
+        """The turn's usage: tokens, times, and from where the history came."""
         return self.finished.usage
 
 
-def turn_request(given: TurnContent, session_id: str = "", **fields: Any) -> pb.SubmitTurnRequest:
-    """Build a SubmitTurn from text, chat messages or token ids and the proto's other fields."""
+def turn_request(content: TurnContent, session_id: str = "", **fields: Any) -> pb.SubmitTurnRequest:
+    """Build a SubmitTurnRequest.
+
+    Args:
+        content: the turn's input: text, chat messages or token ids.
+        session_id: the session's id; "": a new session.
+        **fields: other fields of the message.
+    """
     request = pb.SubmitTurnRequest(session_id=session_id, **fields)
-    if isinstance(given, str):
-        request.text = given
+    if isinstance(content, str):
+        request.text = content
         return request
-    messages = [item for item in given if isinstance(item, pb.ChatMessage)]
+    messages = [item for item in content if isinstance(item, pb.ChatMessage)]
     if messages:
         request.chat.messages.extend(messages)
     else:
-        request.tokens.ids.extend(item for item in given if isinstance(item, int))
+        request.tokens.ids.extend(item for item in content if isinstance(item, int))
     return request
 
 
@@ -109,16 +115,17 @@ class InferenceClient:
 
     Args:
         address: "unix:/path" or "host:port".
-        credentials: token or certificate for a TCP port.
+        credentials: token or certificate for a TCP port; None: none.
 
     Raises:
-        InvalidInputError: the address is none.
+        InvalidInputError: the address is invalid.
     """
 
     def __init__(self, address: str, credentials: ClientCredentials | None = None) -> None:
         self.address = address
         options = [
-            ("grpc.use_local_subchannel_pool", 1),  # a restarted service is not backed off from
+            # Channels share subchannels, and their back-off: a new client would wait for it, too.
+            ("grpc.use_local_subchannel_pool", 1),
             ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
             ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
         ]
@@ -141,9 +148,14 @@ class InferenceClient:
     ) -> AsyncGenerator[pb.TurnEvent, None]:
         """Yield the events of a turn; closing the iterator early cancels the turn.
 
-        A new session is named here, not by the service: its next turn finds the same server again.
+        A new session gets its id here, not from the service, so that a balancer sends its next turn
+        to the same server.
+
+        Args:
+            request: the turn.
+            timeout_s: most seconds that the turn may take.
         """
-        named = _named(request)
+        named = _with_session_id(request)
         metadata = _metadata(named)
         call = self._stub.SubmitTurn(named, timeout=timeout_s, metadata=metadata)
         try:
@@ -152,7 +164,7 @@ class InferenceClient:
         except grpc.aio.AioRpcError as error:
             reported = self._reported(error)
             is_late = error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-            if is_late and isinstance(reported, NotRunningError):  # the service took the turn
+            if is_late and isinstance(reported, NotRunningError):  # the service had accepted it
                 raise TurnTimeoutError(
                     f"the turn was not over in {timeout_s:g} s",
                     "submit it again with more time; the session is as it was",
@@ -167,7 +179,13 @@ class InferenceClient:
         timeout_s: float = TURN_S,
         on_event: Callable[[pb.TurnEvent], None] = lambda _: None,
     ) -> TurnResult:
-        """Run a turn to its end."""
+        """Run a turn to its end.
+
+        Args:
+            request: the turn.
+            timeout_s: most seconds that the turn may take.
+            on_event: callback for each event.
+        """
         seen: dict[str, Any] = {"accepted": pb.Accepted(), "started": pb.Started()}
         tokens: list[pb.Token] = []
         async with aclosing(self.stream_turn(request, timeout_s)) as events:
@@ -186,15 +204,20 @@ class InferenceClient:
         timeout_s: float = TURN_S,
         on_refused: Callable[[ReportedError], None] = lambda _: None,
     ) -> TurnResult:
-        """Run a turn to its end, and retry as hinted while the service is full or not there.
+        """Run a turn to its end; retry while the service is full or away, after its hinted time.
 
-        It is the same turn each time, by its session and its request id, which it is given if it
-        has none: it is answered once, and an answer that was lost on the way comes again.
+        Each attempt has the same session and request id, which are made if the request has none. So
+        the turn is answered once, and an answer that was lost on the way is sent again.
+
+        Args:
+            request: the turn.
+            timeout_s: most seconds for all attempts together.
+            on_refused: callback for each error after which the turn is retried.
 
         Raises:
-            ReportedError: something else is wrong, or it is no better after `timeout_s`.
+            ReportedError: an error that retrying does not help, or the last one before the timeout.
         """
-        same, end_s = _identifiable(request), time.monotonic() + timeout_s
+        same, end_s = _with_ids(request), time.monotonic() + timeout_s
         was_lost = False
         while True:
             left_s = end_s - time.monotonic()
@@ -202,14 +225,14 @@ class InferenceClient:
                 return await self.submit(same, timeout_s=left_s)
             except (ConflictError, ExhaustedError, UnavailableError) as error:
                 retry_s = RETRY_S if error.retry_after_s is None else error.retry_after_s
-                if not _passes(error, was_lost=was_lost) or retry_s >= left_s:
+                if not _is_temporary(error, was_lost=was_lost) or retry_s >= left_s:
                     raise
                 was_lost |= isinstance(error, UnavailableError)
                 on_refused(error)
             await asyncio.sleep(retry_s)
 
     async def cancel(self, session_id: str, request_id: str = "", tenant: str = "") -> int:
-        """Stop a session's turns; return how many."""
+        """Stop a session's turns, or the one of a request id; return how many."""
         request = pb.CancelTurnRequest(tenant=tenant, session_id=session_id, request_id=request_id)
         response: pb.CancelTurnResponse = await self._call(self._stub.CancelTurn, request)
         return response.cancelled
@@ -225,7 +248,7 @@ class InferenceClient:
     async def explain_miss(
         self, session_id: str, turn: int | None = None, tenant: str = ""
     ) -> pb.ExplainMissResponse:
-        """Say why a turn missed the cache; None: the last one of the session that did."""
+        """Explain why a turn missed the cache; `turn` None: the last one that did."""
         request = pb.ExplainMissRequest(tenant=tenant, session_id=session_id, turn=turn)
         explained: pb.ExplainMissResponse = await self._call(self._stub.ExplainMiss, request)
         return explained
@@ -248,10 +271,13 @@ class InferenceClient:
         superseded: bool = False,
         tenant: str = "",
     ) -> None:
-        """Tell what is likely to become of a session after its turn; hints for the cache.
+        """Report how soon a session is likely to return after its turn; a hint for the cache.
 
-        `awaited_tools` are names of tools that its answer calls; `superseded` says that another
-        session goes on in its place.
+        Args:
+            session_id: the session's id.
+            awaited_tools: names of tools that its answer calls.
+            superseded: whether another session continues the conversation in its place.
+            tenant: the session's tenant; "": the caller's first.
         """
         request = pb.ExpectSessionRequest(
             tenant=tenant,
@@ -268,7 +294,7 @@ class InferenceClient:
         new_session_id: str = "",
         tenant: str = "",
     ) -> pb.Session:
-        """Start a session from another's first turns."""
+        """Start a session from another's first turns; `at_turn` None: from all of them."""
         request = pb.ForkSessionRequest(
             tenant=tenant, session_id=session_id, at_turn=at_turn, new_session_id=new_session_id
         )
@@ -283,9 +309,14 @@ class InferenceClient:
         tenant: str = "",
         **expected: int,
     ) -> pb.DiscardResponse:
-        """Drop tokens of a session's context, by positions in it (half-open ranges, or single).
+        """Drop tokens of a session's context.
 
-        `expected` are the request's expected_turn and expected_context_tokens.
+        Args:
+            session_id: the session's id.
+            ranges: half-open ranges of positions in the context.
+            positions: single positions in the context.
+            tenant: the session's tenant; "": the caller's first.
+            **expected: the request's expected_turn and expected_context_tokens.
         """
         request = pb.DiscardRequest(
             tenant=tenant,
@@ -298,7 +329,7 @@ class InferenceClient:
         return response
 
     async def get_model(self) -> pb.Model:
-        """Return a description of what is served."""
+        """Return a description of the model and the service's state."""
         model: pb.Model = await self._call(self._stub.GetModel, pb.GetModelRequest())
         return model
 
@@ -309,13 +340,16 @@ class InferenceClient:
             raise self._reported(error) from error
 
     def _reported(self, error: grpc.aio.AioRpcError) -> ReportedError:
+        """Return the ReportedError of a failed call."""
         reported = error_from_rpc(error)
-        if isinstance(reported, UnavailableError) and not reported.remedy:  # not the service's word
+        # Errors of the service have a remedy: without one it is gRPC's own error.
+        if isinstance(reported, UnavailableError) and not reported.remedy:
             return _no_answer(self.address, reported)
         return reported
 
 
 def _no_answer(address: str, reported: ReportedError) -> ReportedError:
+    """Return the error that says why no service answers at an address."""
     if is_unix(address):
         denial = denial_of(Path(address.removeprefix(UNIX)))
         if denial is not None:
@@ -330,31 +364,31 @@ def _no_answer(address: str, reported: ReportedError) -> ReportedError:
     )
 
 
-def _identifiable(request: pb.SubmitTurnRequest) -> pb.SubmitTurnRequest:
-    """Return the request with ids, so that the service recognises a repeat."""
-    same = _named(request)
-    same.request_id = request.request_id or f"r-{uuid.uuid4().hex}"
-    return same
+def _with_ids(request: pb.SubmitTurnRequest) -> pb.SubmitTurnRequest:
+    """Return a copy of the request with ids, by which the service recognises a repeat."""
+    copy = _with_session_id(request)
+    copy.request_id = request.request_id or f"r-{uuid.uuid4().hex}"
+    return copy
 
 
-def _named(request: pb.SubmitTurnRequest) -> pb.SubmitTurnRequest:
+def _with_session_id(request: pb.SubmitTurnRequest) -> pb.SubmitTurnRequest:
     """Return a copy of the request that names its session."""
     named = pb.SubmitTurnRequest()
     named.CopyFrom(request)
     if not request.session_id:
         named.session_id = f"s-{uuid.uuid4().hex}"
-        named.expected_turn = request.expected_turn  # 0 if it has none: nobody has had a turn of it
+        named.expected_turn = request.expected_turn  # 0 if not set: the session must be new
     return named
 
 
 def _metadata(request: Any) -> tuple[tuple[str, str], ...]:
-    """Say of which session a call is; nothing, if of none, or of a name that is to be refused."""
+    """Return the metadata that names a call's session; () without a session or a valid name."""
     session_id = getattr(request, "session_id", "")
     return ((SESSION_METADATA, session_id),) if is_name(session_id) else ()
 
 
-def _passes(error: ReportedError, *, was_lost: bool) -> bool:
-    """Whether the same turn may be accepted later."""
-    if isinstance(error, ConflictError):  # our earlier try is being stopped
+def _is_temporary(error: ReportedError, *, was_lost: bool) -> bool:
+    """Whether the same turn may be accepted later; `was_lost`: an attempt lost its connection."""
+    if isinstance(error, ConflictError):  # the lost attempt may still be stopping
         return was_lost and error.reason == SESSION_BUSY
     return error.retryable

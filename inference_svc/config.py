@@ -44,12 +44,13 @@ from shared.types.setting_types import (
 )
 
 ENV_PREFIX = "INFERENCE"
-# Of options of the commands, which are no settings (inference_svc/cli/connection.py).
+# Variables of commands' options, which are no settings (inference_svc/cli/connection.py).
 OTHER_VARIABLES = (
     *("INFERENCE_ADDRESS", "INFERENCE_TOKEN_FILE"),
     *("INFERENCE_TLS_CA_FILE", "INFERENCE_TLS_CERT_FILE", "INFERENCE_TLS_KEY_FILE"),
 )
-# What a reload changes in a running service (shared/config/reload.py); else the next start does.
+# Settings that a reload changes in a running service (shared/config/reload.py); all others take
+# effect at the next start.
 LIVE_KEYS: tuple[str, ...] = (
     "server.drain_s",
     "cache.load_policy",
@@ -68,27 +69,29 @@ LIVE_KEYS: tuple[str, ...] = (
     "clients",
     "log.level",
 )
-AUTO = "auto"  # as an address, as a directory: the one that the supervisor or the system has for it
+AUTO = "auto"  # as an address or a directory: the supervisor's, or the system's default
 MOST_TURNS = 65536
-LEAST_TOKEN_BYTES = 64  # of KV: keys and values of the smallest models are more than that
-MAX_GRPC_BYTES = (1 << 31) - 1  # of a message, as gRPC counts
-MIN_RATE, MAX_RATE = 0.001, 1e12  # a minute: beyond them times to wait are no numbers any more
+LEAST_TOKEN_BYTES = 64  # of a token's KV: even the smallest models have more
+MAX_GRPC_BYTES = (1 << 31) - 1  # of a message: gRPC counts its bytes with a signed int32
+MIN_RATE, MAX_RATE = 0.001, 1e12  # a minute: with others, waiting times are no usable numbers
 LEAST_STEP_TOKENS = 16  # with fewer a step is all overhead
 RoleList = Annotated[tuple[Literal["client", "reader"], ...], BeforeValidator(to_list)]
 BOUNDS = tuple(known.name for known in fields(TenantBounds))
 
 
-def _state_dir(value: object) -> object:
+def _resolve_state_dir(value: object) -> object:
+    """Replace "auto" by the default directory."""
     return default_state_dir() if value == AUTO else value
 
 
-def _no_tiny_step(value: int) -> int:
+def _check_step_tokens(value: int) -> int:
+    """Refuse steps that are too small; 0 means by the device."""
     if 0 < value < LEAST_STEP_TOKENS:
         raise ValueError(f"write at least {LEAST_STEP_TOKENS}, or 0 to have it by the device")
     return value
 
 
-StepTokens = Annotated[int, Field(ge=0), AfterValidator(_no_tiny_step)]
+StepTokens = Annotated[int, Field(ge=0), AfterValidator(_check_step_tokens)]
 
 
 class ModelSettings(Section):
@@ -99,26 +102,26 @@ class ModelSettings(Section):
         dtype: number type of the weights; "auto": the one that they are stored in.
         device: PyTorch's name of the device that computes.
         threads: number of threads that compute; 0: as many as PyTorch chooses.
-        attention: how attention is computed: with what "torch" has; or by a kernel in "triton" over
-            pages, on a GPU. "auto": the latter, if it is proven to give the former's answers.
-        graphs: whether steps of decode are captured in graphs at start, and replayed. "auto": on a
-            GPU whose attention is over pages, if they are proven to give the same answers.
-        rotation: what embeds keys at their positions when they are loaded: what "torch" has; or, on
-            a GPU, a kernel in "triton", on their way to their pages. "auto": the latter, if it is
-            proven to give the same bits.
-        compile: whether torch's compiler makes kernels of the "layers", between attention and what
-            is kept of them, proven to answer as before. "off": they are computed call by call.
-        packed_weights: whether weights are put in the order in which the kernel reads them. "auto":
-            where there is such a kernel, and the model is proven to answer as before; those of a
-            small model are kept both ways.
-        positions: how stored KV is positioned. "decoupled": embedded when loaded, so that a context
-            that overflowed keeps the rest of its KV; "coupled": as it was cached; "auto": decoupled
-            if the model can.
-        pooling: how embeddings are made of the last layer's states: of the last token, the mean of
-            all, or the mean in which later ones count more. "auto": as the model's directory says,
-            in the files of sentence-transformers; "none": none are made.
-        chat_template_kwargs: arguments of the chat template where a request names no others; in the
-            environment as JSON.
+        attention: the attention back-end: "torch"'s own functions, or a kernel in "triton" over
+            pages, on a GPU. "auto": the kernel, if it is proven to give the same answers.
+        graphs: whether decode steps are captured in graphs at start, and replayed. "auto": on a GPU
+            with attention over pages, if they are proven to give the same answers.
+        rotation: how loaded keys are embedded at their positions: by "torch", or, on a GPU, by a
+            kernel in "triton" on their way to their pages. "auto": by the kernel, if it is proven
+            to give the same bits.
+        compile: whether torch's compiler makes kernels of the "layers" outside of attention, which
+            are proven to give the same answers. "off": layers are computed call by call.
+        packed_weights: whether weights are reordered as their matrix kernel reads them. "auto": if
+            there is such a kernel, and the model is proven to give the same answers; a small
+            model's weights are kept in both orders.
+        positions: how stored keys are positioned. "decoupled": embedded when they are loaded, so
+            that a context that overflows keeps the KV that is left; "coupled": as they were cached;
+            "auto": decoupled if the model allows it.
+        pooling: how embeddings are made of the last layer's hidden states: that of the last token,
+            the mean of all, or the mean in which later ones weigh more. "auto": as the files of
+            sentence-transformers in the model's directory say; "none": the model makes none.
+        chat_template_kwargs: arguments of the chat template for requests that name no others; in
+            the environment as JSON.
     """
 
     path: Path | None = None
@@ -143,18 +146,19 @@ class ServerSettings(Section):
     Attributes:
         listen: addresses, each "unix:/absolute/path", or "host:port" for clients with a token or a
             certificate; "auto": the default socket.
-        state_dir: directory of transcripts and whatever else is to survive; "auto": the default.
+        state_dir: directory of transcripts and all other state that survives a restart; "auto": the
+            default.
         max_message_bytes: bound of one gRPC message.
         drain_s: seconds that running turns may continue after SIGTERM.
-        socket_tenants: tenants that whoever may open the Unix socket may name; the first is meant
-            if none is named; "*": all, for a gateway that knows its own clients.
+        socket_tenants: tenants that callers on the Unix socket may name; the first is the default;
+            "*": all tenants, for a gateway that authenticates its own clients.
         socket_group: group that may open the Unix socket; "": the group of the service.
     """
 
     listen: Annotated[TextList, Field(min_length=1)] = Field(
         default_factory=lambda: (default_listen(),)
     )
-    state_dir: Annotated[Path, BeforeValidator(_state_dir)] = Field(
+    state_dir: Annotated[Path, BeforeValidator(_resolve_state_dir)] = Field(
         default_factory=default_state_dir
     )
     max_message_bytes: int = Field(default=MAX_MESSAGE_BYTES, ge=65536, le=MAX_GRPC_BYTES)
@@ -164,35 +168,35 @@ class ServerSettings(Section):
 
     @field_validator("listen")
     @classmethod
-    def _usable(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        addresses = [default_listen() if one == AUTO else one for one in value]
+    def _check_listen(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        addresses = [default_listen() if address == AUTO else address for address in value]
         return validate_sockets(addresses, also=", or auto")
 
 
 class CacheSettings(Section):
-    """How history is reused.
+    """How the KV of a session's history is stored and reused.
 
     Attributes:
         mode: "cached", or "recompute", which never calls kvd: the baseline.
         load_policy: "auto" loads where that costs the turn and those behind it less time than
             recomputing, by measured rates; "never" saves but does not load.
-        residents: sessions keep their KV in memory after their turn while there is room.
+        residents: whether sessions keep their KV in memory after their turn while there is room.
         preload: "layers": a turn computes while its later layers are still being loaded; "none":
             it waits for all of them.
-        read_buffer_layers: layers that are loaded before their turn computes, the others behind
-            that; -1: as many as measured rates ask for.
-        saving: "async": while others compute; "sync": nothing is computed meanwhile; "off":
+        read_buffer_layers: number of layers that are loaded before their turn computes, the others
+            while it does; -1: as many as the measured rates require.
+        saving: "async": while other turns compute; "sync": nothing is computed meanwhile; "off":
             nothing is stored.
         save_group_tokens: tokens of a turn under way that are stored together; at least a block's.
-        mark_tokens: of models with a recurrent state, or with layers that attend to the last
-            tokens only: tokens between places of a long prompt where a load can end, beside those
-            where conversations turn; 0: none but these.
-        windows: of layers that attend to the last tokens only, no more than these are stored,
-            loaded and held in memory; false: all tokens, as contexts need that lose tokens here and
-            there. With a compression policy it is as if it were false.
-        transport: how KV travels between kvd's memory and a GPU. "shm": the service has the GPU
-            copy, from and to memory that it shares with kvd; "cuda_ipc": kvd's copier has, from and
-            to memory of the GPU that it shares with the service, and "shm" where there is none.
+        mark_tokens: for models with a recurrent state, or with layers that attend to the last
+            tokens only: tokens between positions of a long prompt at which a load can end, beside
+            those where conversations turn; 0: only those.
+        windows: whether layers that attend to the last tokens only store, load and hold no more
+            than these; false: all tokens, which contexts need that lose scattered tokens. A
+            compression policy implies false.
+        transport: how KV is copied between kvd's memory and a GPU. "shm": by the service, from and
+            to memory that it shares with kvd; "cuda_ipc": by kvd's copier, from and to memory of
+            the GPU that it shares with the service, or as "shm" if there is no copier.
         kvd_runtime_dir: directory of kvd's sockets.
         deadline_s: most seconds that one load or one save may wait for kvd.
     """
@@ -212,37 +216,38 @@ class CacheSettings(Section):
 
 
 class SchedulerSettings(Section):
-    """Bounds of what runs at once.
+    """Bounds of batches, of the queue and of the KV in memory.
 
     Attributes:
         max_running: bound of the turns in a batch. 0: by the device, 8 on a CPU and 64 on a GPU,
-            where it is fewer if their recurrent states would take too much of the memory.
-        max_loading: bound of the turns that are loaded ahead of the batch. 0: likewise, 4 and 8.
+            fewer if their recurrent states would take too much of its memory.
+        max_loading: bound of the turns that are loaded ahead of the batch. 0: by the device, 4 on a
+            CPU and 8 on a GPU.
         max_turns: bound of the turns under way in all sessions together.
         max_turns_per_session: bound of the turns under way in one session.
         step_tokens: most prompt tokens of one step while nothing decodes. 0: by the device, 512 on
             a CPU and 4096 on a GPU.
         mixed_step_tokens: most prompt tokens of one step while anything decodes; more than
-            step_tokens counts as step_tokens. 0: likewise, 128 and 1024.
+            step_tokens counts as step_tokens. 0: by the device, 128 on a CPU and 1024 on a GPU.
         kv_tokens: tokens whose KV fits in memory: of admitted turns, of resident sessions, and in
-            the write ring; 0: as many as a share of the free memory holds. So kv_tokens without the
-            ring's bounds the window. Where layers with a window hold the last tokens only, long
+            the write ring; 0: as many as a share of the free memory holds. Without the ring's
+            tokens it bounds the window. Where layers with a window hold the last tokens only, long
             sequences count for fewer tokens than they have.
-        write_buffer_tokens: of these, tokens in the write ring, where what is computed waits until
-            kvd has it; more than half of kv_tokens counts as half. 0: two steps' and, for each
-            running turn, a group's or a block's, but no more than a fifth of kv_tokens.
-        working_kv: how KV lies in memory: "contiguous", each turn's by itself, which a CPU reads
-            fastest; or in "pages", of which sessions that begin alike have the same ones, and of
-            which a turn is given more as it grows. "auto": pages on a GPU, contiguous on a CPU.
+        write_buffer_tokens: tokens of kv_tokens in the write ring, where computed KV waits until
+            kvd has it; more than half of kv_tokens counts as half. 0: those of two steps and, for
+            each running turn, of a group or a block, but at most a fifth of kv_tokens.
+        working_kv: how KV lies in memory: "contiguous" for each turn, which a CPU reads fastest; or
+            in "pages", which sessions with a common prefix share, and of which a turn gets more as
+            it grows. "auto": pages on a GPU, contiguous on a CPU.
         page_tokens: tokens of a page; best a divisor of kvd's blocks.
-        answer_tokens: tokens of an answer that a turn is given room for when it is admitted; it may
-            have to find more later.
-        default_max_tokens: bound of an answer's tokens when the client does not say.
-        draft_tokens: most tokens that are guessed ahead of an answer, from what its session said
-            before, and computed with its next one; fewer, or none, where that does not pay. What is
-            answered stays the same. 0: none.
+        answer_tokens: tokens of an answer for which a turn gets room when it is admitted; a longer
+            answer has to find more later.
+        default_max_tokens: bound of an answer's tokens if the client sets none.
+        draft_tokens: most tokens of a draft: tokens guessed to come next, from the session's own,
+            and verified in one step; fewer, or none, where that does not pay. Answers stay the
+            same. 0: no drafts.
         tenant_weights: a tenant's share of the service while several wait; 1 if not named.
-        prefault: take the memory for kv_tokens from the system at the start, in the background.
+        prefault: whether to touch the memory for kv_tokens at start, in the background.
     """
 
     max_running: int = Field(default=0, ge=0, le=1024)
@@ -263,12 +268,12 @@ class SchedulerSettings(Section):
 
 
 class TenantSettings(Section):
-    """One tenant's limits in place of the defaults; a key that is not given changes nothing.
+    """One tenant's limits in place of the defaults; a key that is not set keeps the default.
 
     Attributes:
         turns_per_minute: rate of the turns that begin.
-        tokens_per_minute: rate of the tokens that are computed: of prompts, as far as they are not
-            found in the cache, and of answers.
+        tokens_per_minute: rate of the tokens that are computed: of prompts, unless they are in the
+            cache, and of answers.
         max_turns: bound of the turns under way at once, waiting ones included.
         max_sessions: bound of the sessions that are kept.
     """
@@ -290,25 +295,25 @@ class LimitSettings(TenantSettings):
 
 
 class InferenceClientSettings(ClientSettings):
-    """One client that comes with a token or a certificate."""
+    """One client that is identified by a token or a certificate."""
 
     roles: RoleList = ("client",)
 
 
 class LogSettings(Section):
-    """What is logged, to stderr."""
+    """The level and format of the log, which goes to stderr."""
 
     level: Literal["debug", "info", "warning", "error"] = "info"
     format: Literal["auto", "json", "text"] = "auto"
 
     @property
     def json_lines(self) -> bool | None:
-        """As `configure_logging` takes it: None chooses."""
+        """The format as `configure_logging` takes it; None: it chooses."""
         return None if self.format == "auto" else self.format == "json"
 
 
 class InferenceSettings(Section):
-    """All sections."""
+    """All settings of the service, by section."""
 
     model: ModelSettings = ModelSettings()
     server: ServerSettings = Field(default_factory=ServerSettings)
@@ -331,7 +336,7 @@ class InferenceSettings(Section):
     log: LogSettings = LogSettings()
 
     @model_validator(mode="after")
-    def _room_for_a_window(self) -> "InferenceSettings":
+    def _check_window_room(self) -> "InferenceSettings":
         saves = self.cache.mode == "cached" and self.cache.saving != "off"
         kv_tokens, least = self.scheduler.kv_tokens, least_slots(saves=saves)
         if 0 < kv_tokens < least:
@@ -343,7 +348,7 @@ class InferenceSettings(Section):
         return self
 
     @model_validator(mode="after")
-    def _transport_of_the_device(self) -> "InferenceSettings":
+    def _check_transport(self) -> "InferenceSettings":
         if self.cache.transport == "cuda_ipc" and not self.model.device.startswith("cuda"):
             raise ValueError(
                 f'cache.transport = "cuda_ipc" with model.device = "{self.model.device}": write '
@@ -352,11 +357,11 @@ class InferenceSettings(Section):
         return self
 
     def tenant_bounds(self) -> tuple[TenantBounds, dict[str, TenantBounds]]:
-        """Return the limits of tenants that are not named, and those of the others by name."""
+        """Return the limits of tenants without their own, and those of the others by name."""
         default = TenantBounds(**{name: getattr(self.limits, name) for name in BOUNDS})
         named = {
-            name: replace(default, **given.model_dump(include=given.model_fields_set))
-            for name, given in self.tenants.items()
+            name: replace(default, **limits.model_dump(include=limits.model_fields_set))
+            for name, limits in self.tenants.items()
         }
         return default, named
 
@@ -364,11 +369,15 @@ class InferenceSettings(Section):
 def load_inference_settings(
     toml_path: Path | None, flags: Mapping[str, object]
 ) -> LoadedSettings[InferenceSettings]:
-    """Read file, environment and flags.
+    """Read the settings from file, environment and flags, and check them.
+
+    Args:
+        toml_path: the settings file; None: there is none.
+        flags: values of the command's flags, by key.
 
     Raises:
-        InvalidSettingsError: listing every problem.
-        UnguardedError: anybody could connect.
+        InvalidSettingsError: settings are invalid; the message lists all problems.
+        UnguardedError: an address would be open to clients without credentials.
     """
     loaded = load_settings(
         InferenceSettings, toml_path, ENV_PREFIX, flags, other_variables=OTHER_VARIABLES

@@ -1,4 +1,4 @@
-"""Settings of what becomes of contexts: what is reused of them, dropped, compressed."""
+"""Settings of contexts: reuse after edits, overflow and compression."""
 
 from typing import Literal
 
@@ -10,20 +10,20 @@ from shared.types.setting_types import CountOrAuto, NumberOrAuto, Section
 
 
 class ReuseSettings(Section):
-    """What is reused of a conversation that its client has edited.
+    """Which KV is reused of a conversation that its client has edited.
 
     Attributes:
-        edits: of what follows the first edit, and is the same. "exact": nothing, so that the answer
-            is that of recomputation; "keep": the KV of whole messages, which was computed over what
-            was there before; "heal:k": the same, but the first k tokens behind each seam are
-            computed anew. Where positions are coupled it is "exact".
+        edits: which KV is reused of unchanged text behind the first edit. "exact": none, so that
+            the answer is that of recomputation; "keep": that of whole messages, though it was
+            computed over the text before the edit; "heal:k": as "keep", but the first k tokens
+            behind each seam are computed again. With coupled positions it is always "exact".
     """
 
     edits: str = "exact"
 
     @field_validator("edits")
     @classmethod
-    def _known(cls, value: str) -> str:
+    def _check_edits(cls, value: str) -> str:
         edit_policy(value)
         return value
 
@@ -32,16 +32,16 @@ class OverflowSettings(Section):
     """Which tokens of a session are dropped when its window is full; a turn may name its own.
 
     Attributes:
-        policy: "oldest": the oldest tokens; "half", "sinks": the same, older names; "reject":
-            none.
-        ratio: part of the droppable tokens that is dropped at once, in (0, 1]. None: an eighth
-            where the rest stays valid, half where it is computed again.
-        sink_tokens: number of first tokens that stay, also when a session is compressed, at most
+        policy: "oldest": the oldest tokens; "half", "sinks": older names for "oldest"; "reject":
+            none, the turn is refused.
+        ratio: part of the droppable tokens that is dropped at once, in (0, 1]. None: an eighth if
+            the KV that is left stays valid, half if it has to be computed again.
+        sink_tokens: number of first tokens that are never dropped, by compression neither, at most
             half of the window; a system message counts. None: as many as the model needs, found at
-            the start.
-        reserve_tokens: tokens of an answer that are to have room when it begins; at most a quarter
-            of the window.
-        split_frames: whether messages of a chat may be cut anywhere; else only where one begins.
+            start.
+        reserve_tokens: tokens of an answer for which there must be room when it begins; at most a
+            quarter of the window.
+        split_frames: whether messages of a chat may be cut anywhere; if not, only where one begins.
         drop_system: whether the system message may be dropped, too.
     """
 
@@ -57,10 +57,10 @@ class CompressionSettings(Section):
     """Which tokens of a session are dropped at the end of each turn; a turn may name its own.
 
     Attributes:
-        policy: "none": nothing; "sinks_recent": all but the first and the latest tokens; "snapkv",
-            "h2o": what got least attention.
+        policy: "none": no tokens; "sinks_recent": all but the first and the latest tokens;
+            "snapkv", "h2o": the tokens that got least attention.
         keep_ratio: part of the context that is kept, in (0, 1].
-        min_tokens: length of a context in tokens; shorter ones are left alone.
+        min_tokens: tokens of the shortest context that is compressed.
     """
 
     policy: Literal["none", "sinks_recent", "snapkv", "h2o"] = "none"

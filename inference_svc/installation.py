@@ -1,7 +1,7 @@
-"""How the service is installed: where it listens and keeps its state, its model, and its extra.
+"""The service's installation: default socket and directories, shipped model, the extra `engine`.
 
-Both the service and its clients look here for the default places. Only a host that runs a model
-needs PyTorch and Transformers, the extra `engine`; nothing here imports them.
+Both the service and its clients take their defaults from here. Only a host that runs a model needs
+PyTorch and Transformers, the extra `engine`; this module does not import them.
 """
 
 import os
@@ -14,11 +14,14 @@ from shared.types.errors import ConfigError
 
 SYSTEM_NAME = "inference-svc"  # of RuntimeDirectory= and StateDirectory=
 SOCKET = "inference.sock"
-SHIPPED_MODEL = Path(__file__).parent / "demo" / "model"  # a small chat model: its README.md
+SHIPPED_MODEL = Path(__file__).parent / "demo" / "model"  # a small chat model; see its README.md
 
 
 def default_listen(environ: Mapping[str, str] = os.environ) -> str:
-    """Return the service's Unix socket: the supervisor's, the system's for root, or the user's."""
+    """Return the address of the service's Unix socket.
+
+    It is in the supervisor's runtime directory, else in the system's for root, or in the user's.
+    """
     if environ.get("RUNTIME_DIRECTORY"):
         return f"unix:{environ['RUNTIME_DIRECTORY'].split(':')[0]}/{SOCKET}"
     if os.geteuid() == 0:
@@ -29,7 +32,7 @@ def default_listen(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def default_state_dir(environ: Mapping[str, str] = os.environ) -> Path:
-    """Return the supervisor's directory for state, else the system's for root, or the user's."""
+    """Return the state directory: the supervisor's, else the system's for root, or the user's."""
     if environ.get("STATE_DIRECTORY"):
         return Path(environ["STATE_DIRECTORY"].split(":")[0])
     if os.geteuid() == 0:
@@ -43,24 +46,24 @@ KERNEL_CACHES = {"TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "induc
 
 
 def keep_kernels_in(state_dir: Path, environ: MutableMapping[str, str] = os.environ) -> None:
-    """Let compilers of kernels keep what they make beside the state, unless a variable says where.
+    """Let kernel compilers cache kernels in the state directory, unless a variable says where.
 
-    By themselves they keep it in the home directory, which a service has none of. To be called
-    before they are imported.
+    By default they use the home directory, which a service does not have. Call this before they
+    are imported.
     """
     for variable, name in KERNEL_CACHES.items():
         environ.setdefault(variable, str(state_dir / "kernels" / name))
 
 
 EXTRA = "cachedattention[engine]"
-MODULES = ("torch", "transformers", "safetensors", "jinja2")  # of its packages
+MODULES = ("torch", "transformers", "safetensors", "jinja2")  # modules of the extra's packages
 
 
-PYTHONS = ((3, 11), (3, 12))  # that models are run on in tests; kvd and clients run on more
+PYTHONS = ((3, 11), (3, 12))  # versions on which tests run models; kvd and clients run on more
 
 
 class UntestedPythonError(ConfigError):
-    """Models were never run on this Python."""
+    """Models are not tested on this version of Python."""
 
     reason = "untested_python"
 
@@ -72,14 +75,14 @@ class EngineMissingError(ConfigError):
 
 
 def require_engine(python: tuple[int, int] = sys.version_info[:2]) -> None:
-    """See to it that a model can be run here; imports nothing.
+    """Check that this installation can run a model, without importing anything.
 
     Args:
         python: major and minor version of the interpreter.
 
     Raises:
-        UntestedPythonError: not on this Python.
-        EngineMissingError: packages are missing.
+        UntestedPythonError: models are not tested on this version.
+        EngineMissingError: packages of the extra are missing.
     """
     if python not in PYTHONS:
         known = " or ".join(f"{major}.{minor}" for major, minor in PYTHONS)

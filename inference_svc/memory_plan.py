@@ -1,11 +1,12 @@
-"""How much of a device's memory an engine takes for what, before it takes any.
+"""The memory plan: how an engine divides a device's memory, before it reserves any.
 
     batch     how many requests run and load at once, and how many tokens a step has
     layers    what sequences hold in layers with a window, and which layers share pages
-    states    those of recurrent layers: how many sessions keep theirs, beside the requests
-    slots     of the rest: for working KV, and for what waits to be stored
+    states    of recurrent layers: how many resident sessions keep one, beside the requests
+    slots     token slots in the memory that is left: for working KV, and for the write ring
 
-Settings decide, or else the device and what is free on it. What is free comes in as a number.
+Settings decide; where they say nothing, the device and its free memory do. The number of free bytes
+is an argument: nothing here asks the device.
 """
 
 from dataclasses import asdict, dataclass, replace
@@ -35,7 +36,7 @@ from shared.types.kv_layout import KVLayout
 
 
 class DeviceMemory(NamedTuple):
-    """Bytes of memory where a model's KV is to be: what is free, and all there are."""
+    """Memory of the device that holds a model's KV, in bytes: free, and in total."""
 
     free_bytes: int
     all_bytes: int
@@ -43,13 +44,13 @@ class DeviceMemory(NamedTuple):
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """See the module docstring.
+    """The plan of an engine's memory.
 
     Attributes:
-        windows: what sequences hold in layers with a window; None: they hold all, or no layer has
-            one.
-        groups: of layers that share pages; None: KV is on none.
-        limits: the scheduler's, with all token slots.
+        windows: the tokens that sequences hold in layers with a window; None: they hold all tokens,
+            or no layer has a window.
+        groups: the groups of layers that share pages; None: KV is not on pages.
+        limits: the scheduler's limits, with all token slots.
     """
 
     windows: HeldWindows | None
@@ -60,13 +61,13 @@ class MemoryPlan:
 def batch_bounds(
     settings: SchedulerSettings, device: torch.device, state_bytes: int, free_bytes: int
 ) -> BatchBounds:
-    """Return the bounds of a batch: as they are set, and by the device where a setting is 0.
+    """Return the bounds of a batch: those of the settings, or the device's where these are 0.
 
     Args:
-        settings: some of them 0.
-        device: where the batch is computed.
-        state_bytes: of a state; 0: the model has none.
-        free_bytes: of memory where states are to be.
+        settings: the scheduler's settings.
+        device: the device that computes.
+        state_bytes: bytes of a sequence's state; 0: the model has none.
+        free_bytes: free bytes of the device's memory.
     """
     most_active = requests_with_states(free_bytes, state_bytes) if state_bytes else None
     usual = asdict(usual_bounds(device.type, most_active))
@@ -84,29 +85,29 @@ def plan_memory(
     *,
     saves: bool,
 ) -> MemoryPlan:
-    """Divide what a model's KV and states may take.
+    """Divide a device's memory between a model's KV and its states.
 
     Args:
-        settings: how much they name; without a setting, KV takes a share of the free memory.
-        bounds: of a batch.
+        settings: the settings; where they name no size, KV takes a share of the free memory.
+        bounds: the bounds of a batch.
         loaded: the model.
-        calibration: what is known of it.
-        memory: of its device.
+        calibration: the model's layers, rotations and layout.
+        memory: the memory of its device.
         saves: whether KV is saved.
 
     Raises:
-        KvRoomError: there is no such memory.
+        KvRoomError: the device does not have that memory.
     """
     scheduler, cache, layout = settings.scheduler, settings.cache, calibration.layout
     windows, groups = _held_layers(settings, bounds, calibration, loaded.device)
-    most_residents, free_bytes = _with_states(layout, bounds, memory.free_bytes)
+    most_residents, free_bytes = _plan_states(layout, bounds, memory.free_bytes)
     num_slots = _token_slots(scheduler, layout, memory._replace(free_bytes=free_bytes), saves=saves)
     write_slots = _write_slots(settings, bounds, layout, num_slots) if saves else 0
     kv_slots = num_slots - write_slots
     keeps_residents = cache.residents and cache.mode == "cached"
     most = bounds.num_active * loaded.context_window
     if keeps_residents:
-        most *= 2  # as much again for sessions whose turns are over
+        most *= 2  # the same amount again for sessions whose turns are over
     if most and not scheduler.kv_tokens:
         kv_slots = min(kv_slots, most)
     if groups is not None:
@@ -138,14 +139,14 @@ def _held_layers(
     calibration: Calibration,
     device: torch.device,
 ) -> tuple[HeldWindows | None, LayerGroups | None]:
-    """Return what sequences hold in layers with a window, and how layers share pages.
+    """Return the tokens that sequences hold in layers with a window, and how layers share pages.
 
-    They hold all, None, where kernels read what lies side by side; and on pages unless layers can
-    be divided into groups. The groups are None without pages.
+    The former are None, and sequences hold all tokens, where kernels read contiguous KV, and on
+    pages if layers cannot be divided into groups. The groups are None without pages.
     """
     shapes, layout = [layer.shape for layer in calibration.layers], calibration.layout
     page_tokens, step_tokens = _page_tokens(settings.scheduler, device), bounds.step_tokens
-    if page_tokens is not None:  # those of a GPU's step would fill more pages than windows do
+    if page_tokens is not None:  # a GPU's long steps would fill more pages than the windows do
         step_tokens = min(step_tokens, max(bounds.mixed_step_tokens, layout.window))
     step_tokens = max(step_tokens, 1 + settings.scheduler.draft_tokens)
     windows = HeldWindows.of(
@@ -161,17 +162,17 @@ def _held_layers(
 
 
 def _page_tokens(settings: SchedulerSettings, device: torch.device) -> int | None:
-    """Return the tokens of a page of working KV; None: there are none.
+    """Return the tokens of a page of working KV; None: KV is contiguous.
 
-    A GPU reads pages where they are; a CPU reads fastest what lies side by side.
+    A GPU reads scattered pages as fast as contiguous KV; a CPU reads contiguous KV faster.
     """
     usual = "pages" if device.type == "cuda" else "contiguous"
     working_kv = usual if settings.working_kv == "auto" else settings.working_kv
     return settings.page_tokens if working_kv == "pages" else None
 
 
-def _with_states(layout: KVLayout, bounds: BatchBounds, free_bytes: int) -> tuple[int, int]:
-    """Return the most resident sessions, and the bytes that all states there may be leave free."""
+def _plan_states(layout: KVLayout, bounds: BatchBounds, free_bytes: int) -> tuple[int, int]:
+    """Return the most resident sessions, and the bytes left free by the most possible states."""
     if not layout.state_bytes:
         return MOST_RESIDENTS, free_bytes
     most_residents = residents_with_states(
@@ -185,7 +186,7 @@ def _token_slots(
     settings: SchedulerSettings, layout: KVLayout, memory: DeviceMemory, *, saves: bool
 ) -> int:
     """Return the token slots of working KV and the write ring together."""
-    token_bytes = max(1, layout.token_bytes)  # a model may have nothing but a state
+    token_bytes = max(1, layout.token_bytes)  # a model may have states only, and no KV of tokens
     if settings.kv_tokens:
         return configured_slots(settings.kv_tokens, token_bytes, memory.all_bytes)
     return slots_of_free_memory(memory.free_bytes, token_bytes, saves=saves)
@@ -194,7 +195,7 @@ def _token_slots(
 def _write_slots(
     settings: InferenceSettings, bounds: BatchBounds, layout: KVLayout, num_slots: int
 ) -> int:
-    """Return how many of the token slots are the write ring's."""
+    """Return how many of the token slots belong to the write ring."""
     write_slots = settings.scheduler.write_buffer_tokens or write_slots_for(
         num_slots,
         step_tokens=bounds.step_tokens,
@@ -208,8 +209,8 @@ def _write_slots(
 def _page_slots(
     kv_slots: int, calibration: Calibration, windows: HeldWindows | None, groups: LayerGroups
 ) -> int:
-    """Return the slots of the whole pages that fit where so many slots of all layers do."""
-    if windows is not None:  # slots are of a part of a token each
+    """Return the slots of all whole pages that fit into the memory of `kv_slots` token slots."""
+    if windows is not None:  # a slot on pages holds a token of one group of layers only
         shapes = [layer.shape for layer in calibration.layers]
         kv_slots = kv_slots * token_items_of(shapes) // token_items_of(groups.places)
     return whole_pages(kv_slots, groups.page_tokens, groups.pages.num_groups)

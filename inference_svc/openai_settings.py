@@ -21,11 +21,11 @@ from shared.types.setting_types import ByteSize, Duration, Section, TextList
 MIB = 2**20
 ANY_ORIGIN = "*"
 _ORIGIN = re.compile(r"([a-z][a-z0-9+.-]*)://(?:\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:[1-9]\d{0,4})?")
-_OWN_PORTS = {"http": ":80", "https": ":443"}  # which browsers leave out
+_OWN_PORTS = {"http": ":80", "https": ":443"}  # default ports, which browsers leave out
 
 
 class OpenAISettings(Section):
-    """Where the API is served, and what a request may cost.
+    """Where the HTTP API is served, and the bounds of its requests and of what it stores.
 
     Attributes:
         listen: addresses, each "unix:/path" or "host:port"; none: the API is not served.
@@ -35,39 +35,43 @@ class OpenAISettings(Section):
             ("https://chat.example:8443"); "*", any, only where every caller needs an account.
         aliases: further names that requests may call the model by.
         temperature: temperature of requests that name none; OpenAI's default, where gRPC's is 0.
-        foreign_parameters: whether parameters of other servers, which change nothing here, are
+        foreign_parameters: whether parameters of other servers, which have no effect here, are
             ignored, or refused by name (docs/openai.md lists them).
         named_by_header: clients, by their names in [clients.NAME], whose headers name the session,
-            as `session_id` in a body does, which comes first; of all others they are hints.
-        named_by_cache_key: clients whose `prompt_cache_key` names the session, behind both.
-        unstored: what becomes of a turn whose request says `store: false`. "reused": nobody gets it
-            by an id, its session stays to be gone on with, as that of any other request;
-            "deleted": that is deleted before the answer ends.
+            unless `session_id` in the body does; of all other clients headers are only hints.
+        named_by_cache_key: clients whose `prompt_cache_key` names the session, unless body or
+            headers do.
+        unstored: how a turn is kept whose request says `store: false`. "reused": it has no id, but
+            its session stays and can be continued, as that of any other request; "deleted": its
+            session is deleted before the answer ends.
         max_body_bytes: bound of a request's body.
         body_s: most seconds a client may take to send a request's body.
         write_s: most seconds a client may take to read what was sent, before it is disconnected.
-        ping_s: seconds of silence in a stream after which it gets a comment, so that proxies do
-            not give it up: some calls of tools are sent when they are complete.
+        ping_s: seconds of silence in a stream after which a comment is sent, so that proxies do not
+            close it: some tool calls are sent only when they are complete.
         header_s: most seconds a client may take for a TLS handshake, and for a request's headers.
         idle_s: seconds that a connection is kept for the next request.
-        max_requests: bound of the requests at once; more are refused. For a new one a request may
-            go whose body has not come (`http_api/requests.py` says which).
-        max_connections: bound of the connections at once; for one more that goes which waits for
-            headers, or is idle, for longest. None is closed that is being answered: then the new
-            one is.
-        max_connections_per_address: the same for one address, or IPv6 network of 64 bits; 0: none.
-        proxies: addresses and networks that many clients come from; that bound is not for them.
-        max_sessions: bound of the sessions that requests opened without naming them; the one that
-            was used longest ago is deleted for a new one, of the tenant that has the most.
-        subagent_idle_s: seconds after which a session that a sub-agent has used, and nobody named,
-            is ended: its KV is then the first to go.
+        max_requests: bound of the requests at once; more are refused. A request whose body has not
+            arrived may be dropped for a new one (`http_api/requests.py` says which).
+        max_connections: bound of the connections at once. For a new one, the connection is closed
+            that has waited for headers, or has been idle, for longest; if all are being answered,
+            the new one is closed.
+        max_connections_per_address: the same bound for one address, or IPv6 network of 64 bits; 0:
+            none.
+        proxies: addresses and networks of proxies, each with many clients, which that bound does
+            not count.
+        max_sessions: bound of the sessions that requests opened without naming them; for a new one
+            the least recently used session is deleted, of the tenant that has the most.
+        subagent_idle_s: seconds after which an unnamed session that a sub-agent has used is ended:
+            its KV is then evicted first.
         max_remembered: bound of the stored histories, and of the stored responses; the oldest are
             deleted first, of the tenant that has the most.
-        kept_input_bytes: bound of the inputs of stored responses, together; likewise. 0: none.
-        stored_chat_bytes: bound of the chats whose requests say `store: true`, together; likewise.
-            0: none is stored.
+        kept_input_bytes: bound of the inputs of all stored responses; deleted in the same order.
+            0: none are stored.
+        stored_chat_bytes: bound of the chats whose requests say `store: true`; deleted in the same
+            order. 0: none are stored.
         conversation_bytes: bound of each tenant's conversations, which stay until they are deleted;
-            what would be more is refused, but taken from other servers. 0: there are none.
+            more are refused, but not those from other servers. 0: there are none.
     """
 
     listen: Listen = ()
@@ -98,7 +102,7 @@ class OpenAISettings(Section):
 
     @field_validator("cors_origins")
     @classmethod
-    def _origins(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+    def _check_cors_origins(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         for text in value:
             found = _ORIGIN.fullmatch(text)
             if text != ANY_ORIGIN and (not found or found[2] == _OWN_PORTS.get(found[1], "")):
@@ -110,7 +114,7 @@ class OpenAISettings(Section):
 
     @field_validator("proxies")
     @classmethod
-    def _networks(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+    def _check_proxies(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         for text in value:
             try:
                 ip_network(text)
@@ -119,10 +123,10 @@ class OpenAISettings(Section):
         return value
 
     def check_guarded(self, tls: TlsSettings, clients: Mapping[str, ClientSettings]) -> None:
-        """Refuse addresses where strangers could come in.
+        """Refuse addresses that would be open to unknown clients.
 
         Raises:
-            UnguardedError: naming what is missing.
+            UnguardedError: an address is open; the message names what is missing.
         """
         ports = [address for address in self.listen if not is_unix(address)]
         far = [address for address in ports if not is_loopback(address)]
@@ -143,10 +147,10 @@ class OpenAISettings(Section):
             raise UnguardedError(error.message, remedy) from error
 
     def _check_origins(self) -> None:
-        """Refuse pages of any origin where they would need no account.
+        """Refuse pages of any origin at addresses that need no account.
 
         Raises:
-            UnguardedError: naming where that is.
+            UnguardedError: an address needs none; the message names it.
         """
         without = ["openai.local_clients (--openai)"] if self.local_clients else []
         without += filter(is_unix, self.listen)

@@ -1,11 +1,11 @@
-"""kvd and a service whose KV it keeps, as child processes: what `up` and the demo run.
+"""A pair of child processes, kvd and a service that stores its KV there, for `up` and the demo.
 
 Sockets, state and logs are the pair's own, so that nothing else on the machine is disturbed:
 
     <runtime_dir>/kvd             kvd's sockets
-    <runtime_dir>/inference.sock  the service's
-    <state_dir>/NAME-state        what each of them keeps
-    <state_dir>/NAME.log          its log
+    <runtime_dir>/inference.sock  the service's socket
+    <state_dir>/NAME-state        state of each process
+    <state_dir>/NAME.log          log of each process
 """
 
 import asyncio
@@ -17,14 +17,14 @@ from inference_svc.installation import SOCKET
 from shared.children.child_process import ChildFailedError, ChildProcess
 from shared.process.runtime_dir import READER_SOCKET
 
-SETTLE_DEADLINE_S = 30.0  # for what either does in the background
+SETTLE_DEADLINE_S = 30.0  # for work that either process does in the background
 POLL_S = 0.05
-# Turns that run when the service is to end: soon enough for ChildProcess.stop to wait for it.
+# How long running turns may continue at the end: ChildProcess.stop must not give up before.
 DRAIN = {"INFERENCE_SERVER__DRAIN_S": "10s"}
 
 
 class Pair:
-    """A kvd and a service; `start` returns when they serve, and have found each other.
+    """A kvd and a service; `start` returns when both serve and the service is attached to kvd.
 
     Args:
         runtime_dir: directory of the sockets, with a short name; only this user may enter it.
@@ -55,7 +55,7 @@ class Pair:
             (
                 *("kvd", "serve", "--runtime-dir", str(self.kvd_dir)),
                 *("--state-dir", str(state_dir / "kvd-state")),
-                # After its end everything comes from SSD, and nothing is left in /dev/shm.
+                # Nothing is left in /dev/shm when it has ended; its next start reads from SSD.
                 *("--dram-keep", "none", *kvd_flags),
             ),
             f"unix:{self.kvd_dir / READER_SOCKET}",
@@ -70,32 +70,39 @@ class Pair:
         """Start both, and wait until the service is attached to kvd.
 
         Raises:
-            ChildFailedError: one of them does not start; the other may have.
+            ChildFailedError: one of them does not start; the other may run.
         """
         await asyncio.gather(self.kvd.start(), self.service.start())
-        await self.attached()
+        await self.wait_until_attached()
 
-    async def attached(self) -> None:
+    async def wait_until_attached(self) -> None:
         """Wait until the service is attached to kvd, which it does in the background.
 
         Raises:
-            ChildFailedError: it is not, after SETTLE_DEADLINE_S.
+            ChildFailedError: it is not attached after SETTLE_DEADLINE_S.
         """
         async with InferenceClient(self.address) as client:
 
             async def is_attached() -> bool:
                 return (await client.get_model()).kvd_state == "attached"
 
-            await until(is_attached, "inference-svc did not attach to kvd", self.logs)
+            await wait_until(is_attached, "inference-svc did not attach to kvd", self.logs)
 
     async def stop(self) -> None:
-        """End both: the service first, whose KV kvd then writes to SSD."""
+        """Stop both, the service first: its last KV is then stored, and kvd writes it to SSD."""
         await self.service.stop()
         await self.kvd.stop()
 
 
 def service_child(name: str, address: str, state_dir: Path, flags: Sequence[str]) -> ChildProcess:
-    """Return a service that listens at a socket and keeps state and log under its name."""
+    """Return the process of a service, which listens at a socket; its state and log have its name.
+
+    Args:
+        name: the process's name.
+        address: the gRPC address to listen at.
+        state_dir: directory of its state and log.
+        flags: further options of `inference-svc serve`.
+    """
     arguments = (
         *("inference_svc.cli.main", "serve", "--listen", address),
         *("--state-dir", str(state_dir / f"{name}-state"), *flags),
@@ -103,8 +110,8 @@ def service_child(name: str, address: str, state_dir: Path, flags: Sequence[str]
     return ChildProcess(name, arguments, address, state_dir / f"{name}.log", DRAIN)
 
 
-async def first_to_end(children: Iterable[ChildProcess]) -> ChildFailedError:
-    """Wait until one of them ends by itself, and return what to say of it."""
+async def wait_for_first_end(children: Iterable[ChildProcess]) -> ChildFailedError:
+    """Wait until one of the processes ends by itself, and return the error that reports it."""
     waits = [asyncio.ensure_future(child.wait_for_failure()) for child in children]
     try:
         done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
@@ -114,20 +121,20 @@ async def first_to_end(children: Iterable[ChildProcess]) -> ChildFailedError:
     return done.pop().result()
 
 
-async def until(is_so: Callable[[], Awaitable[bool]], otherwise: str, logs: Path) -> None:
-    """Ask again until it is so: kvd and the service do some things in the background.
+async def wait_until(condition: Callable[[], Awaitable[bool]], otherwise: str, logs: Path) -> None:
+    """Poll until a condition holds: kvd and the service do some work in the background.
 
     Args:
-        is_so: asks them.
-        otherwise: what to say if it never is.
+        condition: asks the processes.
+        otherwise: message of the error if it does not hold in time.
         logs: directory of their logs.
 
     Raises:
-        ChildFailedError: after SETTLE_DEADLINE_S.
+        ChildFailedError: it does not hold after SETTLE_DEADLINE_S.
     """
     try:
         async with asyncio.timeout(SETTLE_DEADLINE_S):
-            while not await is_so():  # noqa: ASYNC110  # the event is in another process
+            while not await condition():  # noqa: ASYNC110  # the event is in another process
                 await asyncio.sleep(POLL_S)
     except TimeoutError as error:
         raise ChildFailedError(otherwise, f"read the logs in {logs}") from error

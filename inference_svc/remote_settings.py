@@ -8,19 +8,19 @@ from shared.types.setting_types import Duration, Section, TextList
 
 
 class RemoteSettings(Section):
-    """Where transcripts are for other services, too.
+    """The object store in which services share transcripts, and its keys.
 
     Attributes:
-        url: the store, as in kvd's remote.url, but one that keeps what it has: not Mooncake; "":
-            transcripts are on this server alone.
-        unnamed: whether those of sessions that no client has named are there, too.
-        key_file: file of the key that seals transcripts there, of `kvd key new`, or the name of a
-            systemd credential; the same on all servers. "": they lie there as they are.
-        old_key_files: files of keys that only open what lies there: the last one, after a change,
+        url: the store, as in kvd's remote.url, but a durable one, so not Mooncake; "": transcripts
+            are on this server only.
+        unnamed: whether transcripts of sessions that no client has named are shared, too.
+        key_file: file of the key that seals transcripts there, made by `kvd key new`, or the name
+            of a systemd credential; the same on all servers. "": they are not sealed.
+        old_key_files: files of keys that only open transcripts there: the last one, after a change,
             or the next one, before it.
-        plain: what becomes of transcripts there that are not sealed although there is a key:
+        plain: how transcripts there are treated that are not sealed although there is a key:
             "read", or "refuse", which takes them for damaged.
-        deadline_s: most seconds that a turn waits for an answer of it, each time.
+        deadline_s: most seconds that a turn waits for each answer of the store.
     """
 
     url: Annotated[str, StringConstraints(pattern=r"^$|^(s3|gs|az|file)://[^@?#]+$")] = ""

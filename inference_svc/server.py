@@ -1,9 +1,9 @@
 """`inference-svc serve`: load the model, open the socket, serve, drain, stop.
 
-The order of a start: the model's directory is looked at, ports are tried, socket and transcripts
-are claimed (cheap to refuse), then model and calibration (both may refuse), then the service is
-ready. kvd may come and go at any time. torch is imported only when the start is not refused
-already: it takes seconds.
+The order of a start: first what is cheap and may refuse it (check the model's directory, try the
+ports, claim socket and transcripts), then the model and its calibration (both may refuse it), then
+the service is ready. kvd may come and go at any time. torch is imported only after the cheap
+checks: that takes seconds.
 """
 
 import asyncio
@@ -48,10 +48,10 @@ if TYPE_CHECKING:
     from inference_svc.service.lifecycle import Signals
     from inference_svc.service_assembly import ServiceParts
 
-DIGESTS_FILE = "weights.json"  # in the state directory: digests of what was served before
-PROOFS_FILE = "calibrations.json"  # in the state directory: what was proven of models before
-CATCH_UP_S = 5.0  # at the end, for what the store of transcripts does not have
-STOP_GRACE_S = 1.0  # for RPCs that have been answered to reach their clients
+DIGESTS_FILE = "weights.json"  # in the state directory: digests of weights that were served before
+PROOFS_FILE = "calibrations.json"  # in the state directory: proven calibrations of models
+CATCH_UP_S = 5.0  # at the end, to put transcripts that are behind into the shared store
+STOP_GRACE_S = 1.0  # for answers of RPCs to reach their clients
 
 log = get_logger(__name__)
 
@@ -64,7 +64,7 @@ def run(
 
     Args:
         loaded: the settings to start with.
-        read_again: reads the settings anew, for a reload.
+        read_again: reads the settings again, for a reload.
 
     Raises:
         ConfigError: the start was refused.
@@ -78,16 +78,16 @@ def run(
     check_free((*settings.openai.listen, *settings.metrics.listen))
     prepare_sockets(settings.server.listen)
     keep_kernels_in(settings.server.state_dir)
-    transcripts = _transcripts(settings.server.state_dir, settings.remote)
+    transcripts = _make_transcripts(settings.server.state_dir, settings.remote)
     transcripts.open()
     tracing = start_tracing(settings.tracing, "inference-svc", __version__)
     try:
-        with memory.gc_paused():  # the collector would take a sixth of the time of the imports
-            model = _load(settings.model, settings.model.path, settings.server.state_dir)
+        with memory.gc_paused():  # garbage collection would take a sixth of the imports' time
+            model = _load_model(settings.model, settings.model.path, settings.server.state_dir)
         live = LiveSettings(loaded, read_again, LIVE_KEYS)
         uvloop.run(_serve(live, model, transcripts))
-    except BaseExceptionGroup as failed:  # a task group's: also of what refuses a start
-        refusal = _refusal_in(failed)
+    except BaseExceptionGroup as failed:  # a task group wraps errors that refuse a start, too
+        refusal = _find_refusal(failed)
         if refusal is None:
             raise
         raise refusal from failed
@@ -96,11 +96,11 @@ def run(
         transcripts.close()
 
 
-def _transcripts(state_dir: Path, settings: RemoteSettings) -> TranscriptStore:
-    """Make the store of transcripts; what services share is reached at the first call.
+def _make_transcripts(state_dir: Path, settings: RemoteSettings) -> TranscriptStore:
+    """Make the store of transcripts; the shared object store is connected at the first call.
 
     Raises:
-        KeyFileError: a key for what they share cannot be read.
+        KeyFileError: a key that seals shared transcripts cannot be read.
     """
     directory = state_dir / "sessions"
     if not settings.url:
@@ -115,15 +115,16 @@ def _transcripts(state_dir: Path, settings: RemoteSettings) -> TranscriptStore:
     return TranscriptStore(directory, SharedTranscripts(calls, sealer), histories)
 
 
-def _refusal_in(failed: BaseExceptionGroup[BaseException]) -> ConfigError | None:
-    """Return the error that refused the start; None: it was something else."""
+def _find_refusal(failed: BaseExceptionGroup[BaseException]) -> ConfigError | None:
+    """Return the error that refused the start; None: the group has none."""
     found: BaseException | None = failed.split(ConfigError)[0]
     while isinstance(found, BaseExceptionGroup):
         found = found.exceptions[0]
     return found if isinstance(found, ConfigError) else None
 
 
-def _load(settings: ModelSettings, path: Path, state_dir: Path) -> "Model":
+def _load_model(settings: ModelSettings, path: Path, state_dir: Path) -> "Model":
+    """Load and calibrate the model; a calibration that was proven before is used again."""
     import torch
 
     from inference_svc.assembly import Model
@@ -155,13 +156,15 @@ def _load(settings: ModelSettings, path: Path, state_dir: Path) -> "Model":
         was_proven=was_proven,
         not_taken=calibration.notes,
     )
-    return Model(loaded, calibration, sink_tokens, *_pooling(settings, path, loaded, calibration))
+    return Model(
+        loaded, calibration, sink_tokens, *_choose_pooling(settings, path, loaded, calibration)
+    )
 
 
-def _pooling(
+def _choose_pooling(
     settings: ModelSettings, path: Path, loaded: "LoadedModel", calibration: "Calibration"
 ) -> tuple["Pooling | None", str]:
-    """Return how the model's embeddings are made; or None, and why they are not."""
+    """Return how the model's embeddings are pooled; or None, and why it makes none."""
     from inference_svc.runtime.calibration.pooling_proof import prove_pooling
     from inference_svc.runtime.model.pooling import UnknownPoolingError, find_pooling
 
@@ -202,10 +205,11 @@ async def _serve(
                     tasks.create_task(work) for work in _background(parts, signals, live)
                 ]
                 async with _serving_http(settings, parts, model, book, calls):
-                    await servers.start()  # last: who finds gRPC serving finds the rest, too
+                    # Last: a client that finds gRPC serving can rely on HTTP serving, too.
+                    await servers.start()
                     log.info("ready", listen=servers.bound, model=model.loaded.name)
                     systemd.notify(systemd.READY)
-                    # It reads the vocabulary. Not before: that takes Python for half a second.
+                    # Reads the vocabulary, which holds the GIL for half a second: not before READY.
                     reading = asyncio.to_thread(parts.gateway.can_bind_calls)
                     running.append(tasks.create_task(reading))
                     await signals.stop.wait()
@@ -222,18 +226,18 @@ async def _serve(
 def _background(
     parts: "ServiceParts", signals: "Signals", live: LiveSettings[InferenceSettings]
 ) -> Iterator[Coroutine[Any, Any, None]]:
-    """Yield the coroutines that run for as long as the service does."""
+    """Yield the coroutines that run as long as the service does."""
     from inference_svc.service import lifecycle
 
     engine_parts = parts.engine_parts
     yield engine_parts.engine.run()
     yield parts.turns.run()
     if engine_parts.client is not None:
-        yield lifecycle.stay_attached(engine_parts.client)
+        yield lifecycle.keep_attached(engine_parts.client)
     yield engine_parts.prefault()
     yield lifecycle.share_transcripts(parts.transcripts)
     yield lifecycle.reload_on_signal(signals, live.reload)
-    yield lifecycle.beat()
+    yield lifecycle.notify_watchdog()
 
 
 @asynccontextmanager
@@ -244,7 +248,7 @@ async def _serving_http(
     book: ClientBook,
     calls: "Calls",
 ) -> AsyncIterator[None]:
-    """Serve monitors and the OpenAI-compatible API inside the block, where they have addresses."""
+    """Inside, serve metrics, health and the OpenAI-compatible API, where they have addresses."""
     from inference_svc.http_api.serving import serving_openai
     from inference_svc.metrics.values import make_exporter
     from shared.serving.http_observer import request_observer
@@ -273,7 +277,7 @@ async def _serving_http(
 async def _drain(
     drain_s: float, parts: "ServiceParts", servers: GrpcServers, signals: "Signals"
 ) -> None:
-    """Take no more turns, let those that run end, then end the servers."""
+    """Accept no more turns, let those that run end, then stop the servers."""
     from inference_svc.service.lifecycle import drain
 
     systemd.notify(systemd.STOPPING)

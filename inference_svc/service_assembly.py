@@ -1,4 +1,4 @@
-"""Wires the service together around an engine, and applies changed settings; nothing runs yet."""
+"""Builds the service around an engine, and applies changed settings; nothing runs yet."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -52,7 +52,7 @@ class ServiceParts:
     edits: EditKeeper
 
     def follow(self, live: LiveSettings[InferenceSettings]) -> None:
-        """Apply the settings that a reload changes (`config.LIVE_KEYS`), from now on."""
+        """Check and apply the settings that each reload changes (`config.LIVE_KEYS`)."""
         live.checks.append(self._check)
         live.on_change.append(self._apply)
         live.on_change.append(lambda _: warn_of_overridden(live.loaded))
@@ -61,12 +61,12 @@ class ServiceParts:
         """Check settings against the model.
 
         Raises:
-            UnsupportedModelError: the compression policy does not go with it.
+            UnsupportedModelError: the model does not support the compression policy.
         """
         turn_defaults(settings, self.gateway.defaults.model)
 
     def _apply(self, settings: InferenceSettings) -> None:
-        """Apply settings; turns under way keep what they were submitted with."""
+        """Apply settings; turns under way keep the values with which they were submitted."""
         configure_logging(settings.log.level, json=settings.log.json_lines)
         gateway, engine_parts = self.gateway, self.engine_parts
         gateway.defaults = turn_defaults(settings, gateway.defaults.model)
@@ -78,7 +78,7 @@ class ServiceParts:
         self.edits.policy = edit_policy(settings.reuse.edits)
 
     def close(self) -> None:
-        """End the threads, each after the call it runs."""
+        """End the threads, each after the call that it runs."""
         self.engine_parts.close()
         self.text_thread.close()
         self.grammars.close()
@@ -86,11 +86,14 @@ class ServiceParts:
 
 @dataclass(frozen=True)
 class _TextParts:
-    """What makes tokens of text, and bounds them.
+    """The parts that make prompts and grammars from text.
 
     Attributes:
+        text: encodes inputs.
         thread: the thread that encodes.
-        limits: of every turn.
+        limits: the limits of every turn.
+        prompts: makes the turns' prompts.
+        grammars: compiles the grammars of answers.
     """
 
     text: TurnText
@@ -103,19 +106,25 @@ class _TextParts:
 def assemble_service(
     settings: InferenceSettings, model: Model, transcripts: TranscriptStore
 ) -> ServiceParts:
-    """Build every part and connect them.
+    """Build all parts of the service, and connect them.
+
+    Args:
+        settings: the settings in effect.
+        model: the model, loaded and calibrated.
+        transcripts: the open store of transcripts.
 
     Raises:
-        UnsupportedModelError: the settings do not go with the model.
+        UnsupportedModelError: the model does not support the settings.
     """
-    defaults = turn_defaults(settings, _traits(model))  # before the engine takes its memory
+    # First, so that settings are refused before the engine reserves memory.
+    defaults = turn_defaults(settings, _traits(model))
     engine_parts = assemble_engine(settings, model)
-    texts = _text_parts(settings, model, engine_parts.window_tokens)
+    texts = _make_text_parts(settings, model, engine_parts.window_tokens)
     text, grammars = texts.text, texts.grammars
     report = TurnReport(engine_parts.histograms)
     misses = MissExplainer(transcripts, text, texts.thread)
     numbers = count(1)
-    edits = _edit_keeper(settings, model, engine_parts, transcripts, texts, numbers)
+    edits = _make_edit_keeper(settings, model, engine_parts, transcripts, texts, numbers)
     runner = TurnRunner(
         engine=engine_parts.engine,
         transcripts=transcripts,
@@ -131,12 +140,12 @@ def assemble_service(
     )
     retry_after_s = engine_parts.engine.scheduler.estimates.retry_after_s
     limits = TenantLimits(*settings.tenant_bounds(), turn_s=retry_after_s)
-    turns = _turns(settings, engine_parts, transcripts, runner, limits, report)
-    embedder = _embedder(model, engine_parts, texts.prompts, turns, limits, numbers)
+    turns = _make_turns(settings, engine_parts, transcripts, runner, limits, report)
+    embedder = _make_embedder(model, engine_parts, texts.prompts, turns, limits, numbers)
     gateway = Gateway(
         turns=turns,
         model=model.loaded.fingerprint,
-        describe=_describing(settings, model, engine_parts, text),
+        describe=_make_describe(settings, model, engine_parts, text),
         defaults=defaults,
         streams=StreamCounts(settings.limits.max_streams_per_client),
         counters=engine_parts.counters,
@@ -161,7 +170,7 @@ def assemble_service(
 
 
 def _traits(model: Model) -> ModelTraits:
-    """Return what the defaults of turns have to go with."""
+    """Return the properties of a model on which the defaults of turns depend."""
     return ModelTraits(
         attention_mode=model.calibration.mode,
         sink_tokens=model.sink_tokens,
@@ -169,14 +178,14 @@ def _traits(model: Model) -> ModelTraits:
     )
 
 
-def _text_parts(settings: InferenceSettings, model: Model, window_tokens: int) -> _TextParts:
-    """Make what encodes turns.
+def _make_text_parts(settings: InferenceSettings, model: Model, window_tokens: int) -> _TextParts:
+    """Make the parts that encode turns.
 
     Raises:
-        UnsupportedModelError: see `turn_text`.
+        UnsupportedModelError: see `make_turn_text`.
     """
     loaded, overflow = model.loaded, settings.overflow
-    text = turn_text(loaded.tokenizer, loaded.eos_ids, settings.model.chat_template_kwargs)
+    text = make_turn_text(loaded.tokenizer, loaded.eos_ids, settings.model.chat_template_kwargs)
     thread = WorkerThread("text")
     limits = TurnLimits(
         window_tokens=window_tokens,
@@ -193,7 +202,7 @@ def _text_parts(settings: InferenceSettings, model: Model, window_tokens: int) -
     return _TextParts(text, thread, limits, prompts, grammars)
 
 
-def _edit_keeper(
+def _make_edit_keeper(
     settings: InferenceSettings,
     model: Model,
     engine_parts: EngineParts,
@@ -201,7 +210,7 @@ def _edit_keeper(
     texts: _TextParts,
     numbers: Iterator[int],
 ) -> EditKeeper:
-    """Make what keeps KV behind edits, where that is sooner than computing it."""
+    """Make the keeper of KV behind edits, which keeps runs whose loading pays."""
     loads, chooser = engine_parts.loads, LoadChooser(engine_parts.rates)
     return EditKeeper(
         graft=engine_parts.engine.graft,
@@ -215,7 +224,7 @@ def _edit_keeper(
     )
 
 
-def _turns(
+def _make_turns(
     settings: InferenceSettings,
     engine_parts: EngineParts,
     transcripts: TranscriptStore,
@@ -240,7 +249,7 @@ def _turns(
     )
 
 
-def _embedder(
+def _make_embedder(
     model: Model,
     engine_parts: EngineParts,
     prompts: PromptMaker,
@@ -248,7 +257,7 @@ def _embedder(
     limits: TenantLimits,
     numbers: Iterator[int],
 ) -> Embedder:
-    """Make what makes embeddings, or says why the model makes none."""
+    """Make the embedder; it says why, if the model makes no embeddings."""
     return Embedder(
         engine=engine_parts.engine,
         prompts=prompts,
@@ -263,16 +272,16 @@ def _embedder(
     )
 
 
-def turn_text(tokenizer: Any | None, eos_ids: frozenset[int], usual: Arguments) -> TurnText:
-    """Make what encodes turns, and find out how it does.
+def make_turn_text(tokenizer: Any | None, eos_ids: frozenset[int], usual: Arguments) -> TurnText:
+    """Make the encoder of turns, and try the model's chat template out.
 
     Args:
-        tokenizer: the model's; None: it has none.
+        tokenizer: the model's tokenizer; None: it has none.
         eos_ids: ids of the tokens that end an answer.
         usual: the operator's arguments of the chat template.
 
     Raises:
-        UnsupportedModelError: with these arguments there are no chats, without them there are.
+        UnsupportedModelError: the chat template fails with these arguments, but not without them.
     """
     text = TurnText(tokenizer, eos_ids, usual)
     text.try_out()
@@ -287,7 +296,7 @@ def turn_text(tokenizer: Any | None, eos_ids: frozenset[int], usual: Arguments) 
     return text
 
 
-def _describing(
+def _make_describe(
     settings: InferenceSettings, model: Model, parts: EngineParts, text: TurnText
 ) -> Callable[[], inference_pb2.Model]:
     """Return a function that describes the model and the engine's state at that moment."""

@@ -261,15 +261,15 @@ class Sink:
         self.num_started = 0
         self.is_cut_off = False
 
-    def started(self, request):
+    def on_start(self, request):
         self.num_started += 1
 
-    def sampled(self, token):
+    def on_token(self, token):
         self.token_ids.append(token.token_id)
         self.has_token.set()
         return len(self.token_ids) == self.max_tokens
 
-    def window_full(self):
+    def on_window_full(self):
         self.is_cut_off = True
 
 

@@ -113,13 +113,13 @@ class _Sink:
         self._max_tokens = max_tokens
         self._is_over = is_over
 
-    def started(self, request: EngineRequest) -> None:
+    def on_start(self, request: EngineRequest) -> None:
         """Do nothing: the outcome is read at the end."""
 
-    def window_full(self) -> None:
+    def on_window_full(self) -> None:
         """Do nothing: the answer has ended."""
 
-    def sampled(self, token: Sampled) -> bool:
+    def on_token(self, token: Sampled) -> bool:
         """Record the time; return whether the answer ends."""
         del token
         self.token_s.append(time.perf_counter())

@@ -193,13 +193,13 @@ async def _run(pair: "Pair", addresses: Sequence[str]) -> "ChildFailedError | No
 async def _serve(pair: "Pair", addresses: Sequence[str]) -> "ChildFailedError":
     """Start both children, print where they are, and return when one of them ends by itself."""
     from inference_svc.client import InferenceClient
-    from inference_svc.pair import first_to_end
+    from inference_svc.pair import wait_for_first_end
 
     await pair.start()
     async with InferenceClient(pair.address) as client:
         name = (await client.get_model()).name
     typer.echo(ready_text(name, addresses, pair.address, pair.kvd_dir, pair.logs))
-    return await first_to_end((pair.kvd, pair.service))
+    return await wait_for_first_end((pair.kvd, pair.service))
 
 
 def ready_text(

@@ -8,7 +8,7 @@ from pathlib import Path
 import grpc
 
 from inference_svc.installation import SHIPPED_MODEL
-from inference_svc.pair import Pair, first_to_end, service_child, until
+from inference_svc.pair import Pair, service_child, wait_for_first_end, wait_until
 from shared.pb.kvd.v1 import kvd_pb2, kvd_pb2_grpc
 from shared.process.runtime_dir import READER_SOCKET, channel_options
 
@@ -54,7 +54,7 @@ class DemoServers:
         await self._wait_until_written(stored_tokens)
         await self._pair.kvd.kill()
         await self._pair.kvd.start()
-        await self._pair.attached()
+        await self._pair.wait_until_attached()
 
     async def stop(self) -> None:
         """Stop all three."""
@@ -62,7 +62,7 @@ class DemoServers:
 
     async def wait_any(self) -> None:
         """Wait until one of them ends by itself."""
-        await first_to_end((self._pair.kvd, self._pair.service, self._recompute))
+        await wait_for_first_end((self._pair.kvd, self._pair.service, self._recompute))
 
     async def _wait_until_written(self, stored_tokens: Mapping[str, int]) -> None:
         async with grpc.aio.insecure_channel(
@@ -77,7 +77,7 @@ class DemoServers:
                 has_dirty = any(layout.dirty_bytes for layout in stats.layouts)
                 return stored_tokens.items() <= stored.items() and not has_dirty
 
-            await until(is_written, "kvd did not write everything to SSD", self._directory)
+            await wait_until(is_written, "kvd did not write everything to SSD", self._directory)
 
 
 @asynccontextmanager

@@ -143,7 +143,7 @@ async def serving_openai(
             ports = [address for address in server.addresses if not is_unix(address)]
             if api.local is not None and not book.current and ports:
                 log.warning("openai_local_clients_need_no_account", listen=ports)
-            with gateway.turns.sessions.accompanied(api.conversations):
+            with gateway.turns.sessions.with_companion(api.conversations):
                 yield
         finally:
             await server.stop(STOP_GRACE_S)

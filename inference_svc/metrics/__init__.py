@@ -1,1 +1,1 @@
-"""The service's metrics: one table, and where its values come from."""
+"""The service's metrics: one table, and the code that fills it at each scrape."""

@@ -1,7 +1,7 @@
-"""The one table of the service's metrics. Pure; values.py fills it at each scrape.
+"""The table of all metrics of the service. Pure; `values.py` fills it at each scrape.
 
-A tenant is a label only if the settings name it; all others are "other". `history` is the state of
-a turn's history: "none" (there was none), "reused", "partial", "recomputed".
+A tenant is a label only if the settings name it; all others are "other". The label `history` is the
+state of a turn's history: "none" (there was none), "reused", "partial", "recomputed".
 """
 
 from inference_svc.metrics.transcript_table import TRANSCRIPT_METRICS

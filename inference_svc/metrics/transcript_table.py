@@ -1,4 +1,4 @@
-"""Metrics of transcripts; a part of the service's table."""
+"""The metrics of transcripts: a part of the service's table (`table.py`)."""
 
 from shared.serving.metric_export import Metric
 

@@ -1,4 +1,4 @@
-"""Where the values of the service's metrics come from, at a scrape. Nothing is counted here."""
+"""Fills the service's metrics from the service's parts, at each scrape. Nothing is counted here."""
 
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,7 +18,7 @@ KVD_STATES = ("attached", "detached", "off")
 
 @dataclass(frozen=True)
 class Calls:
-    """Counts of the servers: gRPC calls, HTTP requests and HTTP connections."""
+    """Metrics of the servers: gRPC calls, HTTP requests and HTTP connections."""
 
     rpcs: RpcMetrics = field(default_factory=RpcMetrics)
     http: HttpMetrics = field(default_factory=HttpMetrics)
@@ -26,11 +26,17 @@ class Calls:
 
 
 def make_exporter(parts: ServiceParts, calls: Calls) -> MetricExporter:
-    """Make the exporter of the service's table."""
+    """Make the exporter of the service's metrics.
+
+    Args:
+        parts: the service's parts.
+        calls: the metrics of its servers.
+    """
     return MetricExporter(METRICS, partial(_fill, parts, calls))
 
 
 def _fill(parts: ServiceParts, calls: Calls, scrape: Scrape) -> None:
+    """Put the values of all metrics into a scrape."""
     engine_parts, engine = parts.engine_parts, parts.engine_parts.engine
     _fill_model(scrape, parts)
     scrape.put("inference_ready", not parts.turns.is_draining)
@@ -60,7 +66,7 @@ def _fill(parts: ServiceParts, calls: Calls, scrape: Scrape) -> None:
 def _fill_transcripts(scrape: Scrape, transcripts: TranscriptStore) -> None:
     scrape.put_tally("inference_transcript_errors_total", transcripts.trouble.errors)
     sharing = transcripts.sharing
-    if sharing is not None:
+    if sharing is not None:  # without a shared store its metrics have no value
         scrape.put_tally("inference_transcript_store_calls_total", sharing.store.calls.ended)
         scrape.put("inference_transcript_store_up", not sharing.store.calls.is_silent)
         scrape.put("inference_transcripts_behind", len(sharing.behind))

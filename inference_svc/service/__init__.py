@@ -1,1 +1,1 @@
-"""The way in for turns: the gateway that gRPC and HTTP share, gRPC itself, the drain at the end."""
+"""How turns come in: the gateway that gRPC and HTTP share, the gRPC servers, and the drain."""

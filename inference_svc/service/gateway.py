@@ -1,8 +1,8 @@
 """The gateway: identity, tenant, limits and turns, for gRPC and HTTP alike.
 
-Both ways in (`servicer.py`, `http_api/`) decode a request, call the gateway, and encode its
-answers. The tenant is never what a request names alone: the identity has to allow it, and `key`
-checks that. All errors raised here are ReportedErrors.
+Both front ends (`servicer.py`, `http_api/`) decode a request, call the gateway, and encode its
+answers. A tenant that a request names is used only if the caller's identity allows it: `key` checks
+that. All errors raised here are ReportedErrors.
 """
 
 import asyncio
@@ -37,11 +37,11 @@ class TurnStream:
     """One client's subscription to a turn; its holder owes `leave`.
 
     Args:
-        turn: that is followed.
-        on_leave: called when the client leaves.
+        turn: the turn.
+        on_leave: callback when the client leaves.
 
     Attributes:
-        events: of the turn, from the first to the last; the end of a failed one raises.
+        events: the turn's events, from the first to the last; raises if the turn fails.
     """
 
     def __init__(self, turn: Turn, on_leave: Callable[[], None]) -> None:
@@ -51,12 +51,12 @@ class TurnStream:
         self._is_over = False
 
     async def wait_ended(self) -> None:
-        """Wait until the turn's session is free, which is after the turn's last event."""
+        """Wait until the turn's session is free, some time after the turn's last event."""
         if self._turn.task is not None:
             await asyncio.wait({self._turn.task})
 
     def leave(self) -> None:
-        """Follow no more; whoever leaves a turn last cancels it. A second call does nothing."""
+        """End the subscription; the turn's last one cancels it. A second call does nothing."""
         if not self._is_over:
             self._is_over = True
             self._on_leave()
@@ -64,31 +64,33 @@ class TurnStream:
 
 
 class Gateway:
-    """Lets identified clients submit turns and name sessions.
+    """Lets identified clients submit turns and use sessions.
 
     Args:
         turns: the service's turn registry.
-        model: fingerprint of the model, part of every session's key.
+        model: the model's fingerprint, part of every session's key.
         describe: describes the model and the engine's state, but not the defaults.
-        defaults: values of turns that do not name their own.
+        defaults: values for turns that do not set their own.
         streams: counts the turns that each client follows.
         counters: the service's counters.
-        report: receives turns that are not begun.
-        prompts: encodes what is only to be looked at.
-        text: knows how the model calls tools.
+        report: reports turns that are refused.
+        prompts: encodes inputs that are not turns, such as those whose tokens are counted.
+        text: knows how the model writes chats, thoughts and tool calls.
         embedder: makes embeddings.
-        misses: says why turns missed the cache.
-        can_bind_calls: whether the model can have grammars, and writes calls that one can keep to;
-            asked first, it may take half a second.
+        misses: explains why turns missed the cache.
+        can_bind_calls: whether a grammar can bind the model's tool calls; the first call may take
+            half a second.
 
     Attributes:
         turns: the service's turn registry. Its methods take keys made by `key`.
-        defaults: values of turns that do not name their own; a reload sets them.
+        model: the model's fingerprint.
+        defaults: values for turns that do not set their own; a reload sets them.
         streams: counts the turns that each client follows; a reload sets the bound.
-        prompts: encodes what is only to be looked at, and decodes it.
-        text: knows how the model frames chats, thinks, and calls tools.
-        on_deletion: called with each session that a client has deleted, before the client is told.
-        can_bind_calls: see above.
+        prompts: encodes inputs that are not turns, and decodes tokens.
+        text: knows how the model writes chats, thoughts and tool calls.
+        on_deletion: callbacks for each session that a client deletes, awaited before it gets the
+            reply.
+        can_bind_calls: whether a grammar can bind the model's tool calls.
     """
 
     def __init__(
@@ -131,10 +133,15 @@ class Gateway:
         return described
 
     def key(self, identity: Identity, tenant: str, session_id: str) -> SessionKey:
-        """Return the key of a session of that tenant; "" means the identity's first.
+        """Return the key of a session.
+
+        Args:
+            identity: the caller.
+            tenant: the session's tenant; "": the identity's first.
+            session_id: the session's id.
 
         Raises:
-            InvalidNameError: tenant or session is no valid name.
+            InvalidNameError: tenant or session is not a valid name.
             TenantDeniedError: the tenant is not one of the identity's.
         """
         return identity.key(tenant, self.model, session_id)
@@ -146,12 +153,18 @@ class Gateway:
         inputs: Sequence[TextInput | TokenInput],
         dimensions: int | None,
     ) -> list[Embedding]:
-        """Embed inputs for a tenant; a request counts as one of the streams of its client.
+        """Embed inputs for a tenant; the request counts as one of its client's streams.
+
+        Args:
+            identity: the caller.
+            tenant: the tenant; "": the identity's first.
+            inputs: the inputs, at least one.
+            dimensions: number of leading values to return of each embedding; None: all.
 
         Raises:
             ReportedError: see `Embedder.embed`; or the client has too many streams.
         """
-        self._hold(identity)
+        self._count_stream(identity)
         try:
             tenant = identity.tenant(tenant)
             return await self._embedder.embed(tenant, self.model, inputs, dimensions)
@@ -159,17 +172,17 @@ class Gateway:
             self.streams.release(identity)
 
     async def delete_session(self, key: SessionKey) -> None:
-        """Remove a session that has no turn under way, its KV, and what else is kept of it.
+        """Remove a session that has no turn under way, its KV, and all other data about it.
 
         Raises:
-            ReportedError: it is not there, or in use.
+            ReportedError: there is no such session, or it is in use.
         """
         await self.turns.sessions.delete(key)
         for forget in self.on_deletion:
             await forget(key)
 
     async def explain_miss(self, key: SessionKey, turn: int | None) -> ExplainedMiss:
-        """Show why a turn of a session missed the cache; None: the last one that did.
+        """Explain why a turn of a session missed the cache; `turn` None: the last one that did.
 
         Raises:
             ReportedError: there is no such session or turn, or the turn missed nothing.
@@ -178,18 +191,18 @@ class Gateway:
         return await self._misses.explain(transcript, turn)
 
     def heads_of_calls(self, use: ToolUse) -> dict[str, str]:
-        """Return what an answer that has to be a call has before the arguments, by the tool's name.
+        """Return the text before the arguments of a forced tool call, by the tool's name.
 
         Returns:
-            Nothing, if it need not be one.
+            {} if the answer need not be a call.
         """
         names = [tool.name for tool in use.callable_tools]
         return self.text.heads_of_calls(names) if use.is_forced else {}
 
     def binds_calls(self, use: ToolUse) -> bool:
-        """Whether a grammar keeps an answer to a call, once it has begun one.
+        """Whether a grammar binds an answer's tool calls once it has begun one.
 
-        One that has to be a call is kept to it from its beginning.
+        An answer that has to be a call is bound from its beginning, by another grammar.
         """
         return not use.is_forced and self.can_bind_calls()
 
@@ -199,28 +212,32 @@ class Gateway:
         names: TurnNames,
         make: Callable[[SessionKey, TurnDefaults], Submission],
     ) -> TurnStream:
-        """Start a turn, or follow the one that runs under the same request id, or its record.
+        """Start a turn, join the one that runs under the same request id, or replay its record.
 
         Args:
-            identity: who submits it.
-            names: the client's names for the turn.
-            make: makes the submission of a session, given the defaults.
+            identity: the caller.
+            names: the client's names for the turn, unchecked.
+            make: makes the submission, given the session's key and the defaults.
+
+        Returns:
+            The client's stream; the caller owes `leave`. Errors that come later end its events.
 
         Raises:
-            ReportedError: it cannot be queued; later errors end its events.
+            ReportedError: the turn cannot be queued.
         """
         try:
             key = self.key(identity, names.tenant, names.session_id or new_session_id())
             submission = replace(make(key, self.defaults), client=identity.name)
             if not names.session_id and submission.expected_turn is None:
-                submission = replace(submission, expected_turn=0)  # nobody has had a turn of it
+                submission = replace(submission, expected_turn=0)  # the session id is new
             return await self._follow(identity, submission)
         except ReportedError as error:
             self._report.turned_away(identity.name, names, error)
             raise
 
     async def _follow(self, identity: Identity, submission: Submission) -> TurnStream:
-        self._hold(identity)
+        """Submit a turn and follow it, within the client's bound of streams."""
+        self._count_stream(identity)
         try:
             turn = await self.turns.submit(submission)
         except BaseException:
@@ -229,11 +246,11 @@ class Gateway:
         turn.join()
         return TurnStream(turn, lambda: self.streams.release(identity))
 
-    def _hold(self, identity: Identity) -> None:
-        """Count one more stream of a client.
+    def _count_stream(self, identity: Identity) -> None:
+        """Count one more stream of a client; the caller owes `streams.release`.
 
         Raises:
-            TooManyStreamsError: it has as many as it may.
+            TooManyStreamsError: the client has as many as it may.
         """
         try:
             self.streams.hold(identity)

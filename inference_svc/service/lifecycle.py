@@ -1,8 +1,8 @@
-"""The process while it serves: its signals, what runs beside its turns, and how these end.
+"""The life of the serving process: signals, background tasks, and the drain at its end.
 
 SIGTERM, SIGINT   drain: turns that have not started are handed back at once, those that run
                   continue until server.drain_s, their KV is saved; then the process ends
-a second one      everything that is left is handed back at once
+a second one      all turns that are left are handed back at once
 SIGHUP            the settings are read again (`config.LIVE_KEYS`)
 """
 
@@ -22,9 +22,9 @@ from shared.process import systemd
 from shared.process.log import get_logger
 from shared.types.errors import ReportedError
 
-CATCH_UP_S = 2.0  # between looks at what the store of transcripts lacks
-TIDY_S = 6 * 3600.0  # between looks at what was deleted on other servers
-RETRY_S = 1.0  # after kvd's client failed in a way it should not
+CATCH_UP_S = 2.0  # between attempts to put transcripts that are behind into the store
+TIDY_S = 6 * 3600.0  # between searches for sessions that other servers have deleted
+RETRY_S = 1.0  # before kvd's client is run again after an unexpected failure
 
 log = get_logger(__name__)
 
@@ -33,9 +33,9 @@ class Signals:
     """Signals of the supervisor, as events.
 
     Attributes:
-        stop: set when the service is to drain and end.
-        at_once: set when it is not to wait for anything.
-        reload: set when the settings are to be read again.
+        stop: set when the service has to drain and end.
+        at_once: set when the drain must not wait any longer.
+        reload: set when the settings have to be read again.
     """
 
     def __init__(self) -> None:
@@ -47,23 +47,24 @@ class Signals:
         """Handle the process's signals on the running loop."""
         loop = asyncio.get_running_loop()
         for signum in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(signum, self._stopped)
+            loop.add_signal_handler(signum, self._on_stop)
         loop.add_signal_handler(signal.SIGHUP, self.reload.set)
 
-    def _stopped(self) -> None:
+    def _on_stop(self) -> None:
+        """Stop at the first signal; stop at once at the second."""
         (self.at_once if self.stop.is_set() else self.stop).set()
 
 
-async def beat() -> None:
-    """Notify the watchdog, again and again, from the event loop; return if there is none."""
+async def notify_watchdog() -> None:
+    """Notify systemd's watchdog at intervals, from the event loop; return if there is none."""
     interval_s = systemd.watchdog_interval_s()
     while interval_s is not None:
         systemd.notify(systemd.WATCHDOG)
         await asyncio.sleep(interval_s)
 
 
-async def stay_attached(client: KvdClient) -> None:
-    """Keep kvd's client running: without it turns are recomputed, which is no reason to stop."""
+async def keep_attached(client: KvdClient) -> None:
+    """Keep kvd's client running. If it fails, turns are recomputed: the service need not stop."""
     while True:
         try:
             await client.run()
@@ -73,7 +74,7 @@ async def stay_attached(client: KvdClient) -> None:
 
 
 async def share_transcripts(transcripts: TranscriptStore) -> None:
-    """Bring to the object store what it lacks, and remove what was deleted elsewhere."""
+    """Put transcripts into the shared store, and remove sessions that other servers deleted."""
     tidied_s = -TIDY_S
     while transcripts.sharing is not None:
         try:
@@ -89,12 +90,12 @@ async def share_transcripts(transcripts: TranscriptStore) -> None:
 async def reload_on_signal(
     signals: Signals, reload: Callable[[], Changes[InferenceSettings]]
 ) -> None:
-    """Reload at each SIGHUP; problems of the settings are logged, and change nothing."""
+    """Reload at each SIGHUP; invalid settings are logged, and change nothing."""
     while True:
         await signals.reload.wait()
         signals.reload.clear()
         if signals.stop.is_set():
-            return  # what is about to end is not ready again
+            return  # READY must not be notified again after STOPPING
         systemd.notify(systemd.reloading())
         try:
             changes = reload()
@@ -103,7 +104,7 @@ async def reload_on_signal(
             )
         except ReportedError as error:
             log.error("settings_not_reloaded", error=str(error))  # noqa: TRY400  # no bug of ours
-        except Exception:  # turns under way are worth more than a reload
+        except Exception:  # a reload that fails must not end the turns under way
             log.exception("reload_failed")
         systemd.notify(systemd.READY)
 
@@ -111,18 +112,18 @@ async def reload_on_signal(
 async def drain(
     turns: Turns, embedder: Embedder, engine: EngineLoop, drain_s: float, signals: Signals
 ) -> None:
-    """Let what runs finish and be saved; hand back what has not started, and what takes too long.
+    """Finish and save the turns that run; hand back those that have not started or take too long.
 
     Args:
         turns: the service's turn registry.
         embedder: makes embeddings.
         engine: the service's engine.
-        drain_s: most seconds that it may take.
+        drain_s: most seconds that the drain may take.
         signals: the process's signals; `at_once` ends the drain.
     """
     log.info("draining", drain_s=drain_s)
     turns.refuse_new()
-    idle = asyncio.create_task(_idle(turns, embedder, engine))
+    idle = asyncio.create_task(_wait_until_idle(turns, embedder, engine))
     hurry = asyncio.create_task(signals.at_once.wait())
     await asyncio.wait((idle, hurry), timeout=drain_s, return_when=asyncio.FIRST_COMPLETED)
     if not idle.done():
@@ -132,7 +133,7 @@ async def drain(
         task.cancel()
 
 
-async def _idle(turns: Turns, embedder: Embedder, engine: EngineLoop) -> None:
+async def _wait_until_idle(turns: Turns, embedder: Embedder, engine: EngineLoop) -> None:
     """Wait until every turn is over, and its KV is saved."""
     await turns.idle.wait()
     await embedder.idle.wait()

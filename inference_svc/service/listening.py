@@ -1,8 +1,9 @@
-"""Where the service listens for gRPC: Unix sockets guarded by their group, and guarded TCP ports.
+"""The service's gRPC servers: on Unix sockets guarded by their group, and on guarded TCP ports.
 
-A gRPC server has one answer to who comes without saying so. So there are at most two: one of all
-sockets, whose callers are known by having opened them, and one of all ports, where everybody has to
-say. Both serve the same, their health and their reflection included.
+A gRPC server has one rule for callers without credentials. So there are at most two servers: one
+for all Unix sockets, whose callers are identified by being able to open them, and one for all TCP
+ports, where every caller needs credentials. Both have the same services, health and reflection
+included.
 """
 
 import asyncio
@@ -27,17 +28,20 @@ from shared.serving.interceptor import AccessInterceptor
 from shared.serving.rpc_observer import RpcMetrics, RpcObserver
 
 SERVICE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
-# Beyond the turns that may wait: those that are refused, which get our own answer rather than
-# gRPC's, and calls other than SubmitTurn.
+# RPCs beyond the turns that may wait: turns that are refused, so that they get our own error and
+# not gRPC's, and calls other than SubmitTurn.
 SPARE_RPCS = 4096
-MAX_CONNECTIONS = 4096  # a client needs one, however many turns it follows
+MAX_CONNECTIONS = 4096  # a client needs only one for all turns that it follows
 
 
 def prepare_sockets(listen: Sequence[str]) -> None:
     """Prepare the paths of Unix sockets: make directories, remove stale files.
 
+    Args:
+        listen: the addresses to listen on; TCP ones are ignored.
+
     Raises:
-        ListenError: another service answers there, or the directory cannot be used.
+        ListenError: another service answers at a path, or its directory cannot be used.
     """
     for address in filter(is_unix, listen):
         try:
@@ -54,10 +58,10 @@ class GrpcServers:
         settings: the service's settings.
         service: the servicer that they serve.
         book: the clients that may connect.
-        rpcs: counts of calls.
+        rpcs: counts calls.
 
     Attributes:
-        bound: their addresses, once they are bound, with the ports that were chosen for port 0.
+        bound: the addresses after `bind`, with the ports that were chosen for port 0.
     """
 
     def __init__(
@@ -93,23 +97,26 @@ class GrpcServers:
         self.bound = tuple(bound[address] for address in listen)
 
     async def start(self) -> None:
-        """Serve."""
+        """Start to serve, and report the service as ready."""
         for server in self._servers:
             await server.start()
         await self.set_ready(is_ready=True)
 
     async def set_ready(self, *, is_ready: bool) -> None:
-        """Set the health of the event loop ("") and of our service: whether turns are taken."""
+        """Set the health of the process ("") to serving, and that of the service to `is_ready`."""
         statuses = health_pb2.HealthCheckResponse
         await self._health.set("", statuses.SERVING)
         await self._health.set(SERVICE, statuses.SERVING if is_ready else statuses.NOT_SERVING)
 
     async def stop(self, grace_s: float | None) -> None:
-        """End; cancel calls that still run after `grace_s`. A second call does nothing."""
+        """Stop the servers; cancel calls that still run after `grace_s`; None: cancel at once.
+
+        A second call does nothing.
+        """
         await asyncio.gather(*(server.stop(grace_s) for server in self._servers))
 
     def _make(self, *, is_tcp: bool) -> grpc.aio.Server:
-        """Make a server that is not bound yet."""
+        """Make the server of all TCP ports, or of all Unix sockets; it is not bound yet."""
         settings = self._settings
         tenants = settings.server.socket_tenants
         own = None if is_tcp else socket_identity("socket", tenants, {"client", "reader"})
@@ -132,6 +139,7 @@ class GrpcServers:
         return server
 
     def _bind(self, server: grpc.aio.Server, address: str) -> str:
+        """Bind a server to an address; return the address with the port that was chosen."""
         tls = self._settings.tls
         try:
             if is_unix(address):

@@ -35,7 +35,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):  # type: ignore[mi
     """Serves `inference.v1.Inference`.
 
     Args:
-        gateway: the one way in.
+        gateway: the gateway that gRPC and HTTP share.
     """
 
     def __init__(self, gateway: Gateway) -> None:
@@ -44,7 +44,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):  # type: ignore[mi
     async def SubmitTurn(  # noqa: N802  # the proto's name
         self, request: pb.SubmitTurnRequest, context: Context
     ) -> AsyncIterator[pb.TurnEvent]:
-        """Stream one turn; the client's leaving cancels it, unless others follow it too."""
+        """Stream one turn; it is cancelled when its last client disconnects."""
         rpc_left_s = context.time_remaining()
         stream = await self._gateway.submit(
             current_identity(),
@@ -84,7 +84,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):  # type: ignore[mi
     async def EndSession(  # noqa: N802
         self, request: pb.EndSessionRequest, context: Context
     ) -> pb.EndSessionResponse:
-        """Take no further turn of a session, and report its end to kvd."""
+        """End a session: it takes no further turn, and its end is reported to kvd."""
         del context
         await self._gateway.turns.sessions.end(self._key(request))
         return pb.EndSessionResponse()
@@ -92,7 +92,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):  # type: ignore[mi
     async def ExpectSession(  # noqa: N802
         self, request: pb.ExpectSessionRequest, context: Context
     ) -> pb.ExpectSessionResponse:
-        """Take what a client knows of a session after a turn, and report it to kvd."""
+        """Report to kvd how soon a session is likely to return, as the client says."""
         del context
         await self._gateway.turns.sessions.expect(
             self._key(request), request.awaited_tools, superseded=request.superseded
@@ -127,7 +127,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):  # type: ignore[mi
     async def ExplainMiss(  # noqa: N802
         self, request: pb.ExplainMissRequest, context: Context
     ) -> pb.ExplainMissResponse:
-        """Say why a turn missed the cache."""
+        """Explain why a turn missed the cache."""
         del context
         turn = request.turn if request.HasField("turn") else None
         return encode_miss(await self._gateway.explain_miss(self._key(request), turn))
@@ -140,4 +140,5 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):  # type: ignore[mi
         return self._gateway.describe()
 
     def _key(self, request: NamesSession) -> SessionKey:
+        """Return the key of a request's session, checked against the caller's identity."""
         return self._gateway.key(current_identity(), request.tenant, request.session_id)

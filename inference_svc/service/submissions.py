@@ -1,8 +1,8 @@
-"""Parts of a `Submission`, for gRPC and HTTP alike: defaults filled in, values checked.
+"""Makes the parts of a `Submission`, for gRPC and HTTP alike: fills defaults in, checks values.
 
-gRPC and HTTP decode requests in their own forms. Sampling, overflow and compression come here as a
-mapping of the values that the client has set; all others are taken from the settings. Each function
-checks what it returns, as far as that goes without the session.
+gRPC and HTTP decode requests in their own forms. Sampling, overflow and compression come here as
+mappings of the values that the client has set; all other values come from the settings. Each
+function checks what it returns, as far as that is possible without the session.
 """
 
 import secrets
@@ -36,7 +36,7 @@ def turn_defaults(settings: InferenceSettings, model: ModelTraits) -> TurnDefaul
         model: the model's properties, which decide where the settings say "auto".
 
     Raises:
-        UnsupportedModelError: the compression policy does not go with the model.
+        UnsupportedModelError: the model does not support the compression policy.
     """
     overflow, compression = settings.overflow, settings.compression
     policy = make_compression(compression.policy, compression.keep_ratio)
@@ -69,15 +69,15 @@ def chat_input(
     *,
     is_prompt: bool = True,
 ) -> ChatInput:
-    """Make an input of the turn's new messages; see `ChatInput`.
+    """Make an input of a turn's new messages; see `ChatInput`.
 
     Raises:
-        EmptyTurnError: none of them says anything.
+        EmptyTurnError: no message has content.
     """
-    found = tuple(messages)
-    if not any(message.has_content for message in found):
+    collected = tuple(messages)
+    if not any(message.has_content for message in collected):
         raise empty_turn()
-    return ChatInput(found, tools, arguments or {}, beginning, is_prompt)
+    return ChatInput(collected, tools, arguments or {}, beginning, is_prompt)
 
 
 def empty_turn() -> EmptyTurnError:
@@ -85,25 +85,33 @@ def empty_turn() -> EmptyTurnError:
     return EmptyTurnError("the turn is empty", "send text, chat messages with content or token ids")
 
 
-def fill_sampling(given: Mapping[str, Any], defaults: TurnDefaults) -> SamplingParams:
-    """Complete a client's sampling values; a seed that it does not name is drawn.
+def fill_sampling(values: Mapping[str, Any], defaults: TurnDefaults) -> SamplingParams:
+    """Complete a client's sampling parameters; a seed that it does not set is drawn.
+
+    Args:
+        values: the values that the client has set, by the names of SamplingParams.
+        defaults: the defaults of turns.
 
     Raises:
-        InvalidSamplingError: listing every value out of range.
+        InvalidSamplingError: values are out of range; the message lists all of them.
     """
     usual = {"max_tokens": defaults.max_tokens, "seed": secrets.randbelow(MAX_SEED)}
-    sampling = SamplingParams(**{**usual, **given})
+    sampling = SamplingParams(**{**usual, **values})
     sampling.check()
     return sampling
 
 
-def fill_overflow(given: Mapping[str, Any], defaults: TurnDefaults) -> OverflowPolicy:
+def fill_overflow(values: Mapping[str, Any], defaults: TurnDefaults) -> OverflowPolicy:
     """Complete a client's overflow policy.
+
+    Args:
+        values: the values that the client has set, by the names of OverflowPolicy.
+        defaults: the defaults of turns.
 
     Raises:
         InvalidTurnError: values are out of range; the message lists all of them.
     """
-    policy = replace(defaults.overflow, **given)
+    policy = replace(defaults.overflow, **values)
     policy.check()
     return policy
 
@@ -111,13 +119,18 @@ def fill_overflow(given: Mapping[str, Any], defaults: TurnDefaults) -> OverflowP
 def fill_compression(
     defaults: TurnDefaults, name: str = "", keep_ratio: float | None = None
 ) -> CompressionPolicy | None:
-    """Complete a client's compression: a policy's name, and the part of the context it keeps.
+    """Complete a client's compression policy.
+
+    Args:
+        defaults: the defaults of turns.
+        name: the policy that the client names; "": the default.
+        keep_ratio: the part of the context that the policy keeps; None: the default.
 
     Returns:
-        None for a turn after which nothing is dropped.
+        The policy; None: nothing is dropped after the turn.
 
     Raises:
-        InvalidCompressionError: there is no such policy, or not with this model.
+        InvalidCompressionError: there is no such policy, or this model does not support it.
     """
     ratio = defaults.keep_ratio if keep_ratio is None else keep_ratio
     policy = make_compression(name or defaults.compression, ratio)

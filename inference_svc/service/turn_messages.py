@@ -1,4 +1,4 @@
-"""Decodes requests and encodes events, turns and sessions: gRPC's messages and our values."""
+"""Decodes gRPC's requests, and encodes events, turns and sessions as gRPC's messages."""
 
 import hashlib
 import math
@@ -49,8 +49,8 @@ from shared.types.session_key import SessionKey
 from shared.types.units import NS_PER_S
 
 MAX_DISCARD_ITEMS = 65536  # ranges and positions of one Discard
-# In what a repeat of a turn may differ from it.
-UNLIKE = (
+# Fields in which a repeat of a turn may differ from it: they are not part of the digest.
+IGNORED_FIELDS = (
     *("session_id", "request_id", "expected_turn", "wait", "priority", "deadline_s"),
     *("retention", "prediction"),
 )
@@ -62,29 +62,30 @@ def decode_submission(
     defaults: TurnDefaults,
     rpc_left_s: float | None = None,
 ) -> Submission:
-    """Decode a turn, and check what can be checked without the session.
+    """Decode a turn, and check all that can be checked without the session.
 
     Args:
         request: the client's message.
         key: the session's key.
-        defaults: values that the client has not set.
+        defaults: values for fields that the client has not set.
         rpc_left_s: seconds until the RPC's own deadline; None if it has none.
 
     Raises:
         EmptyTurnError: there is no input.
-        InvalidSamplingError: listing every value out of range.
-        InvalidTurnError: likewise, of priority and deadline, and of the overflow policy.
-        InvalidCompressionError: there is no such policy, or not with this model.
+        InvalidSamplingError: sampling parameters are out of range; the message lists all of them.
+        InvalidTurnError: priority, deadline or the overflow policy are out of range; the message
+            lists all values.
+        InvalidCompressionError: there is no such policy, or this model does not support it.
     """
-    given = request.sampling
+    params = request.sampling
     sampling = fill_sampling(
         {
-            **_given(given),
-            "stop": tuple(given.stop),
-            "stop_token_ids": tuple(given.stop_token_ids),
-            "logit_bias": dict(given.logit_bias),
-            "ignore_eos": given.ignore_eos,
-            "grammar": _decode_grammar(given.grammar),
+            **_set_fields(params),
+            "stop": tuple(params.stop),
+            "stop_token_ids": tuple(params.stop_token_ids),
+            "logit_bias": dict(params.logit_bias),
+            "ignore_eos": params.ignore_eos,
+            "grammar": _decode_grammar(params.grammar),
         },
         defaults,
     )
@@ -96,7 +97,7 @@ def decode_submission(
         key=key,
         input=_decode_input(request),
         sampling=sampling,
-        has_max_tokens=given.HasField("max_tokens"),
+        has_max_tokens=params.HasField("max_tokens"),
         request_id=request.request_id or f"r-{uuid.uuid4().hex}",
         digest=_digest(request),
         expected_turn=request.expected_turn if request.HasField("expected_turn") else None,
@@ -105,7 +106,7 @@ def decode_submission(
         arrived_ns=arrived_ns,
         priority=request.priority,
         deadline_ns=_deadline_ns(arrived_ns, request.deadline_s or None, rpc_left_s),
-        overflow=fill_overflow({**_given(overflow), **named}, defaults),
+        overflow=fill_overflow({**_set_fields(overflow), **named}, defaults),
         compression=fill_compression(
             defaults,
             compression.policy,
@@ -117,10 +118,10 @@ def decode_submission(
 
 
 def decode_discard(request: pb.DiscardRequest) -> tuple[list[Range], ExpectedSession]:
-    """Return the ranges to drop, in any order, and the session's state as the client believes.
+    """Return the ranges to drop, in any order, and the session's state that the client expects.
 
     Raises:
-        InvalidDiscardError: there are too many.
+        InvalidDiscardError: there are more than MAX_DISCARD_ITEMS.
     """
     num_items = len(request.ranges) + len(request.positions)
     if num_items > MAX_DISCARD_ITEMS:
@@ -166,7 +167,7 @@ def encode_event(event: TurnEvent) -> pb.TurnEvent:
 
 
 def encode_session(transcript: Transcript, *, is_busy: bool, with_turns: bool) -> pb.Session:
-    """Encode a session as its transcript has it."""
+    """Encode a session's transcript."""
     header, context_ids = transcript.header, transcript.context.token_ids
     return pb.Session(
         tenant=header.tenant,
@@ -185,7 +186,7 @@ def encode_session(transcript: Transcript, *, is_busy: bool, with_turns: bool) -
 
 
 def encode_miss(explained: ExplainedMiss) -> pb.ExplainMissResponse:
-    """Encode why a turn missed the cache."""
+    """Encode the explanation of a cache miss."""
     return pb.ExplainMissResponse(**asdict(explained))
 
 
@@ -197,8 +198,8 @@ def _decode_grammar(grammar: pb.Grammar) -> Grammar | None:
     return Grammar(GrammarKind(kind), getattr(grammar, kind)) if kind else None
 
 
-def _given(message: Any) -> dict[str, Any]:
-    """Collect the optional fields of a message that are set."""
+def _set_fields(message: Any) -> dict[str, Any]:
+    """Return the optional fields of a message that are set, by name."""
     return {
         field.name: getattr(message, field.name)
         for field in message.DESCRIPTOR.fields
@@ -207,6 +208,7 @@ def _given(message: Any) -> dict[str, Any]:
 
 
 def _decode_input(request: pb.SubmitTurnRequest) -> TurnInput:
+    """Decode a turn's text, chat messages or token ids."""
     kind = request.WhichOneof("input")
     if request.special_tokens and kind in {"chat", "tokens"}:
         raise InvalidTurnError(
@@ -222,6 +224,7 @@ def _decode_input(request: pb.SubmitTurnRequest) -> TurnInput:
 
 
 def _decode_retention(retention: pb.Retention) -> Retention:
+    """Decode for how long a turn's KV is to be kept, and check the bounds."""
     for wish_s in (retention.session_s, retention.prefix_s):
         if not 0 <= wish_s <= MAX_RETENTION_S:
             raise InvalidTurnError(
@@ -232,16 +235,18 @@ def _decode_retention(retention: pb.Retention) -> Retention:
 
 
 def _decode_chat(chat: pb.ChatMessages) -> ChatInput:
+    """Decode chat messages and the chat template's arguments."""
     messages = []
-    for said in chat.messages:
-        check_author_name(said.name)
-        messages.append(Message(said.role, said.content, name=said.name))
+    for message in chat.messages:
+        check_author_name(message.name)
+        messages.append(Message(message.role, message.content, name=message.name))
     arguments = read_arguments(chat.template_arguments)
     check_arguments(arguments)
     return chat_input(messages, arguments=arguments, beginning=chat.beginning)
 
 
 def _check_urgency(request: pb.SubmitTurnRequest) -> None:
+    """Raise an InvalidTurnError if priority or deadline are out of range."""
     problems, accepted = [], []
     if not MIN_PRIORITY <= request.priority <= MAX_PRIORITY:
         problems.append(f"priority {request.priority}")
@@ -256,18 +261,18 @@ def _check_urgency(request: pb.SubmitTurnRequest) -> None:
 
 
 def _deadline_ns(arrived_ns: int, *left_s: float | None) -> int | None:
-    """Return the earliest of several deadlines, each None or a time from the arrival."""
+    """Return the earliest of several deadlines, each in seconds from the arrival, or None."""
     known_s = [value for value in left_s if value is not None and value <= MAX_DEADLINE_S]
     return arrived_ns + int(min(known_s) * NS_PER_S) if known_s else None
 
 
 def _digest(request: pb.SubmitTurnRequest) -> str:
     """Return the digest of input and sampling, which a repeat of the request id must share."""
-    same = pb.SubmitTurnRequest()
-    same.CopyFrom(request)
-    for name in UNLIKE:
-        same.ClearField(name)
-    return hashlib.blake2b(same.SerializeToString(deterministic=True), digest_size=16).hexdigest()
+    copy = pb.SubmitTurnRequest()
+    copy.CopyFrom(request)
+    for name in IGNORED_FIELDS:
+        copy.ClearField(name)
+    return hashlib.blake2b(copy.SerializeToString(deterministic=True), digest_size=16).hexdigest()
 
 
 # ------------------------------------------------------------------------------------ encoding

@@ -7,7 +7,7 @@ from inference_svc.config import InferenceSettings
 from inference_svc.core.chat import Tool, ToolUse
 from inference_svc.core.errors import UnsupportedModelError
 from inference_svc.runtime.turns.transcript import TranscriptStore
-from inference_svc.service_assembly import assemble_service, turn_text
+from inference_svc.service_assembly import assemble_service, make_turn_text
 from tests.memory_engine import loaded_model
 from tests.told_templates import EFFORTFUL, PICKY
 from tests.tool_templates import tokenizer_of
@@ -18,14 +18,14 @@ LOW = {"reasoning_effort": "low"}
 def test_arguments_that_the_template_refuses_refuse_the_start():
     """With its own words; a model that has no chats anyway is served as it is."""
     with pytest.raises(UnsupportedModelError, match="effort is none or high") as refused:
-        turn_text(tokenizer_of(PICKY), frozenset(), LOW)
+        make_turn_text(tokenizer_of(PICKY), frozenset(), LOW)
     assert "leave them out" in refused.value.remedy
-    assert turn_text(tokenizer_of(PICKY), frozenset(), {"reasoning_effort": "high"}).usual
-    assert turn_text(tokenizer_of(EFFORTFUL), frozenset(), LOW).usual == LOW
+    assert make_turn_text(tokenizer_of(PICKY), frozenset(), {"reasoning_effort": "high"}).usual
+    assert make_turn_text(tokenizer_of(EFFORTFUL), frozenset(), LOW).usual == LOW
     wordless = tokenizer_of(EFFORTFUL)
     wordless.chat_template = None
     for tokenizer in (wordless, None):
-        assert turn_text(tokenizer, frozenset(), LOW).chat_problem
+        assert make_turn_text(tokenizer, frozenset(), LOW).chat_problem
 
 
 async def test_the_vocabulary_of_grammars_is_read_later(tiny_model, tmp_path):

@@ -167,7 +167,7 @@ class World:
         others = set(self._there(key)[1]) - known
         if not others:
             self.may_go.add(key)
-        is_gone = await service.let_go(key)
+        is_gone = await service.release(key)
         self.seen["let go, for all" if is_gone else "let go"] += 1
         assert not (is_gone and others), "somebody has gone on with it"
         added = {name for of, name in self.added if of == key}

@@ -237,7 +237,7 @@ class Completion:
         """Remove an old unnamed session from this server; return whether it was removed."""
         key = caller.key(self._model, session_id)
         try:
-            await self._sessions.let_go(key)
+            await self._sessions.release(key)
         except ReportedError as error:  # the session is in use again, or deleted
             log.debug("openai_session_not_removed", session=session_id, reason=error.reason)
             return False

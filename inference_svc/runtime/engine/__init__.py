@@ -1,1 +1,1 @@
-"""The loop that owns the scheduler, and the requests, steps, loads and discards it looks after."""
+"""The engine loop, which runs the scheduler, and the requests, steps, loads and discards."""

@@ -1,9 +1,9 @@
-"""Which tokens to try behind the next one of each answer under way, where that pays.
+"""Drafts: tokens guessed to come next in each running answer, where verifying them pays.
 
-Nothing that is answered depends on it: `stepping.py` samples what it would sample without drafts.
-Speculation is off by itself where it is of no use: an answer without a draft, or with one that is
-rarely right, is computed a token a step, and so are all where computing more takes too long. What
-drafts would have been worth is counted all the same.
+No answer depends on drafts: `stepping.py` samples the tokens that it would sample without them.
+Speculation turns itself off where it does not pay: an answer without a draft, or whose drafts are
+rarely right, is computed a token a step, and so are all answers where computing more tokens takes
+too long. What drafts would have gained is counted nevertheless.
 """
 
 from collections.abc import Iterable
@@ -15,20 +15,20 @@ from inference_svc.core.speculation.draft_lengths import Acceptance, StepCost, d
 from inference_svc.core.speculation.prompt_lookup import PromptLookup
 from inference_svc.runtime.engine.engine_request import EngineRequest
 
-# So many steps without any of the drafts that there were, and one has a token of each all the same:
-# what steps take would not be measured again otherwise.
+# After this many steps in a row whose drafts were all refused, one step verifies a token of each:
+# otherwise the time of a step with drafts would never be measured again.
 TRY_EVERY = 64
 
 
 class Drafter:
-    """See the module docstring.
+    """Drafts the next tokens of running answers from their own contexts.
 
     Args:
-        decodes: what steps take, as measured.
-        end_ids: tokens that end answers: nothing is drafted from there on.
+        decodes: the measured times of decode steps.
+        end_ids: tokens that end answers: a draft ends before the first of them.
 
     Attributes:
-        most_tokens: of an answer's draft; 0: there are none.
+        most_tokens: most tokens of an answer's draft; 0: there are no drafts.
     """
 
     def __init__(
@@ -41,11 +41,11 @@ class Drafter:
         self._num_refused = 0  # steps in a row
 
     def drafts(self, requests: Iterable[EngineRequest]) -> Drafts:
-        """Draft what running answers may go on with, by request number.
+        """Return drafts of running answers, by request number.
 
-        Takes some microseconds an answer; one that begins is given its lookup: 0.1 ms for each
-        thousand tokens of its context. Those whose attention is scored have no drafts: wrong tokens
-        would be scored, too.
+        Costs some microseconds an answer; an answer that begins costs 0.1 ms for each thousand
+        tokens of its context, from which its lookup is made. Requests whose attention is scored
+        have no drafts: wrong tokens would be scored, too.
         """
         if not self.most_tokens:
             return NO_DRAFTS
@@ -58,16 +58,16 @@ class Drafter:
         self._num_refused = 0 if any(lengths) else self._num_refused + 1
         if self._num_refused == TRY_EVERY:
             self._num_refused = 0
-            lengths = [int(bool(its)) for its in chances]
+            lengths = [int(bool(chance)) for chance in chances]
         drafted = zip(answering, lookups, lengths, strict=True)
         return {
-            request.number: self._up_to_end(lookup.draft(length))
+            request.number: self._cut_at_end(lookup.draft(length))
             for request, lookup, length in drafted
             if length
         }
 
     def _lookup(self, request: EngineRequest) -> PromptLookup:
-        """Return a request's lookup, which has seen all of its tokens."""
+        """Return a request's lookup, brought up to its last token."""
         if request.lookup is None:
             request.lookup = PromptLookup(
                 request.token_ids[: request.prompt_tokens],
@@ -77,7 +77,8 @@ class Drafter:
         request.lookup.advance(request.token_ids)
         return request.lookup
 
-    def _up_to_end(self, draft: list[int]) -> list[int]:
+    def _cut_at_end(self, draft: list[int]) -> list[int]:
+        """Return a draft up to its first token that ends answers."""
         ends = (place for place, token_id in enumerate(draft) if token_id in self._end_ids)
         return draft[: next(ends, len(draft))]
 

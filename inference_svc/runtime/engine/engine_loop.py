@@ -1,16 +1,16 @@
-"""The one task that owns the scheduler: carries its plans out, steps the batch, dispatches tokens.
+"""The engine loop: the one task that runs the scheduler, steps the batch and dispatches tokens.
 
     submit ─► waiting ─► load (loads.py) ─► step, step, … (stepping.py) ─► done ─► keep: resident
                  ▲            │                    │                         └──► drop
-                 └────────────┴── preempted ◄──────┘   saves (saves.py) go on beside all this
+                 └────────────┴── preempted ◄──────┘   saves (saves.py) run beside all this
                                   window full: cut (discards.py)
 
 Threads: the event loop, one compute thread (steps), one load thread and one store thread (copies).
 The scheduler and all requests belong to the event loop. Invariants:
     1. memory is released only when no step and no copy uses it: the pool's holds see to that;
-    2. who gets an answer owes `keep` or `drop`; until then its token slots stay reserved;
-    3. KV computed over a load is neither shown nor saved before that is confirmed;
-    4. an exception that is nobody's turn's fault ends the loop, and with it the process.
+    2. the receiver of an answer owes `keep` or `drop`; until then its token slots stay reserved;
+    3. KV computed over a load is neither shown nor saved before that load is confirmed;
+    4. an exception that does not belong to one turn ends the loop, and with it the process.
 """
 
 import asyncio
@@ -50,13 +50,14 @@ from shared.types.units import NS_PER_S
 
 
 class EngineLoop:
-    """See the module docstring.
+    """Runs all requests of one model: admits, loads, computes and saves them.
 
     Args:
         num_layers: number of the model's layers.
         saves_first: whether a step waits until all KV computed before it is stored (for measuring).
 
     Attributes:
+        scheduler, memory: the scheduler of all requests, and their memory.
         idle: set while nothing is computed, loaded, saved or dropped.
     """
 
@@ -100,7 +101,7 @@ class EngineLoop:
             store=store,
             counters=counters,
             tasks=self._tasks,
-            changed=self._changed,
+            on_change=self._on_change,
         )
         self._discards = Discards(
             scheduler=scheduler,
@@ -109,9 +110,9 @@ class EngineLoop:
             compactor=compactor,
             counters=counters,
             tasks=self._tasks,
-            changed=self._changed,
+            on_change=self._on_change,
         )
-        self._requests = Requests(scheduler, self.memory, counters, self._changed)
+        self._requests = Requests(scheduler, self.memory, counters, self._on_change)
         self._loading = LoadTasks(
             scheduler=scheduler,
             requests=self._requests,
@@ -120,10 +121,10 @@ class EngineLoop:
             saves=saves,
             tasks=self._tasks,
             num_layers=num_layers,
-            changed=self._changed,
+            on_change=self._on_change,
         )
 
-    # ---------------------------------------------------------------------------- for people
+    # --------------------------------------------------------------------------- observation
 
     def gauges(self) -> dict[str, float]:
         """Return the engine's gauges by name; a token slot holds a token of all layers."""
@@ -135,7 +136,7 @@ class EngineLoop:
             "shared_token_slots": slots.per_token(slots.shared_slots),
             "pool_token_slots": self._pool.num_token_slots,
             "pool_free_token_slots": self._pool.num_free,
-            "pool_misses": self._pool.num_outside,  # KV found no room in the pool: only slower
+            "pool_misses": self._pool.num_outside,  # KV allocated outside of the full pool: slower
             "write_ring_token_slots": self.scheduler.write_slots.num_slots,
             "write_ring_free_token_slots": self.scheduler.write_slots.num_free,
             "write_stall_s": self.scheduler.stalled_s,
@@ -151,12 +152,12 @@ class EngineLoop:
 
         Args:
             request: the request, not queued yet.
-            cut: tokens of the session's context that are dropped once the request is queued: it
-            continues what is left. They stay dropped if it fails.
+            cut: tokens of the session's context that are dropped once the request is queued; the
+                request continues what is left. They stay dropped if the request fails.
 
         Raises:
-            QueueFullError: it was not even queued.
-            ReportedError: it failed; nothing is owed.
+            QueueFullError: the queue is full; the request was not queued.
+            ReportedError: the request failed; nothing is owed.
         """
         self.scheduler.submit(request)
         self._requests.add(request)
@@ -175,15 +176,15 @@ class EngineLoop:
 
         Args:
             request: a request that is done.
-            token_ids: the first of its tokens, all computed: those that are kept.
+            token_ids: the first of its tokens, which are kept; all of them are computed.
         """
         self.memory.keep(request, token_ids)
         self._requests.forget(request)
 
     async def discard(self, key: SessionKey, cut: ContextCut) -> None:
-        """Drop tokens of a session of which nothing is computed; the others keep their KV.
+        """Drop tokens of a session that has no request; its other tokens keep their KV.
 
-        Returns once the KV in memory is in order. The store is notified behind the session's saves
+        Returns once the KV in memory is compacted. The store is notified after the session's saves
         and before its next load and save; if that fails, a later load misses. A discard that is
         repeated changes nothing.
 
@@ -196,14 +197,18 @@ class EngineLoop:
             await self._discards.discard(key, replace(cut, ranges=merged))
 
     async def graft(self, request: EngineRequest, source: GraftSource) -> int:
-        """Compute a request's tokens, store them, and have another session's KV follow them there.
+        """Compute and store a request's tokens, then have the store graft another session's KV.
+
+        The graft follows the request's tokens in the store. Nothing of it is in memory: the next
+        request of the session loads all of it.
 
         Args:
-            request: of the tokens before the seam, not queued yet; what it samples is nobody's.
-            source: what is to follow, which its session may still be storing.
+            request: the request of the tokens before the seam, not queued yet; the token that it
+                samples is not used.
+            source: the KV to graft; its session may still be storing it.
 
         Returns:
-            How many tokens follow. In memory there are none: the next request loads all of it.
+            How many tokens were grafted.
 
         Raises:
             ReportedError: the tokens could not be computed.
@@ -212,34 +217,35 @@ class EngineLoop:
         await self.generate(request)
         self.keep(request, request.token_ids[:seam])
         self.memory.release_resident(request.key)
-        await self._saves.settled(request.key)
-        await self._saves.settled(source.key)
+        await self._saves.wait_for_end(request.key)
+        await self._saves.wait_for_end(source.key)
         lineage = WHOLE if request.lineage is None else request.lineage
         return await self._store.graft(request.key, request.token_bytes(seam), lineage, source)
 
     async def forget(self, key: SessionKey, token_ids: Sequence[int]) -> None:
         """Drop the KV of a session that is deleted, in memory and in the store."""
         self.memory.release_resident(key)
-        await self._saves.settled(key)
+        await self._saves.wait_for_end(key)
         await self._store.forget(key, as_token_bytes(token_ids))
 
     async def end_session(self, key: SessionKey) -> None:
         """Report a session's end to the store, after the save of its last turn."""
         self.memory.release_resident(key)
-        await self._saves.settled(key)
+        await self._saves.wait_for_end(key)
         await self._store.end_session(key)
 
     async def expect(self, key: SessionKey, tools: Sequence[str], *, superseded: bool) -> None:
-        """Report what is likely to become of a session to the store, after its turn's save.
+        """Report to the store how soon a session is likely to return, after its turn's save.
 
-        A turn of it that has come by then is what was expected: then nothing is reported.
+        If the session's next turn has arrived by then, there is nothing to expect any more, and
+        nothing is reported.
 
         Args:
             key: the session's key.
             tools: names of tools that its last answer calls.
-            superseded: whether another session goes on in its place.
+            superseded: whether another session continues the conversation in its place.
         """
-        is_newest = not self._requests.has(key) and await self._saves.ended(key)
+        is_newest = not self._requests.has(key) and await self._saves.wait_for_newest(key)
         is_back = self._requests.has(key) or self.scheduler.queue.is_arriving(key)
         if is_newest and not is_back:
             await self._store.expect(key, tools, superseded=superseded)
@@ -258,8 +264,8 @@ class EngineLoop:
                 self._wake.clear()
                 self._requests.settle_dropped()
                 if self._saves_first:
-                    await self._all_saved()
-                self._loading.note_progress()
+                    await self._wait_for_saves()
+                self._loading.report_progress()
                 drafts = self._drafter.drafts(self._requests)
                 plan = self.scheduler.schedule(time.monotonic_ns(), drafts)
                 self._carry_out(plan)
@@ -268,13 +274,13 @@ class EngineLoop:
                 else:
                     await self._sleep(plan.wake_ns)
 
-    async def _all_saved(self) -> None:
-        """Wait until what has been computed is stored, answers that are just complete included."""
+    async def _wait_for_saves(self) -> None:
+        """Wait until all computed KV is stored, that of answers just completed included."""
         while any(request.state is RequestState.FINISHED for request in self._requests):
-            await self._wake.wait()  # for their `keep`, or `drop`
+            await self._wake.wait()  # until each has been given to `keep` or `drop`
             self._wake.clear()
             self._requests.settle_dropped()
-        await self._saves.caught_up()
+        await self._saves.wait_until_idle()
 
     async def _sleep(self, wake_ns: int | None) -> None:
         """Wait until something happens, or it is time to schedule again."""
@@ -289,31 +295,34 @@ class EngineLoop:
             timer.cancel()
 
     def _carry_out(self, plan: StepPlan) -> None:
+        """Do all that a plan says but the step itself."""
+        # KV is released (preempted, overflowed, evicted) before room is taken (admitted, grown).
         for request in plan.unsaved:
-            self.memory.give_up_save(self._requests.of(request))
+            self.memory.abandon_save(self._requests.get(request))
         for chunk in plan.chunks:
-            self.memory.extend(self._requests.of(chunk.request), chunk.num_fed)
+            self.memory.extend(self._requests.get(chunk.request), chunk.num_fed)
         if plan.stalled:
             running = [r for r in self._requests if r.state is RequestState.RUNNING]
             self.memory.make_room(running)
         for request in plan.preempted:
             self._counters.add("preempted")
-            self.memory.preempt(self._requests.of(request))
+            self.memory.preempt(self._requests.get(request))
         for request in plan.overflowed:
-            self._discards.truncate(self._requests.of(request))
+            self._discards.truncate(self._requests.get(request))
         for key in plan.evicted:
             self.memory.evict(key)
         for request in plan.expired:
-            self._requests.expire(self._requests.of(request))
+            self._requests.expire(self._requests.get(request))
         for admission in plan.admitted:
-            self._loading.start(self._requests.of(admission.request), admission)
+            self._loading.start(self._requests.get(admission.request), admission)
         for growth in plan.grown:
-            self._requests.of(growth.request).paged_kv.grow(growth.pages)
+            self._requests.get(growth.request).paged_kv.grow(growth.pages)
 
     # --------------------------------------------------------------------------------- steps
 
     async def _step(self, chunks: Sequence[PlannedChunk]) -> None:
-        inputs = [step_input(self._requests.of(chunk.request), chunk) for chunk in chunks]
+        """Compute a step, deliver its tokens, and apply its result to the scheduler."""
+        inputs = [step_input(self._requests.get(chunk.request), chunk) for chunk in chunks]
         slots = self.scheduler.write_slots
         is_tight = 2 * slots.num_free < slots.num_slots
         clock = follow_step(inputs, self._num_layers, is_tight=is_tight)
@@ -345,8 +354,8 @@ class EngineLoop:
         for token in tokens:
             delivered.token_ids.append(token.token_id)
             try:
-                delivered.is_end = request.sink.sampled(token)
-            except Exception as error:  # noqa: BLE001  # the turn's, which logs it
+                delivered.is_end = request.sink.on_token(token)
+            except Exception as error:  # noqa: BLE001  # fails this turn alone, which logs it
                 delivered.error = error
             if delivered.is_end or delivered.error is not None:
                 break
@@ -358,7 +367,7 @@ class EngineLoop:
         if error is None and answer.token_ids and not answer.is_end:
             try:
                 answer.is_end = self._discards.is_end(request)
-            except Exception as failure:  # noqa: BLE001  # the turn's, too
+            except Exception as failure:  # noqa: BLE001  # fails this turn alone
                 error = failure
         if isinstance(error, LoadFailedError):
             self._requests.restart(request)
@@ -368,7 +377,8 @@ class EngineLoop:
             self.scheduler.end(request, RequestEvent.FINISH, time.monotonic_ns())
             request.end()
 
-    def _changed(self) -> None:
+    def _on_change(self) -> None:
+        """Wake the loop, and set `idle` if nothing is under way any more."""
         self._wake.set()
         if not (self._requests or self.memory.num_saving or self._discards.num_compacting):
             self.idle.set()
@@ -376,12 +386,12 @@ class EngineLoop:
 
 @dataclass
 class _Delivered:
-    """What of a step's output its turn has taken.
+    """The part of a step's output that was delivered to its turn.
 
     Attributes:
         token_ids: the tokens, up to the answer's end.
         is_end: whether the answer ends with them.
-        error: why the request fails, or begins anew; None: it does not.
+        error: why the request fails, or is restarted (LoadFailedError); None: neither.
     """
 
     request: EngineRequest

@@ -1,4 +1,4 @@
-"""A turn inside the engine: the scheduler's request, its memory, and where its tokens go."""
+"""A request as the engine computes it: the scheduler's request, its memory and its sink."""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
@@ -31,14 +31,14 @@ from shared.types.lineage import Lineage
 
 @dataclass(eq=False)
 class LoadOutcome:
-    """How much of a turn's history was reused, and from where; filled in while it loads.
+    """How much of a turn's history was reused, and from which tiers; filled in while it loads.
 
     Attributes:
         tokens: number of tokens in the sequence's KV that need not be computed.
         tier_tokens: how many of them came from each tier: "hbm", "dram", "ssd".
         load_s: seconds from admission to the last token's arrival.
-        stall_s: seconds of these that steps waited for a layer.
-        reason: slug, why it is not more; "" if the whole history is there.
+        stall_s: seconds of `load_s` during which steps waited for a layer.
+        reason: slug that says why it is not more; "" if the whole history was reused.
     """
 
     tokens: int = 0
@@ -49,15 +49,18 @@ class LoadOutcome:
 
 
 class TurnSink(Protocol):
-    """Receives what the engine makes of a request; called on the event loop."""
+    """Receives the answer of a request, token by token; called on the event loop."""
 
-    def started(self, request: "EngineRequest") -> None:
-        """Receive how much of the history was found; called once, `outcome` grows afterwards."""
+    def on_start(self, request: "EngineRequest") -> None:
+        """Receive how much of the history was found.
 
-    def sampled(self, token: Sampled) -> bool:
+        Called once, when the request may start. `request.outcome` may still change after that.
+        """
+
+    def on_token(self, token: Sampled) -> bool:
         """Receive the next token; return whether the answer ends with it."""
 
-    def window_full(self) -> None:
+    def on_window_full(self) -> None:
         """End the answer: the window is full, and nothing may be dropped."""
 
 
@@ -68,7 +71,7 @@ class ContextCut:
     Attributes:
         token_ids: the computed tokens of the context before the cut.
         ranges: positions in `token_ids` that are dropped.
-        lineage: the lineage of `token_ids`; None: not named.
+        lineage: the lineage of `token_ids`; None: not known.
     """
 
     token_ids: Sequence[int]
@@ -82,7 +85,7 @@ class ContextCut:
 
     @property
     def lineage_after(self) -> Lineage | None:
-        """The lineage of what is left; `ranges` are merged."""
+        """The lineage of the tokens that are left; `ranges` have to be merged."""
         return None if self.lineage is None else self.lineage.after(self.token_bytes, self.ranges)
 
 
@@ -91,12 +94,14 @@ class Load:
     """A load under way, from its request's admission to the last token.
 
     Attributes:
-        begun: the store's part, to be copied; None: nothing, or not known yet.
+        admission: the scheduler's admission of the request.
+        begun: the store's load, to be copied; None: there is none, or it is not known yet.
         gate: the gate of the sequence's KV, once it is known that KV is copied to it.
-        source: a resident's KV, to be copied; None: none is.
-        boundary: position of a token that a block of what is stored begins with.
+        source: another sequence's KV, to be copied; None: there is none.
+        boundary: position of a token at which a stored block begins.
         window_from: first token of which layers with a window will have KV.
-        held: the hold on that KV's memory, until the load is over: its session may be deleted.
+        held: the holds on the memory of `source` and on its token slots until the load is over:
+            its session may be deleted meanwhile.
     """
 
     admission: Admission
@@ -112,7 +117,7 @@ class Load:
         """The slowest tier that KV is copied from; None: from none."""
         if self.gate is None:
             return None
-        # "ssd" > "dram"
+        # The alphabet orders the two by speed: "ssd" > "dram".
         return HBM if self.begun is None else max(self.begun.tier_tokens, default=None)
 
 
@@ -121,40 +126,40 @@ class EngineRequest(Request):
     """A request as the engine computes it.
 
     Attributes:
+        sink: receives the answer.
         sampler: chooses the answer's tokens; None: its tokens are pooled.
         pooler: makes an embedding of its tokens, and ends it where an answer would begin; None: it
             has an answer.
         is_final: whether the session ends with this turn.
         retention: for how long its KV is to be kept at least.
         prefix_tokens: how many of its first tokens are tools and system message.
-        load_ends: positions in its prompt, in order, at which loads are to be able to end, where
-            layers attend to the last tokens only; none: at the prompt's end.
-        done: set when the answer is complete; its exception is why there is none.
+        load_ends: positions in its prompt, ascending, at which later loads have to be able to end,
+            for layers that attend to the last tokens only; (): at the prompt's end.
+        done: set when the answer is complete; its exception says why there is none.
         load_policy: the turn's own load policy; None: the engine's.
-        truncate: given the context whose window is full, returns the ranges to drop of it: () ends
-            the answer. None: the answer never fills its window.
-        scores: keeps the attention scores of its tokens, for compression; None: nobody needs them.
+        truncate: takes the context that has filled the window and returns the ranges to drop of
+            it; () ends the answer. None: the answer never fills its window.
+        scores: keeps the attention scores of its tokens, for compression; None: nothing needs them.
         input_tokens: number of the prompt's tokens that are the turn's own, not its history.
-        discards: what `truncate` made it drop, in order.
+        discards: the discards that `truncate` made, in order.
         to_drop: ranges that it is about to drop, merged.
         kv: the sequence's KV, from the start of loading until released or made a resident.
         write_buffer: the write buffer of this admission; None if nothing is saved.
         saves: the stream that stores the write buffer.
-        load: the load of its last admission, while that uses the request's memory or will provide
-            it.
+        load: the load of its last admission, while that uses or provides the request's memory.
         outcome: how much of its history was reused.
         in_batch: set when its first step is planned.
         is_kept: whether its answer was accepted; the save then releases its memory.
-        is_started: whether `sink.started` was called.
+        is_started: whether `sink.on_start` was called.
         num_failed_loads: number of its loads that failed after they were announced.
-        predicted_ids: what most of its answer will likely be, as its client says.
+        predicted_ids: the client's prediction of most of the answer.
         num_drafted, num_accepted: tokens of its drafts so far, and those that were right.
-        grafts: what of its prompt the store has been given by another session, in order.
-        ahead_tokens: tokens of its prompt that were computed for these, before it was queued.
+        grafts: grafts of another session's KV into its prompt, in order.
+        ahead_tokens: tokens of its prompt that were computed for the grafts, before it was queued.
         ahead_s: seconds that this took.
         lookup: drafts its next tokens; None: it has not begun to answer, or its context was cut.
-        context: the context of the task that made it: what is done for it in other tasks belongs to
-            its trace, and is logged with its session.
+        context: the contextvars of the task that made it: work for it in other tasks belongs to its
+            trace, and is logged with its session.
     """
 
     sink: TurnSink
@@ -194,7 +199,7 @@ class EngineRequest(Request):
 
     @property
     def found_tokens(self) -> int:
-        """Number of tokens of its prompt that nobody computed for this turn."""
+        """Number of tokens of its prompt that were reused, not computed for this turn."""
         return max(0, self.outcome.tokens - self.ahead_tokens)
 
     @property
@@ -204,13 +209,13 @@ class EngineRequest(Request):
         return self.kv
 
     def token_bytes(self, num_tokens: int) -> bytes:
-        """Return the first tokens as kvd takes them: little-endian uint32."""
+        """Return its first tokens as kvd takes them: little-endian uint32."""
         num_cached = len(self._token_bytes) // TOKEN_BYTES
         self._token_bytes += as_token_bytes(self.token_ids[num_cached:])
         return bytes(self._token_bytes[: num_tokens * TOKEN_BYTES])
 
     def discard(self, ranges: Sequence[Range]) -> None:
-        """Drop computed tokens of its context, which has another lineage from now on.
+        """Drop computed tokens of its context; its lineage changes.
 
         Args:
             ranges: merged ranges of computed tokens.
@@ -226,12 +231,12 @@ class EngineRequest(Request):
         super().discard(ranges)
 
     def note_state(self) -> None:
-        """Have the state behind what is computed stored, if there is one and it is saved."""
+        """Keep the model's state behind the computed tokens for the save, if there are both."""
         if self.kv is not None and self.write_buffer is not None:
             self.write_buffer.note_state(self.kv)
 
     def detach(self) -> None:
-        """Let go of the memory, which others release; the request waits to be admitted again."""
+        """Forget the memory, which its caller has handed on; the request waits for admission."""
         self.kv = self.write_buffer = self.saves = None
         self.in_batch.clear()
 

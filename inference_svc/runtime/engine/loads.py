@@ -1,4 +1,4 @@
-"""Provides an admitted request with its memory and its history, from wherever that is.
+"""Loads: give each admitted request its memory, and its history from where that is.
 
     resident, large enough   its KV, as it is; on pages, with more of them if need be
     resident, too small      a larger sequence KV, KV copied layer by layer
@@ -6,15 +6,15 @@
                              a sequence KV that begins with the same ones
     another's turn           the same, of what it has computed so far
     kvd                      a sequence KV, KV loaded layer by layer
-    nowhere                  an empty sequence KV
+    none                     an empty sequence KV
 
 `Loads.begin` returns once it is known how many tokens there will be; `finish` copies them behind
-the sequence KV's gate (paper §3.2.1). Runs on the event loop; the copies run on the load thread.
+the sequence KV's gate (paper §3.2.1). Both run on the event loop; copies run on the load thread.
 
-`LoadTasks` has one task for each, from admission to the last token. The task outlives the request's
-wish for it: a copy under way is never interrupted, and who is cancelled meanwhile is released when
-it ends. A request may be admitted anew, after its load failed, while the task of that load is still
-giving its lease back: the newest load counts.
+`LoadTasks` runs one task for each load, from admission to the last token. The task outlives a
+request that is cancelled: a copy under way is never interrupted, and the request's memory is
+released when the copy ends. A request whose load failed may be admitted again while the task of
+that load still returns its lease: the newest load counts.
 """
 
 import asyncio
@@ -46,15 +46,17 @@ from shared.serving.tracing import child_span
 from shared.types.load_choice import Traffic
 from shared.types.units import NS_PER_S
 
-MOST_FAILED_LOADS = 2  # of one turn, after which it is computed
+MOST_FAILED_LOADS = 2  # failed loads of one turn, after which it is computed
 
 
 @dataclass(frozen=True)
 class PreloadPolicy:
-    """How far ahead of its turn a history is loaded; other values than the default are to measure.
+    """How many layers of a history are loaded before its turn runs.
+
+    Values other than the default are for measurements.
 
     Attributes:
-        is_layerwise: whether computing waits layer by layer; False: for all (paper: NO-PL).
+        is_layerwise: whether computing waits layer by layer; False: for all layers (paper: NO-PL).
         buffer_layers: number of layers loaded before the turn joins the batch; the load of the
             others waits for that. None: it joins with as many as the start gate asks for, and
             the load never pauses.
@@ -65,11 +67,11 @@ class PreloadPolicy:
 
 
 class Loads:
-    """Memory and history of one request at a time; see the module docstring.
+    """Gives one request at a time its memory, and copies its history there.
 
     Attributes:
         policy: load policy of requests that have none of their own; a reload sets it.
-        preload: how far ahead histories are loaded; a bench sets it.
+        preload: how many layers are loaded before a turn runs; a bench sets it.
     """
 
     def __init__(
@@ -98,8 +100,8 @@ class Loads:
     async def begin(self, request: EngineRequest, load: Load, traffic: Traffic) -> None:
         """Lend the request a new sequence KV and a write buffer, and begin to load from the store.
 
-        The sequence's KV counts all tokens that will be there. `traffic` is what else the engine
-        has to do: whether loading pays depends on it.
+        The KV's `num_tokens` counts all tokens that are going to be loaded. The caller owes
+        `finish` or `cancel`. Whether loading pays depends on `traffic`, the engine's other work.
         """
         kv = request.kv = self._pool.new_kv(request.capacity_tokens, load.admission.pages)
         begun = await self._store.loads.begin(
@@ -125,7 +127,7 @@ class Loads:
             load.gate = kv.gate = LoadGate(self._num_layers, kv.device)
 
     def begin_resident(self, request: EngineRequest, load: Load) -> None:
-        """Give the request a resident's KV, or KV to copy it to, and its write buffer."""
+        """Give the request a resident's KV, or new KV to copy that to, and its write buffer."""
         admission, source = load.admission, load.admission.source
         assert source is not None, "no resident to begin with"  # noqa: S101
         load.window_from = request.window_from
@@ -145,7 +147,7 @@ class Loads:
             self._new_kv(request, load, resident.kv)
 
     def _new_kv(self, request: EngineRequest, load: Load, source: SequenceKv | None) -> None:
-        """Lend the request KV that begins as another's does, or to which that is to be copied."""
+        """Lend the request new KV, which begins with pages of `source` or gets a copy of it."""
         admission = load.admission
         kv = request.kv = self._pool.new_kv(request.capacity_tokens, admission.pages)
         kv.num_tokens = admission.resident_tokens
@@ -159,9 +161,9 @@ class Loads:
             load.held.enter_context(source.hold())
 
     def begin_shared(self, request: EngineRequest, load: Load, source: SequenceKv | None) -> None:
-        """Give the request KV for whole blocks of a turn that runs, and its write buffer.
+        """Give the request whole blocks of a running turn's KV, and its write buffer.
 
-        They are copied from `source`; None: their pages are in its KV.
+        The blocks are copied from `source`; None: the request shares their pages.
         """
         num_tokens = load.boundary = load.admission.resident_tokens
         load.window_from = request.window_from
@@ -172,7 +174,7 @@ class Loads:
         _note_outcome(request, num_tokens, {HBM: num_tokens}, "")
 
     async def finish(self, request: EngineRequest, load: Load) -> None:
-        """Copy what is to be copied; never raises because of kvd."""
+        """Copy the KV of a load that was begun; if kvd fails, the gate fails and nothing raises."""
         if load.gate is None or request.kv is None:
             return
         if load.begun is not None:
@@ -185,12 +187,12 @@ class Loads:
             await self._load_thread.run(_copy_prefix, load.source, request.kv)
 
     async def cancel(self, load: Load) -> None:
-        """End a load that was begun for a request that is over."""
+        """Give back the lease of a load whose request is over."""
         if load.begun is not None:
             await self._store.loads.cancel(load.begun)
 
     def fixed_layers(self, load: Load) -> int | None:
-        """Return the read buffer that is set for a load from the store; None: the gate chooses."""
+        """Return the read buffer, in layers, that is set for a load; None: the gate chooses."""
         if load.begun is None or self.preload.buffer_layers is None:
             return None
         return min(self.preload.buffer_layers, self._num_layers)
@@ -206,12 +208,12 @@ class Loads:
     async def _copy(
         self, request: EngineRequest, begun: BegunLoad, kv: SequenceKv, gate: LayerGate, first: int
     ) -> None:
-        """Copy from kvd: the first layers at once, the rest when the turn is in the batch."""
+        """Copy from kvd: the first layers at once, the others when the turn is in the batch."""
         tail, shown = request.write_buffer, gate
         if not self.preload.is_layerwise:
-            shown = LayerGate(self._num_layers)  # the forward sees nothing until all is there
+            shown = LayerGate(self._num_layers)  # the forward sees no layer until all are loaded
         rest = range(first, self._num_layers)
-        # A turn that goes on without being saved gives its buffer up: not before it is loaded.
+        # An abandoned save releases the buffer: the hold keeps that until it is loaded.
         with nullcontext() if tail is None else tail.hold():
             if first:
                 await self._store.loads.finish(begun, kv, tail, shown, range(first))
@@ -220,11 +222,14 @@ class Loads:
             if rest and shown.error is None:
                 await self._store.loads.finish(begun, kv, tail, shown, rest)
         if shown is not gate:
-            _hand_over(shown, gate)
+            _open_all(shown, gate)
 
 
 def _copy_prefix(source: SequenceKv, target: SequenceKv) -> None:
-    """Copy all tokens of the target, on the load thread, layer by layer behind its gate."""
+    """Copy the target's tokens from another sequence, layer by layer behind the target's gate.
+
+    Runs on the load thread.
+    """
     gate = target.gate
     assert gate is not None, "a copy has a gate"  # noqa: S101
     stream = CopyStream(target.device)
@@ -243,7 +248,8 @@ def _copy_prefix(source: SequenceKv, target: SequenceKv) -> None:
     gate.confirm()
 
 
-def _hand_over(hidden: LayerGate, gate: LayerGate) -> None:
+def _open_all(hidden: LayerGate, gate: LayerGate) -> None:
+    """Open a gate for all layers at once, or fail it, as the hidden gate says."""
     if hidden.error is not None:
         gate.fail(hidden.error)
     else:
@@ -254,7 +260,7 @@ def _hand_over(hidden: LayerGate, gate: LayerGate) -> None:
 def _note_outcome(
     request: EngineRequest, num_tokens: int, tier_tokens: dict[str, int], reason: str
 ) -> None:
-    """Record where the history was; a turn that was preempted keeps its first record."""
+    """Record from where the history came; a request that was preempted keeps its first record."""
     if request.has_returned:
         return
     outcome = request.outcome
@@ -262,10 +268,10 @@ def _note_outcome(
 
 
 class LoadTasks:
-    """Admitted requests whose history is on its way.
+    """Runs the loads of admitted requests, one task each.
 
     Args:
-        changed: callback when a request may start, or a load is over.
+        on_change: callback when a request may start, or a load is over.
     """
 
     def __init__(
@@ -278,7 +284,7 @@ class LoadTasks:
         tasks: asyncio.TaskGroup,
         *,
         num_layers: int,
-        changed: Callable[[], None],
+        on_change: Callable[[], None],
     ) -> None:
         self._scheduler = scheduler
         self._requests = requests
@@ -287,15 +293,15 @@ class LoadTasks:
         self._saves = saves
         self._tasks = tasks
         self._num_layers = num_layers
-        self._changed = changed
+        self._on_change = on_change
 
     def start(self, request: EngineRequest, admission: Admission) -> None:
-        """Begin to load an admitted request; it owns its resident's KV when this returns."""
+        """Start the load of an admitted request; it owns its resident's KV when this returns."""
         load = request.load = Load(admission)
         load.held.enter_context(self._scheduler.slots.hold_pages(request))
         source = admission.source
         if source is not None and admission.is_running:
-            # Whose pages are shared may have been preempted since, by the same plan.
+            # The same plan may have preempted the turn whose pages are shared: then it has no KV.
             kv = None if admission.pages else self._requests.kv_of(source)
             self._loads.begin_shared(request, load, kv)
         elif source is not None:
@@ -304,13 +310,13 @@ class LoadTasks:
             self._memory.end_copy(request)
         self._tasks.create_task(self._run(request, load), context=request.context.copy())
 
-    def note_progress(self) -> None:
+    def report_progress(self) -> None:
         """Report to the scheduler how many layers of each load have arrived."""
         now_ns = time.monotonic_ns()
         for request in self._requests:
             gate = None if request.load is None else request.load.gate
             if gate is not None and not request.is_over:
-                # A load that failed lets its request start, which then finds out and is restarted.
+                # A failed load lets its request start; its step then fails, and it is restarted.
                 layers = self._num_layers if gate.error else gate.num_open
                 self._scheduler.gate.on_progress(request, layers, now_ns)
 
@@ -321,7 +327,7 @@ class LoadTasks:
                 span.set_attributes(
                     {f"kv.{k}_tokens": n for k, n in request.outcome.tier_tokens.items()}
                 )
-        except Exception as error:  # noqa: BLE001  # the turn's, which logs it
+        except Exception as error:  # noqa: BLE001  # fails this turn alone, which logs it
             self._requests.fail(request, error)
         finally:
             load.held.close()
@@ -329,11 +335,12 @@ class LoadTasks:
                 request.load = None
             if request.is_over and not request.is_kept:
                 self._requests.release(request)
-            self._changed()
+            self._on_change()
 
     async def _load(self, request: EngineRequest, load: Load) -> None:
+        """Begin a load, announce it to the scheduler, and finish it."""
         if load.admission.source is None:
-            await self._saves.settled(request.key)
+            await self._saves.wait_for_end(request.key)
             traffic = self._scheduler.traffic(request, time.monotonic_ns())
             await self._loads.begin(request, load, traffic)
         if request.state is not RequestState.LOADING:
@@ -341,15 +348,15 @@ class LoadTasks:
             return
         try:
             self._announce(request, load)
-        except Exception:  # the turn's; kvd must not keep the lease for it
+        except Exception:  # kvd must not keep the lease of a turn that fails
             await self._loads.cancel(load)
             raise
         await self._loads.finish(request, load)
         if request.load is load:
-            self._finished(request, load)
+            self._on_loaded(request, load)
 
     def _announce(self, request: EngineRequest, load: Load) -> None:
-        """Announce to the scheduler what will be there; from now on the request may start."""
+        """Report to the scheduler how many tokens will be loaded; the request may start then."""
         assert request.kv is not None, "a load gives a sequence's KV"  # noqa: S101
         now_ns = time.monotonic_ns()
         if load.gate is None:
@@ -371,17 +378,17 @@ class LoadTasks:
         )
         if not request.is_started:
             request.is_started = True
-            request.sink.started(request)
+            request.sink.on_start(request)
         if load.gate is not None:
-            # Each layer may be the one that lets the request start.
-            load.gate.on_change = partial(_call_soon, asyncio.get_running_loop(), self._changed)
-        self._changed()
+            # Each layer may complete the read buffer, so that the request can start.
+            load.gate.on_change = partial(_call_soon, asyncio.get_running_loop(), self._on_change)
+        self._on_change()
 
-    def _finished(self, request: EngineRequest, load: Load) -> None:
-        """Record that a load is over: all KV is in place, or never will be; the gate says which."""
+    def _on_loaded(self, request: EngineRequest, load: Load) -> None:
+        """Record that a load is over; its gate says whether it succeeded."""
         now_ns = time.monotonic_ns()
         request.outcome.load_s = (now_ns - request.admitted_ns) / NS_PER_S
-        if request.is_over:  # a resident that was copied for nothing stays
+        if request.is_over:  # a resident that was the source of a copy stays
             return
         self._scheduler.gate.on_progress(request, self._num_layers, now_ns)
         if load.admission.is_copy:
@@ -389,5 +396,5 @@ class LoadTasks:
 
 
 def _call_soon(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
-    """Call on the event loop; may be called from any thread."""
+    """Schedule a call on the event loop, from any thread."""
     loop.call_soon_threadsafe(call)

@@ -1,17 +1,17 @@
-"""What memory a request has, how that is released, and how a request ends without an answer.
+"""The requests of the engine, their memory, and how they end without an answer.
 
     sequence KV   released when the request ends without an answer, or given to a resident
     write buffer  grows with each chunk, shrinks as blocks are stored; released when its save is
                   over, which may be long after the request's end
     resident      released when the scheduler evicts it or its session ends
 
-Where the write ring has no room for more tokens, room is made (`make_room`): full blocks are stored
+Where the write ring has no room for more tokens, `make_room` makes some: full blocks are stored
 without waiting for their group; if nothing is being stored, the longest partial block is stored as
-it is; and a save that fails, or stands still, is given up.
+it is; and a save that fails or makes no progress is abandoned.
 
-Everything here runs on the event loop. Invariants: 1. every token slot that is released is released
-in the scheduler's account in the same call; 2. a save is opened with the write buffer it reads and
-never outlives it.
+Everything here runs on the event loop. Invariants: 1. a token slot is released in the scheduler's
+account in the same call in which its memory is; 2. a save is opened with the write buffer that it
+reads, and never outlives it.
 """
 
 import asyncio
@@ -35,14 +35,14 @@ from shared.types.session_key import SessionKey
 
 
 class RequestMemory:
-    """The memory of requests, and the scheduler's account of it; see the module docstring.
+    """The memory of all requests, and the scheduler's account of it.
 
     Args:
-        changed: callback when token slots were released.
+        on_change: callback when token slots were released.
 
     Attributes:
-        num_saving: saves under way, and what else is on its way to the store: discards, ends of
-            sessions, clients' wishes.
+        num_saving: number of calls to the store under way: saves, discards, retentions and ends of
+            sessions.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class RequestMemory:
         store: SessionStore,
         counters: Counters,
         tasks: asyncio.TaskGroup,
-        changed: Callable[[], None],
+        on_change: Callable[[], None],
     ) -> None:
         self.num_saving = 0
         self._scheduler = scheduler
@@ -66,32 +66,40 @@ class RequestMemory:
         self._store = store
         self._counters = counters
         self._tasks = tasks
-        self._changed = changed
+        self._on_change = on_change
 
     # ---------------------------------------------------------------------------- write buffers
 
     def open_save(
         self, request: EngineRequest, buffer: WriteBuffer, shared_from: SessionKey | None
     ) -> None:
-        """Begin to save a buffer that is about to be filled, behind tokens of that session."""
+        """Open the save of a write buffer that is about to be filled.
+
+        Args:
+            request: the request that fills it.
+            buffer: the buffer; the save releases its memory when it is over.
+            shared_from: the session whose saves store the tokens before the buffer's; None: the
+                request's own.
+        """
         buffer.load_ends = request.load_ends or (request.prompt_tokens,)
         stream = self._saves.open(
-            request.key, buffer, request.lineage, self._changed, shared_from=shared_from
+            request.key, buffer, request.lineage, self._on_change, shared_from=shared_from
         )
         request.saves = stream
         self._start(self._save(request, stream, buffer), request.context.copy())
 
     async def _save(self, request: EngineRequest, stream: SaveStream, buffer: WriteBuffer) -> None:
+        """Run a save to its end, and release its write buffer."""
         try:
             await self._saves.run(request.key, stream)
         finally:
             buffer.memory.release()
-            self._changed()
+            self._on_change()
         if request.is_kept and request.saves is stream:
             await self._report(request)
 
     async def _report(self, request: EngineRequest) -> None:
-        """Tell the store what is to become of a session whose turn it has now."""
+        """Report to the store how long to retain the session, or that it has ended."""
         if request.retention != NO_RETENTION:
             prefix = request.token_bytes(request.prefix_tokens)
             await self._store.retain(request.key, request.retention, prefix)
@@ -99,12 +107,16 @@ class RequestMemory:
             await self._store.end_session(request.key)
 
     def extend(self, request: EngineRequest, num_tokens: int) -> None:
-        """Take slots of the write ring for a request's next tokens; the plan has found some."""
+        """Take slots of the write ring for a request's next tokens; the plan has reserved them."""
         if request.write_buffer is not None:
             self._ring.extend(request.write_buffer, request.computed_tokens + num_tokens)
 
     def make_room(self, running: Iterable[EngineRequest]) -> None:
-        """Store what can be stored of running requests, because somebody has no room for tokens."""
+        """Make room in the write ring: store what can be stored now of these requests.
+
+        Args:
+            running: the running requests, at least one of which has stalled.
+        """
         self._counters.add("write_stalls")
         waiting = []
         for request in running:
@@ -112,8 +124,8 @@ class RequestMemory:
             if stream is None or kv is None or kv.gate is not None:
                 continue
             if stream.refused_reason != "":
-                self.give_up_save(request)
-            elif stream.wants(kv.num_tokens, is_tight=True):
+                self.abandon_save(request)
+            elif stream.should_follow(kv.num_tokens, is_tight=True):
                 stream.follow(request.token_bytes(kv.num_tokens), None)
             elif stream.num_unsaved:
                 waiting.append((stream.num_unsaved, request.number, request))
@@ -123,37 +135,42 @@ class RequestMemory:
                 self._counters.add("saves_cut_short")
                 request.saves.cut_short(request.token_bytes(request.computed_tokens))
 
-    def give_up_save(self, request: EngineRequest) -> None:
-        """Save nothing more of what a request computes; it goes on."""
+    def abandon_save(self, request: EngineRequest) -> None:
+        """Save nothing more of a request's KV; the request itself continues."""
         if request.saves is not None:
             self._counters.add("save_dropped")
             request.saves.abandon()
         request.is_saved = False
         request.saves = request.write_buffer = None
-        self._changed()
+        self._on_change()
 
     def discard_stored(self, key: SessionKey, cut: ContextCut) -> None:
-        """Drop tokens from the store, behind the session's saves, in the background."""
+        """Drop tokens from the store in the background, after the session's saves."""
         link = self._saves.open_discard(key)
         self._start(self._saves.run_discard(key, link, cut.token_bytes, cut.ranges, cut.lineage))
 
     def _start(self, saving: Coroutine[None, None, None], context: Context | None = None) -> None:
-        """Run a save, or what else goes to the store, in the background, and count it."""
+        """Run calls to the store in the background, and count them in `num_saving`."""
         self.num_saving += 1
         self._tasks.create_task(self._count(saving), context=context)
 
     async def _count(self, saving: Coroutine[None, None, None]) -> None:
-        await saving  # if the engine stops meanwhile, there is nobody left to account to
+        # No `finally`: this raises only when the engine stops, and then the count is not read.
+        await saving
         self.num_saving -= 1
-        self._changed()
+        self._on_change()
 
     # ----------------------------------------------------------------------------- sequences' KV
 
     def keep(self, request: EngineRequest, token_ids: Sequence[int]) -> None:
-        """Save the first tokens of a request that is over; its KV may stay as a resident.
+        """Save the first tokens of a finished request; its KV may stay in memory as a resident.
 
-        Of a session that has ended nothing stays. Of that, and of how long its client wants it to
-        be kept, the store is notified after the save.
+        Nothing stays in memory of a session that has ended. Its end, and the retention that its
+        client asks for, are reported to the store after the save.
+
+        Args:
+            request: the request, whose answer was accepted.
+            token_ids: its first tokens, all computed.
         """
         request.is_kept = True
         if request.kv is not None and request.kv.num_tokens == len(token_ids):
@@ -167,14 +184,19 @@ class RequestMemory:
         self.release_kv(request)
 
     def preempt(self, request: EngineRequest) -> None:
-        """Make the sequence's KV of a request that waits again a resident, and save all of it."""
-        self._leave_resident(request, request.write_buffer)
+        """Make the KV of a preempted request a resident, and save all of it."""
+        self._turn_into_resident(request, request.write_buffer)
 
     def overflow(self, request: EngineRequest) -> None:
-        """Do the same where tokens are about to be dropped: the last block is not going to grow."""
-        self._leave_resident(request, None)
+        """Make the KV of a request whose window is full a resident, and save all of it.
 
-    def _leave_resident(self, request: EngineRequest, buffer: WriteBuffer | None) -> None:
+        Tokens of it are about to be dropped. So its last block will not grow, and the resident
+        needs no tail.
+        """
+        self._turn_into_resident(request, None)
+
+    def _turn_into_resident(self, request: EngineRequest, buffer: WriteBuffer | None) -> None:
+        """Make all KV of a request a resident, save it, and let the request wait again."""
         num_tokens = request.computed_tokens
         request.note_state()
         self._become_resident(request, num_tokens, buffer)
@@ -183,7 +205,7 @@ class RequestMemory:
         request.detach()
 
     def void(self, request: EngineRequest) -> None:
-        """Keep and save nothing of what a request computed: its history did not arrive."""
+        """Throw away what a request computed over a history that did not arrive."""
         if request.kv is not None:
             self._pool.release(request.kv)
         if request.saves is not None:
@@ -193,18 +215,20 @@ class RequestMemory:
     def release(self, request: EngineRequest) -> None:
         """Release the memory of a request that has no answer, and save nothing more.
 
-        What its KV has of the session's history is as good as it was, and stays if it may: not
-        if the turn has dropped something while it was answered, which no other turn will.
+        Its KV of the session's history is still valid, and stays as a resident if it may. It does
+        not stay if the request dropped tokens while it was answered: no other turn has the context
+        that is left.
         """
         num_tokens = min(request.computed_tokens, request.history_tokens)
         if not request.discards:
             self._keep_resident(request, request.token_ids[:num_tokens])
         if request.saves is not None:
             request.saves.abandon()
-        elif request.write_buffer is not None:  # it was cancelled before its save was opened
+        elif request.write_buffer is not None:  # cancelled before its save was opened
             request.write_buffer.memory.release()
         self.release_kv(request)
-        if request.discards or not request.is_stored:  # it may have been preempted
+        # If it was preempted, a resident holds its KV.
+        if request.discards or not request.is_stored:
             self.release_resident(request.key)
 
     def release_kv(self, request: EngineRequest) -> None:
@@ -213,21 +237,22 @@ class RequestMemory:
             self._pool.release(request.kv)
             request.kv = None
         self._scheduler.release_kv(request)
-        self._changed()
+        self._on_change()
 
     # -------------------------------------------------------------------------------- residents
 
     def _keep_resident(self, request: EngineRequest, token_ids: Sequence[int]) -> None:
-        """Keep the KV of these tokens of a request that is over as a resident, if it may.
+        """Keep the KV of a request's first tokens as a resident, if the scheduler allows it.
 
-        Not if some of them may never arrive. Of a block whose position-free KV is gone, because it
-        is stored already with other tokens, nothing is kept: its growth could not be stored.
+        It is not kept while a load may still fail to bring some of it. A partial block whose
+        pre-RoPE keys are gone, because it is stored already with other tokens, is left out: its
+        growth could not be stored.
         """
         kv = request.kv
         token_ids = token_ids[: self._residents.kept_tokens(request.write_buffer, len(token_ids))]
         if kv is None or kv.gate is not None or not 0 < len(token_ids) <= kv.num_tokens:
             return
-        if kv.states is not None and len(token_ids) < kv.num_tokens:  # it is of all of them
+        if kv.states is not None and len(token_ids) < kv.num_tokens:  # a state covers all tokens
             return
         if self._scheduler.keep_resident(request, token_ids, time.monotonic_ns()):
             self._become_resident(request, len(token_ids), request.write_buffer)
@@ -238,6 +263,7 @@ class RequestMemory:
     def _become_resident(
         self, request: EngineRequest, num_tokens: int, buffer: WriteBuffer | None
     ) -> None:
+        """Hand a request's KV over to the residents."""
         assert request.kv is not None, "a request that has computed has a sequence's KV"  # noqa: S101
         boundary = self._residents.put(request.key, request.kv, num_tokens, buffer)
         self._scheduler.residents.note_boundary(request.key, boundary)
@@ -249,26 +275,26 @@ class RequestMemory:
         self._residents.release(key)
 
     def end_copy(self, request: EngineRequest) -> None:
-        """Release the session's resident, if that is what is in the request's KV now."""
+        """End the copy of a resident to the request's KV; release one of the session's own."""
         if self._scheduler.residents.end_copy(request):
             self._residents.release(request.key)
-        self._changed()
+        self._on_change()
 
     def release_resident(self, key: SessionKey) -> None:
-        """Release a session's resident, if it has one that is not in use."""
+        """Release a session's resident, unless it has none or that is in use."""
         if self._scheduler.residents.drop(key):
             self._residents.release(key)
-            self._changed()
+            self._on_change()
 
 
 class Requests:
-    """The engine's requests, until their KV is released, and how they end without an answer.
+    """The table of the engine's requests, and how a request ends without an answer.
 
-    Invariants: 1. a request is here from its submission until it is kept or released; 2. memory
-    that a load uses is released by that load, when it ends.
+    Invariants: 1. a request is in the table from its submission until it is kept or released;
+    2. memory that a load uses is released by that load, when it ends.
 
     Args:
-        changed: callback when a request was forgotten.
+        on_change: callback when a request has left the table.
     """
 
     def __init__(
@@ -276,12 +302,12 @@ class Requests:
         scheduler: Scheduler,
         memory: RequestMemory,
         counters: Counters,
-        changed: Callable[[], None],
+        on_change: Callable[[], None],
     ) -> None:
         self._scheduler = scheduler
         self._memory = memory
         self._counters = counters
-        self._changed = changed
+        self._on_change = on_change
         self._requests: dict[int, EngineRequest] = {}  # by number
         self._dropped: list[EngineRequest] = []
 
@@ -292,39 +318,42 @@ class Requests:
         return iter(self._requests.values())
 
     def has(self, key: SessionKey) -> bool:
-        """Whether a request of the session is here."""
+        """Whether the session has a request in the table."""
         return any(request.key == key for request in self)
 
-    def of(self, request: Request) -> EngineRequest:
-        """Return the engine's form of a request that the scheduler names."""
+    def get(self, request: Request) -> EngineRequest:
+        """Return the EngineRequest of a request that the scheduler names."""
         return self._requests[request.number]
 
     def kv_of(self, key: SessionKey) -> SequenceKv:
-        """Return the KV of a session's turn that runs, or may, or is just answered."""
+        """Return the KV of the session's request that is ready, running or finished."""
         states = (RequestState.READY, RequestState.RUNNING, RequestState.FINISHED)
-        (request,) = (one for one in self if one.key == key and one.state in states)
+        (request,) = (found for found in self if found.key == key and found.state in states)
         assert request.kv is not None, "whoever has run has a sequence's KV"  # noqa: S101
         return request.kv
 
     def add(self, request: EngineRequest) -> None:
-        """Look after a request that was submitted."""
+        """Add a request that was submitted."""
         self._requests[request.number] = request
 
     def forget(self, request: EngineRequest) -> bool:
-        """Forget a request that is over; return False if it was forgotten before."""
+        """Remove a request that is over; return False if it was removed before."""
         is_known = self._requests.pop(request.number, None) is not None
-        self._changed()
+        self._on_change()
         return is_known
 
     def drop(self, request: EngineRequest) -> bool:
-        """Cancel a request between two steps; return False if it is kept or released already."""
+        """Cancel a request before the next step; return False if it is kept or released already."""
         if request.is_kept or request.number not in self._requests:
             return False
         self._dropped.append(request)
         return True
 
     def settle_dropped(self) -> None:
-        """Stop what was dropped, and release it unless a load uses it; no step is under way."""
+        """End the requests that were dropped, and release them unless a load uses their memory.
+
+        Called while no step is under way.
+        """
         dropped, self._dropped = self._dropped, []
         for request in dropped:
             if not request.is_over:
@@ -332,13 +361,13 @@ class Requests:
             self.release(request)
 
     def restart(self, request: EngineRequest) -> None:
-        """Queue a request anew whose history did not arrive; what it computed is void."""
+        """Queue a request again whose history did not arrive; what it computed is thrown away."""
         request.num_failed_loads += 1
         self._memory.void(request)
         self._scheduler.restart(request)
 
     def expire(self, request: EngineRequest) -> None:
-        """Fail a request whose deadline passed, as the scheduler has found."""
+        """Fail a request whose deadline has passed; the scheduler has ended it already."""
         self._counters.add("expired")
         request.end(
             DeadlineExceededError(
@@ -356,7 +385,7 @@ class Requests:
         self.release(request)
 
     def release(self, request: EngineRequest) -> None:
-        """Release a request that has no answer; if its load is under way, that does it later."""
-        request.in_batch.set()  # a load that waits for it resumes
+        """Release a request that has no answer; a load under way releases it when it ends."""
+        request.in_batch.set()  # a load that waits for this event resumes, and then ends
         if request.load is None and self.forget(request):
             self._memory.release(request)

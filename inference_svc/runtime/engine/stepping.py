@@ -1,9 +1,9 @@
-"""Computes a planned step on the compute thread: one forward pass, then the next tokens.
+"""Steps: compute a planned step on the compute thread, one forward pass, and sample next tokens.
 
-If the pass raises, its requests are computed one by one, so that only the one at fault fails. What
-was computed over history that is still being loaded counts only once that load is confirmed.
+If the pass raises, its requests are computed one by one, so that only the one at fault fails. A
+result computed over a history that is still being loaded counts only once that load is confirmed.
 
-Invariant: KV computed over history that is still being loaded is not saved before that load is
+Invariant: KV computed over a history that is still being loaded is not saved before that load is
 confirmed.
 """
 
@@ -30,7 +30,7 @@ from shared.types.errors import LoadFailedError, ReportedError
 
 log = get_logger(__name__)
 
-POOLED = Sampled(0, None, ())  # stands where an answer would begin; nobody reads it
+POOLED = Sampled(0, None, ())  # ends a pooled request in place of an answer's token; never read
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,10 @@ class StepInput:
     """One request's part of a step.
 
     Attributes:
-        draft: the last of its chunk's tokens, which may or may not come.
-        window_from: first token that layers with a window are to hold from now on.
+        request: the request.
+        chunk: the tokens to compute, and the memory of their KV.
+        draft: the last tokens of the chunk, which are a draft and may be wrong.
+        window_from: first token that layers with a window have to hold from now on.
     """
 
     request: EngineRequest
@@ -52,10 +54,12 @@ class StepInput:
 class StepOutput:
     """The result of one request's part: the tokens that were sampled, or an error.
 
-    A LoadFailedError means that its history is not there: the request is computed anew.
+    A LoadFailedError means that its history did not arrive: the request is restarted.
 
     Attributes:
-        tokens: one if it was to be sampled, and one more for each drafted one that was right.
+        tokens: one if the part was to be sampled, and one more for each drafted token that was
+            right.
+        error: why the part was not computed; None: it was.
     """
 
     tokens: Sequence[Sampled] = ()
@@ -87,15 +91,16 @@ class Stepper:
     async def step(
         self, inputs: Sequence[StepInput], clock: StepClock | None = None
     ) -> list[StepOutput]:
-        """Compute a step, of parts that have failed one by one.
+        """Compute a step; if it fails, compute its parts one by one.
 
         Args:
             inputs: the parts, of different requests.
-            clock: opens with each layer whose KV is in the write buffers, and fails with the pass.
+            clock: opens with each layer whose KV is in the write buffers; fails if the pass does.
+                None: no save follows this step.
 
         Returns:
-            One output per part, in order. The KV of parts without error has advanced, that of the
-            others is as it was.
+            One output per part, in order. The KV of parts without an error has advanced, that of
+            the others is unchanged.
         """
         self._counters.add("steps")
         try:
@@ -108,14 +113,14 @@ class Stepper:
             self._counters.add("steps_failed")
             if len(inputs) == 1:
                 return [StepOutput(error=_as_reported(error))]
-            if isinstance(error, LoadFailedError):  # nobody's fault, and logged where it happened
+            if isinstance(error, LoadFailedError):  # no fault of the model; logged by the load
                 log.info("step_without_history", num_requests=len(inputs), error=str(error))
             else:
                 log.exception("step_failed", num_requests=len(inputs))
         else:
             num_tokens, num_pairs = _work_of(inputs, computed.starts)
             is_replayed = computed.is_replayed
-            if is_replayed:  # says nothing about prompts, which are never replayed
+            if is_replayed:  # its time says nothing about prompts, which are never replayed
                 self._counters.add("steps_replayed")
             else:
                 self._rates.steps.note(num_tokens, num_pairs, computed.seconds)
@@ -127,7 +132,7 @@ class Stepper:
         return [output for single in inputs for output in await self.step([single])]
 
     def _compute(self, inputs: Sequence[StepInput], clock: StepClock | None) -> "_Computed":
-        """Compute a step on the compute thread; once the pass is done, nothing raises any more."""
+        """Compute a step on the compute thread; does not raise once the pass has succeeded."""
         with ExitStack() as held:
             for part in inputs:
                 held.enter_context(part.chunk.kv.hold())
@@ -180,11 +185,11 @@ def _work_of(inputs: Sequence[StepInput], starts: Sequence[int]) -> tuple[int, i
 
 
 def _answer(part: StepInput, logits: Tensor) -> StepOutput:
-    """Sample, if the part has logits and its history is confirmed.
+    """Sample a part's tokens, if it has logits and its history is confirmed.
 
     Args:
         part: the request's part of the step.
-        logits: [n, vocab] float32, after its last n tokens; none: no token is to be sampled.
+        logits: [n, vocab] float32, after its last n tokens; n = 0: no token is to be sampled.
     """
     try:
         gate = part.chunk.kv.gate
@@ -197,18 +202,18 @@ def _answer(part: StepInput, logits: Tensor) -> StepOutput:
             return StepOutput((POOLED,) if part.chunk.pooler.is_complete else ())
         if not len(logits):
             return StepOutput()
-        tokens = _sampled(part, logits)
-    except Exception as error:  # noqa: BLE001  # one request's trouble must not fail the others
+        tokens = _sample(part, logits)
+    except Exception as error:  # noqa: BLE001  # one request's error must not fail the others
         return StepOutput(error=_as_reported(error))
     retract(part.chunk, len(part.draft) + 1 - len(tokens))
     return StepOutput(tokens)
 
 
-def _sampled(part: StepInput, logits: Tensor) -> list[Sampled]:
-    """Sample the next token, and after each one that was drafted the one behind that.
+def _sample(part: StepInput, logits: Tensor) -> list[Sampled]:
+    """Sample the next token, and one more behind each drafted token that was right.
 
-    What is drawn depends on the logits, the tokens before and the number of the draw: a draft,
-    right or wrong, changes nothing but when.
+    A draw depends on the logits, the tokens before it and the number of the draw. So a draft, right
+    or wrong, changes when a token is sampled, never which.
     """
     sampler = part.request.sampler
     assert sampler is not None, "who is not pooled has an answer"  # noqa: S101
@@ -225,6 +230,7 @@ def _sampled(part: StepInput, logits: Tensor) -> list[Sampled]:
 
 
 def _as_reported(error: Exception) -> Exception:
+    """Return the error that the turn's client gets; an unexpected one is logged."""
     if isinstance(error, ReportedError):
         return error
     log.error("turn_not_computed", exc_info=error)
@@ -235,11 +241,12 @@ def _as_reported(error: Exception) -> Exception:
 
 
 def step_input(request: EngineRequest, chunk: PlannedChunk) -> StepInput:
-    """Make what the runner takes of a planned chunk; its request is in the batch from now on."""
+    """Make the input of a planned chunk; its request is in the batch from now on."""
     assert request.kv is not None, "a running request has a sequence's KV"  # noqa: S101
     request.in_batch.set()
     if request.kv.gate is not None:
-        request.kv.gate.on_change = None  # who is in the batch waits in the forward
+        # The event loop need not be woken by layers any more: the forward waits for them itself.
+        request.kv.gate.on_change = None
     start = request.computed_tokens
     token_ids = [*request.token_ids[start : start + chunk.num_tokens], *chunk.draft]
     return StepInput(
@@ -261,9 +268,15 @@ def step_input(request: EngineRequest, chunk: PlannedChunk) -> StepInput:
 def follow_step(
     inputs: Sequence[StepInput], num_layers: int, *, is_tight: bool
 ) -> StepClock | None:
-    """Let saves follow a step layer by layer, where all is certain; None: nobody does.
+    """Let saves follow a step layer by layer, where no load and no draft is uncertain.
 
-    `is_tight`: there is little room for more tokens in the write ring.
+    Args:
+        inputs: the parts of the step.
+        num_layers: number of the model's layers.
+        is_tight: whether there is little room for more tokens in the write ring.
+
+    Returns:
+        The clock that the step has to drive; None: no save follows it.
     """
     clock = None
     for part in inputs:
@@ -271,14 +284,14 @@ def follow_step(
         end_token = kv.num_tokens + len(part.chunk.token_ids)
         if request.saves is None or kv.gate is not None or part.draft:
             continue
-        if request.saves.wants(end_token, is_tight=is_tight):
+        if request.saves.should_follow(end_token, is_tight=is_tight):
             clock = clock or StepClock(num_layers, kv.device)
             request.saves.follow(request.token_bytes(end_token), clock)
     return clock
 
 
 def settle_load(request: EngineRequest) -> None:
-    """Remove the gate after the first step over a load, and begin to save what it held back."""
+    """Remove the gate after the first step over a load, and save what was computed over it."""
     kv = request.kv
     if kv is None or kv.gate is None or not kv.gate.is_settled:
         return
@@ -290,6 +303,6 @@ def settle_load(request: EngineRequest) -> None:
 
 
 def save_computed(request: EngineRequest) -> None:
-    """Begin to save what was held back until it was certain: behind a load, or a draft."""
-    if request.saves is not None and request.saves.wants(request.computed_tokens):
+    """Save blocks that were held back until a load or a draft behind them was confirmed."""
+    if request.saves is not None and request.saves.should_follow(request.computed_tokens):
         request.saves.follow(request.token_bytes(request.computed_tokens), None)

@@ -1,7 +1,7 @@
-"""The store of sessions behind kvd: saves from a write buffer, discards and ends of sessions.
+"""The store of sessions' KV in kvd: saves from write buffers, discards and ends of sessions.
 
-Invariants: 1. every lease that was granted is completed, however the copy ends; 2. a failure costs
-a later turn a recomputation, nothing else.
+Loads are in `kvd_loads.py`. Invariants: 1. every lease that was granted is completed, however the
+copy ends; 2. a failure costs a later turn a recomputation, nothing else.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ from inference_svc.runtime.kv.sequence_kv import WriteBuffer
 from inference_svc.runtime.kv.states import SequenceStates
 from inference_svc.runtime.positions.recipes import Calibration
 from inference_svc.runtime.positions.rotation import EmbedKernel
-from inference_svc.runtime.store.kvd_loads import CopyThreads, KvdLoads, KvdTalk
+from inference_svc.runtime.store.kvd_loads import CopyThreads, KvdCalls, KvdLoads
 from inference_svc.runtime.store.session_store import SessionLoads, StoreState
 from inference_svc.runtime.transfer.layer_store import store_blocks
 from shared.kvd_client.client import KvdClient
@@ -33,18 +33,23 @@ from shared.types.queue_feed import QueueFeed
 from shared.types.session_key import SessionKey
 from shared.types.units import ceil_div
 
-WAKE_UPS = 4  # of the store thread while it follows a step
-PREFIX = "prefix-"  # what names of sessions begin with that are what others begin with
+WAKE_UPS = 4  # how often the store thread wakes up while it follows a step
+PREFIX = "prefix-"  # begins the ids of sessions in kvd that are shared prefixes of others
 
 
 class KvdSessionStore:
-    """The store of sessions' KV in kvd; see SessionStore.
+    """The SessionStore that keeps KV in kvd.
 
     Args:
+        client: calls kvd.
+        calibration: the model's layout and recipes.
+        threads: the threads that copy to and from kvd's arena.
+        counters: the service's counters.
+        rates: learns how long loads take.
         saves: whether anything is stored.
         deadline_s: most seconds that one load, or one save, may wait for kvd.
-        open_arena: what views kvd's memory.
-        embed: what embeds keys that are loaded; None: torch.
+        open_arena: opens kvd's arena as tensors.
+        embed: the kernel that embeds loaded keys; None: torch does.
     """
 
     def __init__(
@@ -62,9 +67,9 @@ class KvdSessionStore:
     ) -> None:
         self.saves = saves
         self._client = client
-        self._talk = talk = KvdTalk(calibration.layout, counters, open_arena)
+        self._calls = calls = KvdCalls(calibration.layout, counters, open_arena)
         self.loads: SessionLoads = KvdLoads(
-            client, calibration, talk, threads, rates, deadline_s, embed
+            client, calibration, calls, threads, rates, deadline_s, embed
         )
         self._calibration = calibration
         self._store_thread = threads.store
@@ -72,7 +77,7 @@ class KvdSessionStore:
 
     @property
     def state(self) -> StoreState:
-        """Whether kvd is there."""
+        """Whether kvd is attached."""
         return "attached" if self._client.attached else "detached"
 
     async def save(
@@ -89,12 +94,12 @@ class KvdSessionStore:
             refused_reason = await self._save_all(
                 key, token_ids, from_token, buffer, clock, lineage
             )
-        except StepNotDoneError:  # its KV is computed anew, and saved with the next piece
+        except StepNotDoneError:  # the KV is computed again, and saved with the next piece
             return None
-        except Exception as error:  # noqa: BLE001  # whatever it is, the turn is answered
-            self._talk.note_problem("save", error)
+        except Exception as error:  # noqa: BLE001  # no failure to save may fail the turn
+            self._calls.record_failure("save", error)
             return None
-        self._talk.note_success()
+        self._calls.record_success()
         return refused_reason
 
     async def _save_all(
@@ -106,16 +111,16 @@ class KvdSessionStore:
         clock: StepClock | None,
         lineage: Lineage | None,
     ) -> str:
-        """Store as much as there is room for; return why it is not all."""
+        """Store as much as there is room for; return the reason if that is not all, else ""."""
         deadline_s = time.monotonic() + self._deadline_s
         num_tokens = len(token_ids) // TOKEN_BYTES
-        # They are ours until they are copied, though the buffer may give some up meanwhile.
+        # The references keep the states until they are copied: the buffer may drop some meanwhile.
         states = {
             position: buffer.states[position]
             for position in sorted(buffer.states)
             if position <= num_tokens
         }
-        has_windows = self._talk.layout.window > 0
+        has_windows = self._calls.layout.window > 0
         positions = buffer.wanted_ends(num_tokens) if has_windows else list(states)
         while True:
             left_s = max(0.0, deadline_s - time.monotonic())
@@ -134,17 +139,18 @@ class KvdSessionStore:
         grant: StoreGrant,
         clock: StepClock | None,
     ) -> None:
+        """Copy what a grant has slots for, and complete its lease, even if the copy fails."""
         try:
             await self._store_thread.run(self._copy, buffer, states, grant, clock)
         except BaseException:
-            with suppress(ReportedError):  # which must not take the place of a cancellation
+            with suppress(ReportedError):  # an error here must not replace the cancellation
                 await self._client.complete_store(grant, success=False)
             raise
         await self._client.complete_store(grant, success=True)
-        self._talk.counters.add("stored_tokens", sum(block.num_tokens for block in grant.blocks))
-        self._talk.counters.add("stored_states", len(grant.states))
+        self._calls.counters.add("stored_tokens", sum(block.num_tokens for block in grant.blocks))
+        self._calls.counters.add("stored_states", len(grant.states))
         window_tokens = sum(window.num_tokens for window in grant.windows)
-        self._talk.counters.add("stored_window_tokens", window_tokens)
+        self._calls.counters.add("stored_window_tokens", window_tokens)
 
     def _copy(
         self,
@@ -153,15 +159,16 @@ class KvdSessionStore:
         grant: StoreGrant,
         clock: StepClock | None,
     ) -> None:
-        """Copy, on the store thread; with a clock, behind the step that computes it.
+        """Copy what a grant has slots for, on the store thread; with a clock, behind its step.
 
-        States are of steps before: they wait for these, and not for the one that is under way.
+        States belong to earlier steps: their copies wait for those, not for the step under way.
         """
         if not (grant.blocks or grant.states or grant.windows):
-            if clock is not None:  # the step is about to write to the buffer all the same
+            # The step still writes to the buffer, which its holder may release when this returns.
+            if clock is not None:
                 clock.wait_confirmed()
             return
-        tensors = self._talk.as_tensors(grant.arena)
+        tensors = self._calls.as_tensors(grant.arena)
         stream = CopyStream(buffer.device)
         wait_layer = no_wait if clock is None else _in_groups(clock, stream)
         with buffer.hold(), stream.copies(behind_computing=clock is None):
@@ -173,7 +180,7 @@ class KvdSessionStore:
             store_blocks(
                 buffer, tensors, grant.blocks, self._calibration, wait_layer, grant.windows
             )
-            if clock is not None:  # a step that fails after its last layer is computed anew
+            if clock is not None:  # a step that fails after its last layer is computed again
                 clock.wait_confirmed()
 
     async def discard(
@@ -183,14 +190,14 @@ class KvdSessionStore:
         ranges: Sequence[Range],
         lineage: Lineage | None = None,
     ) -> None:
-        """See SessionStore. Without kvd it keeps what no context matches any more."""
+        """See SessionStore. If kvd cannot be reached, it keeps KV that no context matches."""
         try:
             await self._client.discard(key, token_ids, ranges, lineage=lineage)
-        except Exception as error:  # noqa: BLE001  # whatever it is, a later load misses
-            self._talk.counters.add("store_discards_failed")
-            self._talk.note_problem("discard", error)
+        except Exception as error:  # noqa: BLE001  # after any failure a later load misses
+            self._calls.counters.add("store_discards_failed")
+            self._calls.record_failure("discard", error)
         else:
-            self._talk.counters.add("store_discards")
+            self._calls.counters.add("store_discards")
 
     @property
     def offers_grafts(self) -> bool:
@@ -200,17 +207,17 @@ class KvdSessionStore:
     async def graft(
         self, key: SessionKey, token_ids: bytes, lineage: Lineage, source: GraftSource
     ) -> int:
-        """See SessionStore. Without kvd it is nothing: what would follow is computed."""
+        """See SessionStore. If kvd cannot be reached, nothing is grafted and the turn computes."""
         try:
             return await self._client.graft(key, token_ids, lineage, source)
         except ReportedError as error:
-            self._talk.note_problem("graft", error)
+            self._calls.record_failure("graft", error)
             return 0
 
     async def retain(self, key: SessionKey, retention: Retention, prefix: bytes) -> None:
-        """See SessionStore. A hint: without kvd it is lost, and a later turn's takes its place.
+        """See SessionStore. If kvd cannot be reached, the hint is lost; a later turn repeats it.
 
-        Whole blocks of the prefix are retained, under a name that follows from their tokens.
+        Whole blocks of the prefix are retained, under a session id derived from their tokens.
         """
         block_bytes = self._calibration.layout.block_tokens * TOKEN_BYTES
         shared = prefix[: len(prefix) // block_bytes * block_bytes]
@@ -222,32 +229,32 @@ class KvdSessionStore:
                 prefix_key = key._replace(session_id=name)
                 await self._client.retain_session(prefix_key, retention.prefix_s, shared)
         except ReportedError as error:
-            self._talk.note_problem("retain", error)
+            self._calls.record_failure("retain", error)
 
     async def expect(self, key: SessionKey, tools: Sequence[str], *, superseded: bool) -> None:
-        """See SessionStore. Without kvd, with an old one or of nothing stored it is lost."""
-        is_told = False
+        """See SessionStore. Lost if kvd cannot be reached, is too old, or has no such session."""
+        is_reported = False
         try:
-            is_told = await self._client.expect_session(key, tools, superseded=superseded)
+            is_reported = await self._client.expect_session(key, tools, superseded=superseded)
         except ReportedError as error:
-            self._talk.note_problem("expect", error)
-        self._talk.counters.add("expectations" if is_told else "expectations_lost")
+            self._calls.record_failure("expect", error)
+        self._calls.counters.add("expectations" if is_reported else "expectations_lost")
 
     async def end_session(self, key: SessionKey) -> None:
-        """See SessionStore. Without kvd the client reports it when kvd is back."""
+        """See SessionStore. If kvd cannot be reached, the client reports it when kvd is back."""
         try:
             await self._client.end_session(key)
         except ReportedError as error:
-            self._talk.note_problem("end_session", error)
+            self._calls.record_failure("end_session", error)
 
     async def forget(self, key: SessionKey, token_ids: bytes) -> None:
-        """See SessionStore. Told as the session's end, too: whoever else keeps it drops it."""
+        """See SessionStore. Also reports the session's end, so that a remote store drops it."""
         if not token_ids:
             return
         try:
             await self._client.discard(key, token_ids, [(0, len(token_ids) // TOKEN_BYTES)])
         except ReportedError as error:
-            self._talk.note_problem("forget", error)
+            self._calls.record_failure("forget", error)
         await self.end_session(key)
 
     def follow_queue(self, feed: QueueFeed) -> None:
@@ -256,13 +263,14 @@ class KvdSessionStore:
 
 
 def _in_groups(clock: StepClock, stream: CopyStream) -> WaitLayer:
-    """Wait for a layer together with those beside it: each wake-up costs the forward a little."""
+    """Make a wait for layers in WAKE_UPS groups: each wake-up costs the forward a little time."""
     group = ceil_div(clock.num_layers, WAKE_UPS)
 
     def wait_layer(layer_index: int) -> int:
         end_of_group = min((layer_index // group + 1) * group, clock.num_layers)
         clock.wait(end_of_group - 1)
-        end = max(end_of_group, clock.num_open)  # of all layers, behind a step that was replayed
+        # A step that was replayed from a graph opens all layers at once.
+        end = max(end_of_group, clock.num_open)
         stream.wait(clock.computed(end - 1))
         return end
 

@@ -1,8 +1,8 @@
-"""The store of sessions' KV as the engine uses it, and the one that keeps nothing.
+"""The interface of a store of sessions' KV, and the store that keeps nothing.
 
-A load has two halves: `begin` finds out how many tokens there are, `finish` copies them layer by
-layer behind a gate, while a step may follow on its heels. Nothing here raises because of the store:
-the turn is recomputed, or not saved, and that is counted.
+A load has two halves: `begin` finds out how many tokens there are; `finish` copies them layer by
+layer behind a gate, while a step may already compute the layers that have arrived. No method raises
+because the store fails: the turn is recomputed, or not saved, and that is counted.
 """
 
 from collections import Counter
@@ -28,18 +28,18 @@ StoreState = Literal["attached", "detached", "off"]
 
 @dataclass(eq=False)
 class LoadRequest:
-    """What is to be loaded, and where it goes.
+    """The tokens to load, and the KV to load them into.
 
     Attributes:
         key: the session's key.
         token_ids: all tokens that may be loaded, from the first one on; little-endian uint32.
-        kv: the empty KV to load into; belongs to the load until that is over.
+        kv: the empty KV to load into; it belongs to the load until that is over.
         policy: whether loading must pay against computing.
         may_wait: whether to accept blocks that kvd is still reading.
-        lineage: the tokens' lineage: which discards they come after; None: not named.
-        traffic: what else the engine has to do, for the policy.
-        history_tokens: how many of the tokens the session had before its turn: so many may be
-            stored elsewhere if they are not here.
+        lineage: the tokens' lineage: the discards that they come after; None: not known.
+        traffic: the engine's other work, for the policy.
+        history_tokens: number of tokens that the session had before its turn; a remote store may
+            have these if kvd has not.
     """
 
     key: SessionKey
@@ -59,18 +59,18 @@ class LoadRequest:
 
 @dataclass(eq=False)
 class BegunLoad:
-    """A load whose extent is known.
+    """A load that was begun: how many tokens it brings, and what is left to copy.
 
     Attributes:
         end_token: the sequence's KV is going to hold tokens [0, end_token).
-        tail_from: first token of the last block if that is partial, else end_token: the first token
-            whose position-free KV the next store needs.
+        tail_from: first token of the last block if that is partial, else `end_token`: the first
+            token whose pre-RoPE keys the next store needs.
         window_from: first token of which layers with a window will have KV.
         tier_tokens: how many of the tokens kvd had in each tier.
-        reason: slug, why it is not more; "" if all requested tokens are there.
+        reason: slug that says why it is not more; "" if all requested tokens are there.
         grant: the last grant, not copied yet; None: nothing is left to copy.
-        began_s: monotonic time when the load began, in seconds; later by the time for which its
-            session was fetched from elsewhere.
+        began_s: monotonic time when the load began, in seconds, plus the time for which kvd
+            fetched the session from a remote store.
     """
 
     end_token: int = 0
@@ -83,10 +83,10 @@ class BegunLoad:
 
 
 class SessionLoads(Protocol):
-    """How the engine loads from a store: `begin`, then `finish` or `cancel`."""
+    """The loads from a store: each is begun, then finished or cancelled."""
 
     async def begin(self, request: LoadRequest) -> BegunLoad:
-        """Find out how much of a session is stored."""
+        """Find out how much of a session is stored; the caller owes `finish` or `cancel`."""
 
     async def finish(
         self,
@@ -96,10 +96,19 @@ class SessionLoads(Protocol):
         gate: LayerGate,
         layers: range,
     ) -> None:
-        """Copy these layers; after the last one confirm the gate, or fail it."""
+        """Copy layers of a load to its KV; after the last layer confirm the gate, or fail it.
+
+        Args:
+            begun: the load, which has a grant.
+            kv: the KV that the load was begun for.
+            tail: the write buffer that keeps the pre-RoPE keys of a partial last block; None:
+                nothing is saved.
+            gate: opened layer by layer.
+            layers: the layers to copy; the next call continues behind them.
+        """
 
     async def cancel(self, begun: BegunLoad) -> None:
-        """End a load that nobody waits for any more."""
+        """End a load that is not going to be finished; its lease is given back."""
 
 
 class SessionStore(Protocol):
@@ -111,7 +120,7 @@ class SessionStore(Protocol):
 
     @property
     def saves(self) -> bool:
-        """Whether KV is stored at all: else nobody needs write buffers."""
+        """Whether KV is stored at all; if not, no write buffers are needed."""
 
     @property
     def loads(self) -> SessionLoads:
@@ -133,13 +142,14 @@ class SessionStore(Protocol):
             token_ids: its tokens from the first one on, little-endian uint32.
             from_token: the first token to store; those before it are stored.
             buffer: the write buffer with the tokens' KV.
-            clock: the clock of the step that still computes it: a layer's KV is read once the clock
-                lets it pass; nothing is published before the clock is confirmed, nor does this
-                return. None: all KV is there.
-            lineage: the tokens' lineage; None: not named.
+            clock: the clock of the step that still computes the KV. A layer is read once the clock
+                has opened for it; blocks are published, and this returns, only when the clock is
+                confirmed. None: all KV is there.
+            lineage: the tokens' lineage; None: not known.
 
         Returns:
-            A slug that says why not all of them are stored; "" if they are, None if it failed.
+            A slug that says why not all of them are stored; "" if they are, None if the save
+            failed.
         """
 
     async def discard(
@@ -151,51 +161,51 @@ class SessionStore(Protocol):
     ) -> None:
         """Drop merged ranges of a session's tokens; the others keep their KV.
 
-        If the store cannot be notified, it has nothing of the tokens that are left, or only KV
-        whose lineage says that it was computed as theirs was: a later load misses the rest.
+        If the store cannot be notified, later loads stay correct: they match only KV of the same
+        tokens and lineage, and miss all other tokens.
 
         Args:
             key: the session's key.
             token_ids: its tokens before the discard, little-endian uint32.
             ranges: positions in `token_ids`.
-            lineage: the lineage of `token_ids`; None: not named.
+            lineage: the lineage of `token_ids`; None: not known.
         """
 
     @property
     def offers_grafts(self) -> bool:
-        """Whether `graft` may give anything now."""
+        """Whether the store can graft now."""
 
     async def graft(
         self, key: SessionKey, token_ids: bytes, lineage: Lineage, source: GraftSource
     ) -> int:
-        """Have KV of another session's tokens follow a session's own; nothing is copied.
+        """Append KV of another session's tokens to a session's own; no KV is copied.
 
         Args:
             key: the session's key.
             token_ids: all its tokens that are stored, little-endian uint32.
             lineage: their lineage.
-            source: what is to follow.
+            source: the tokens of the other session to append.
 
         Returns:
-            How many tokens follow; 0 if the store cannot do it.
+            How many tokens were appended; 0 if the store cannot do it.
         """
 
     async def retain(self, key: SessionKey, retention: Retention, prefix: bytes) -> None:
-        """Report for how long a session, and what it begins with, are to be kept at least.
+        """Report for how long a session and its prefix are to be kept at least.
 
         Args:
             key: the session's key.
-            retention: its client's wish.
-            prefix: its first tokens that other sessions begin with, too; little-endian uint32.
+            retention: the retention that its client asks for.
+            prefix: its first tokens, with which other sessions begin, too; little-endian uint32.
         """
 
     async def expect(self, key: SessionKey, tools: Sequence[str], *, superseded: bool) -> None:
-        """Report what is likely to become of a session once its turn is stored: a hint.
+        """Report how soon a session is likely to return, once its turn is stored: a hint.
 
         Args:
             key: the session's key.
-            tools: names of tools that its last answer calls: it is back when they have answered.
-            superseded: whether another session goes on in its place.
+            tools: names of tools that its last answer calls; it returns when they have answered.
+            superseded: whether another session continues the conversation in its place.
         """
 
     async def end_session(self, key: SessionKey) -> None:
@@ -205,11 +215,11 @@ class SessionStore(Protocol):
         """Drop the KV of a deleted session's tokens (little-endian uint32)."""
 
     def follow_queue(self, feed: QueueFeed) -> None:
-        """Receive from now on which turns wait, in which order, and which run."""
+        """Receive the queue's changes from now on: which turns wait, in which order, which run."""
 
 
 class NoSessionLoads:
-    """Loads where nothing is stored."""
+    """Loads from the store that keeps nothing."""
 
     async def begin(self, request: LoadRequest) -> BegunLoad:
         """Return a load of no tokens."""
@@ -265,7 +275,7 @@ class NoSessionStore:
     async def graft(
         self, key: SessionKey, token_ids: bytes, lineage: Lineage, source: GraftSource
     ) -> int:
-        """Give nothing: nothing is stored."""
+        """Graft nothing: nothing is stored."""
         del key, token_ids, lineage, source
         return 0
 
@@ -282,4 +292,4 @@ class NoSessionStore:
         """Do nothing: nothing is stored."""
 
     def follow_queue(self, feed: QueueFeed) -> None:
-        """Do nothing: nobody prefetches."""
+        """Do nothing: there is nothing to prefetch."""

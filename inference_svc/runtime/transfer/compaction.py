@@ -1,13 +1,13 @@
 """Compaction in place: after a discard a sequence's tokens move up, re-embedded at new positions.
 
-In one pass, layer by layer, piece by piece from the front: a token never moves to a higher slot, so
-that a piece may overwrite what has been read before it. Nor does it in a layer that holds the last
-tokens only: the first of these stays in the first row. On pages, where such tokens lie in turn on
-the same ones, they are all read first. A piece goes through scratch that fits a
-core's cache, in float32 whatever the KV's dtype: what was embedded at the old positions is taken
-back and embedded anew, rounded once.
+One pass, layer by layer, piece by piece from the front. A token never moves to a higher slot, so
+that a piece may overwrite tokens which were read before. This holds in a layer with a window, too:
+the first token that it holds stays in the first slot. On pages, where such tokens reuse the same
+pages in turn, they are all read first. A piece goes through scratch memory that fits a core's
+cache, in float32 for every dtype of the KV: the embedding at the old position is undone, the one at
+the new position is applied, and the result is rounded once.
 
-What the modes of a model's positions make of it (`recipes.Calibration.positions`):
+The modes of a model's positions (`recipes.Calibration.positions`):
 
     decoupled   tokens move and are re-embedded
     coupled     tokens do not move: those behind the first dropped one are lost
@@ -35,13 +35,14 @@ from inference_svc.runtime.positions.rotary import RotaryTable
 from inference_svc.runtime.worker_thread import WorkerThread
 
 PIECE_ITEMS = 1 << 18  # elements moved at once: 1 MiB in float32
-MOST_GAP = 64  # adjacent dropped tokens that are taken along: they cost less than a piece more
+MOST_GAP = 64  # adjacent dropped tokens that a piece may include: cheaper than one piece more
 
 
 def can_compact(calibration: Calibration) -> bool:
-    """Whether tokens as they are cached can go to other positions, or those before stay of use.
+    """Whether a model's cached KV can be compacted after a discard.
 
-    Where there is a state they cannot: it knows the tokens that go.
+    It can if tokens can move to other positions, or if those before the discard stay valid. It
+    cannot if the model has a state: that depends on the dropped tokens.
     """
     if calibration.state_shapes:
         return False
@@ -51,19 +52,26 @@ def can_compact(calibration: Calibration) -> bool:
 
 
 class Compactor:
-    """Compacts sequences of one model on a thread of copies, beside the steps of others."""
+    """Compacts sequences of one model on a copy thread, while other sequences are computed."""
 
     def __init__(self, calibration: Calibration, thread: WorkerThread) -> None:
-        """Store the parts."""
+        """Keep the model's calibration and the thread that copies."""
         self._calibration = calibration
         self._thread = thread
 
     async def compact(
         self, kv: SequenceKv, kept: Sequence[Range], copies: Sequence[PageCopy] = ()
     ) -> int:
-        """Compact as `compact_in_place`; return the number of tokens left: 0 if none can move.
+        """Compact a sequence's KV as `compact_in_place` does.
 
-        Before that, the KV takes these copies of pages that others have too.
+        Args:
+            kv: the sequence's KV; nothing else uses it.
+            kept: runs of its tokens that stay, in order, not adjacent.
+            copies: copies of pages that are shared with other sequences; the KV takes them first,
+                in place of the shared pages.
+
+        Returns:
+            The number of tokens left; 0 if the model's KV cannot be compacted.
         """
         if not can_compact(self._calibration):
             return 0
@@ -84,12 +92,12 @@ def num_left(kept: Sequence[Range], calibration: Calibration) -> int:
 def compact_in_place(kv: SequenceKv, kept: Sequence[Range], calibration: Calibration) -> None:
     """Move the tokens of the kept runs to the front; set `kv.num_tokens` at the end.
 
-    If it raises, the KV is not to be used any more.
+    If this raises, the KV must not be used any more.
 
     Args:
-        kv: the sequence's KV, from position 0 on; nobody else uses it.
-        kept: runs of its tokens that stay, in order, not touching.
-        calibration: what is known of the model that computed them; `can_compact` holds for it.
+        kv: the sequence's KV, from position 0 on; nothing else uses it.
+        kept: runs of its tokens that stay, in order, not adjacent.
+        calibration: the calibration of the model that computed them; `can_compact` holds for it.
     """
     left = num_left(kept, calibration)
     if calibration.positions != "coupled":
@@ -101,17 +109,17 @@ def compact_in_place(kv: SequenceKv, kept: Sequence[Range], calibration: Calibra
 
 
 class Compaction:
-    """One sequence being compacted; see the module docstring."""
+    """The compaction of one sequence."""
 
     def __init__(self, kv: SequenceKv, kept: Sequence[Range], calibration: Calibration) -> None:
-        """Store the parts."""
+        """Prepare to move the kept runs of a sequence; see `compact_in_place`."""
         self._kv = kv
         self._kept = kept
         self._layers = calibration.layers
         self._embeds = calibration.positions == "decoupled"
         self._scratch = ThreadScratch(kv.device, torch.float32)
         self._plain = ThreadScratch(kv.device, kv.keys.dtype)
-        # By how many tokens one has, and the first token that is held.
+        # By the most tokens of a piece, and the first token that the layer holds.
         self._pieces: dict[tuple[int, int], list[_Piece]] = {}
 
     def run(self) -> None:
@@ -123,7 +131,7 @@ class Compaction:
                 first = tokens.first_token(layer_index)
                 read = self._reading(tokens, layer_index, first)
                 num_gone = 0
-                if not tokens.lies_by_position:  # rows are counted from there
+                if not tokens.lies_by_position:  # slots are counted from the first held token
                     num_gone = first - _num_before(self._kept, first)
                 for piece in self._pieces_of(max(1, PIECE_ITEMS // (heads * dim)), first):
                     old, place = read(piece.start, piece.num_tokens), piece.target + num_gone
@@ -133,7 +141,7 @@ class Compaction:
     def _reading(
         self, tokens: TokenTensors, layer_index: int, first: int
     ) -> Callable[[int, int], Tensor]:
-        """Return what reads tokens as they were, from [first token, number of tokens]."""
+        """Return a function that reads old tokens, given the first one and their number."""
         if not (first and tokens.lies_by_position):
             return partial(tokens.read, layer_index)
         held = tokens.read(layer_index, first, self._kv.num_tokens - first).clone()
@@ -152,7 +160,7 @@ class Compaction:
             new.copy_(moved)
         elif piece.chosen is None:
             mover.move_into(old, piece.start, piece.target, new)
-        else:  # tokens between those that stay are taken along, up to here: one call for all runs
+        else:  # dropped tokens between the kept ones are unrotated, too: one call for all runs
             both = self._scratch.take(piece.num_tokens + piece.num_left, *new.shape[1:])
             whole, chosen = both.split_with_sizes((piece.num_tokens, piece.num_left))
             mover.unrotate_into(old, piece.start, whole)
@@ -160,6 +168,7 @@ class Compaction:
             mover.rotate_into(chosen, piece.target, new)
 
     def _pieces_of(self, max_tokens: int, first: int) -> "list[_Piece]":
+        """Return the pieces of a layer that holds tokens from `first` on."""
         key = max_tokens, first
         if key not in self._pieces:
             held = [(max(start, first), end) for start, end in self._kept if end > first]
@@ -169,14 +178,14 @@ class Compaction:
 
 
 class _Piece(NamedTuple):
-    """Tokens that are moved in one go.
+    """Tokens that are moved at once.
 
     Attributes:
         start: slot of the first token, which stays.
         num_tokens: number of tokens from there to the last one that stays.
         target: slot that the first token goes to.
         num_left: how many of the tokens stay.
-        chosen: [num_left] int64, which of them stay, counted from `start`; None: all.
+        chosen: [num_left] int64, the tokens that stay, counted from `start`; None: all.
     """
 
     start: int
@@ -187,24 +196,28 @@ class _Piece(NamedTuple):
 
 
 def _num_before(kept: Sequence[Range], token: int) -> int:
-    """Count what is kept of the tokens before one."""
+    """Count the kept tokens before a token."""
     return num_in([(start, min(end, token)) for start, end in kept if start < token])
 
 
 def _pieces(
     kept: Sequence[Range], max_tokens: int, device: torch.device, target: int = 0
 ) -> Iterator[_Piece]:
-    """Cut the kept runs that move: as many as fit `max_tokens` with the gaps between them.
+    """Group the kept runs that move into pieces.
 
-    The first kept token goes to `target`.
+    Args:
+        kept: the kept runs, in order.
+        max_tokens: most tokens of a piece, the gaps between its runs included.
+        device: the device of `_Piece.chosen`.
+        target: the slot that the first kept token goes to.
     """
     runs: list[Range] = []
-    for run in _moving(kept, max_tokens):
+    for run in _cut_long(kept, max_tokens):
         if runs and (run[1] - runs[0][0] > max_tokens or run[0] - runs[-1][1] > MOST_GAP):
             yield _piece(runs, target, device)
             target += num_in(runs)
             runs = []
-        if not runs and run[0] == target:  # it is where it belongs
+        if not runs and run[0] == target:  # the run stays in its place
             target = run[1]
         else:
             runs.append(run)
@@ -212,7 +225,7 @@ def _pieces(
         yield _piece(runs, target, device)
 
 
-def _moving(kept: Sequence[Range], max_tokens: int) -> Iterator[Range]:
+def _cut_long(kept: Sequence[Range], max_tokens: int) -> Iterator[Range]:
     """Cut runs that are longer than a piece."""
     for start, end in kept:
         for first in range(start, end, max_tokens):
@@ -220,6 +233,7 @@ def _moving(kept: Sequence[Range], max_tokens: int) -> Iterator[Range]:
 
 
 def _piece(runs: Sequence[Range], target: int, device: torch.device) -> _Piece:
+    """Make the piece of some kept runs, which goes to `target`."""
     start, end = runs[0][0], runs[-1][1]
     num_tokens, num_kept = end - start, num_in(runs)
     chosen = None

@@ -3,11 +3,11 @@
     arena slots   per layer and component [num_slots, block_tokens, kv_heads, dim], keys before RoPE
     sequence KV   per layer [1, kv_heads, capacity_tokens, dim], keys after RoPE
 
-Pure copying, layer by layer: it may run on a copy thread while `step` runs other sequences, or
-waits at the KV's gate for the very next layer. A key goes from memory to memory in one copy, which
-waits for reads and writes at once, and is turned where it then lies: in pieces that are still in
-the core's cache. On a device keys land beside it, and a kernel turns them while it writes them to
-their token slots.
+Only copies, layer by layer: it may run on a copy thread while `step` computes other sequences, or
+waits at the KV's gate for the very next layer. On a CPU a key goes from memory to memory in one
+copy, which waits for reads and writes at once, and is rotated in place, in pieces that are still in
+the core's cache. On a device keys land in scratch memory, and a kernel rotates them while it writes
+them to their token slots.
 
 Source: CachedAttention, sections 3.2.1 (layer-wise pre-loading) and 3.4 (positions decoupled from
 stored keys).
@@ -33,10 +33,10 @@ from inference_svc.runtime.transfer.spans import Span
 from shared.types.granted_slots import GrantedWindow
 from shared.types.units import ceil_div
 
-PIECE_ITEMS = 1 << 17  # elements turned at once: 512 KiB in float32; twice as much is slower
-# Elsewhere than on a CPU, where calls cost more than what they read: 16 MiB in float32, of scratch.
+PIECE_ITEMS = 1 << 17  # elements rotated at once: 512 KiB in float32; twice as much is slower
+# On a device, where a call costs more than the memory it reads: 16 MiB of scratch in float32.
 DEVICE_PIECE_ITEMS = 1 << 22
-SHORT_RUN = 64  # tokens; a run costs as much as its tokens one by one, if it is so short
+SHORT_RUN = 64  # tokens; a run as short as this costs as much as its tokens copied one by one
 
 Run = SlotRun | ScatteredTokens
 
@@ -44,7 +44,7 @@ Run = SlotRun | ScatteredTokens
 class LayerLoader:
     """Loads spans into a sequence's KV, one layer at a time, in any order of layers.
 
-    Counters are the caller's: it moves `kv.num_tokens` and `tail.end_token` to the end of the
+    The caller keeps the counters: it moves `kv.num_tokens` and `tail.end_token` to the end of the
     spans, at once if the sequence's KV has a gate, else after the last layer.
     """
 
@@ -59,19 +59,21 @@ class LayerLoader:
         *,
         windows: Sequence[GrantedWindow] = (),
     ) -> None:
-        """Prepare what all layers share.
+        """Prepare the copies that all layers share.
 
         Args:
             kv: the sequence's KV, with room for the spans; the caller holds it.
             arena: the arena of the slots; the caller holds their lease.
             spans: the spans, at least one, as `check_spans` accepts them.
-            calibration: what is known of the model that the KV and the stored bytes belong to.
-            tail: a write buffer that begins within the last span, or at its end: the span's tokens
-                from there on are kept as they are stored, since the next store replaces that block
-                by a longer one.
-            embed: what embeds keys that no norm follows; None: torch, where they lie.
-            windows: of the last tokens, which is all that layers with a window are loaded of; they
-                may begin before the first span.
+            calibration: the layout and recipes of the model that the KV and the stored bytes
+                belong to.
+            tail: a write buffer that begins within the last span, or at its end. It keeps the
+                span's tokens from there on as they are stored, before RoPE, since the next store
+                replaces that block by a longer one. None: nothing is saved.
+            embed: the kernel that embeds keys which no norm follows; None: torch embeds them in
+                place.
+            windows: the windows of the last tokens, which layers with a window are loaded from;
+                they may begin before the first span.
         """
         self._kv = kv
         self._arena = arena
@@ -88,7 +90,7 @@ class LayerLoader:
         """Load one layer of all spans, or of its window, whose bytes are in the slots."""
         part = self._layout.part_of(layer_index)
         source = self._sources[part]
-        if source is None:  # of what is followed by another grant a window has nothing
+        if source is None:  # a grant that another one follows has no windows
             return
         for component, recipe in enumerate(self._layers[layer_index].components):
             if recipe.rotary is None:
@@ -104,9 +106,9 @@ class LayerLoader:
                 self._arena.gather_to(layer_index, component, source.tail_run, kept, places)
 
     def _place(self, source: "_Source", layer_index: int, component: int) -> None:
-        """Copy tokens as they are to their token slots."""
+        """Copy a component that is not rotated to its token slots."""
         tokens = self._kv.components[component]
-        if self._kernel is not None:  # there are kernels for these, too
+        if self._kernel is not None:  # on a device a kernel gathers these, too
             region = tokens.region(layer_index)
             for run, places in source.places_in(tokens, layer_index):
                 self._arena.gather_to(layer_index, component, run, region, places)
@@ -123,7 +125,7 @@ class LayerLoader:
         rotary: RotaryTable,
         post: PostRotary | None,
     ) -> None:
-        """Copy a component to its token slots piece by piece, and turn it there."""
+        """Copy a component to its token slots piece by piece, and rotate it there."""
         tokens = self._kv.components[component]
         for piece in self._pieces_of(source, layer_index, component, rotary):
             with tokens.filling(layer_index, piece.first, piece.num_tokens) as keys:
@@ -142,7 +144,7 @@ class LayerLoader:
         rotary: RotaryTable,
         kernel: EmbedKernel,
     ) -> None:
-        """Copy a component to memory of its own, from where the kernel takes it, piece by piece."""
+        """Copy a component to scratch memory piece by piece; the kernel takes it from there."""
         tokens = self._kv.components[component]
         region = tokens.region(layer_index)
         for landing in self._landings_of(source, layer_index, component, rotary):
@@ -154,7 +156,7 @@ class LayerLoader:
     def _pieces_of(
         self, source: "_Source", layer_index: int, component: int, rotary: RotaryTable
     ) -> "list[_Piece]":
-        """Return the pieces of a kind of component, with this thread's scratch."""
+        """Return the pieces of a component; prepared once per thread, rotation and shape."""
         heads, dim = self._layers[layer_index].shape.parts[component]
         kind = (threading.get_ident(), rotary, (heads, dim))
         if kind not in source.pieces:
@@ -169,7 +171,7 @@ class LayerLoader:
     def _landings_of(
         self, source: "_Source", layer_index: int, component: int, rotary: RotaryTable
     ) -> "list[_Landing]":
-        """Return the pieces of a kind of component, and where they go; made on this thread."""
+        """Return the pieces for the kernel; prepared once per thread, rotation and layer group."""
         tokens = self._kv.components[component]
         kind = (threading.get_ident(), rotary, tokens.group_of(layer_index))
         if kind not in source.landings:
@@ -186,7 +188,7 @@ class LayerLoader:
     def _cut(
         self, source: "_Source", layer_index: int, component: int
     ) -> Iterator[tuple[int, int, list[Run]]]:
-        """Cut a component into pieces; yields the first position, number of tokens and runs."""
+        """Cut a component into pieces; yield the first position, number of tokens and runs."""
         heads, dim = self._layers[layer_index].shape.parts[component]
         is_cpu = self._kv.components[component].device.type == "cpu"
         items = PIECE_ITEMS if is_cpu else DEVICE_PIECE_ITEMS
@@ -198,13 +200,19 @@ class LayerLoader:
 
 
 def copy_layer(source: SequenceKv, target: SequenceKv, layer_index: int, num_tokens: int) -> None:
-    """Copy the first `num_tokens` tokens of one layer to other KV of the same shapes.
+    """Copy the first tokens of one layer to other KV of the same shapes.
 
-    Of a layer with a window those that both hold.
+    Of a layer with a window only those tokens are copied that both hold.
+
+    Args:
+        source: the KV to copy from.
+        target: the KV to copy to.
+        layer_index: the layer.
+        num_tokens: number of tokens, from position 0 on.
 
     Raises:
-        AssertionError: if the model has states and more tokens than these: they are of no use
-            without the state behind them.
+        AssertionError: if the source has a state and more tokens than these: without the state
+            behind them they are useless.
     """
     if source.states is not None and num_tokens < source.num_tokens:
         raise AssertionError("a part of a sequence with a state is copied to another")
@@ -219,9 +227,10 @@ class _Source:
 
     Attributes:
         first: position of the first token.
-        runs: what can be gathered in one call each.
-        tail_run: those of the last slot that the tail keeps, if any.
-        pieces: what is turned in one go, by thread, table and shape of a key.
+        runs: groups of slots that can be gathered in one call each.
+        num_tokens: number of tokens of all runs.
+        tail_run: the tokens of the last slot that the tail keeps; None: it keeps none.
+        pieces: tokens that are rotated at once, by thread, table and shape of a key.
         landings: the same for a kernel, by thread, table and group of layers.
     """
 
@@ -236,7 +245,10 @@ class _Source:
         self._tail_places: dict[int, Tensor] = {}
 
     def places_in(self, tokens: TokenTensors, layer_index: int) -> list[tuple[Run, Tensor]]:
-        """Return the runs, and where each goes, [n] int64 on the device; made on this thread."""
+        """Return the runs, and the token slots of each, [n] int64 on the device.
+
+        They are made once per thread, since each thread copies on streams of its own.
+        """
         kind = (threading.get_ident(), tokens.group_of(layer_index))
         if kind not in self._places:
             self._places[kind] = [
@@ -246,7 +258,7 @@ class _Source:
         return self._places[kind]
 
     def places_in_tail(self, tail: WriteBuffer, run: SlotRun) -> Tensor:
-        """Return where the tail keeps its first tokens, [n] int64 on the device; as `places_in`."""
+        """Return the slots of the tail's first tokens, [n] int64 on the device; as `places_in`."""
         thread = threading.get_ident()
         if thread not in self._tail_places:
             slots = tail.slots_of(tail.first_token, run.num_tokens)
@@ -255,13 +267,13 @@ class _Source:
 
 
 class _Piece(NamedTuple):
-    """Tokens that are turned in one go.
+    """Tokens that are rotated at once.
 
     Attributes:
         first: position of the first token.
-        num_tokens: how many they are.
-        runs: what they are copied from, and the position of the first token of each.
-        turn: the prepared rotation of them.
+        num_tokens: number of tokens.
+        runs: the runs that they are copied from, and the position of each run's first token.
+        turn: their prepared rotation.
     """
 
     first: int
@@ -271,12 +283,12 @@ class _Piece(NamedTuple):
 
 
 class _Landing(NamedTuple):
-    """Tokens that a kernel embeds in one go.
+    """Tokens that a kernel embeds at once.
 
     Attributes:
-        runs: what they are copied from, and how many of the tokens come before each.
-        tables: factors of their positions.
-        slots: [n] int64 on the device, where they go.
+        runs: the runs that they are copied from, and how many of the tokens come before each.
+        tables: the rotation's factors at their positions.
+        slots: [n] int64 on the device, the token slots that they go to.
     """
 
     runs: list[tuple[Run, int]]
@@ -285,10 +297,10 @@ class _Landing(NamedTuple):
 
 
 def _runs(spans: Sequence[Span]) -> Iterator[Run]:
-    """Put spans together that can be gathered in one call.
+    """Group spans that can be gathered in one call.
 
-    Usually all full blocks, then the last one. After discards of tokens here and there no two spans
-    are of the same places in their slots: tokens of short runs are gathered one by one.
+    Usually these are all full blocks, then the last one. After discards of scattered tokens no two
+    spans lie at the same places in their slots: then tokens of short runs are gathered one by one.
     """
     short: list[SlotRun] = []
     for run in _equal_runs(spans):
@@ -302,7 +314,7 @@ def _runs(spans: Sequence[Span]) -> Iterator[Run]:
 
 
 def _joined(short: Sequence[SlotRun]) -> Iterator[Run]:
-    """Make one of several short runs."""
+    """Join several short runs into one of scattered tokens."""
     if len(short) < 2:
         yield from short
         return
@@ -317,17 +329,20 @@ def _joined(short: Sequence[SlotRun]) -> Iterator[Run]:
 
 
 def _equal_runs(spans: Sequence[Span]) -> Iterator[SlotRun]:
-    """Put successive spans of the same places in their slots together."""
+    """Group successive spans that lie at the same places in their slots."""
     for place, group in groupby(spans, lambda span: (span.start, span.num_tokens)):
         yield SlotRun([span.slot_id for span in group], *place)
 
 
 def _balanced(runs: Sequence[Run], num_tokens: int, max_tokens: int) -> Iterator[list[Run]]:
-    """Divide runs, at least one, into as few groups as there are `max_tokens`, of about one size.
+    """Divide runs into the fewest groups of about equal size.
 
-    None has more than `max_tokens` and less than a slot.
+    Args:
+        runs: the runs, at least one.
+        num_tokens: number of tokens of all runs.
+        max_tokens: most tokens of a group, up to a slot more: slots are not divided.
     """
-    # Rounded up by a slot: else what the groups lack in whole slots would be one group more.
+    # Rounded up by a slot: groups of whole slots would else add up to less, and need one more.
     size = ceil_div(num_tokens, ceil_div(num_tokens, max_tokens))
     size += max(run.tokens_per_slot for run in runs) - 1
     group: list[Run] = []
@@ -343,14 +358,14 @@ def _balanced(runs: Sequence[Run], num_tokens: int, max_tokens: int) -> Iterator
 
 
 def _placed(runs: Sequence[Run], first: int) -> Iterator[tuple[Run, int]]:
-    """Pair each run with the position of its first token, that of the first run being `first`."""
+    """Pair each run with the position of its first token; the first run begins at `first`."""
     for run in runs:
         yield run, first
         first += run.num_tokens
 
 
 def _place_of(run: Run, tokens: Tensor, first: int) -> Tensor:
-    """View the part of [n, kv_heads, dim] that begins at `first` as `gather` fills it."""
+    """Return a view of [n, kv_heads, dim] from `first` on, in the shape that `gather` fills."""
     if isinstance(run, ScatteredTokens):
         return tokens.narrow(0, first, run.num_tokens)
     per_token, per_head, per_item = tokens.stride()
@@ -363,7 +378,7 @@ def _place_of(run: Run, tokens: Tensor, first: int) -> Tensor:
 
 
 def _tail_run(spans: Sequence[Span], tail: WriteBuffer | None) -> SlotRun | None:
-    """Return those tokens of the last span that the tail keeps, if any."""
+    """Return the tokens of the last span that the tail keeps; None: it keeps none."""
     if tail is None:
         return None
     last = spans[-1]

@@ -1,10 +1,10 @@
 """Store: write buffer -> arena slots, keys as they were before RoPE.
 
-    write buffer  per layer [slots, kv_heads, dim]
+    write buffer  per layer and component [slots, kv_heads, dim]
     arena slots   per layer and component [num_slots, block_tokens, kv_heads, dim]
 
-Pure copying: it may follow a forward layer by layer, or run long after the sequence and its KV are
-gone.
+Only copies: it may follow a forward layer by layer, or run long after the sequence's KV was
+released.
 """
 
 from collections.abc import Iterator, Sequence
@@ -37,11 +37,11 @@ def store_blocks(
         arena: the arena of the slots; the caller holds their lease and completes it afterwards,
             unless this raised.
         blocks: the blocks, in any order; fastest in the order of tokens.
-        calibration: what is known of the model that the buffer belongs to.
-        wait_layer: callback before a layer is read; returns once it is in the buffer, with those
-            that are, too, and may raise. Given one, blocks may have tokens that a forward under
-            way is about to write.
-        windows: where those tokens go of which layers with a window are stored, in any order.
+        calibration: the layout and recipes of the buffer's model.
+        wait_layer: callback before a layer is read; waits until that is in the buffer, and returns
+            the end of the layers that are; may raise. With a callback of the caller's, blocks may
+            have tokens that a forward under way has still to write.
+        windows: the slots for layers with a window, in any order.
 
     Raises:
         ValueError: if a block has tokens that the buffer has not; nothing was written then.
@@ -79,9 +79,9 @@ def store_blocks(
 
 
 def _pieces(buffer: WriteBuffer, blocks: Sequence[Block]) -> Iterator[tuple[SlotRun, Places]]:
-    """Cut runs of blocks so that most pieces lie side by side in both places: each is one copy.
+    """Cut runs of blocks so that most pieces are contiguous in buffer and arena: one copy each.
 
-    Blocks whose own tokens lie here and there in the buffer are gathered first, all at once.
+    Blocks whose tokens are scattered in the buffer are gathered first, all at once.
     """
     for first, run in _runs(blocks):
         for begin, end in _stretches(buffer, first, run):
@@ -90,25 +90,26 @@ def _pieces(buffer: WriteBuffer, blocks: Sequence[Block]) -> Iterator[tuple[Slot
 
 
 def _stretches(buffer: WriteBuffer, first_token: int, run: SlotRun) -> Sequence[tuple[int, int]]:
-    """Divide the blocks of a run; returns the first one of each and the one after its last."""
+    """Divide a run's blocks into stretches; return the first block and the end of each."""
     num_blocks, size = len(run.slot_ids), run.tokens_per_slot
 
-    def lies(index: int) -> tuple[int, int] | None:  # the same for blocks in a row
+    def lies(index: int) -> tuple[int, int] | None:  # equal for blocks that are contiguous
         slots = buffer.slots_of(first_token + index * size, size)
         is_whole = all(slot == slots[0] + offset for offset, slot in enumerate(slots))
         return (slots[0] - index * size, run.slot_ids[index] - index) if is_whole else None
 
     groups = [list(group) for _, group in groupby(range(num_blocks), lies)]
-    # Copies of one block each take longer than one of all, by index; a device has one transfer.
+    # Many copies of one block each take longer than one of all blocks by index; on a device each
+    # copy is a transfer, so that there it is always one.
     if 2 * len(groups) > num_blocks or buffer.device.type != "cpu":
         return [(0, num_blocks)]
     return [(group[0], group[-1] + 1) for group in groups]
 
 
 def _runs(blocks: Sequence[Block]) -> Iterator[tuple[int, SlotRun]]:
-    """Put successive blocks of one size together; yields (first token, slots)."""
+    """Group successive blocks of one size; yield (first token, slots)."""
 
-    def begins(numbered: tuple[int, Block]) -> tuple[int, int]:  # the same for blocks in a row
+    def begins(numbered: tuple[int, Block]) -> tuple[int, int]:  # equal for successive blocks
         number, block = numbered
         return block.token_offset - number * block.num_tokens, block.num_tokens
 

@@ -1,8 +1,8 @@
-"""Resident sequences: KV of sessions whose turn is over. The scheduler decides who stays.
+"""Resident sequences: KV of sessions whose turn is over. The scheduler decides which stay.
 
-A resident sequence keeps, beside its KV, the tokens of its last partial block as they were before
-RoPE: growing that block means to store these tokens again (D9). After a discard none are needed:
-what a discard has touched never grows, so that the next store begins behind it.
+Beside its KV a resident sequence has a tail: the KV of its last partial block before RoPE. When
+that block grows, it is stored again with these tokens (D9). After a discard there is no tail: a
+block that a discard has touched never grows, and the next store begins behind it.
 
 Invariant: a session has one resident sequence at most.
 """
@@ -23,14 +23,14 @@ from shared.types.session_key import SessionKey
 
 @dataclass(eq=False)
 class ResidentSequence:
-    """One session's KV.
+    """One session's KV in the engine's memory, between its turns.
 
     Attributes:
-        kv: its tokens, by position.
+        kv: the sequence's KV.
         tail_from: the block boundary at or before `kv.num_tokens`; after a discard blocks are
             counted from there.
-        tail: tokens [tail_from, kv.num_tokens) before RoPE; None: there are none, or nothing is
-            saved.
+        tail: KV of tokens [tail_from, kv.num_tokens) before RoPE; None: there are no such tokens,
+            or nothing is saved.
     """
 
     kv: SequenceKv
@@ -39,7 +39,12 @@ class ResidentSequence:
 
 
 class ResidentSequences:
-    """See the module docstring."""
+    """The resident sequences of all sessions.
+
+    Args:
+        pool: the memory of their KV.
+        block_tokens: tokens of a block of the layout.
+    """
 
     def __init__(self, pool: KVPool, block_tokens: int) -> None:
         self._pool = pool
@@ -49,14 +54,14 @@ class ResidentSequences:
     def put(
         self, key: SessionKey, kv: SequenceKv, num_tokens: int, buffer: WriteBuffer | None
     ) -> int:
-        """Keep a session's KV.
+        """Make a sequence's KV the session's resident sequence.
 
         Args:
             key: the session's key.
             kv: the sequence's KV, which no longer belongs to the caller.
-            num_tokens: number of its first tokens, which are kept.
-            buffer: the write buffer of the turn that ends, with the tokens of the last block before
-                RoPE; None: nothing is saved.
+            num_tokens: number of its first tokens that are kept.
+            buffer: the write buffer of the turn that ends, with the last block's KV before RoPE;
+                None: nothing is saved.
 
         Returns:
             The last block boundary at or before `num_tokens`.
@@ -75,7 +80,7 @@ class ResidentSequences:
         return self._residents[key]
 
     def take(self, key: SessionKey) -> ResidentSequence:
-        """Return a session's resident sequence, which is the caller's from now on."""
+        """Remove a session's resident sequence and return it; it belongs to the caller then."""
         return self._residents.pop(key)
 
     def release(self, key: SessionKey) -> None:
@@ -97,16 +102,17 @@ class ResidentSequences:
         compactor: Compactor,
         copies: Sequence[PageCopy] = (),
     ) -> int:
-        """Drop tokens of a resident sequence, and compact the rest in place.
+        """Drop tokens of a resident sequence, and compact the others in place.
 
         Args:
-            key: the session's key; meanwhile nobody else uses its sequence.
-            kept: runs of tokens that stay, in order, not touching.
+            key: the session's key; nothing else uses its sequence meanwhile.
+            kept: runs of tokens that stay, in order, not adjacent.
             compactor: the model's compactor.
-            copies: pages that others have too; the sequence gets these copies instead.
+            copies: copies of pages that are shared with other sequences; this one gets them in
+                place of the shared pages.
 
         Returns:
-            How many tokens are left; with 0, or if it raises, a `release` is owed.
+            How many tokens are left; if 0, or if this raises, the caller owes `release`.
         """
         resident = self._residents[key]
         self.release_tail(resident)
@@ -114,14 +120,15 @@ class ResidentSequences:
         return resident.tail_from
 
     def kept_tokens(self, buffer: WriteBuffer | None, num_tokens: int) -> int:
-        """Return how many of a turn's first tokens its resident may have, given its buffer.
+        """Return how many of a turn's first tokens its resident may keep, given its write buffer.
 
-        All, unless the answer was cut to before what is stored already: then those of whole blocks.
+        These are all of them, unless the answer was cut within tokens that are stored already:
+        then only whole blocks.
         """
         return num_tokens if buffer is None else self._whole_tokens(buffer.first_token, num_tokens)
 
     def _whole_tokens(self, a_boundary: int, num_tokens: int) -> int:
-        """Return the tokens there are, but of those before the boundary only whole blocks."""
+        """Return `num_tokens`, rounded down to whole blocks if that is before the boundary."""
         if num_tokens >= a_boundary:
             return num_tokens
         return max(0, self._boundary(a_boundary, num_tokens))
@@ -133,9 +140,9 @@ class ResidentSequences:
 
         Args:
             resident: the resident sequence that the turn builds on.
-            num_tokens: number of its first tokens that are used. If they end within a block that
-                is stored, the buffer begins behind that: what is computed of it is not saved anew.
-            ring: lends it.
+            num_tokens: number of its first tokens that are used. If they end within a stored
+                block, the buffer begins behind that block, whose tokens are not saved again.
+            ring: lends the buffer's memory.
         """
         first_token = resident.tail_from
         if num_tokens < first_token:
@@ -151,6 +158,7 @@ class ResidentSequences:
     def _copy_tail(
         self, buffer: WriteBuffer, tail_from: int, num_tokens: int
     ) -> WriteBuffer | None:
+        """Copy a tail to memory of the pool: the write ring's is released with the turn."""
         if not num_tokens:
             return None
         tail = self._pool.new_write_buffer(tail_from, num_tokens)
@@ -165,8 +173,9 @@ class ResidentSequences:
 def _copy_tokens(
     source: WriteBuffer, target: WriteBuffer, first_token: int, num_tokens: int
 ) -> None:
-    ours, theirs = (buffer.places(first_token, num_tokens) for buffer in (source, target))
+    """Copy tokens [first_token, first_token + num_tokens) of all layers and components."""
+    read_from, write_to = (buffer.places(first_token, num_tokens) for buffer in (source, target))
     with torch.inference_mode():
-        for rows, kept in zip(source.components, target.components, strict=True):
-            for layer_rows, layer_kept in zip(rows.layers, kept.layers, strict=True):
-                theirs.write(layer_kept, ours.read(layer_rows))
+        for tensors, copies in zip(source.components, target.components, strict=True):
+            for layer_tensor, layer_copy in zip(tensors.layers, copies.layers, strict=True):
+                write_to.write(layer_copy, read_from.read(layer_tensor))

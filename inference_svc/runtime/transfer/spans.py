@@ -1,6 +1,6 @@
-"""What a load is granted, spans of tokens and windows of the last; whether it can be loaded.
+"""Checks of a load's grant: its spans of tokens, and its windows of the last tokens.
 
-A grant that makes no sense is refused before anything of it is copied.
+A grant that is inconsistent is refused before any of it is copied.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from shared.types.kv_layout import KVLayout
 
 
 class Span(Block, Protocol):
-    """Tokens [start, start + num_tokens) of a slot, for positions from token_offset on."""
+    """Tokens [start, start + num_tokens) of a slot, for positions from `token_offset` on."""
 
     @property
     def start(self) -> int:
@@ -21,7 +21,7 @@ class Span(Block, Protocol):
 
 
 def check_spans(kv: SequenceKv, spans: Sequence[Span], layout: KVLayout) -> int:
-    """Return the position after the last span.
+    """Check that spans can be appended to a sequence's KV; return the position after the last.
 
     Args:
         kv: the KV to append to; the first span has to begin at its `num_tokens`.
@@ -45,16 +45,16 @@ def check_spans(kv: SequenceKv, spans: Sequence[Span], layout: KVLayout) -> int:
 
 
 def check_windows(windows: Sequence[GrantedWindow], end_token: int, layout: KVLayout) -> int:
-    """Return the first token that windows have KV of.
+    """Check a grant's windows; return the first token that they have KV of.
 
     Args:
-        windows: of the last tokens before `end_token`, in order, without gaps.
-        end_token: what is computed next is this token.
+        windows: the windows of the last tokens before `end_token`, in order, without gaps.
+        end_token: the token that is computed next.
         layout: the layout of the slots; it has windows.
 
     Raises:
-        ValueError: if they leave a gap, leave their slots, are not of all tokens that the next one
-            attends to, or begin with one of which it attends to none.
+        ValueError: if they leave a gap, leave their slots, lack tokens that the next one attends
+            to, or begin with a window of which it attends to no token.
     """
     first = end = windows[0].token_offset if windows else end_token
     for window in windows:
@@ -76,9 +76,9 @@ def check_windows(windows: Sequence[GrantedWindow], end_token: int, layout: KVLa
 
 
 def windows_beside(spans: Sequence[Span], layout: KVLayout, first_slot: int) -> list[GrantedWindow]:
-    """Return where windows of the last of some spans are in an arena that is not kvd's.
+    """Return windows of the last tokens of spans, for an arena that is not kvd's (proofs, tests).
 
-    That of slot s is in the slots from `first_slot` + s * `layout.window_slots` on.
+    The window of slot s lies in the slots from `first_slot` + s * `layout.window_slots` on.
     """
     num_slots = layout.window_slots
     first_token = sum(span.num_tokens for span in spans) - layout.window

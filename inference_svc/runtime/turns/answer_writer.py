@@ -1,6 +1,6 @@
-"""Turns sampled tokens into the events of one turn, and into its record when it is complete.
+"""Makes the events of a turn from sampled tokens, and the turn's record when it is complete.
 
-Text never holds half a character: see `Detokenizer`.
+Published text never ends within a character: see `Detokenizer`.
 """
 
 import time
@@ -27,12 +27,11 @@ from inference_svc.runtime.turns.turn_prompt import Prompt
 from shared.types.histogram import Histogram
 from shared.types.units import NS_PER_S
 
-NUM_CONTEXT_TOKENS = (
-    6  # of the prompt, so that the answer's first token is decoded as a continuation
-)
+# Last tokens of the prompt: the answer's first token is decoded behind them, as a continuation.
+NUM_CONTEXT_TOKENS = 6
 MAX_HELD_TOKENS = 8  # a character has at most four bytes: more held tokens are not a character
-_QUICKEST = ("hbm", "dram", "ssd")
-INCOMPLETE = "\ufffd"  # what decoders write for bytes that are not a character
+_QUICKEST = ("hbm", "dram", "ssd")  # tiers, the fastest first
+INCOMPLETE = "\ufffd"  # decoders write it for bytes that are not a character
 
 
 class Detokenizer:
@@ -40,14 +39,14 @@ class Detokenizer:
 
     A byte-level token may be part of a character, and a decoder may treat the first token of a text
     differently (a leading space). So each token is decoded together with a few before it, and only
-    what it adds is returned.
+    the text that it adds is returned.
 
     *Source:* the two-offset window of Hugging Face's text-generation-inference.
 
     Args:
-        tokenizer: the model's; None: it has none.
-        prompt_ids: what the answer continues.
-        marks: special tokens that are shown, by their texts; others are not.
+        tokenizer: the model's tokenizer; None: it has none.
+        prompt_ids: the tokens that the answer continues.
+        marks: texts of the special tokens that are shown, by token id; others are not shown.
     """
 
     def __init__(
@@ -68,7 +67,7 @@ class Detokenizer:
             return ""
         mark = self._marks.get(token_id)
         if mark is not None:
-            return self._rest() + mark
+            return self._flush_held() + mark
         self._ids.append(token_id)
         before = self._decode(self._ids[self._window_start : self._num_read])
         text = self._decode(self._ids[self._window_start :])
@@ -78,8 +77,8 @@ class Detokenizer:
         self._window_start, self._num_read = self._num_read, len(self._ids)
         return text[len(before) :]
 
-    def _rest(self) -> str:
-        """Return what is held of a character that now stays incomplete."""
+    def _flush_held(self) -> str:
+        """Return the text of held tokens, whose character stays incomplete now."""
         before = self._decode(self._ids[self._window_start : self._num_read])
         text = self._decode(self._ids[self._window_start :])
         self._window_start = self._num_read = len(self._ids)
@@ -93,17 +92,24 @@ class Detokenizer:
 
 
 class AnswerWriter:
-    """The engine's sink for one turn.
+    """The engine's sink for one turn: publishes its tokens, and makes its record.
 
-    How much of the history was reused is known at the end only: a load may still fail. The times
-    between its tokens are counted in `itl_s`.
+    How much of the history was reused is known only at the end: a load may still fail.
 
     Args:
-        beginning: of its text, that the prompt has written; stop strings are not looked for in it.
+        turn: the turn.
+        answer: finds the answer's end.
+        tokenizer: the model's tokenizer; None: it has none.
+        prompt_ids: the prompt's tokens.
+        history_tokens: how many of them are the session's history.
+        itl_s: observes the seconds between two tokens.
+        marks: texts of the special tokens that are shown, by token id.
+        beginning: the beginning of the answer's text that the prompt contains; it is published
+            with the first token, and no stop string is searched in it.
 
     Attributes:
         tokens: the answer's tokens that have been published.
-        finish_reason: None until the answer ends.
+        finish_reason: why the answer has ended; None: it has not.
     """
 
     def __init__(
@@ -126,18 +132,18 @@ class AnswerWriter:
         self._detokenizer = Detokenizer(tokenizer, prompt_ids, marks)
         self._history_tokens = history_tokens
         self._itl_s = itl_s
-        self._sampled_ns = 0  # when the last token was
+        self._sampled_ns = 0  # when the last token was sampled, on the monotonic clock
         self._prompt_tokens = len(prompt_ids)
 
-    def started(self, request: EngineRequest) -> None:
+    def on_start(self, request: EngineRequest) -> None:
         """See TurnSink."""
-        # Another session may have computed more of this prompt than this one has.
+        # Another session may have computed more of this prompt than this session has.
         self._history_tokens = max(self._history_tokens, request.found_tokens)
         queue_s = (request.admitted_ns - request.arrived_ns) / NS_PER_S - request.ahead_s
         new_tokens = self._prompt_tokens - self._history_tokens
         self._turn.publish(Started(self._history_tokens, request.found_tokens, queue_s, new_tokens))
 
-    def sampled(self, token: Sampled) -> bool:
+    def on_token(self, token: Sampled) -> bool:
         """See TurnSink."""
         now_ns = time.monotonic_ns()
         if self._sampled_ns:
@@ -153,7 +159,7 @@ class AnswerWriter:
         self._show(shown)
         return self.finish_reason is not None
 
-    def window_full(self) -> None:
+    def on_window_full(self) -> None:
         """See TurnSink."""
         self.finish_reason = FinishReason.LENGTH
         self._show(self._answer.end())
@@ -169,19 +175,19 @@ class AnswerWriter:
         return self._answer.stop_string
 
     def kept_ids(self, request: Request) -> list[int]:
-        """Return the tokens of the context that stay: without those of a stop string.
-
-        Some of the answer's last tokens may be new ones, which spell the kept part of a cut token.
-        """
+        """Return the context's tokens without those of a stop string and a token that it cuts."""
         num_cut = request.num_sampled - len(self._answer.kept)
         return request.token_ids[: len(request.token_ids) - num_cut]
 
     def computed_ids(self, request: Request) -> list[int]:
-        """Return the tokens of the context that stay and have KV."""
+        """Return those of `kept_ids` that have KV."""
         return self.kept_ids(request)[: request.computed_tokens]
 
     def context_ids(self, request: Request) -> list[int]:
-        """Return the context after the turn."""
+        """Return the context after the turn.
+
+        Where a stop string begins inside a token, new tokens spell the part of it that is kept.
+        """
         new = self.tokens[len(self._answer.kept) :]
         return [*self.kept_ids(request), *(token.token_id for token in new)]
 
@@ -191,12 +197,18 @@ class AnswerWriter:
         turn: int,
         prompt: Prompt,
     ) -> TurnRecord:
-        """Return the complete turn, as it is recorded under this index."""
+        """Return the record of the complete turn.
+
+        Args:
+            request: the turn's request.
+            turn: the turn's index in its session.
+            prompt: the turn's prompt.
+        """
         submission = self._turn.submission
         has_logprobs = submission.sampling.logprobs > 0
         uncomputed_tokens = len(self.context_ids(request)) - len(self.computed_ids(request))
-        discards = (*prompt.discards, *self._within(request, len(prompt.input_ids)))
-        told = submission.digests_in(request.key.session_id, self.text)
+        discards = (*prompt.discards, *self._mid_turn_discards(request, len(prompt.input_ids)))
+        digests = submission.digests_in(request.key.session_id, self.text)
         return TurnRecord(
             turn=turn,
             request_id=submission.request_id,
@@ -217,13 +229,13 @@ class AnswerWriter:
             stop_string=self.stop_string,
             tools_digest=submission.tools_digest,
             template_arguments=prompt.template_arguments,
-            said=told.said,
-            history=told.history,
+            said=digests.said,
+            history=digests.history,
             response=submission.response_id,
         )
 
     def usage(self, request: EngineRequest, discards: Sequence[Discard] = ()) -> Usage:
-        """Sum up the turn's usage so far, with `discards`; also of one that was cancelled."""
+        """Return the turn's usage so far; it need not have finished."""
         outcome = request.outcome
         now_ns = time.monotonic_ns()
         end_ns = request.finished_ns or now_ns
@@ -254,28 +266,29 @@ class AnswerWriter:
             healed_tokens=sum(graft.healed_tokens for graft in request.grafts),
         )
 
-    def _within(self, request: EngineRequest, num_input: int) -> list[Discard]:
+    def _mid_turn_discards(self, request: EngineRequest, num_input: int) -> list[Discard]:
         """Return the discards made during the answer, as they are recorded.
 
-        One may have been made while tokens were held back that then turned out to be a stop string.
-        The record lacks these, but the KV of the others was computed over them: the lineage says
-        so.
+        The last one may have been made while tokens were held back that then turned out to be a
+        stop string. The record lacks these tokens, but the KV of the others was computed over them:
+        so the record of the discard names the lineage.
         """
         most_tokens = num_input + len(self.tokens)
-        within = [
+        discards = [
             replace(discard, after_tokens=min(discard.after_tokens, most_tokens))
             for discard in request.discards
         ]
-        if within and request.discards[-1].after_tokens > num_input + len(self._answer.kept):
-            within[-1] = replace(within[-1], lineage=request.lineage)
-        return within
+        if discards and request.discards[-1].after_tokens > num_input + len(self._answer.kept):
+            discards[-1] = replace(discards[-1], lineage=request.lineage)
+        return discards
 
     def _show(self, tokens: Sequence[AnswerToken]) -> None:
+        """Publish tokens; the answer's first one gets the beginning before its text."""
         if not tokens:
             return
         if self._beginning:
-            first, *rest = tokens
-            tokens = [replace(first, text=self._beginning + first.text), *rest]
+            first, *later = tokens
+            tokens = [replace(first, text=self._beginning + first.text), *later]
             self._beginning = ""
         self.tokens += tokens
         self._turn.publish(Tokens(tuple(tokens)))
@@ -289,7 +302,7 @@ class AnswerWriter:
 
 
 def _less_tokens(tier_tokens: Mapping[str, int], num_tokens: int) -> dict[str, int]:
-    """Leave so many tokens out of a count by tiers: of the quickest ones first."""
+    """Subtract a number of tokens from a count by tiers, from the fastest tier first."""
     left = {}
     for tier in sorted(tier_tokens, key=_QUICKEST.index):
         num_left_out = min(num_tokens, tier_tokens[tier])

@@ -1,8 +1,8 @@
-"""A model's chat template: what it writes around messages, and which messages it takes.
+"""A model's chat template: the text that it writes around messages, and the roles that it takes.
 
-Tried out when the service starts. A session's tokens only grow, so the template is applied
-incrementally: what new messages add is the template of (dummy turn, new messages) less the template
-of the dummy turn, with the same arguments.
+It is tried out when the service starts. A session's tokens only grow, so the template is applied
+incrementally: the text that new messages add is template(dummy turn + new messages) without its
+beginning, template(dummy turn), both with the same arguments.
 """
 
 import re
@@ -17,24 +17,24 @@ DUMMY_QUESTION = "ping 7f3a"
 DUMMY_ANSWER = "pong 9c1e"
 OTHER_QUESTION = "what 5b20"  # begins with another token than DUMMY_QUESTION
 NO_ROLE = "zebra 3d7c"  # a role that no template knows
-DUMMY_NAME = "heron 8e2f"  # of who says a message
-MAX_ROLES = 256  # words of a template, that are tried as roles
+DUMMY_NAME = "heron 8e2f"  # name of a message's author
+MAX_ROLES = 256  # most words of a template that are tried as roles
 ALWAYS_TRIED = ("system", "user", "assistant", "tool")
 _WORDS = re.compile(r"""(["'])([A-Za-z_][\w-]{0,31})\1""")
-Message = Mapping[str, Any]  # as templates take it: role, content, calls of tools
-TALKERS = frozenset({"user", "assistant"})  # roles that end what leads a conversation
-NAMED = TALKERS | {"system"}  # whose messages may say who says them
+Message = Mapping[str, Any]  # as templates take it: role, content, tool calls
+TALKERS = frozenset({"user", "assistant"})  # roles of the first message behind the system message
+NAMED = TALKERS | {"system"}  # roles whose messages may have an author's name
 
 
 @dataclass(frozen=True)
 class Frames:
-    """What the template writes around answers.
+    """The texts that the template writes around answers.
 
     Attributes:
-        base: the dummy turn, as the template writes it where more follows.
-        closings: the texts it writes after an answer, end-of-turn token included: where more
-            follows, and where nothing does, if that is another.
-        arguments: all that it has been given.
+        base: the dummy turn, as the template writes it when messages follow.
+        closings: the texts that it writes after an answer, end-of-turn token included: when
+            messages follow, and, if that differs, when none do.
+        arguments: all arguments that the template got.
     """
 
     base: str
@@ -43,17 +43,18 @@ class Frames:
 
 
 class ChatTemplate:
-    """See the module docstring.
+    """A model's chat template, applied incrementally.
 
     Args:
         tokenizer: the model's tokenizer.
-        usual: the arguments of whoever names none.
+        usual: the operator's arguments, for turns that name no others.
 
     Attributes:
         source: the template's text; "" if there is none.
-        frames: with the usual arguments; set by `try_out`.
+        frames: the texts around answers with the usual arguments; set by `try_out`.
         roles: the roles that messages may have; set by `find_roles`.
-        named_roles: those of the talkers, and the system's, whose names are written; likewise.
+        named_roles: the roles of NAMED of which the template writes authors' names; set by
+            `find_roles`.
     """
 
     def __init__(self, tokenizer: Any, usual: Arguments) -> None:
@@ -63,7 +64,7 @@ class ChatTemplate:
         self.source: str = tokenizer.get_chat_template() if has_any else ""
 
     def try_out(self) -> str:
-        """Find out how the template is applied; return why it cannot be, "" if it can."""
+        """Try the template out; return why it cannot be applied, "" if it can."""
         if not self.source:
             return "the model has no chat template"
         try:
@@ -74,18 +75,18 @@ class ChatTemplate:
         return ""
 
     def frames_of(self, arguments: Arguments) -> Frames:
-        """Find out what the template writes around answers, with some arguments.
+        """Find the texts that the template writes around answers, given some arguments.
 
         Raises:
-            InvalidTurnError: it does not write a turn, or not its answer.
+            InvalidTurnError: it does not take a turn, or does not repeat its answer.
         """
         question = message("user", DUMMY_QUESTION)
         base = last = self.render(dummy_turn(), is_prompt=False, arguments=arguments)
         turns = [*dummy_turn(), question]
         followed = self.render(turns, is_prompt=True, arguments=arguments)
-        if not followed.startswith(last):  # some write a last message in another way
-            asked = self.render(turns, is_prompt=False, arguments=arguments)
-            prompt = followed[len(asked) :]
+        if not followed.startswith(last):  # some templates write a last message differently
+            unprompted = self.render(turns, is_prompt=False, arguments=arguments)
+            prompt = followed[len(unprompted) :]
             base = self.render(dummy_turn(), is_prompt=True, arguments=arguments)
             base = base.removesuffix(prompt)
             base = written_in(followed, base) or base
@@ -107,13 +108,13 @@ class ChatTemplate:
         """Return messages as the template writes them, with or without the prompt for an answer.
 
         Args:
-            messages: what is said.
-            tools: those that the model is told of.
-            is_prompt: whether an answer is to follow.
-            arguments: all of the template's; None: the usual ones.
+            messages: the messages.
+            tools: the tools that the model may call.
+            is_prompt: whether to write the prompt for an answer behind them.
+            arguments: all of the template's arguments; None: the usual ones.
 
         Raises:
-            InvalidTurnError: the template does not take them.
+            InvalidTurnError: the template refuses the messages.
         """
         try:
             text: str = self._tokenizer.apply_chat_template(
@@ -141,13 +142,13 @@ class ChatTemplate:
         """Return the text that messages after an answer add, with the prompt for the next one.
 
         Args:
-            messages: what is new.
-            answer: an answer that they can follow; () if they can follow any.
-            frames: around answers, with the arguments that are to be used; None: as usual.
-            is_prompt: whether an answer is to follow.
+            messages: the new messages.
+            answer: an answer that they can follow; (): they can follow any.
+            frames: the texts around answers, with the arguments to use; None: the usual ones.
+            is_prompt: whether to write the prompt for an answer behind them.
 
         Raises:
-            InvalidTurnError: the template does not take them, or not after an answer.
+            InvalidTurnError: the template refuses the messages, or refuses them after an answer.
         """
         frames = frames or self.frames
         before = [dummy_turn()[0], *answer] if answer else dummy_turn()
@@ -156,7 +157,7 @@ class ChatTemplate:
         if answer:
             alone = self.render(before, is_prompt=False, arguments=frames.arguments)
             base = written_in(text, alone)
-        elif not text.startswith(base):  # some write the day, and it is another one by now
+        elif not text.startswith(base):  # some templates write the date, which may have changed
             base = self.frames_of(frames.arguments).base
         if not base or not text.startswith(base):
             raise InvalidTurnError(
@@ -166,31 +167,34 @@ class ChatTemplate:
         return text[len(base) :]
 
     def check_roles(self, messages: Sequence[Message]) -> None:
-        """Raise InvalidTurnError unless the template knows the roles of all messages.
+        """Check that the template knows the roles of all messages.
 
         A role is written into the prompt as it is: an unknown one could forge structure.
+
+        Raises:
+            InvalidTurnError: it does not know one.
         """
-        for one in messages:
-            is_result = "tool_call_id" in one  # whatever the template knows, it can be written
-            if one["role"] not in self.roles and not is_result:
+        for message in messages:
+            is_result = "tool_call_id" in message  # can always be written, if need be as text
+            if message["role"] not in self.roles and not is_result:
                 raise InvalidTurnError(
-                    f"role {one['role'][:40]!r} is none that the chat template knows",
+                    f"role {message['role'][:40]!r} is none that the chat template knows",
                     f"send one of {', '.join(self.roles)}",
                 )
 
     # -------------------------------------------------------------------------------------- roles
 
     def find_roles(self, num_control: Callable[[str], int]) -> None:
-        """Set `roles`, those that the template treats as it treats no other, and `named_roles`.
+        """Set `roles`, those that the template treats differently from others, and `named_roles`.
 
-        A template that writes any role's name where it stands knows the usual ones, if they give
-        as many control tokens as "user" does. The roles of the dummy turn it always knows.
+        A template that writes the name of every role unchanged knows the usual roles, if they yield
+        as many control tokens as "user" does. It always knows the roles of the dummy turn.
 
         Args:
             num_control: counts control tokens in a rendered text.
         """
         words = dict.fromkeys([*ALWAYS_TRIED, *(found[1] for found in _WORDS.findall(self.source))])
-        others = [self._tried(NO_ROLE, number) for number in range(len(_CONVERSATIONS))]
+        others = [self._try_role(NO_ROLE, number) for number in range(len(_CONVERSATIONS))]
         self.roles: tuple[str, ...] = tuple(
             role for role in list(words)[:MAX_ROLES] if self._knows(role, others, num_control)
         )
@@ -199,14 +203,15 @@ class ChatTemplate:
             for role in self.roles
             if role in NAMED
             and any(
-                self._tried(role, number, DUMMY_NAME) != self._tried(role, number)
+                self._try_role(role, number, DUMMY_NAME) != self._try_role(role, number)
                 for number in range(len(_CONVERSATIONS))
             )
         )
 
     def _knows(self, role: str, others: list[str], num_control: Callable[[str], int]) -> bool:
+        """Whether the template treats a role differently from NO_ROLE, rendered in `others`."""
         for number, other in enumerate(others):
-            text = self._tried(role, number)
+            text = self._try_role(role, number)
             if DUMMY_QUESTION not in text:
                 continue
             if role in {"user", "assistant"}:
@@ -214,11 +219,11 @@ class ChatTemplate:
             if text.casefold() != other.casefold().replace(NO_ROLE, role):
                 return True
             if NO_ROLE in other.casefold() and role in ALWAYS_TRIED:
-                return num_control(text) == num_control(self._tried("user", number) or text)
+                return num_control(text) == num_control(self._try_role("user", number) or text)
         return False
 
-    def _tried(self, role: str, number: int, name: str = "") -> str:
-        """Render a conversation with one message of a role; "" if it is refused."""
+    def _try_role(self, role: str, number: int, name: str = "") -> str:
+        """Render a test conversation with one message of a role; "" if the template refuses it."""
         one = {**message(role, DUMMY_QUESTION), **({"name": name} if name else {})}
         try:
             return self.render(_CONVERSATIONS[number](one), is_prompt=False)
@@ -226,13 +231,13 @@ class ChatTemplate:
             return ""
 
     def surroundings(self) -> Iterator[tuple[str, str]]:
-        """Yield what it writes before and after a message's text, and its name, for each role."""
+        """Yield the texts before and after each role's text, and before and after its name."""
         for role in self.roles:
             name = DUMMY_NAME if role in self.named_roles else ""
             for number in range(len(_CONVERSATIONS)):
-                text = self._tried(role, number, name)
-                for said in (DUMMY_QUESTION, name):
-                    before, found, after = text.partition(said) if said else ("", "", "")
+                text = self._try_role(role, number, name)
+                for part in (DUMMY_QUESTION, name):
+                    before, found, after = text.partition(part) if part else ("", "", "")
                     if found:
                         yield before, after
 
@@ -248,10 +253,14 @@ def common_prefix(first: Sequence[object], *others: Sequence[object]) -> int:
 
 
 def written_in(text: str, alone: str) -> str:
-    """Return the beginning of a text that is what some messages alone are; "" if none is.
+    """Return the beginning of a text that some messages alone make up; "" if none does.
 
-    Templates may write something before the last answer, an empty thought, that they leave out
-    where more follows.
+    Before the last answer of a conversation templates may write a text, such as an empty thought,
+    that they leave out when messages follow. So `alone` may have a part that `text` lacks.
+
+    Args:
+        text: the messages and others behind them, rendered.
+        alone: the messages alone, rendered.
     """
     same = common_prefix(text, alone)
     for kept in range(same, len(alone)):
@@ -270,10 +279,10 @@ def dummy_turn() -> list[Message]:
     return [message("user", OTHER_QUESTION), message("assistant", DUMMY_ANSWER)]
 
 
-# Conversations with one message of a role: alone, before a question, after one, after an answer.
+# Test conversations with one message of a role: alone, before or after a question, after an answer.
 _CONVERSATIONS: tuple[Callable[[Message], list[Message]], ...] = (
-    lambda one: [one],
-    lambda one: [one, message("user", OTHER_QUESTION)],
-    lambda one: [message("user", OTHER_QUESTION), one],
-    lambda one: [*dummy_turn(), one],
+    lambda tried: [tried],
+    lambda tried: [tried, message("user", OTHER_QUESTION)],
+    lambda tried: [message("user", OTHER_QUESTION), tried],
+    lambda tried: [*dummy_turn(), tried],
 )

@@ -1,10 +1,10 @@
 """Encodes a turn's input to the token ids that are appended to the session.
 
-Chat messages go through the model's template (`chat_template.py`, `tool_template.py`), and what
-clients have written in them stays text (`control_tokens.py`). Which special tokens begin a message
-is tried out when the service starts.
+Chat messages go through the model's template (`chat_template.py`, `tool_template.py`); the texts of
+clients in them never become control tokens (`control_tokens.py`). The special tokens that begin a
+message are found by trial when the service starts.
 
-Holds its own copy of the tokenizer: encoding runs on a thread, decoding on the event loop.
+It has its own copy of the tokenizer: encoding runs on a thread, decoding on the event loop.
 """
 
 import copy
@@ -36,24 +36,25 @@ from inference_svc.runtime.turns.framing import Framing, Settled
 from inference_svc.runtime.turns.guarded import Guarded, guarded
 from inference_svc.runtime.turns.tool_template import ToolTemplate
 
-FRAMED = "a"  # a text to look around
-MAX_MARK_TOKENS = 16  # of an opening mark, and the blanks behind it
+FRAMED = "a"  # a text around which the tokenizer's special tokens are looked for
+MAX_MARK_TOKENS = 16  # most tokens of an opening mark and the blanks behind it
 
 
 class TurnText:
     """Encodes the input of turns.
 
     Args:
-        tokenizer: the model's; None: it has none.
+        tokenizer: the model's tokenizer; None: it has none.
         eos_ids: ids of the tokens that end an answer.
-        usual: the chat template's arguments of whoever names none: the operator's.
+        usual: the operator's arguments of the chat template, for turns that name no others.
 
     Attributes:
-        chat_problem: why chat messages cannot be taken; "" if they can.
+        chat_problem: why chat messages cannot be encoded; "" if they can.
         frame_tokens: the tokens that begin messages of a chat; set by `try_out`.
-        thoughts: the marks around what the model thinks; None: it has none; likewise.
-        marks: special tokens that calls and thoughts are written with, texts by ids; likewise.
-        control: encodes texts that stay texts; only a model with a tokenizer has it.
+        thoughts: the marks around the model's thoughts; None: it writes none; set by `try_out`.
+        marks: texts of the special tokens that tool calls and thoughts are written with, by id; set
+            by `try_out`.
+        control: encodes texts that must not become control tokens; exists only with a tokenizer.
     """
 
     def __init__(
@@ -74,32 +75,32 @@ class TurnText:
 
     @property
     def tool_format(self) -> ToolFormat:
-        """How the model writes calls of tools."""
+        """How the model writes tool calls."""
         return PLAIN if self.chat_problem else self._tools.format
 
     @property
     def usual(self) -> Arguments:
-        """The chat template's arguments of whoever names none."""
+        """The operator's arguments of the chat template."""
         return {} if self._tokenizer is None else self._template.usual
 
     @property
     def named_roles(self) -> frozenset[str]:
-        """Roles of messages of which the template writes who says them; of no tool's."""
+        """Roles of which the template writes the names of messages' authors; no tool's role."""
         return frozenset() if self.chat_problem else self._template.named_roles
 
     def framing(self, own: Arguments) -> str:
-        """Return a digest of what a client's template arguments make of conversations: `Framing`.
+        """Return a digest of how template arguments change conversations; see `Framing.of`.
 
         Returns:
-            "" if it is what none make of them, or if there is no template.
+            The digest; "" if they change nothing, or if there is no template.
         """
         return "" if self.chat_problem else self._framing.of(own)
 
     def settle(self, own: Arguments, began_with: str | None) -> Settled:
-        """Return the template arguments of a turn: `Framing.settle`.
+        """Return the template arguments of a turn; see `Framing.settle`.
 
         Raises:
-            InvalidTurnError: they are of another conversation.
+            InvalidTurnError: they belong to another conversation.
         """
         return Settled(own, "") if self.chat_problem else self._framing.settle(own, began_with)
 
@@ -114,11 +115,11 @@ class TurnText:
         return self._tools.grammar_of_call(tools, special)
 
     def heads_of_calls(self, names: Sequence[str]) -> dict[str, str]:
-        """Return what an answer by that grammar has before the arguments, by the tool's name."""
+        """Return the text before the arguments in an answer by that grammar, by the tool's name."""
         return {} if self.chat_problem else self._tools.heads_of_calls(names)
 
     def try_out(self) -> None:
-        """Find out whether, and how, the model's chat template can be applied incrementally."""
+        """Find out whether and how the model's chat template can be applied incrementally."""
         if self._tokenizer is None:
             return
         template, control = self._template, self.control
@@ -134,19 +135,19 @@ class TurnText:
             control.add_neighbours(before, after)
         self.frame_tokens = FrameTokens(self._opening_ids(), self._eos_ids)
         self._tools.try_out([self._tokenizer.decode([found]) for found in self._eos_ids])
-        if not self._tools.format.is_always:  # that one has channels
+        if not self._tools.format.is_always:  # a format that is always read has channels instead
             self.thoughts = marks_in(template.source + template.added([question]))
         self.marks = self._find_marks()
 
     def encode_text(
         self, text: str, *, opens_session: bool, has_special: bool = False
     ) -> list[int]:
-        """Encode raw text; the first turn gets the model's begin token, if it uses one.
+        """Encode raw text; a session's first text gets the model's begin token, if it uses one.
 
         Args:
             text: the client's text.
             opens_session: whether the context is empty.
-            has_special: whether names of special tokens in it are these tokens, not text.
+            has_special: whether names of special tokens in the text become these tokens.
 
         Raises:
             NoChatTemplateError: the model has no tokenizer.
@@ -162,7 +163,7 @@ class TurnText:
         return [bos_id, *encode(text)] if begins else encode(text)
 
     def encode_framed(self, text: str) -> list[int]:
-        """Encode a text between the special tokens that the tokenizer puts around every text.
+        """Encode a text, with the special tokens that the tokenizer puts around every text.
 
         Raises:
             NoChatTemplateError: the model has no tokenizer.
@@ -190,7 +191,7 @@ class TurnText:
         return text
 
     def thought_begun(self, input_ids: Sequence[int]) -> str:
-        """Return the mark of a thought that an input ends with; "" if it begins none."""
+        """Return the opening mark of a thought with which an input ends; "" if it does not."""
         if self.thoughts is None:
             return ""
         return self.thoughts.open_mark_in(self.decode(input_ids[-MAX_MARK_TOKENS:]))
@@ -211,39 +212,41 @@ class TurnText:
         Args:
             messages: the turn's messages.
             history_ids: the tokens of the session's context; () if the session is new.
-            tools: what the model may call; a context that is there tells of it already.
+            tools: the tools that the model may call; only a new session needs them, a context
+                lists them already.
             continues_answer: whether the context ends with an answer, which is closed first.
-            arguments: all of the template's; None: the usual ones.
-            beginning: of the answer: it stands where an answer without a thought does; "": none.
-            is_prompt: whether an answer is to follow.
+            arguments: all of the template's arguments; None: the usual ones.
+            beginning: the beginning of the answer, which is written in place of its prompt, without
+                a thought; "": none.
+            is_prompt: whether to write the prompt for an answer.
 
         Raises:
             NoChatTemplateError: the model has no usable template.
-            InvalidTurnError: the template does not take these messages.
+            InvalidTurnError: the template refuses these messages.
         """
         self._check_chat()
         if not history_ids:
-            said = self._guarded(messages, tools, arguments, beginning)
-            return self._encode_opening(said, is_prompt=is_prompt)
-        said = self._guarded(messages, (), arguments, beginning)
-        frames = self._frames(said.arguments)
-        results = list(takewhile(lambda one: "tool_call_id" in one, said.messages))
-        answer = self._tools.asking(results) if results and self._tools.writes_calls else []
-        written, _ = self._tools.written(said.messages, (), self._template.roles)
+            safe = self._guarded(messages, tools, arguments, beginning)
+            return self._encode_opening(safe, is_prompt=is_prompt)
+        safe = self._guarded(messages, (), arguments, beginning)
+        frames = self._frames(safe.arguments)
+        results = list(takewhile(lambda message: "tool_call_id" in message, safe.messages))
+        answer = self._tools.calling_answer(results) if results and self._tools.writes_calls else []
+        adapted, _ = self._tools.adapt(safe.messages, (), self._template.roles)
 
         def write(messages: Sequence[Message], *, is_prompt: bool) -> str:
             return self._template.added(messages, answer, frames=frames, is_prompt=is_prompt)
 
-        added = _up_to_answer(write, written, said.beginning, is_prompt=is_prompt)
+        added = _up_to_answer(write, adapted, safe.beginning, is_prompt=is_prompt)
         if not continues_answer:
-            return self.control.encode(added, said.marked)
+            return self.control.encode(added, safe.marked)
         closings = list(frames.closings)
         if answer:
-            asked = [dummy_turn()[0], *answer]
-            base = self._template.render(asked, is_prompt=False, arguments=frames.arguments)
+            called = [dummy_turn()[0], *answer]
+            base = self._template.render(called, is_prompt=False, arguments=frames.arguments)
             closings.insert(0, self._tools.closing_in(base))
         closing = self._unwritten_closing(history_ids[-1], closings, frames)
-        return self.control.encode(closing + added, said.marked)
+        return self.control.encode(closing + added, safe.marked)
 
     def system_tokens(
         self,
@@ -254,36 +257,37 @@ class TurnText:
     ) -> int:
         """Count the first tokens of a session that are its system message.
 
-        What the template writes before the first message (a begin token, a message of its own) is
-        among them. Where it puts the system message into the first user message, they end inside.
+        They include all that the template writes before the first message (a begin token, a message
+        of its own). Where it puts the system message into the first user message, they end inside
+        that message.
 
         Args:
             messages: the messages of the session's first turn.
             input_ids: their token ids.
-            tools: what the model may call.
-            arguments: all of the template's; None: the usual ones.
+            tools: the tools that the model may call.
+            arguments: all of the template's arguments; None: the usual ones.
         """
 
         def opening(messages: Sequence[Message]) -> list[int]:
             return self._encode_opening(self._guarded(messages, tools, arguments))
 
-        leading = list(takewhile(lambda one: one["role"] not in TALKERS, messages))
+        leading = list(takewhile(lambda message: message["role"] not in TALKERS, messages))
         try:
             questions = [
                 opening([*leading, message("user", text)])
                 for text in (DUMMY_QUESTION, OTHER_QUESTION)
             ]
             shared = common_prefix(input_ids, *questions)
-            other = [{**one, "content": OTHER_QUESTION} for one in leading]
+            other = [{**leader, "content": OTHER_QUESTION} for leader in leading]
             without = opening([*other, message("user", DUMMY_QUESTION)])
-        except InvalidTurnError:  # the template wants other roles: there is no system message
+        except InvalidTurnError:  # the template takes only other roles: there is no system message
             return 0
         whole_frames = self.frame_tokens.last_start(input_ids[:shared])
         is_inside = bool(leading) and common_prefix(input_ids, without) >= whole_frames
         return shared if is_inside else whole_frames
 
     def _opening_ids(self) -> frozenset[int]:
-        """Find the special tokens that begin a question, and the prompt for an answer."""
+        """Find the special tokens that begin a question, and the one that begins an answer."""
         template = self._template
         turn = [*dummy_turn(), message("user", DUMMY_QUESTION)]
         question = template.render(turn, is_prompt=False)
@@ -297,27 +301,29 @@ class TurnText:
             raise NoChatTemplateError(self.chat_problem, "send text or token ids")
 
     def _find_marks(self) -> dict[int, str]:
+        """Find the marks of calls and thoughts that are special tokens, by id."""
         marks = (*self._tools.format.marks, *(self.thoughts or ()))
         ids = [self._tokenizer.convert_tokens_to_ids(mark) for mark in marks]
         shown = self.control.ids - self._eos_ids
         return {found: mark for found, mark in zip(ids, marks, strict=True) if found in shown}
 
     def _frames(self, arguments: Arguments) -> Frames:
-        """Return what the template writes around answers, with guarded arguments."""
+        """Return the texts that the template writes around answers, with guarded arguments."""
         usual = self._template.frames
         is_usual = arguments == usual.arguments
         return usual if is_usual else self._template.frames_of(arguments)
 
-    def _encode_opening(self, said: Guarded, *, is_prompt: bool = True) -> list[int]:
-        written, told = self._tools.written(said.messages, said.tools, self._template.roles)
+    def _encode_opening(self, safe: Guarded, *, is_prompt: bool = True) -> list[int]:
+        """Encode the messages that open a session."""
+        adapted, listed = self._tools.adapt(safe.messages, safe.tools, self._template.roles)
 
         def write(messages: Sequence[Message], *, is_prompt: bool) -> str:
             return self._template.render(
-                messages, told, is_prompt=is_prompt, arguments=said.arguments
+                messages, listed, is_prompt=is_prompt, arguments=safe.arguments
             )
 
-        text = _up_to_answer(write, written, said.beginning, is_prompt=is_prompt)
-        return self.control.encode(text, said.marked)
+        text = _up_to_answer(write, adapted, safe.beginning, is_prompt=is_prompt)
+        return self.control.encode(text, safe.marked)
 
     def _guarded(
         self,
@@ -326,43 +332,46 @@ class TurnText:
         arguments: Arguments | None = None,
         beginning: str = "",
     ) -> Guarded:
-        """Return what is said with marks in its texts, and the parts these stand for.
+        """Put marks into a turn's texts in place of parts that would become control tokens.
 
         Raises:
             InvalidTurnError: the template does not know a role, or a part cannot be spelled out.
         """
         self._template.check_roles(messages)
-        given = self._template.usual if arguments is None else arguments
-        return guarded(self.control, messages, tools, given, beginning)
+        chosen = self._template.usual if arguments is None else arguments
+        return guarded(self.control, messages, tools, chosen, beginning)
 
     def _unwritten_closing(self, last_id: int, closings: Sequence[str], frames: Frames) -> str:
-        """Return what the answer lacks of its closing: of the first that has its end token."""
+        """Return the part of an answer's closing that follows its last token.
+
+        If that is an end token, this is the rest of the first closing that contains it.
+        """
         if last_id in self._eos_ids:
             end_text: str = self._tokenizer.decode([last_id], skip_special_tokens=False)
             for closing in closings:
-                _, found, rest = closing.partition(end_text)
+                _, found, after = closing.partition(end_text)
                 if found:
-                    return rest
+                    return after
         return frames.closings[0]
 
 
 def _up_to_answer(
     write: Callable[..., str], messages: Sequence[Message], beginning: str, *, is_prompt: bool
 ) -> str:
-    """Write messages up to where the answer goes on: behind its beginning, if it has one.
+    """Render messages up to where the model continues: behind the answer's beginning, if any.
 
     Args:
-        write: writes messages: (messages, is_prompt=…).
-        messages: what is said before.
-        beginning: of the answer; "": none.
-        is_prompt: whether an answer is to follow.
+        write: renders messages: (messages, is_prompt=…).
+        messages: the messages before the answer.
+        beginning: the beginning of the answer; "": none.
+        is_prompt: whether to write the prompt for an answer.
 
     Raises:
-        InvalidTurnError: the template does not take them.
+        InvalidTurnError: the template refuses them.
     """
     if not beginning:
         return write(messages, is_prompt=is_prompt)
-    # Behind another text, for a template may change how the beginning's own begins or ends.
+    # Rendered with a dummy answer: a template may change the first or last characters of another.
     text = write([*messages, message("assistant", DUMMY_ANSWER)], is_prompt=False)
     before, found, _ = text.rpartition(DUMMY_ANSWER)
     if not found:

@@ -1,15 +1,15 @@
-"""Text of clients is text: it never becomes a control token, whatever is written in it.
+"""Encodes text of clients so that no part of it becomes a control token.
 
 Control tokens are those that a model takes as structure: the tokenizer's special tokens, and added
-tokens that its chat template writes (`<think>`, `<tool_call>`), special or not. Whoever could write
-one into a message could forge where a message ends, and who speaks next.
+tokens that its chat template writes (`<think>`, `<tool_call>`), special or not. A client that could
+write one into a message could forge where a message ends, and who speaks next.
 
 Text without such parts is left as it is, and is tokenised together with the template around it, as
-the stock `apply_chat_template(tokenize=True)` does: cutting it apart would change its tokens. Of
-other text each such part is replaced by a mark before the template sees it. The tokenizer, our own
-copy, knows marks as a token. When all is tokenised, each mark is replaced by the tokens that spell
-out what was there. What would become a control token is found by asking the tokenizer, so that this
-holds for what it normalises as well.
+the stock `apply_chat_template(tokenize=True)` does: cutting it apart would change its tokens. In
+other text each such part is replaced by a mark before the template sees it. The tokenizer is our
+own copy, to which the mark was added as a token. After tokenising, each mark is replaced by the
+tokens that spell out the part. The parts are found by asking the tokenizer, so that texts which
+become control tokens only after its normalisation are found, too.
 """
 
 import re
@@ -22,15 +22,15 @@ from tokenizers import AddedToken
 
 from inference_svc.core.errors import InvalidTurnError
 
-MAX_ROUNDS = 8  # of looking for control tokens between those found; no known tokenizer needs three
+MAX_ROUNDS = 8  # searches between parts already found; no known tokenizer needs three
 MAX_SPELLED = 4096  # cached spellings
-# Of added tokens that are not special, those that look like markup: others are ordinary words.
+# Added tokens that are not special count if they look like markup: others are ordinary words.
 _MARKUP = re.compile(r"[^\w\s](?:.*\w.*)[^\w\s]", re.DOTALL)
-_WITNESS = "x"  # what precedes a spelling when it is tried out
+_WITNESS = "x"  # put before a spelling that is tried: a first token may be decoded differently
 
 
 class ControlTokens:
-    """A tokenizer's control tokens; see the module docstring. Used by one thread at a time.
+    """A tokenizer's control tokens, and the encoding that avoids them. One thread at a time.
 
     Args:
         tokenizer: a copy that belongs to this object: a token is added to it.
@@ -50,7 +50,7 @@ class ControlTokens:
         self._normalize = _normalizer(tokenizer)
         self._heads: set[str] = set()
         self._tails: set[str] = set()
-        # Nobody can guess it, and no tokenizer or template has a reason to change it.
+        # A client cannot guess the mark, and no tokenizer or template has a reason to change it.
         self._open = f"\ue000{secrets.randbelow(10**18):018}\ue001"
         self._close = "\ue002"
         self._mark = self._open + self._close
@@ -61,7 +61,7 @@ class ControlTokens:
         self._prepare()
 
     def add_written(self, text: str) -> None:
-        """Count the added tokens in a text that the model's author wrote among control tokens."""
+        """Count added tokens in a text of the model's author as control tokens, if markup-like."""
         found = {
             token_id
             for token_id, content in self._contents.items()
@@ -72,7 +72,7 @@ class ControlTokens:
             self._prepare()
 
     def add_neighbours(self, before: str, after: str) -> None:
-        """Record the text that a template writes around a message's, which may complete a token."""
+        """Record the texts that a template writes around a message's: they may complete a token."""
         for name in self._names:
             for at in range(1, len(name)):
                 if before.endswith(name[:at]):
@@ -85,14 +85,14 @@ class ControlTokens:
         return sum(token_id in self.ids for token_id in self.encode(text))
 
     def guard(self, text: str, marked: list[str]) -> str:
-        """Return a client's text with marks in place of what would become control tokens.
+        """Return a client's text with marks in place of parts that would become control tokens.
 
         Args:
             text: the client's text.
-            marked: the parts that marks stand for; extended.
+            marked: the parts that marks stand for, by the marks' numbers; extended.
 
         Raises:
-            InvalidTurnError: it cannot be found out which parts these are.
+            InvalidTurnError: this tokenizer does not let the parts be found.
         """
         head, tail = self._edges(text)
         before = self._mark_for(text[slice(*head)], marked) if head[0] < head[1] else ""
@@ -101,11 +101,15 @@ class ControlTokens:
         return text[: head[0]] + before + middle + after + text[tail[1] :]
 
     def encode(self, text: str, marked: Sequence[str] = ()) -> list[int]:
-        """Encode a text with the control tokens that are in it, and marks as what they stand for.
+        """Encode a text, its control tokens included; marks become the parts that they stand for.
+
+        Args:
+            text: the text, as a template wrote it.
+            marked: the parts that marks stand for, as `guard` returned them.
 
         Raises:
-            InvalidTurnError: the template has taken a mark apart, or this tokenizer cannot spell
-                out what a mark stands for.
+            InvalidTurnError: the template has broken a mark up, or this tokenizer cannot spell out
+                a marked part.
         """
         parts = [marked[int(number)] for number in self._marks.findall(text)] if marked else []
         ids = self._encode(self._marks.sub(self._mark, text) if parts else text)
@@ -115,14 +119,16 @@ class ControlTokens:
             raise _unspellable(marked[0])
         spelled = iter([self._spell(part) for part in parts])
         return [
-            one for found in ids for one in (next(spelled) if found == self._mark_id else (found,))
+            token_id
+            for found in ids
+            for token_id in (next(spelled) if found == self._mark_id else (found,))
         ]
 
     def encode_plain(self, text: str) -> list[int]:
-        """Encode a client's text by itself, without a control token.
+        """Encode a client's text alone, without a control token.
 
         Raises:
-            InvalidTurnError: this tokenizer cannot spell out what is in it.
+            InvalidTurnError: this tokenizer cannot spell out a part of it.
         """
         marked: list[str] = []
         return self.encode(self.guard(text, marked), marked)
@@ -130,22 +136,23 @@ class ControlTokens:
     # ------------------------------------------------------------------------------------ finding
 
     def _prepare(self) -> None:
-        """Index the names of control tokens, and the characters that they begin with."""
+        """Index the names of control tokens, and the characters with which they begin."""
         self._names = {self._contents[found] for found in self.ids if self._contents.get(found)}
         self._lengths = sorted({len(name) for name in self._names}, reverse=True)
         firsts = {name[0] for name in self._names}
         folded = {text[0] for text in map(self._normalize, self._names) if text}
-        # A tokenizer that puts "▁" before each text finds it in each text: there are other signs.
+        # A tokenizer that puts "▁" before each text has it in every text: it is no sign of a token.
         self._firsts = frozenset(firsts | folded - {"▁", " "})
         self._first = re.compile("|".join(map(re.escape, firsts)) or r"\Z.")
 
     def _guarded(self, text: str, marked: list[str], rounds: int) -> str:
-        """Return a text with marks; the text between them is searched again, by itself.
+        """Return a text with marks; each text between two marks is searched again by itself.
 
-        A tokenizer takes what follows a mark for the beginning of a text.
+        The second search is needed because a tokenizer treats the text behind a mark as the
+        beginning of a text.
         """
         if self._firsts.isdisjoint(text) and self._firsts.isdisjoint(self._normalize(text)):
-            return text  # nearly all texts: this is cheap, and never wrong
+            return text  # the case of nearly all texts; this test is cheap, and never wrong
         spans = self._named_spans(text) or self._folded_spans(text)
         if not spans:
             return text
@@ -159,7 +166,7 @@ class ControlTokens:
         return "".join(parts) + self._guarded(text[at:], marked, rounds - 1)
 
     def _named_spans(self, text: str) -> list[tuple[int, int]]:
-        """Return the spans of names of control tokens; ascending, the longest where several are."""
+        """Return the spans of control tokens' names, ascending; of several names the longest."""
         spans, at = [], 0
         for match in self._first.finditer(text):
             start = match.start()
@@ -174,7 +181,7 @@ class ControlTokens:
         return spans
 
     def _folded_spans(self, text: str) -> list[tuple[int, int]]:
-        """Return the spans that become control tokens without being their names; ascending."""
+        """Return the spans that become control tokens only when normalised; ascending."""
         if self.ids.isdisjoint(self._encode(text)):
             return []
         if not self._tokenizer.is_fast:
@@ -183,15 +190,15 @@ class ControlTokens:
         spans = []
         for token_id, (start, end) in zip(found.input_ids, found.offset_mapping, strict=True):
             if token_id in self.ids:
-                part = text[start:end].lstrip()  # some take the blanks beside them
+                part = text[start:end].lstrip()  # some tokens include the blanks beside them
                 spans.append((end - len(part), end - len(part) + len(part.rstrip())))
         return spans
 
     def _edges(self, text: str) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Find what becomes a control token together with what the template writes beside it.
+        """Find the edges of a text that become control tokens with the template's text beside them.
 
         Returns:
-            Spans at the beginning and at the end of the text, apart from blanks.
+            A span at the beginning and one at the end of the text, without blanks around them.
         """
         start, end = len(text) - len(text.lstrip()), len(text.rstrip())
         heads = [start + len(name) for name in self._heads if text.startswith(name, start)]
@@ -208,34 +215,37 @@ class ControlTokens:
     # ----------------------------------------------------------------------------------- spelling
 
     def _find_spelling(self, part: str) -> tuple[int, ...]:
-        """Return tokens that spell a text and are no control tokens; exactly, if any do.
+        """Return tokens that spell out a text and are no control tokens.
+
+        They spell it exactly if any do; otherwise up to blanks and normalisation.
 
         Raises:
             InvalidTurnError: there are none.
         """
         before = self._encode(_WITNESS)
         rough: tuple[int, ...] = ()
-        meant = {_close_up(_WITNESS + text) for text in (part, self._normalize(part))}
+        accepted = {_without_blanks(_WITNESS + text) for text in (part, self._normalize(part))}
         for ids in self._spellings(part):
             if not ids or not self.ids.isdisjoint(ids):
                 continue
             text = self._decode([*before, *ids])
             if text == _WITNESS + part:
                 return tuple(ids)
-            if not rough and _close_up(text) in meant:
+            if not rough and _without_blanks(text) in accepted:
                 rough = tuple(ids)
         if not rough:
             raise _unspellable(part)
         return rough
 
     def _spellings(self, part: str) -> Iterator[list[int]]:
-        """Yield ways to encode a text: cut in two, so that no part is the whole; by characters."""
+        """Yield encodings of a text: cut in two, so that neither is the token; by characters."""
         for at in range(1, len(part)):
             yield self._encode(part[:at]) + self._encode(part[at:])
         for text in (part, self._normalize(part)):
             yield [token_id for character in text for token_id in self._character_ids(character)]
 
     def _character_ids(self, character: str) -> list[int]:
+        """Return the token of a character, or those of its bytes."""
         names = (character, *(f"<0x{byte:02X}>" for byte in character.encode()))
         ids = [self._tokenizer.convert_tokens_to_ids(name) for name in names]
         unknown = (None, self._tokenizer.unk_token_id)
@@ -257,21 +267,21 @@ class ControlTokens:
 
 
 def _unknown(tokenizer: Any) -> set[int]:
-    """Find the token of unknown characters, which is no structure by itself."""
+    """Return the token of unknown characters, unless it has another role: it is no structure."""
     names = ("bos_token_id", "eos_token_id", "sep_token_id", "cls_token_id", "mask_token_id")
     others = {getattr(tokenizer, name, None) for name in names}
     return {tokenizer.unk_token_id} - others
 
 
 def _normalizer(tokenizer: Any) -> Any:
-    """Return what a tokenizer does to a text before it looks for tokens; `str` if it has none."""
+    """Return a tokenizer's normalisation of texts; `str`, which changes nothing, if it has none."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     normalizer = getattr(backend, "normalizer", None)
     return str if normalizer is None else normalizer.normalize_str
 
 
-def _close_up(text: str) -> str:
-    """Remove the blanks of a text, as some tokenizers do."""
+def _without_blanks(text: str) -> str:
+    """Return a text without blanks: some tokenizers drop or add them."""
     return "".join(text.replace("▁", " ").split())
 
 

@@ -1,7 +1,7 @@
-"""What happens when the transcripts' disk fails: it is logged, counted, and reported to clients.
+"""Failures of the transcripts' disk: they are logged, counted, and reported to clients.
 
-A disk without room is found out by writing. From then on a session is opened only if some room is
-found before an answer is computed for it; sessions that have a file are tried each time.
+A full disk is noticed by a write that fails. From then on a session is opened only if a probe finds
+room before an answer is computed for it; for sessions that have a file each write is tried.
 """
 
 import asyncio
@@ -16,14 +16,14 @@ from shared.types.histogram import Tally
 
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 PROBE_FILE = "room"  # written to see whether there is room again
-PROBE_BYTES = 65536  # as the record of a long first turn
-RETRY_S = 30.0  # when to come back to a disk that somebody has to look after
+PROBE_BYTES = 65536  # as many as the record of a long first turn
+RETRY_S = 30.0  # sent to clients; an operator has to make room first
 
 log = get_logger(__name__)
 
 
 class DiskTrouble:
-    """See the module docstring. Methods are called on the event loop.
+    """Records failures of the disk, and whether it is full. Methods run on the event loop.
 
     Args:
         directory: the directory of the transcripts.
@@ -39,12 +39,12 @@ class DiskTrouble:
         self._lines = LineAllowance(per_s=1)
         self.errors = Tally()
 
-    def failed(self, what: str, path: Path, error: OSError, kind: str) -> ReportedError:
-        """Count and log, a line a second at most, and return the client's error.
+    def record_failure(self, what: str, path: Path, error: OSError, kind: str) -> ReportedError:
+        """Count a failure, log it, at most a line a second, and return the client's error.
 
         Args:
-            what: what cannot be recorded or read, for the client.
-            path: the file, for whoever runs the service.
+            what: the session that cannot be recorded or read, for the client.
+            path: the file, for the operator.
             error: the exception that reading or writing it raised.
             kind: "write" or "read".
         """
@@ -72,10 +72,10 @@ class DiskTrouble:
             retry_after_s=RETRY_S,
         )
 
-    def opened(self) -> None:
-        """Record that a session was opened, or could be: there is room.
+    def record_room(self) -> None:
+        """Record that the disk has room again: a session's file was made, or could be.
 
-        Appending to another file proves little: its last block may have had room for that.
+        An append that succeeds does not prove it: the file's last disk block may have had room.
         """
         if self._is_full:
             self._is_full = False
@@ -84,7 +84,7 @@ class DiskTrouble:
     async def check_room(self) -> None:
         """Check that a session can be opened, before anything is computed for it.
 
-        Costs nothing unless the last write found no room: then it writes a little, and removes it.
+        Costs nothing unless the last write found no room: then a probe file is written and removed.
 
         Raises:
             TranscriptDiskFullError: there still is no room.
@@ -96,12 +96,12 @@ class DiskTrouble:
             try:
                 await asyncio.to_thread(_probe, path)
             except OSError as error:
-                raise self.failed("a new session", path, error, "write") from error
-            self.opened()
+                raise self.record_failure("a new session", path, error, "write") from error
+            self.record_room()
 
 
 def _probe(path: Path) -> None:
-    """Write a file and remove it.
+    """Write a probe file and remove it.
 
     Raises:
         OSError: there is no room for it.
@@ -110,6 +110,6 @@ def _probe(path: Path) -> None:
         with path.open("wb") as file:
             file.write(bytes(PROBE_BYTES))
             file.flush()
-            os.fsync(file.fileno())
+            os.fsync(file.fileno())  # with delayed allocation a full disk may show only here
     finally:
         path.unlink(missing_ok=True)

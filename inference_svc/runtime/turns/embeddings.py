@@ -1,8 +1,8 @@
-"""Embeds texts beside the turns: in the same batches, for the same tenants and limits.
+"""Embeds texts beside the turns: in the same batches, under the same limits of tenants.
 
-What is embedded is computed like a prompt; where an answer would begin, its tokens' states have
-been pooled. It is no turn of a session: nothing is stored of it, and kvd does not know of it. A
-prefix that is in the engine's memory is shared where only the last token counts.
+An input is computed like a prompt; where an answer would begin, its tokens' hidden states have been
+pooled. It belongs to no session: nothing is stored of it, and kvd does not know of it. A prefix
+that is in the engine's memory is shared if only the last token is pooled.
 """
 
 import asyncio
@@ -30,15 +30,15 @@ from inference_svc.runtime.model.pooling import Pooling, PoolingMode
 from inference_svc.runtime.turns.turn_prompt import PromptMaker
 from shared.types.session_key import SessionKey
 
-MOST_AT_ONCE = 16  # of one caller, in the engine
+MOST_AT_ONCE = 16  # inputs of one caller that are in the engine at a time
 
 
 @dataclass(frozen=True)
 class Embedding:
-    """What one input was embedded to.
+    """The embedding of one input.
 
     Attributes:
-        values: [dimensions]
+        values: [dimensions], float32.
         num_tokens: number of the input's tokens.
     """
 
@@ -49,31 +49,31 @@ class Embedding:
 class _Sink:
     """The sink of a request that is pooled: its answer ends where it would begin."""
 
-    def started(self, request: EngineRequest) -> None:
+    def on_start(self, request: EngineRequest) -> None:
         """See TurnSink."""
 
-    def sampled(self, _token: Sampled) -> bool:
+    def on_token(self, _token: Sampled) -> bool:
         """See TurnSink."""
         return True
 
-    def window_full(self) -> None:
+    def on_window_full(self) -> None:
         """See TurnSink."""
 
 
 class Embedder:
-    """See the module docstring.
+    """Embeds texts and token ids with the model.
 
     Args:
-        engine: computes them.
+        engine: computes the inputs.
         prompts: encodes texts.
-        check_limits: refuses a tenant's work that may not begin now.
-        limits: of tenants; a request counts as a turn.
+        check_limits: raises if a tenant's work may not begin now.
+        limits: the tenants' limits; a call counts as a turn.
         counters: the service's counters.
-        numbers: of engine requests, shared with the turns'.
+        numbers: numbers of engine requests, shared with the turns'.
         window_tokens: most tokens of an input.
-        size: number of values of the last layer's states.
-        pooling: how embeddings are made; None: they are not.
-        problem: why they are not.
+        size: number of values of the last layer's hidden states.
+        pooling: how hidden states are pooled; None: the model makes no embeddings.
+        problem: why the model makes none.
 
     Attributes:
         idle: set while nothing is being embedded.
@@ -118,20 +118,23 @@ class Embedder:
         inputs: Sequence[TextInput | TokenInput],
         dimensions: int | None = None,
     ) -> list[Embedding]:
-        """Embed inputs; all or none.
+        """Embed inputs, all or none.
 
         Args:
-            tenant: whose they are.
+            tenant: the tenant that asks for it.
             model: the model's fingerprint.
-            inputs: one or more.
-            dimensions: how many of the first values are wanted; None: all.
+            inputs: the inputs, at least one.
+            dimensions: number of leading values to return of each embedding; None: all.
+
+        Returns:
+            An embedding for each input, in order.
 
         Raises:
-            EmbeddingsUnsupportedError: the model has none.
+            EmbeddingsUnsupportedError: the model makes no embeddings.
             EmptyTurnError: an input has no token.
-            InputTooLongError: one is longer than the window.
-            InvalidTurnError: the embeddings have fewer values.
-            ReportedError: they cannot be encoded, or a limit is reached, or they are not computed.
+            InputTooLongError: an input is longer than the window.
+            InvalidTurnError: the embeddings have fewer values than `dimensions`.
+            ReportedError: an input cannot be encoded or computed, or a limit is reached.
         """
         pooling = self._pooling
         if pooling is None:
@@ -145,7 +148,7 @@ class Embedder:
             )
         self._check_limits(tenant)
         encoded = [
-            await self._encode(given, place, pooling.prompt) for place, given in enumerate(inputs)
+            await self._encode(item, index, pooling.prompt) for index, item in enumerate(inputs)
         ]
         num_tokens = sum(map(len, encoded))
         reservation = self._limits.enter(tenant, num_tokens, "", time.monotonic_ns())
@@ -166,15 +169,16 @@ class Embedder:
         is_normalized = pooling.is_normalized
         return [_cut(each, dimensions, is_normalized=is_normalized) for each in found]
 
-    async def _encode(self, given: TextInput | TokenInput, place: int, prompt: str) -> list[int]:
-        if isinstance(given, TextInput):
-            given = TextInput(prompt + given.text)
-        token_ids = await self._prompts.encode_embedded(given)
+    async def _encode(self, item: TextInput | TokenInput, index: int, prompt: str) -> list[int]:
+        """Return an input's tokens; a text is encoded behind the model's prompt for embeddings."""
+        if isinstance(item, TextInput):
+            item = TextInput(prompt + item.text)
+        token_ids = await self._prompts.encode_embedded(item)
         if not token_ids:
-            raise EmptyTurnError(f"input {place} has no token", "leave it out")
+            raise EmptyTurnError(f"input {index} has no token", "leave it out")
         if len(token_ids) > self._window_tokens:
             raise InputTooLongError(
-                f"input {place} has {len(token_ids)} tokens, more than {self._window_tokens}",
+                f"input {index} has {len(token_ids)} tokens, more than {self._window_tokens}",
                 "send it in parts",
             )
         return token_ids
@@ -182,6 +186,7 @@ class Embedder:
     async def _embed_all(
         self, key: SessionKey, encoded: Sequence[list[int]], pooling: Pooling
     ) -> list[Embedding]:
+        """Embed all inputs, MOST_AT_ONCE at a time; cancel the others if one fails."""
         places = asyncio.Semaphore(MOST_AT_ONCE)
 
         async def embed(token_ids: list[int]) -> Embedding:
@@ -196,10 +201,12 @@ class Embedder:
                 task.cancel()
 
     async def _embed(self, key: SessionKey, token_ids: list[int], pooling: Pooling) -> Embedding:
+        """Compute one input in the engine, and return its pooled embedding."""
         number, pooler = next(self._numbers), Pooler(pooling, len(token_ids))
         request = EngineRequest(
             number=number,
-            key=key._replace(session_id=f"embedding {number}"),  # no client's session has a blank
+            # A client's session id cannot contain a blank: this one cannot be a client's.
+            key=key._replace(session_id=f"embedding {number}"),
             token_ids=list(token_ids),
             max_tokens=1,
             arrived_ns=time.monotonic_ns(),
@@ -217,7 +224,7 @@ class Embedder:
 
 
 def _cut(embedding: Embedding, dimensions: int | None, *, is_normalized: bool) -> Embedding:
-    """Keep the first values only, and give them length 1 again if all have it."""
+    """Keep the first values only, scaled to length 1 again if embeddings are normalized."""
     values = embedding.values[:dimensions]
     length = float(np.linalg.norm(values)) if is_normalized else 1.0
     return Embedding(values / np.float32(length or 1.0), embedding.num_tokens)

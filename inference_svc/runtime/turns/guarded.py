@@ -1,4 +1,7 @@
-"""What clients have written, with marks in place of what would become control tokens."""
+"""The texts of a client's turn, with marks in place of parts that would become control tokens.
+
+See `control_tokens.py` for the marks.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,12 +15,14 @@ from inference_svc.runtime.turns.control_tokens import ControlTokens
 
 @dataclass(frozen=True)
 class Guarded:
-    """See the module docstring.
+    """A turn's texts that are safe to render with the chat template.
 
     Attributes:
-        arguments: all of the template's.
-        beginning: of the answer; "": none.
-        marked: the parts that marks stand for.
+        messages: the messages, as templates take them.
+        tools: the tools, as templates take them.
+        arguments: all arguments of the template.
+        beginning: the beginning of the answer; "": none.
+        marked: the parts that marks stand for, by the marks' numbers.
     """
 
     messages: list[Message]
@@ -34,22 +39,29 @@ def guarded(
     arguments: Arguments,
     beginning: str,
 ) -> Guarded:
-    """Put marks into all texts of a turn.
+    """Put marks into all texts of a turn but the roles of messages, which the template checks.
+
+    Args:
+        control: finds the parts that would become control tokens.
+        messages: the messages, as templates take them.
+        tools: the tools, as templates take them.
+        arguments: all arguments of the template.
+        beginning: the beginning of the answer; "": none.
 
     Raises:
-        InvalidTurnError: a part cannot be spelled out.
+        InvalidTurnError: a part cannot be spelled out, or values are nested too deeply.
     """
     marked: list[str] = []
     try:
-        said: list[Message] = [
+        safe_messages: list[Message] = [
             {
                 name: value if name == "role" else _guarded(control, value, marked)
-                for name, value in one.items()
+                for name, value in message.items()
             }
-            for one in messages
+            for message in messages
         ]
         return Guarded(
-            said,
+            safe_messages,
             [_guarded(control, tool, marked) for tool in tools],
             _guarded(control, arguments, marked),
             control.guard(beginning, marked),
@@ -63,7 +75,7 @@ def guarded(
 
 
 def _guarded(control: ControlTokens, value: Any, marked: list[str]) -> Any:
-    """Return a value with marks in all texts of it, names of members included."""
+    """Return a JSON value with marks in all its strings, names of members included."""
     if isinstance(value, str):
         return control.guard(value, marked)
     if isinstance(value, Mapping):

@@ -1,14 +1,14 @@
-"""Keeps KV behind the edits of a conversation, as `reuse.edits` says: before its turn is queued.
+"""Keeps KV behind the edits of a conversation, as `reuse.edits` says, before its turn is queued.
 
-    for each kept run:  what precedes its seam is computed, and stored; then the store gives it the
-                        run's KV, of the session that the conversation resembles (a graft)
+    for each kept run:  the tokens before its seam are computed and stored; then the store grafts
+                        the run's KV, of the session that the conversation resembles, behind them
     then                the turn itself, which loads all of that
 
-So a turn with kept runs is several requests, one after the other, of the ordinary kind. Whatever
-goes wrong on the way is computed by the last one: a turn never fails for it. That the result is not
-what recomputation gives is the operator's choice (docs/quality.md).
+So a turn with kept runs is several ordinary requests, one after the other. If one of them fails,
+the last one computes what is missing: a turn never fails for its kept runs. The result differs from
+that of recomputation, which is the operator's choice (docs/quality.md).
 
-Invariant: the lineage of the turn's request is that of what the store was heard to have given.
+Invariant: the lineage of the turn's request is that of the grafts which the store has confirmed.
 """
 
 import time
@@ -38,35 +38,35 @@ NO_ANSWER = SamplingParams(max_tokens=1, ignore_eos=True)
 log = get_logger(__name__)
 
 
-class _Nobody:
-    """Takes the token that ends a request whose prompt alone matters."""
+class _NullSink:
+    """The sink of a request that is computed for its prompt's KV only."""
 
-    def started(self, request: EngineRequest) -> None:
+    def on_start(self, request: EngineRequest) -> None:
         """See TurnSink."""
 
-    def sampled(self, token: Sampled) -> bool:
+    def on_token(self, token: Sampled) -> bool:
         """See TurnSink."""
         del token
         return True
 
-    def window_full(self) -> None:
+    def on_window_full(self) -> None:
         """See TurnSink."""
 
 
 class EditKeeper:
-    """See the module docstring.
+    """Keeps KV behind edits: computes seams and has the store graft kept runs.
 
     Args:
-        graft: has a request's tokens computed and another session's KV follow: `EngineLoop.graft`.
-        store: says whether it offers grafts now.
-        transcripts: of all sessions.
-        text_thread: where contexts are compared.
-        numbers: of requests.
-        pays: whether tokens [start, end) of a context are better loaded than computed.
-        least_tokens: kept runs are at least so long.
+        graft: computes a request's tokens and grafts another session's KV: `EngineLoop.graft`.
+        store: the store, asked whether it can graft.
+        transcripts: the transcripts of all sessions.
+        text_thread: the thread on which contexts are compared.
+        numbers: numbers of engine requests, ascending.
+        pays: whether loading tokens [start, end) of a context pays against computing them.
+        least_tokens: least tokens of a kept run.
 
     Attributes:
-        policy: what is kept.
+        policy: which runs are kept; a reload sets it.
     """
 
     def __init__(
@@ -91,31 +91,31 @@ class EditKeeper:
         self._least_tokens = least_tokens
 
     async def keep(self, turn: Turn, prompt: Prompt, request: EngineRequest) -> None:
-        """Keep what may be of the context that a turn's request continues, and note it there.
+        """Graft the runs that may be kept, and note them in the turn's request. Does not raise.
 
         Args:
-            turn: that is about to be computed.
-            prompt: of the turn.
-            request: the turn's, not queued yet.
+            turn: the turn, about to be computed.
+            prompt: the turn's prompt.
+            request: the turn's request, not queued yet.
         """
         try:
             await self._keep(turn, prompt, request)
-        except Exception as error:  # whatever it is, the turn computes what was not kept
+        except Exception as error:  # after any failure the turn computes what was not kept
             if isinstance(error, ReportedError):
                 log.info("edit_not_kept", session=str(request.key), error=error.reason)
             else:
                 log.exception("edit_not_kept", session=str(request.key))
 
     async def _keep(self, turn: Turn, prompt: Prompt, request: EngineRequest) -> None:
-        """Do what `keep` says.
+        """Graft as `keep` does.
 
         Raises:
-            Exception: it ends there; what was noted until then holds.
+            Exception: a graft failed; those before it stay valid.
         """
-        old = await self._edited(turn, prompt)
-        if old is None:
+        edited = await self._find_edited(turn, prompt)
+        if edited is None:
             return
-        source_key, source = old
+        source_key, source = edited
         runs = await self._thread.run(
             runs_to_keep,
             source,
@@ -133,8 +133,8 @@ class EditKeeper:
             finally:
                 request.ahead_s += (time.monotonic_ns() - began_ns) / NS_PER_S
 
-    async def _edited(self, turn: Turn, prompt: Prompt) -> tuple[SessionKey, Context] | None:
-        """Return the context that a conversation has edited; None: there is nothing to keep of."""
+    async def _find_edited(self, turn: Turn, prompt: Prompt) -> tuple[SessionKey, Context] | None:
+        """Return the session that a conversation has edited, and its context; None: none."""
         submission = turn.submission
         resembled, key = submission.resembles, submission.key
         if not self.policy.keeps or resembled is None or prompt.ranges:
@@ -154,26 +154,33 @@ class EditKeeper:
         source_key: SessionKey,
         source: Context,
     ) -> None:
-        """Compute what precedes a seam, and have the run follow it.
+        """Compute the tokens before a seam, and graft the run behind them.
+
+        Args:
+            turn: the turn.
+            request: the turn's request; the graft is noted there.
+            run: the kept run.
+            source_key: the session that has the run's KV.
+            source: that session's context.
 
         Raises:
-            ReportedError: it could not be computed.
+            ReportedError: the tokens could not be computed.
         """
         seam, lineage = run.start, request.lineage or WHOLE
         token_ids = request.token_ids[:seam]
-        given = GraftSource(
+        graft_source = GraftSource(
             source_key,
             as_token_bytes(source.computed_ids),
             source.lineage,
             run.source_start,
             run.source_end,
         )
-        leading = self._leading(turn, request, seam)
-        num_tokens = await self._graft_tokens(leading, given)
+        leading = self._make_leading_request(turn, request, seam)
+        num_tokens = await self._graft_tokens(leading, graft_source)
         request.ahead_tokens += seam - leading.outcome.tokens
         if not num_tokens:
             return
-        lineage = given.lineage_after(as_token_bytes(token_ids), lineage)
+        lineage = graft_source.lineage_after(as_token_bytes(token_ids), lineage)
         request.lineage = lineage
         request.history_tokens = max(request.history_tokens, seam + num_tokens)
         request.grafts.append(
@@ -187,8 +194,8 @@ class EditKeeper:
             )
         )
 
-    def _leading(self, turn: Turn, request: EngineRequest, seam: int) -> EngineRequest:
-        """Make the request of the tokens before a seam."""
+    def _make_leading_request(self, turn: Turn, request: EngineRequest, seam: int) -> EngineRequest:
+        """Make the request that computes the tokens before a seam."""
         return EngineRequest(
             number=next(self._numbers),
             key=request.key,
@@ -201,6 +208,6 @@ class EditKeeper:
             deadline_ns=turn.deadline_ns,
             lineage=request.lineage,
             sampler=Sampler(NO_ANSWER, frozenset()),
-            sink=_Nobody(),
+            sink=_NullSink(),
             input_tokens=seam,
         )

@@ -1,13 +1,13 @@
-"""Transcripts on this server: the file of each session, and the last ones in memory.
+"""Transcripts on this server: the file of each session, and the last used ones in memory.
 
-Who calls for a session has its lock, but for `cached`. What becomes of failing writes is
-`disk_trouble.py`'s business.
+The caller of a method for a session has the session's lock, except for `cache`. `disk_trouble.py`
+handles writes that fail.
 
 Invariants:
     1. a transcript in memory is never ahead of its file;
     2. the cache is bounded; what is evicted from it is read again;
     3. once they are counted, the sessions of each tenant are those that have a file;
-    4. a file that has nothing in it is no session, and does not stay.
+    4. an empty file is no session, and is removed.
 """
 
 import asyncio
@@ -21,20 +21,20 @@ from shared.process.log import get_logger
 from shared.types.errors import ReportedError
 from shared.types.session_key import SessionKey
 
-MAX_CACHED_TOKENS = 8_000_000  # about half a gigabyte of Python integers at the very worst
+MAX_CACHED_TOKENS = 8_000_000  # about half a gigabyte of Python integers at worst
 
 log = get_logger(__name__)
 
 
 class LocalTranscripts:
-    """See the module docstring.
+    """The transcripts of this server's sessions: files, cache and counts.
 
     Args:
-        files: of the transcripts.
-        max_cached_tokens: bound of the transcripts in memory.
+        files: the files of the transcripts.
+        max_cached_tokens: most tokens of the transcripts in memory.
 
     Attributes:
-        files: likewise.
+        files: the files of the transcripts.
         cache: the transcripts in memory.
         trouble: failures of the disk.
     """
@@ -46,7 +46,7 @@ class LocalTranscripts:
         self._num_sessions: Counter[str] = Counter()
 
     def count_sessions(self) -> None:
-        """Count each tenant's sessions; blocks for as long as reading every file's first line.
+        """Count each tenant's sessions; blocks while the first line of every file is read.
 
         Files that a crash left empty are removed.
         """
@@ -62,10 +62,10 @@ class LocalTranscripts:
         Raises:
             TranscriptUnavailableError: it cannot be read.
         """
-        return self.cache.get(key) or await self._read(key)
+        return self.cache.get(key) or await self._load(key)
 
-    async def whole(self, key: SessionKey) -> bytes | None:
-        """Return a file; None: there is none.
+    async def read(self, key: SessionKey) -> bytes | None:
+        """Return the bytes of a session's file; None: there is none.
 
         Raises:
             TranscriptUnavailableError: it cannot be read.
@@ -73,46 +73,51 @@ class LocalTranscripts:
         try:
             return await self.files.read(key)
         except OSError as error:
-            raise self.failed(key, error, "read") from error
+            raise self.record_failure(key, error, "read") from error
 
     async def append(self, key: SessionKey, lines: bytes, begin: Callable[[], bytes]) -> None:
-        """Add lines to a file, or begin it with all of a transcript.
+        """Append lines to a session's file, or begin it with the whole transcript.
+
+        Args:
+            key: the session's key.
+            lines: the lines to append.
+            begin: makes the whole file, if there is none yet.
 
         Raises:
-            OSError: the file is what it was.
+            OSError: nothing was written; the file is unchanged.
         """
         if await self.files.append(key, lines, begin):
             self._num_sessions[key.tenant] += 1
-            self.trouble.opened()
+            self.trouble.record_room()
 
-    async def take(
+    async def replace(
         self, key: SessionKey, data: bytes, transcript: Transcript, *, sets_aside: bool
     ) -> None:
-        """Put a file in place of the one that there is, or begin with it.
+        """Replace a session's file, or make it.
 
         Args:
-            key: the session's.
-            data: the file.
-            transcript: that it has.
-            sets_aside: whether the one that there is stays beside it.
+            key: the session's key.
+            data: the new file.
+            transcript: the transcript in it.
+            sets_aside: whether to keep the old file under another name.
 
         Raises:
             TranscriptUnavailableError: it cannot be written.
         """
         self.cache.drop(key)
-        opens = await self.whole(key) is None
+        opens = await self.read(key) is None
         try:
             if sets_aside:
                 aside = await self.files.set_aside(key)
                 log.warning("transcript_diverged", session=str(key), moved_to=str(aside))
             await self.files.replace(key, data)
         except OSError as error:
-            raise self.failed(key, error, "write") from error
+            raise self.record_failure(key, error, "write") from error
         self._num_sessions[key.tenant] += opens
         self.cache.keep(key, transcript)
 
     async def remove(self, key: SessionKey) -> None:
-        """Remove a file that there is.
+        """Remove a session's file, which exists.
 
         Raises:
             OSError: it is still there.
@@ -121,13 +126,13 @@ class LocalTranscripts:
         await self.files.remove(key)
         self._num_sessions[key.tenant] -= 1
 
-    def failed(self, key: SessionKey, error: OSError, kind: str) -> ReportedError:
-        """Return what a read or a write of a session's file failed with, as it is reported."""
-        return self.trouble.failed(key.session_id, self.files.path(key), error, kind)
+    def record_failure(self, key: SessionKey, error: OSError, kind: str) -> ReportedError:
+        """Record that reading or writing a session's file failed; return the client's error."""
+        return self.trouble.record_failure(key.session_id, self.files.path(key), error, kind)
 
-    async def _read(self, key: SessionKey) -> Transcript | None:
+    async def _load(self, key: SessionKey) -> Transcript | None:
         """Read a file into the cache; a torn last line is cut off, so that appending is safe."""
-        data = await self.whole(key)
+        data = await self.read(key)
         if data is None:
             return None
         transcript, good_bytes = await asyncio.to_thread(decode_transcript, data)
@@ -136,19 +141,19 @@ class LocalTranscripts:
             try:
                 await self.files.cut(key, good_bytes)
             except OSError as error:
-                raise self.failed(key, error, "write") from error
+                raise self.record_failure(key, error, "write") from error
         if transcript is not None:
             self.cache.keep(key, transcript)
         return transcript
 
 
 class TranscriptCache:
-    """Transcripts in memory: those that were used last, as many as their tokens allow.
+    """An LRU cache of transcripts, bounded by their tokens.
 
-    The one that was kept last stays, however long it is.
+    The transcript that was kept last stays, even if it alone exceeds the bound.
 
     Args:
-        max_tokens: bound of all of them together.
+        max_tokens: most tokens of all of them together.
     """
 
     def __init__(self, max_tokens: int = MAX_CACHED_TOKENS) -> None:
@@ -157,14 +162,14 @@ class TranscriptCache:
         self._transcripts: OrderedDict[SessionKey, Transcript] = OrderedDict()
 
     def get(self, key: SessionKey) -> Transcript | None:
-        """Return a session's transcript, if it is here."""
+        """Return a session's transcript; None: it is not cached."""
         transcript = self._transcripts.get(key)
         if transcript is not None:
             self._transcripts.move_to_end(key)
         return transcript
 
     def keep(self, key: SessionKey, transcript: Transcript) -> None:
-        """Put a transcript in place of the session's, if there is one; others may go for it."""
+        """Cache a session's transcript; the least recently used ones are evicted for it."""
         self.drop(key)
         self._transcripts[key] = transcript
         self._num_tokens += transcript.num_tokens
@@ -172,11 +177,11 @@ class TranscriptCache:
             self.drop(next(iter(self._transcripts)))
 
     def drop(self, key: SessionKey) -> None:
-        """Drop a session's transcript, if it is here."""
+        """Drop a session's transcript, if it is cached."""
         transcript = self._transcripts.pop(key, None)
         if transcript is not None:
             self._num_tokens -= transcript.num_tokens
 
     def keys(self) -> list[SessionKey]:
-        """Return whose transcripts are here, the one that was used last at the end."""
+        """Return the sessions whose transcripts are cached, the last used one at the end."""
         return list(self._transcripts)

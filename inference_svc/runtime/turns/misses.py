@@ -1,6 +1,6 @@
-"""Compares a conversation with the session that it resembles: why it missed the cache.
+"""Explains cache misses: compares a conversation with the session that it resembles.
 
-Done when the answer has come, on the thread that encodes: nobody waits for it to begin.
+The comparison runs on the thread that encodes, after the answer is complete: it delays no token.
 """
 
 from dataclasses import dataclass, replace
@@ -27,9 +27,9 @@ from inference_svc.runtime.worker_thread import WorkerThread
 from shared.types.errors import ReportedError
 from shared.types.session_key import SessionKey
 
-COMMON_TOKENS = 24  # before a difference: a date may begin in them
-FOLLOWING_TOKENS = 48
-CHANNELS = ("analysis",)  # what a model thinks, where the answer is written in channels
+COMMON_TOKENS = 24  # shown before a difference: a date that differs may begin in them
+FOLLOWING_TOKENS = 48  # shown behind it
+CHANNELS = ("analysis",)  # channels of thoughts, of models that write answers in channels
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,11 @@ class ExplainedMiss:
 
     Attributes:
         turn: index of the turn.
-        miss: what is recorded of it.
-        told: what its cause means.
-        common: the last text that both conversations have.
-        was: what the resembled session has behind it; "": that is not known any more.
-        now: what the conversation has there.
+        miss: the miss as it is recorded.
+        told: an explanation of its cause.
+        common: the last text that both conversations have in common.
+        was: the resembled session's text behind that; "": it is not known any more.
+        now: the conversation's text there.
     """
 
     turn: int
@@ -54,12 +54,12 @@ class ExplainedMiss:
 
 
 class MissExplainer:
-    """See the module docstring.
+    """Finds and explains the causes of cache misses.
 
     Args:
-        transcripts: of all sessions.
-        text: decodes; used on its thread alone.
-        text_thread: that thread.
+        transcripts: the transcripts of all sessions.
+        text: decodes tokens; used on `text_thread` only.
+        text_thread: the thread that encodes and decodes.
     """
 
     def __init__(
@@ -70,30 +70,30 @@ class MissExplainer:
         self._thread = text_thread
 
     async def find(self, submission: Submission, prompt: Prompt) -> CacheMiss | None:
-        """Return why a turn's conversation is not the one that it resembles.
+        """Find where a turn's conversation differs from the session that it resembles.
 
         Returns:
-            the miss, whose `lost_tokens` are all that could have been reused; None: it resembles
-            none, or does not differ.
+            The miss, whose `lost_tokens` are all that could have been reused; None: the
+            conversation resembles no session, or does not differ.
         """
         resembled = submission.resembles
         if resembled is None or not isinstance(submission.input, ChatInput):
             return None
-        given = submission.input
+        chat = submission.input
         other = await find_resembled(self._transcripts, submission.key, resembled)
-        return await self._thread.run(self._compare, submission, given, resembled, prompt, other)
+        return await self._thread.run(self._compare, submission, chat, resembled, prompt, other)
 
     async def explain(self, transcript: Transcript, turn: int | None = None) -> ExplainedMiss:
-        """Show why a turn missed the cache.
+        """Explain why a turn missed the cache, with the texts that differ.
 
         Args:
-            transcript: of its session.
-            turn: its index; None: the last one that missed.
+            transcript: the transcript of the turn's session.
+            turn: the turn's index; None: the last turn that missed.
 
         Raises:
             UnknownTurnError: there is no such turn, or it missed nothing.
         """
-        record, miss = _missed(transcript, turn)
+        record, miss = _find_miss(transcript, turn)
         header = transcript.header
         key = header.key
         resembled = Resembled(miss.session_id, miss.turns)
@@ -113,19 +113,20 @@ class MissExplainer:
             record.turn,
             miss,
             describe_cause(miss.cause),
-            *[await self._thread.run(self._decode, one) for one in spans],
+            *[await self._thread.run(self._decode, span) for span in spans],
         )
 
     def _compare(
         self,
         submission: Submission,
-        given: ChatInput,
+        chat: ChatInput,
         resembled: Resembled,
         prompt: Prompt,
         other: Transcript | None,
     ) -> CacheMiss | None:
-        starts, num_messages = self._starts(prompt), len(given.messages)
-        num_after = _num_after_answer(given)
+        """Compare two conversations, on the text thread; `other` None: the other one is gone."""
+        starts, num_messages = self._starts(prompt), len(chat.messages)
+        num_after = _num_after_answer(chat)
         has_starts = message_index(starts, 0, num_messages) is not None
         ids = prompt.context.token_ids
         end = len(prompt.before.without(prompt.ranges).token_ids) + (
@@ -140,7 +141,7 @@ class MissExplainer:
             return None
         first = len(ids) - len(prompt.input_ids)
         index = message_index(starts, at - first, num_messages)
-        role = given.messages[index].role if index is not None else ""
+        role = chat.messages[index].role if index is not None else ""
         in_opening = at < max(context.system_tokens, prompt.context.system_tokens)
         arguments = other.template_arguments or ""
         cause = cause_of(
@@ -166,6 +167,7 @@ class MissExplainer:
         )
 
     def _wording(self, tools_digest: str, arguments: str, context: Context, at: int) -> Wording:
+        """Return the texts of a context that are compared, around position `at`."""
         ids = context.token_ids
         return Wording(
             tools_digest,
@@ -175,11 +177,12 @@ class MissExplainer:
         )
 
     def _starts(self, prompt: Prompt) -> list[int]:
-        """Return where the messages of the input begin, and the answer."""
+        """Return the positions in the input at which its messages and the answer begin."""
         framed = bytes([not prompt.is_text]) * len(prompt.input_ids)
         return self._text.frame_tokens.starts(prompt.input_ids, framed)
 
     def _thoughts(self) -> tuple[str, ...]:
+        """Return the marks that begin a thought."""
         marks = self._text.thoughts
         if marks is not None:
             return (marks.opening,)
@@ -195,15 +198,15 @@ async def find_resembled(
     """Return a session as it was after the turns that a conversation resembles; None: it is gone.
 
     Args:
-        transcripts: of all sessions.
-        key: of the conversation's own session: the other one is the same tenant's and model's.
-        resembled: which one it is.
+        transcripts: the transcripts of all sessions.
+        key: the key of the conversation's own session; the other one has its tenant and model.
+        resembled: the id of the other session, and the number of its turns.
     """
     if not resembled.session_id:
         return None
     try:
         found = await transcripts.find(key._replace(session_id=resembled.session_id))
-    except ReportedError:  # it is damaged: as good as gone
+    except ReportedError:  # a damaged transcript counts as gone
         return None
     if found is None or len(found.turns) < resembled.turns:
         return None
@@ -211,7 +214,10 @@ async def find_resembled(
 
 
 def with_miss(record: TurnRecord, miss: CacheMiss | None) -> TurnRecord:
-    """Add a miss to a record: what of it was computed after all; nothing, and it was none."""
+    """Add a miss to a record, if tokens were computed for it; `miss` None: there was none.
+
+    Tokens that were reused in spite of the miss are not counted as lost.
+    """
     usage = record.usage
     if miss is None:
         return record
@@ -224,7 +230,7 @@ def with_miss(record: TurnRecord, miss: CacheMiss | None) -> TurnRecord:
 
 
 def _recomputed(usage: Usage) -> CacheMiss | None:
-    """Return the miss of a turn that continued its session, whose KV was not to be had."""
+    """Return the miss of a turn that continued its session, but had to recompute history."""
     lost_tokens = usage.recomputed_tokens
     if not lost_tokens:
         return None
@@ -233,17 +239,18 @@ def _recomputed(usage: Usage) -> CacheMiss | None:
 
 
 def _seconds_of(num_tokens: int, usage: Usage) -> float:
-    """Return the part of the prefill that so many of its tokens took."""
+    """Return the seconds of the prefill that some of its tokens took."""
     return usage.prefill_s * num_tokens / (usage.recomputed_tokens + usage.new_tokens)
 
 
-def _num_after_answer(given: ChatInput) -> int:
+def _num_after_answer(chat: ChatInput) -> int:
     """Return how many of the messages follow the last answer among them."""
-    roles = [message.role for message in given.messages]
+    roles = [message.role for message in chat.messages]
     return roles[::-1].index(ASSISTANT) if ASSISTANT in roles else len(roles)
 
 
-def _missed(transcript: Transcript, turn: int | None) -> tuple[TurnRecord, CacheMiss]:
+def _find_miss(transcript: Transcript, turn: int | None) -> tuple[TurnRecord, CacheMiss]:
+    """Return the record of a turn that missed the cache, the last one if None, and its miss."""
     for record in reversed(transcript.turns):
         miss = record.usage.miss or _recomputed(record.usage)
         if miss is not None and turn in (None, record.turn):

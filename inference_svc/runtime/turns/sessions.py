@@ -1,4 +1,4 @@
-"""Changes of sessions outside of turns: they are read, forked, cut, ended and deleted.
+"""Sessions outside of their turns: reading, forking, discarding, ending and deleting them.
 
 Invariant: a session that is being changed has no turn under way, and gets none meanwhile.
 """
@@ -40,11 +40,15 @@ log = get_logger(__name__)
 
 
 class Sessions:
-    """See the module docstring.
+    """Reads and changes sessions that have no turn under way.
 
     Args:
+        transcripts: the transcripts of all sessions.
+        engine: drops and reports the sessions' KV.
         session_turns: the turns under way, by session.
-        tasks: the task group in which changes run to the end, also if the caller leaves.
+        limits: the tenants' limits.
+        counters: the service's counters.
+        tasks: the task group in which changes run to their end, also if the caller is cancelled.
     """
 
     def __init__(
@@ -62,29 +66,29 @@ class Sessions:
         self._limits = limits
         self._counters = counters
         self._tasks = tasks
-        self._held: set[SessionKey] = set()  # sessions that are being changed
+        self._changing: set[SessionKey] = set()
 
     @property
     def histories(self) -> SharedHistories | None:
-        """Of sessions that no client has named, where services share these; else None."""
+        """Histories of unnamed sessions in the shared object store; None: they are not shared."""
         sharing = self._transcripts.sharing
         return sharing.histories if sharing is not None else None
 
     @property
     def responses(self) -> SharedResponses | None:
-        """That are stored, where services share an object store; else None."""
+        """Stored responses in the shared object store; None: there is no shared store."""
         sharing = self._transcripts.sharing
         return sharing.responses if sharing is not None else None
 
     @property
     def conversations(self) -> SharedConversations | None:
-        """Of the HTTP API, where services share an object store; else None."""
+        """The HTTP API's conversations in the shared store; None: there is no shared store."""
         sharing = self._transcripts.sharing
         return sharing.conversations if sharing is not None else None
 
     @contextmanager
-    def accompanied(self, companion: Companion) -> Iterator[None]:
-        """Inside, have somebody look after what else is in the store that services share."""
+    def with_companion(self, companion: Companion) -> Iterator[None]:
+        """Inside, call a companion whenever transcripts are synchronised with the shared store."""
         sharing = self._transcripts.sharing
         companions = [] if sharing is None else sharing.companions
         companions.append(companion)
@@ -94,17 +98,17 @@ class Sessions:
             companions.remove(companion)
 
     def is_shared(self, key: SessionKey) -> bool:
-        """Whether a session goes to an object store that services share."""
+        """Whether a session is kept in the shared object store, too."""
         sharing = self._transcripts.sharing
         return sharing is not None and sharing.is_shared(key)
 
-    def check_not_held(self, key: SessionKey) -> None:
-        """Check that a turn of a session may begin.
+    def check_unchanged(self, key: SessionKey) -> None:
+        """Check that a session is not being changed, so that a turn of it may begin.
 
         Raises:
             SessionBusyError: the session is being changed.
         """
-        if key in self._held:
+        if key in self._changing:
             raise _busy(key)
 
     async def get(
@@ -114,29 +118,35 @@ class Sessions:
 
         Args:
             key: the session's key.
-            is_fresh: with what other services have added to it, where they share an object store.
-            must_know: as `TranscriptStore.refresh` has it.
+            is_fresh: whether to fetch first what other services have added to it.
+            must_know: whether to fail if the shared store is silent: `TranscriptStore.refresh`.
 
         Raises:
             UnknownSessionError: there is no such session.
-            TranscriptUnavailableError: nobody knows whether there is.
+            TranscriptUnavailableError: it cannot be known whether there is.
         """
         if is_fresh:
             await self._transcripts.refresh(key, must_know=must_know)
-        is_busy = key in self._held or self._session_turns.is_busy(key)
+        is_busy = key in self._changing or self._session_turns.is_busy(key)
         return await self._transcripts.get(key), is_busy
 
     async def fork(
         self, key: SessionKey, at_turn: int | None, new_session_id: str, *, is_local: bool = False
     ) -> Transcript:
-        """Start a session from another's first turns (all of them if at_turn is None).
+        """Start a session from another's first turns.
 
         Args:
-            key: the other one's.
-            at_turn: how many of its turns.
-            new_session_id: the new one's.
-            is_local: whether it is made of what is here, under a name that nobody else has, and
-                stays here until its next turn.
+            key: the other session's key.
+            at_turn: how many of its turns; None: all.
+            new_session_id: the new session's id.
+            is_local: whether the new session is made from the local transcript, under an id that
+                is known to be unused, and stays local until its next turn.
+
+        Raises:
+            UnknownSessionError: there is no such session.
+            UnknownTurnError: it has fewer turns.
+            SessionExistsError: the new session exists already.
+            ReportedError: the tenant has as many sessions as it may have.
         """
         if not is_local:
             await self._transcripts.refresh(key)
@@ -155,7 +165,7 @@ class Sessions:
         fork = partial(self._transcripts.fork, key, new_session_id, last_turn, is_local=is_local)
         if not is_local:
             await self._transcripts.refresh(new_key)
-        with self._opening(new_key):
+        with self._count_open(new_key):
             forked = await self._change(new_key, fork)
         if forked is None:
             raise exists
@@ -173,27 +183,27 @@ class Sessions:
 
         await self._change(key, delete)
 
-    async def let_go(self, key: SessionKey) -> None:
+    async def release(self, key: SessionKey) -> None:
         """Remove a session that has no turn under way, and its KV.
 
-        Where services share an object store, and another one has gone on with it, it is removed
-        here alone; its KV stays, and is evicted like any other.
+        If another service that shares the object store has added turns to it, it is removed only
+        here; its KV stays, and is evicted like any other.
         """
 
-        async def let_go() -> None:
+        async def release() -> None:
             transcript = await self._transcripts.get(key)
-            if await self._transcripts.let_go(key):
+            if await self._transcripts.release(key):
                 await self._engine.forget(key, transcript.context.token_ids)
 
-        await self._change(key, let_go)
+        await self._change(key, release)
 
     async def discard(
         self, key: SessionKey, ranges: Sequence[Range], expected: ExpectedSession
     ) -> tuple[int, int]:
-        """Drop tokens of a session's context; return how many are left, and how many went.
+        """Drop tokens of a session's context; return how many are left, and how many were dropped.
 
-        It is recorded before it takes effect: a crash in between leaves KV that is recomputed. Once
-        begun it is done, whether or not the caller waits for it.
+        The discard is recorded before it takes effect: after a crash in between, the KV is
+        recomputed. Once begun it runs to its end, even if the caller is cancelled.
 
         Args:
             key: the session's key.
@@ -203,7 +213,7 @@ class Sessions:
         Raises:
             SessionBusyError: a turn is under way.
             TurnMismatchError: the session is not as the client believes.
-            InvalidDiscardError: there are no ranges, or they are not of the context.
+            InvalidDiscardError: there are no ranges, or they are outside the context.
         """
 
         async def discard() -> tuple[int, int]:
@@ -225,7 +235,7 @@ class Sessions:
         return await self._change(key, discard)
 
     async def end(self, key: SessionKey) -> None:
-        """Take no further turn of a session that has none under way; its KV is not needed."""
+        """End a session that has no turn under way: it takes no further one, its KV may go."""
 
         async def end() -> None:
             await self._transcripts.refresh(key)
@@ -237,19 +247,19 @@ class Sessions:
     async def expect(
         self, key: SessionKey, awaited_tools: Iterable[str] = (), *, superseded: bool = False
     ) -> None:
-        """Report to the store what is likely to become of a session; returns when it has been told.
+        """Report to the store how soon a session is likely to return; return when that is done.
 
-        Nobody waits for it: a turn that comes meanwhile is what was expected.
+        The session is not locked: a turn that comes meanwhile makes the report unnecessary.
 
         Args:
             key: the session's key.
             awaited_tools: names of tools that its last answer calls.
-            superseded: whether another session goes on in its place.
+            superseded: whether another session continues the conversation in its place.
 
         Raises:
-            InvalidToolNamesError: too many names, or some that cannot be.
+            InvalidToolNamesError: there are too many names, or invalid ones.
             UnknownSessionError: there is no such session.
-            SessionBusyError: a turn is under way, or a change: it is used again.
+            SessionBusyError: a turn or a change is under way, so that the session has returned.
         """
         names = checked_tools(awaited_tools)
         await self._transcripts.get(key)
@@ -258,8 +268,8 @@ class Sessions:
         await self._engine.expect(key, names, superseded=superseded)
 
     @contextmanager
-    def _opening(self, key: SessionKey) -> Iterator[None]:
-        """Count a session that is opened by a fork against its tenant's limits.
+    def _count_open(self, key: SessionKey) -> Iterator[None]:
+        """Count a session that a fork opens against its tenant's limits.
 
         Raises:
             ReportedError: the tenant has as many sessions as it may have.
@@ -277,19 +287,20 @@ class Sessions:
             self._limits.end_opening(tenant, key.session_id)
 
     async def _change(self, key: SessionKey, change: Callable[[], Awaitable[T]]) -> T:
-        """Change a session that has no turn under way, to the end: also if the caller leaves.
+        """Change a session that has no turn under way; it gets none until the change ends.
 
-        Nobody else uses the session meanwhile.
+        The change runs to its end, even if the caller is cancelled.
 
         Raises:
-            SessionBusyError: a turn is under way, or another change.
+            SessionBusyError: a turn or another change is under way.
+            Exception: as `change` raises.
         """
         if self._is_busy(key):
             raise _busy(key)
         task = self._tasks.create_task(_outcome(key, change))
-        self._held.add(key)
+        self._changing.add(key)
         # Not a `finally` in the task: a task cancelled before its first step never gets there.
-        task.add_done_callback(lambda _: self._held.discard(key))
+        task.add_done_callback(lambda _: self._changing.discard(key))
         result, error = await asyncio.shield(task)
         if error is not None:
             raise error
@@ -297,13 +308,13 @@ class Sessions:
         return changed
 
     def _is_busy(self, key: SessionKey) -> bool:
-        return bool(self._session_turns.of(key)) or key in self._held
+        return bool(self._session_turns.of(key)) or key in self._changing
 
 
 async def _outcome(
     key: SessionKey, change: Callable[[], Awaitable[T]]
 ) -> tuple[tuple[T, ...], Exception | None]:
-    """Return a change's result or its error: a task that raised would end its group."""
+    """Return a change's result, or its error: a task that raised would end its task group."""
     try:
         return (await change(),), None
     except Exception as error:

@@ -1,11 +1,12 @@
-"""Conversations in an object store, where several services have one of each: the newest.
+"""Conversations of the HTTP API in an object store that services share: the newest of each.
 
     v1/conversations/TENANT/CONVERSATION/NUMBER    versions of one (shared/blobs/register.py)
 
     value = eight random bytes, then the entry (conversation_entry.py), sealed if there is a key;
-            nothing behind them: the conversation was deleted
+            no entry behind them: the conversation was deleted
 
-Who changes a conversation replaces the version that he has seen, or is told that somebody else has.
+A service that changes a conversation replaces the version that it has seen; if another service has
+replaced that already, it gets an OvertakenError.
 """
 
 import asyncio
@@ -26,8 +27,8 @@ from shared.blobs.register import Register, Seen
 from shared.blobs.release import CONVERSATIONS, DELETED_BYTES, stored_name
 from shared.encryption.sealer import PLAIN, SealBrokenError, Sealer
 
-MAX_SEEN = 100_000  # versions that are noted: else a change costs one request more
-TRIES = 5  # to delete what others change
+MAX_SEEN = 100_000  # most versions that are noted; without one a change costs one more request
+TRIES = 5  # attempts to delete a conversation that other services change meanwhile
 
 
 @dataclass(frozen=True)
@@ -35,8 +36,8 @@ class SharedConversation:
     """A conversation as the store has it.
 
     Attributes:
-        number: of its version.
-        entry: what it is; None: it was deleted.
+        number: the number of its version.
+        entry: the conversation; None: it was deleted.
     """
 
     number: int
@@ -44,11 +45,11 @@ class SharedConversation:
 
 
 class SharedConversations:
-    """See the module docstring. Methods are called on the event loop.
+    """Reads, replaces and deletes conversations. Methods are called on the event loop.
 
     Args:
-        calls: to the store.
-        sealer: of what is put there.
+        calls: the calls to the store.
+        sealer: seals and opens values there.
     """
 
     def __init__(self, calls: StoreCalls, sealer: Sealer = PLAIN) -> None:
@@ -65,7 +66,7 @@ class SharedConversations:
         """Return the number of the newest version; 0: there is none.
 
         Raises:
-            StoreSilentError: nobody knows.
+            StoreSilentError: it is not known.
         """
         place = place_of(tenant, conversation_id)
         seen = await self._calls.call("looked", lambda store: Register(store, place).look())
@@ -73,11 +74,14 @@ class SharedConversations:
         return seen.number
 
     async def read(self, tenant: str, conversation_id: str) -> SharedConversation | None:
-        """Return the newest; None: there never was one, or it was deleted long ago.
+        """Return the newest version of a conversation.
+
+        Returns:
+            The version; None: there never was one, or it was deleted long ago.
 
         Raises:
-            StoreSilentError: nobody knows.
-            TranscriptDamagedError: it is not what was put there.
+            StoreSilentError: it is not known.
+            TranscriptDamagedError: the value is damaged, or another conversation's.
             TranscriptSealedError: it was sealed by a key that this service does not have.
         """
         place = place_of(tenant, conversation_id)
@@ -85,29 +89,29 @@ class SharedConversations:
         if version is None:
             return None
         self._note(place, version.seen)
-        entry = await asyncio.to_thread(self._decoded, version.data, place)
+        entry = await asyncio.to_thread(self._decode, version.data, place)
         if entry is not None and (entry.tenant, entry.conversation) != (tenant, conversation_id):
-            raise _damaged(conversation_id)
+            raise _damaged_error(conversation_id)
         if entry is None and len(version.data) != DELETED_BYTES:
-            raise _damaged(conversation_id)
+            raise _damaged_error(conversation_id)
         return SharedConversation(version.seen.number, entry)
 
     async def replace(self, number: int, entry: ConversationEntry) -> int | None:
-        """Put a conversation in place of a version; returns its own version's number.
+        """Replace a version of a conversation.
 
         Args:
-            number: of the version that it comes from; 0: there was none.
-            entry: the conversation.
+            number: the number of the version that was changed; 0: there was none.
+            entry: the changed conversation.
 
         Returns:
-            None: it is too long, and stays where it is.
+            The number of the new version; None: the entry is too long, nothing was replaced.
 
         Raises:
-            OvertakenError: another service has changed it.
-            StoreSilentError: nobody knows whether it was replaced.
+            OvertakenError: another service has changed the conversation.
+            StoreSilentError: it is not known whether it was replaced.
         """
         place = place_of(entry.tenant, entry.conversation)
-        value = await asyncio.to_thread(self._encoded, entry, place)
+        value = await asyncio.to_thread(self._encode, entry, place)
         if value is None:
             return None
         known = self._seen.get(place)
@@ -118,10 +122,11 @@ class SharedConversations:
         return seen.number
 
     async def delete(self, tenant: str, conversation_id: str) -> None:
-        """Say that a conversation is deleted, whatever others make of it meanwhile.
+        """Mark a conversation as deleted, even if other services change it meanwhile.
 
         Raises:
-            StoreSilentError: nobody knows whether it is.
+            OvertakenError: other services have changed it at each of TRIES attempts.
+            StoreSilentError: it is not known whether it is marked.
         """
         place = place_of(tenant, conversation_id)
         await self._calls.call("replaced", lambda store: _delete(Register(store, place)))
@@ -130,23 +135,25 @@ class SharedConversations:
         """Return the places of conversations that were deleted.
 
         Raises:
-            StoreSilentError: nobody knows.
+            StoreSilentError: it is not known.
         """
         return await self._calls.call(
             "looked", lambda store: frozenset(deleted_places(store, CONVERSATIONS)), is_long=True
         )
 
     def _note(self, place: str, seen: Seen) -> None:
+        """Remember the newest known version of a conversation."""
         self._seen[place] = seen
         self._seen.move_to_end(place)
         if len(self._seen) > MAX_SEEN:
             self._seen.popitem(last=False)
 
-    def _encoded(self, entry: ConversationEntry, place: str) -> bytes | None:
+    def _encode(self, entry: ConversationEntry, place: str) -> bytes | None:
         data = encode_conversation(entry)
-        return None if data is None else _unlike_others(self._sealer.seal(data, place))
+        return None if data is None else _with_nonce(self._sealer.seal(data, place))
 
-    def _decoded(self, value: bytes, place: str) -> ConversationEntry | None:
+    def _decode(self, value: bytes, place: str) -> ConversationEntry | None:
+        """Return the entry of a register's value; None: there is none, or it is damaged."""
         try:
             return decode_conversation(open_value(self._sealer, value[DELETED_BYTES:], place))
         except SealBrokenError:
@@ -154,11 +161,12 @@ class SharedConversations:
 
 
 def place_of(tenant: str, conversation_id: str) -> str:
-    """Return the beginning of the names of a conversation's versions."""
+    """Return the place of a conversation: the beginning of its versions' names."""
     return f"{CONVERSATIONS}/{stored_name(tenant)}/{stored_name(conversation_id)}"
 
 
 def _replace(register: Register, known: Seen | None, number: int, value: bytes) -> Seen:
+    """Replace the version with this number; `known`: the newest version noted here, if any."""
     before = known if known is not None and known.number == number else register.look()
     if before.number != number:
         raise OvertakenError("the conversation was changed meanwhile", "try again")
@@ -166,7 +174,8 @@ def _replace(register: Register, known: Seen | None, number: int, value: bytes) 
 
 
 def _delete(register: Register) -> None:
-    value = _unlike_others(b"")
+    """Put a mark of deletion in place of the newest version, in TRIES attempts."""
+    value = _with_nonce(b"")
     for _ in range(TRIES - 1):
         try:
             register.replace(register.look(), value)
@@ -176,12 +185,12 @@ def _delete(register: Register) -> None:
     register.replace(register.look(), value)
 
 
-def _unlike_others(data: bytes) -> bytes:
-    """Return a register's value, unlike every other one."""
+def _with_nonce(data: bytes) -> bytes:
+    """Put random bytes before a value: a register's values must all differ."""
     return secrets.token_bytes(DELETED_BYTES) + data
 
 
-def _damaged(conversation_id: str) -> TranscriptDamagedError:
+def _damaged_error(conversation_id: str) -> TranscriptDamagedError:
     return TranscriptDamagedError(
         f"what the object store has of conversation {conversation_id} is damaged, or of a newer"
         " release",

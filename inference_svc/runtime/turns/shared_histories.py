@@ -1,10 +1,11 @@
-"""Which session a history is of, in the object store that services share.
+"""Histories of unnamed sessions in the object store that services share: which session has each.
 
     v1/histories/TENANT/DIGEST    an entry for each answer in a session that no client has named
 
-So a conversation whose client sends all of it is recognised by whichever server it comes to. Two
-sessions with the same history have one entry, the one of whoever was there last: either is right.
-No turn fails for a store that is silent: then nothing is found, and nothing noted.
+A client may send its whole conversation with each request: by its history every server finds the
+session that it continues. Two sessions with the same history have one entry, that of the last
+writer: either session is right. No turn fails because the store is silent: then no history is found
+and none is put there.
 """
 
 import asyncio
@@ -22,15 +23,16 @@ from shared.types.session_key import SessionKey
 
 
 class SharedHistories:
-    """See the module docstring. Methods are called on the event loop.
+    """Finds and puts histories. Methods are called on the event loop.
 
     Args:
-        calls: to the store.
+        calls: the calls to the store.
 
     Attributes:
-        calls: likewise; while they are silent nobody asks, lest each conversation waits for it.
-        asked: how often conversations were asked for, by what became of it: found, absent, gone
-            (what the entry leads to has another history, or none), silent.
+        calls: the calls to the store. While it is silent, callers do not look histories up: each
+            conversation would wait for the store.
+        asked: number of lookups of conversations, by result: found, absent, gone (the entry's
+            session has another history, or does not exist), silent.
     """
 
     def __init__(self, calls: StoreCalls) -> None:
@@ -38,14 +40,14 @@ class SharedHistories:
         self.asked = Tally()
 
     async def find(self, tenant: str, digests: Sequence[str]) -> dict[str, str]:
-        """Return the sessions of some histories, asked for all at once.
+        """Return the sessions of some histories, by digest; all are read at once.
 
         Args:
-            tenant: whose histories these are.
-            digests: of them, in hex.
+            tenant: the tenant of the conversation.
+            digests: digests of the histories, in hex.
 
         Raises:
-            StoreSilentError: nobody knows.
+            StoreSilentError: it is not known.
         """
         names = [_name(tenant, digest) for digest in digests]
         found = await asyncio.gather(*map(self._read, names))
@@ -54,17 +56,18 @@ class SharedHistories:
         }
 
     async def keep(self, key: SessionKey, digest: str) -> None:
-        """Note which session a history is of."""
+        """Put the entry of a history into the store; ignored if the store is silent."""
         name = _name(key.tenant, digest)
         value = encode_entry(HistoryEntry(key.session_id, place_of(key)))
         with suppress(StoreSilentError):
             await self.calls.call("told", lambda store: store.put(name, value))
 
     async def forget(self, key: SessionKey, digests: Sequence[str]) -> None:
-        """Remove what was noted of a session that is deleted; not what others have noted since."""
+        """Remove the entries of a deleted session, but not those that lead to another session."""
         names = [_name(key.tenant, digest) for digest in digests]
         with suppress(StoreSilentError):
-            for start in range(0, len(names), THREADS):  # else some wait for others' deadlines
+            # As many at once as there are threads: further calls would wait until the deadline.
+            for start in range(0, len(names), THREADS):
                 some = names[start : start + THREADS]
                 await asyncio.gather(*(self._forget(name, key.session_id) for name in some))
 

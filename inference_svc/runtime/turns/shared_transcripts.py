@@ -1,11 +1,12 @@
-"""Transcripts in an object store, where several services have one of each session: the newest.
+"""Transcripts in an object store that services share: one of each session, the newest.
 
     v1/transcripts/TENANT/DIGEST/NUMBER    versions of a session's (shared/blobs/register.py)
 
     value = eight random bytes, then the file, compressed and, if there is a key, sealed
-            (shared/encryption/sealer.py); nothing behind them: the session was deleted
+            (shared/encryption/sealer.py); no file behind them: the session was deleted
 
-Who adds a turn replaces what it has seen, or is told that somebody else has.
+A service that adds a turn replaces the version that it has seen; if another service has replaced
+that already, it gets an OvertakenError.
 """
 
 import asyncio
@@ -28,7 +29,7 @@ from shared.blobs.release import DELETED_BYTES, TRANSCRIPTS, stored_name
 from shared.encryption.sealer import PLAIN, KeyMissingError, SealBrokenError, Sealer
 from shared.types.session_key import SessionKey
 
-MAX_FILE_BYTES = 1 << 30  # of a transcript: more is no transcript
+MAX_FILE_BYTES = 1 << 30  # of a decompressed transcript; a larger one counts as damaged
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class SharedTranscript:
     Attributes:
         seen: its version.
         data: the file; None: the session was deleted.
-        transcript: that the file has.
+        transcript: the transcript in the file; None: the session was deleted.
     """
 
     seen: Seen
@@ -47,15 +48,15 @@ class SharedTranscript:
 
 
 class SharedTranscripts:
-    """See the module docstring. Methods are called on the event loop.
+    """Reads and replaces transcripts in the store. Methods are called on the event loop.
 
     Args:
-        calls: to the store.
-        sealer: of what is put there.
+        calls: the calls to the store.
+        sealer: seals and opens values there.
 
     Attributes:
-        calls: likewise.
-        sealer: likewise.
+        calls: the calls to the store.
+        sealer: seals and opens values there.
     """
 
     def __init__(self, calls: StoreCalls, sealer: Sealer = PLAIN) -> None:
@@ -63,19 +64,22 @@ class SharedTranscripts:
         self.sealer = sealer
 
     async def look(self, key: SessionKey) -> Seen:
-        """Return which versions of a session's transcript there are.
+        """Return the version of a session's transcript in the store, without reading it.
 
         Raises:
-            StoreSilentError: nobody knows.
+            StoreSilentError: it is not known.
         """
         return await self.calls.call("looked", lambda store: register_of(store, key).look())
 
     async def read(self, key: SessionKey) -> SharedTranscript | None:
-        """Return the newest; None: there never was one, or it was deleted long ago.
+        """Return the newest transcript of a session.
+
+        Returns:
+            The transcript; None: there never was one, or it was deleted long ago.
 
         Raises:
-            StoreSilentError: nobody knows.
-            TranscriptDamagedError: it is not what was put there.
+            StoreSilentError: it is not known.
+            TranscriptDamagedError: the value is damaged, or another session's.
             TranscriptSealedError: it was sealed by a key that this service does not have.
         """
         version = await self.calls.call("read", lambda store: register_of(store, key).read())
@@ -85,16 +89,16 @@ class SharedTranscripts:
         return SharedTranscript(version.seen, data, transcript)
 
     async def replace(self, key: SessionKey, before: Seen, data: bytes | None) -> Seen:
-        """Put a transcript in place of the version that was seen.
+        """Replace the version of a transcript that was seen; return the new version.
 
         Args:
-            key: the session's.
-            before: that version.
+            key: the session's key.
+            before: the version that was seen.
             data: the file; None: the session is deleted.
 
         Raises:
             OvertakenError: another service has replaced it.
-            StoreSilentError: nobody knows whether it was replaced.
+            StoreSilentError: it is not known whether it was replaced.
         """
         value = await asyncio.to_thread(encode_value, data, key, self.sealer)
         return await self.calls.call(
@@ -102,10 +106,10 @@ class SharedTranscripts:
         )
 
     async def deleted(self) -> list[str]:
-        """Return what the files of deleted sessions are called.
+        """Return the digests of deleted sessions, with which their files are named.
 
         Raises:
-            StoreSilentError: nobody knows.
+            StoreSilentError: it is not known.
         """
         places = await self.calls.call(
             "looked", lambda store: list(deleted_places(store, TRANSCRIPTS)), is_long=True
@@ -114,17 +118,17 @@ class SharedTranscripts:
 
 
 def register_of(store: BlobStore, key: SessionKey) -> Register:
-    """Return where a session's transcript is."""
+    """Return the register of a session's transcript."""
     return Register(store, place_of(key))
 
 
 def place_of(key: SessionKey) -> str:
-    """Return the beginning of its versions' names."""
+    """Return the place of a session's transcript: the beginning of its versions' names."""
     return f"{TRANSCRIPTS}/{stored_name(key.tenant)}/{digest_of(key)}"
 
 
 def encode_value(data: bytes | None, key: SessionKey, sealer: Sealer) -> bytes:
-    """Encode a session's file, unlike every other value; None: the session is deleted."""
+    """Encode a session's file; None: the session is deleted. No two values are equal."""
     file = b"" if data is None else sealer.seal(zlib.compress(data), place_of(key))
     return secrets.token_bytes(DELETED_BYTES) + file
 
@@ -132,11 +136,11 @@ def encode_value(data: bytes | None, key: SessionKey, sealer: Sealer) -> bytes:
 def decode_value(
     value: bytes, key: SessionKey, sealer: Sealer
 ) -> tuple[bytes | None, Transcript | None]:
-    """Decode a session's file and its transcript; None: it was deleted.
+    """Decode a session's file and its transcript; both None: the session was deleted.
 
     Raises:
-        TranscriptDamagedError: it is none, or another session's.
-        TranscriptSealedError: the key that has sealed it is not there.
+        TranscriptDamagedError: it is no transcript, or another session's.
+        TranscriptSealedError: it was sealed by a key that this service does not have.
     """
     if len(value) == DELETED_BYTES:
         return None, None
@@ -145,20 +149,20 @@ def decode_value(
         file = open_value(sealer, value[DELETED_BYTES:], place_of(key))
         data = decompressor.decompress(file, MAX_FILE_BYTES)
     except (SealBrokenError, zlib.error) as error:
-        raise _damaged() from error
+        raise _damaged_error() from error
     transcript, good_bytes = decode_transcript(data)
     is_whole = decompressor.eof and good_bytes == len(data)
     if transcript is None or transcript.header.key != key or not is_whole:
-        raise _damaged()
+        raise _damaged_error()
     return data, transcript
 
 
 def open_value(sealer: Sealer, value: bytes, place: str) -> bytes:
-    """Open what was sealed at a place in the store.
+    """Open a value that was sealed for a place in the store.
 
     Raises:
-        TranscriptSealedError: the key that has sealed it is not there.
-        SealBrokenError: it is not what was sealed there.
+        TranscriptSealedError: it was sealed by a key that this service does not have.
+        SealBrokenError: it was changed, or sealed for another place.
     """
     try:
         return sealer.open(value, place)
@@ -170,7 +174,7 @@ def open_value(sealer: Sealer, value: bytes, place: str) -> bytes:
         ) from error
 
 
-def _damaged() -> TranscriptDamagedError:
+def _damaged_error() -> TranscriptDamagedError:
     return TranscriptDamagedError(
         "the session's transcript in the object store is damaged",
         "delete the session, or remove its objects from the store",
@@ -178,7 +182,7 @@ def _damaged() -> TranscriptDamagedError:
 
 
 def deleted_places(store: BlobStore, under: str) -> Iterator[str]:
-    """Yield the places of registers whose newest version says that what they had was deleted."""
+    """Return the places of registers whose newest version is a mark of deletion."""
     newest: dict[str, tuple[str, int]] = {}
     for page in store.list(f"{under}/"):
         for blob in page:

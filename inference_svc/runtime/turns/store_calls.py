@@ -1,7 +1,7 @@
-"""Calls to the object store that services share, which never hold up the event loop.
+"""Calls to the object store that services share; they never block the event loop.
 
-No call is waited for longer than a deadline; what it does may still be done later. A store that
-fails is left alone for a while: then nobody waits at all.
+The caller waits for no call longer than a deadline; the call itself may still complete later. A
+store that fails is not called for a while: then calls fail at once.
 """
 
 import asyncio
@@ -26,21 +26,21 @@ log = get_logger(__name__)
 
 
 class StoreSilentError(UnavailableError):
-    """The store did not answer, or refused: nobody knows what it has."""
+    """The store did not answer, or failed: what it has is not known."""
 
     reason = "transcript_store_silent"
 
 
 class StoreCalls:
-    """See the module docstring. Methods are called on the event loop, but for `close`.
+    """Calls a store on threads, with a deadline and a backoff. Methods run on the event loop.
 
     Args:
-        store: what is called.
+        store: the store.
         deadline_s: most seconds to wait for an answer.
-        backoff: how long the store is left alone.
+        backoff: for how long a store that failed is not called.
 
     Attributes:
-        ended: calls by what they did: looked, read, replaced, asked, told, failed.
+        ended: number of calls by result: looked, read, replaced, asked, told, failed.
     """
 
     def __init__(self, store: BlobStore, deadline_s: float, backoff: Backoff) -> None:
@@ -54,73 +54,79 @@ class StoreCalls:
 
     @property
     def is_silent(self) -> bool:
-        """Whether the store has not answered when it was last called."""
+        """Whether the last call to the store failed."""
         return self._backoff.is_failing
 
     @property
     def retry_s(self) -> float:
-        """Seconds until it is called again; 0: at once."""
+        """Seconds until the store may be called again; 0: now."""
         return max(0.0, self._backoff.retry_at_s - time.monotonic())
 
     async def call(self, kind: str, do: Callable[[BlobStore], T], *, is_long: bool = False) -> T:
-        """Have something done with the store, on another thread.
+        """Call the store on another thread.
 
         Args:
-            kind: of call, as it is counted.
-            do: what is done.
-            is_long: whether it is waited for to its end.
+            kind: the kind of call, as it is counted in `ended`.
+            do: calls the store; runs on a thread.
+            is_long: whether to wait for it without a deadline.
+
+        Returns:
+            The result of `do`.
 
         Raises:
-            OvertakenError: as `do` says.
-            StoreSilentError: nobody knows whether it is done.
+            OvertakenError: as `do` raises it; the store is well.
+            StoreSilentError: the store failed, or was not called; it is not known what was done.
         """
-        if self.retry_s or (self.is_silent and self._is_trying):  # one tries whether it is back
-            raise _silent("is left alone")
+        # After the backoff one call tries whether the store is back; the others fail until then.
+        if self.retry_s or (self.is_silent and self._is_trying):
+            raise _silent_error("is left alone")
         self._is_trying = True
         try:
             calling = asyncio.get_running_loop().run_in_executor(
-                self._threads, lambda: do(self._claimed())
+                self._threads, lambda: do(self._claim_store())
             )
             result = await asyncio.wait_for(calling, None if is_long else self._deadline_s)
         except TimeoutError as error:
-            raise self._failed(f"has not answered for {self._deadline_s:g} s") from error
-        except OvertakenError:  # the store is well
-            self._answered(kind)
+            raise self._record_failure(f"has not answered for {self._deadline_s:g} s") from error
+        except OvertakenError:  # an answer of the store, which is well
+            self._record_success(kind)
             raise
         except ReportedError as error:
-            raise self._failed(error.message) from error
+            raise self._record_failure(error.message) from error
         finally:
             self._is_trying = False
-        self._answered(kind)
+        self._record_success(kind)
         return result
 
     def close(self) -> None:
-        """Let go of the store; calls that nobody waits for any more are not waited for here."""
+        """Stop the threads; calls that have passed their deadline are not waited for."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _claimed(self) -> BlobStore:
-        """Return the store, once it is known to be one for us; on any of the threads."""
+    def _claim_store(self) -> BlobStore:
+        """Return the store after checking once that it is one of this release; on any thread."""
         if not self._is_claimed:
             claim(self._store)
             self._is_claimed = True
         return self._store
 
-    def _answered(self, kind: str) -> None:
+    def _record_success(self, kind: str) -> None:
+        """Count a call, and end the backoff."""
         self.ended.add(kind)
         if self._backoff.record_success():
             log.info("transcript_store_answers")
 
-    def _failed(self, why: str) -> StoreSilentError:
+    def _record_failure(self, why: str) -> StoreSilentError:
+        """Count a failed call, begin or extend the backoff, and return the error."""
         self.ended.add("failed")
         now_s = time.monotonic()
-        if now_s < self._backoff.retry_at_s:  # another call has found out: it counts once
-            return _silent(why)
+        if now_s < self._backoff.retry_at_s:  # failures of calls at the same time count once
+            return _silent_error(why)
         if self._backoff.record_failure(now_s):
             log.warning("transcript_store_silent", error=why)
-        return _silent(why)
+        return _silent_error(why)
 
 
-def _silent(why: str) -> StoreSilentError:
+def _silent_error(why: str) -> StoreSilentError:
     return StoreSilentError(
         f"the store of transcripts {why}",
         "come back later; the log of the service says what to do",

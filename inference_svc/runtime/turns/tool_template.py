@@ -1,12 +1,12 @@
-"""How a model's chat template writes tools, calls of them, and what they return.
+"""How a model's chat template writes tools, calls of tools, and their results.
 
-Found out when the service starts. A call is written by the template, and the format that reads it
-back as that call is the model's. A template that writes no calls, or in a way that nothing here
-reads, is given texts instead: the tools and how to call them in the system message, past calls in
-the answers that asked for them, and what they returned in messages of their own.
+This is found out when the service starts: the template writes a call, and the format that reads it
+back as that call is the model's. If the template writes no calls, or in a form that no format
+reads, it gets plain texts instead: the tools, and how to call them, in the system message; past
+calls in the answers that made them; results in messages of their own.
 
-What answers cost to read later is the same either way: tools stand at the beginning of a session,
-and what a tool returns is appended to it.
+The KV cache works the same either way: tools stand at the beginning of a session, and results are
+appended to it.
 """
 
 import hashlib
@@ -35,8 +35,8 @@ PROBE = Tool(
 PROBE_CALL = ToolCall(PROBE.name, '{"word": "echo 51f7"}', "c0ffee123")
 RESULT = "result 6e0c"
 QUESTION = Message(USER, "what 5b20").as_template()
-NAMELESS = "function"  # of a result whose tool is not known
-ID_CHARACTERS = 9  # of a call's id: some templates take no others
+NAMELESS = "function"  # name of a result's tool if that is not known
+ID_CHARACTERS = 9  # of a call's id: some templates accept no other length
 
 _INSTRUCTIONS = """\
 # Tools
@@ -59,15 +59,15 @@ _ID = re.compile(r',\s*"id":\s*"[^"]*"')
 
 
 class ToolTemplate:
-    """See the module docstring.
+    """Adapts tools, calls and results to a chat template.
 
     Args:
-        render: writes messages by the template: (messages, tools=…, is_prompt=…).
+        render: renders messages with the template: (messages, tools=…, is_prompt=…).
 
     Attributes:
         format: how the model writes calls.
-        writes_calls: whether the template writes calls, and what they return.
-        writes_tools: whether it also tells the model of tools.
+        writes_calls: whether the template writes calls and their results.
+        writes_tools: whether it also lists the tools.
     """
 
     def __init__(self, render: Render) -> None:
@@ -75,8 +75,8 @@ class ToolTemplate:
         self.format: ToolFormat = FORMATS["json"]
         self.writes_tools = False
         self.writes_calls = False
-        self._wants_text = False  # arguments of calls are texts to the template
-        self._takes_several = True  # calls in one message
+        self._wants_text = False  # the template takes arguments of calls as JSON text, not objects
+        self._takes_several = True  # the template takes several calls in one message
         self._example = _CALL_AS_TEXT  # how a call is written, without what ends the answer
 
     def try_out(self, end_texts: Sequence[str]) -> None:
@@ -86,7 +86,7 @@ class ToolTemplate:
             end_texts: texts of the tokens that end answers.
         """
         for self._wants_text in (False, True):
-            answer = self._answer_found()
+            answer = self._find_call()
             found = _format_of(answer)
             if found is None:
                 continue
@@ -94,25 +94,29 @@ class ToolTemplate:
             self._example = _ID.sub("", answer).rstrip()
             for text in end_texts:
                 self._example = self._example.removesuffix(text).rstrip()
-            self.writes_tools = PROBE.name in self._tried([QUESTION], tools=[PROBE.as_template()])
+            self.writes_tools = PROBE.name in self._try_render(
+                [QUESTION], tools=[PROBE.as_template()]
+            )
             both = self._native([Message(ASSISTANT, "", (PROBE_CALL,) * 2).as_template()])
-            self._takes_several = len(_ARGUMENTS.findall(self._tried([QUESTION, *both]))) == 2
+            self._takes_several = len(_ARGUMENTS.findall(self._try_render([QUESTION, *both]))) == 2
             return
 
-    def _answer_found(self) -> str:
-        """Return a call as the template writes it; "" if not, or if no result can follow it."""
-        asked = [QUESTION, *self._native([Message(ASSISTANT, "", (PROBE_CALL,)).as_template()])]
+    def _find_call(self) -> str:
+        """Return a call as the template writes it; "" if it writes none, or no result behind it."""
+        called = [QUESTION, *self._native([Message(ASSISTANT, "", (PROBE_CALL,)).as_template()])]
         result = Message(TOOL, RESULT, (), PROBE_CALL.call_id, PROBE.name).as_template()
-        answered = self._tried([*asked, *self._native([result])], is_prompt=True)
-        base = written_in(answered, self._tried(asked))
+        answered = self._try_render([*called, *self._native([result])], is_prompt=True)
+        base = written_in(answered, self._try_render(called))
         if not base or RESULT not in answered[len(base) :]:
             return ""
-        prompted = self._tried([QUESTION], is_prompt=True)
-        said = self._tried([QUESTION, Message(ASSISTANT, RESULT).as_template(), QUESTION])
-        # Prompts may begin a thought, which an answer that is past lacks: one of text tells where.
-        return base[common_prefix(base, prompted, said) :]
+        prompted = self._try_render([QUESTION], is_prompt=True)
+        spoken = self._try_render([QUESTION, Message(ASSISTANT, RESULT).as_template(), QUESTION])
+        # A prompt may begin a thought, which past answers lack: a past answer of text shows where
+        # the answer itself begins.
+        return base[common_prefix(base, prompted, spoken) :]
 
-    def _tried(self, messages: Sequence[Written], **options: Any) -> str:
+    def _try_render(self, messages: Sequence[Written], **options: Any) -> str:
+        """Render messages; "" if the template refuses them."""
         try:
             return self._render(messages, **{"is_prompt": False, **options})
         except InvalidTurnError:
@@ -120,23 +124,23 @@ class ToolTemplate:
 
     # ------------------------------------------------------------------------------------ writing
 
-    def written(
+    def adapt(
         self, messages: Sequence[Written], tools: Sequence[Written], roles: Sequence[str]
     ) -> tuple[list[Written], list[Written]]:
         """Return messages and tools as the template can write them.
 
         Args:
-            messages: what is said, with calls and what they returned.
-            tools: those that the model is to be told of; none where it was told before.
+            messages: the messages, with calls and their results.
+            tools: the tools to list; none if the context lists them already.
             roles: the roles that the template knows.
         """
-        said = self._native(messages) if self.writes_calls else _as_texts(messages, roles)
+        adapted = self._native(messages) if self.writes_calls else _as_texts(messages, roles)
         if not tools or self.writes_tools:
-            return said, list(tools)
-        return _instructed(said, self._instructions(tools), roles), []
+            return adapted, list(tools)
+        return _add_instructions(adapted, self._instructions(tools), roles), []
 
-    def asking(self, results: Sequence[Written]) -> list[Written]:
-        """Return an answer that asks for what results return, as if it had been given."""
+    def calling_answer(self, results: Sequence[Written]) -> list[Written]:
+        """Make an answer with calls to which these results can be the response."""
         calls = [
             {
                 "type": "function",
@@ -145,32 +149,38 @@ class ToolTemplate:
             }
             for result in results
         ]
-        asked = calls if self._takes_several else calls[:1]
-        return self._native([{"role": ASSISTANT, "content": "", "tool_calls": asked}])
+        taken = calls if self._takes_several else calls[:1]
+        return self._native([{"role": ASSISTANT, "content": "", "tool_calls": taken}])
 
     def closing_in(self, base: str) -> str:
-        """Return what the template writes behind the last call of a text."""
+        """Return the text that the template writes behind the last call in `base`."""
         return _ARGUMENTS.split(base)[-1]
 
     def _native(self, messages: Sequence[Written]) -> list[Written]:
+        """Return messages in the template's own form of calls and results."""
         found = messages if self._takes_several else _one_by_one(messages)
         return [self._native_message(message) for message in found]
 
     def _native_message(self, message: Written) -> Written:
+        """Return a message whose calls, or whose call's id, have the template's form."""
         if "tool_call_id" in message:
             call_id = short_id(message["tool_call_id"])
             return {**message, "tool_call_id": call_id, "name": message["name"] or NAMELESS}
         if "tool_calls" not in message:
             return message
-        return {**message, "tool_calls": [self._native_call(one) for one in message["tool_calls"]]}
+        return {
+            **message,
+            "tool_calls": [self._native_call(call) for call in message["tool_calls"]],
+        }
 
     def _native_call(self, call: Written) -> Written:
-        said = dict(call["function"])
+        function = dict(call["function"])
         if self._wants_text:
-            said["arguments"] = json.dumps(said["arguments"], ensure_ascii=False)
-        return {**call, "id": short_id(call["id"]), "function": said}
+            function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
+        return {**call, "id": short_id(call["id"]), "function": function}
 
     def _instructions(self, tools: Sequence[Written]) -> str:
+        """Return the text that lists tools and shows how to call them."""
         listed = [json.dumps(tool["function"], ensure_ascii=False) for tool in tools]
         example = _ARGUMENTS.sub(lambda _found: _ANY_ARGUMENTS, self._example)
         example = example.replace(PROBE.name, _ANY_NAME).strip()
@@ -182,18 +192,19 @@ class ToolTemplate:
         """Make the grammar of an answer that is one call of one of these tools.
 
         Args:
-            tools: those that may be called.
-            special: ids of special tokens that may be among what the template writes.
+            tools: the tools that may be called.
+            special: ids of special tokens that calls may be written with, by their texts.
         """
         parts = _NAME_OR_ARGUMENTS.split(self._example)
         rules = [" ".join(_rule(parts, tool, special)) for tool in tools]
         return Grammar(GrammarKind.LARK, "start: " + " | ".join(rules))
 
     def heads_of_calls(self, names: Sequence[str]) -> dict[str, str]:
-        """Return what such an answer has before a call's arguments, by the name of the tool.
+        """Return the text before a call's arguments in such an answer, by the tool's name.
 
         Returns:
-            Nothing, if the name stands behind them: then they are nobody's before it has come.
+            {} if the template writes the name behind the arguments: until it comes, the tool is
+            not known.
         """
         parts = _NAME_OR_ARGUMENTS.split(self._example)
         before = list(takewhile(lambda part: not _ARGUMENTS.fullmatch(part), parts))
@@ -205,7 +216,7 @@ class ToolTemplate:
 
 
 def _format_of(answer: str) -> ToolFormat | None:
-    """Find the format that reads an answer as the call that it is; None: there is none."""
+    """Find the format that reads an answer back as the probe's call; None: there is none."""
     if not _ARGUMENTS.search(answer):
         return None
     for found in FORMATS.values():
@@ -216,7 +227,7 @@ def _format_of(answer: str) -> ToolFormat | None:
 
 
 def short_id(call_id: str) -> str:
-    """Return a call's id as every template takes it."""
+    """Return a short digest of a call's id, which every template accepts."""
     return hashlib.blake2b(call_id.encode()).hexdigest()[:ID_CHARACTERS]
 
 
@@ -242,7 +253,7 @@ def _literals(text: str, special: Mapping[str, int]) -> list[str]:
 
 
 def _one_by_one(messages: Sequence[Written]) -> Iterator[Written]:
-    """Yield messages with one call each, and behind it what that returned."""
+    """Yield messages with one call each, and each call's result behind it."""
     waiting = deque(messages)
     while waiting:
         message = waiting.popleft()
@@ -253,22 +264,23 @@ def _one_by_one(messages: Sequence[Written]) -> Iterator[Written]:
         for call in calls:
             yield {**message, "content": content, "tool_calls": [call]}
             content = ""
-            results = list(takewhile(lambda one: "tool_call_id" in one, waiting))
-            for result in [one for one in results if one["tool_call_id"] == call["id"]][:1]:
+            results = list(takewhile(lambda later: "tool_call_id" in later, waiting))
+            for result in [found for found in results if found["tool_call_id"] == call["id"]][:1]:
                 waiting.remove(result)
                 yield result
 
 
 def _as_texts(messages: Sequence[Written], roles: Sequence[str]) -> list[Written]:
-    """Write calls, and what they returned, as texts of messages."""
+    """Write calls and their results as texts of messages."""
     found: list[Written] = []
     follows_result = False
     for message in messages:
         is_result = "tool_call_id" in message
         written = _as_text(message, roles)
         if follows_result and written["role"] == found[-1]["role"] == USER:
+            # Templates may refuse two messages of the user in a row.
             content = f"{found[-1]['content']}\n\n{written['content']}"
-            found[-1] = {**written, "content": content}  # templates may refuse two in a row
+            found[-1] = {**written, "content": content}
         else:
             found.append(written)
         follows_result = is_result
@@ -276,20 +288,21 @@ def _as_texts(messages: Sequence[Written], roles: Sequence[str]) -> list[Written
 
 
 def _as_text(message: Written, roles: Sequence[str]) -> Written:
+    """Write a message's calls, or its result, as text."""
     content: str = message["content"]
     if "tool_call_id" in message:
         if TOOL in roles:
             return {"role": TOOL, "content": content}
-        whose = message["name"] or "The function"
-        return {"role": USER, "content": f"{whose} returned:\n{content}"}
+        name = message["name"] or "The function"
+        return {"role": USER, "content": f"{name} returned:\n{content}"}
     if not message.get("tool_calls"):
         return message
     called = [json.dumps(call["function"], ensure_ascii=False) for call in message["tool_calls"]]
     return {"role": message["role"], "content": "\n".join([content, *called]).lstrip("\n")}
 
 
-def _instructed(messages: list[Written], text: str, roles: Sequence[str]) -> list[Written]:
-    """Put a text behind the system message, or where one would be."""
+def _add_instructions(messages: list[Written], text: str, roles: Sequence[str]) -> list[Written]:
+    """Append a text to the system message, or make one; without that role, to the first message."""
     first = messages[0]
     if first["role"] == SYSTEM:
         return [{**first, "content": f"{first['content']}\n\n{text}"}, *messages[1:]]

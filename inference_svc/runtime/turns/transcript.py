@@ -1,17 +1,17 @@
 """Transcripts: the token ids of every session (D8), so that nothing is lost without kvd.
 
 A turn is on disk when `append` returns; the fsyncs of turns that end together run together and
-share the file system's commit. Where services share an object store it is there before: then any of
-them goes on with the session, and `refresh` brings here what another has added. A store that does
-not answer costs no turn: what it does not have is *behind*, and gets there later.
+share the file system's commit. Where services share an object store, the turn is there before: any
+of them can continue the session, and `refresh` fetches what another has added. If the store does
+not answer, no turn fails: the session is *behind* there, and is put there later.
 
-Of a session that no client has named the store is told each turn's history, too, once it has the
-turn: where a session is behind, that of its last turn, when it catches up.
+The histories of a session that no client has named are put into the store, too, each once the store
+has its turn; of a session that was behind, only that of its last turn.
 
 Invariants:
     1. one session's reads and writes are serialised, so that a read never overtakes a write;
-    2. a file that the object store does not have all of is marked, before it is written;
-    3. what the store is told of a history, its transcript there has.
+    2. a file that the object store does not have all of is marked as behind before it is written;
+    3. a history in the store leads to a transcript in the store that has it.
 """
 
 import asyncio
@@ -35,30 +35,30 @@ from inference_svc.runtime.turns.shared_histories import SharedHistories
 from inference_svc.runtime.turns.shared_transcripts import SharedTranscripts
 from inference_svc.runtime.turns.store_calls import StoreSilentError
 from inference_svc.runtime.turns.transcript_files import TranscriptFiles
-from inference_svc.runtime.turns.transcript_sharing import Sharing, Verdict, moved, verdict_on
+from inference_svc.runtime.turns.transcript_sharing import Sharing, Verdict, moved_error, verdict_on
 from shared.blobs.register import NOTHING, Seen
 from shared.process.log import get_logger
 from shared.types.errors import ReportedError
 from shared.types.session_key import SessionKey
 
-NUM_LOCKS = 64  # sessions that share one only wait for each other's file
+NUM_LOCKS = 64  # sessions that share a lock merely wait for each other's file
 
 log = get_logger(__name__)
 
 
 class TranscriptStore:
-    """See the module docstring. Methods are called on the event loop.
+    """The transcripts of all sessions. Methods are called on the event loop.
 
     Args:
-        directory: of the files.
-        shared: the object store, where services share one.
-        histories: of sessions that no client has named, in the same store, where these are shared.
-        max_cached_tokens: bound of the transcripts in memory.
+        directory: the directory of the files.
+        shared: transcripts in the object store that services share; None: they share none.
+        histories: histories of unnamed sessions in the same store; None: these are not shared.
+        max_cached_tokens: most tokens of the transcripts in memory.
 
     Attributes:
-        local: this service's own files, and how many sessions each tenant has of them.
+        local: this service's own files, and the number of each tenant's sessions.
         trouble: failures of the disk.
-        sharing: what the object store has, if services share one.
+        sharing: the state of the transcripts in the object store; None: services share none.
     """
 
     def __init__(
@@ -78,26 +78,26 @@ class TranscriptStore:
         """Make the directory, check that it can be written, and lock it until `close`.
 
         Raises:
-            TranscriptError: it cannot be used.
+            TranscriptError: the directory cannot be used.
         """
         self.local.files.open()
 
     def count_sessions(self) -> None:
-        """Count each tenant's sessions; blocks for as long as reading every file's first line."""
+        """Count each tenant's sessions; blocks while the first line of every file is read."""
         self.local.count_sessions()
         if self.sharing is not None:
-            self.sharing.fell_behind(header.key for header in self.local.files.behind())
+            self.sharing.load_behind(header.key for header in self.local.files.behind())
 
     def close(self) -> None:
-        """Unlock the directory, and let go of the object store."""
+        """Unlock the directory, and stop calling the object store."""
         if self.sharing is not None:
             self.sharing.store.calls.close()
         self.local.files.close()
 
     async def find(self, key: SessionKey) -> Transcript | None:
-        """Find the session's transcript, None if there is no such session.
+        """Return the session's transcript; None: there is no such session.
 
-        Does not yield to the event loop after it has the answer, so the caller may act on it.
+        Does not yield to the event loop after it has the answer: the caller may act on it.
         """
         cached = self.local.cache.get(key)
         if cached is not None:
@@ -125,10 +125,10 @@ class TranscriptStore:
         """Record a turn, durably; opens the session if it is the first.
 
         Args:
-            key: the session's.
-            turn: its next one.
+            key: the session's key.
+            turn: the record of its next turn.
             is_final: whether the session takes no further turn.
-            is_local: whether the session is of this service alone, if it is not shared already.
+            is_local: whether to keep the session out of the shared store, if it is not there yet.
 
         Raises:
             SessionMovedError: another service has added a turn meanwhile; nothing was recorded.
@@ -140,7 +140,7 @@ class TranscriptStore:
                 self.sharing.keep_local(key, is_local=is_local)
             before = before or Transcript(Header(*key))
             if turn.turn != len(before.turns):
-                raise moved(key)
+                raise moved_error(key)
             after = before.with_turn(turn, is_final=is_final)
             lines = encode_turn(turn) + (encode_end() if is_final else b"")
             await self._write(key, after, lines, history=turn.history)
@@ -149,13 +149,13 @@ class TranscriptStore:
     async def fork_with(
         self, before: Transcript, turn: TurnRecord, session_id: str, *, is_local: bool
     ) -> None:
-        """Record a turn, durably, in a fork of its session: another service has gone on with that.
+        """Record a turn, durably, in a fork of a session to which another service added turns.
 
         Args:
-            before: that session, as the turn found it.
-            turn: its next one there.
-            session_id: the new session's, a name that nobody else makes up.
-            is_local: whether the new session is of this service alone.
+            before: the session as it was when the turn began.
+            turn: the record of the turn.
+            session_id: the new session's id, which is unique.
+            is_local: whether to keep the new session out of the shared store.
 
         Raises:
             TranscriptUnavailableError: nothing was recorded.
@@ -180,7 +180,7 @@ class TranscriptStore:
         before = await self.get(key)
         async with self._lock(key):
             if await self.local.current(key) != before:
-                raise moved(key)
+                raise moved_error(key)
             after = before.with_discard(discard)
             await self._write(key, after, encode_discard(discard))
             return after
@@ -204,9 +204,9 @@ class TranscriptStore:
     async def fork(
         self, key: SessionKey, session_id: str, at_turn: int, *, is_local: bool = False
     ) -> Transcript | None:
-        """Start a new session from another's first turns; None if the new one exists already.
+        """Start a new session from another's first turns; None: the new one exists already.
 
-        It is of this service alone until its next turn, if `is_local` says so, or that one is.
+        If `is_local`, or if the other is local, it is not shared until its next turn.
         """
         new_key = key._replace(session_id=session_id)
         forked = (await self.get(key)).forked(session_id, at_turn)
@@ -236,11 +236,11 @@ class TranscriptStore:
                 )
             await self._remove(key, before)
 
-    async def let_go(self, key: SessionKey) -> bool:
-        """Remove a session here, and for good unless another service has gone on with it.
+    async def release(self, key: SessionKey) -> bool:
+        """Remove a session here, and from the store unless another service has added turns to it.
 
         Returns:
-            Whether it is gone for good. Of one that a silent store may have nobody knows that.
+            Whether it is gone for good; False, too, if the store is silent and may still have it.
 
         Raises:
             UnknownSessionError: there is no such session.
@@ -248,23 +248,23 @@ class TranscriptStore:
         """
         before = await self.get(key)
         async with self._lock(key):
-            whole, sharing = await self.local.whole(key), self._sharing_of(key)
-            is_gone = sharing is None or whole is None or await sharing.withdraw(key, whole)
+            data, sharing = await self.local.read(key), self._sharing_of(key)
+            is_gone = sharing is None or data is None or await sharing.withdraw(key, data)
             await self._remove(key, before if is_gone else None)
         return is_gone
 
     # ------------------------------------------------------------------------------ other services
 
     async def refresh(self, key: SessionKey, *, must_know: bool = False) -> None:
-        """Have the newest transcript of a session here, if services share an object store.
+        """Fetch the newest transcript of a session, if services share an object store.
 
         Args:
-            key: the session's.
-            must_know: refuse, not take one that is not here for new, while the store is silent.
+            key: the session's key.
+            must_know: whether to fail if the session is unknown here and the store is silent.
 
         Raises:
-            TranscriptUnavailableError: nobody knows what it is; or it cannot be written here.
-            TranscriptDamagedError: the store's is not what was put there.
+            TranscriptUnavailableError: the session is unknown, or cannot be written here.
+            TranscriptDamagedError: the store's transcript is damaged.
         """
         sharing = self._sharing_of(key)
         if sharing is None:
@@ -282,18 +282,18 @@ class TranscriptStore:
                 ) from error
 
     async def catch_up(self) -> None:
-        """Bring to the object store what it does not have, until all is there or it is silent."""
+        """Put all that is behind into the object store, until it is silent."""
         if (sharing := self.sharing) is None:
             return
         for key in sharing.behind:
             try:
                 async with self._lock(key):
                     await self._adopt(sharing, key)
-                    whole = await self.local.whole(key) if sharing.is_behind(key) else None
-                    seen = await sharing.put(key, whole) if whole else None
+                    data = await self.local.read(key) if sharing.is_behind(key) else None
+                    seen = await sharing.put(key, data) if data else None
                     found = await self.local.current(key)
                     if seen is not None and found is not None:
-                        await self._agreed(sharing, key, seen, found.history)
+                        await self._note_agreement(sharing, key, seen, found.history)
             except StoreSilentError:
                 return
             except ReportedError as error:
@@ -304,7 +304,7 @@ class TranscriptStore:
                 await companion.catch_up()
 
     async def forget_deleted(self) -> None:
-        """Remove the files of sessions that another service has deleted, as far as it is known."""
+        """Remove the files of sessions that other services deleted, unless the store is silent."""
         if self.sharing is None:
             return
         with suppress(StoreSilentError):
@@ -316,83 +316,83 @@ class TranscriptStore:
                 await companion.forget_deleted()
 
     async def _adopt(self, sharing: Sharing, key: SessionKey) -> None:
-        """Take what the object store has of a session, if that is more; the caller has its lock."""
+        """Replace a session's file by the store's, if that has more; the caller has its lock."""
         there = await sharing.store.read(key)
-        here = await self.local.whole(key) if await self.local.current(key) is not None else None
+        here = await self.local.read(key) if await self.local.current(key) is not None else None
         verdict = verdict_on(here, there, is_behind=sharing.is_behind(key))
         if verdict is Verdict.REMOVE:
             await self._remove(key)
         elif there is not None and verdict is not Verdict.KEEP:
             assert there.data is not None and there.transcript is not None  # noqa: S101, PT018
             sets_aside = verdict is Verdict.DIVERGED
-            await self.local.take(key, there.data, there.transcript, sets_aside=sets_aside)
+            await self.local.replace(key, there.data, there.transcript, sets_aside=sets_aside)
         if there is not None and (verdict is not Verdict.KEEP or here == there.data):
-            await self._agreed(sharing, key, there.seen)
+            await self._note_agreement(sharing, key, there.seen)
         else:
-            sharing.agreed(key, NOTHING if there is None else there.seen)
+            sharing.note_version(key, NOTHING if there is None else there.seen)
 
-    async def _agreed(
+    async def _note_agreement(
         self, sharing: Sharing, key: SessionKey, seen: Seen, history: str = ""
     ) -> None:
-        """Take that file and object store have the same of a session, which now has a history."""
+        """Record that file and object store have the same; then put the history, if any, there."""
         try:
-            await sharing.caught_up(key)
+            await sharing.unmark_behind(key)
         except OSError as error:
-            raise self.local.failed(key, error, "write") from error
-        sharing.agreed(key, seen)
-        await sharing.tell(key, history)
+            raise self.local.record_failure(key, error, "write") from error
+        sharing.note_version(key, seen)
+        await sharing.put_history(key, history)
 
     # ----------------------------------------------------------------------------------- the files
 
     async def _write(
         self, key: SessionKey, transcript: Transcript, lines: bytes, history: str = ""
     ) -> None:
-        """Append the lines, or start the file with all of the transcript; then cache it.
+        """Append the lines, or start the file with the whole transcript; then cache it.
 
-        On failure the file is what it was. The session leaves the cache meanwhile: a task that is
-        cancelled here does not know what the file will have.
+        On failure the file is what it was. The session leaves the cache meanwhile: if this task is
+        cancelled, the write may still complete, and it is not known what the file has.
 
         Raises:
             SessionMovedError: another service has added something.
-            TranscriptDiskFullError: there is no room for them.
+            TranscriptDiskFullError: there is no room for the lines.
             TranscriptUnavailableError: they cannot be written for another reason.
         """
         self.local.cache.drop(key)
         sharing, begin = self._sharing_of(key), partial(encode_transcript, transcript)
         seen: Seen | None = None
         if sharing is not None:
-            before = await self.local.whole(key)
+            before = await self.local.read(key)
             seen = await sharing.put(key, before + lines if before else begin())
         try:
             if sharing is not None and seen is None:
-                await sharing.fall_behind(key)
+                await sharing.mark_behind(key)
             await self.local.append(key, lines, begin)
         except OSError as error:
-            raise self.local.failed(key, error, "write") from error
+            raise self.local.record_failure(key, error, "write") from error
         if sharing is not None and seen is not None:
-            await self._agreed(sharing, key, seen, history)
+            await self._note_agreement(sharing, key, seen, history)
         self.local.cache.keep(key, transcript)
 
     async def _remove(self, key: SessionKey, gone: Transcript | None = None) -> None:
         """Remove a file, and what is known of it; the caller has its lock.
 
         Args:
-            key: the session's.
-            gone: its transcript, if it is gone for good: then the store forgets its answers.
+            key: the session's key.
+            gone: its transcript, if it is gone for good: the store then forgets its answers.
         """
         sharing = self._sharing_of(key)
         try:
             await self.local.remove(key)
             if self.sharing is not None:
-                await self.sharing.caught_up(key)
+                await self.sharing.unmark_behind(key)
                 self.sharing.forget(key)
         except OSError as error:
-            raise self.local.failed(key, error, "write") from error
+            raise self.local.record_failure(key, error, "write") from error
         if sharing is not None and gone is not None:
             await sharing.forget_answers(gone)
 
     def _sharing_of(self, key: SessionKey) -> Sharing | None:
-        """Return what shares a session; None: it is of this service alone."""
+        """Return the sharing of a session; None: it is kept by this service alone."""
         sharing = self.sharing
         return sharing if sharing is not None and sharing.is_shared(key) else None
 

@@ -1,12 +1,12 @@
 """The files of transcripts: one for each session, in a directory that one service owns.
 
     DIGEST.jsonl               a transcript, in the format of core/transcript_format.py
-    DIGEST.jsonl.diverged-N    one that went on here, and otherwise on another server
+    DIGEST.jsonl.diverged-N    set aside: it had turns that differ from those of another server
     DIGEST.behind              the object store does not have all of the transcript
-    lock                       held by the service
+    lock                       locked by the service that runs
 
-What is written is on disk when a call returns; a call that raises OSError has changed nothing that
-counts. Who calls keeps the calls for one session apart.
+Writes are on disk when a call returns; a call that raises OSError has changed no transcript. The
+caller serialises the calls for one session.
 """
 
 import asyncio
@@ -25,17 +25,17 @@ from shared.process.log import get_logger
 from shared.types.session_key import SessionKey
 
 LOCK_FILE = "lock"
-MAX_HEADER_BYTES = 4096  # of a file's first line: names are 128 at most
+MAX_HEADER_BYTES = 4096  # of a file's first line; names in it have at most 128 characters
 _BEHIND = ".behind"
 
 log = get_logger(__name__)
 
 
 class TranscriptFiles:
-    """See the module docstring.
+    """The transcript files of one directory.
 
     Args:
-        directory: where they are.
+        directory: the directory, which one service owns.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -46,8 +46,8 @@ class TranscriptFiles:
         """Make the directory, check that it can be written, and lock it until `close`.
 
         Raises:
-            TranscriptError: it cannot be written, others could write to it or put another one in
-                its place, or another service uses it.
+            TranscriptError: it cannot be written, other users could write to it or replace it, or
+                another service uses it.
         """
         directory = self.directory
         try:
@@ -62,6 +62,7 @@ class TranscriptFiles:
                         "a directory of its own",
                     )
             self._lock_file = os.open(directory / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o600)
+            # The kernel drops the lock when the process dies, however it does: no stale lock stays.
             fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise TranscriptError(
@@ -81,22 +82,22 @@ class TranscriptFiles:
             self._lock_file = None
 
     def path(self, key: SessionKey) -> Path:
-        """Return where a session's transcript is."""
+        """Return the path of a session's transcript."""
         return self.directory / f"{digest_of(key)}.jsonl"
 
     def headers(self) -> Iterator[Header]:
-        """Yield whose files there are; blocks. Files that a crash left empty are removed."""
+        """Yield the header of each file; blocks. Files that a crash left empty are removed."""
         for path in self.directory.glob("*.jsonl"):
             header = _header(path)
             if header is not None:
                 yield header
 
     def header_of(self, digest: str) -> Header | None:
-        """Return whose file has this name; None if nobody's."""
+        """Return the header of the file of a digest; None: there is no such file."""
         return _header(self.directory / f"{digest}.jsonl")
 
     async def read(self, key: SessionKey) -> bytes | None:
-        """Return a file; None if there is none."""
+        """Return the bytes of a session's file; None: there is none."""
         try:
             async with aiofiles.open(self.path(key), "rb") as file:
                 return await file.read()
@@ -104,7 +105,11 @@ class TranscriptFiles:
             return None
 
     async def append(self, key: SessionKey, lines: bytes, begin: Callable[[], bytes]) -> bool:
-        """Add lines to a file, or begin it with all of a transcript; returns whether it began."""
+        """Append lines to a session's file, or begin it with `begin()`; return whether it began.
+
+        Raises:
+            OSError: the file is what it was.
+        """
         size: int | None = None
         try:
             async with aiofiles.open(self.path(key), "ab") as file:
@@ -112,23 +117,23 @@ class TranscriptFiles:
                 await file.write(lines if size else begin())
                 await file.flush()
                 await asyncio.to_thread(os.fsync, file.fileno())
-            if not size:
+            if not size:  # a new file's name is durable only once its directory is synced
                 await asyncio.to_thread(_sync_directory, self.directory)
         except OSError:
-            if size is not None:
+            if size is not None:  # a write that failed may have left part of a line
                 await self.cut(key, size)
             raise
         return not size
 
     async def cut(self, key: SessionKey, num_bytes: int) -> None:
-        """Cut a file back to its first `num_bytes`; remove it if these are none."""
+        """Cut a file back to its first `num_bytes`; 0 removes it."""
         if num_bytes:
             await asyncio.to_thread(os.truncate, self.path(key), num_bytes)
         else:
             await self.remove(key)
 
     async def replace(self, key: SessionKey, data: bytes) -> None:
-        """Put a file in place of the one that there is, if there is one."""
+        """Make a session's file, atomically in place of the old one if there is one."""
         await asyncio.to_thread(_replace, self.path(key), data)
 
     async def remove(self, key: SessionKey) -> None:
@@ -136,21 +141,21 @@ class TranscriptFiles:
         await asyncio.to_thread(_unlink, self.path(key))
 
     async def set_aside(self, key: SessionKey) -> Path:
-        """Rename a file, so that it counts no more; nothing is overwritten."""
+        """Rename a file, so that it is not the session's any more; return its new path."""
         return await asyncio.to_thread(_set_aside, self.path(key))
 
     # ----------------------------------------------------------------------------- the object store
 
     async def mark_behind(self, key: SessionKey) -> None:
-        """Remember, also after a restart, that the object store does not have all of a file."""
+        """Mark on disk that the object store does not have all of a session's file."""
         await asyncio.to_thread(_touch, self._behind(key))
 
     async def unmark_behind(self, key: SessionKey) -> None:
-        """Forget that again."""
+        """Remove that mark."""
         await asyncio.to_thread(_unlink, self._behind(key))
 
     def behind(self) -> Iterator[Header]:
-        """Yield whose files the object store does not have all of; blocks."""
+        """Yield the headers of sessions that are marked as behind; blocks."""
         for path in self.directory.glob(f"*{_BEHIND}"):
             header = self.header_of(path.stem)
             if header is not None:
@@ -161,17 +166,20 @@ class TranscriptFiles:
 
 
 def _header(path: Path) -> Header | None:
+    """Return the header of a file; None: it is empty, and removed, or cannot be read."""
     try:
         with path.open("rb") as file:
             line = file.readline(MAX_HEADER_BYTES)
         if not line:
             path.unlink()
-    except OSError:  # reported to whoever uses the session
+    except OSError:  # reported when the session is used
         return None
     return decode_header(line)
 
 
 def _replace(path: Path, data: bytes) -> None:
+    """Write a file atomically and durably."""
+    # Written, synced, then renamed: after a crash the path names the old file or all of the new.
     part = path.with_suffix(".part")
     try:
         with part.open("wb") as file:
@@ -187,6 +195,7 @@ def _replace(path: Path, data: bytes) -> None:
 
 
 def _set_aside(path: Path) -> Path:
+    """Rename a file to the first free name."""
     number = 1
     while (moved := path.with_name(f"{path.name}.diverged-{number}")).exists():
         number += 1

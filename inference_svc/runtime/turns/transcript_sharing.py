@@ -1,12 +1,12 @@
-"""What an object store has of the transcripts here, and what it is to get.
+"""The state of this service's transcripts in the shared object store: versions, and what it lacks.
 
-    local ─► (never there)
-    shared ─► put ─► seen: of this version is the file
+    local ─► (never put there)
+    shared ─► put ─► seen: the file is this version
        │        └─► silent store: behind ─► put again ─► seen
-       └─ another version ─► to be compared (`verdict_on`)
+       └─ another version ─► compared with the file (`verdict_on`)
 
-Versions are noted when file and store agree, so that a call that was broken off leaves nothing
-wrong: what is not noted is compared anew.
+A version is noted when file and store agree. So a call that was interrupted leaves nothing wrong:
+without a noted version they are compared again.
 """
 
 from collections import OrderedDict
@@ -26,11 +26,11 @@ from shared.blobs.errors import OvertakenError
 from shared.blobs.register import NOTHING, Seen
 from shared.types.session_key import SessionKey
 
-MAX_SEEN = 100_000  # versions that are noted
+MAX_SEEN = 100_000  # most versions that are noted; the oldest are forgotten
 
 
 class Verdict(Enum):
-    """What becomes of a file, by what the store has."""
+    """What to do with a session's file, given what the store has."""
 
     KEEP = "it is all that there is, or more"
     TAKE = "the store has more"
@@ -39,11 +39,11 @@ class Verdict(Enum):
 
 
 def verdict_on(here: bytes | None, there: SharedTranscript | None, *, is_behind: bool) -> Verdict:
-    """Compare a session's file with what the store has. Files only ever grow at their ends.
+    """Compare a session's file with what the store has. Files only grow at their ends.
 
     Args:
         here: the file; None: there is none.
-        there: the store's.
+        there: the store's transcript; None: it has none.
         is_behind: whether the store is known not to have all of the file.
     """
     if there is None or (there.data is None and (here is None or is_behind)):
@@ -56,32 +56,35 @@ def verdict_on(here: bytes | None, there: SharedTranscript | None, *, is_behind:
 
 
 class Companion(Protocol):
-    """Has something else in the same store, and is told when to look after it.
+    """Keeps other data in the same store, which is synchronised when transcripts are.
 
     Each method may raise StoreSilentError.
     """
 
     async def catch_up(self) -> None:
-        """Bring to the store what it lacks."""
+        """Put into the store what it lacks."""
 
     async def forget_deleted(self) -> None:
         """Remove what another service has deleted."""
 
 
 class Sharing:
-    """See the module docstring. Whoever calls for a session has its lock, but for `is_current`.
+    """The state of the sessions in the shared store.
+
+    The caller of a method for a session has the session's lock, except for `is_current`.
 
     Args:
-        store: that services share.
-        files: of this one.
-        histories: in the same store, of sessions that no client has named; None: these stay here.
+        store: the transcripts in the shared store.
+        files: this service's files.
+        histories: histories in the same store, of sessions that no client has named; None: these
+            are not shared.
 
     Attributes:
-        store: likewise.
-        histories: likewise.
-        responses: in the same store, of all sessions that are there.
-        conversations: in the same store.
-        companions: look after what else is shared there, once the transcripts are.
+        store: the transcripts in the shared store.
+        histories: the histories there; None: they are not shared.
+        responses: stored responses in the same store, of all sessions there.
+        conversations: conversations in the same store.
+        companions: keep other data in the store; called once the transcripts are synchronised.
     """
 
     def __init__(
@@ -105,8 +108,8 @@ class Sharing:
         """Sessions of which the store does not have everything."""
         return list(self._behind)
 
-    def fell_behind(self, keys: Iterable[SessionKey]) -> None:
-        """Take which sessions are marked as behind in the directory."""
+    def load_behind(self, keys: Iterable[SessionKey]) -> None:
+        """Set the sessions that are marked as behind in the directory, at start."""
         self._behind = dict.fromkeys(keys)
 
     def is_behind(self, key: SessionKey) -> bool:
@@ -114,11 +117,16 @@ class Sharing:
         return key in self._behind
 
     def is_shared(self, key: SessionKey) -> bool:
-        """Whether a session goes to the store."""
+        """Whether a session is put into the store."""
         return key not in self._local
 
     def keep_local(self, key: SessionKey, *, is_local: bool = True) -> None:
-        """Have a session not go to the store, if it is not there already; or have it go there."""
+        """Keep a session out of the store, unless it is there already.
+
+        Args:
+            key: the session's key.
+            is_local: False: put the session into the store from now on.
+        """
         if not is_local:
             self._local.discard(key)
         elif not self._seen.get(key, NOTHING).number:
@@ -133,40 +141,40 @@ class Sharing:
         """Whether the file has all that the store has.
 
         Raises:
-            StoreSilentError: nobody knows.
+            StoreSilentError: it is not known.
         """
         seen = await self.store.look(key)
         return seen == NOTHING or seen.number == self._seen.get(key, NOTHING).number
 
     async def put(self, key: SessionKey, whole: bytes | None) -> Seen | None:
-        """Put a session's file into the store; returns its version there, None: it is silent.
+        """Put a session's file into the store; return its version there, None: the store is silent.
 
         Args:
-            key: the session's.
+            key: the session's key.
             whole: the file as it will be; None: the session is deleted.
 
         Raises:
             SessionMovedError: another service has added something.
-            TranscriptDamagedError: what is there cannot be compared.
+            TranscriptDamagedError: the store's transcript is damaged and cannot be compared.
         """
         try:
-            before = self._seen.get(key) or await self._compared(key, whole)
+            before = self._seen.get(key) or await self._find_version(key, whole)
             return await self.store.replace(key, before, whole)
         except OvertakenError as error:
             self._seen.pop(key, None)
-            raise moved(key) from error
+            raise moved_error(key) from error
         except StoreSilentError:
             return None
 
     async def withdraw(self, key: SessionKey, whole: bytes) -> bool:
-        """Have the store delete a session, unless another service has gone on with it.
+        """Delete a session from the store, unless another service has added turns to it.
 
         Args:
-            key: the session's.
+            key: the session's key.
             whole: its file here.
 
         Returns:
-            Whether the store has it no more; False, too, if it is silent.
+            Whether the store does not have it any more; False, too, if the store is silent.
         """
         try:
             before = self._seen.get(key, NOTHING)
@@ -182,37 +190,41 @@ class Sharing:
             return False
         return True
 
-    async def _compared(self, key: SessionKey, whole: bytes | None) -> Seen:
-        """Return what version there is, of which a file has to be a continuation."""
+    async def _find_version(self, key: SessionKey, whole: bytes | None) -> Seen:
+        """Return the store's version, after checking that the file continues it.
+
+        Raises:
+            SessionMovedError: the file does not.
+        """
         if whole is None:
             return await self.store.look(key)
         there = await self.store.read(key)
         if there is not None and there.data is not None and not whole.startswith(there.data):
-            raise moved(key)
+            raise moved_error(key)
         return NOTHING if there is None else there.seen
 
-    def agreed(self, key: SessionKey, seen: Seen) -> None:
-        """Take of which version a session's file is, or of which one it is a continuation."""
+    def note_version(self, key: SessionKey, seen: Seen) -> None:
+        """Note the store's version that a session's file equals or continues."""
         self._seen[key] = seen
         self._seen.move_to_end(key)
         if len(self._seen) > MAX_SEEN:
             self._seen.popitem(last=False)
 
-    async def tell(self, key: SessionKey, history: str) -> None:
-        """Tell the store which session a history is of: it has the turn; "": it has none."""
+    async def put_history(self, key: SessionKey, history: str) -> None:
+        """Put a turn's history into the store, which has the turn; "": the turn has none."""
         if self.histories is not None and history:
             await self.histories.keep(key, history)
 
     async def forget_answers(self, transcript: Transcript) -> None:
-        """Have the store forget the histories and responses of a session that is deleted."""
+        """Remove the histories and responses of a deleted session from the store."""
         digests = [turn.history for turn in transcript.turns if turn.history]
         if self.histories is not None and digests:
             await self.histories.forget(transcript.header.key, digests)
         responses = [turn.response for turn in transcript.turns if turn.response]
         await self.responses.delete_all(transcript.header.tenant, responses)
 
-    async def caught_up(self, key: SessionKey) -> None:
-        """Take that the store has all of a session.
+    async def unmark_behind(self, key: SessionKey) -> None:
+        """Record that the store has all of a session.
 
         Raises:
             OSError: the mark could not be removed.
@@ -221,8 +233,8 @@ class Sharing:
             await self._files.unmark_behind(key)
             del self._behind[key]
 
-    async def fall_behind(self, key: SessionKey) -> None:
-        """Mark a session whose file will have more than the store.
+    async def mark_behind(self, key: SessionKey) -> None:
+        """Mark a session whose file is about to have more than the store.
 
         Raises:
             OSError: it could not be marked.
@@ -232,8 +244,8 @@ class Sharing:
             self._behind[key] = None
 
 
-def moved(key: SessionKey) -> SessionMovedError:
-    """Say that another server has gone on with a session."""
+def moved_error(key: SessionKey) -> SessionMovedError:
+    """Return the error of a turn to whose session another server has added one."""
     return SessionMovedError(
         f"session {key.session_id!r} went on at another server meanwhile",
         "submit the turn again: it then follows what was said there",

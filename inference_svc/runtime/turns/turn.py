@@ -1,9 +1,9 @@
-"""One turn under way: a log of events that any number of clients follow from its beginning.
+"""A turn under way: a log of events that any number of clients follow from its beginning.
 
 The log is bounded by the length of the answer. A turn whose last follower leaves is cancelled,
-unless it is being recorded, or undone, already. Its deadline is the latest of its followers'. A
-turn that is handed back ends with an error in place of its answer: its client is to submit it
-again. One that was answered before is answered again from its record (`replay`).
+unless it is being recorded already. Its deadline is the latest of its followers'. A turn that is
+handed back ends with an error in place of its answer: its client has to submit it again. A turn
+that was answered before is replayed from its record (`replay`).
 """
 
 import asyncio
@@ -31,16 +31,17 @@ if TYPE_CHECKING:
 
 
 class Turn:
-    """See the module docstring.
+    """One turn and the log of its events.
 
     Attributes:
+        submission: the submission that started it.
         may_run: set when the turns before it in its session are over.
         is_settled: whether it is being written to the transcript: then it cannot be cancelled.
-        is_cancelled: whether it was requested to stop: nobody should join it.
+        is_cancelled: whether it was asked to stop: no further client should join it.
         handed_back: the error that its followers get if it is handed back; None: it is not.
         task: the task that runs it; None for the replay of a recorded turn.
-        deadline_ns: time on the monotonic clock; None: no deadline. It only ever moves later.
-        request: its request in the engine, once it is there.
+        deadline_ns: time on the monotonic clock; None: no deadline. It can only be moved later.
+        request: its request in the engine; None: there is none yet.
     """
 
     def __init__(self, submission: Submission) -> None:
@@ -59,7 +60,10 @@ class Turn:
         self._news = asyncio.Event()
 
     def publish(self, *events: TurnEvent) -> None:
-        """Append events, until the last one: of a turn that was cancelled more may be under way."""
+        """Append events to the log; ignored after the last event.
+
+        A turn that was cancelled may still publish some.
+        """
         if not self.is_answered:
             self._events += events
             self._wake_followers()
@@ -72,11 +76,11 @@ class Turn:
         self._wake_followers()
 
     def join(self) -> None:
-        """Count a follower; it owes `leave`."""
+        """Count a follower; the caller owes `leave`."""
         self._num_followers += 1
 
     def leave(self) -> None:
-        """Count a follower out; the last one cancels the turn."""
+        """Count a follower less; when the last one leaves, the turn is cancelled."""
         self._num_followers -= 1
         if self._num_followers == 0:
             self.cancel()
@@ -89,7 +93,7 @@ class Turn:
         return self.task.cancel()
 
     def hand_back(self, error: ReportedError) -> bool:
-        """Stop the turn and let its followers have the error; return whether it will."""
+        """Ask the turn to stop and give its followers the error; return whether it will."""
         if not self.cancel():
             return False
         self.handed_back = error
@@ -102,12 +106,12 @@ class Turn:
 
     @property
     def computed_tokens(self) -> int:
-        """Number of tokens computed for it; 0 if it failed or has not started."""
+        """Number of tokens computed for it; 0 if it has not finished, or nothing was computed."""
         last = self._events[-1] if self._events else None
         return last.usage.computed_tokens if isinstance(last, Finished) and self.has_started else 0
 
-    def allow_until(self, deadline_ns: int | None) -> None:
-        """Take the deadline of one more submission of this turn, if it is later."""
+    def extend_deadline(self, deadline_ns: int | None) -> None:
+        """Move the deadline to that of a repeated submission, if that is later."""
         if self.deadline_ns is None or (deadline_ns is not None and deadline_ns < self.deadline_ns):
             return
         self.deadline_ns = deadline_ns
@@ -122,13 +126,13 @@ class Turn:
     async def wait_for_session(self) -> bool:
         """Wait until the turn may run; return False if its deadline passes before."""
         while not self.may_run.is_set():
-            deadline_ns = self.deadline_ns
+            deadline_ns = self.deadline_ns  # it may be extended during each wait
             left_s = None
             if deadline_ns is not None:
                 left_s = (deadline_ns - time.monotonic_ns()) / NS_PER_S
                 if left_s <= 0:
                     return False
-            with suppress(TimeoutError):  # the deadline may have moved meanwhile
+            with suppress(TimeoutError):  # the loop decides whether the deadline has passed
                 async with asyncio.timeout(left_s):
                     await self.may_run.wait()
         return True
@@ -151,21 +155,22 @@ class Turn:
             await self._news.wait()
 
     def _wake_followers(self) -> None:
+        # Each wait has an event of its own: clearing a shared one could lose a wake-up.
         news, self._news = self._news, asyncio.Event()
         news.set()
 
 
 def replay(submission: Submission, record: TurnRecord) -> Turn:
-    """Make a turn that is over, with the events of its record."""
+    """Make a turn that is over from the record of an answered one; it has the same events."""
     logprobs = record.logprobs or (None,) * len(record.output_ids)
     top = record.top_logprobs or ((),) * len(record.output_ids)
-    rows = zip(record.output_ids, record.pieces, logprobs, top, strict=True)
+    tokens = zip(record.output_ids, record.pieces, logprobs, top, strict=True)
     usage = record.usage
     turn = Turn(submission)
     turn.publish(
         Accepted(submission.key.session_id, record.turn, record.request_id, 0, is_replayed=True),
         Started(usage.history_tokens, usage.reused_tokens, usage.queue_s, usage.new_tokens),
-        Tokens(tuple(AnswerToken(*row) for row in rows)),
+        Tokens(tuple(AnswerToken(*token) for token in tokens)),
         Finished(record.finish_reason, record.text, usage, record.turn + 1, record.stop_string),
     )
     turn.close()
@@ -173,10 +178,14 @@ def replay(submission: Submission, record: TurnRecord) -> Turn:
 
 
 def check_same(submission: Submission, digest: str) -> None:
-    """Check that a repeat has the input and sampling of the turn of its request id.
+    """Check that a repeated submission has the input and sampling of the turn of its request id.
+
+    Args:
+        submission: the repeat.
+        digest: the digest of the turn's own submission.
 
     Raises:
-        RequestIdReusedError: it has others.
+        RequestIdReusedError: it has another input or sampling.
     """
     if submission.digest and submission.digest != digest:
         raise RequestIdReusedError(

@@ -24,10 +24,10 @@ class TurnLimits:
         window_tokens: most tokens of prompt and answer: the model's window, or the KV budget.
         vocab_size: upper bound of token ids, exclusive.
         eos_ids: ids of the tokens that end an answer.
-        reserve_tokens: tokens of the answer that have room when it begins.
+        reserve_tokens: number of the answer's tokens for which there must be room when it begins.
         compress_tokens: tokens of the shortest context that is compressed.
-        mark_tokens: tokens between marks of a long prompt, see `prompt_marks`; 0: none but where
-            conversations turn.
+        mark_tokens: tokens between marks of a long prompt, see `prompt_marks`; 0: marks only
+            behind the system message and before the answer.
         has_states: whether the model has a state, which is stored at these marks.
     """
 
@@ -42,20 +42,20 @@ class TurnLimits:
 
 @dataclass(frozen=True)
 class Prompt:
-    """See the module docstring.
+    """The prompt of one turn: the session's context, what is dropped of it, and the turn's input.
 
     Attributes:
-        before: the session's context as the turn found it.
-        ranges: ranges of it that are dropped first; merged.
+        before: the session's context before the turn.
+        ranges: ranges of `before` that are dropped first; merged.
         input_ids: the token ids that the turn appends.
-        system_tokens: how many of these are the system message; 0 if something precedes them.
+        system_tokens: how many of these are the system message; 0 if other tokens precede them.
         is_text: whether the input was raw text.
         window: the turn's window.
-        thought: the mark of a thought that it ends with: the answer's text begins with it; "" if
-            there is none, or the answer is none of the model's own words.
-        template_arguments: what its record says of them; see `TurnRecord`.
-        predicted_ids: what most of the answer will likely be, as tokens.
-        answer_from: where in `input_ids` the prompt for the answer begins; 0: not known.
+        thought: the opening mark of a thought with which the prompt ends, so that the answer's text
+            begins with it; "" if there is none, or the answer follows a grammar.
+        template_arguments: the chat template's arguments as they are recorded; see `TurnRecord`.
+        predicted_ids: the client's prediction of most of the answer, as tokens.
+        answer_from: position in `input_ids` where the prompt for the answer begins; 0: not known.
     """
 
     before: Context
@@ -77,7 +77,7 @@ class Prompt:
         )
 
     def marks(self, every: int) -> tuple[int, ...]:
-        """Return the positions where other turns may go on; `every`: see `prompt_marks`."""
+        """Return the positions from which later turns may continue; `every`: see `prompt_marks`."""
         num_tokens = len(self.context.token_ids)
         before = num_tokens - len(self.input_ids)
         answer_from = before + self.answer_from if self.answer_from else 0
@@ -90,7 +90,12 @@ class Prompt:
 
 
 class MidTurnCut:
-    """Chooses what is dropped when a turn has filled its window: `EngineRequest.truncate`."""
+    """Chooses the ranges to drop when a turn has filled its window: `EngineRequest.truncate`.
+
+    Args:
+        prompt: the turn's prompt.
+        answer: the turn's answer so far.
+    """
 
     def __init__(self, prompt: Prompt, answer: GrowingAnswer) -> None:
         self._window = prompt.window
@@ -98,7 +103,7 @@ class MidTurnCut:
         self._answer = answer
 
     def __call__(self, context_ids: Sequence[int]) -> tuple[Range, ...]:
-        """Return the ranges that the engine is to drop of the context: () ends the answer."""
+        """Return the ranges of the context that the engine has to drop; () ends the answer."""
         new_ids = context_ids[len(self._context.token_ids) :]
         context = self._context.with_answer(new_ids)
         ranges = self._window.mid_turn(context, max(1, self._answer.num_held))
@@ -116,7 +121,7 @@ class PromptMaker:
         has_tokenizer: whether answers have text.
 
     Attributes:
-        text: encodes the input; off the thread it is asked only for what is known at once.
+        text: encodes the input; off its thread only what needs no encoding is asked of it.
     """
 
     def __init__(
@@ -133,16 +138,18 @@ class PromptMaker:
         """Make the prompt of a turn that continues a context.
 
         Args:
-            submission: of the turn.
-            context: what its session has.
-            began_with: the template arguments that the session began with; None: it begins now.
+            submission: the turn's submission.
+            context: the session's context.
+            began_with: the template arguments that the session began with, as recorded; None: it
+                begins with this turn.
 
         Raises:
             EmptyTurnError: the input has no token.
-            InvalidTurnError: a token id is off, or text is wanted where there is none.
-            InvalidSamplingError: it names a token that the model has not.
+            InvalidTurnError: a token id is outside the vocabulary, or there are stop strings and
+                no tokenizer.
+            InvalidSamplingError: the sampling parameters name a token outside the vocabulary.
             NoChatTemplateError: chat messages or text cannot be encoded.
-            InputTooLongError: there is no room for the input, whatever may be dropped.
+            InputTooLongError: there is no room for the input, even if all that may go is dropped.
         """
         if submission.sampling.stop and not self._has_tokenizer:
             raise InvalidTurnError(
@@ -150,54 +157,63 @@ class PromptMaker:
             )
         self._check_vocabulary(submission.sampling)
         window = self._window(submission)
-        given, recorded = await self._settled(submission.input, began_with)
-        input_ids = await self._encode(given, context)
+        turn_input, recorded = await self._settle_arguments(submission.input, began_with)
+        input_ids = await self._encode(turn_input, context)
         ranges = window.at_start(context, len(input_ids))
         kept = context.without(ranges)
         if ranges and ranges[-1][1] == len(context.token_ids):
-            # The last answer is dropped, too: its closing, which begins the input, goes with it.
-            input_ids = await self._encode(given, kept)
+            # The last answer is dropped, too: its closing, with which the input began, must go.
+            input_ids = await self._encode(turn_input, kept)
             window.check_fits(len(kept.token_ids), len(input_ids))
-        system_tokens = 0 if kept.token_ids else await self._system_tokens(given, input_ids)
-        is_text = isinstance(given, TextInput)
-        thought = await self._thought(submission, input_ids)
-        predicted_ids = await self._predicted(submission.prediction)
+        system_tokens = 0 if kept.token_ids else await self._system_tokens(turn_input, input_ids)
+        is_text = isinstance(turn_input, TextInput)
+        thought = await self._find_thought(submission, input_ids)
+        predicted_ids = await self._encode_prediction(submission.prediction)
         return Prompt(
             *(context, ranges, input_ids, system_tokens, is_text, window, thought, recorded),
             predicted_ids,
-            self.text.frame_tokens.last_start(input_ids) if isinstance(given, ChatInput) else 0,
+            self.text.frame_tokens.last_start(input_ids)
+            if isinstance(turn_input, ChatInput)
+            else 0,
         )
 
-    async def encode(self, given: TurnInput, behind: Transcript | None = None) -> list[int]:
-        """Return the tokens of an input that follows a session's turns; None: that begins one.
+    async def encode(self, turn_input: TurnInput, behind: Transcript | None = None) -> list[int]:
+        """Return the tokens of an input.
+
+        Args:
+            turn_input: the input.
+            behind: the session whose turns it follows; None: it begins a session.
 
         Raises:
             ReportedError: it cannot be encoded; see `make`.
         """
         began_with = None if behind is None else behind.template_arguments
-        settled, _ = await self._settled(given, began_with)
+        settled, _ = await self._settle_arguments(turn_input, began_with)
         return await self._encode(settled, Context() if behind is None else behind.context)
 
     async def framing(self, own: Arguments) -> str:
-        """Return a digest of what a client's template arguments make of conversations: `Framing`.
+        """Return a digest of how template arguments change conversations; see `Framing`.
+
+        Args:
+            own: the client's arguments.
 
         Returns:
-            "" if it is what none make of them.
+            The digest; "" if they change nothing.
         """
         if not (own or self.text.usual):
             return ""
         return await self._thread.run(self.text.framing, own)
 
-    async def encode_embedded(self, given: TextInput | TokenInput) -> list[int]:
-        """Return the tokens of an input that is embedded; a text's as the tokenizer frames it.
+    async def encode_embedded(self, text_or_tokens: TextInput | TokenInput) -> list[int]:
+        """Return the tokens of an input to embed; a text gets the tokenizer's special tokens.
 
         Raises:
             ReportedError: it cannot be encoded; see `make`.
         """
-        if isinstance(given, TokenInput):
-            token_ids = list(given.token_ids)
+        if isinstance(text_or_tokens, TokenInput):
+            token_ids = list(text_or_tokens.token_ids)
         else:
-            token_ids = await self._thread.run(self.text.encode_framed, given.text)
+            token_ids = await self._thread.run(self.text.encode_framed, text_or_tokens.text)
         self._check_ids(token_ids)
         return token_ids
 
@@ -205,13 +221,14 @@ class PromptMaker:
         """Return tokens as text, special ones by their names.
 
         Raises:
-            InvalidTurnError: an id is off.
+            InvalidTurnError: an id is outside the vocabulary.
             NoChatTemplateError: the model has no tokenizer.
         """
         self._check_ids(token_ids)
         return await self._thread.run(self.text.decode, token_ids)
 
     def _check_vocabulary(self, sampling: SamplingParams) -> None:
+        """Raise an InvalidSamplingError if parameters name tokens outside the vocabulary."""
         vocab_size = self._limits.vocab_size
         for name, token_ids in (
             ("stop_token_ids", sampling.stop_token_ids),
@@ -223,6 +240,7 @@ class PromptMaker:
                 )
 
     def _window(self, submission: Submission) -> TurnWindow:
+        """Return the window of a turn, with its overflow policy."""
         return TurnWindow(
             policy=submission.overflow,
             window_tokens=self._limits.window_tokens,
@@ -232,43 +250,46 @@ class PromptMaker:
             frame_tokens=self.text.frame_tokens,
         )
 
-    async def _settled(self, given: TurnInput, began_with: str | None) -> tuple[TurnInput, str]:
-        """Return an input with all its template arguments, and what is recorded of these."""
-        if not isinstance(given, ChatInput):
-            return given, ""
-        if not (given.arguments or began_with or self.text.usual):
-            return given, ""  # as nearly all are
-        settled = await self._thread.run(self.text.settle, given.arguments, began_with)
-        return replace(given, arguments=settled.arguments), settled.recorded
+    async def _settle_arguments(
+        self, turn_input: TurnInput, began_with: str | None
+    ) -> tuple[TurnInput, str]:
+        """Return an input with all its template arguments, and these as they are recorded."""
+        if not isinstance(turn_input, ChatInput):
+            return turn_input, ""
+        if not (turn_input.arguments or began_with or self.text.usual):
+            return turn_input, ""  # the usual case: no arguments at all, and no call to the thread
+        settled = await self._thread.run(self.text.settle, turn_input.arguments, began_with)
+        return replace(turn_input, arguments=settled.arguments), settled.recorded
 
-    async def _encode(self, given: TurnInput, context: Context) -> list[int]:
+    async def _encode(self, turn_input: TurnInput, context: Context) -> list[int]:
         """Return the token ids to append to the context."""
-        if isinstance(given, TextInput):
+        if isinstance(turn_input, TextInput):
             token_ids = await self._thread.run(
                 self.text.encode_text,
-                given.text,
+                turn_input.text,
                 opens_session=not context.token_ids,
-                has_special=given.has_special,
+                has_special=turn_input.has_special,
             )
-        elif isinstance(given, ChatInput):
+        elif isinstance(turn_input, ChatInput):
             token_ids = await self._thread.run(
                 self.text.encode_chat,
-                given.as_messages(),
+                turn_input.as_messages(),
                 context.token_ids,
-                given.as_tools(),
+                turn_input.as_tools(),
                 continues_answer=context.ends_with_answer,
-                arguments=given.arguments,
-                beginning=given.beginning,
-                is_prompt=given.is_prompt,
+                arguments=turn_input.arguments,
+                beginning=turn_input.beginning,
+                is_prompt=turn_input.is_prompt,
             )
         else:
-            token_ids = list(given.token_ids)
+            token_ids = list(turn_input.token_ids)
         if not token_ids:
             raise EmptyTurnError("the turn brings no token", "send text, messages or token ids")
         self._check_ids(token_ids)
         return token_ids
 
     def _check_ids(self, token_ids: Sequence[int]) -> None:
+        """Raise an InvalidTurnError if a token id is outside the vocabulary."""
         largest = max(token_ids, default=0)
         if largest >= self._limits.vocab_size:
             raise InvalidTurnError(
@@ -276,27 +297,28 @@ class PromptMaker:
                 f"send ids below {self._limits.vocab_size}",
             )
 
-    async def _thought(self, submission: Submission, input_ids: Sequence[int]) -> str:
-        """Return what an answer that is shown with its marks begins with."""
+    async def _find_thought(self, submission: Submission, input_ids: Sequence[int]) -> str:
+        """Return the opening mark of a thought that the prompt begins, if the answer shows it."""
         if submission.sampling.grammar is not None or not submission.shown_marks:
             return ""
         found = await self._thread.run(self.text.thought_begun, input_ids)
         return found if found in submission.shown_marks else ""
 
-    async def _predicted(self, prediction: str) -> Sequence[int]:
-        """Return the tokens of what an answer is likely to be, as many as an answer can have."""
+    async def _encode_prediction(self, prediction: str) -> Sequence[int]:
+        """Return the tokens of a predicted answer, at most as many as an answer can have."""
         if not prediction or not self._has_tokenizer:
             return ()
         predicted_ids = await self._thread.run(self.text.control.encode_plain, prediction)
         return predicted_ids[: self._limits.window_tokens]
 
-    async def _system_tokens(self, given: TurnInput, input_ids: Sequence[int]) -> int:
-        if not isinstance(given, ChatInput):
+    async def _system_tokens(self, turn_input: TurnInput, input_ids: Sequence[int]) -> int:
+        """Count the tokens of the system message that an input begins with."""
+        if not isinstance(turn_input, ChatInput):
             return 0
         return await self._thread.run(
             self.text.system_tokens,
-            given.as_messages(),
+            turn_input.as_messages(),
             input_ids,
-            given.as_tools(),
-            given.arguments,
+            turn_input.as_tools(),
+            turn_input.arguments,
         )

@@ -1,10 +1,10 @@
-"""Reports a turn when it is over: its canonical log line, its histograms, its spans.
+"""Reports turns that are over: the canonical log line, histograms and trace spans.
 
-Each turn has one line, `turn`, however it ended, and so has each that was turned away, ten a second
-of each client: `more` says how many had none. `trace_id` is in it as in every line of the request
-that submitted it. The spans under the turn's own are made when it is over, from the instants that
-the request has noted; `load` and `save` are made where that is done, because kvd's spans come under
-them.
+Each turn has one line, `turn`, however it ended. A turn that was refused has one, too, at most ten
+a second for each client: `more` says how many were left out. `trace_id` is in the line as in every
+line of the request that submitted the turn. The spans under the turn's own are made when it is
+over, from the times that the request has noted; `load` and `save` are made while these run, because
+kvd's spans are their children.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,13 +25,17 @@ from shared.serving.tracing import child_span, record_past_span
 from shared.types.errors import ReportedError
 from shared.types.session_key import DEFAULT_TENANT
 
-MAX_NAME = 128  # characters of a name that nobody has checked
+MAX_NAME = 128  # characters that are logged of an unchecked name
 
 log = get_logger(__name__)
 
 
 class TurnReport:
-    """See the module docstring."""
+    """Reports turns that are over.
+
+    Attributes:
+        histograms: the histograms of turns.
+    """
 
     def __init__(self, histograms: TurnHistograms) -> None:
         self.histograms = histograms
@@ -47,7 +51,7 @@ class TurnReport:
         *,
         cancelled: bool = False,
     ) -> None:
-        """Report a turn that has its answer, or the part of it that its client waited for."""
+        """Report a turn that has an answer, or a part of it if its client cancelled it."""
         key = submission.key
         self.histograms.on_finish(key.tenant, finish_reason, usage, cancelled=cancelled)
         if request.buffer_layers is not None and usage.tier_tokens:
@@ -55,7 +59,7 @@ class TurnReport:
         _annotate(trace.get_current_span(), request, finish_reason, usage)
         log.info(
             "turn",
-            **_who(submission),
+            **_names_of(submission),
             turns=num_turns,
             finish_reason=finish_reason,
             priority=submission.priority,
@@ -63,11 +67,11 @@ class TurnReport:
         )
 
     def replayed(self, submission: Submission, record: TurnRecord) -> None:
-        """Report a repeat that was answered with the recorded result."""
+        """Report a repeated submission that was answered from the turn's record."""
         self.histograms.ended.add("replayed")
         log.info(
             "turn",
-            **_who(submission),
+            **_names_of(submission),
             turns=record.turn + 1,
             finish_reason="replayed",
             output_tokens=len(record.output_ids),
@@ -79,14 +83,14 @@ class TurnReport:
         self.histograms.on_failure(submission.key.tenant, error.reason, cancelled=cancelled)
         log.info(
             "turn",
-            **_who(submission),
+            **_names_of(submission),
             finish_reason="cancelled" if cancelled else "failed",
             error=error.reason,
             retryable=error.retryable,
         )
 
     def turned_away(self, client: str, names: TurnNames, error: ReportedError) -> None:
-        """Report a turn that was not begun; its names are unchecked."""
+        """Report a turn that was refused before it began; its names are unchecked."""
         self.histograms.on_refusal(names.tenant or DEFAULT_TENANT, error.reason)
         left_out = self._refused.take(client)
         if left_out is None:
@@ -106,7 +110,7 @@ class TurnReport:
 
 @contextmanager
 def turn_span(submission: Submission) -> Iterator[Span]:
-    """Open the span of a turn that runs in this task, whose log lines say whose turn it is."""
+    """Open the span of a turn that runs in this task, and bind its names to its log lines."""
     key = submission.key
     structlog.contextvars.bind_contextvars(session=str(key), request_id=submission.request_id)
     attributes = {
@@ -119,7 +123,8 @@ def turn_span(submission: Submission) -> Iterator[Span]:
         yield span
 
 
-def _who(submission: Submission) -> dict[str, str]:
+def _names_of(submission: Submission) -> dict[str, str]:
+    """Return the fields of a log line that say whose turn it is."""
     key = submission.key
     return {
         "session": str(key),
@@ -166,6 +171,7 @@ def _annotate(span: Span, request: Request, finish_reason: str, usage: Usage) ->
 
 
 def _add_phase(span: Span, name: str, instants: Sequence[int]) -> None:
+    """Add the span of a phase, if the turn has completed it."""
     began_ns, ended_ns = instants
-    if began_ns and ended_ns:  # else it did not come so far
+    if began_ns and ended_ns:  # 0: the turn did not get so far
         record_past_span(span, name, began_ns, ended_ns, {})

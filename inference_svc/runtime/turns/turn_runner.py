@@ -1,9 +1,9 @@
 """Answers one turn, from its session's transcript to its record there.
 
 A turn is finished for its client when its record is on disk; its KV is saved, and compressed, after
-that. A turn that is cancelled or fails leaves its transcript as it was. If it dropped some of the
-context, KV of what is left stays under the lineage of that: who drops the same again finds it, and
-who goes on with the old context does not.
+that. A turn that is cancelled or fails leaves its transcript as it was. If it has dropped tokens of
+the context, the KV that is left stays under the lineage of that discard: a turn that drops the same
+tokens again finds it, a turn that continues the old context does not.
 """
 
 import asyncio
@@ -36,7 +36,21 @@ from inference_svc.runtime.turns.turn_report import TurnReport
 
 
 class TurnRunner:
-    """See the module docstring."""
+    """Answers turns whose sessions are free.
+
+    Args:
+        engine: computes the answers.
+        transcripts: the transcripts of all sessions.
+        prompts: makes the turns' prompts.
+        grammars: compiles the grammars of answers.
+        tokenizer: the model's tokenizer; None: it has none, and answers have no text.
+        limits: the limits of every turn.
+        counters: the service's counters.
+        report: logs turns that have ended.
+        numbers: numbers of engine requests, ascending.
+        misses: explains why a turn missed the cache.
+        edits: keeps KV behind edits.
+    """
 
     def __init__(
         self,
@@ -65,7 +79,7 @@ class TurnRunner:
         self._edits = edits
 
     async def answer(self, turn: Turn) -> None:
-        """Run a turn whose session is free, publishing its events.
+        """Run a turn whose session is free, and publish its events.
 
         Raises:
             ReportedError: the turn was refused or failed.
@@ -78,12 +92,12 @@ class TurnRunner:
         ExpectedSession(submission.expected_turn).check(transcript)
         _check_tools(submission, transcript)
         number, context = next(self._numbers), transcript.context
-        # Its history is on its way up from SSD while its text is encoded.
-        known = number, submission.key, submission.priority, context.computed_tokens
-        with self._engine.scheduler.queue.arriving(*known):
-            began_with = transcript.template_arguments
-            prompt = await self._prompts.make(submission, context, began_with)
-            grammar = await self._compiled(submission, prompt)
+        # kvd knows of the turn from here on, and reads its history from SSD while text is encoded.
+        arriving = number, submission.key, submission.priority, context.computed_tokens
+        with self._engine.scheduler.queue.arriving(*arriving):
+            session_arguments = transcript.template_arguments
+            prompt = await self._prompts.make(submission, context, session_arguments)
+            grammar = await self._compile_grammar(submission, prompt)
             request, writer = self._make_request(turn, number, prompt, grammar)
             turn.publish(
                 Accepted(
@@ -96,13 +110,13 @@ class TurnRunner:
             )
             await self._compute(turn, prompt, request, writer, transcript)
 
-    async def _compiled(
+    async def _compile_grammar(
         self, submission: Submission, prompt: Prompt
     ) -> AnswerGrammar | CallGrammar | None:
-        """Compile the grammar of a turn's answer, or those of its calls; None: it has none.
+        """Compile the grammar of a turn's answer, or those of its tool calls; None: it has none.
 
         Raises:
-            InvalidGrammarError: it is none, or this model cannot have any.
+            InvalidGrammarError: it is not a grammar, or this model cannot use one.
         """
         if submission.sampling.grammar is not None:
             return await self._grammars.compiled(submission.sampling.grammar)
@@ -111,7 +125,7 @@ class TurnRunner:
         )
 
     def _shown_marks(self, submission: Submission) -> dict[int, str]:
-        """Return the special tokens that the answer's text has, by their ids."""
+        """Return the texts of special tokens that the answer's text is to show, by their ids."""
         return {
             i: mark
             for i, mark in self._prompts.text.marks.items()
@@ -125,6 +139,7 @@ class TurnRunner:
         prompt: Prompt,
         grammar: AnswerGrammar | CallGrammar | None,
     ) -> tuple[EngineRequest, AnswerWriter]:
+        """Make the turn's engine request, and the writer that is its sink."""
         submission, context = turn.submission, prompt.context
         max_tokens = prompt.window.answer_tokens(len(context.token_ids))
         sampling = replace(submission.sampling, max_tokens=max_tokens)
@@ -139,7 +154,7 @@ class TurnRunner:
             self._shown_marks(submission),
             prompt.thought,
         )
-        # Scores are not kept where there are states: what is dropped is computed anew anyway.
+        # No scores for models with states: after a discard all of the context is computed again.
         scored = submission.compression if not self._limits.has_states else None
         num_tokens = len(context.token_ids)
         marks = prompt.marks(self._limits.mark_tokens)
@@ -176,6 +191,7 @@ class TurnRunner:
         writer: AnswerWriter,
         transcript: Transcript,
     ) -> None:
+        """Compute the answer, record it, finish the turn for its client, then compress its KV."""
         num_turns = len(transcript.turns)
         try:
             await self._edits.keep(turn, prompt, request)
@@ -204,16 +220,21 @@ class TurnRunner:
     async def _record(
         self, submission: Submission, before: Transcript, record: TurnRecord, text: str
     ) -> str:
-        """Record a turn; in a fork of its session, if that went on elsewhere and nobody named it.
+        """Record a turn, in a fork of its session if another server has added a turn meanwhile.
+
+        Only sessions that no client has named are forked.
 
         Args:
-            submission: of the turn.
-            before: its session, as it found it.
-            record: of the turn.
-            text: of its answer.
+            submission: the turn's submission.
+            before: its session as it was when the turn began.
+            record: the turn's record.
+            text: the answer's text.
 
         Returns:
-            The session that has it, if it is not the one that it was submitted to.
+            The id of the fork that has the record; "": the turn's own session has it.
+
+        Raises:
+            SessionMovedError: another server has added a turn, and the session may not be forked.
         """
         is_local, fork_id = submission.is_local, submission.fork_id
         try:
@@ -225,8 +246,8 @@ class TurnRunner:
                 raise
         else:
             return ""
-        told = submission.digests_in(fork_id, text)
-        record = replace(record, said=told.said, history=told.history)
+        digests = submission.digests_in(fork_id, text)
+        record = replace(record, said=digests.said, history=digests.history)
         await self._transcripts.fork_with(before, record, fork_id, is_local=is_local)
         self._counters.add("turns_forked")
         return fork_id
@@ -234,7 +255,7 @@ class TurnRunner:
     def _compress(
         self, submission: Submission, prompt: Prompt, request: EngineRequest, context: Context
     ) -> tuple[Range, ...]:
-        """Choose the ranges that the compression policy drops of the context after the turn."""
+        """Return the ranges that the compression policy drops of the context after the turn."""
         policy, num_tokens = submission.compression, len(context.token_ids)
         if policy is None or submission.is_final or num_tokens < self._limits.compress_tokens:
             return ()
@@ -257,7 +278,16 @@ class TurnRunner:
         num_turns: int,
         moved_to: str = "",
     ) -> None:
-        """Publish the last event, and report how the turn ended."""
+        """Publish the last event, and report how the turn ended.
+
+        Args:
+            turn: the turn.
+            request: its request.
+            writer: has the answer.
+            usage: the turn's usage.
+            num_turns: number of complete turns that the session has now.
+            moved_to: id of the fork that has the record; "": the session itself has it.
+        """
         text, reason = writer.text, str(writer.finish_reason)
         turn.publish(Finished(reason, text, usage, num_turns, writer.stop_string, moved_to))
         cancelled = writer.finish_reason is FinishReason.CANCELLED
@@ -266,6 +296,7 @@ class TurnRunner:
         )
 
     def _count(self, record: TurnRecord) -> None:
+        """Count a finished turn, its overflows and all of its usage that has a counter."""
         usage = record.usage
         self._counters.add("turns_finished")
         self._counters.add("overflows", sum(d.reason == OVERFLOW for d in record.discards))
@@ -274,10 +305,10 @@ class TurnRunner:
 
 
 def _check_tools(submission: Submission, transcript: Transcript) -> None:
-    """Check that a session keeps the tools that it began with: its context tells of these.
+    """Check that a turn offers the tools that its session began with: its context lists these.
 
     Raises:
-        InvalidTurnError: others are offered.
+        InvalidTurnError: other tools are offered.
     """
     offered = submission.tools_digest
     if transcript.turns and offered and offered != transcript.tools_digest:
@@ -288,7 +319,7 @@ def _check_tools(submission: Submission, transcript: Transcript) -> None:
 
 
 def _cut(context: Context, ranges: Sequence[Range]) -> ContextCut | None:
-    """Return the cut of a context's KV; tokens that were never computed have none."""
+    """Return the cut of a context's KV; None: none of the dropped tokens was computed."""
     computed = clip(ranges, context.computed_tokens)
     return ContextCut(context.computed_ids, computed, context.lineage) if computed else None
 

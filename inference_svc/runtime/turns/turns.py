@@ -1,8 +1,8 @@
-"""Which turns run: one per session at a time, each once, however often it is submitted.
+"""The turns under way: one per session runs at a time, each once, however often it is submitted.
 
-Owns the turns under way and what a repeat of a request id gets: the running turn's events, or the
-recorded result; neither counts against its tenant's limits. How a turn is answered is
-`turn_runner.py`'s business.
+Owns the turns under way, and answers repeats of a request id: with the running turn's events, or
+with the recorded result. Repeats do not count against their tenant's limits. It does not know how a
+turn is answered: see `turn_runner.py`.
 """
 
 import asyncio
@@ -37,7 +37,16 @@ log = get_logger(__name__)
 
 
 class Turns:
-    """See the module docstring.
+    """Starts, joins, replays, cancels and hands back turns.
+
+    Args:
+        runner: answers one turn.
+        transcripts: the transcripts of all sessions.
+        engine: the engine, for changes of sessions.
+        session_turns: the turns under way, by session.
+        limits: the tenants' limits.
+        counters: the service's counters.
+        report: logs turns that have ended.
 
     Attributes:
         sessions: changes of sessions outside of turns.
@@ -76,22 +85,22 @@ class Turns:
     # ------------------------------------------------------------------------------- lifecycle
 
     async def run(self) -> None:
-        """Hold the turns' tasks until cancelled."""
+        """Run the turns' tasks until cancelled."""
         async with self._tasks:
             await asyncio.Event().wait()
 
     @property
     def is_draining(self) -> bool:
-        """Whether the service is about to stop, and takes no turns."""
+        """Whether the service is about to stop, and accepts no turns."""
         return self._is_draining
 
     def refuse_new(self) -> None:
-        """Accept no more turns, and hand back those that have not started."""
+        """Accept no more turns, and hand back those of which nothing is computed."""
         self._is_draining = True
         self._hand_back([turn for turn in self._session_turns if not turn.has_started])
 
     def hand_back_all(self) -> None:
-        """Stop every turn that is not being recorded; its client is to submit it again."""
+        """Hand back every turn that is not being recorded; its client has to submit it again."""
         self._hand_back(list(self._session_turns))
 
     def _hand_back(self, turns: Sequence[Turn]) -> None:
@@ -102,17 +111,21 @@ class Turns:
     async def submit(self, submission: Submission) -> Turn:
         """Start a turn, join the one that runs under the same request id, or replay its record.
 
+        Returns:
+            The turn, to be followed. Errors that come later end its events.
+
         Raises:
-            ReportedError: it cannot be queued; later errors end its events.
+            ReportedError: the turn cannot be queued.
         """
         joined = self._find_running(submission)
         if joined is not None:
             return joined
-        if not submission.fork_id:  # else what another server has added leads to a fork
+        # A turn with a fork id needs no refresh: turns that another server has added make it fork.
+        if not submission.fork_id:
             must_know = submission.expected_turn != 0
             await self._transcripts.refresh(submission.key, must_know=must_know)
         transcript = await self._transcripts.find(submission.key)
-        joined = self._find_running(submission)  # it may have come while we read
+        joined = self._find_running(submission)  # a repeat may have started it during the reads
         if joined is not None:
             return joined
         record = transcript.find(submission.request_id) if transcript else None
@@ -124,7 +137,7 @@ class Turns:
         return self._start(submission, opens_session=transcript is None)
 
     def check_limits(self, tenant: str) -> None:
-        """Check that a tenant's turn may begin now, before anything is made for it.
+        """Check that a tenant's turn may begin now, before any work is done for it.
 
         Raises:
             ReportedError: the service is draining, or a limit of the tenant is reached.
@@ -137,7 +150,11 @@ class Turns:
             raise refusal
 
     def cancel(self, key: SessionKey, request_id: str) -> int:
-        """Stop the session's turns, or the one of a request id; return how many.
+        """Ask a session's turns to stop; return how many will.
+
+        Args:
+            key: the session's key.
+            request_id: the request id of the turn to stop; "": all of the session's turns.
 
         Raises:
             UnknownTurnError: the session has no such turn.
@@ -155,18 +172,20 @@ class Turns:
         return sum(turn.cancel() for turn in turns)
 
     def _find_running(self, submission: Submission) -> Turn | None:
+        """Return the turn under way with the submission's request id; None: there is none."""
         for turn in self._session_turns.of(submission.key):
             if turn.submission.request_id == submission.request_id and not turn.is_cancelled:
                 check_same(submission, turn.submission.digest)
-                turn.allow_until(submission.deadline_ns)
+                turn.extend_deadline(submission.deadline_ns)
                 return turn
         return None
 
     def _start(self, submission: Submission, *, opens_session: bool) -> Turn:
+        """Start the task of a new turn, within its tenant's limits."""
         key = submission.key
         if self._is_draining:
             raise draining()
-        self.sessions.check_not_held(key)
+        self.sessions.check_unchanged(key)
         turn, now_ns = Turn(submission), time.monotonic_ns()
         opens = key.session_id if opens_session else ""
         try:
@@ -182,10 +201,11 @@ class Turns:
         self.idle.clear()
         turn.task = self._tasks.create_task(self._run(turn))
         # Not a `finally` in the task: a task cancelled before its first step never gets there.
-        turn.task.add_done_callback(partial(self._ended, turn, reservation))
+        turn.task.add_done_callback(partial(self._on_end, turn, reservation))
         return turn
 
     def _check_limits(self, submission: Submission, opens: str, now_ns: int) -> None:
+        """Raise the refusal of a limit that is reached; `opens`: the new session's id, or ""."""
         tenant = submission.key.tenant
         num_sessions = self._transcripts.local.num_sessions(tenant)
         refusal = self._limits.refusal(tenant, submission.most_tokens, opens, num_sessions, now_ns)
@@ -220,7 +240,7 @@ class Turns:
             )
         return None
 
-    def _ended(
+    def _on_end(
         self, turn: Turn, reservation: Reservation, task: "asyncio.Task[ReportedError | None]"
     ) -> None:
         """End the turn's events and release the next turn of its session."""

@@ -41,13 +41,13 @@ class _Sink:
         self._num_left = num_tokens
         self._on_token = on_token
 
-    def started(self, request: EngineRequest) -> None:
+    def on_start(self, request: EngineRequest) -> None:
         """Nothing to do."""
 
-    def window_full(self) -> None:
+    def on_window_full(self) -> None:
         """Nothing to do: the answer has ended."""
 
-    def sampled(self, token: Sampled) -> bool:
+    def on_token(self, token: Sampled) -> bool:
         """Pass it on; whether it was the last."""
         self._on_token(token.token_id)
         self._num_left -= 1

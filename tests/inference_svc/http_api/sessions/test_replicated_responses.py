@@ -241,7 +241,7 @@ async def test_one_of_a_session_that_went_here_is_brought_again(here, there):
     first = await talk.ask(here)
     await find(there, first)
     await talk.ask(there)
-    await here.sessions.let_go(talk.key)
+    await here.sessions.release(talk.key)
     assert await here.service.store.find(talk.key) is None
     silence(here)
     with pytest.raises(TranscriptUnavailableError):

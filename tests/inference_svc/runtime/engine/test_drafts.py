@@ -65,10 +65,10 @@ class Listener:
         self.sampled_tokens = []
         self._num_tokens = num_tokens
 
-    def started(self, request):
+    def on_start(self, request):
         pass
 
-    def sampled(self, token):
+    def on_token(self, token):
         self.sampled_tokens.append(token)
         return len(self.sampled_tokens) == self._num_tokens
 

@@ -60,7 +60,7 @@ async def test_a_load_that_cannot_begin_fails_its_turn_alone(model):
 class StumblingSink(Sink):
     """Cannot say that its turn has started."""
 
-    def started(self, request):
+    def on_start(self, request):
         raise RuntimeError("a bug")
 
 

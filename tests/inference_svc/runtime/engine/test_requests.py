@@ -81,7 +81,7 @@ async def test_who_goes_on_unsaved_still_gets_its_history(model):
         held = []
         following = [*first.token_ids, *range(80, 90)]
         turn = engine.request(following)
-        turn.sink.started = lambda _: held.extend(slots.take(slots.num_free))
+        turn.sink.on_start = lambda _: held.extend(slots.take(slots.num_free))
         await engine.loop.generate(turn)
         assert turn.write_buffer is None
         engine.loop.keep(turn, turn.token_ids[:-1])

@@ -71,7 +71,7 @@ async def test_a_session_that_is_deleted_while_its_prefix_is_copied(model):
         prompt = [*FIRST, 90, 91]
         request = engine.request(prompt, session="b")
         is_announced = asyncio.Event()
-        request.sink.started = lambda _: is_announced.set()
+        request.sink.on_start = lambda _: is_announced.set()
         answer = asyncio.create_task(engine.loop.generate(request))
         await is_announced.wait()
         num_free = engine.pool.num_free
@@ -93,7 +93,7 @@ async def test_a_turn_that_is_cancelled_while_it_copies_gives_all_back(model):
         await engine.loop.idle.wait()
         request = engine.request([*FIRST, 90, 91], session="b")
         is_announced = asyncio.Event()
-        request.sink.started = lambda _: is_announced.set()
+        request.sink.on_start = lambda _: is_announced.set()
         answer = asyncio.create_task(engine.loop.generate(request))
         await is_announced.wait()
         answer.cancel()

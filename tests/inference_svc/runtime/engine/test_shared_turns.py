@@ -46,7 +46,7 @@ async def test_what_is_shared_is_saved_once_the_first_has_saved_it(model, page_t
         await asyncio.sleep(0)
         other = await engine.run([*SYSTEM, 331, 7], session="other")
         assert other.loaded_tokens == len(SYSTEM)
-        await engine.saves.settled(other.key)
+        await engine.saves.wait_for_end(other.key)
         assert not first.done()
         assert len(engine.store.rows[other.key][0]) // 4 == len(SYSTEM) + 2 + 7
         first.cancel()

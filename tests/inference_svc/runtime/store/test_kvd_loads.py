@@ -6,7 +6,7 @@ from structlog.testing import capture_logs
 
 from inference_svc.core.counters import Counters
 from inference_svc.core.rates.rates import LoadPolicy
-from inference_svc.runtime.store.kvd_loads import KvdTalk
+from inference_svc.runtime.store.kvd_loads import KvdCalls
 from inference_svc.runtime.store.session_store import LoadRequest
 from shared.types.errors import UnavailableError
 from tests.inference_svc.runtime.store.failing_peer import KEY, saved_scene
@@ -16,14 +16,14 @@ from tests.synthetic_engine import small_layout
 def test_a_failure_is_logged_once_until_something_works_again():
     """Each is counted, one of another kind is logged too; ours has its traceback."""
     counters = Counters()
-    talk = KvdTalk(small_layout(), counters)
+    calls = KvdCalls(small_layout(), counters)
     away, ours = UnavailableError("kvd is away", "start it"), RuntimeError("a mistake")
     with capture_logs() as logs:
         for error in (away, away, ours, ours):
-            talk.note_problem("load", error)
-        talk.note_success()
-        talk.note_success()
-        assert talk.note_problem("discard", away) == away.reason
+            calls.record_failure("load", error)
+        calls.record_success()
+        calls.record_success()
+        assert calls.record_failure("discard", away) == away.reason
     logged = [(line["event"], line.get("reason"), line.get("exc_info")) for line in logs]
     assert logged == [
         ("session_store_failed", away.reason, None),
@@ -59,12 +59,12 @@ async def test_a_load_that_was_held_back_on_the_way_says_nothing_of_its_tier(mod
 
 def test_an_arena_is_viewed_once():
     """Until there is another one, as after a restart of kvd."""
-    talk = KvdTalk(small_layout(), Counters(), lambda arena, _layout: [arena])
+    calls = KvdCalls(small_layout(), Counters(), lambda arena, _layout: [arena])
     first, second = object(), object()
-    view = talk.as_tensors(first)
+    view = calls.as_tensors(first)
     assert view == [first]
-    assert talk.as_tensors(first) is view
-    assert talk.as_tensors(second) == [second]
+    assert calls.as_tensors(first) is view
+    assert calls.as_tensors(second) == [second]
 
 
 async def test_nothing_to_load_is_not_asked_for(model, copy_threads):

@@ -196,7 +196,7 @@ def test_only_a_last_block_that_is_short_is_stored_anew(model, copy_threads):
         spans = (LoadSpan(0, 0, size, 0, 1, "dram"), LoadSpan(1, 0, last_tokens, size, 1, "ssd"))
         grant = scene.peer.load_grant(Lookup.HIT, 1, spans, size + last_tokens, False)
         begun = BegunLoad()
-        scene.store.loads._note_spans(begun, grant)
+        scene.store.loads._add_spans(begun, grant)
         assert (begun.end_token, begun.tail_from) == (size + last_tokens, tail_from)
         assert begun.tier_tokens == {"dram": size, "ssd": last_tokens}
 

@@ -77,7 +77,7 @@ class Scene:
 
 
 async def follow(stream, end_token):
-    if stream.wants(end_token):
+    if stream.should_follow(end_token):
         stream.follow(tokens(end_token), None)
         await stream.idle.wait()
 
@@ -178,11 +178,11 @@ async def test_who_waits_for_tokens_is_woken_once_they_are_stored():
     """At once if they are; when the stream ends, whatever has become of them."""
     scene = Scene()
     stream, life = scene.open(0)
-    awaited = {num_tokens: stream.stored(num_tokens) for num_tokens in (8, 9)}
+    awaited = {num_tokens: stream.stored_event(num_tokens) for num_tokens in (8, 9)}
     stream.follow(tokens(9), None)
     await stream.idle.wait()
     assert [event.is_set() for event in awaited.values()] == [True, False]
-    assert [stream.stored(num_tokens).is_set() for num_tokens in (8, 9)] == [True, False]
+    assert [stream.stored_event(num_tokens).is_set() for num_tokens in (8, 9)] == [True, False]
     stream.abandon()
     await life
     assert awaited[9].is_set()
@@ -194,9 +194,9 @@ async def test_a_block_that_is_cut_short_is_not_stored_again():
     stream, life = scene.open(0)
     stream.cut_short(tokens(6))
     await stream.idle.wait()
-    assert not stream.wants(9, is_tight=True)
-    assert stream.wants(10, is_tight=True)
-    assert not stream.wants(10)
+    assert not stream.should_follow(9, is_tight=True)
+    assert stream.should_follow(10, is_tight=True)
+    assert not stream.should_follow(10)
     stream.follow(tokens(11), None)
     stream.finish(tokens(13))
     await life
@@ -229,7 +229,7 @@ async def test_a_later_turn_is_saved_after_the_one_before_it():
     await scene.store.began.wait()
     second, life_second = scene.open(4)
     second.finish(tokens(9))
-    settled = asyncio.create_task(scene.saves.settled(KEY))
+    settled = asyncio.create_task(scene.saves.wait_for_end(KEY))
     await asyncio.sleep(0)
     assert not settled.done()
     scene.store.may_end.set()
@@ -259,7 +259,7 @@ async def test_a_stream_that_is_cancelled_holds_nobody_up():
     scene = Scene()
     scene.store.may_end.clear()
     stream, life = scene.open(0)
-    prefix = stream.stored(8)
+    prefix = stream.stored_event(8)
     stream.follow(tokens(8), None)
     await scene.store.began.wait()
     assert not stream.idle.is_set()
@@ -278,7 +278,7 @@ async def test_a_save_that_failed_is_counted_and_the_next_turn_goes_on():
     first.finish(tokens(5))
     await life
     assert scene.counters.snapshot()["save_dropped"] == 1
-    await scene.saves.settled(KEY)
+    await scene.saves.wait_for_end(KEY)
 
 
 async def test_a_prefix_is_stored_when_its_first_session_has_stored_it():
@@ -300,12 +300,12 @@ async def test_a_prefix_is_stored_when_its_first_session_has_stored_it():
 
 
 async def test_synchronous_saving_waits_for_everything_asked_for():
-    """`caught_up` ends with the last piece that was asked for."""
+    """`wait_until_idle` ends with the last piece that was asked for."""
     scene = Scene()
     scene.store.may_end.clear()
     stream, life = scene.open(0)
     stream.follow(tokens(8), None)
-    waiting = asyncio.create_task(scene.saves.caught_up())
+    waiting = asyncio.create_task(scene.saves.wait_until_idle())
     await scene.store.began.wait()
     assert not waiting.done()
     scene.store.may_end.set()
@@ -327,7 +327,7 @@ async def test_a_discard_comes_after_the_save_before_it_and_before_the_next():
     )
     second, second_life = scene.open(8)
     second.finish(tokens(10))
-    loads = asyncio.create_task(scene.saves.settled(KEY))
+    loads = asyncio.create_task(scene.saves.wait_for_end(KEY))
     await scene.store.began.wait()
     assert not link.over.is_set()
     scene.store.may_end.set()
@@ -343,15 +343,15 @@ async def test_a_load_waits_for_a_discard_that_nothing_follows():
     discarding = asyncio.create_task(
         scene.saves.run_discard(KEY, link, tokens(12), ((0, 4),), WHOLE)
     )
-    loads = asyncio.create_task(scene.saves.settled(KEY))
+    loads = asyncio.create_task(scene.saves.wait_for_end(KEY))
     for _ in range(3):
         await asyncio.sleep(0)
     assert not loads.done()
     stream.abandon()
     await asyncio.gather(life, discarding, loads)
     assert scene.store.saves == ["discard"]
-    await scene.saves.settled(KEY)
-    await scene.saves.caught_up()
+    await scene.saves.wait_for_end(KEY)
+    await scene.saves.wait_until_idle()
 
 
 async def test_a_streams_tokens_come_after_its_lineage():

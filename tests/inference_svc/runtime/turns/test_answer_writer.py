@@ -67,7 +67,7 @@ async def running():
 def answer_with(running, token_id):
     """A step samples a token."""
     running.append(token_id)
-    return running.sink.sampled(Sampled(token_id, None, ()))
+    return running.sink.on_token(Sampled(token_id, None, ()))
 
 
 def reuse(usage):
@@ -78,7 +78,7 @@ async def test_what_was_found_is_reused(running):
     """Every prompt token is reused, recomputed or new; the tiers are those of the outcome."""
     running.outcome.tokens, running.outcome.tier_tokens = 5, {"hbm": 4, "dram": 1}
     running.outcome.reason = "partial"
-    running.sink.started(running)
+    running.sink.on_start(running)
     running.outcome.load_s, running.outcome.stall_s = 0.5, 0.25
     running.num_preemptions = 3
     usage = running.sink.usage(running)
@@ -93,7 +93,7 @@ async def test_what_was_found_is_reused(running):
 async def test_a_load_that_fails_late_is_recomputed_in_the_usage(running):
     """The client had heard of reuse; what it is charged says what happened."""
     running.outcome.tokens, running.outcome.tier_tokens = 6, {"dram": 6}
-    running.sink.started(running)
+    running.sink.on_start(running)
     running.outcome.tokens, running.outcome.tier_tokens, running.outcome.reason = (
         0,
         {},
@@ -107,7 +107,7 @@ async def test_a_load_that_fails_late_is_recomputed_in_the_usage(running):
 async def test_more_than_the_sessions_own_history_may_be_found(running):
     """Another session has computed some of the new tokens: they count as history."""
     running.outcome.tokens, running.outcome.tier_tokens = 8, {"ssd": 8}
-    running.sink.started(running)
+    running.sink.on_start(running)
     assert reuse(running.sink.usage(running)) == (8, 8, 0, 2)
 
 
@@ -117,7 +117,7 @@ async def test_what_was_computed_ahead_is_not_reused(running):
     running.grafts = [Graft(2, 3, "other", 7, 1, lineage), Graft(7, 4, "other", 20, 1, lineage)]
     running.ahead_tokens, running.ahead_s = 4, 0.5
     running.outcome.tokens, running.outcome.tier_tokens = 9, {"dram": 3, "ssd": 6}
-    running.sink.started(running)
+    running.sink.on_start(running)
     usage = running.sink.usage(running)
     assert reuse(usage) == (6, 5, 1, 4)
     assert usage.tier_tokens == {"ssd": 5}
@@ -138,7 +138,7 @@ async def test_usage_of_a_turn_that_never_started(running):
 async def test_the_record_holds_input_answer_and_usage(running):
     """The last token of the answer was never fed."""
     running.outcome.tokens, running.outcome.tier_tokens = 6, {"dram": 6}
-    running.sink.started(running)
+    running.sink.on_start(running)
     is_over = [answer_with(running, token_id) for token_id in (70, 71)]
     running.computed_tokens = len(PROMPT) + 1
     record = running.sink.record(running, 3, PROMPT_OF_TURN)
@@ -150,7 +150,7 @@ async def test_the_record_holds_input_answer_and_usage(running):
 
 async def test_a_discard_in_the_middle_leaves_the_turns_own_numbers(running):
     """The record has all of the input and answer; usage is of the prompt as the turn began."""
-    running.sink.started(running)
+    running.sink.on_start(running)
     answer_with(running, 70)
     running.discards.append(Discard(((0, 8),), after_tokens=5))
     running.computed_tokens = 10
@@ -207,7 +207,7 @@ async def test_a_stop_string_that_begins_inside_a_token_leaves_the_rest_of_it(ru
         HISTORY_TOKENS,
         Histogram(),
     )
-    writer.started(running)
+    writer.on_start(running)
     assert answer_with(running, token_id)
     spelled = tokenizer(text[: text.index(stop)], add_special_tokens=False).input_ids
     assert [token.token_id for token in writer.tokens] == spelled
@@ -228,10 +228,10 @@ async def test_what_the_prompt_has_begun_is_the_answers_first_text(running, tiny
         Histogram(),
         beginning="<think>",
     )
-    writer.started(running)
+    writer.on_start(running)
     assert not answer_with(running, 70)
     assert not answer_with(running, 71)
-    writer.window_full()
+    writer.on_window_full()
     record = writer.record(running, 3, PROMPT_OF_TURN)
     assert record.output_ids == (70, 71)
     assert (
@@ -247,7 +247,7 @@ async def test_log_probabilities_are_recorded_if_they_were_asked_for(running, lo
     asked = replace(submission, sampling=replace(SAMPLING, logprobs=logprobs))
     running.sink._turn.submission = asked
     running.append(70)
-    running.sink.sampled(Sampled(70, -0.5, ((70, -0.5),)))
+    running.sink.on_token(Sampled(70, -0.5, ((70, -0.5),)))
     record = running.sink.record(running, 3, PROMPT_OF_TURN)
     assert record.logprobs == ((-0.5,) if logprobs else ())
     assert record.top_logprobs == ((((70, -0.5),),) if logprobs else ())
@@ -255,9 +255,9 @@ async def test_log_probabilities_are_recorded_if_they_were_asked_for(running, lo
 
 async def test_a_full_window_ends_the_answer(running):
     """What was sampled is shown; the reason is the length."""
-    running.sink.started(running)
+    running.sink.on_start(running)
     answer_with(running, 70)
-    running.sink.window_full()
+    running.sink.on_window_full()
     record = running.sink.record(running, 3, PROMPT_OF_TURN)
     assert (record.output_ids, record.finish_reason) == ((70,), "length")
 
@@ -280,12 +280,12 @@ async def test_a_record_says_what_the_whole_conversation_was(running):
 async def test_a_full_window_shows_what_was_held_back(running):
     """The beginning of a stop string that does not come is part of the answer."""
     running.sink._answer = GrowingAnswer(SamplingParams(max_tokens=9, stop=("xyz",)), frozenset())
-    running.sink.started(running)
+    running.sink.on_start(running)
     for text, token_id in (("a", 70), ("x", 71)):
         running.append(token_id)
         running.sink._answer.push(AnswerToken(token_id, text))
     assert not running.sink.tokens
-    running.sink.window_full()
+    running.sink.on_window_full()
     assert [token.token_id for token in running.sink.tokens] == [71]
 
 

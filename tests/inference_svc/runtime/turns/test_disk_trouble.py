@@ -27,7 +27,7 @@ def test_one_line_a_second_says_what_to_do(tmp_path, number, event, remedy):
     trouble._lines._clock_s = lambda: next(seconds)
     with capture_logs() as lines:
         for _ in range(4):
-            trouble.failed("s", tmp_path / "file", OSError(number, "why"), "write")
+            trouble.record_failure("s", tmp_path / "file", OSError(number, "why"), "write")
     assert [(one["event"], one["remedy"], one["more"]) for one in lines] == [
         (event, remedy, 0),
         (event, remedy, 2),

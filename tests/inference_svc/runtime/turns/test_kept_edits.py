@@ -117,7 +117,7 @@ async def test_less_is_there_than_was_thought(model, tmp_path):
     """The rest is computed; it counts as kept what was."""
     async with editing(model, tmp_path) as service:
         store = service.engine.store
-        await service.engine.saves.settled(KEY)
+        await service.engine.saves.wait_for_end(KEY)
         stored, *rows = store.rows[KEY]
         few = len(told(START, GONE, RESULT)) - 10
         store.rows[KEY] = (stored[: 4 * few], *([one[:few] for one in part] for part in rows))
@@ -146,7 +146,7 @@ async def test_a_turn_that_is_cancelled_on_the_way_leaves_nothing(model, tmp_pat
     """Its memory is released; its retry keeps what it would have."""
     async with editing(model, tmp_path) as service:
         store = service.engine.store
-        await service.engine.saves.settled(KEY)
+        await service.engine.saves.wait_for_end(KEY)
         gate = store.may_begin if moment == "leading" else store.may_graft
         gate.clear()
         store.is_asked.clear()
@@ -178,7 +178,7 @@ async def test_a_window_that_fills_up_later_gives_up_what_was_kept(model, tmp_pa
         following = usage_of(await service.run([OPENING, 70], key=EDITED))
         assert following.recomputed_tokens == 0
         context = (await service.turns.sessions.get(EDITED))[0].context
-        await service.engine.saves.settled(EDITED)
+        await service.engine.saves.wait_for_end(EDITED)
         assert context.lineage == service.engine.store.lineages[EDITED]
 
 
@@ -191,8 +191,8 @@ async def test_a_fork_has_the_lineage_of_what_was_kept(model, tmp_path):
         forked = await service.run([OPENING, 70], key=fork)
         other = await service.run([OPENING, 70], key=EDITED)
         lineages = service.engine.store.lineages
-        await service.engine.saves.settled(fork)
-        await service.engine.saves.settled(EDITED)
+        await service.engine.saves.wait_for_end(fork)
+        await service.engine.saves.wait_for_end(EDITED)
         assert lineages[fork] == lineages[EDITED]
         assert usage_of(forked).history_tokens == usage_of(other).history_tokens
         assert usage_of(other).recomputed_tokens == 0

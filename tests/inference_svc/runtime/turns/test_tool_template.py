@@ -336,7 +336,7 @@ def test_a_template_that_fails_at_calls_is_given_texts():
         found.try_out([])
         assert (found.writes_calls, found.writes_tools) == (False, False)
         assert found.format.name == "json"
-        messages, tools = found.written([QUESTION, asking(CALL), SUNNY], OFFERED, (USER, ASSISTANT))
+        messages, tools = found.adapt([QUESTION, asking(CALL), SUNNY], OFFERED, (USER, ASSISTANT))
         assert tools == []
         assert [one["role"] for one in messages] == [USER, ASSISTANT, USER]
         assert RESULT not in str(messages)

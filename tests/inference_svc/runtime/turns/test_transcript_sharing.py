@@ -341,7 +341,7 @@ async def test_what_is_let_go_stays_where_another_goes_on_with_it(servers, resta
         await servers.turn(1, history="b")
     if restarts:
         servers.restart(0)
-    assert await servers[0].let_go(KEY) is not is_overtaken
+    assert await servers[0].release(KEY) is not is_overtaken
     assert await servers[0].find(KEY) is None
     assert servers[0].local.num_sessions("default") == 0
     assert await servers.turns(1) == (2 if is_overtaken else None)
@@ -353,7 +353,7 @@ async def test_what_is_let_go_while_the_store_is_silent_goes_here_alone(servers)
     await servers.turn(0)
     servers.fail()
     await servers.turn(0)
-    assert not await servers[0].let_go(KEY)
+    assert not await servers[0].release(KEY)
     servers.mend()
     assert servers[0].sharing.behind == []
     assert await servers.turns(1) == 1
@@ -363,7 +363,7 @@ async def test_what_the_store_never_had_is_let_go_for_good(servers):
     """Without a trace there."""
     await servers.turn(0, is_local=True)
     servers.restart(0)
-    assert await servers[0].let_go(KEY)
+    assert await servers[0].release(KEY)
     assert not [name for name in servers.blobs.blobs if "transcripts" in name]
 
 
@@ -372,7 +372,7 @@ async def test_what_another_has_deleted_is_let_go_for_good(servers):
     await servers.turns(1)
     await servers[1].delete(KEY)
     servers.restart(0)
-    assert await servers[0].let_go(KEY)
+    assert await servers[0].release(KEY)
 
 
 async def test_what_is_damaged_is_not_used_and_can_be_deleted(servers):

@@ -41,7 +41,7 @@ def turn(deadline_ns=None):
 def test_the_latest_deadline_of_its_submissions_is_the_turns(first, second, expected):
     """A repeat never shortens what another client was promised."""
     joined = turn(first)
-    joined.allow_until(second)
+    joined.extend_deadline(second)
     assert joined.deadline_ns == expected
 
 
@@ -98,7 +98,7 @@ async def test_a_deadline_that_moves_away_is_waited_for():
     """A client that joins with more time keeps the turn alive past its first deadline."""
     waiting = turn(deadline_ns=time.monotonic_ns() + NS_PER_S // 2)
     loop = asyncio.get_running_loop()
-    loop.call_soon(waiting.allow_until, FAR_NS)
+    loop.call_soon(waiting.extend_deadline, FAR_NS)
     loop.call_later(0.6, waiting.may_run.set)
     assert await waiting.wait_for_session()
 

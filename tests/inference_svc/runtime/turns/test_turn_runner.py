@@ -143,7 +143,7 @@ async def test_a_session_is_not_opened_where_it_could_not_be_recorded(model, tmp
     """A disk that had no room is tried before the answer; sessions that are there go on."""
     async with serving(model, tmp_path) as service:
         await service.run(range(20, 40))
-        service.store.trouble.failed("s", tmp_path, OSError(errno.ENOSPC, ""), "write")
+        service.store.trouble.record_failure("s", tmp_path, OSError(errno.ENOSPC, ""), "write")
         (tmp_path / PROBE_FILE).mkdir()  # what is written there fails
         other = KEY._replace(session_id="other")
         turn = await service.turns.submit(asked([50], key=other))
