@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 from inference_svc.runtime.attention.attention import Part, StepAttention, TorchAttention
 from inference_svc.runtime.attention.softmax_attention import AttentionOptions
 from inference_svc.runtime.kv.paged_kv import PagedKv
-from inference_svc.runtime.memory import placed_on
+from inference_svc.runtime.memory import copy_to_device
 
 
 class PageCall(NamedTuple):
@@ -99,7 +99,7 @@ class PageStep:
         groups = zip(*[pages for pages, _, _ in parts], strict=True)
         tables = [pad_sequence(list(pages), batch_first=True) for pages in groups]
         flat = torch.cat((_int32(numbers), *[table.flatten() for table in tables]))
-        starts, lengths, *placed = placed_on(device, flat).split_with_sizes(
+        starts, lengths, *placed = copy_to_device(device, flat).split_with_sizes(
             [len(parts) + 1, len(parts), *[table.numel() for table in tables]]
         )
         step = cls(
@@ -168,7 +168,7 @@ class PageStep:
                 for number in (part, first)
             ]
             self._tiles[tile_tokens, parts] = (
-                placed_on(self.tables.device, _int32(numbers).view(-1, 2)) if numbers else None
+                copy_to_device(self.tables.device, _int32(numbers).view(-1, 2)) if numbers else None
             )
         return self._tiles[tile_tokens, parts]
 

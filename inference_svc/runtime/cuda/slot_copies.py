@@ -15,7 +15,7 @@ import triton
 from torch import Tensor
 
 from inference_svc.runtime.cuda.kernels.slot_copies import copy_tokens
-from inference_svc.runtime.memory import placed_on
+from inference_svc.runtime.memory import copy_to_device
 
 # Of 132 multiprocessors: enough to fill the bus, and few that do not compute meanwhile.
 PROGRAMS_TO_DEVICE, PROGRAMS_TO_SLOTS = 12, 4
@@ -84,7 +84,7 @@ def copy_slots(slots: TokensInSlots, here: TokensOnDevice, *, to_slots: bool) ->
     programs = PROGRAMS_TO_SLOTS if to_slots else PROGRAMS_TO_DEVICE
     slot_layers = memory_layers = None
     if num_layers > 1:
-        layers = placed_on(memory.device, torch.tensor([slots.layers, here.layers]))
+        layers = copy_to_device(memory.device, torch.tensor([slots.layers, here.layers]))
         slot_layers, memory_layers = layers.unbind(0)
     with torch.cuda.device_of(memory):  # type: ignore[no-untyped-call]
         copy_tokens[(min(programs, num_parts),)](

@@ -14,7 +14,7 @@ from typing import ClassVar, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from inference_svc.runtime.memory import placed_on
+from inference_svc.runtime.memory import copy_to_device
 
 
 @dataclass(frozen=True)
@@ -300,7 +300,7 @@ class Places:
         self._first = slots[0] if slots else 0
         self._index: Tensor | None = None
         if any(slot != self._first + offset for offset, slot in enumerate(slots)):
-            self._index = placed_on(device, torch.tensor(slots))
+            self._index = copy_to_device(device, torch.tensor(slots))
 
     @classmethod
     def at(cls, index: Tensor) -> "Places":

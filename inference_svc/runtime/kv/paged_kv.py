@@ -28,7 +28,7 @@ from inference_svc.core.scheduling.held_slots import PageCopy
 from inference_svc.runtime.kv.layer_groups import LayerGroups
 from inference_svc.runtime.kv.layer_tensors import ContiguousTokens, SlotTensors
 from inference_svc.runtime.kv.sequence_kv import SequenceKv
-from inference_svc.runtime.memory import placed_on
+from inference_svc.runtime.memory import copy_to_device
 from shared.types.units import ceil_div
 
 
@@ -93,7 +93,7 @@ class PageTable:
     def _index(self) -> Tensor:
         """Return the pages' indices on the device."""
         if self._placed is None:
-            self._placed = placed_on(self._device, self.numbers)
+            self._placed = copy_to_device(self._device, self.numbers)
         return self._placed
 
 
@@ -214,7 +214,7 @@ class PagedTokens:
     def copy_pages(self, copies: Sequence[PageCopy]) -> None:
         """Copy whole pages of all layers, whatever their group."""
         sources, targets = (
-            placed_on(self.device, torch.tensor(pages))
+            copy_to_device(self.device, torch.tensor(pages))
             for pages in zip(*[(copy.source, copy.target) for copy in copies], strict=True)
         )
         self.slots.copy_runs(self._tables.groups.page_tokens, sources, targets)

@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from inference_svc.runtime.memory import placed_on
+from inference_svc.runtime.memory import copy_to_device
 
 
 class TokenRun(ABC):
@@ -38,7 +38,7 @@ class TokenRun(ABC):
         kept = self._kept
         key = (threading.get_ident(), device, slot_size, token_size)
         if key not in kept:
-            kept[key] = placed_on(device, self.distances(slot_size, token_size))
+            kept[key] = copy_to_device(device, self.distances(slot_size, token_size))
         return kept[key]
 
     @cached_property

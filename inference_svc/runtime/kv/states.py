@@ -266,10 +266,10 @@ class JointStates:
         return joined
 
     def put(self, place: StatePlace, state: Tensor) -> None:
-        """Keep a new tensor of all sequences, until `hand_out`."""
+        """Keep a new tensor of all sequences, until `split`."""
         self._new[place] = state
 
-    def hand_out(self) -> None:
+    def split(self) -> None:
         """Put each sequence's part of what is new to its own states."""
         for place, joined in self._new.items():
             for states, part in zip(

@@ -25,7 +25,7 @@ from inference_svc.runtime.kv.arena_kv import ArenaKv, part_of
 from inference_svc.runtime.kv.layer_tensors import TokenTensors
 from inference_svc.runtime.kv.sequence_kv import SequenceKv, WriteBuffer
 from inference_svc.runtime.kv.slot_runs import ScatteredTokens, SlotRun
-from inference_svc.runtime.memory import placed_on
+from inference_svc.runtime.memory import copy_to_device
 from inference_svc.runtime.positions.recipes import Calibration, PostRotary
 from inference_svc.runtime.positions.rotary import RotaryTable
 from inference_svc.runtime.positions.rotation import EmbedKernel, Tables, Turn
@@ -250,7 +250,7 @@ class _Source:
         thread = threading.get_ident()
         if thread not in self._tail_places:
             slots = tail.slots_of(tail.first_token, run.num_tokens)
-            self._tail_places[thread] = placed_on(tail.device, torch.tensor(slots))
+            self._tail_places[thread] = copy_to_device(tail.device, torch.tensor(slots))
         return self._tail_places[thread]
 
 

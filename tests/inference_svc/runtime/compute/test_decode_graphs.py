@@ -131,7 +131,7 @@ def test_what_is_unusual_is_computed(steps):
     step = steps.step(SHAPES)
     chunks = [Chunk(kv, [9], True, buffer) for kv, buffer in sequences_of(steps)]
     others = unusual(steps, chunks[0])
-    taken = [name for name, other in others.items() if step.takes([*chunks[1:], other])]
+    taken = [name for name, other in others.items() if step.can_run([*chunks[1:], other])]
     assert taken == ["nothing", "not stored"]
 
 
