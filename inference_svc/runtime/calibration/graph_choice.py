@@ -224,7 +224,9 @@ class _Proof:
         pages = history.tables.pages[: groups.num_pages(last + 1)]
         kv = self._pool.new_kv(row.length, pages)
         places = [groups.position(group, last) for group in range(groups.num_groups)]
-        kv.own([PageCopy(at, pages[at], own) for at, own in zip(places, row.pages, strict=True)])
+        kv.copy_shared_pages(
+            [PageCopy(at, pages[at], own) for at, own in zip(places, row.pages, strict=True)]
+        )
         kv.num_tokens = row.length - 1
         buffer = None
         if row.write_slot is not None:

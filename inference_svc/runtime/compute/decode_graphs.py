@@ -117,7 +117,7 @@ class DecodeGraphs:
         self._step.fill(shape, chunks)
         self._replays[shape]()
         if clock is not None:
-            clock.enqueued(self._num_layers)
+            clock.on_enqueued(self._num_layers)
         return self._step.logits(len(chunks))
 
     def shape_of(self, chunks: Sequence[Chunk]) -> StepShape | None:

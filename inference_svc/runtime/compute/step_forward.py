@@ -103,7 +103,7 @@ class StepForward:
         self._calls.clear()
         is_whole = self._layers[layer_index].index is None or layer_index == self._last_indexed
         if self._clock is not None and is_whole:
-            self._clock.enqueued(self._num_cached)
+            self._clock.on_enqueued(self._num_cached)
         return key, value
 
     def indexed(self, layer_index: int, index: Tensor) -> Tensor:
@@ -128,7 +128,7 @@ class StepForward:
                 buffered.write(layer_index, unrotated, first=2)
         self._calls.clear()
         if self._clock is not None and layer_index < self._num_cached:
-            self._clock.enqueued(self._num_cached)
+            self._clock.on_enqueued(self._num_cached)
         return index
 
     def positions_before(self) -> Tensor | None:
@@ -159,7 +159,7 @@ class StepForward:
         """
         self._states.check()
         if self._clock is not None and self._num_cached == 0:  # the model has states only
-            self._clock.enqueued(len(self._layers))
+            self._clock.on_enqueued(len(self._layers))
 
     def attend(
         self, _query: Tensor, _key: Tensor, _value: Tensor, _mask: Any, _options: dict[str, Any]

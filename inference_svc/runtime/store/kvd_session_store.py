@@ -116,7 +116,7 @@ class KvdSessionStore:
             if position <= num_tokens
         }
         has_windows = self._talk.layout.window > 0
-        positions = buffer.wanted_ends(num_tokens) if has_windows else list(states)
+        positions = buffer.load_ends_within(num_tokens) if has_windows else list(states)
         while True:
             left_s = max(0.0, deadline_s - time.monotonic())
             grant = await self._client.prepare_store(

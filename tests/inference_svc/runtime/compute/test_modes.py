@@ -89,11 +89,11 @@ def test_the_clock_follows_the_last_forward(tiny):
     seen = []
 
     class Watched(StepClock):
-        def enqueued(self, num_layers):
+        def on_enqueued(self, num_layers):
             seen.append(
                 [bool(b.keys[num_layers - 1][:3].isfinite().all()) for b in buffers] + [num_layers]
             )
-            super().enqueued(num_layers)
+            super().on_enqueued(num_layers)
 
     chunks = [
         Chunk(kv, [3, 4, 5], want_logits=False, write_buffer=buffer)
