@@ -23,7 +23,7 @@ from inference_svc.runtime.calibration.probe import Probe, SeenLayer
 from inference_svc.runtime.calibration.stock import TOLERANCE, distance
 from inference_svc.runtime.kv.states import StatePlace
 from inference_svc.runtime.model.capture import CaptureCache, ForwardCall
-from inference_svc.runtime.model.forward import TokenGroup, under
+from inference_svc.runtime.model.forward import TokenGroup, forward_context
 from inference_svc.runtime.model.model_loader import LoadedModel
 from inference_svc.runtime.model.refusals import REMEDY, ModelModeMissingError
 from inference_svc.runtime.positions.recipes import Mode
@@ -43,7 +43,11 @@ def find_expansions(loaded: LoadedModel, mode: Mode, probe: Probe) -> tuple[Expa
     forward = _UnitForward(probe.layers)
     token_ids = probe_tokens(loaded)
     places = torch.arange(len(token_ids), device=loaded.device)
-    with refused_if_it_fails(loaded, "over latents"), torch.inference_mode(), under(forward):
+    with (
+        refused_if_it_fails(loaded, "over latents"),
+        torch.inference_mode(),
+        forward_context(forward),
+    ):
         ForwardCall(loaded.model)(
             torch.tensor([token_ids], device=loaded.device),
             places[None],
@@ -80,7 +84,7 @@ class _UnitForward:
         self._given: tuple[Tensor, int] | None = None
         self.made: list[_Made] = []
 
-    def rotated(
+    def on_rotary(
         self,
         _apply: Callable[..., Any],
         _args: tuple[Any, ...],
@@ -89,7 +93,7 @@ class _UnitForward:
     ) -> None:
         """Nothing is asked of positions."""
 
-    def cached(self, layer_index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    def update_cache(self, layer_index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Return unit vectors, [1, 1, latent_dim + rotated_dim + others, dim] both."""
         seen = self._layers[layer_index]
         widths = [key.shape[3], value.shape[3]]
@@ -101,11 +105,11 @@ class _UnitForward:
         latent, rotated = latents[None, None].split_with_sizes(widths, 3)
         return latent.contiguous(), rotated.contiguous()
 
-    def indexed(self, _layer_index: int, index: Tensor) -> Tensor:
+    def update_index(self, _layer_index: int, index: Tensor) -> Tensor:
         """Return the index keys: which latents are chosen is of no concern."""
         return index
 
-    def positions_before(self) -> None:
+    def history_positions(self) -> None:
         """Return none: the sequence is before its first token."""
 
     def token_groups(self) -> Iterator[TokenGroup]:
@@ -119,7 +123,7 @@ class _UnitForward:
     def state(self, _place: StatePlace) -> None:
         """Return no state: the sequence is before its first token."""
 
-    def new_state(self, _place: StatePlace, _state: Tensor) -> None:
+    def update_state(self, _place: StatePlace, _state: Tensor) -> None:
         """Drop it: nothing goes on from there."""
 
     def attend(
@@ -131,7 +135,7 @@ class _UnitForward:
         self.made.append(_Made(*self._given, key[0], value[0]))
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
 
-    def masked(self, _allowed: Callable[..., Tensor]) -> None:
+    def make_mask(self, _allowed: Callable[..., Tensor]) -> None:
         """Refuse: our attention has no mask function, so nobody asks for a mask."""
         raise AssertionError("our attention name has no mask function")
 

@@ -21,7 +21,7 @@ from inference_svc.runtime.calibration.rope_calls import ApplyCall, NormCall, Ro
 from inference_svc.runtime.kv.own_layers import OwnLayer
 from inference_svc.runtime.kv.states import StatePlace
 from inference_svc.runtime.model.capture import CHOSEN, ForwardCall
-from inference_svc.runtime.model.forward import TokenGroup, under
+from inference_svc.runtime.model.forward import TokenGroup, forward_context
 from inference_svc.runtime.model.mixers import MixerCall
 from inference_svc.runtime.model.refusals import REMEDY, ModelModeMissingError
 from inference_svc.runtime.positions.recipes import AttentionCall
@@ -160,26 +160,26 @@ class Probe:
     norm_calls: list[NormCall] = field(default_factory=list)  # since something was cached
     _calls: list[ApplyCall] = field(default_factory=list)
 
-    def rotated(
+    def on_rotary(
         self, apply: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any], result: Any
     ) -> None:
         """Record a call of an apply function."""
         self._calls.append(ApplyCall(apply, args, options, as_tuple(result)))
 
-    def cached(self, layer_index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    def update_cache(self, layer_index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Record a layer's key and value, [1, kv_heads, tokens, dim] both; return them."""
         self.num_repeated += layer_index in self.layers
         self.layers[layer_index] = SeenLayer(key, value, *self._take_calls())
         return key, value
 
-    def indexed(self, layer_index: int, index: Tensor) -> Tensor:
+    def update_index(self, layer_index: int, index: Tensor) -> Tensor:
         """Record a layer's index keys, [1, tokens, dim]; return them."""
         is_beside = layer_index in (len(self.layers) - 1, len(self.layers))
         self.num_misplaced += not is_beside or layer_index in self.indexes
         self.indexes[layer_index] = SeenIndex(index.unsqueeze(1), *self._take_calls())
         return index
 
-    def positions_before(self) -> None:
+    def history_positions(self) -> None:
         """Return none, however many tokens the cache claims: there are none but this forward's."""
         self.asks_positions = True
 
@@ -196,7 +196,7 @@ class Probe:
         self._note_mixer()
         return self.states.get(place, self.given_states.get(place))
 
-    def new_state(self, place: StatePlace, state: Tensor) -> None:
+    def update_state(self, place: StatePlace, state: Tensor) -> None:
         """Record a tensor of the state."""
         self._note_mixer()
         self.states[place] = state
@@ -224,7 +224,7 @@ class Probe:
         call_options = AttentionCall(layer_index, mask.window, mask.chunk).options(options)
         return attend(query, key, value, call_options, masks={}).transpose(1, 2).contiguous()
 
-    def masked(self, allowed: Allowed) -> Mask:
+    def make_mask(self, allowed: Allowed) -> Mask:
         """Describe the model's mask."""
         return describe_mask(allowed, self.horizon, self.device)
 
@@ -255,7 +255,7 @@ class Probe:
         if None in self.going_on:
             raise ModelModeMissingError("the model hands over its states at once", REMEDY)
         return {
-            module: MixerCall.seen(
+            module: MixerCall.observe(
                 type(module).__name__, num_tokens, seen.args, seen.options, seen.result
             )
             for module, seen in self.going_on.items()
@@ -305,7 +305,7 @@ def run_probe(
     device = model.device
     probe = Probe(horizon, device, given_states=states or {})
     num_tokens = len(token_ids)
-    with _module_hooks(model, probe), under(probe):
+    with _module_hooks(model, probe), forward_context(probe):
         call = ForwardCall(model)
         probe.logits = call(
             torch.tensor([list(token_ids)], device=device),

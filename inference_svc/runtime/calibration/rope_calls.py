@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from inference_svc.runtime.kv.states import StatePlace
 from inference_svc.runtime.model.capture import CaptureCache, ForwardCall
-from inference_svc.runtime.model.forward import TokenGroup, under
+from inference_svc.runtime.model.forward import TokenGroup, forward_context
 from inference_svc.runtime.positions.recipes import KeySource
 from inference_svc.runtime.positions.rotary import Rope
 
@@ -146,7 +146,7 @@ class ReplayedRope:
         """Run the model at these positions until it makes the call."""
         search = _Search(self._source.call_index)
         try:
-            with under(search):
+            with forward_context(search):
                 ForwardCall(self._model)(
                     torch.full_like(positions, TOKEN_ID)[None],
                     positions[None],
@@ -169,7 +169,7 @@ class _Search:
     def __init__(self, call_index: int) -> None:
         self._calls_left = call_index
 
-    def rotated(
+    def on_rotary(
         self, apply: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any], result: Any
     ) -> None:
         """End at the call."""
@@ -177,15 +177,15 @@ class _Search:
             raise _FoundError(ApplyCall(apply, args, options, as_tuple(result)))
         self._calls_left -= 1
 
-    def cached(self, layer_index: int, key: Tensor, value: Tensor) -> NoReturn:  # noqa: ARG002
+    def update_cache(self, layer_index: int, key: Tensor, value: Tensor) -> NoReturn:  # noqa: ARG002
         """Refuse: later layers are not searched."""
         raise RopeOutOfReachError(f"layer {layer_index} is cached before it")
 
-    def indexed(self, layer_index: int, index: Tensor) -> NoReturn:  # noqa: ARG002
+    def update_index(self, layer_index: int, index: Tensor) -> NoReturn:  # noqa: ARG002
         """Refuse: the layer was cached before it."""
         raise RopeOutOfReachError(f"layer {layer_index} is indexed before it")
 
-    def positions_before(self) -> None:
+    def history_positions(self) -> None:
         """Return none: the sequence is before its first token."""
 
     def token_groups(self) -> Iterator[TokenGroup]:
@@ -199,14 +199,14 @@ class _Search:
     def state(self, _place: StatePlace) -> None:
         """Return no state: the sequence is before its first token."""
 
-    def new_state(self, place: StatePlace, state: Tensor) -> None:
+    def update_state(self, place: StatePlace, state: Tensor) -> None:
         """Drop it: the search is over before anybody could ask."""
 
     def attend(self, *_args: Any) -> NoReturn:
         """Refuse: the call comes before attention, or not at all."""
         raise RopeOutOfReachError("the model attends before it")
 
-    def masked(self, _allowed: Any) -> None:
+    def make_mask(self, _allowed: Any) -> None:
         """Return no mask: nothing is attended to."""
 
 

@@ -34,7 +34,7 @@ from inference_svc.runtime.kv.sequence_kv import WriteBuffer
 from inference_svc.runtime.kv.write_ring import WriteRing
 from inference_svc.runtime.memory import copy_to_host
 from inference_svc.runtime.model.capture import ForwardCall
-from inference_svc.runtime.model.forward import under
+from inference_svc.runtime.model.forward import forward_context
 from inference_svc.runtime.model.model_loader import LoadedModel
 from inference_svc.runtime.positions.recipes import Calibration
 from shared.types.units import ceil_div
@@ -178,7 +178,7 @@ class DecodeStep:
             StepPlaces(new_tokens, buffered),
             self._attention.over(self._spare_kv, self._pages[shape]),
         )
-        with under(forward):
+        with forward_context(forward):
             logits = self._call(
                 sheet.tokens.long().unsqueeze(0),
                 sheet.lengths.long().sub_(1).unsqueeze(0),

@@ -46,13 +46,13 @@ class GatheredForward(StepForward):
         self._indexes = [kv.indexes.cut(0, end) for kv, end in cut if kv.indexes is not None]
         self._masks: Masks = {}
 
-    def cached(self, layer_index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    def update_cache(self, layer_index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Write the new tokens as `StepForward` does, and gather the expanded parts.
 
         Returns:
             Keys and values of all tokens of the expanded parts, [1, kv_heads, sum_kv, dim] both.
         """
-        super().cached(layer_index, key, value)
+        super().update_cache(layer_index, key, value)
         for gate in self._gates:
             gate.wait(layer_index)
         if not self._expanded:
@@ -63,14 +63,14 @@ class GatheredForward(StepForward):
         )
         return keys, values
 
-    def indexed(self, layer_index: int, index: Tensor) -> Tensor:
+    def update_index(self, layer_index: int, index: Tensor) -> Tensor:
         """Write as `StepForward` does; return all parts' index keys, [1, sum_kv, index_dim]."""
-        super().indexed(layer_index, index)
+        super().update_index(layer_index, index)
         for gate in self._gates:
             gate.wait(layer_index)
         return self._join(self._indexes, layer_index, index.unsqueeze(1))[:, 0]
 
-    def positions_before(self) -> Tensor | None:
+    def history_positions(self) -> Tensor | None:
         """Return the positions of all histories' tokens, [history tokens]; None: there are none.
 
         Raises:

@@ -44,7 +44,7 @@ from inference_svc.runtime.compute.step_forward import RaggedForward, StepForwar
 from inference_svc.runtime.kv.layer_gate import StepClock
 from inference_svc.runtime.memory import copy_to_device, copy_to_host
 from inference_svc.runtime.model.capture import ForwardCall, taking_states
-from inference_svc.runtime.model.forward import under
+from inference_svc.runtime.model.forward import forward_context
 from inference_svc.runtime.model.model_loader import LoadedModel
 from inference_svc.runtime.positions.recipes import MASKED_MODES, Calibration
 
@@ -146,7 +146,7 @@ class ModelRunner:
         # A model that makes its own masks and positions asks the cache how long the history is.
         claimed = chunks[0].kv.num_tokens if mode == "single" else 0
         cache = forward.cache if isinstance(forward, OwnForward) else self._call.cache(claimed)
-        with under(forward), _pooling_context(chunks):
+        with forward_context(forward), _pooling_context(chunks):
             logits = self._call(
                 copy_to_device(device, torch.tensor([token_ids])),
                 copy_to_device(device, torch.tensor([positions])),

@@ -43,7 +43,7 @@ class OwnForward(StepForward):
         if chunk.kv.num_tokens:
             self._restore_cache()
 
-    def rotated(self, *_call: Any) -> None:
+    def on_rotary(self, *_call: Any) -> None:
         """Ignore the call: keys are stored as the model's cache holds them."""
 
     def finish(self) -> None:
@@ -55,13 +55,13 @@ class OwnForward(StepForward):
         device, rows = self._kv.device, []
         for own, layer in self._layers_of_cache():
             for place, state in own.states(layer):
-                self.new_state(place, state.to(device))
+                self.update_state(place, state.to(device))
             rows += [part.to(device) for part in own.rows(layer, *self._tokens)]
         if rows:
             widths = [dim for _, dim in self._layers[0].shape.parts]
             side_by_side = torch.cat(rows, 1)[None, None]
             padded = pad(side_by_side, (0, sum(widths) - side_by_side.shape[-1]))
-            self.cached(0, *padded.split_with_sizes(widths, -1))
+            self.update_cache(0, *padded.split_with_sizes(widths, -1))
         super().finish()
 
     def _restore_cache(self) -> None:

@@ -67,7 +67,7 @@ class StepForward:
         self._num_attended = 0  # attention calls
         self._states = StepStates(chunks, is_one_by_one=calibration.is_one_by_one)
 
-    def rotated(
+    def on_rotary(
         self,
         _apply: Callable[..., Any],
         args: tuple[Any, ...],
@@ -77,7 +77,7 @@ class StepForward:
         """Keep the call until the layer caches: write buffers need the keys before RoPE."""
         self._calls.append((args, result))
 
-    def cached(self, layer_index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    def update_cache(self, layer_index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Write a layer's new tokens of all sequences, then open the clock for a save of them.
 
         If the layer has index keys, the clock is opened only when these are written too.
@@ -106,7 +106,7 @@ class StepForward:
             self._clock.on_enqueued(self._num_cached)
         return key, value
 
-    def indexed(self, layer_index: int, index: Tensor) -> Tensor:
+    def update_index(self, layer_index: int, index: Tensor) -> Tensor:
         """Write a layer's new index keys of all sequences, then open the clock; return them.
 
         If the layer's keys and values are not written yet, writing them opens the clock.
@@ -131,7 +131,7 @@ class StepForward:
             self._clock.on_enqueued(self._num_cached)
         return index
 
-    def positions_before(self) -> Tensor | None:
+    def history_positions(self) -> Tensor | None:
         """Return None: the model receives the new tokens only."""
         return None
 
@@ -147,7 +147,7 @@ class StepForward:
         """Return a tensor of the current group's states, once it is loaded; None: there is none."""
         return self._states.read(place)
 
-    def new_state(self, place: StatePlace, state: Tensor) -> None:
+    def update_state(self, place: StatePlace, state: Tensor) -> None:
         """Keep a new tensor of the state; `commit_chunks` makes it current."""
         self._states.put(place, state)
 
@@ -167,7 +167,7 @@ class StepForward:
         """Refuse: this forward runs under the model's own attention."""
         raise AssertionError("a forward with stock attention was asked to attend")
 
-    def masked(self, _allowed: Callable[..., Tensor]) -> None:
+    def make_mask(self, _allowed: Callable[..., Tensor]) -> None:
         """Refuse: our attention implementation has no mask function, so no mask is requested."""
         raise AssertionError("our attention name has no mask function")
 

@@ -207,7 +207,7 @@ def group_size(counts: Mapping[tuple[bool, int], int]) -> int:
 
 
 def _width(shape: LayerShape, row: LayerShape) -> int:
-    """Return the rows that a token of `shape` takes, by key and value alike; 0: not a whole number."""
+    """Return how many rows of `row`'s shape a token takes, key and value alike; 0: no number."""
     width, rest = divmod(prod(shape.key), prod(row.key))
     is_row = shape.index is None and not shape.is_latent
     return width if is_row and not rest and prod(shape.value) == width * prod(row.value) else 0
