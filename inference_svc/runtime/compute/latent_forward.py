@@ -63,8 +63,8 @@ class LatentForward(GatheredForward):
             call_options = call_options._replace(scale=query.shape[3] ** -0.5)
         queries = query.split_with_sizes(self._sizes, 2)
         chosen = self._chosen_tokens(options.get(CHOSEN))
-        # Without expanded parts the model has expanded one placeholder token (`update_cache`), which no
-        # part attends to.
+        # Without expanded parts the model has expanded one placeholder token (`update_cache`), to
+        # which no part attends.
         lengths = [self._lengths[part] for part in self._expanded] or [1]
         keys, values = key.split_with_sizes(lengths, 2), value.split_with_sizes(lengths, 2)
         attended = {
