@@ -226,7 +226,7 @@ def _rotate(
 ) -> Tensor:
     """Repeat a call with other arguments; return `keys` with its results, [1, heads, n, dim]."""
     rotated: Tensor = as_tuple(call.apply(*args, **options))[source.arg_index]
-    return source.replaced(keys, _with_tokens_at(source.seq_dim, rotated))
+    return source.with_part(keys, _with_tokens_at(source.seq_dim, rotated))
 
 
 def _with_tokens_at(seq_dim: int, keys: Tensor) -> Tensor:

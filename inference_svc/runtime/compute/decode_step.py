@@ -176,7 +176,7 @@ class DecodeStep:
         forward = DecodeForward(
             self._calibration,
             StepPlaces(new_tokens, buffered),
-            self._attention.over(self._spare_kv, self._pages[shape]),
+            self._attention.step_attention(self._spare_kv, self._pages[shape]),
         )
         with forward_context(forward):
             logits = self._call(

@@ -28,7 +28,7 @@ from inference_svc.runtime.kv.slot_runs import ScatteredTokens, SlotRun
 from inference_svc.runtime.memory import copy_to_device
 from inference_svc.runtime.positions.recipes import Calibration, PostRotary
 from inference_svc.runtime.positions.rotary import RotaryTable
-from inference_svc.runtime.positions.rotation import EmbedKernel, Tables, Turn
+from inference_svc.runtime.positions.rotation import EmbedKernel, Rotator, Tables
 from inference_svc.runtime.transfer.spans import Span
 from shared.types.granted_slots import GrantedWindow
 from shared.types.units import ceil_div
@@ -130,7 +130,7 @@ class LayerLoader:
                 for run, first in piece.runs:
                     place = _place_of(run, keys, first - piece.first)
                     self._arena.gather(layer_index, component, run, place)
-                piece.turn.over(keys)
+                piece.rotator.rotate_in_place(keys)
                 if post is not None:
                     post.apply_to(keys)
 
@@ -162,8 +162,8 @@ class LayerLoader:
             dtype = self._kv.components[component].dtype
             for first, count, runs in self._cut(source, layer_index, component):
                 like = torch.empty(count, heads, dim, dtype=dtype, device="meta")
-                turn = rotary.turn(like, first)
-                pieces.append(_Piece(first, count, list(_placed(runs, first)), turn))
+                rotator = rotary.rotator(like, first)
+                pieces.append(_Piece(first, count, list(_placed(runs, first)), rotator))
         return source.pieces[kind]
 
     def _landings_of(
@@ -261,13 +261,13 @@ class _Piece(NamedTuple):
         first: position of the first token.
         num_tokens: how many they are.
         runs: what they are copied from, and the position of the first token of each.
-        turn: the prepared rotation of them.
+        rotator: the prepared rotation of them.
     """
 
     first: int
     num_tokens: int
     runs: list[tuple[Run, int]]
-    turn: Turn
+    rotator: Rotator
 
 
 class _Landing(NamedTuple):
