@@ -123,7 +123,7 @@ def attend_chosen(
         query: [1, heads, tokens, dim], as in `attend_absorbed`.
         latents: [1, 1, length, dim], where length is larger than the number of chosen tokens.
         chosen: [tokens, chosen] positions. For a query that sees fewer tokens, the model's index
-            adds tokens that it must not see: of other sequences (outside of `length`), or later ones.
+            adds tokens that it must not see: later ones, or other sequences' (outside of length).
         options: scale and sinks of the call.
 
     Returns:

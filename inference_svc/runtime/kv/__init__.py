@@ -1,4 +1,4 @@
-"""Working KV: memory in token slots, who may touch it when, and the arena as tensors.
+"""Working KV: memory in token slots, gates that order access to it, and the arena as tensors.
 
 Tensor shapes are written with these words:
 
