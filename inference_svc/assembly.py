@@ -184,7 +184,9 @@ def _start_computing(settings: InferenceSettings, model: Model) -> WorkerThread:
     # take up to ten times as long. On the thread that computes: those of its products take it over.
     thread.submit(torch.set_flush_denormal, True).result()
     # On the same one: torch's compiler has its settings for each thread.
-    thread.submit(choose_compiling, settings.model.compile, model.loaded, model.calibration).result()
+    thread.submit(
+        choose_compiling, settings.model.compile, model.loaded, model.calibration
+    ).result()
     return thread
 
 

@@ -156,7 +156,7 @@ class PageStep:
 
     def single_tokens(self) -> Tensor | None:
         """Return [n, 2] int32, (part, 0) for each part with one new token; None: there is none."""
-        return self._tiled(1, self._single)
+        return self._make_tiles(1, self._single)
 
     def tiles(self, tile_tokens: int, parts: tuple[int, ...] | None = None) -> Tensor | None:
         """Divide parts with several new tokens into tiles.
@@ -169,9 +169,9 @@ class PageStep:
             [tiles, 2] int32, (part, number of its new tokens before the tile); None: there is no
             tile.
         """
-        return self._tiled(tile_tokens, parts or tuple(part for part, _, _ in self._several))
+        return self._make_tiles(tile_tokens, parts or tuple(part for part, _, _ in self._several))
 
-    def _tiled(self, tile_tokens: int, parts: tuple[int, ...]) -> Tensor | None:
+    def _make_tiles(self, tile_tokens: int, parts: tuple[int, ...]) -> Tensor | None:
         if (tile_tokens, parts) not in self._tiles:
             numbers = [
                 number

@@ -131,10 +131,7 @@ def calibrate(
 
 
 def _prove(loaded: LoadedModel, calibration: Calibration, reference: StockLogits) -> Calibration:
-    """Prove a calibration and return it.
-
-    If several tokens over a state fail, it is proven with one token at a time instead.
-
+    """Prove a calibration and return it; if need be with a single token at a time over a state.
     Raises:
         CalibrationMismatchError: see `prove`.
     """
@@ -313,12 +310,7 @@ def _check_decoupled(loaded: LoadedModel, layers: Sequence[LayerRecipe], probe: 
 def _calibration(
     loaded: LoadedModel, mode: Mode, probe: Probe, positions: Positions, notes: tuple[str, ...]
 ) -> Calibration:
-    """Build the calibration of a probe, and the layout of stored KV; nothing is proven yet.
-
-    Raises:
-        NotDecoupledError: the model has states, and `positions` is not "coupled".
-        UnsupportedModelError: KV cannot be stored without its position.
-    """
+    """Build the calibration of a probe, and the layout of stored KV; nothing is proven yet."""
     states = state_shapes(probe.own_layers) or find_states(loaded, probe)
     if states and positions != "coupled":
         raise NotDecoupledError(

@@ -157,7 +157,7 @@ class Probe:
     own_layers: tuple[OwnLayer, ...] = ()  # in mode "own", the layers of the model's cache
     running: list[nn.Module] = field(default_factory=list)  # modules, the outermost first
     norm_calls: list[NormCall] = field(default_factory=list)  # since a layer was cached last
-    _calls: list[ApplyCall] = field(default_factory=list)  # likewise
+    _calls: list[ApplyCall] = field(default_factory=list)  # since a layer was cached last
 
     def on_rotary(
         self, apply: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any], result: Any

@@ -114,7 +114,7 @@ class _Paths:
         packed = []
         for path, long_end, short_end in ENDS if long.states is None else ENDS_WITH_STATES:
             ends = {long: long_end or stored, short: short_end}
-            yield from self._compared(path, whole, [self._step(ends, {long: buffer})])
+            yield from self._compare(path, whole, [self._step(ends, {long: buffer})])
             if long.states is not None:
                 packed.append(long.states.snapshot())
         arena, blocks = self._store(buffer)
@@ -126,10 +126,10 @@ class _Paths:
             self._step({kv: kv.num_tokens + 1 for kv in (long, again, short)})
             for _ in range(NOT_STORED // 2)
         ]
-        yield from self._compared("decode", whole, decoded)
+        yield from self._compare("decode", whole, decoded)
         alone = self._step({long: long.num_tokens + 1})  # models may treat a lone token differently
-        yield from self._compared("decode of a lone token", whole, [alone])
-        yield from self._compared("prefill after load", whole, [self._step({again: total})])
+        yield from self._compare("decode of a lone token", whole, [alone])
+        yield from self._compare("prefill after load", whole, [self._step({again: total})])
         if packed and not self._calibration.is_one_by_one:
             yield self._long()
         if self._counts_distances and reference.truncated is not None:
@@ -153,7 +153,7 @@ class _Paths:
         )
         return list(zip(firsts, logits, strict=True))
 
-    def _compared(
+    def _compare(
         self, path: str, whole: Tensor, steps: list[list[_Logits]]
     ) -> Iterator[tuple[str, Tensor, Tensor]]:
         """Yield for each sequence the path, and its expected and actual logits over all steps."""

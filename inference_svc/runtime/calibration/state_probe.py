@@ -71,7 +71,7 @@ def find_states(loaded: LoadedModel, probe: Probe) -> tuple[StateShape, ...]:
     token_ids = probe_tokens(loaded)
     with refused_if_it_fails(loaded, "on from a state"):
         short = run_probe(loaded.model, token_ids[:FEWER_TOKENS], loaded.context_window)
-        overwritten = _overwritten(loaded, probe)
+        overwritten = _find_overwritten(loaded, probe)
     facts = [
         {place: (state.shape, state.dtype) for place, state in found.states.items()}
         for found in (probe, short)
@@ -87,7 +87,7 @@ def find_states(loaded: LoadedModel, probe: Probe) -> tuple[StateShape, ...]:
 
 
 @torch.inference_mode()
-def _overwritten(loaded: LoadedModel, probe: Probe) -> frozenset[StatePlace]:
+def _find_overwritten(loaded: LoadedModel, probe: Probe) -> frozenset[StatePlace]:
     """Return the state tensors that the model changes in place.
 
     Those of convolutions are always included: some kernels change them in place, and others do not.

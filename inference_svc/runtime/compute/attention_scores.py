@@ -132,7 +132,7 @@ class ScoreKeeper:
     def _window_queries(self, call: int, query: Tensor, first_token: int, length: int) -> Tensor:
         """Return the last queries up to `length` that are in the prompt's window, without gaps.
 
-        Queries are [heads, queries, dim], both those given and those returned.
+        Queries are [heads, queries, dim], in the arguments and in the result.
         """
         held = self._held.get(call)
         if held is not None and first_token <= self._end:

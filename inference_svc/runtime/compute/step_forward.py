@@ -88,7 +88,7 @@ class StepForward:
             value: [1, kv_heads, tokens, value_dim].
 
         Returns:
-            The tensors that the model goes on with: `key` and `value` themselves.
+            The tensors that the model continues with: `key` and `value` themselves.
         """
         if layer_index != self._num_cached:
             raise AssertionError(f"layer {layer_index} is cached after {self._num_cached} layers")

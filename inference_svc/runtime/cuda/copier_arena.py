@@ -1,7 +1,7 @@
 """CopierArena: an arena whose slots kvd's copier copies to and from our GPU (`cuda_ipc`).
 
 If the copier has not registered a slot yet, or is gone, copies go through staging memory as in
-DeviceArena. So every call succeeds, whatever becomes of the copier.
+DeviceArena. So every call succeeds, also when the copier dies.
 """
 
 from collections import deque

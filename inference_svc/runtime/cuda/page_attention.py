@@ -115,7 +115,7 @@ def tile_shape(
         is_wide: whether the GPU multiplies operands in shared memory, of which it has 227 KiB, so
             that they take no registers.
     """
-    width = _padded(dim) + _padded(value_dim)
+    width = _padded_dim(dim) + _padded_dim(value_dim)
     fitting = TILE_BYTES // (width * item_bytes)
     keys = next((keys for keys in (64, 32) if keys <= fitting), 16)
     if item_bytes > 2:
@@ -156,7 +156,7 @@ def _takes_wide_tiles(device: torch.device) -> bool:
     return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] in {9, 10}
 
 
-def _padded(dim: int) -> int:
+def _padded_dim(dim: int) -> int:
     return max(16, int(triton.next_power_of_2(dim)))
 
 
@@ -242,9 +242,9 @@ def _launch_tiles(
         KEYS=launch.shape.keys,
         SPLIT=launch.split_tokens,
         DIM=dim,
-        BLOCK_DIM=_padded(dim),
+        BLOCK_DIM=_padded_dim(dim),
         VALUE_DIM=value_dim,
-        BLOCK_VALUE_DIM=_padded(value_dim),
+        BLOCK_VALUE_DIM=_padded_dim(value_dim),
         WINDOW=call.window,
         CHUNK=call.chunk,
         HAS_SOFTCAP=call.softcap > 0,

@@ -207,7 +207,7 @@ class LoadGate(LayerGate):
 class StepClock(LayerGate):
     """The gate of a forward: a layer is open once the writes of its KV are enqueued.
 
-    A save makes its copies of a layer wait for the mark that `computed` returns.
+    A save makes its copies of a layer wait for the mark that `computed_mark` returns.
     """
 
     def __init__(self, num_layers: int, device: torch.device) -> None:
@@ -221,6 +221,6 @@ class StepClock(LayerGate):
         self._marks += [mark] * (num_layers - len(self._marks))
         self.open(num_layers)
 
-    def computed(self, layer_index: int) -> Mark:
+    def computed_mark(self, layer_index: int) -> Mark:
         """Return the mark at which the KV of an open layer is written."""
         return self._marks[layer_index]

@@ -70,7 +70,7 @@ class MixerCall:
         if isinstance(result, Tensor) and not has_tokens(result):
             raise ModelModeMissingError(f"{name} returns nothing of each token", REMEDY)
         return cls(
-            frozenset(key for key, value in _named(args, options) if has_tokens(value)),
+            frozenset(key for key, value in _items(args, options) if has_tokens(value)),
             None
             if isinstance(result, Tensor)
             else frozenset(index for index, value in enumerate(result) if has_tokens(value)),
@@ -138,7 +138,7 @@ def tap_mixers(calls: dict[nn.Module, MixerCall]) -> None:
         module.forward = MixerTap(inner.forward if isinstance(inner, MixerTap) else inner, call)
 
 
-def _named(args: Sequence[Any], options: dict[str, Any]) -> Iterator[tuple[int | str, Any]]:
+def _items(args: Sequence[Any], options: dict[str, Any]) -> Iterator[tuple[int | str, Any]]:
     yield from enumerate(args)
     yield from options.items()
 

@@ -86,7 +86,7 @@ def _read(path: Path) -> Pooling:
     if kinds not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
         raise UnknownPoolingError(f"its modules are {', '.join(kinds)[:120]}")
     config = json.loads((path / str(modules[1]["path"]) / "config.json").read_text())
-    named = _named(config)
+    named = _pooling_name(config)
     if named not in _MODES:
         raise UnknownPoolingError(f"it pools by {named[:60] or 'nothing'}")
     prompt = _default_prompt(path / PROMPTS_FILE)
@@ -104,7 +104,7 @@ def _default_prompt(file: Path) -> str:
     return "" if name is None else str(config["prompts"][name])
 
 
-def _named(config: dict[str, Any]) -> str:
+def _pooling_name(config: dict[str, Any]) -> str:
     """Return the name of the pooling; several are joined by "+"."""
     if "pooling_mode" in config:
         modes = config["pooling_mode"]

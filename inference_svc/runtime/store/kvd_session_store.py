@@ -263,7 +263,7 @@ def _in_groups(clock: StepClock, stream: CopyStream) -> WaitLayer:
         end_of_group = min((layer_index // group + 1) * group, clock.num_layers)
         clock.wait(end_of_group - 1)
         end = max(end_of_group, clock.num_open)  # of all layers, behind a step that was replayed
-        stream.wait(clock.computed(end - 1))
+        stream.wait(clock.computed_mark(end - 1))
         return end
 
     return wait_layer

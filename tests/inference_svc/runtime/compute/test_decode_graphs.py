@@ -101,7 +101,7 @@ def test_saves_may_follow_a_replayed_step(steps, monkeypatch):
     with saving.copies(behind_computing=False), device.running():
         with pytest.raises(RaceError):
             new.read(buffer.keys[1]).clone()
-        saving.wait(clock.computed(1))
+        saving.wait(clock.computed_mark(1))
         for layer in (*buffer.keys.layers, *buffer.values.layers):
             new.read(layer).clone()
 

@@ -293,7 +293,7 @@ def test_a_store_waits_for_the_layer_that_is_computed(there, rows, model):
         stream = CopyStream(CPU)
 
         def wait_layer(layer_index):
-            stream.wait(clock.computed(layer_index))
+            stream.wait(clock.computed_mark(layer_index))
             return layer_index + 1
 
         with stream.copies(behind_computing=False):

@@ -143,9 +143,9 @@ def test_a_clock_knows_when_each_layer_is_computed():
     clock.on_enqueued(1)
     clock.on_enqueued(3)
     assert clock.num_open == 3
-    assert clock.computed(0) is not clock.computed(1)
-    assert clock.computed(1) is clock.computed(2)
+    assert clock.computed_mark(0) is not clock.computed_mark(1)
+    assert clock.computed_mark(1) is clock.computed_mark(2)
     clock.on_enqueued(4)
-    assert clock.computed(2) is not clock.computed(3)
+    assert clock.computed_mark(2) is not clock.computed_mark(3)
     with CopyStream(CPU).copies(behind_computing=False):
         CopyStream(CPU).wait(clock.computed(2))
