@@ -132,6 +132,7 @@ def calibrate(
 
 def _prove(loaded: LoadedModel, calibration: Calibration, reference: StockLogits) -> Calibration:
     """Prove a calibration and return it; if need be with a single token at a time over a state.
+
     Raises:
         CalibrationMismatchError: see `prove`.
     """
