@@ -148,4 +148,4 @@ def test_a_clock_knows_when_each_layer_is_computed():
     clock.on_enqueued(4)
     assert clock.computed_mark(2) is not clock.computed_mark(3)
     with CopyStream(CPU).copies(behind_computing=False):
-        CopyStream(CPU).wait(clock.computed(2))
+        CopyStream(CPU).wait(clock.computed_mark(2))
