@@ -190,9 +190,11 @@ def _start_compute_thread(settings: InferenceSettings, model: Model) -> WorkerTh
     # States of recurrent layers decay to denormal numbers, with which processors are up to ten
     # times slower. The setting is the compute thread's; the threads of its matrix products inherit
     # it.
-    thread.begin(torch.set_flush_denormal, True).result()
+    thread.submit(torch.set_flush_denormal, True).result()
     # On the same thread: torch's compiler keeps its settings per thread.
-    thread.begin(choose_compiling, settings.model.compile, model.loaded, model.calibration).result()
+    thread.submit(
+        choose_compiling, settings.model.compile, model.loaded, model.calibration
+    ).result()
     return thread
 
 

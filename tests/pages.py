@@ -38,7 +38,7 @@ def plain(query, keys, values, call):
 def placed_step(parts, page_tokens, device):
     """A step where all layers are one group: pages, new tokens and length of each part."""
     by_group = [([pages], size, length) for pages, size, length in parts]
-    return PageStep.placed(by_group, [page_tokens], device)[0]
+    return PageStep.copy_to(by_group, [page_tokens], device)[0]
 
 
 class Pages:

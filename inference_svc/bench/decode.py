@@ -232,7 +232,7 @@ class _Batch:
 
     async def _with_tools(self) -> float:
         assert self.grammars is not None, "asked for where there are any"  # noqa: S101
-        return await self._ours(partial(self.grammars.bind, CALLS, {}))
+        return await self._ours(partial(self.grammars.compile_calls, CALLS, {}))
 
     async def _computed(self) -> float:
         runner = self.engine.parts.runner

@@ -34,7 +34,7 @@ class StockModel:
     def __init__(self, loaded: LoadedModel) -> None:
         shared: dict[int, Any] = {id(weights): weights for weights in loaded.model.parameters()}
         shared |= {
-            id(layer): layer.unpacked()
+            id(layer): layer.unpack()
             for layer in loaded.model.modules()
             if isinstance(layer, PackedLinear)
         }

@@ -1,17 +1,16 @@
-"""The process's memory: it is faulted in ahead of use, and reused rather than freed.
+"""Process memory: faulted in ahead of use, and reused instead of freed.
 
-Fresh memory costs a page fault every few kilobytes, more than most of what is done in it, and many
-times more where a virtual machine's host has yet to find the page. Three places save that:
+Fresh memory costs a page fault every few kilobytes. That is more than most work done in it, and
+many times more where a virtual machine's host has yet to find the page. Three places avoid it:
 
 1. The heap (`keep_freed_memory`). Every layer of a step makes tensors of some megabytes and frees
-   them. By default the C library gives such memory back to the system at once, or not, depending on
-   what else lies beside it, and the next layer has it faulted in and zeroed anew: up to 1 % of a
-   step.
+   them. By default the C library may give such memory back to the system at once, depending on
+   what lies beside it. The next layer then has it faulted in and zeroed again: up to 1 % of a step.
 2. Regions of working KV (`allocate_region`, `populate`). They are written once and then read once
-   per token, too much for any cache: huge pages save most page faults of the one and most address
-   lookups of the other. Even so a copy into fresh memory takes 1.5 times as long, in a virtual
-   machine up to 30 times: `populate` pays that before anybody waits for it.
-3. Intermediate results (`ThreadScratch`): memory of each thread, which only grows.
+   per token, and are too large for any cache. Huge pages save most page faults of the write and
+   most address lookups of the reads. Even so a copy into fresh memory takes 1.5 times as long, in
+   a virtual machine up to 30 times: `populate` pays that before a request waits for it.
+3. Intermediate results (`ThreadScratch`): one buffer per thread, which only grows.
 """
 
 import ctypes
@@ -28,27 +27,27 @@ from shared.process.dumps import exclude_from_dumps
 from shared.types.units import MIB, align_up
 
 HUGE_PAGE_BYTES = 2 * MIB
-POPULATE_STEP_BYTES = 64 * MIB  # 3 to 150 ms: so long may stopping take
+POPULATE_STEP_BYTES = 64 * MIB  # takes 3 to 150 ms, by which stopping may be delayed
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; the mmap module does not know it
 
-# Of mallopt (glibc's malloc.h); other C libraries have no such function, and no such habit.
+# Parameters of mallopt (glibc's malloc.h). Other C libraries lack it, and do not need it.
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 KEPT_BYTES = 1024 * MIB  # free memory at a heap's end, above which it goes back to the system
-HEAP_BYTES = 32 * MIB  # larger pieces are mapped one by one; glibc's own bound
+HEAP_BYTES = 32 * MIB  # larger allocations are mapped one by one; glibc's upper bound
 
 
 def keep_freed_memory() -> bool:
-    """Have the heap keep freed memory, from now on and in every thread.
+    """Make malloc keep freed memory, from now on and in every thread.
 
     Returns:
-        whether the C library does.
+        Whether the C library supports it.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except AttributeError:
         return False
-    # Whichever is set, glibc adapts neither by itself any more: so both are.
+    # Setting either threshold ends glibc's own adjustment of both, so both have to be set.
     is_kept = [
         mallopt(_M_MMAP_THRESHOLD, HEAP_BYTES),
         mallopt(_M_TRIM_THRESHOLD, KEPT_BYTES),
@@ -57,9 +56,9 @@ def keep_freed_memory() -> bool:
 
 
 def allocate_region(num_items: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Allocate a flat tensor; pages that are never written cost address space only.
+    """Allocate a flat tensor, [num_items]; pages that are never written cost address space only.
 
-    On the CPU it is a mapping of its own, which is left out of core dumps.
+    On the CPU it is a mapping of its own with huge pages, and is left out of core dumps.
     """
     num_bytes = num_items * dtype.itemsize
     if device.type != "cpu" or not num_bytes:
@@ -75,14 +74,14 @@ def allocate_region(num_items: int, device: torch.device, dtype: torch.dtype) ->
 
 
 def populate(region: Tensor, is_stopped: Callable[[], bool]) -> int:
-    """Fault in the region's pages, whatever they hold; block, but no other Python thread.
+    """Fault in the region's pages and keep their contents; other Python threads run meanwhile.
 
     Args:
-        region: the memory, from `allocate_region`.
-        is_stopped: called before each step of POPULATE_STEP_BYTES; True ends it.
+        region: memory from `allocate_region`.
+        is_stopped: called before each step of POPULATE_STEP_BYTES; True ends the call.
 
     Returns:
-        bytes that are there now; 0 if the system cannot, which costs speed only.
+        Bytes that were faulted in; 0 if the system cannot, which costs speed only.
     """
     num_bytes = region.numel() * region.itemsize
     if region.device.type != "cpu" or num_bytes < HUGE_PAGE_BYTES:
@@ -100,10 +99,9 @@ def populate(region: Tensor, is_stopped: Callable[[], bool]) -> int:
 
 
 class ThreadScratch(threading.local):
-    """One growing tensor per thread; each thread sees its own.
+    """One growing scratch tensor per thread.
 
-    Invariant: what `take` returned is overwritten by the same thread's next use of the same
-    scratch, and by nobody else.
+    Invariant: the tensor that `take` returned is overwritten only by the same thread's next `take`.
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
@@ -113,26 +111,27 @@ class ThreadScratch(threading.local):
         self._flat: Tensor | None = None
 
     def take(self, *sizes: int) -> Tensor:
-        """View the first items as a contiguous tensor of these sizes; they hold garbage."""
+        """Return a contiguous tensor of these sizes; its contents are undefined."""
         num_items = prod(sizes)
         if self._flat is None or self._flat.numel() < num_items:
-            with torch.inference_mode(mode=False):  # else later uses outside of it would be refused
+            # An inference tensor could not be written to outside of inference mode later.
+            with torch.inference_mode(mode=False):
                 self._flat = torch.empty(num_items, device=self._device, dtype=self._dtype)
         return self._flat[:num_items].view(sizes)
 
 
-def placed_on(device: torch.device, numbers: Tensor) -> Tensor:
-    """Put numbers on a device, by the current stream; the host does not wait for it."""
+def copy_to_device(device: torch.device, numbers: Tensor) -> Tensor:
+    """Copy a host tensor to a device on the current stream, without waiting for the copy."""
     if device.type == "cuda":
         numbers = numbers.pin_memory()
     return numbers.to(device, non_blocking=True)
 
 
-def copied_to_host(tensor: Tensor) -> Tensor:
-    """Return a copy on the host, once it is there.
+def copy_to_host(tensor: Tensor) -> Tensor:
+    """Copy a tensor to the host and wait for the copy.
 
-    From a device it goes to memory that is locked in place, which it reaches at the bus's speed and
-    which torch keeps for the next one.
+    From a device it goes to pinned memory, which copies reach at the bus's full speed and which
+    torch caches for the next call.
     """
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
     return host.copy_(tensor)

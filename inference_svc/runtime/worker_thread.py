@@ -1,4 +1,4 @@
-"""Threads that run calls which block, awaited from the event loop."""
+"""Worker threads for blocking calls, which the event loop awaits."""
 
 import asyncio
 from collections.abc import Callable
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 class WorkerThread:
-    """One or more threads of one name; calls begin in the order in which they were made."""
+    """One or more threads of one name; calls start in the order in which they were submitted."""
 
     def __init__(self, name: str, num_threads: int = 1) -> None:
         self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
@@ -18,24 +18,29 @@ class WorkerThread:
     async def run(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run a call on the thread and return its result.
 
-        If the caller is cancelled, the call still runs to its end first: what it uses may only be
-        released when the thread no longer uses it.
+        If the caller is cancelled, this still waits for the call to end before it raises
+        CancelledError: a thread cannot be interrupted, and the caller may only release what the
+        call uses when the thread no longer uses it.
         """
         loop = asyncio.get_running_loop()
-        return await _to_its_end(
+        return await _wait_until_done(
             loop.run_in_executor(self._executor, lambda: call(*args, **kwargs))
         )
 
-    def begin(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Have a call run on the thread, for a caller that is no event loop and waits later."""
+    def submit(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """Queue a call for the thread, for callers outside of the event loop.
+
+        Returns:
+            The result, to be waited for by a thread that may block.
+        """
         return self._executor.submit(call, *args, **kwargs)
 
     def close(self) -> None:
-        """Wait for the call that runs and end the thread; queued calls are dropped."""
+        """Wait for running calls and end the threads; queued calls are dropped."""
         self._executor.shutdown(wait=True, cancel_futures=True)
 
 
-async def _to_its_end(future: "asyncio.Future[T]") -> T:
+async def _wait_until_done(future: "asyncio.Future[T]") -> T:
     try:
         return await asyncio.shield(future)
     except asyncio.CancelledError:

@@ -107,7 +107,7 @@ def test_numbers_that_are_hardly_there_cost_nothing(model):
 
     try:
         assert halved().all()
-        assert not parts.threads[0].begin(halved).result().any()
+        assert not parts.threads[0].submit(halved).result().any()
         assert halved().all()  # the others' numbers are as they were
     finally:
         parts.close()

@@ -1,1 +1,1 @@
-"""Attention back-ends: plain softmax attention in torch, behind one interface."""
+"""Attention back-ends behind one interface: softmax attention in torch, and over pages."""

@@ -1,11 +1,11 @@
-"""Attention back-ends: the interface between a forward and whatever attends over sequences' KV.
+"""Attention back-ends: the interface between a forward and the code that attends over KV.
 
-A back-end is called twice: once per step with all parts (`prepare`), where it may plan, cut views
-and allocate, and then once per attention call of the model (`attend`). It reads KV and writes
-nothing. The portable one is `TorchAttention`; a library for one device is another class of this
-shape, as `paged_attention.PagedAttention`.
+A back-end is called once per step with all parts (`prepare`), where it may plan, cut views and
+allocate, and then once per attention call of the model (`attend`). It reads KV and writes nothing.
+`TorchAttention` is the portable one; `paged_attention.PagedAttention` is for devices with a kernel
+that reads pages.
 
-A part's result must not depend on the parts beside it: else a session's answer would change with
+A part's result must not depend on the other parts: otherwise a session's answer would change with
 the load of the server.
 """
 
@@ -20,12 +20,12 @@ from inference_svc.runtime.attention.softmax_attention import (
     Masks,
     attend,
     attend_one,
-    attends_one,
+    can_attend_one,
 )
 from inference_svc.runtime.kv.sequence_kv import SequenceKv
 
-_ALL = AttentionOptions()  # every token is seen
-VisibleKv = list[tuple[Sequence[Tensor], Sequence[Tensor]]]  # keys, values of each part, by layer
+_ALL = AttentionOptions()  # no window: all tokens are visible
+VisibleKv = list[tuple[Sequence[Tensor], Sequence[Tensor]]]  # by part: (keys, values), by layer
 
 
 class Part(NamedTuple):
@@ -33,8 +33,8 @@ class Part(NamedTuple):
 
     Attributes:
         kv: the sequence's KV; its `num_tokens` does not change while the step runs.
-        num_tokens: number of new tokens: the first is in slot `kv.num_tokens`, written before it
-        is attended to.
+        num_tokens: number of new tokens. The first one is in slot `kv.num_tokens`; their KV is
+            written before `attend` is called.
     """
 
     kv: SequenceKv
@@ -42,19 +42,19 @@ class Part(NamedTuple):
 
     @property
     def length(self) -> int:
-        """Number of tokens that the last new one sees, itself included."""
+        """Number of tokens that the last new token sees, itself included."""
         return self.kv.num_tokens + self.num_tokens
 
 
 class StepAttention(Protocol):
-    """Attention of one step."""
+    """The attention of one step."""
 
     def attend(self, query: Tensor, layer_index: int, options: AttentionOptions) -> Tensor:
-        """Let each part's tokens see their sequence up to themselves.
+        """Attend each part's new tokens to their own sequence up to themselves.
 
         Args:
             query: [1, heads, tokens, head_dim], the parts one after another.
-            layer_index: the layer over whose KV; that of the new tokens is written by now.
+            layer_index: the layer whose KV is read; the new tokens' KV is already written.
             options: scale, softcap, sinks and window of this call.
 
         Returns:
@@ -70,23 +70,24 @@ class AttentionBackend(Protocol):
 
 
 class TorchAttention:
-    """The portable back-end, with what torch has for every device.
+    """The portable back-end, by torch's functions for every device.
 
-    One call per sequence, on the very tokens of its KV: gathering tokens of several sequences for
-    one call costs more than the calls do on a CPU, and if they lay side by side already, a call
-    over eight of 256 tokens would take 0.9 of the time.
-    Written for few Python and torch calls: at decode they cost as much as the arithmetic. Hence
+    It makes one call per sequence, on its KV in place. On a CPU, gathering tokens of several
+    sequences for one call costs more than the separate calls; even if they were adjacent already, a
+    call over eight sequences of 256 tokens would only save a tenth of the time.
+
+    The code makes few Python and torch calls: at decode they cost as much as the arithmetic. So
     views of all layers are cut at once, and a step in which every part is one token has a path of
-    its own, with the arithmetic of the other.
+    its own, with the same arithmetic.
     """
 
     def prepare(self, parts: Sequence[Part]) -> "TorchStepAttention":
-        """Plan a step; cheap."""
+        """Plan a step; cheap, as views are cut when they are needed."""
         return TorchStepAttention(parts)
 
 
 class TorchStepAttention:
-    """Attention of one step; see the protocol for shapes."""
+    """The attention of one step in torch; see `StepAttention` for shapes."""
 
     def __init__(self, parts: Sequence[Part]) -> None:
         self._parts = parts
@@ -99,7 +100,7 @@ class TorchStepAttention:
         """Attend each part to its own KV, [1, tokens, heads, value_dim]; see the protocol."""
         if self._is_decode:
             visible = self._visible_kv(options)
-            if attends_one(query, visible[0][1][layer_index], options):
+            if can_attend_one(query, visible[0][1][layer_index], options):
                 return self._attend_decode(query, layer_index, options, visible)
         attended = [
             attend(
@@ -117,12 +118,12 @@ class TorchStepAttention:
                 strict=True,
             )
         ]
-        return torch.cat(attended, dim=1)  # contiguous, as some models count on
+        return torch.cat(attended, dim=1)  # contiguous, which some models rely on
 
     def _attend_decode(
         self, query: Tensor, layer_index: int, options: AttentionOptions, visible: VisibleKv
     ) -> Tensor:
-        """Attend when every part is one token."""
+        """Attend in a step in which every part is one token."""
         _, num_heads, num_parts, dim = query.shape
         kv_heads = visible[0][0][layer_index].shape[1]
         grouped = query[0].transpose(0, 1).reshape(num_parts, kv_heads, -1, dim)
@@ -135,7 +136,7 @@ class TorchStepAttention:
         return torch.cat(attended).view(1, num_parts, num_heads, -1)
 
     def _visible_kv(self, options: AttentionOptions) -> VisibleKv:
-        """Return what each part's last token sees; cut once for all layers that see as much."""
+        """Return the KV that each part's last token sees; cut once per window and chunk."""
         kind = (options.window, options.chunk)
         if kind not in self._visible:
             cuts = []

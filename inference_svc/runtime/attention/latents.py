@@ -1,15 +1,15 @@
-"""Attention over latents: what a layer caches in the place of its heads' keys and values (MLA).
+"""Attention over latents, which a layer caches in place of its heads' keys and values (MLA).
 
-A model of latent attention makes keys and values of all heads of every token that it attends to, in
-every step. That is linear in the latent. So a query can be multiplied with what makes the keys
-(absorbed) and be compared with latents themselves, and what it attends to are latents, of which the
-values are made last: once per query, and not once per token of the history.
+In every step, a model with latent attention expands each token that it attends to into keys and
+values of all heads. That expansion is linear in the latent. So the query can be multiplied by the
+key matrix first (weight absorption) and compared with the latents themselves. The weighted sum of
+latents is then expanded into values: once per query, and not once per token of the history.
 
     score    = query . (keys @ latent) + rotated . rotated    = (query @ keys) . latent + ...
     attended = sum of weight * (values @ latent)              = values @ (sum of weight * latent)
 
-Latent and rotated part, side by side, are then the one key head of all query heads, and its value
-too: `softmax_attention.attend` has all the arithmetic.
+Latent and rotated part, side by side, act as a single key head that all query heads share, and as
+its value too: `softmax_attention.attend` has all the arithmetic.
 
 *Source:* DeepSeek-V2 (2024), section 2.1.
 """
@@ -25,13 +25,13 @@ from inference_svc.runtime.attention.softmax_attention import AttentionOptions, 
 
 @dataclass(frozen=True, eq=False)
 class Expansion:
-    """How keys and values of all heads are made of a token's latent and its rotated part.
+    """The matrices that make keys and values of all heads from a token's latent.
 
     Attributes:
-        keys: [heads, free_dim, latent_dim], what a head's key has of a latent.
-        values: [heads, latent_dim, value_dim], what a head's value has of it.
-        rotated_dim: width of the rotated part, which each head's key has as it is cached.
-        is_rotated_first: whether it comes before the rest of the key.
+        keys: [heads, unrotated_dim, latent_dim], makes a head's key without its rotated part.
+        values: [heads, latent_dim, value_dim], makes a head's value.
+        rotated_dim: width of the rotated part, which is copied into each head's key.
+        is_rotated_first: whether the rotated part is at the beginning of the key.
     """
 
     keys: Tensor
@@ -45,7 +45,7 @@ class Expansion:
         return self.keys.shape[2]
 
     def absorb(self, query: Tensor) -> Tensor:
-        """Return what is compared with latents and rotated parts side by side.
+        """Multiply a query by the key matrices, to be compared with latents and rotated parts.
 
         Args:
             query: [1, heads, tokens, key_dim].
@@ -53,36 +53,42 @@ class Expansion:
         Returns:
             [1, heads, tokens, latent_dim + rotated_dim]
         """
-        free_dim = self.keys.shape[1]
+        unrotated_dim = self.keys.shape[1]
         first = self.rotated_dim if self.is_rotated_first else 0
-        free = query[0].narrow(2, first, free_dim)
-        rotated = query[0].narrow(2, 0 if self.is_rotated_first else free_dim, self.rotated_dim)
-        return torch.cat((torch.bmm(free, self.keys), rotated), dim=2).unsqueeze(0)
+        unrotated = query[0].narrow(2, first, unrotated_dim)
+        rotated = query[0].narrow(
+            2, 0 if self.is_rotated_first else unrotated_dim, self.rotated_dim
+        )
+        return torch.cat((torch.bmm(unrotated, self.keys), rotated), dim=2).unsqueeze(0)
 
     def values_of(self, attended: Tensor) -> Tensor:
-        """Return the values of attended latents, [1, heads, tokens, value_dim].
+        """Expand attended latents into values.
 
         Args:
-            attended: [1, heads, tokens, latent_dim + rotated_dim], as `attend_absorbed` returns it.
+            attended: [1, heads, tokens, latent_dim + rotated_dim], from `attend_absorbed`.
+
+        Returns:
+            [1, heads, tokens, value_dim]
         """
         return torch.bmm(attended[0, :, :, : self.latent_dim], self.values).unsqueeze(0)
 
     def pays(self, num_tokens: int, length: int) -> bool:
-        """Whether attending over latents takes less time than making keys and values of them.
+        """Whether attention over latents is faster than expanding them into keys and values.
 
-        By the number of products of either way, and by nothing that is measured: two starts of one
-        model would round differently. At DeepSeek-V2-Lite's widths that is below 150 tokens behind
-        1,024; measured on a CPU in float32: below 130.
+        Decided by the number of multiplications of both, and not by a measurement: two starts of
+        one model would round differently. With DeepSeek-V2-Lite's widths it is faster below 150
+        tokens behind 1,024; measured on a CPU in float32: below 130.
 
         Args:
             num_tokens: number of the sequence's new tokens.
             length: number of all its tokens, the new ones included.
         """
-        _, free_dim, latent_dim = self.keys.shape
+        _, unrotated_dim, latent_dim = self.keys.shape
         value_dim = self.values.shape[2]
-        expanding = latent_dim * (free_dim + value_dim)  # of one token, or one query, of one head
-        over_latents = 2 * (latent_dim + self.rotated_dim)  # of one query and one token
-        over_heads = 2 * max(free_dim + self.rotated_dim, value_dim)
+        # Multiplications of one head: to expand a token (or absorb a query); per query and key.
+        expanding = latent_dim * (unrotated_dim + value_dim)
+        over_latents = 2 * (latent_dim + self.rotated_dim)
+        over_heads = 2 * max(unrotated_dim + self.rotated_dim, value_dim)
         absorbed = num_tokens * (expanding + length * over_latents)
         return absorbed < length * (expanding + num_tokens * over_heads)
 
@@ -93,18 +99,19 @@ def attend_absorbed(
     """Attend a sequence's absorbed queries to its latents.
 
     Args:
-        query: [1, heads, tokens, latent_dim + rotated_dim], as `Expansion.absorb` returns it.
+        query: [1, heads, tokens, latent_dim + rotated_dim], from `Expansion.absorb`.
         latents: [1, 1, length, latent_dim + rotated_dim], latents and rotated parts side by side.
-        options: of the call, its scale named: it is that of a head's key.
-        masks: as `softmax_attention.attend` takes them.
+        options: options of the call, with a scale: the default one depends on a head's key_dim.
+        masks: cached masks; see `softmax_attention.attend`.
 
     Returns:
-        [1, heads, tokens, latent_dim + rotated_dim], of which the latents are to be used.
+        [1, heads, tokens, latent_dim + rotated_dim]; only the first latent_dim elements have a
+        meaning.
     """
     return attend(query, latents, latents, options, masks)
 
 
-MAX_CHOSEN = 2**24  # elements of chosen latents that are held at once: 64 MiB in float32
+MAX_CHOSEN = 2**24  # most elements of chosen latents that are held at once: 64 MiB in float32
 
 
 def attend_chosen(
@@ -114,13 +121,13 @@ def attend_chosen(
 
     Args:
         query: [1, heads, tokens, dim], as in `attend_absorbed`.
-        latents: [1, 1, length, dim], longer than `chosen` is wide.
-        chosen: [tokens, chosen] positions. A query that sees fewer tokens is given all of them, and
-            others that it must not see: other sequences' (outside of `length`), or later ones.
-        options: of the call: its scale and sinks.
+        latents: [1, 1, length, dim], where length is larger than the number of chosen tokens.
+        chosen: [tokens, chosen] positions. For a query that sees fewer tokens, the model's index
+            adds tokens that it must not see: later ones, or other sequences' (outside of length).
+        options: scale and sinks of the call.
 
     Returns:
-        [1, heads, tokens, dim], of which the latents are to be used.
+        [1, heads, tokens, dim]; only the first latent_dim elements have a meaning.
     """
     _, _, num_tokens, dim = query.shape
     length, num_chosen = latents.shape[2], chosen.shape[1]
@@ -135,7 +142,8 @@ def attend_chosen(
         found = latents[0, 0].index_select(0, places.flatten()).view(len(rows), 1, -1, dim)
         mask = None
         if num_chosen > length - num_tokens or options.sinks is not None:
-            # Some see fewer than are chosen; or there is a key of zeros, whose score is the sink's.
+            # A mask is needed if some queries see fewer tokens than are chosen. A sink also needs
+            # one: it is a key and value of zeros, whose score is added by the mask.
             mask = torch.zeros_like(unseen, dtype=query.dtype).masked_fill_(unseen, float("-inf"))
             mask = mask[:, None, None].expand(-1, -1, rows.shape[2], -1)
         if mask is not None and options.sinks is not None:

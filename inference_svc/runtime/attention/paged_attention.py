@@ -1,8 +1,8 @@
 """PagedAttention: one attention call over the pages of all sequences of a step.
 
-`TorchAttention` calls torch once for each sequence, and gathers tokens that are on pages apart. A
-GPU is to read pages where they are, of all sequences at once: by a kernel that is given tables of
-pages. Which kernel that is, is not known here.
+`TorchAttention` calls torch once for each sequence, and gathers tokens from pages that are not
+adjacent. A GPU should read the pages of all sequences in place, in one call of a kernel that
+receives page tables. This module does not know which kernel that is.
 
 *Source:* PagedAttention: vLLM (SOSP'23).
 """
@@ -19,18 +19,18 @@ from torch.nn.utils.rnn import pad_sequence
 from inference_svc.runtime.attention.attention import Part, StepAttention, TorchAttention
 from inference_svc.runtime.attention.softmax_attention import AttentionOptions
 from inference_svc.runtime.kv.paged_kv import PagedKv
-from inference_svc.runtime.memory import placed_on
+from inference_svc.runtime.memory import copy_to_device
 
 
 class PageCall(NamedTuple):
-    """The options of an attention call over pages, as kernels take them; 0: none.
+    """The options of an attention call in the form that kernels take; 0: none.
 
     Attributes:
         scale: factor of query-key products.
         softcap: bound of the scores by tanh.
         sinks: [heads], see `AttentionOptions`; None: none.
-        window: number of latest keys that a query sees, itself included.
-        chunk: a query sees keys from the last multiple of this position on.
+        window: number of latest keys that a query sees, its own included.
+        chunk: a query sees keys from the last multiple of this number on.
     """
 
     scale: float
@@ -41,13 +41,13 @@ class PageCall(NamedTuple):
 
 
 class PageStep:
-    """Which pages the parts of a step read; tensors are int32, on the device.
+    """The page tables and sizes of a step's parts; tensors are int32, on the device.
 
     Attributes:
-        tables: [parts, most pages] each part's pages in the order of its tokens.
-        starts: [parts + 1] where each part's new tokens begin among all, and their number.
-        lengths: [parts] number of tokens that a part's last one sees, itself included.
-        most_length: no part is longer.
+        tables: [parts, most pages], each part's pages in the order of its tokens.
+        starts: [parts + 1], index of each part's first new token, and the number of new tokens.
+        lengths: [parts], number of tokens that a part's last token sees, itself included.
+        most_length: upper bound of `lengths`.
         page_tokens: number of tokens on a page.
     """
 
@@ -61,7 +61,17 @@ class PageStep:
         most_length: int,
         page_tokens: int,
     ) -> None:
-        """Store the parts; `sizes`: new tokens and length of each (any, if one token is new)."""
+        """Store the parts.
+
+        Args:
+            sizes: (number of new tokens, length) of each part; the length of parts with a single
+                new token is not used.
+            tables: see the class.
+            starts: see the class.
+            lengths: see the class.
+            most_length: see the class.
+            page_tokens: see the class.
+        """
         self.tables = tables
         self.starts = starts
         self.lengths = lengths
@@ -75,21 +85,22 @@ class PageStep:
         self._tiles: dict[tuple[int, tuple[int, ...]], Tensor | None] = {}
 
     @classmethod
-    def placed(
+    def copy_to(
         cls,
         parts: Sequence[tuple[Sequence[Tensor], int, int]],
         page_tokens: Sequence[int],
         device: torch.device,
     ) -> "list[PageStep]":
-        """Put the parts' numbers on the device, all in one copy: a step for each group of layers.
-
-        They differ in their pages alone.
+        """Copy the numbers of all parts to a device, in one copy.
 
         Args:
-            parts: pages by group ([pages] int32, on the host), number of new tokens, and length, of
-                each.
+            parts: of each part its pages by group ([pages] int32, on the host), its number of new
+                tokens, and its length.
             page_tokens: number of tokens on a page, by group.
-            device: where their KV is.
+            device: the device of their KV.
+
+        Returns:
+            A step for each group of layers; they differ in their page tables only.
         """
         sizes = [(size, length) for _, size, length in parts]
         numbers = [
@@ -99,12 +110,12 @@ class PageStep:
         groups = zip(*[pages for pages, _, _ in parts], strict=True)
         tables = [pad_sequence(list(pages), batch_first=True) for pages in groups]
         flat = torch.cat((_int32(numbers), *[table.flatten() for table in tables]))
-        starts, lengths, *placed = placed_on(device, flat).split_with_sizes(
+        starts, lengths, *flat_tables = copy_to_device(device, flat).split_with_sizes(
             [len(parts) + 1, len(parts), *[table.numel() for table in tables]]
         )
         step = cls(
             sizes,
-            placed[0].view(tables[0].shape),
+            flat_tables[0].view(tables[0].shape),
             starts,
             lengths,
             most_length=max(length for _, _, length in parts),
@@ -112,26 +123,26 @@ class PageStep:
         )
         return [
             step.on(found.view(table.shape), num_tokens)
-            for found, table, num_tokens in zip(placed, tables, page_tokens, strict=True)
+            for found, table, num_tokens in zip(flat_tables, tables, page_tokens, strict=True)
         ]
 
     def on(self, tables: Tensor, page_tokens: int) -> "PageStep":
-        """Return the same step on other pages; what is placed for one is there for both."""
-        other = copy(self)
-        other.tables, other.page_tokens = tables, page_tokens
-        return other
+        """Return the same step with other page tables; both share the tiles on the device."""
+        step = copy(self)
+        step.tables, step.page_tokens = tables, page_tokens
+        return step
 
     @classmethod
     def of_single_tokens(
         cls, tables: Tensor, lengths: Tensor, *, most_length: int, page_tokens: int
     ) -> "PageStep":
-        """Return a step of one new token of each part; nothing is copied.
+        """Return a step with one new token of each part, without copying.
 
-        Tables and lengths, on the device, may have other contents whenever the step is computed.
+        The contents of tables and lengths, on the device, may change before each computation.
         """
         num_parts = len(lengths)
         return cls(
-            [(1, 0)] * num_parts,  # lengths are the device's
+            [(1, 0)] * num_parts,  # the host does not know the lengths
             tables,
             torch.arange(num_parts + 1, dtype=torch.int32, device=lengths.device),
             lengths,
@@ -140,26 +151,27 @@ class PageStep:
         )
 
     def several_tokens(self) -> list[tuple[int, int, int]]:
-        """Return the parts of several new tokens: which, how many they are, and their length."""
+        """Return (index, number of new tokens, length) of the parts with several new tokens."""
         return self._several
 
     def single_tokens(self) -> Tensor | None:
-        """Return [n, 2], of parts of one new token: part, 0; None if there is none."""
-        return self._tiled(1, self._single)
+        """Return [n, 2] int32, (part, 0) for each part with one new token; None: there is none."""
+        return self._make_tiles(1, self._single)
 
     def tiles(self, tile_tokens: int, parts: tuple[int, ...] | None = None) -> Tensor | None:
-        """Divide parts of several new tokens into tiles.
+        """Divide parts with several new tokens into tiles.
 
         Args:
             tile_tokens: most tokens of a tile.
-            parts: some of these parts; None: all.
+            parts: indices of some of these parts; None: all.
 
         Returns:
-            [tiles, 2]: part, number of its new tokens before the tile; None: there is no tile.
+            [tiles, 2] int32, (part, number of its new tokens before the tile); None: there is no
+            tile.
         """
-        return self._tiled(tile_tokens, parts or tuple(part for part, _, _ in self._several))
+        return self._make_tiles(tile_tokens, parts or tuple(part for part, _, _ in self._several))
 
-    def _tiled(self, tile_tokens: int, parts: tuple[int, ...]) -> Tensor | None:
+    def _make_tiles(self, tile_tokens: int, parts: tuple[int, ...]) -> Tensor | None:
         if (tile_tokens, parts) not in self._tiles:
             numbers = [
                 number
@@ -168,29 +180,29 @@ class PageStep:
                 for number in (part, first)
             ]
             self._tiles[tile_tokens, parts] = (
-                placed_on(self.tables.device, _int32(numbers).view(-1, 2)) if numbers else None
+                copy_to_device(self.tables.device, _int32(numbers).view(-1, 2)) if numbers else None
             )
         return self._tiles[tile_tokens, parts]
 
 
 class PageKernel(Protocol):
-    """Attends over pages."""
+    """A kernel that attends over pages."""
 
     def __call__(
         self, query: Tensor, keys: Tensor, values: Tensor, step: PageStep, call: PageCall
     ) -> Tensor:
-        """Let each part's new tokens see their part up to themselves.
+        """Attend each part's new tokens to their own part up to themselves.
 
-        A part's answer depends on this part alone.
+        A part's result depends on this part alone.
 
         Args:
             query: [tokens, heads, head_dim], the parts one after another; heads and tokens of any
                 stride.
-            keys: [slots, kv_heads, head_dim]: token t of a part is in slot t % page_tokens of page
+            keys: [slots, kv_heads, head_dim]; token t of a part is in slot t % page_tokens of page
                 number t // page_tokens of its table.
             values: [slots, kv_heads, value_dim].
-            step: which pages the parts are on.
-            call: scale, softcap, sinks and window.
+            step: the page tables and sizes of the parts.
+            call: scale, softcap, sinks and window of the call.
 
         Returns:
             [tokens, heads, value_dim]
@@ -198,36 +210,41 @@ class PageKernel(Protocol):
 
 
 class PagedAttention:
-    """The back-end over pages; steps over KV that is on none are the portable one's."""
+    """The back-end over pages; steps with KV that is not on pages use `TorchAttention`."""
 
     def __init__(self, kernel: PageKernel) -> None:
-        """Store what attends."""
+        """Store the kernel."""
         self._kernel = kernel
         self._portable = TorchAttention()
 
     def prepare(self, parts: Sequence[Part]) -> StepAttention:
-        """Plan a step: one copy of all tables to the device."""
-        pages = [part.kv for part in parts if isinstance(part.kv, PagedKv)]
-        if len(pages) < len(parts):
+        """Plan a step; copies all page tables to the device at once."""
+        kvs = [part.kv for part in parts if isinstance(part.kv, PagedKv)]
+        if len(kvs) < len(parts):
             return self._portable.prepare(parts)
-        kv = pages[0]
-        steps = PageStep.placed(
+        kv = kvs[0]
+        steps = PageStep.copy_to(
             [
                 ([table.numbers for table in paged.tables.by_group], part.num_tokens, part.length)
-                for paged, part in zip(pages, parts, strict=True)
+                for paged, part in zip(kvs, parts, strict=True)
             ],
             kv.tables.groups.tokens_on_page,
             kv.device,
         )
-        return self.over(kv, steps)
+        return self.step_attention(kv, steps)
 
-    def over(self, kv: PagedKv, steps: Sequence[PageStep]) -> StepAttention:
-        """Plan a step that is described already, by group, over the region that this KV is in."""
+    def step_attention(self, kv: PagedKv, steps: Sequence[PageStep]) -> StepAttention:
+        """Return the attention of a step whose tables are on the device.
+
+        Args:
+            kv: any KV in the region that all parts are in.
+            steps: the step by group of layers.
+        """
         return PagedStepAttention(kv, steps, self._kernel)
 
 
 class PagedStepAttention:
-    """Attention of one step; see the protocol for shapes."""
+    """The attention of one step over pages; see `StepAttention` for shapes."""
 
     def __init__(self, kv: PagedKv, steps: Sequence[PageStep], kernel: PageKernel) -> None:
         self._keys, self._values = kv.keys.slots, kv.values.slots

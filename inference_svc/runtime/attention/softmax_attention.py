@@ -3,17 +3,18 @@
 Pure tensor functions over [1, heads, tokens, dim]; the last keys and values are the new tokens'
 own. A result depends on this one sequence alone.
 
-Measured on one core of an EPYC (Zen 5), 64-wide heads; why each path is as it is:
+The reasons for each path, measured on one core of an EPYC (Zen 5) with 64-wide heads:
 - one token: the query heads of a group become query rows, so that keys are read once per group
   (0.6 of the time of `enable_gqa` in float32, 0.2 in bfloat16, for groups of four);
-- tokens after a history: the history without a mask and the tokens themselves with the causal flag,
-  merged by their log-sum-exps. A mask costs 5 % at 1K to 12 % at 28K, more as booleans, and keeps
-  the heads of a group from being packed (another 8 % at 28K);
-- long chunks in tiles, because the kernel computes what the causal flag hides: 0.8 of the time for
-  512 tokens without history. Smaller tiles read a long history more often and lose;
-- a window: a mask over the tile's window; chunks: tiles that end where a chunk does, and no mask;
-- softcap: plain products, no kernel has it. Other devices than the CPU have no log-sum-exp
-  in a portable form and take a mask.
+- tokens after a history: attention over the history without a mask, and over the new tokens with
+  the causal flag, merged by their log-sum-exps. A mask costs 5 % at 1K to 12 % at 28K, more as
+  booleans, and prevents packing the heads of a group (another 8 % at 28K);
+- long chunks: tiles, because the kernel also computes what the causal flag hides. They take 0.8 of
+  the time for 512 tokens without history. Smaller tiles read a long history more often and lose;
+- a window: a mask over the tile's window;
+- chunked attention: tiles that end where a chunk does, without a mask;
+- softcap: plain matrix products, since no kernel supports it;
+- devices other than the CPU: a mask, since their log-sum-exps have no portable interface.
 """
 
 from collections.abc import Iterator
@@ -24,9 +25,9 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 TILE_TOKENS = 256  # query rows computed together
-MAX_SCORES = 2**24  # elements of a tile's scores where they are held at once: 64 MiB
+MAX_SCORES = 2**24  # most scores of a tile that are held at once: 64 MiB
 
-# By what makes a mask, apart from dtype and device: (query rows, key rows, window).
+# Masks of one dtype and device by (query rows, key rows, window).
 Masks = dict[tuple[int, int, int | None], Tensor]
 _flash_kernel = torch._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001
 
@@ -37,9 +38,9 @@ class AttentionOptions(NamedTuple):
     Attributes:
         scale: factor of query-key products; None: 1 / sqrt(dim).
         softcap: bound of the scores by tanh; None: none.
-        sinks: [heads] one extra score per head that takes weight but has no value; None: none.
-        window: number of latest keys a query sees, itself included; None: all.
-        chunk: a query sees keys from the last multiple of this position on; None: all.
+        sinks: [heads], an extra score per head that takes weight but has no value; None: none.
+        window: number of latest keys that a query sees, its own included; None: all.
+        chunk: a query sees keys from the last multiple of this number on; None: all.
     """
 
     scale: float | None = None
@@ -62,28 +63,28 @@ def attend(
     masks: Masks,
     first: int = 0,
 ) -> Tensor:
-    """Attend new tokens to those up to themselves.
+    """Attend a sequence's new tokens to all its tokens up to themselves.
 
     Args:
         query: [1, heads, tokens, head_dim].
         keys: [1, kv_heads, length, head_dim], length >= tokens.
         values: [1, kv_heads, length, value_dim].
         options: scale, softcap, sinks and window of the call.
-        masks: masks made so far for tensors of this dtype and device; new ones are added.
-        first: position of the first key; no token sees one before it.
+        masks: cached masks for this dtype and device; new ones are added.
+        first: position of the first key; no new token sees an earlier one.
 
     Returns:
         [1, heads, tokens, value_dim]
     """
     num_heads, num_tokens = query.shape[1:3]
-    is_by_scores = _is_by_scores(query, values, options)
+    needs_scores = _needs_scores(query, values, options)
     tile_tokens = TILE_TOKENS
-    if is_by_scores:
+    if needs_scores:
         tile_tokens = max(1, min(TILE_TOKENS, MAX_SCORES // (num_heads * keys.shape[2])))
     attended: list[Tensor] = []
     for new, seen in tiles(num_tokens, keys.shape[2], tile_tokens, options, first):
         tile = (query[:, :, new], keys[:, :, seen], values[:, :, seen])
-        if is_by_scores:
+        if needs_scores:
             attended.append(_by_scores(*tile, options))
         elif new.stop - new.start == 1:
             attended.append(_attend_lone(*tile, options))
@@ -97,17 +98,17 @@ def attend(
 def tiles(
     num_tokens: int, length: int, tile_tokens: int, options: AttentionOptions, first: int = 0
 ) -> Iterator[tuple[slice, slice]]:
-    """Divide a sequence's last tokens into tiles that are attended to together.
+    """Divide a sequence's new tokens into tiles, each of which attends in one call.
 
     Args:
         num_tokens: number of the sequence's new tokens.
         length: number of all its tokens, the new ones included.
-        tile_tokens: most tokens of a tile; it also ends where a chunk of attention does.
+        tile_tokens: most tokens of a tile, which also ends where a chunk of attention does.
         options: window and chunk of the call.
-        first: position of the first key that there is; those before it are not counted.
+        first: position of the first key.
 
     Yields:
-        (slice of the new tokens that a tile is of, slice of the keys that these see together).
+        (slice of the new tokens, slice of the keys that any of these sees).
     """
     past = length - num_tokens
     begin = end = 0
@@ -121,10 +122,10 @@ def tiles(
 
 
 def attend_one(query: Tensor, keys: Tensor, values: Tensor, options: AttentionOptions) -> Tensor:
-    """Attend one token to all that are given; only if `attends_one`.
+    """Attend one token to all given keys; only if `can_attend_one`.
 
     Args:
-        query: [1, kv_heads, group, head_dim], the query heads that share a key head side by side.
+        query: [1, kv_heads, group, head_dim], query heads grouped by the key head that they share.
         keys: [1, kv_heads, length, head_dim], already cut to the window.
         values: [1, kv_heads, length, value_dim].
         options: scale, softcap and sinks of the call.
@@ -142,13 +143,13 @@ def attend_one(query: Tensor, keys: Tensor, values: Tensor, options: AttentionOp
     return attended
 
 
-def attends_one(query: Tensor, values: Tensor, options: AttentionOptions) -> bool:
-    """Whether `attend_one` can do such a call; tensors as in `attend_one`, or of more tokens."""
-    return not _is_by_scores(query, values, options)
+def can_attend_one(query: Tensor, values: Tensor, options: AttentionOptions) -> bool:
+    """Whether `attend_one` supports a call with such tensors, for any number of tokens."""
+    return not _needs_scores(query, values, options)
 
 
 def visible_mask(num_tokens: int, length: int, window: int | None, device: torch.device) -> Tensor:
-    """Return [num_tokens, length] bool: which keys the last `num_tokens` positions see."""
+    """Return the keys that the last `num_tokens` positions see, [num_tokens, length] bool."""
     distance = (
         torch.arange(length - num_tokens, length, device=device)[:, None]
         - torch.arange(length, device=device)[None, :]
@@ -160,19 +161,19 @@ def visible_mask(num_tokens: int, length: int, window: int | None, device: torch
 
 
 def _has_flash(query: Tensor, values: Tensor) -> bool:
-    """Whether the kernel that returns log-sum-exps takes these tensors."""
+    """Whether the kernel that returns log-sum-exps supports these tensors."""
     return query.device.type == "cpu" and query.shape[3] == values.shape[3]
 
 
-def _is_by_scores(query: Tensor, values: Tensor, options: AttentionOptions) -> bool:
-    """Whether there is no kernel for the call."""
+def _needs_scores(query: Tensor, values: Tensor, options: AttentionOptions) -> bool:
+    """Whether no kernel supports the call, so that scores have to be computed by products."""
     return options.softcap is not None or (
         options.sinks is not None and not _has_flash(query, values)
     )
 
 
 def _attend_lone(query: Tensor, keys: Tensor, values: Tensor, options: AttentionOptions) -> Tensor:
-    """Attend one token [1, heads, 1, dim]; the same arithmetic as when decoding."""
+    """Attend one token, [1, heads, 1, dim], by the same arithmetic as in a decode step."""
     _, num_heads, _, dim = query.shape
     grouped = query.reshape(1, keys.shape[1], -1, dim)
     return attend_one(grouped, keys, values, options).reshape(1, num_heads, 1, -1)
@@ -181,9 +182,9 @@ def _attend_lone(query: Tensor, keys: Tensor, values: Tensor, options: Attention
 def _by_flash(
     query: Tensor, keys: Tensor, values: Tensor, options: AttentionOptions, masks: Masks
 ) -> Tensor:
-    """Attend a tile, shapes as in `attend`, with the kernel that returns log-sum-exps.
+    """Attend a tile with the kernel that returns log-sum-exps, [1, heads, tokens].
 
-    These are [1, heads, tokens].
+    Shapes are as in `attend`.
     """
     num_tokens, length = query.shape[2], keys.shape[2]
     past, scale = length - num_tokens, options.scale
@@ -214,7 +215,7 @@ def _by_flash(
 def _by_mask(
     query: Tensor, keys: Tensor, values: Tensor, options: AttentionOptions, masks: Masks
 ) -> Tensor:
-    """Attend a tile, shapes as in `attend`, with whatever kernel torch has for the device."""
+    """Attend a tile with the kernel that torch chooses for the device; shapes as in `attend`."""
     num_tokens, length = query.shape[2], keys.shape[2]
     is_causal = num_tokens == length and (options.window is None or options.window >= length)
     return scaled_dot_product_attention(
@@ -229,7 +230,10 @@ def _by_mask(
 
 
 def _by_scores(query: Tensor, keys: Tensor, values: Tensor, options: AttentionOptions) -> Tensor:
-    """Attend a tile, shapes as in `attend`, with softcap and sinks; hold all its scores at once."""
+    """Attend a tile by plain products, with softcap and sinks; shapes as in `attend`.
+
+    Holds all scores of the tile at once.
+    """
     _, num_heads, num_tokens, dim = query.shape
     kv_heads, length = keys.shape[1:3]
     scale = dim**-0.5 if options.scale is None else options.scale
@@ -254,7 +258,7 @@ def _with_sinks(attended: Tensor, log_sums: Tensor, sinks: Tensor) -> Tensor:
 
 
 def _mask(query: Tensor, length: int, window: int | None, masks: Masks) -> Tensor:
-    """Return the mask of a tile, added to scores, in the query's dtype."""
+    """Return the additive mask of a tile, [tokens, length] in the query's dtype."""
     key = (query.shape[2], length, window)
     if key not in masks:
         visible = visible_mask(*key, query.device)

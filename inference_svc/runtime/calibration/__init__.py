@@ -1,1 +1,1 @@
-"""What is found out about a model at load: layers, rotations, masks, sinks; proven before use."""
+"""Calibration of a model at load: its layers, rotations, masks and sinks, proven before use."""

@@ -1,12 +1,12 @@
-"""Chooses how attention is computed: by the device, by what is installed, and by proof.
+"""Attention choice: the attention back-end of a model, by device, installed packages and proof.
 
-    torch   what torch has for the device, one call per sequence; takes every kind of call
+    torch   torch's functions for the device, one call per sequence; supports every call
     triton  one call over the pages of all sequences; needs Triton, KV on pages, and a GPU
             (TRITON_INTERPRET=1 runs it on a CPU, slowly)
 
-A kernel that is written for a device is run over the model's own layers before it serves: chunks,
-a history of several splits, tokens beside each other. If its logits are not those of `torch`, or it
-fails, `torch` serves. Models' names decide nothing.
+Before the triton kernel serves, it is run over the model's own layers: chunks, a history of several
+splits, single tokens of several sequences. If its logits differ from those of `torch`, or it fails,
+`torch` serves. The choice does not depend on models' names.
 """
 
 import importlib.util
@@ -34,9 +34,9 @@ from shared.types.errors import ConfigError
 from shared.types.units import ceil_div
 
 AttentionName = Literal["auto", "torch", "triton"]
-PROOF_TOKENS = 600  # of the longer sequence: more than two splits of the kernel
-SHORT_TOKENS = 40  # of the one beside it
-LAST_TOKENS = 3  # of each: computed one by one
+PROOF_TOKENS = 600  # tokens of the longer sequence: more than two splits of the kernel
+SHORT_TOKENS = 40  # tokens of the shorter sequence
+LAST_TOKENS = 3  # last tokens of each, which are computed one by one
 
 log = structlog.get_logger()
 
@@ -47,23 +47,23 @@ def choose_attention(
     calibration: Calibration,
     groups: LayerGroups | None,
 ) -> AttentionBackend:
-    """Return the back-end of that name, proven for the model.
+    """Return a back-end that is proven for the model.
 
     Args:
-        name: "auto": the fastest that is proven; a name: this one or none.
+        name: the back-end, or "auto" for the fastest one that is proven.
         loaded: the model, set to the attention of the calibration's mode.
-        calibration: what is known of it.
-        groups: of layers, as pages of working KV are of them; None: it is on none.
+        calibration: the model's calibration.
+        groups: the groups of layers that have pages in common; None: working KV is not on pages.
 
     Raises:
-        ConfigError: if the one that is named cannot serve here, or answers otherwise.
+        ConfigError: the named back-end cannot serve here, or gives other logits.
     """
     if name == "torch" or (name == "auto" and not is_gpu(loaded.device)):
         return TorchAttention()
-    reason = _missing(loaded.device, calibration, groups)
+    reason = _why_unsupported(loaded.device, calibration, groups)
     if not reason and groups is not None:
-        paged = _paged()
-        reason = _refuted(loaded, calibration, paged, groups)
+        paged = _paged_attention()
+        reason = _why_refuted(loaded, calibration, paged, groups)
         if not reason:
             log.info("attention_chosen", attention="triton")
             return paged
@@ -74,12 +74,14 @@ def choose_attention(
 
 
 def is_gpu(device: torch.device) -> bool:
-    """Whether it is a device that kernels are compiled for."""
+    """Whether kernels are compiled for this device."""
     return device.type == "cuda"
 
 
-def _missing(device: torch.device, calibration: Calibration, groups: LayerGroups | None) -> str:
-    """Return what Triton's kernel lacks here; empty: nothing."""
+def _why_unsupported(
+    device: torch.device, calibration: Calibration, groups: LayerGroups | None
+) -> str:
+    """Return why the triton back-end cannot run here; "": it can."""
     if calibration.mode != "ragged":
         return f"the model runs in mode {calibration.mode}, which it does not take"
     if groups is None:
@@ -88,7 +90,7 @@ def _missing(device: torch.device, calibration: Calibration, groups: LayerGroups
 
 
 def no_kernels_on(device: torch.device) -> str:
-    """Return why Triton's kernels cannot run on a device; empty: they can."""
+    """Return why Triton's kernels cannot run on a device; "": they can."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
     if not is_gpu(device) and os.environ.get("TRITON_INTERPRET") != "1":
@@ -96,21 +98,21 @@ def no_kernels_on(device: torch.device) -> str:
     return ""
 
 
-def _paged() -> PagedAttention:
-    """Make the back-end whose kernel is Triton's, which is imported only where it is used."""
+def _paged_attention() -> PagedAttention:
+    """Make the triton back-end; imports Triton, which may not be installed."""
     from inference_svc.runtime.cuda.page_attention import attend_pages
 
     return PagedAttention(attend_pages)
 
 
-def _refuted(
+def _why_refuted(
     loaded: LoadedModel, calibration: Calibration, paged: PagedAttention, groups: LayerGroups
 ) -> str:
-    """Return why a back-end must not serve the model; empty: its logits are those of torch."""
+    """Return why a back-end must not serve the model; "": its logits are those of torch."""
     try:
         expected = _logits(loaded, calibration, TorchAttention(), None)
         logits = _logits(loaded, calibration, paged, groups)
-    except Exception as error:  # noqa: BLE001 - what compilers and drivers raise is too much to foresee
+    except Exception as error:  # noqa: BLE001 - compilers and drivers may raise anything
         return reason_of(error)
     if is_same(logits, expected, loaded.dtype, calibration.rounding):
         return ""
@@ -119,7 +121,7 @@ def _refuted(
 
 
 def reason_of(error: Exception) -> str:
-    """Say in one line what has failed."""
+    """Describe an error in one line."""
     return f"{type(error).__name__}: {error}".splitlines()[0][:200]
 
 
@@ -129,7 +131,7 @@ def _logits(
     attention: AttentionBackend,
     groups: LayerGroups | None,
 ) -> Tensor:
-    """Compute two sequences beside each other: chunks, then token by token; [n, vocab]."""
+    """Compute two sequences in a batch, in chunks and then token by token; return [n, vocab]."""
     runner = ModelRunner(loaded, calibration, attention)
     long = min(PROOF_TOKENS, loaded.context_window)
     lengths = (long, min(SHORT_TOKENS, long // 2))
@@ -153,11 +155,11 @@ def _sequences(
     lengths: Sequence[int],
     groups: LayerGroups | None,
 ) -> list[SequenceKv]:
-    """Return empty KV for sequences of these lengths; pages are dealt out last page first."""
+    """Return empty KV for sequences of these lengths; pages are assigned last page first."""
     if groups is None:
         pool = new_pool(loaded, calibration, sum(lengths))
         return [pool.new_kv(length) for length in lengths]
-    groups = groups.holding_all()  # what is written is not to be written over
+    groups = groups.holding_all()  # no token's slot may be overwritten by a later token
     page_tokens, pages_of = groups.page_tokens, groups.pages
     counts = [pages_of.num_pages(ceil_div(length, page_tokens)) for length in lengths]
     paged = PagePool(

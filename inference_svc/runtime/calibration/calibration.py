@@ -1,24 +1,24 @@
-"""Calibration: find out how a model caches keys by running it, and prove that we run it right.
+"""Calibration: finds out how a model caches keys by running it, and proves that we run it right.
 
-Frequencies that follow the length of a sequence are frozen first (`rope_tables.py`), and weights
-are packed once the stock model has answered with those it came with (`packed_linear.py`). Modes
-are tried in the order of their speed (`recipes.Mode`); the first that is proven is taken. Each
-attempt has these steps:
+First, rotary frequencies that depend on the sequence's length are frozen (`rope_tables.py`), and
+weights are packed, once the stock model has answered with its original ones (`packed_linear.py`).
+Then modes are tried in the order of their speed (`recipes.Mode`); the first that is proven is used.
+Each attempt has these steps:
 
-1. *Probe* (`mode_probe.py`): a forward of a few tokens under capture records what each layer
-   caches, which apply call made it, and what each attention call may see. In a second one the
-   cache claims another length: if that changes the answer, the model counts positions itself, and
-   several sequences in one such forward would be answered wrongly.
-2. *Recipes* (`layer_recipes.py`): per layer, where its KV before RoPE is seen, and the table
-   that re-embeds it.
-3. *Decoupled*: the same token at two places has the same KV in the first layer, before RoPE. A
-   model that fails is served with KV as it is cached, at the positions it was cached at. So is one
-   with states (`state_probe.py`), whose layers in between have seen all tokens before; and in mode
-   "own" all are: there no hook is used, and 1. and 2. are what `own_cache_probe.py` does.
+1. *Probe* (`mode_probe.py`): a captured forward of a few tokens records what each layer caches,
+   which rotary call made it, and which keys each attention call may see. In a second forward the
+   cache claims another length. If that changes the answer, the model counts positions itself, and a
+   forward over several sequences would answer wrongly.
+2. *Recipes* (`layer_recipes.py`): for each layer, where its KV before RoPE can be captured, and the
+   table that re-embeds it.
+3. *Decoupled*: the same token at two positions has the same KV in the first layer, before RoPE.
+   A model that fails is served with KV as it is cached, at the positions it was cached at. So is a
+   model with states (`state_probe.py`), whose layers in between have seen all earlier tokens. So
+   are all models in mode "own": it uses no hooks, and `own_cache_probe.py` replaces steps 1 and 2.
 4. *Proof* (`proof.py`): every path of a turn gives the stock model's logits.
 
-No list of architectures. A model that does not pass is refused with the reason; it is never served
-wrongly.
+There is no list of architectures. A model that does not pass is refused with the reason; it is
+never served wrongly.
 """
 
 import hashlib
@@ -81,7 +81,7 @@ from shared.types.kv_layout import WHOLE_EVERY, Component, KVLayout, Layer, choo
 
 PositionsChoice = Literal["auto", "decoupled", "coupled", "naive"]
 COMPONENT_NAMES = ("k", "v", "index")  # in the layout
-MIN_CONTEXT_WINDOW = 32  # tokens; below it there is nothing to probe with
+MIN_CONTEXT_WINDOW = 32  # tokens; a smaller one has no room for a probe
 
 
 def calibrate(
@@ -91,10 +91,10 @@ def calibrate(
 
     Args:
         loaded: the model.
-        positions: how stored KV has its positions, see `Calibration.positions`. "auto": decoupled
+        positions: how positions are stored with KV, see `Calibration.positions`. "auto": decoupled
             if that is proven, else coupled.
-        packs_weights: let packed layers take the place of its linear ones, if its answers stay as
-            they are; all that follows is proven with them.
+        packs_weights: whether to pack linear layers, if the model's answers stay the same;
+            everything that follows is proven with them.
 
     Raises:
         UnsupportedModelError: one of `refusals`; if no mode is proven, with the reason for each.
@@ -106,31 +106,32 @@ def calibrate(
     if packs_weights:
         _pack_weights(loaded, reference)
     _install(loaded)
-    refused = _Refused(loaded.architecture)
-    for mode, attention in _ways(loaded):
+    refusals = _Refusals(loaded.architecture)
+    for mode, attention in _candidates(loaded):
         probe = None
-        with refused.noting(mode, is_told=mode not in LATENT_MODES):  # gather, masked fail alike
+        # Later modes (gather, masked) fail for the same reasons as latent ones, and report them.
+        with refusals.recording(mode, is_reported=mode not in LATENT_MODES):
             probe = probe_mode(loaded, mode, attention)
         if probe is None:
             continue
-        with refused.noting(mode):
+        with refusals.recording(mode):
             use_attention(loaded.model, attention)
             expansions = _expansions(loaded, mode, probe)
             for choice in ("decoupled", "coupled") if positions == "auto" else (positions,):
-                with refused.noting(f"{mode} {choice}"):
-                    found = _calibration(loaded, mode, probe, choice, refused.reasons())
+                with refusals.recording(f"{mode} {choice}"):
+                    found = _calibration(loaded, mode, probe, choice, refusals.reasons())
                     calibration = replace(found, expansions=expansions, rounding=reference.rounding)
                     with refused_if_it_fails(loaded, "step by step"):
-                        return _proven(loaded, calibration, reference)
+                        return _prove(loaded, calibration, reference)
     if not reference.is_causal:
         raise ModelEncoderError(
             f"answers of {loaded.architecture} depend on tokens after them: an encoder", REMEDY
         )
-    raise refused.error(is_stateful=_is_stateful(loaded))
+    raise refusals.error(is_stateful=_is_stateful(loaded))
 
 
-def _proven(loaded: LoadedModel, calibration: Calibration, reference: StockLogits) -> Calibration:
-    """Return the calibration once it is proven: with states, if need be token by token.
+def _prove(loaded: LoadedModel, calibration: Calibration, reference: StockLogits) -> Calibration:
+    """Prove a calibration and return it; if need be with a single token at a time over a state.
 
     Raises:
         CalibrationMismatchError: see `prove`.
@@ -149,19 +150,19 @@ def _proven(loaded: LoadedModel, calibration: Calibration, reference: StockLogit
 def calibration_by(
     loaded: LoadedModel, mode: Mode, attention: str, positions: Positions, notes: tuple[str, ...]
 ) -> Calibration:
-    """Find out how a model caches keys in a mode that is named, and prove nothing.
+    """Calibrate a model in a given mode, without a proof.
 
     The model is left set to this attention.
 
     Args:
         loaded: the model.
-        mode: to be probed.
-        attention: name of the attention function that it runs with.
-        positions: how stored KV has its positions.
+        mode: the mode to probe.
+        attention: name of the attention function that the mode runs with.
+        positions: how positions are stored with KV.
         notes: the calibration's notes.
 
     Raises:
-        UnsupportedModelError: if the mode is none for this model.
+        UnsupportedModelError: the model cannot be run in this mode.
     """
     with refused_if_it_fails(loaded, "at all"):
         freeze_rotary(loaded)
@@ -173,42 +174,42 @@ def calibration_by(
 
 
 def _pack_weights(loaded: LoadedModel, reference: StockLogits) -> None:
-    """Pack the model's weights, unless it then fails or answers otherwise."""
+    """Pack the model's weights, unless it then fails or its answers change."""
     if not pack_weights(loaded.model):
         return
     try:
         is_same_model = answers_as(loaded, reference)
-    except Exception:  # noqa: BLE001 - what models do with their layers is too much to foresee
+    except Exception:  # noqa: BLE001 - models may do anything with their layers
         is_same_model = False
     if not is_same_model:
         unpack_weights(loaded.model)
 
 
-class _Refused:
-    """The attempts so far, and why each was refused."""
+class _Refusals:
+    """The attempts so far that were refused, and the reasons."""
 
     def __init__(self, architecture: str) -> None:
         self._architecture = architecture
         self._errors: list[tuple[str, UnsupportedModelError]] = []
 
     @contextmanager
-    def noting(self, attempt: str, *, is_told: bool = True) -> Iterator[None]:
-        """Record a refusal of this attempt, and resume; raise one that no mode can change.
+    def recording(self, attempt: str, *, is_reported: bool = True) -> Iterator[None]:
+        """Record a refusal inside the block, and suppress it unless no other mode can change it.
 
         Args:
-            attempt: what it is called.
-            is_told: whether its refusal is to be told; False: another attempt's says the same.
+            attempt: name of the attempt.
+            is_reported: whether to report its refusal; False: another attempt reports the same.
         """
         try:
             yield
         except FINAL:
             raise
         except UnsupportedModelError as error:
-            if is_told:
+            if is_reported:
                 self._errors.append((attempt, error))
 
     def reasons(self) -> tuple[str, ...]:
-        """Return what to report of the attempts: those that failed alike in one string."""
+        """Return the reasons of all attempts; attempts with the same reason share a string."""
         attempts: dict[str, list[str]] = {}
         for attempt, error in self._errors:
             reason = error.message.replace(self._architecture, "the model")
@@ -218,7 +219,7 @@ class _Refused:
         )
 
     def error(self, *, is_stateful: bool) -> UnsupportedModelError:
-        """Return the refusal that says in one line why each mode failed."""
+        """Return an error that says in one line why each mode failed."""
         kinds = {type(error) for _, error in self._errors}
         kind = kinds.pop() if len(kinds) == 1 else ModelModeMissingError
         return (ModelRecurrentError if is_stateful else kind)(
@@ -228,7 +229,7 @@ class _Refused:
 
 
 def _check_family(loaded: LoadedModel) -> None:
-    """Refuse a model that need not even be run.
+    """Refuse a model without running it.
 
     Raises:
         UnsupportedModelError: it caches no keys and values, or its window is too small.
@@ -246,19 +247,19 @@ def _check_family(loaded: LoadedModel) -> None:
 
 
 def _install(loaded: LoadedModel) -> None:
-    """Install the hooks, and taps of what a stateful model keeps in its own modules."""
+    """Install the hooks, and taps for states that a model keeps in its own modules."""
     capture.install(loaded.model)
     if _is_stateful(loaded):
         find_kept_states(loaded)
 
 
 def _is_stateful(loaded: LoadedModel) -> bool:
-    """Whether the class says that it may keep a state; its config may have no such layer."""
+    """Whether the model's class declares states; a config may have no such layer though."""
     return bool(getattr(type(loaded.model), "_is_stateful", False))
 
 
-def _ways(loaded: LoadedModel) -> Iterator[tuple[Mode, str]]:
-    """Yield modes and the names of the attention they run with, fastest first."""
+def _candidates(loaded: LoadedModel) -> Iterator[tuple[Mode, str]]:
+    """Yield modes and the names of the attention functions they run with, fastest first."""
     if can_set_attention(loaded.model):
         yield "ragged", capture.ATTENTION_NAME
         yield "latent", capture.ATTENTION_NAME
@@ -278,7 +279,7 @@ def _recipes(loaded: LoadedModel, probe: Probe, positions: Positions) -> tuple[L
     """Return how each layer's KV is stored.
 
     Raises:
-        UnsupportedModelError: if it cannot be stored without its position.
+        UnsupportedModelError: it is to be stored without positions, and cannot be.
     """
     if positions != "decoupled":
         cached = tuple(_as_cached(probe, layer_index) for layer_index in probe.layers)
@@ -310,7 +311,7 @@ def _check_decoupled(loaded: LoadedModel, layers: Sequence[LayerRecipe], probe: 
 def _calibration(
     loaded: LoadedModel, mode: Mode, probe: Probe, positions: Positions, notes: tuple[str, ...]
 ) -> Calibration:
-    """Put together what was found, and lay out the stored KV; nothing of it is proven."""
+    """Build the calibration of a probe, and the layout of stored KV; nothing is proven yet."""
     states = state_shapes(probe.own_layers) or find_states(loaded, probe)
     if states and positions != "coupled":
         raise NotDecoupledError(
@@ -364,17 +365,17 @@ def _calibration(
 
 
 def _windows(loaded: LoadedModel, calls: Sequence[AttentionCall], num_layers: int) -> list[int]:
-    """Return how many of the last tokens each layer's KV is attended for; 0: all of them.
+    """Return the number of last tokens of which each layer's KV is attended to; 0: all tokens.
 
-    As nothing else reads it, KV of tokens before need not be there (`Layer.window`). A chunk's last
-    token sees all of it: so many. Blocks of tokens have to hold something, though: where all layers
-    have a window, some count as without.
+    KV of earlier tokens is not read, so it need not be stored (`Layer.window`). The last token of a
+    chunk sees the whole chunk, so a chunk counts as a window of its size. A block has to store
+    something, though: if all layers have a window, some count as having none.
     """
     most = loaded.context_window
-    seen: dict[int, list[int]] = {}  # by layer: several calls may be over the KV of one
+    reaches: dict[int, list[int]] = {}  # by layer: several calls may read the KV of one
     for call in calls:
-        seen.setdefault(call.layer_index, []).append(call.window or call.chunk or most)
-    widest = [max(seen.get(layer_index, [most])) for layer_index in range(num_layers)]
+        reaches.setdefault(call.layer_index, []).append(call.window or call.chunk or most)
+    widest = [max(reaches.get(layer_index, [most])) for layer_index in range(num_layers)]
     windows = [window if window < most else 0 for window in widest]
     if 0 in windows:
         return windows
@@ -382,16 +383,16 @@ def _windows(loaded: LoadedModel, calls: Sequence[AttentionCall], num_layers: in
 
 
 def without_windows(calibration: Calibration) -> Calibration:
-    """Return a calibration by which KV of all tokens is stored, of layers with a window too."""
+    """Return a calibration by which layers with a window store KV of all tokens too."""
     layers = tuple(replace(layer, window=0) for layer in calibration.layout.layers)
     return replace(calibration, layout=replace(calibration.layout, layers=layers))
 
 
 def _expansions(loaded: LoadedModel, mode: Mode, probe: Probe) -> tuple[Expansion, ...]:
-    """Find what keys and values are made by, in modes that attend over latents."""
+    """Find how keys and values are made of latents, in modes that attend over latents."""
     return find_expansions(loaded, mode, probe) if mode in LATENT_MODES else ()
 
 
 def _digest(signature: str) -> str:
-    """Return a short form of what loading does to a component; empty: nothing."""
+    """Return a short digest of a component's signature; "" if that is empty."""
     return signature and hashlib.blake2b(signature.encode(), digest_size=8).hexdigest()

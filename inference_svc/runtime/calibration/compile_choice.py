@@ -1,13 +1,13 @@
-"""Has torch compile a model's layers, if that is asked for, and proves what comes of it.
+"""Compile choice: compiles a model's layers with torch, if requested, and proves the result.
 
-Before it serves, two sequences are computed both ways: in chunks, token by token, beside each other
-and alone, which also compiles whatever such steps need. If logits differ, or the compiler cannot
-see through a layer, the service does not start: nobody asked for a part of it.
+Before a compiled model serves, two sequences are computed with and without compiling: in chunks,
+token by token, in a batch and alone, which also compiles all code that such steps need. If logits
+differ, or the compiler cannot trace a whole layer, the service does not start, since compiling was
+requested explicitly.
 
-A layer's forward falls into pieces at our hooks, which run in Python as ever: at its rotary
-embedding, its cache and its attention. What is between them is compiled once for all layers of a
-kind, for any number of tokens. torch's compiler is imported only where it is used: that alone takes
-seconds.
+A layer's forward is divided at our hooks, which run uncompiled: at its rotary embedding, its cache
+and its attention. The pieces between them are compiled once for all layers of a kind, for any
+number of tokens. torch's compiler is imported only where it is used, as the import takes seconds.
 """
 
 import shutil
@@ -30,9 +30,9 @@ from inference_svc.runtime.positions.recipes import Calibration
 from shared.types.errors import ConfigError
 
 CompileName = Literal["off", "layers"]
-# How many tokens each of two sequences gets in a step; 0: the step is without it.
+# Tokens of the two sequences in each step; 0: the step is without that sequence.
 STEPS = ((9, 0), (5, 7), (1, 1), (1, 0), (0, 1), (3, 1), (0, 4))
-OUR_BREAK = "torch.compiler.disable"  # in why a graph has ended: there is a hook of ours
+OUR_BREAK = "torch.compiler.disable"  # in the compiler's reason for a graph that ends at our hook
 
 log = structlog.get_logger()
 
@@ -40,30 +40,32 @@ log = structlog.get_logger()
 def choose_compiling(
     name: CompileName, loaded: LoadedModel, calibration: Calibration, backend: str = "inductor"
 ) -> None:
-    """Compile the model's layers, where that is asked for: on the thread that is to run them.
+    """Compile the model's layers, if requested; to be called on the thread that will run them.
 
     Args:
-        name: "off": leave them as they are.
+        name: "layers", or "off" to leave them uncompiled.
         loaded: the model, set to the attention of the calibration's mode.
-        calibration: what is known of it.
-        backend: torch's name of what makes kernels.
+        calibration: the model's calibration.
+        backend: torch's name of the compiler back-end.
 
     Raises:
-        ConfigError: they cannot be compiled, or answer otherwise then.
+        ConfigError: the layers cannot be compiled, or give other logits when compiled.
     """
     if name == "off":
         return
-    reason, remedy = _missing(loaded, calibration, backend)
+    reason, remedy = _why_unsupported(loaded, calibration, backend)
     if not reason:
         remedy = "set it to off"
-        reason = _refuted(loaded, calibration, backend)
+        reason = _compile_and_prove(loaded, calibration, backend)
     if reason:
         raise ConfigError(f"model.compile = layers: {reason}", remedy)
     log.info("layers_compiled", layers=len(layers_of(loaded.model)))
 
 
-def _missing(loaded: LoadedModel, calibration: Calibration, backend: str) -> tuple[str, str]:
-    """Return what compiling lacks here, and the remedy; empty: nothing."""
+def _why_unsupported(
+    loaded: LoadedModel, calibration: Calibration, backend: str
+) -> tuple[str, str]:
+    """Return why layers cannot be compiled here, and the remedy; ("", ""): they can."""
     if calibration.mode != "ragged":
         return f"the model runs in mode {calibration.mode}, which is not compiled", "set it to off"
     if not layers_of(loaded.model):
@@ -77,13 +79,13 @@ def _missing(loaded: LoadedModel, calibration: Calibration, backend: str) -> tup
     return "", ""
 
 
-def _refuted(loaded: LoadedModel, calibration: Calibration, backend: str) -> str:
-    """Compile; return why what was compiled must not serve, which is undone then."""
+def _compile_and_prove(loaded: LoadedModel, calibration: Calibration, backend: str) -> str:
+    """Compile the layers; if they must not serve, undo that and return the reason; else ""."""
     expected = _logits(loaded, calibration)
     compile_layers(loaded.model, backend)
     try:
         logits = _logits(loaded, calibration)
-        breaks = other_breaks()
+        breaks = unexpected_breaks()
         if breaks:
             reason = f"the compiler cannot see through a layer: {breaks[0][:160]}"
         elif is_same(logits, expected, loaded.dtype, calibration.rounding):
@@ -91,14 +93,14 @@ def _refuted(loaded: LoadedModel, calibration: Calibration, backend: str) -> str
         else:
             distance = logits_distance(logits, expected, loaded.dtype)
             reason = f"its logits are {distance:.1e} off those before"
-    except Exception as error:  # noqa: BLE001 - what compilers raise is too much to foresee
+    except Exception as error:  # noqa: BLE001 - compilers may raise anything
         reason = reason_of(error)
-    compute_as_before(loaded.model)
+    undo_compiling(loaded.model)
     return reason
 
 
 def _logits(loaded: LoadedModel, calibration: Calibration) -> Tensor:
-    """Compute two sequences, [n, vocab]."""
+    """Compute two sequences step by step; return [n, vocab]."""
     num_tokens = sum(map(sum, STEPS))
     pool = new_pool(loaded, calibration, 3 * num_tokens)
     runner = ModelRunner(loaded, calibration)
@@ -121,35 +123,35 @@ def _logits(loaded: LoadedModel, calibration: Calibration) -> Tensor:
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """Return what Transformers knows as a model's layers."""
+    """Return a model's layers: all modules of Transformers' layer class."""
     return [part for part in model.modules() if isinstance(part, GradientCheckpointingLayer)]
 
 
 def compile_layers(model: nn.Module, backend: str = "inductor") -> None:
-    """Have a model's layers compiled when they are run next.
+    """Set a model's layers to be compiled when they run next.
 
     Args:
-        model: with our hooks; no other thread runs it.
-        backend: torch's name of what makes kernels.
+        model: the model, with our hooks installed; no other thread runs it.
+        backend: torch's name of the compiler back-end.
     """
     import torch._dynamo as compiler
 
     leave_out_of_compiling(torch.compiler.disable)
-    # Layers differ in their number: it is to be an argument of what they have in common.
+    # Layers differ in their index only: as an argument, all of them can share the compiled code.
     compiler.config.allow_unspec_int_on_nn_module = True
     compiler.utils.counters.clear()
     for layer in layers_of(model):
         layer.compile(dynamic=True, backend=backend)
 
 
-def compute_as_before(model: nn.Module) -> None:
+def undo_compiling(model: nn.Module) -> None:
     """Undo `compile_layers`."""
     for layer in layers_of(model):
-        layer._compiled_call_impl = None  # noqa: SLF001 - there is no other way back
+        layer._compiled_call_impl = None  # noqa: SLF001 - torch has no public function for it
 
 
-def other_breaks() -> list[str]:
-    """Return why graphs have ended since `compile_layers`, but at our hooks."""
+def unexpected_breaks() -> list[str]:
+    """Return the reasons for graph breaks since `compile_layers`, without those at our hooks."""
     import torch._dynamo as compiler
 
     counted: dict[str, Any] = compiler.utils.counters["graph_break"]

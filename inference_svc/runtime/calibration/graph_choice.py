@@ -1,9 +1,10 @@
-"""Chooses whether decode steps are replayed from graphs: where a device has them, and by proof.
+"""Graph choice: whether decode steps are replayed from graphs, by device and by proof.
 
-Steps of every shape are captured and then compared with the same steps computed anew: over pages
-that lie anywhere, of sequences of unequal lengths, twice with other ones. What is compared is their
-logits, and what they leave in working KV and in the write ring. Where a step cannot be captured, or
-answers otherwise, steps are computed as ever. All of this is before the service is ready.
+Steps of every shape are captured and then compared with the same steps computed without a graph:
+over pages in any order, with sequences of different lengths, twice with different ones. Their
+logits are compared, and what they have written to working KV and to the write ring. If a step
+cannot be captured, or its results differ, all steps are computed without graphs. All of this
+happens before the service is ready.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -35,18 +36,18 @@ from inference_svc.runtime.positions.recipes import Calibration
 from shared.types.units import ceil_div
 
 GraphsName = Literal["auto", "off"]
-PROOF_TOKENS = 600  # of the longest sequence: more than two splits of attention
+PROOF_TOKENS = 600  # tokens of the longest sequence: more than two splits of attention
 
 log = structlog.get_logger()
 
 
 @dataclass(frozen=True)
 class StepMemory:
-    """What an engine's steps read and write, and how much of it at once.
+    """The memory of an engine's steps, and their size.
 
     Attributes:
-        pool: sequences' KV; nobody has any yet.
-        ring: write buffers, likewise.
+        pool: the pool of sequences' KV, from which nothing is lent yet.
+        ring: the write ring, from which nothing is lent yet.
         most_rows: most sequences of a step.
         window_tokens: most tokens of a sequence.
     """
@@ -68,15 +69,15 @@ def choose_graphs(
     """Capture decode steps, and prove them.
 
     Args:
-        name: "off": there are to be none.
-        capture: the device's; None: it has no graphs.
+        name: "auto", or "off" for no graphs.
+        capture: captures on the device; None: it has no graphs.
         loaded: the model, set to the attention of the calibration's mode.
-        calibration: what is known of it.
-        attention: that steps are computed with.
-        memory: that they are over.
+        calibration: the model's calibration.
+        attention: the attention back-end of the steps.
+        memory: the memory of the steps.
 
     Returns:
-        What replays them; None: they are computed each time, and the log says why.
+        The graphs; None: steps are computed each time, and the log has the reason.
     """
     if name == "off" or capture is None:
         return None
@@ -84,7 +85,7 @@ def choose_graphs(
     if not isinstance(attention, PagedAttention) or not isinstance(pool, PagePool):
         log.warning("graphs_chosen", graphs=0, reason="attention is not over pages")
         return None
-    if calibration.state_shapes:  # a graph reads what lies in one place, and states move
+    if calibration.state_shapes:  # a graph reads fixed addresses, and states have new ones
         log.warning("graphs_chosen", graphs=0, reason="the model has states")
         return None
     shapes = step_shapes(memory.most_rows, memory.window_tokens)
@@ -93,10 +94,10 @@ def choose_graphs(
         graphs = DecodeGraphs(step, capture, shapes, len(calibration.layers))
         proof = _Proof(ModelRunner(loaded, calibration, attention), pool, memory, loaded.vocab_size)
         distance = proof.distance(graphs)
-    except Exception as error:  # noqa: BLE001 - what models and drivers raise is too much to foresee
+    except Exception as error:  # noqa: BLE001 - models and drivers may raise anything
         log.warning("graphs_chosen", graphs=0, reason=reason_of(error))
         return None
-    if not distance <= tolerance(loaded.dtype, calibration.rounding):  # nor if it is no number
+    if not distance <= tolerance(loaded.dtype, calibration.rounding):  # true for NaN, too
         reason = f"what is replayed is {distance:.1e} off what is computed"
         log.warning("graphs_chosen", graphs=0, reason=reason)
         return None
@@ -115,11 +116,11 @@ class _Row(NamedTuple):
     """One sequence of a step that is compared.
 
     Attributes:
-        history: number of the tokens that it begins with.
-        length: number of its tokens, with the new one.
-        token_id: the new one.
-        pages: the last of its pages by group, which are its own.
-        write_slot: of the write ring; None: it is not going to be stored.
+        history: index of the history that it begins with.
+        length: number of its tokens, the new one included.
+        token_id: id of the new token.
+        pages: by group its last page, which it does not share.
+        write_slot: its slot in the write ring; None: it will not be stored.
     """
 
     history: int
@@ -130,15 +131,15 @@ class _Row(NamedTuple):
 
 
 class _Proof:
-    """Two histories on pages in any order, and steps of sequences that begin with one of them."""
+    """The comparison: two histories on pages in any order, and sequences that begin with them."""
 
     def __init__(
         self, runner: ModelRunner, pool: PagePool, memory: StepMemory, vocab_size: int
     ) -> None:
-        """Compute the histories, as long as there is room for.
+        """Compute the histories, which are as long as there is room for.
 
         Raises:
-            ValueError: there is none.
+            ValueError: there is no room.
         """
         self._runner, self._pool, self._ring = runner, pool, memory.ring
         self._vocab_size = vocab_size
@@ -151,7 +152,7 @@ class _Proof:
         self._own_pages, pages = pages[:num_own], pages[num_own:]
         longest = groups.count_in(len(pages) // 2) * size
         longest = min(PROOF_TOKENS, memory.window_tokens, longest)
-        if groups.num_windowed:  # so that no token takes the place of another
+        if groups.num_windowed:  # no token's slot may be overwritten by a later token
             longest = min(longest, groups.window_pages * size)
         if not longest:
             raise ValueError("there are too few pages to prove them")
@@ -166,13 +167,13 @@ class _Proof:
 
     @torch.inference_mode()
     def distance(self, graphs: DecodeGraphs) -> float:
-        """Return how far a replayed step is off a computed one at most, relative, row by row.
+        """Return the largest relative distance of a row between a replayed and a computed step.
 
-        Each shape is replayed with all its rows, and with as few as it is taken for.
+        Each shape is replayed with all its rows, and with the fewest rows for which it is chosen.
         """
         found = []
         for shape in graphs.shapes:
-            fewer = [other.rows for other in graphs.shapes if other.rows < shape.rows]
+            fewer = [smaller.rows for smaller in graphs.shapes if smaller.rows < shape.rows]
             for num_rows in (shape.rows, max(fewer, default=0) + 1):
                 rows = list(self._rows(num_rows, shape))
                 computed = self._outcome(rows, self._runner.step)
@@ -184,7 +185,7 @@ class _Proof:
         return float(torch.cat(found).max())
 
     def _rows(self, num_rows: int, shape: StepShape) -> Iterator[_Row]:
-        """Draw sequences; the first is as long as may be, and some are not going to be stored."""
+        """Draw sequences; the first is as long as possible, and some will not be stored."""
         longest = min(shape.reach, self._histories[0].num_tokens)
         drawn = torch.randint(1, longest + 1, (num_rows,), generator=self._chance).tolist()
         for row, length in enumerate([longest, *drawn[1:]]):
@@ -200,7 +201,7 @@ class _Proof:
     def _outcome(
         self, rows: Sequence[_Row], run: Callable[[Sequence[Chunk]], Tensor]
     ) -> list[Tensor]:
-        """Return what a step answers, and what it has written, each [rows, n] float32."""
+        """Return a step's logits, and the KV that it has written, each [rows, n] float32."""
         chunks = [self._chunk(row) for row in rows]
         logits = run(chunks)
         kv, buffer = self._pool.spare_kv(), self._ring.spare_buffer()
@@ -218,13 +219,15 @@ class _Proof:
         return found
 
     def _chunk(self, row: _Row) -> Chunk:
-        """Return a sequence with all its tokens but the last, which nothing was written of."""
+        """Return a sequence's chunk: its last token, whose slots are still empty."""
         history, last = self._histories[row.history], (row.length - 1) // self._page_tokens
         groups = self._groups
         pages = history.tables.pages[: groups.num_pages(last + 1)]
         kv = self._pool.new_kv(row.length, pages)
         places = [groups.position(group, last) for group in range(groups.num_groups)]
-        kv.own([PageCopy(at, pages[at], own) for at, own in zip(places, row.pages, strict=True)])
+        kv.copy_shared_pages(
+            [PageCopy(at, pages[at], page) for at, page in zip(places, row.pages, strict=True)]
+        )
         kv.num_tokens = row.length - 1
         buffer = None
         if row.write_slot is not None:
@@ -236,18 +239,20 @@ class _Proof:
 
 
 def _slots(kv: SequenceKv, token: int) -> list[int]:
-    """Return where one token of a sequence is, by group of layers."""
+    """Return the slots of a sequence's token, by group of layers."""
     assert isinstance(kv, PagedKv)  # noqa: S101 - the pool is of pages
     return [table.slot_of(token) for table in kv.tables.by_group]
 
 
 def _tokens(tensors: SlotTensors, slots: Sequence[Sequence[int]]) -> Tensor:
-    """Put what all layers have in each of some slots together, [slots, n] float32 on the CPU.
+    """Return the contents of some slots in all layers, [slots, n] float32 on the CPU.
 
-    The slots are given by layer.
+    Args:
+        tensors: the tensors of all layers.
+        slots: the slots by layer.
     """
     found = [
-        layer[torch.tensor(some, device=tensors.device)].flatten(1).float()
-        for layer, some in zip(tensors.layers, slots, strict=True)
+        layer[torch.tensor(layer_slots, device=tensors.device)].flatten(1).float()
+        for layer, layer_slots in zip(tensors.layers, slots, strict=True)
     ]
     return torch.cat(found, dim=1).cpu()

@@ -1,6 +1,6 @@
-"""Recipes of layers: where what a layer caches was seen before RoPE, and the table that embeds it.
+"""Layer recipes: where a layer's KV was recorded before RoPE, and the table that embeds it.
 
-Works on what a probe recorded; each recipe is checked against what the model cached itself.
+Works on the records of a probe; each recipe is checked against what the model itself has cached.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,8 +25,8 @@ from inference_svc.runtime.positions.recipes import (
 )
 from inference_svc.runtime.positions.rotary import RotaryTable
 
-MOVED_TOKENS = 13  # by how many positions the check moves tokens
-# Largest relative difference of moved keys to embedded ones: rounding, and the norm's epsilon.
+MOVED_TOKENS = 13  # number of positions by which the check moves tokens
+# Largest relative difference of moved to embedded keys: from rounding, and the norm's epsilon.
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 
@@ -34,7 +34,7 @@ def layer_recipes(loaded: LoadedModel, probe: Probe) -> tuple[LayerRecipe, ...]:
     """Find every layer's recipe.
 
     Raises:
-        UnsupportedModelError: if KV before RoPE cannot be found or turned into what is cached.
+        UnsupportedModelError: KV before RoPE cannot be found, or not be embedded to what is cached.
     """
     tables = RopeTables(loaded, probe.rotary_calls)
     return tuple(
@@ -50,10 +50,10 @@ def before_rope(recipe: LayerRecipe, seen: SeenLayer) -> tuple[Tensor, Tensor]:
 
 
 def shape_of(seen: SeenLayer, index: SeenIndex | None) -> LayerShape:
-    """Return a layer's per-token shapes."""
+    """Return the per-token shapes of a probed layer."""
     tensors = (seen.key, seen.value) if index is None else (seen.key, seen.value, index.key)
-    key, value, *others = ((cached.shape[1], cached.shape[3]) for cached in tensors)
-    return LayerShape(key, value, others[0] if others else None)
+    key, value, *indexes = ((cached.shape[1], cached.shape[3]) for cached in tensors)
+    return LayerShape(key, value, indexes[0] if indexes else None)
 
 
 def _layer_recipe(seen: SeenLayer, index: SeenIndex | None, tables: RopeTables) -> LayerRecipe:
@@ -77,36 +77,39 @@ def _layer_recipe(seen: SeenLayer, index: SeenIndex | None, tables: RopeTables) 
 def _component_recipe(
     seen: SeenLayer | SeenIndex, cached: Tensor, tables: RopeTables
 ) -> ComponentRecipe:
-    """Find the recipe of one component, cached as [1, heads, tokens, dim]."""
-    for turned, post in _before_norms(seen, cached):
-        source = _find_source(seen.calls, turned)
+    """Find the recipe of a component that was cached as [1, heads, tokens, dim]."""
+    for rotated, post in _before_norms(seen, cached):
+        source = _find_source(seen.calls, rotated)
         if source is not None:
-            free = source.before_rope([(call.args, None) for call in seen.calls], turned)
-            table = tables.find(seen.calls[source.call_index], source, free, turned)
-            recipe = ComponentRecipe(source, table, post and _with_scale(post, table, free))
-            _check_recipe(tables.loaded, recipe, free, cached)
+            unrotated = source.before_rope([(call.args, None) for call in seen.calls], rotated)
+            table = tables.find(seen.calls[source.call_index], source, unrotated, rotated)
+            recipe = ComponentRecipe(source, table, post and _with_scale(post, table, unrotated))
+            _check_recipe(tables.loaded, recipe, unrotated, cached)
             return recipe
     return ComponentRecipe()
 
 
-def _with_scale(post: PostRotary, rotary: RotaryTable, free: Tensor) -> PostRotary:
-    return replace(post, scale=find_scale(rotary, post.norm, free))
+def _with_scale(post: PostRotary, rotary: RotaryTable, unrotated: Tensor) -> PostRotary:
+    return replace(post, scale=find_scale(rotary, post.norm, unrotated))
 
 
 def _before_norms(
     seen: SeenLayer | SeenIndex, cached: Tensor
 ) -> Iterator[tuple[Tensor, PostRotary | None]]:
-    """Yield what may be the result of an apply call: the component, then what a norm made it of."""
+    """Yield possible results of a rotary call: the component itself, then the inputs of its norm.
+
+    The second value is the norm between the two, or None.
+    """
     yield cached, None
     for call in seen.norms:
-        for taken, made in ((call.taken, call.made), call.swapped()):
-            if made.shape == cached.shape and torch.equal(made, cached):
-                yield taken, PostRotary(call.norm)
+        for argument, result in ((call.argument, call.result), call.transposed()):
+            if result.shape == cached.shape and torch.equal(result, cached):
+                yield argument, PostRotary(call.norm)
 
 
-def _find_source(calls: Sequence[ApplyCall], turned: Tensor) -> KeySource | None:
-    """Find the apply call whose result the component is, or begins or ends with."""
-    num_tokens, width = turned.shape[2:]
+def _find_source(calls: Sequence[ApplyCall], rotated: Tensor) -> KeySource | None:
+    """Find the rotary call whose result is all of the component, or its beginning or end."""
+    num_tokens, width = rotated.shape[2:]
     for call_index, call in enumerate(calls):
         for arg_index, (argument, result) in enumerate(zip(call.args, call.results, strict=False)):
             if (
@@ -120,17 +123,17 @@ def _find_source(calls: Sequence[ApplyCall], turned: Tensor) -> KeySource | None
             part_width = by_head.shape[-1]
             for first in (0, width - part_width) if part_width <= width else ():
                 source = KeySource(call_index, arg_index, seq_dim, first, part_width)
-                part = source.part(turned)
+                part = source.part(rotated)
                 if by_head.shape == part.shape and torch.equal(by_head, part):
                     return source
     return None
 
 
 def _check_recipe(
-    loaded: LoadedModel, recipe: ComponentRecipe, free: Tensor, cached: Tensor
+    loaded: LoadedModel, recipe: ComponentRecipe, unrotated: Tensor, cached: Tensor
 ) -> None:
-    """Refuse a recipe that does not turn KV before RoPE into what the model cached."""
-    error = distance(recipe.embed(free, 0), cached[0].transpose(0, 1))
+    """Refuse a recipe that does not embed KV before RoPE to what the model has cached."""
+    error = distance(recipe.embed(unrotated, 0), cached[0].transpose(0, 1))
     if not error <= SAME:  # written so that NaN is refused too
         raise ModelModeMissingError(
             f"the rotary embedding of {loaded.architecture} could not be reproduced "
@@ -139,17 +142,17 @@ def _check_recipe(
         )
 
 
-def find_scale(rotary: RotaryTable, norm: nn.Module, free: Tensor) -> Tensor | None:
-    """Return the weights of a norm if it is of this kind, else None.
+def find_scale(rotary: RotaryTable, norm: nn.Module, unrotated: Tensor) -> Tensor | None:
+    """Return the weights, [dim], of a norm that only scales by weights; None: it does more.
 
     Args:
         rotary: the embedding before the norm.
         norm: the norm, a module over the last dimension, [..., dim].
-        free: some keys before RoPE, [n, kv_heads, dim], in the model's dtype.
+        unrotated: some keys before RoPE, [n, kv_heads, dim], in the model's dtype.
     """
-    scale: Tensor = norm(torch.ones_like(free[0, 0])).float()
+    scale: Tensor = norm(torch.ones_like(unrotated[0, 0])).float()
     if not (scale.isfinite().all() and scale.abs().min() > 0):
         return None
-    embedded, expected = (norm(rotary.rotate(free, start)) for start in (0, MOVED_TOKENS))
+    embedded, expected = (norm(rotary.rotate(unrotated, start)) for start in (0, MOVED_TOKENS))
     ScaledRotary(rotary, scale).move_into(embedded, 0, MOVED_TOKENS, embedded)
-    return scale if distance(embedded, expected) <= TOLERANCE[free.dtype] else None
+    return scale if distance(embedded, expected) <= TOLERANCE[unrotated.dtype] else None

@@ -1,4 +1,4 @@
-"""Probes a model in one mode, and refuses what that mode cannot do."""
+"""Mode probe: probes a model in one mode, and refuses models that the mode does not support."""
 
 import re
 from collections.abc import Iterator
@@ -22,14 +22,17 @@ from inference_svc.runtime.model.refusals import REMEDY, ModelModeMissingError, 
 from inference_svc.runtime.positions.recipes import LATENT_MODES, MASKED_MODES, Mode
 from shared.types.errors import ReportedError
 
-PROBE_LENGTHS = (11, 13, 17, 19, 23)  # tokens; the first that no dimension of the model equals
-REPEATED_TOKENS = 4  # of a probe: its last ones are its first ones
-_REACH = re.compile(r"window|chunk|local_att")  # what configs call the reach of an attention
+PROBE_LENGTHS = (11, 13, 17, 19, 23)  # tokens; the first one that is no dimension of the model
+REPEATED_TOKENS = 4  # a probe's last tokens, which repeat its first ones
+_REACH = re.compile(r"window|chunk|local_att")  # names of configs for the reach of an attention
 
 
 @contextmanager
 def refused_if_it_fails(loaded: LoadedModel, how: str) -> Iterator[None]:
-    """Turn whatever a model raises that we run in a way it was not made for into a refusal."""
+    """Turn any error of a model inside the block into a refusal.
+
+    A model that is run in a way that it was not written for may raise anything.
+    """
     try:
         yield
     except ReportedError:
@@ -42,10 +45,15 @@ def refused_if_it_fails(loaded: LoadedModel, how: str) -> Iterator[None]:
 
 
 def probe_mode(loaded: LoadedModel, mode: Mode, attention: str) -> Probe:
-    """Probe a model in a mode, with an attention of that name; it is left set to another.
+    """Probe a model in a mode, and check that the mode supports it.
+
+    Args:
+        loaded: the model, with our hooks installed; it is left set to another attention.
+        mode: the mode to probe.
+        attention: name of the attention function that the mode runs with.
 
     Raises:
-        UnsupportedModelError: if the mode is none for this model.
+        UnsupportedModelError: the mode does not support this model.
     """
     is_ours = mode not in {"masked", "single", "own"}
     if is_ours and can_set_attention(loaded.model):
@@ -84,7 +92,7 @@ def probe_tokens(loaded: LoadedModel) -> list[int]:
 
 
 def probe_mask(loaded: LoadedModel, mode: Mode) -> dict[str, Tensor]:
-    """Return the mask of a probe's tokens as an argument of the model; none in most modes."""
+    """Return the model's mask argument for a probe; {} in modes without a mask."""
     if mode not in MASKED_MODES:
         return {}
     size = len(probe_tokens(loaded))
@@ -102,7 +110,7 @@ def _run(loaded: LoadedModel, mode: Mode, claimed_tokens: int) -> Probe:
 
 
 def _check_reach(loaded: LoadedModel) -> None:
-    """Refuse a model whose own mask may hide more than the future: ours takes its place."""
+    """Refuse a model whose own mask may hide more than later tokens, since ours replaces it."""
     config = loaded.model.config.get_text_config()
     for key, value in vars(config).items():
         if _REACH.search(key) and value and not isinstance(value, bool):
@@ -113,7 +121,7 @@ def _check_reach(loaded: LoadedModel) -> None:
 
 
 def _check_layers(loaded: LoadedModel, probe: Probe) -> None:
-    """Refuse caching of another form than ours."""
+    """Refuse a model that caches in a form that we do not support."""
     name, num_tokens = loaded.architecture, len(probe_tokens(loaded))
     if not probe.layers and not probe.states:
         raise ModelUncachedError(f"{name} caches no keys and values", REMEDY)
@@ -133,10 +141,10 @@ def _check_layers(loaded: LoadedModel, probe: Probe) -> None:
 
 
 def _tap_mixers(loaded: LoadedModel, mode: Mode, probe: Probe) -> None:
-    """Have modules that go on from states do so sequence by sequence.
+    """Install taps that run recurrent modules sequence by sequence.
 
     Raises:
-        ModelModeMissingError: that cannot be had, and the mode is one of several sequences.
+        ModelModeMissingError: this is not possible, and the mode is one of several sequences.
     """
     try:
         tap_mixers(probe.mixer_calls(len(probe_tokens(loaded))))
@@ -146,9 +154,9 @@ def _tap_mixers(loaded: LoadedModel, mode: Mode, probe: Probe) -> None:
 
 
 def _check_attention(loaded: LoadedModel, mode: Mode, probe: Probe) -> None:
-    """Refuse attention that ours cannot stand in for."""
+    """Refuse a model whose attention ours cannot replace."""
     name = loaded.architecture
-    if not probe.layers:  # nothing but states
+    if not probe.layers:  # the model has states only
         return
     if not probe.attended:
         raise ModelModeMissingError(f"{name} does not call the attention it is set to", REMEDY)

@@ -1,11 +1,11 @@
-"""Finds out what the layers of a model's own cache keep, of models that our hooks do not do for.
+"""Own-cache probe: finds out what the layers of a model's own cache hold (mode "own").
 
-The model runs over one sequence, and behind each chunk is looked at what its layers hold. A tensor
-of which there is one entry for each `stride` tokens, and whose entries stay as they are, is stored
-as rows of tokens; one that does not grow beyond some size, as a state. Anything else is refused.
+The model runs over one sequence, and after each chunk the contents of its cache's layers are
+sampled. A tensor with one entry for each `stride` tokens, whose entries never change, is stored as
+token rows. A tensor of bounded size is stored as a state. Anything else is refused.
 
-Strides and sizes depend on numbers that layers know from the start (a window, a rate), so chunks
-end before, at and behind these, and twice as far.
+Strides and bounds depend on numbers that layers hold from the start (a window, a rate). So chunks
+end just before, at and just behind each of these numbers, and behind twice the number.
 """
 
 from collections.abc import Sequence
@@ -30,17 +30,17 @@ from inference_svc.runtime.model.model_loader import LoadedModel
 from inference_svc.runtime.model.refusals import REMEDY, ModelModeMissingError
 from inference_svc.runtime.positions.recipes import ComponentRecipe, LayerRecipe
 
-MOST_TOKENS = 16384  # of the sequence
+MOST_TOKENS = 16384  # most tokens of the sequence
 FEWEST_TOKENS = 11
 
 
 class _Ends(NamedTuple):
-    """Where chunks end, and what follows from sizes that were seen there.
+    """The ends of the chunks, and how sizes that were sampled there are classified.
 
     Attributes:
-        ends: positions, in order.
-        marks: numbers that layers know before the first token, and 1.
-        is_all: whether the last of them is the end of the longest sequence.
+        ends: positions after the chunks' last tokens, in order.
+        marks: numbers that layers hold before the first token, and 1.
+        is_all: whether the last end is that of the longest possible sequence.
     """
 
     ends: Sequence[int]
@@ -49,10 +49,10 @@ class _Ends(NamedTuple):
 
     @classmethod
     def of(cls, loaded: LoadedModel, layers: Sequence[Any]) -> "_Ends":
-        """Choose them.
+        """Choose the ends.
 
         Raises:
-            ModelModeMissingError: they are too many tokens.
+            ModelModeMissingError: the sequence would be too long.
         """
         held = [value for layer in layers for value in parts_of(layer).values()]
         marks = sorted({1} | {value for value in held if type(value) is int and value > 1})
@@ -67,7 +67,7 @@ class _Ends(NamedTuple):
         return cls(ends, marks, last < longest)
 
     def stride(self, sizes: Sequence[int]) -> int:
-        """Return of how many tokens there is an entry each; 0: it is not so."""
+        """Return the number of tokens per entry, by the sizes at all ends; 0: there is none."""
         for stride in self.marks:
             expected = [end // stride for end in self.ends]
             if [max(size, 0) for size in sizes] == expected:
@@ -75,7 +75,7 @@ class _Ends(NamedTuple):
         return 0
 
     def is_bounded(self, sizes: Sequence[int]) -> bool:
-        """Whether it was largest in the first half already; or there is no longer sequence."""
+        """Whether a tensor stops growing in the first half, or no longer sequence is possible."""
         seen = zip(self.ends, sizes, strict=True)
         half = [size for end, size in seen if 2 * end <= self.ends[-1]]
         return self.is_all or max(half) == max(sizes)
@@ -83,11 +83,11 @@ class _Ends(NamedTuple):
 
 @torch.inference_mode()
 def find_own_layers(loaded: LoadedModel) -> tuple[OwnLayer, ...]:
-    """Return what each layer of the model's own cache keeps.
+    """Return a description of each layer of the model's own cache.
 
     Raises:
-        ModelModeMissingError: something of which it cannot be told how it grows.
-        Exception: whatever the model raises.
+        ModelModeMissingError: a part of a layer grows in a way that is not supported.
+        Exception: from the model.
     """
     cache = DynamicCache(config=loaded.model.config)
     layers: Sequence[Any] = cache.layers
@@ -105,13 +105,13 @@ def find_own_layers(loaded: LoadedModel) -> tuple[OwnLayer, ...]:
             cache,
         )
         for layer, seen in zip(layers, samples, strict=True):
-            seen.append(_copied(parts_of(layer)))
+            seen.append(_copy(parts_of(layer)))
         first = end
-    return tuple(_described(loaded, *seen, ends) for seen in enumerate(samples))
+    return tuple(_describe(loaded, *seen, ends) for seen in enumerate(samples))
 
 
-def _copied(held: dict[Part, Any]) -> dict[Part, Any]:
-    """Copy tensors, of which several parts may be the same."""
+def _copy(held: dict[Part, Any]) -> dict[Part, Any]:
+    """Copy the tensors among the parts; parts that are the same tensor share a copy."""
     copies: dict[int, Tensor] = {}
     for value in held.values():
         if isinstance(value, Tensor) and id(value) not in copies:
@@ -122,10 +122,10 @@ def _copied(held: dict[Part, Any]) -> dict[Part, Any]:
     }
 
 
-def _described(
+def _describe(
     loaded: LoadedModel, index: int, held: Sequence[dict[Part, Any]], ends: _Ends
 ) -> OwnLayer:
-    """Describe a layer by what it held behind each chunk.
+    """Describe a layer by the parts that it held after each chunk.
 
     Raises:
         ModelModeMissingError: see `find_own_layers`.
@@ -157,33 +157,35 @@ def _described(
 
 
 def _are_twins(held: Sequence[dict[Part, Any]], part: Part, known: Part) -> bool:
-    """Whether two parts were the same tensor, whenever it was looked."""
+    """Whether two parts were the same tensor after every chunk."""
     return all(parts.get(part) is parts[known] for parts in held)
 
 
 def _tensor(part: Part, values: Sequence[Any], ends: _Ends) -> OwnTensor | None:
-    """Describe a tensor, given what it was behind so many tokens; None: it is not understood."""
-    there = [value for value in values if value is not None]
-    if not all(isinstance(value, Tensor) for value in there):
+    """Describe a tensor by its values after each chunk; None: it grows in no supported way."""
+    present = [value for value in values if value is not None]
+    if not all(isinstance(value, Tensor) for value in present):
         return None
-    if len({(value.dim(), value.dtype) for value in there}) > 1:
+    if len({(value.dim(), value.dtype) for value in present}) > 1:
         return None
-    largest = tuple(max(sizes) for sizes in zip(*(value.shape for value in there), strict=True))
-    varying = [dim for dim, size in enumerate(largest) if any(v.shape[dim] != size for v in there)]
-    dtype = there[0].dtype
+    largest = tuple(max(sizes) for sizes in zip(*(value.shape for value in present), strict=True))
+    varying = [
+        dim for dim, size in enumerate(largest) if any(v.shape[dim] != size for v in present)
+    ]
+    dtype = present[0].dtype
     if not varying:
         return OwnTensor(part, largest, None, dtype)
     dim = varying[0]
     sizes = [ABSENT if value is None else value.shape[dim] for value in values]
-    stride = ends.stride(sizes) if _stays(there, dim) else 0
+    stride = ends.stride(sizes) if _only_grows(present, dim) else 0
     if len(varying) > 1 or not (stride or ends.is_bounded(sizes)):
         return None
     shape = (*largest[:dim], 1, *largest[dim + 1 :]) if stride else largest
     return OwnTensor(part, shape, dim, dtype, stride)
 
 
-def _stays(values: Sequence[Tensor], dim: int) -> bool:
-    """Whether what there was of a tensor is what it begins with later."""
+def _only_grows(values: Sequence[Tensor], dim: int) -> bool:
+    """Whether each value of a tensor begins with the value before it."""
     return all(
         later.shape[dim] >= earlier.shape[dim]
         and later.narrow(dim, 0, earlier.shape[dim]).equal(earlier)
@@ -192,8 +194,8 @@ def _stays(values: Sequence[Tensor], dim: int) -> bool:
 
 
 def own_recipes(layers: Sequence[OwnLayer]) -> tuple[LayerRecipe, ...]:
-    """Return how rows of tokens are stored: as they are, in one layer; none if there are none."""
-    width = max(2, sum(layer.row_width for layer in layers))  # a value for each component
+    """Return the recipe by which token rows are stored unchanged, in one layer; () without rows."""
+    width = max(2, sum(layer.row_width for layer in layers))  # at least a value for each component
     shape = LayerShape((1, width - width // 2), (1, width // 2))
     has_rows = any(layer.row_width for layer in layers)
     return (LayerRecipe(shape, ComponentRecipe(), ComponentRecipe()),) if has_rows else ()

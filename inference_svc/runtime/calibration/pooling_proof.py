@@ -1,4 +1,4 @@
-"""Proof that a model's embeddings are what its stock forward makes of the same tokens."""
+"""Pooling proof: checks that a model's embeddings equal those of its stock forward."""
 
 import torch
 from torch import Tensor
@@ -13,32 +13,32 @@ from inference_svc.runtime.model.model_loader import LoadedModel
 from inference_svc.runtime.model.pooling import Pooling, UnknownPoolingError
 from inference_svc.runtime.positions.recipes import Calibration
 
-FIRST_CHUNK = 10  # tokens; the rest is another step
+FIRST_CHUNK = 10  # tokens of the first step; the second one computes the remaining tokens
 
 
 def prove_pooling(loaded: LoadedModel, calibration: Calibration, pooling: Pooling) -> None:
-    """Tap the head of a calibrated model, and compare what is pooled with the stock model's.
+    """Tap the head of a calibrated model, and compare its embedding with the stock model's.
 
     Args:
         loaded: the model, set to the attention of the calibration's mode.
-        calibration: the model's.
+        calibration: the model's calibration.
         pooling: how its embeddings are made.
 
     Raises:
-        UnknownPoolingError: they would be others.
+        UnknownPoolingError: the embeddings differ, or cannot be computed.
     """
     if not tap_head(loaded.model):
         raise UnknownPoolingError("the states behind its last layer cannot be had")
     try:
-        found, expected = _pooled(loaded, calibration, pooling), _stock_pooled(loaded, pooling)
+        found, expected = _pool(loaded, calibration, pooling), _pool_stock(loaded, pooling)
     except Exception as error:
         raise UnknownPoolingError(f"it cannot be pooled ({type(error).__name__})") from error
     if not is_same(found[None], expected[None], loaded.dtype, calibration.rounding):
         raise UnknownPoolingError("what its head gets is not what its last layer gives")
 
 
-def _pooled(loaded: LoadedModel, calibration: Calibration, pooling: Pooling) -> Tensor:
-    """Pool the proof's tokens in two steps, [hidden]."""
+def _pool(loaded: LoadedModel, calibration: Calibration, pooling: Pooling) -> Tensor:
+    """Compute the embedding of the proof's tokens in two steps, [hidden]."""
     token_ids, runner = proof_tokens(loaded), ModelRunner(loaded, calibration)
     pool = new_pool(loaded, calibration, len(token_ids))
     kv, pooler = pool.new_kv(len(token_ids)), Pooler(pooling, len(token_ids))
@@ -49,12 +49,12 @@ def _pooled(loaded: LoadedModel, calibration: Calibration, pooling: Pooling) -> 
 
 
 @torch.inference_mode()
-def _stock_pooled(loaded: LoadedModel, pooling: Pooling) -> Tensor:
-    """Pool what the stock model's last layer gives for them, [hidden]."""
+def _pool_stock(loaded: LoadedModel, pooling: Pooling) -> Tensor:
+    """Compute the embedding of the proof's tokens by the stock model's last layer, [hidden]."""
     token_ids = proof_tokens(loaded)
     with stock_attention(loaded.model):
-        given = torch.tensor([token_ids], device=loaded.device)
-        answer = loaded.model.base_model(input_ids=given, use_cache=False)
+        input_ids = torch.tensor([token_ids], device=loaded.device)
+        answer = loaded.model.base_model(input_ids=input_ids, use_cache=False)
     pooler, states = Pooler(pooling, len(token_ids)), answer.last_hidden_state[0]
     pooler.note(states[len(token_ids) - pooler.num_rows(0, len(token_ids)) :], len(token_ids))
     pooler.commit()

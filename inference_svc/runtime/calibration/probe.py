@@ -1,11 +1,10 @@
-"""Probe: one small forward under capture, and what was seen in it.
+"""Probe: a small captured forward, and the record of everything its hooks reported.
 
-Records facts only; `calibration.py` judges them. A model whose forward does something unforeseen
-raises whatever it raises.
+Records facts only; `calibration.py` judges them. Errors of a model's forward are passed on.
 
-Which keys a query sees is read from the model's own mask predicate and described: as a window, or
-chunks. Windows that are nowhere but in the mask are found this way too. What is found is checked
-against the predicate at the places where windows and chunks differ.
+Which keys a query may see is read from the model's own mask predicate, and described as a window or
+as chunks. This also finds windows that appear nowhere but in the mask. The description is checked
+against the predicate at the positions where windows and chunks differ.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,7 +20,7 @@ from inference_svc.runtime.calibration.rope_calls import ApplyCall, NormCall, Ro
 from inference_svc.runtime.kv.own_layers import OwnLayer
 from inference_svc.runtime.kv.states import StatePlace
 from inference_svc.runtime.model.capture import CHOSEN, ForwardCall
-from inference_svc.runtime.model.forward import TokenGroup, under
+from inference_svc.runtime.model.forward import TokenGroup, forward_context
 from inference_svc.runtime.model.mixers import MixerCall
 from inference_svc.runtime.model.refusals import REMEDY, ModelModeMissingError
 from inference_svc.runtime.positions.recipes import AttentionCall
@@ -31,12 +30,12 @@ Allowed = Callable[..., Tensor]  # (batch, head, query position, key positions) 
 
 @dataclass(frozen=True)
 class Mask:
-    """What attention calls get in place of a mask tensor in a probe; may be sliced like one.
+    """The description of a mask, which attention calls receive in place of a tensor in a probe.
 
     Attributes:
-        window: number of latest keys a query sees, itself included; None: all.
-        chunk: a query sees keys from the last multiple of this position on; None: all.
-        is_understood: whether window and chunk describe it; False: it hides keys in another way.
+        window: number of latest keys that a query sees, its own included; None: all.
+        chunk: a query sees keys from the last multiple of this number on; None: all.
+        is_understood: whether window and chunk describe the mask; False: it hides other keys.
     """
 
     window: int | None = None
@@ -44,39 +43,39 @@ class Mask:
     is_understood: bool = True
 
     def __getitem__(self, _index: Any) -> "Mask":
-        return self
+        return self  # models slice masks to the number of keys
 
 
 def describe_mask(allowed: Allowed, horizon: int, device: torch.device) -> Mask:
-    """Describe a mask predicate by a window or chunks, as our attention takes them.
+    """Describe a mask predicate by a window or by chunks, which our attention supports.
 
     Args:
         allowed: the model's own predicate.
-        horizon: tokens of the longest sequence that the description has to hold for.
-        device: where the predicate computes.
+        horizon: number of tokens of the longest sequence for which the description has to hold.
+        device: the device that the predicate computes on.
     """
     zero = torch.zeros((), dtype=torch.long, device=device)
     keys = torch.arange(horizon, device=device)
 
-    def seen(query: int) -> Tensor:
+    def visible(query: int) -> Tensor:
         return allowed(zero, zero, zero + query, keys).expand(horizon)
 
-    def first_seen(query: int) -> int:
-        return int(seen(query).int().argmax())
+    def first_visible(query: int) -> int:
+        return int(visible(query).int().argmax())
 
     def is_right(mask: Mask, queries: Iterable[int]) -> bool:
         options = AttentionOptions(window=mask.window, chunk=mask.chunk)
         return all(
-            torch.equal(seen(query), (keys >= options.first_visible(query)) & (keys <= query))
+            torch.equal(visible(query), (keys >= options.first_visible(query)) & (keys <= query))
             for query in queries
             if 0 <= query < horizon
         )
 
     last = horizon - 1
-    first = first_seen(last)
+    first = first_visible(last)
     candidates = [Mask()] if first == 0 else [Mask(window=last - first + 1)]
     if first > 0:
-        candidates.append(Mask(chunk=first - first_seen(first - 1)))
+        candidates.append(Mask(chunk=first - first_visible(first - 1)))
     edges = (last, last - 1, first, first - 1, last // 2, last // 3, 0)
     for mask in candidates:
         if is_right(mask, edges):
@@ -86,7 +85,7 @@ def describe_mask(allowed: Allowed, horizon: int, device: torch.device) -> Mask:
 
 @dataclass(frozen=True, eq=False)
 class SeenLayer:
-    """What one layer cached, [1, heads, tokens, dim], and the calls that led to it."""
+    """A layer's cached key and value, [1, heads, tokens, dim], and the calls that made them."""
 
     key: Tensor
     value: Tensor
@@ -96,7 +95,7 @@ class SeenLayer:
 
 @dataclass(frozen=True, eq=False)
 class SeenIndex:
-    """The index keys that one layer cached, [1, 1, tokens, dim], and the calls that led to them."""
+    """A layer's cached index keys, [1, 1, tokens, dim], and the calls that made them."""
 
     key: Tensor
     calls: tuple[ApplyCall, ...]
@@ -108,10 +107,10 @@ class SeenAttention:
     """One attention call.
 
     Attributes:
-        layer_index: the layer over whose KV it is; if unclear, the layer that was cached last.
-        is_cached: whether its tensors are the very ones that this layer cached.
-        is_chosen: whether it is told which of the keys an index has chosen.
-        mask: which keys a query sees.
+        layer_index: the layer whose KV it reads; if that is unclear, the layer cached last.
+        is_cached: whether its tensors are the same objects that this layer cached.
+        is_chosen: whether it receives the keys that an index has chosen.
+        mask: the keys that a query sees.
     """
 
     layer_index: int
@@ -122,13 +121,13 @@ class SeenAttention:
 
 @dataclass(eq=False)
 class SeenMixer:
-    """A module that asked for states, or left some.
+    """A module that read or wrote states.
 
     Attributes:
-        around: the modules that it ran within.
-        args: of its call, by position.
-        options: of its call, by name.
-        result: what it returned.
+        around: the modules that it ran within, the outermost first.
+        args: the positional arguments of its call.
+        options: the keyword arguments of its call.
+        result: the result of its call.
     """
 
     around: tuple[nn.Module, ...]
@@ -139,48 +138,48 @@ class SeenMixer:
 
 @dataclass(eq=False)
 class Probe:
-    """The forward of a probe, and all that its hooks reported."""
+    """The forward of a probe, and everything that its hooks reported."""
 
-    horizon: int  # tokens; masks are asked what the last position of such a sequence sees
+    horizon: int  # tokens of the longest sequence; masks are described up to its last position
     device: torch.device
     layers: dict[int, SeenLayer] = field(default_factory=dict)
     indexes: dict[int, SeenIndex] = field(default_factory=dict)  # by layer, of those that have one
     attended: list[SeenAttention] = field(default_factory=list)
     rotary_calls: list[RotaryCall] = field(default_factory=list)
     num_repeated: int = 0
-    num_misplaced: int = 0  # index keys that came at another time than beside their layer's keys
-    states: dict[StatePlace, Tensor] = field(default_factory=dict)  # as the forward left them
-    given_states: Mapping[StatePlace, Tensor] = field(default_factory=dict)
-    asks_positions: bool = False  # of the tokens before the new ones
-    # What ran when states were asked for; None: something outside of all modules.
-    going_on: dict[nn.Module | None, SeenMixer] = field(default_factory=dict)
+    num_misplaced: int = 0  # index keys that were not cached next to their layer's keys
+    states: dict[StatePlace, Tensor] = field(default_factory=dict)  # after the forward
+    given_states: Mapping[StatePlace, Tensor] = field(default_factory=dict)  # before it
+    asks_positions: bool = False  # whether the model reads the positions of the history
+    # The innermost modules that accessed states; None: code outside of all modules.
+    mixers: dict[nn.Module | None, SeenMixer] = field(default_factory=dict)
     logits: Tensor = field(default_factory=lambda: torch.zeros(0))  # [tokens, vocab]
-    own_layers: tuple[OwnLayer, ...] = ()  # of mode "own": what layers of the model's cache keep
+    own_layers: tuple[OwnLayer, ...] = ()  # in mode "own", the layers of the model's cache
     running: list[nn.Module] = field(default_factory=list)  # modules, the outermost first
-    norm_calls: list[NormCall] = field(default_factory=list)  # since something was cached
-    _calls: list[ApplyCall] = field(default_factory=list)
+    norm_calls: list[NormCall] = field(default_factory=list)  # since a layer was cached last
+    _calls: list[ApplyCall] = field(default_factory=list)  # since a layer was cached last
 
-    def rotated(
+    def on_rotary(
         self, apply: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any], result: Any
     ) -> None:
-        """Record a call of an apply function."""
+        """Record a call of a rotary function."""
         self._calls.append(ApplyCall(apply, args, options, as_tuple(result)))
 
-    def cached(self, layer_index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    def update_cache(self, layer_index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Record a layer's key and value, [1, kv_heads, tokens, dim] both; return them."""
         self.num_repeated += layer_index in self.layers
         self.layers[layer_index] = SeenLayer(key, value, *self._take_calls())
         return key, value
 
-    def indexed(self, layer_index: int, index: Tensor) -> Tensor:
+    def update_index(self, layer_index: int, index: Tensor) -> Tensor:
         """Record a layer's index keys, [1, tokens, dim]; return them."""
         is_beside = layer_index in (len(self.layers) - 1, len(self.layers))
         self.num_misplaced += not is_beside or layer_index in self.indexes
         self.indexes[layer_index] = SeenIndex(index.unsqueeze(1), *self._take_calls())
         return index
 
-    def positions_before(self) -> None:
-        """Return none, however many tokens the cache claims: there are none but this forward's."""
+    def history_positions(self) -> None:
+        """Return None, and record the request: the probe has no tokens before the new ones."""
         self.asks_positions = True
 
     def token_groups(self) -> Iterator[TokenGroup]:
@@ -188,17 +187,17 @@ class Probe:
         return iter(())
 
     def has_states(self) -> bool:
-        """Whether the sequence is to have had states before."""
+        """Whether the probe begins with states."""
         return bool(self.given_states)
 
     def state(self, place: StatePlace) -> Tensor | None:
-        """Return what the sequence is to have had before, or has by now."""
-        self._note_mixer()
+        """Return a tensor of the state: the new one, else the given one, else None."""
+        self._record_mixer()
         return self.states.get(place, self.given_states.get(place))
 
-    def new_state(self, place: StatePlace, state: Tensor) -> None:
-        """Record a tensor of the state."""
-        self._note_mixer()
+    def update_state(self, place: StatePlace, state: Tensor) -> None:
+        """Record a new tensor of the state."""
+        self._record_mixer()
         self.states[place] = state
 
     def attend(
@@ -210,8 +209,8 @@ class Probe:
             query: [1, heads, tokens, head_dim].
             key: [1, kv_heads, tokens, head_dim].
             value: [1, kv_heads, tokens, value_dim].
-            mask: the mask that `masked` returned, or that the model made itself.
-            options: the call's options, by Transformers' names for them.
+            mask: the mask that `make_mask` returned, or that the model made itself.
+            options: the call's options, by Transformers' names.
 
         Returns:
             [1, tokens, heads, value_dim]
@@ -224,58 +223,58 @@ class Probe:
         call_options = AttentionCall(layer_index, mask.window, mask.chunk).options(options)
         return attend(query, key, value, call_options, masks={}).transpose(1, 2).contiguous()
 
-    def masked(self, allowed: Allowed) -> Mask:
+    def make_mask(self, allowed: Allowed) -> Mask:
         """Describe the model's mask."""
         return describe_mask(allowed, self.horizon, self.device)
 
-    def begun(self, module: nn.Module, _args: tuple[Any, ...]) -> None:
-        """Record that a module runs, within those that do by now."""
+    def on_module_start(self, module: nn.Module, _args: tuple[Any, ...]) -> None:
+        """Record that a module begins to run."""
         self.running.append(module)
 
-    def ended(
+    def on_module_end(
         self, module: nn.Module, args: tuple[Any, ...], options: dict[str, Any], result: Any
     ) -> None:
-        """Record that it has run, and how it was called if it went on from states."""
+        """Record that a module has run, and its call if it accessed states."""
         self.running.pop()
-        if module in self.going_on:
-            seen = self.going_on[module]
+        if module in self.mixers:
+            seen = self.mixers[module]
             seen.args, seen.options, seen.result = args, options, result
 
     def mixer_calls(self, num_tokens: int) -> dict[nn.Module, MixerCall]:
-        """Return which modules go on from states, and what of their calls counts tokens.
+        """Return the recurrent modules, and which of their arguments and results have tokens.
 
-        Of one that runs within another, the other only.
+        Of nested modules only the outermost.
 
         Args:
-            num_tokens: of the forward; no other dimension has as many.
+            num_tokens: number of tokens of the forward; no other dimension has this size.
 
         Raises:
-            ModelModeMissingError: not in a way that several sequences could be kept apart by.
+            ModelModeMissingError: their calls cannot be divided between several sequences.
         """
-        if None in self.going_on:
+        if None in self.mixers:
             raise ModelModeMissingError("the model hands over its states at once", REMEDY)
         return {
-            module: MixerCall.seen(
+            module: MixerCall.observe(
                 type(module).__name__, num_tokens, seen.args, seen.options, seen.result
             )
-            for module, seen in self.going_on.items()
-            if module is not None and not any(outer in self.going_on for outer in seen.around)
+            for module, seen in self.mixers.items()
+            if module is not None and not any(outer in self.mixers for outer in seen.around)
         }
 
-    def _note_mixer(self) -> None:
+    def _record_mixer(self) -> None:
         innermost = self.running[-1] if self.running else None
-        self.going_on.setdefault(innermost, SeenMixer(tuple(self.running[:-1])))
+        self.mixers.setdefault(innermost, SeenMixer(tuple(self.running[:-1])))
 
     def _take_calls(self) -> tuple[tuple[ApplyCall, ...], tuple[NormCall, ...]]:
-        """Return the calls since something was cached, and begin anew."""
+        """Return the calls since a layer was cached last, and clear them."""
         calls = tuple(self._calls), tuple(self.norm_calls)
         self._calls.clear()
         self.norm_calls.clear()
         return calls
 
     def _effective_mask(self, mask: Any, call_window: int | None) -> Mask:
-        """Return what a query sees, given the mask and the window that an attention call names."""
-        if isinstance(mask, Tensor):  # not made by our mask function
+        """Return the keys that a query sees, by the mask and the window of an attention call."""
+        if isinstance(mask, Tensor):  # made by the model, not by our mask function
             return Mask(is_understood=False)
         found = mask if isinstance(mask, Mask) else Mask()
         windows = [w for w in (found.window, call_window) if w is not None and w < self.horizon]
@@ -292,20 +291,20 @@ def run_probe(
     attention_mask: Tensor | None = None,
     states: Mapping[StatePlace, Tensor] | None = None,
 ) -> Probe:
-    """Run `model` with the attention it is set to, at positions from 0 on.
+    """Run a probe of `model` with the attention it is set to, at positions from 0 on.
 
     Args:
         model: the model, with our hooks installed.
         token_ids: the tokens of the forward.
-        horizon: tokens of the longest sequence that is going to be served.
+        horizon: number of tokens of the longest sequence that will be served.
         claimed_tokens: number of tokens that the cache claims to hold already.
-        attention_mask: [1, 1, tokens, tokens], given to the model; None: it makes its own.
-        states: that the sequence is to have had before; None: it had none.
+        attention_mask: [1, 1, tokens, tokens] for the model; None: it makes its own.
+        states: the sequence's states before the forward; None: it has none.
     """
     device = model.device
     probe = Probe(horizon, device, given_states=states or {})
     num_tokens = len(token_ids)
-    with _module_hooks(model, probe), under(probe):
+    with _module_hooks(model, probe), forward_context(probe):
         call = ForwardCall(model)
         probe.logits = call(
             torch.tensor([list(token_ids)], device=device),
@@ -319,27 +318,27 @@ def run_probe(
 
 @contextmanager
 def _module_hooks(model: nn.Module, probe: Probe) -> Iterator[None]:
-    """Record what runs, and every call of a rotary embedding and of a norm, inside the block."""
+    """Record inside the block which modules run, and every call of a rotary module or a norm."""
 
-    def note_rotary(
+    def on_rotary_module(
         module: nn.Module, args: tuple[Any, ...], options: dict[str, Any], result: Any
     ) -> None:
         probe.rotary_calls.append(RotaryCall(module, args, options, as_tuple(result)))
 
-    def note_norm(module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
-        taken = args[0] if args else None
-        if isinstance(taken, Tensor) and taken.dim() == 4 and isinstance(result, Tensor):
-            probe.norm_calls.append(NormCall(module, taken, result))
+    def on_norm(module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
+        states = args[0] if args else None
+        if isinstance(states, Tensor) and states.dim() == 4 and isinstance(result, Tensor):
+            probe.norm_calls.append(NormCall(module, states, result))
 
     handles = []
     for module in model.modules():
-        handles.append(module.register_forward_pre_hook(probe.begun))
-        handles.append(module.register_forward_hook(probe.ended, with_kwargs=True))
+        handles.append(module.register_forward_pre_hook(probe.on_module_start))
+        handles.append(module.register_forward_hook(probe.on_module_end, with_kwargs=True))
         name = type(module).__name__.lower()
         if "rotary" in name:
-            handles.append(module.register_forward_hook(note_rotary, with_kwargs=True))
+            handles.append(module.register_forward_hook(on_rotary_module, with_kwargs=True))
         elif "norm" in name:
-            handles.append(module.register_forward_hook(note_norm))
+            handles.append(module.register_forward_hook(on_norm))
     try:
         yield
     finally:

@@ -1,9 +1,9 @@
 """Proof that a calibrated model computes what the stock model does, on every path of a turn.
 
-Of a model with states (`kv/states.py`) some paths more: chunks of one and of a few tokens between
-others, a prefill as long as several of its own chunks on top of a state, and a load of KV with the
-state behind it. And that the latter proves something: with the state of another position logits
-must be others.
+A model with states (`kv/states.py`) has more paths: chunks of one and of a few tokens among others,
+a prefill of several of the model's own chunks over a state, and a load of KV with its state. It is
+also checked that the last path proves anything: with the state of another position the logits have
+to differ.
 """
 
 from collections.abc import Iterator, Sequence
@@ -35,7 +35,8 @@ from inference_svc.runtime.transfer.spans import windows_beside
 from shared.types.granted_slots import GrantedWindow
 from shared.types.units import ceil_div
 
-# Ends of the chunks of two sequences beside each other, before the longer one is stored.
+# (path, end of the long sequence's chunk, end of the short one's), step by step, until the long
+# sequence is stored; None: the end of what is stored.
 ENDS = (("prefill", 10, 5), ("chunked prefill", None, 9))
 ENDS_WITH_STATES = (
     ("prefill", 10, 5),
@@ -43,8 +44,8 @@ ENDS_WITH_STATES = (
     ("a short chunk over a state", 14, 8),
     ("chunked prefill", None, 9),
 )
-LONG_TOKENS = 300  # models with states have chunks of their own, of 64 to 256 tokens
-LONG_ENDS = (10, -8, -2, -1, None)  # of its chunks; the first two have no logits
+LONG_TOKENS = 300  # models with states divide a prefill into chunks of 64 to 256 tokens themselves
+LONG_ENDS = (10, -8, -2, -1, None)  # ends of the chunks; the first two have no logits
 
 
 class _PlainArena:
@@ -66,7 +67,7 @@ def prove(loaded: LoadedModel, calibration: Calibration, reference: StockLogits)
 
     Raises:
         CalibrationMismatchError: a path's logits are off; the message says which and by how much.
-            Or index keys are: logits of so few tokens may not depend on them.
+            Or index keys are off, on which the logits of so few tokens may not depend.
     """
     for path, expected, logits in _Paths(loaded, calibration).run(reference):
         if not is_same(logits, expected, loaded.dtype, reference.rounding):
@@ -78,7 +79,7 @@ def prove(loaded: LoadedModel, calibration: Calibration, reference: StockLogits)
 
 
 def new_pool(loaded: LoadedModel, calibration: Calibration, num_token_slots: int) -> KVPool:
-    """Make memory for sequences of a model: KV of its layers, and states if it has some."""
+    """Make a pool for sequences of a model."""
     return KVPool(
         [layer.shape for layer in calibration.layers],
         num_token_slots,
@@ -92,7 +93,7 @@ _Logits = tuple[int, Tensor]  # position of the first token, logits [tokens, voc
 
 
 class _Paths:
-    """The ways to compute, over sequences of the same tokens."""
+    """The paths to prove, computed over sequences of the same tokens."""
 
     def __init__(self, loaded: LoadedModel, calibration: Calibration) -> None:
         self._token_ids = proof_tokens(loaded)
@@ -103,9 +104,9 @@ class _Paths:
         self._pool = new_pool(loaded, calibration, 5 * len(self._token_ids))
 
     def run(self, reference: StockLogits) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """Yield (path, the stock model's logits, ours), [tokens, vocab] both, path by path.
+        """Yield (path, the stock model's logits, our logits), [tokens, vocab] both.
 
-        Index keys likewise, [tokens, index_dim] both, as they were loaded.
+        Loaded index keys are compared in the same way, [tokens, index_dim] both.
         """
         total, stored, whole = len(self._token_ids), self._stored, reference.whole
         long, short, again = (self._pool.new_kv(total) for _ in range(3))
@@ -113,21 +114,22 @@ class _Paths:
         packed = []
         for path, long_end, short_end in ENDS if long.states is None else ENDS_WITH_STATES:
             ends = {long: long_end or stored, short: short_end}
-            yield from self._compared(path, whole, [self._step(ends, {long: buffer})])
+            yield from self._compare(path, whole, [self._step(ends, {long: buffer})])
             if long.states is not None:
                 packed.append(long.states.snapshot())
         arena, blocks = self._store(buffer)
         self._load(again, arena, blocks, *packed[-1:])
-        if packed and not self._calibration.own_layers:  # these do not fit another position's rows
-            self._check_noticed(arena, blocks, packed)
+        # States of own layers do not fit the rows of another position: these need no such check.
+        if packed and not self._calibration.own_layers:
+            self._check_states_matter(arena, blocks, packed)
         decoded = [
             self._step({kv: kv.num_tokens + 1 for kv in (long, again, short)})
             for _ in range(NOT_STORED // 2)
         ]
-        yield from self._compared("decode", whole, decoded)
-        alone = self._step({long: long.num_tokens + 1})  # models may treat a lone token otherwise
-        yield from self._compared("decode of a lone token", whole, [alone])
-        yield from self._compared("prefill after load", whole, [self._step({again: total})])
+        yield from self._compare("decode", whole, decoded)
+        alone = self._step({long: long.num_tokens + 1})  # models may treat a lone token differently
+        yield from self._compare("decode of a lone token", whole, [alone])
+        yield from self._compare("prefill after load", whole, [self._step({again: total})])
         if packed and not self._calibration.is_one_by_one:
             yield self._long()
         if self._counts_distances and reference.truncated is not None:
@@ -140,7 +142,7 @@ class _Paths:
     def _step(
         self, ends: dict[SequenceKv, int], buffers: dict[SequenceKv, WriteBuffer] | None = None
     ) -> list[_Logits]:
-        """Run sequences on to these ends in one step; return the logits of each."""
+        """Run sequences up to these ends in one step; return the logits of each."""
         firsts = [kv.num_tokens for kv in ends]
         chunks = [
             Chunk(kv, self._token_ids[first:end], True, (buffers or {}).get(kv), want_all=True)
@@ -151,20 +153,20 @@ class _Paths:
         )
         return list(zip(firsts, logits, strict=True))
 
-    def _compared(
+    def _compare(
         self, path: str, whole: Tensor, steps: list[list[_Logits]]
     ) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """Yield, per sequence, the path and its expected and actual logits over all steps."""
+        """Yield for each sequence the path, and its expected and actual logits over all steps."""
         for parts in zip(*steps, strict=True):
             expected = [whole[first : first + len(logits)] for first, logits in parts]
             yield path, torch.cat(expected), torch.cat([logits for _, logits in parts])
 
     @property
     def _counts_distances(self) -> bool:
-        """Whether tokens at other positions have a stock model to be compared with.
+        """Whether scores depend on distances only, so that a truncation can be compared.
 
-        A norm after RoPE whose weights differ makes scores depend on more than distances: there
-        the stock model has no answer for keys that were computed at other positions.
+        With a norm after RoPE whose weights differ scores depend on more than distances: then the
+        stock model has no answer for keys that were computed at other positions.
         """
         components = [part for layer in self._calibration.layers for part in layer.components]
         norms = [part.post.norm for part in components if part.post is not None]
@@ -172,7 +174,7 @@ class _Paths:
         return self._calibration.positions == "decoupled" and is_plain
 
     def _store(self, buffer: WriteBuffer) -> tuple[ArenaKv, list[SlotTokens]]:
-        """Store what the buffer holds, in as many blocks as it takes."""
+        """Store the buffer's tokens in blocks, in reverse order of slots."""
         layout = self._calibration.layout
         firsts = range(0, buffer.end_token, layout.block_tokens)
         blocks = [
@@ -186,14 +188,14 @@ class _Paths:
         return arena, blocks
 
     def _windows(self, spans: Sequence[SlotTokens]) -> list[GrantedWindow]:
-        """Return where windows are, in slots behind those of all blocks."""
+        """Return the windows of spans, in slots behind those of all blocks."""
         layout = self._calibration.layout
         return windows_beside(spans, layout, ceil_div(self._stored, layout.block_tokens))
 
     def _load(
         self, kv: SequenceKv, arena: ArenaKv, spans: list[SlotTokens], packed: Tensor | None = None
     ) -> None:
-        """Load spans into empty KV, and the state behind them."""
+        """Load spans into empty KV, and the packed state at their end."""
         windows = self._windows(spans)
         loader = LayerLoader(kv, arena, spans, self._calibration, windows=windows)
         for layer_index in range(len(self._calibration.layers)):
@@ -202,20 +204,20 @@ class _Paths:
         if kv.states is not None and packed is not None:
             kv.states.restore(packed)
 
-    def _check_noticed(
+    def _check_states_matter(
         self, arena: ArenaKv, blocks: list[SlotTokens], packed: Sequence[Tensor]
     ) -> None:
-        """Raise unless the next token's logits tell the last of these states from the first.
+        """Check that the next token's logits differ between the last of these states and the first.
 
         Raises:
-            CalibrationMismatchError: they do not: so nothing that is compared depends on states.
+            CalibrationMismatchError: they do not: so no compared logits depend on states.
         """
         logits = []
         for state in (packed[-1], packed[0]):
             kv = self._pool.new_kv(len(self._token_ids))
             self._load(kv, arena, blocks, state)
             if kv.states is not None:
-                kv.states.commit(kv.num_tokens)  # wherever it was packed
+                kv.states.commit(kv.num_tokens)  # overrides the position in its header
             logits += [found for _, found in self._step({kv: kv.num_tokens + 1})]
             self._pool.release(kv)
         if not logits_distance(logits[1], logits[0], torch.float32) > SAME:
@@ -225,7 +227,7 @@ class _Paths:
             )
 
     def _long(self) -> tuple[str, Tensor, Tensor]:
-        """Compute more tokens than a chunk of the model's own, over a state."""
+        """Compute a chunk over a state that is longer than the model's own chunks."""
         token_ids = proof_tokens(self._loaded, LONG_TOKENS)
         kv = self._pool.new_kv(len(token_ids))
         logits, first = [], 0
@@ -241,7 +243,7 @@ class _Paths:
 
 
 def _indexes(loaded: SequenceKv, reference: StockLogits) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yield the index keys of each layer that has some, the stock model's and as loaded."""
+    """Yield the index keys of each layer that has some: the stock model's and the loaded ones."""
     for layer_index, expected in reference.indexes.items():
         if loaded.indexes is not None:
             found = loaded.indexes.read(layer_index, 0, loaded.num_tokens)
@@ -249,7 +251,7 @@ def _indexes(loaded: SequenceKv, reference: StockLogits) -> Iterator[tuple[str, 
 
 
 def _without_first(blocks: list[SlotTokens], dropped: int) -> list[SlotTokens]:
-    """Return the spans of these blocks from token `dropped` on, which comes to position 0."""
+    """Return the spans of these blocks from token `dropped` on, which moves to position 0."""
     spans = []
     for block in blocks:
         skipped = max(0, dropped - block.token_offset)

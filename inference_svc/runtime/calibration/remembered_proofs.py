@@ -1,16 +1,17 @@
-"""What was proven of a model at an earlier start, so that the next one need not prove it again.
+"""Remembered proofs: calibrations that an earlier start has proven, and that are not proven again.
 
-A proof runs a model some twenty times, a start that remembers one twice: the model is probed all
-the same, and what the probe finds must be what was proven. So a model is served by a proof of
-before only if everything that the proof depends on is as it was:
+A proof runs a model some twenty times, a start with a remembered proof twice: the model is probed
+again, and the result has to equal what was proven. So a remembered proof is used only if everything
+that it depends on is unchanged:
 
-1. *by name* (`proof_name`): the fingerprint, what was asked for, where it runs, the versions of
+1. *by name* (`proof_name`): the fingerprint, the requested settings, the machine, the versions of
    Python, torch and Transformers, the source of the model's own class, and all of our own source
    that runs a model;
-2. *by what is found*: mode, layout (with what loading does to each component) and what each
+2. *by result*: mode, layout (with what loading does to each component) and the keys that each
    attention call sees.
 
-Anything else is calibrated and proven anew. The file is the service's own, as its transcripts are.
+In all other cases the model is calibrated and proven again. The file belongs to the service, like
+its transcripts.
 """
 
 import hashlib
@@ -31,24 +32,24 @@ from inference_svc.runtime.model.packed_linear import pack_weights, packed_bytes
 from inference_svc.runtime.model.remembered_file import RememberedFile
 from inference_svc.runtime.positions.recipes import Calibration, Mode, Positions
 
-FORMAT = b"proofs 3"  # what is remembered in another format is not believed
+FORMAT = b"proofs 3"  # files of another format are ignored
 MOST_PROOFS = 64  # some 500 bytes each
 
 
 @dataclass(frozen=True)
 class Proof:
-    """What was proven of a model.
+    """A proven calibration of a model.
 
     Attributes:
-        mode: that was proven.
-        attention: name of the attention function that it runs with.
-        positions: that were proven.
-        notes: of the calibration.
+        mode: the proven mode.
+        attention: name of the attention function that the mode runs with.
+        positions: how positions are stored with KV.
+        notes: the calibration's notes.
         found: digest of the calibration.
-        sink_tokens: first tokens that the model leans on.
-        is_packed: whether that was with packed weights.
+        sink_tokens: number of the model's attention sinks.
+        is_packed: whether weights were packed.
         is_one_by_one: see `Calibration`.
-        rounding: likewise.
+        rounding: see `Calibration`.
     """
 
     mode: Mode
@@ -65,19 +66,20 @@ class Proof:
 def calibrate_once(
     loaded: LoadedModel, positions: PositionsChoice, file: Path, *, packs_weights: bool = False
 ) -> tuple[Calibration, int, bool]:
-    """Calibrate a model, by a proof of before if there is one.
+    """Calibrate a model, with a remembered proof if there is one.
 
     Args:
         loaded: the model.
         positions: see `calibrate`.
-        file: where proofs are remembered.
+        file: the file of remembered proofs.
         packs_weights: see `calibrate`.
 
     Returns:
-        The calibration, the model's sink tokens, and whether it was proven before.
+        The calibration, the number of the model's attention sinks, and whether the proof was
+        remembered.
 
     Raises:
-        UnsupportedModelError: as `calibrate` does.
+        UnsupportedModelError: see `calibrate`.
     """
     remembered = RememberedFile(file, "proofs of calibrations", FORMAT, MOST_PROOFS)
     name = proof_name(loaded, positions, packs_weights=packs_weights)
@@ -107,7 +109,7 @@ def calibrate_once(
 def proof_name(
     loaded: LoadedModel, positions: PositionsChoice, *, packs_weights: bool = False
 ) -> str:
-    """Digest everything that a proof depends on, but for what probing finds."""
+    """Digest everything that a proof depends on, except the result of the probe."""
     is_cuda = loaded.device.type == "cuda"
     digest = hashlib.sha256()
     for fact in (
@@ -131,9 +133,9 @@ def proof_name(
 
 
 def _calibrate_by(loaded: LoadedModel, proof: Proof) -> Calibration | None:
-    """Calibrate a model as it was proven; None: another calibration is found than was proven.
+    """Calibrate a model as it was proven; None: the result is not what was proven.
 
-    Then the model has the weights again that it came with.
+    In that case its weights are unpacked again.
     """
     if proof.is_packed:
         pack_weights(loaded.model)
@@ -149,7 +151,7 @@ def _calibrate_by(loaded: LoadedModel, proof: Proof) -> Calibration | None:
 
 
 def _digest(calibration: Calibration) -> str:
-    """Digest what a calibration says of how a model is run and how its KV is stored."""
+    """Digest those parts of a calibration that decide how a model runs and how KV is stored."""
     facts = (
         calibration.mode,
         calibration.positions,

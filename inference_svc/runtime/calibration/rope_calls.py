@@ -1,9 +1,9 @@
-"""Calls seen in a probe that embed positions, and how to repeat them for other keys and positions.
+"""Rotary calls that a probe recorded, repeated for other keys and positions.
 
-`rope_of` repeats a call whose cosines came out of a rotary module. Some models have none, or use it
-otherwise: GPT-J and CodeGen look cosines up in a buffer of each attention. For them `ReplayedRope`
-runs the model at the positions asked for, until its first layer calls its apply function; that call
-is then repeated with other keys.
+`rope_of` repeats a call whose cosines came from a rotary module. Some models have no such module,
+or use it differently: GPT-J and CodeGen look cosines up in a buffer of each attention. For them
+`ReplayedRope` runs the model at the wanted positions until its first layer calls its rotary
+function, and then repeats that call with other keys.
 
 Knows no layers and no recipes.
 """
@@ -17,12 +17,12 @@ from torch import Tensor, nn
 
 from inference_svc.runtime.kv.states import StatePlace
 from inference_svc.runtime.model.capture import CaptureCache, ForwardCall
-from inference_svc.runtime.model.forward import TokenGroup, under
+from inference_svc.runtime.model.forward import TokenGroup, forward_context
 from inference_svc.runtime.positions.recipes import KeySource
 from inference_svc.runtime.positions.rotary import Rope
 
-RUN_TOKENS = 512  # at once; attention masks grow with their square
-TOKEN_ID = 0  # any: cosines do not depend on tokens
+RUN_TOKENS = 512  # per forward; attention masks grow with its square
+TOKEN_ID = 0  # arbitrary: cosines do not depend on tokens
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +37,7 @@ class ApplyCall:
 
 @dataclass(frozen=True, eq=False)
 class RotaryCall:
-    """One call of a rotary embedding module: what made the cosines."""
+    """One call of a rotary embedding module, which makes the cosines."""
 
     module: nn.Module
     args: tuple[Any, ...]
@@ -45,108 +45,115 @@ class RotaryCall:
     results: tuple[Any, ...]
 
     def at(self, positions: Tensor) -> tuple[Any, ...]:
-        """Call the module again, in float32, for other positions [n]."""
+        """Call the module again, in float32, for other positions, [n]; return its results."""
 
-        def replaced(value: Any) -> Any:
+        def replace(value: Any) -> Any:
             if not isinstance(value, Tensor):
                 return value
-            if value.is_floating_point():
+            if value.is_floating_point():  # only its dtype and device are used
                 return torch.zeros((1, 1, 1), dtype=torch.float32, device=value.device)
             return positions[None]
 
-        args = [replaced(value) for value in self.args]
-        options = {name: replaced(value) for name, value in self.options.items()}
+        args = [replace(value) for value in self.args]
+        options = {name: replace(value) for name, value in self.options.items()}
         return as_tuple(self.module(*args, **options))
 
 
 @dataclass(frozen=True, eq=False)
 class NormCall:
-    """One call of a norm over four-dimensional states, as an attention makes of keys."""
+    """One call of a norm over a four-dimensional tensor, such as the keys of an attention."""
 
     norm: nn.Module
-    taken: Tensor
-    made: Tensor
+    argument: Tensor
+    result: Tensor
 
-    def swapped(self) -> tuple[Tensor, Tensor]:
-        """Return (taken, made), [1, tokens, heads, dim] as [1, heads, tokens, dim] or back."""
-        return self.taken.transpose(1, 2), self.made.transpose(1, 2)
+    def transposed(self) -> tuple[Tensor, Tensor]:
+        """Return (argument, result), [1, tokens, heads, dim] as [1, heads, tokens, dim] or back."""
+        return self.argument.transpose(1, 2), self.result.transpose(1, 2)
 
 
 def rope_of(call: ApplyCall, source: KeySource, rotary_calls: Sequence[RotaryCall]) -> Rope:
-    """Make a function that sends other keys and positions through a call that was seen.
+    """Return a function that repeats a recorded call for other keys and positions.
 
-    Tensors of the call are replaced by where they came from: results of a rotary module by what it
-    answers for the new positions, other floating-point tensors (the key, the query) by the new
-    keys, integers by the positions.
+    It replaces the tensors of the call by their origin: results of a rotary module by its results
+    for the new positions, other floating-point tensors (the key, the query) by the new keys, and
+    integers by the positions.
 
     Args:
-        call: the call that was seen.
-        source: which argument of it is a key, and which result the same after RoPE.
-        rotary_calls: the rotary modules' calls whose results went into the call.
+        call: the recorded call.
+        source: which argument of it is a key, and which result is that key after RoPE.
+        rotary_calls: the calls of rotary modules whose results the call has received.
     """
 
     def rope(keys: Tensor, positions: Tensor) -> Tensor:
-        turning = _with_tokens_at(source.seq_dim, source.part(keys))
-        made: dict[int, Any] = {}
+        part = _with_tokens_at(source.seq_dim, source.part(keys))
+        new_results: dict[int, Any] = {}  # by the address of the recorded result
         for rotary_call in rotary_calls:
             answers = rotary_call.at(positions)
-            made.update(
+            new_results.update(
                 (_address(old), new) for old, new in zip(rotary_call.results, answers, strict=True)
             )
 
-        def replaced(value: Any) -> Any:
+        def replace(value: Any) -> Any:
             if not isinstance(value, Tensor):
                 return value
-            if _address(value) in made:
-                return made[_address(value)]
+            if _address(value) in new_results:
+                return new_results[_address(value)]
             is_number = value.is_floating_point() or value.is_complex()
-            return turning if is_number else positions[None]
+            return part if is_number else positions[None]
 
-        args = [replaced(value) for value in call.args]
-        options = {name: replaced(value) for name, value in call.options.items()}
-        return _turned(call, source, args, options, keys)
+        args = [replace(value) for value in call.args]
+        options = {name: replace(value) for name, value in call.options.items()}
+        return _rotate(call, source, args, options, keys)
 
     return rope
 
 
 class RopeOutOfReachError(Exception):
-    """The first layer caches something before the call that is looked for."""
+    """The first layer caches or attends before the rotary call that is searched for."""
 
 
 class ReplayedRope:
-    """As `rotary.Rope`: applies the model's RoPE to keys [1, heads, n, dim] at n positions."""
+    """A `rotary.Rope` that applies RoPE by running the model up to its first rotary call."""
 
     def __init__(self, model: Any, source: KeySource) -> None:
-        """Store what to look for.
+        """Store the parts.
 
         Args:
             model: the model, with our hooks installed.
-            source: where the first layer's key is seen.
+            source: the argument and result of the call that are the first layer's key.
         """
         self._model = model
         self._source = source
 
     def __call__(self, keys: Tensor, positions: Tensor) -> Tensor:
-        """Apply it; elements beyond those that the model passes to its function stay.
+        """Apply RoPE; elements that the model does not pass to its rotary function stay.
+
+        Args:
+            keys: [1, heads, n, dim], before RoPE.
+            positions: [n].
+
+        Returns:
+            [1, heads, n, dim], after RoPE.
 
         Raises:
-            RopeOutOfReachError: if the call is not there.
+            RopeOutOfReachError: the model does not make the call.
         """
         firsts = range(0, len(positions), RUN_TOKENS)
         pieces = ((keys[:, :, i : i + RUN_TOKENS], positions[i : i + RUN_TOKENS]) for i in firsts)
         return torch.cat([self._apply(*piece) for piece in pieces], dim=2)
 
     def _apply(self, keys: Tensor, positions: Tensor) -> Tensor:
-        call = self._seen_at(positions)
+        call = self._find_call(positions)
         source, args = self._source, list(call.args)
         args[source.arg_index] = _with_tokens_at(source.seq_dim, source.part(keys))
-        return _turned(call, source, args, call.options, keys)
+        return _rotate(call, source, args, call.options, keys)
 
-    def _seen_at(self, positions: Tensor) -> ApplyCall:
+    def _find_call(self, positions: Tensor) -> ApplyCall:
         """Run the model at these positions until it makes the call."""
         search = _Search(self._source.call_index)
         try:
-            with under(search):
+            with forward_context(search):
                 ForwardCall(self._model)(
                     torch.full_like(positions, TOKEN_ID)[None],
                     positions[None],
@@ -160,33 +167,33 @@ class ReplayedRope:
 
 
 class _FoundError(Exception):
-    """Ends the forward; its argument is the call."""
+    """Ends the forward; its argument is the call that was searched for."""
 
 
 class _Search:
-    """A forward that ends at an apply call, by an exception."""
+    """A forward that an exception ends at a rotary call, counted from 0."""
 
     def __init__(self, call_index: int) -> None:
         self._calls_left = call_index
 
-    def rotated(
+    def on_rotary(
         self, apply: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any], result: Any
     ) -> None:
-        """End at the call."""
+        """End the forward at the call."""
         if self._calls_left == 0:
             raise _FoundError(ApplyCall(apply, args, options, as_tuple(result)))
         self._calls_left -= 1
 
-    def cached(self, layer_index: int, key: Tensor, value: Tensor) -> NoReturn:  # noqa: ARG002
+    def update_cache(self, layer_index: int, key: Tensor, value: Tensor) -> NoReturn:  # noqa: ARG002
         """Refuse: later layers are not searched."""
         raise RopeOutOfReachError(f"layer {layer_index} is cached before it")
 
-    def indexed(self, layer_index: int, index: Tensor) -> NoReturn:  # noqa: ARG002
-        """Refuse: the layer was cached before it."""
+    def update_index(self, layer_index: int, index: Tensor) -> NoReturn:  # noqa: ARG002
+        """Refuse: index keys are cached before the call."""
         raise RopeOutOfReachError(f"layer {layer_index} is indexed before it")
 
-    def positions_before(self) -> None:
-        """Return none: the sequence is before its first token."""
+    def history_positions(self) -> None:
+        """Return None: the sequence is before its first token."""
 
     def token_groups(self) -> Iterator[TokenGroup]:
         """Yield nothing: there is one sequence."""
@@ -197,38 +204,38 @@ class _Search:
         return False
 
     def state(self, _place: StatePlace) -> None:
-        """Return no state: the sequence is before its first token."""
+        """Return None: the sequence is before its first token."""
 
-    def new_state(self, place: StatePlace, state: Tensor) -> None:
-        """Drop it: the search is over before anybody could ask."""
+    def update_state(self, place: StatePlace, state: Tensor) -> None:
+        """Ignore it: the search ends before a state could be read."""
 
     def attend(self, *_args: Any) -> NoReturn:
         """Refuse: the call comes before attention, or not at all."""
         raise RopeOutOfReachError("the model attends before it")
 
-    def masked(self, _allowed: Any) -> None:
-        """Return no mask: nothing is attended to."""
+    def make_mask(self, _allowed: Any) -> None:
+        """Return no mask: the forward ends before attention."""
 
 
-def _turned(
+def _rotate(
     call: ApplyCall,
     source: KeySource,
     args: Sequence[Any],
     options: dict[str, Any],
     keys: Tensor,
 ) -> Tensor:
-    """Repeat a call with other arguments; return all elements of `keys`, [1, heads, n, dim]."""
-    turned: Tensor = as_tuple(call.apply(*args, **options))[source.arg_index]
-    return source.replaced(keys, _with_tokens_at(source.seq_dim, turned))
+    """Repeat a call with other arguments; return `keys` with its results, [1, heads, n, dim]."""
+    rotated: Tensor = as_tuple(call.apply(*args, **options))[source.arg_index]
+    return source.with_part(keys, _with_tokens_at(source.seq_dim, rotated))
 
 
 def _with_tokens_at(seq_dim: int, keys: Tensor) -> Tensor:
-    """Transpose keys that count tokens in dimension 2 if `seq_dim` is another one, or back."""
+    """Convert keys between tokens in dimension 2 and tokens in dimension `seq_dim` (1 or 2)."""
     return keys if seq_dim == 2 else keys.transpose(1, 2)
 
 
 def used_rotary_calls(call: ApplyCall, rotary_calls: Sequence[RotaryCall]) -> list[RotaryCall]:
-    """Return those rotary calls whose results went into this apply call."""
+    """Return the rotary module calls whose results this call has received."""
     values = [*call.args, *call.options.values()]
     addresses = {_address(value) for value in values if isinstance(value, Tensor)}
     return [
@@ -239,10 +246,13 @@ def used_rotary_calls(call: ApplyCall, rotary_calls: Sequence[RotaryCall]) -> li
 
 
 def as_tuple(result: Any) -> tuple[Any, ...]:
-    """Return what a call returned as a tuple, also if it is one thing."""
+    """Return the result of a call as a tuple, also if it is a single value."""
     return tuple(result) if isinstance(result, (tuple, list)) else (result,)
 
 
 def _address(tensor: Tensor) -> int:
-    """Return what views of the same bytes share; the probe keeps all tensors alive."""
+    """Return the address of a tensor's memory, which its views share.
+
+    Addresses are unique only while the tensors live; the probe keeps all of them alive.
+    """
     return tensor.untyped_storage().data_ptr()

@@ -1,13 +1,13 @@
-"""Chooses what embeds keys when they are loaded: by the device, by what is installed, by proof.
+"""Rotation choice: what embeds loaded keys, by device, installed packages and proof.
 
-    torch   turns keys where they were copied to, in several calls; takes every recipe
-    triton  one kernel that turns keys while it writes them to their token slots; takes keys that
-            no norm follows (those that one does stay torch's). Needs Triton, and a GPU
+    torch   rotates keys in place after they were copied, in several calls; supports every recipe
+    triton  one kernel that rotates keys while it writes them to their token slots; supports keys
+            without a norm after RoPE (others are left to torch). Needs Triton, and a GPU
             (TRITON_INTERPRET=1 runs it on a CPU, slowly)
 
-Before it serves, the kernel embeds random keys by each of the model's own rotary tables, at its
-first positions and at its last. If a single bit is not that of torch, or it fails, torch serves:
-what is loaded has to be what was computed.
+Before it serves, the kernel embeds random keys by each of the model's own rotary tables, at the
+first and the last positions of the window. If a single bit differs from torch's result, or it
+fails, torch serves: loaded KV has to equal the computed KV.
 """
 
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ from inference_svc.runtime.positions.rotation import EmbedKernel
 from shared.types.errors import ConfigError
 
 RotationName = Literal["auto", "torch", "triton"]
-PROOF_TOKENS = 100  # at each end of the window
+PROOF_TOKENS = 100  # tokens at each end of the window
 
 log = structlog.get_logger()
 
@@ -32,15 +32,15 @@ log = structlog.get_logger()
 def choose_rotation(
     name: RotationName, loaded: LoadedModel, calibration: Calibration
 ) -> EmbedKernel | None:
-    """Return what embeds keys that no norm follows; None: torch does.
+    """Return the kernel that embeds keys without a norm after RoPE; None: torch embeds them.
 
     Args:
-        name: "auto": the kernel, if it is proven; a name: this one or none.
+        name: "triton" or "torch", or "auto" for the kernel if it is proven.
         loaded: the model.
-        calibration: what is known of it.
+        calibration: the model's calibration.
 
     Raises:
-        ConfigError: if the kernel is named and cannot serve here, or embeds otherwise.
+        ConfigError: the kernel is named and cannot serve here, or its results differ.
     """
     if name == "torch" or (name == "auto" and not is_gpu(loaded.device)):
         return None
@@ -50,7 +50,7 @@ def choose_rotation(
     reason = no_kernels_on(loaded.device) if kinds else "no keys of this model are embedded by it"
     if not reason:
         kernel = _kernel()
-        reason = _refuted(loaded, kernel, list(kinds))
+        reason = _why_refuted(loaded, kernel, list(kinds))
         if not reason:
             log.info("rotation_chosen", rotation="triton")
             return kernel
@@ -61,7 +61,7 @@ def choose_rotation(
 
 
 def _kinds(calibration: Calibration) -> Iterator[tuple[RotaryTable, int, int]]:
-    """Yield table, heads and elements of all keys that the kernel would embed."""
+    """Yield (table, number of heads, head_dim) of all keys that the kernel would embed."""
     for layer in calibration.layers:
         for recipe, (heads, dim) in zip(layer.components, layer.shape.parts, strict=True):
             if recipe.rotary is not None and recipe.post is None:
@@ -69,17 +69,17 @@ def _kinds(calibration: Calibration) -> Iterator[tuple[RotaryTable, int, int]]:
 
 
 def _kernel() -> EmbedKernel:
-    """Return Triton's kernel, which is imported only where it is used."""
+    """Return the kernel; imports Triton, which may not be installed."""
     from inference_svc.runtime.cuda.key_rotation import embed_on_device
 
     return embed_on_device
 
 
 @torch.inference_mode()
-def _refuted(
+def _why_refuted(
     loaded: LoadedModel, kernel: EmbedKernel, kinds: list[tuple[RotaryTable, int, int]]
 ) -> str:
-    """Return why the kernel must not serve the model; empty: its bits are those of torch."""
+    """Return why the kernel must not serve the model; "": its results are torch's to the bit."""
     num_tokens = min(PROOF_TOKENS, loaded.context_window)
     chance = torch.Generator().manual_seed(5)
     try:
@@ -87,7 +87,7 @@ def _refuted(
             for start in (0, loaded.context_window - num_tokens):
                 drawn = torch.randn(num_tokens, heads, dim, generator=chance)
                 keys = drawn.to(loaded.device, loaded.dtype)
-                # Every other slot, the last first: those between them are to stay as they are.
+                # Every other slot, in reverse order: the slots between them must not change.
                 region = keys.new_zeros(2 * num_tokens, heads, dim)
                 slots = torch.arange(num_tokens, device=loaded.device).flip(0) * 2
                 kernel(keys, rotary.tables(start, num_tokens), region, slots)
@@ -95,6 +95,6 @@ def _refuted(
                 expected[slots] = rotary.rotate(keys, start)
                 if not torch.equal(region, expected):
                     return f"keys from position {start} on have other bits than those of torch"
-    except Exception as error:  # noqa: BLE001 - what compilers and drivers raise is too much to foresee
+    except Exception as error:  # noqa: BLE001 - compilers and drivers may raise anything
         return reason_of(error)
     return ""

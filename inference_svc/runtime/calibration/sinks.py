@@ -1,14 +1,14 @@
-"""How many first tokens a model leans on: attention sinks, found by running it.
+"""Attention sinks: how many first tokens a model depends on, found by running it.
 
-Many models put attention that they have no use for on the first tokens of a context, and break when
-these are dropped while KV that was computed over them stays. Others, small ones above all, do
-not. A fixed text is computed once; then a part of it is dropped as an overflow does, behind the
-first 0, 4, 8 and 16 tokens, and what the model predicts next is compared with what it predicts over
-the whole text. Models with sinks are several times further off without them, the others as far in
-each case: the least number that is about as good as the best is taken.
+Many models put unneeded attention on the first tokens of a context. They break when these tokens
+are dropped while KV that was computed over them stays. Other models, above all small ones, do not.
+A fixed text is computed once. Then a part of it is dropped as an overflow does, behind the first 0,
+4, 8 and 16 tokens, and the model's next predictions are compared with those over the whole text.
+Models with sinks are several times further off without them, models without sinks equally far in
+each case. The least number that is about as good as the best is chosen.
 
 Cost: TEXT_TOKENS + (number of CANDIDATES + 1) * NEXT_TOKENS tokens of prefill, 304, and their KV
-for as long as it takes. Deterministic.
+during the measurement. Deterministic.
 
 *Source:* StreamingLLM, "Efficient Streaming Language Models with Attention Sinks" (Xiao et al.,
 ICLR 2024): four suffice for most models, fewer save nothing.
@@ -32,10 +32,10 @@ from inference_svc.runtime.positions.recipes import Calibration
 CANDIDATES = (0, USUAL_SINKS, 8, 16)  # ascending
 TEXT_TOKENS = 224
 NEXT_TOKENS = 16
-LEAST_TEXT_TOKENS = 64  # of fewer tokens the half that is left says nothing
+LEAST_TEXT_TOKENS = 64  # half of a shorter text is too little to predict from
 # SmolLM2-135M is 36 times as far off without sinks as at best, models without any 1.0 to 1.1 times.
 MOST_TIMES_THE_BEST = 1.5
-NEGLIGIBLE = 1e-3  # nats; what rounding makes of models that predict the same whatever they are fed
+NEGLIGIBLE = 1e-3  # nats; rounding, in models whose predictions do not depend on the text
 TEXT = (
     "The bridge at the lower end of the valley was built in the year of the great flood, when the "
     "old ferry had been carried away and nobody wanted to pay for a new one. Three villages shared "
@@ -56,16 +56,16 @@ TEXT = (
 
 
 def find_sinks(loaded: LoadedModel, calibration: Calibration) -> int:
-    """Return how many first tokens of a context should stay when others are dropped.
+    """Return the number of first tokens of a context that should never be dropped.
 
     Args:
         loaded: the model, set to the attention of the calibration's mode.
         calibration: the model's calibration.
 
     Returns:
-        One of CANDIDATES; USUAL_SINKS where there is nothing to measure: positions are not
-        decoupled, so that no token stays behind a dropped one; the window or the text is too short;
-        or the model's logits are not finite.
+        One of CANDIDATES. USUAL_SINKS if it cannot be measured: positions are not decoupled, so
+        that no token stays behind a dropped one; the window or the text is too short; or the
+        model's logits are not finite.
     """
     token_ids = _token_ids(loaded)
     num_tokens = min(TEXT_TOKENS, len(token_ids) - NEXT_TOKENS)
@@ -82,16 +82,16 @@ def find_sinks(loaded: LoadedModel, calibration: Calibration) -> int:
 def sink_distances(
     loaded: LoadedModel, calibration: Calibration, token_ids: Sequence[int]
 ) -> list[float]:
-    """Measure how far off the model is after half of a text is dropped, by the sinks that stay.
+    """Measure how predictions change after half of a text is dropped, by the number of sinks kept.
 
     Args:
-        loaded: the model, as `find_sinks` takes it.
+        loaded: the model, set to the attention of the calibration's mode.
         calibration: the model's calibration, with decoupled positions.
-        token_ids: the text, and NEXT_TOKENS after it.
+        token_ids: the text, and NEXT_TOKENS tokens after it.
 
     Returns:
-        For each of CANDIDATES the Kullback-Leibler divergence in nats, mean over the next tokens,
-        from the predictions over the whole text to those over what is left of it.
+        For each of CANDIDATES the Kullback-Leibler divergence in nats, averaged over the next
+        tokens, between the predictions over the whole text and those over the kept part.
     """
     num_tokens = len(token_ids) - NEXT_TOKENS
     text_ids, next_ids = list(token_ids[:num_tokens]), list(token_ids[num_tokens:])
@@ -106,19 +106,19 @@ def sink_distances(
         embed_kept(stored, kept, kvs[-1], calibration)
     chunks = [Chunk(kv, next_ids, want_logits=True, want_all=True) for kv in kvs]
     predicted = torch.split(runner.step(chunks).log_softmax(dim=-1), NEXT_TOKENS)
-    return [_divergence(predicted[0], other) for other in predicted[1:]]
+    return [_divergence(predicted[0], truncated) for truncated in predicted[1:]]
 
 
 @torch.inference_mode()
 def embed_kept(
     stored: WriteBuffer, kept: Sequence[Range], kv: SequenceKv, calibration: Calibration
 ) -> None:
-    """Fill KV with kept tokens of a buffer as a load does: embedded at positions from 0 on.
+    """Fill KV with kept tokens of a buffer like a load: embedded at positions from 0 on.
 
     Args:
         stored: keys before RoPE, and values, from position 0 on.
         kept: ranges of its tokens, in order; at least one.
-        kv: KV with room for them; what it held is overwritten.
+        kv: KV with room for them, which is overwritten.
         calibration: the model's calibration, with decoupled positions.
     """
     index = torch.cat([torch.arange(start, end) for start, end in kept])
@@ -127,14 +127,14 @@ def embed_kept(
         for component, tokens, kept_tokens in zip(
             recipe.components, stored.components, kv.components, strict=False
         ):
-            free = tokens[layer_index].index_select(0, index)  # [kept tokens, kv_heads, dim]
+            unrotated = tokens[layer_index].index_select(0, index)  # [kept tokens, kv_heads, dim]
             with kept_tokens.filling(layer_index, 0, len(index)) as target:
-                target.copy_(component.embed(free, 0))
+                target.copy_(component.embed(unrotated, 0))
     kv.num_tokens = len(index)
 
 
 def _token_ids(loaded: LoadedModel) -> list[int]:
-    """Encode the text as a session would begin with it; without a tokenizer, make ids up."""
+    """Encode the text like the beginning of a session; without a tokenizer, make up ids."""
     most = min(TEXT_TOKENS + NEXT_TOKENS, loaded.context_window)
     token_ids: list[int] = []
     if loaded.tokenizer is not None:
@@ -144,6 +144,6 @@ def _token_ids(loaded: LoadedModel) -> list[int]:
     return [token_id for token_id in token_ids[:most] if token_id < loaded.vocab_size]
 
 
-def _divergence(whole: Tensor, other: Tensor) -> float:
+def _divergence(whole: Tensor, truncated: Tensor) -> float:
     """Return the mean Kullback-Leibler divergence in nats of log-probabilities [tokens, vocab]."""
-    return float((whole.exp() * (whole - other)).sum(dim=-1).mean())
+    return float((whole.exp() * (whole - truncated)).sum(dim=-1).mean())

@@ -1,9 +1,10 @@
-"""Finds out what recurrent layers keep of a sequence: shapes, and what the model does to them.
+"""State probe: finds the shapes of a model's recurrent states, and which it changes in place.
 
-What they keep in their own modules, and ask no cache for, is found by running them, too.
+States that modules keep in their own attributes instead of a cache are also found by running them.
 
-A state is stored as one piece of fixed size. So sequences of two lengths must leave tensors of the
-same shapes; and a sequence that goes on must leave them as they were, else it is handed copies.
+A state is stored as one piece of fixed size, so sequences of two lengths have to leave tensors of
+the same shapes. Tensors that the model changes in place when a sequence continues are passed to it
+as copies.
 """
 
 from contextlib import suppress
@@ -19,15 +20,15 @@ from inference_svc.runtime.model.kept_states import has_taps, kept_tensors, tap_
 from inference_svc.runtime.model.model_loader import LoadedModel
 from inference_svc.runtime.model.refusals import REMEDY, ModelRecurrentError
 
-FEWER_TOKENS = 2  # of the second length; fewer than any convolution's kernel
-NEXT_TOKENS = (1, 3)  # of what follows a state: models decode otherwise than they prefill
+FEWER_TOKENS = 2  # the second length; fewer than any convolution's kernel spans
+NEXT_TOKENS = (1, 3)  # tokens after a state: models decode by other code than they prefill
 
 
 @torch.inference_mode()
 def find_kept_states(loaded: LoadedModel) -> None:
-    """Find what a forward leaves in the model's own modules, and tap these.
+    """Find the tensors that a forward leaves in the model's own modules, and tap these modules.
 
-    A model that fails in it has no taps: the modes tell why. One that has some keeps them.
+    If the forward fails, no taps are installed, and the modes report why. Existing taps are kept.
 
     Args:
         loaded: the model, with our hooks installed; it is left set to its first stock attention.
@@ -42,11 +43,11 @@ def find_kept_states(loaded: LoadedModel) -> None:
         run_probe(model, probe_tokens(loaded), loaded.context_window)
     changed: dict[nn.Module, list[str]] = {}
     for (module, name), tensor in kept_tensors(model).items():
-        was, copied = before[module].get(name), copies.get((module, name))
-        if tensor is was and copied is not None and tensor.equal(copied):
+        original, copied = before[module].get(name), copies.get((module, name))
+        if tensor is original and copied is not None and tensor.equal(copied):
             continue
         changed.setdefault(module, []).append(name)
-        setattr(module, name, was if copied is None else copied)
+        setattr(module, name, original if copied is None else copied)
     tap_kept_states(
         {
             module: {name: StatePlace(owner, "kept", number) for number, name in enumerate(names)}
@@ -56,21 +57,21 @@ def find_kept_states(loaded: LoadedModel) -> None:
 
 
 def find_states(loaded: LoadedModel, probe: Probe) -> tuple[StateShape, ...]:
-    """Return the shapes of the tensors that a sequence's state consists of; empty: there is none.
+    """Return the shapes of the tensors of a sequence's state; (): the model has none.
 
     Args:
         loaded: the model, set to the attention that it was probed with.
-        probe: a forward of it, in mode "single".
+        probe: a probe of the model.
 
     Raises:
-        ModelRecurrentError: they depend on the number of tokens.
+        ModelRecurrentError: the shapes depend on the number of tokens.
     """
     if not probe.states:
         return ()
     token_ids = probe_tokens(loaded)
     with refused_if_it_fails(loaded, "on from a state"):
         short = run_probe(loaded.model, token_ids[:FEWER_TOKENS], loaded.context_window)
-        overwritten = _overwritten(loaded, probe)
+        overwritten = _find_overwritten(loaded, probe)
     facts = [
         {place: (state.shape, state.dtype) for place, state in found.states.items()}
         for found in (probe, short)
@@ -86,10 +87,10 @@ def find_states(loaded: LoadedModel, probe: Probe) -> tuple[StateShape, ...]:
 
 
 @torch.inference_mode()
-def _overwritten(loaded: LoadedModel, probe: Probe) -> frozenset[StatePlace]:
-    """Return which tensors the model changes in place, of those that it is handed.
+def _find_overwritten(loaded: LoadedModel, probe: Probe) -> frozenset[StatePlace]:
+    """Return the state tensors that the model changes in place.
 
-    All convolutions' are counted among them: what has kernels for these may not do it in every one.
+    Those of convolutions are always included: some kernels change them in place, and others do not.
     """
     found = {place for place in probe.states if place.kind == "conv"}
     for count in NEXT_TOKENS:

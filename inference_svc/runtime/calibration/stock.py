@@ -1,12 +1,13 @@
-"""The stock model: its own attention, and its logits, which every mode is compared with.
+"""The stock model: a model with its own attention, whose logits every mode is compared with.
 
-Its rotary frequencies are those that `rope_tables.freeze_rotary` has left it with.
+Its rotary frequencies are those that `rope_tables.freeze_rotary` has set.
 
-It also answers after the first tokens were taken out of its cache (`_truncated_logits`). RoPE
-counts differences only: a history whose rotary embedding gets positions that are all `n` less
-has the same hidden states, and keys embedded `n` earlier. So the history is run like that, its
-first tokens are cut off, and the stock model resumes at the new positions. Only the rotary modules
-get them: some models scale queries by their position besides.
+It also gives logits after the first tokens were removed from its cache (`_truncated_logits`). With
+RoPE only differences of positions matter: if all positions of a history are lowered by `n` in its
+rotary modules, its hidden states are the same, and its keys are embedded `n` positions earlier. So
+the history is run like that, its first tokens are cut off, and the stock model continues at the new
+positions. Only the rotary modules receive the lower positions, since some models also scale queries
+by their position.
 """
 
 import math
@@ -23,15 +24,15 @@ from transformers.cache_utils import DynamicIndexedLayer
 from inference_svc.runtime.model.capture import ForwardCall
 from inference_svc.runtime.model.model_loader import LoadedModel
 
-SAME = 1e-4  # relative; what should not change at all differs by rounding at most
+SAME = 1e-4  # relative distance up to which values that must not change count as the same
 PROOF_TOKENS = 48
-NOT_STORED = 8  # of them: what follows a load
+NOT_STORED = 8  # number of the proof's last tokens, which follow a load
 PLAINEST = "eager"  # Transformers' name of the attention that every model has
 # Largest relative distance of our logits to the stock model's. Keys one position off give 0.2 in a
 # trained model, 0.03 in a small random one; rounding gives 1e-6, 1e-3 and 1e-2.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-# In 16 bits deep models are off by more from one kernel to the next: by as much as the stock model
-# is off itself, computed in ways that are equally right.
+# In 16 bits the logits of deep models differ more between kernels. The tolerance then is a multiple
+# of the distance between the stock model's own logits, computed in equally correct ways.
 ROUNDING_FACTOR = 3
 MOST_TOLERANCE = 0.15
 
@@ -42,12 +43,12 @@ class StockLogits:
 
     Attributes:
         whole: [PROOF_TOKENS, vocab], the logits of all tokens.
-        truncated: [NOT_STORED, vocab], those of the last tokens after the first `num_dropped` were
-            taken out of its cache; None: this model's cache cannot do that.
+        truncated: [NOT_STORED, vocab], the logits of the last tokens after the first `num_dropped`
+            were removed from the cache; None: this model's cache does not support that.
         is_causal: whether the first half of the tokens alone gives the first half of `whole`.
-        rounding: relative distance of logits that are equally right; see `_rounding`.
+        rounding: relative distance between logits that are equally correct; see `_rounding`.
         indexes: by layer [tokens, index_dim], the index keys of the history behind the dropped
-            tokens, at the positions that it has then; of layers that have some.
+            tokens, at its new positions; only of layers that have index keys.
     """
 
     whole: Tensor
@@ -58,13 +59,13 @@ class StockLogits:
 
 
 def proof_tokens(loaded: LoadedModel, most_tokens: int = PROOF_TOKENS) -> list[int]:
-    """Return token ids that repeat only after the vocabulary is through."""
+    """Return deterministic token ids that repeat only after the whole vocabulary."""
     num_tokens = min(most_tokens, loaded.context_window - 1)
     return [(37 * i + 11) % loaded.vocab_size for i in range(num_tokens)]
 
 
 def num_dropped(num_stored: int) -> int:
-    """Return how many of the stored tokens the proof's truncation drops: the first third."""
+    """Return the number of stored tokens that the proof's truncation drops: the first third."""
     return num_stored // 3
 
 
@@ -88,10 +89,10 @@ def use_attention(model: Any, name: str) -> None:
 
 @torch.inference_mode()
 def stock_logits(loaded: LoadedModel) -> StockLogits:
-    """Run the stock model with its slowest and plainest attention.
+    """Run the stock model with its plainest (and slowest) attention.
 
     Raises:
-        whatever the model raises.
+        Exception: from the model.
     """
     with stock_attention(loaded.model):
         token_ids = torch.tensor([proof_tokens(loaded)], device=loaded.device)
@@ -104,22 +105,22 @@ def stock_logits(loaded: LoadedModel) -> StockLogits:
             stored = token_ids.shape[1] - NOT_STORED
             cut, indexes = _truncated_logits(loaded.model, token_ids, stored, num_dropped(stored))
             truncated = cut.float().cpu()
-        except Exception:  # noqa: BLE001 - caches differ too much to foresee what they cannot do
+        except Exception:  # noqa: BLE001 - models' caches may fail in any way
             truncated, indexes = None, {}
     return StockLogits(whole.float().cpu(), truncated, is_causal, rounding, indexes)
 
 
 def _rounding(loaded: LoadedModel, token_ids: Tensor, whole: Tensor) -> float:
-    """Return how far the stock model is off its own logits, computed in other ways it has.
+    """Return the relative distance of the stock model's logits to those of its other code paths.
 
-    By its other attention, and with the last tokens over a cache. 0 in float32, where a fixed
-    tolerance does, and where it has no other way.
+    These are its other attention function, and the last tokens computed over a cache. Returns 0 in
+    float32, where a fixed tolerance is enough, and if there is no other path.
     """
     if loaded.dtype == torch.float32:
         return 0.0
     found = [0.0]
-    others = stock_attentions(loaded.model) if can_set_attention(loaded.model) else []
-    for name in (other for other in others if other != PLAINEST):
+    attentions = stock_attentions(loaded.model) if can_set_attention(loaded.model) else []
+    for name in (attention for attention in attentions if attention != PLAINEST):
         with suppress(Exception), stock_attention(loaded.model, name):
             logits = _whole_logits(loaded, token_ids)
             found.append(logits_distance(logits.float(), whole.float(), loaded.dtype))
@@ -132,9 +133,13 @@ def _rounding(loaded: LoadedModel, token_ids: Tensor, whole: Tensor) -> float:
 
 @torch.inference_mode()
 def last_logits(loaded: LoadedModel, token_ids: list[int], num_last: int) -> Tensor:
-    """Run the stock model over tokens; return the logits of the last ones, [num_last, vocab].
+    """Run the stock model over tokens.
 
-    Float32 on the CPU; raises whatever the model raises.
+    Returns:
+        [num_last, vocab] float32 on the CPU, the logits of the last tokens.
+
+    Raises:
+        Exception: from the model.
     """
     with stock_attention(loaded.model):
         whole = _whole_logits(loaded, torch.tensor([token_ids], device=loaded.device))
@@ -143,7 +148,11 @@ def last_logits(loaded: LoadedModel, token_ids: list[int], num_last: int) -> Ten
 
 @torch.inference_mode()
 def answers_as(loaded: LoadedModel, reference: StockLogits) -> bool:
-    """Whether the stock model still answers as it did; raises whatever the model raises."""
+    """Whether the stock model still gives the reference's logits.
+
+    Raises:
+        Exception: from the model.
+    """
     with stock_attention(loaded.model):
         token_ids = torch.tensor([proof_tokens(loaded)], device=loaded.device)
         whole = _whole_logits(loaded, token_ids)
@@ -151,7 +160,7 @@ def answers_as(loaded: LoadedModel, reference: StockLogits) -> bool:
 
 
 def _whole_logits(loaded: LoadedModel, token_ids: Tensor) -> Tensor:
-    """Return the logits of every token of [1, tokens], [tokens, vocab]."""
+    """Return the logits of every token, [tokens, vocab], for token ids [1, tokens]."""
     logits: Tensor = loaded.model(input_ids=token_ids, use_cache=False).logits[0]
     return logits
 
@@ -159,19 +168,22 @@ def _whole_logits(loaded: LoadedModel, token_ids: Tensor) -> Tensor:
 def _truncated_logits(
     model: Any, token_ids: Tensor, num_stored: int, dropped: int
 ) -> tuple[Tensor, dict[int, Tensor]]:
-    """Return the logits of the tokens behind `num_stored`, [tokens - num_stored, vocab].
+    """Compute logits after the history's first tokens were removed from the cache.
 
-    And the index keys that they chose by, see `StockLogits.indexes`. A model without rotary modules
-    goes on at unchanged positions: the differences are the same.
+    A model without rotary modules continues at unchanged positions: distances are the same.
 
     Args:
         model: the model, set to its own attention.
         token_ids: [1, tokens].
-        num_stored: tokens of the history.
-        dropped: first tokens of the history that are taken out.
+        num_stored: number of tokens of the history.
+        dropped: number of the history's first tokens to remove.
+
+    Returns:
+        Logits of the tokens behind the history, [tokens - num_stored, vocab]; and the index keys by
+        which they choose, see `StockLogits.indexes`.
 
     Raises:
-        whatever a model raises whose cache cannot do that.
+        Exception: the model's cache does not support this.
     """
     rotaries = [module for module in model.modules() if "rotary" in type(module).__name__.lower()]
     history, new = token_ids[:, :num_stored], token_ids[:, num_stored:]
@@ -194,8 +206,8 @@ def _truncated_logits(
 
 
 def _plain_cache() -> DynamicCache:
-    """Return a cache of keys, values and index keys, none of whose layers forgets anything."""
-    cache = DynamicCache()  # a config would have layers forget what left their window
+    """Return a cache of keys, values and index keys whose layers keep all tokens."""
+    cache = DynamicCache()  # with a config, layers would drop tokens that have left their window
     cache.layer_class_to_replicate = DynamicIndexedLayer
     return cache
 
@@ -213,16 +225,16 @@ def _without_first(cache: DynamicCache, dropped: int) -> DynamicCache:
 
 @contextmanager
 def _moved_positions(rotaries: list[Any], by: int) -> Iterator[None]:
-    """Have the rotary modules see positions that are `by` more, inside the block."""
+    """Add `by` to the positions that the rotary modules receive, inside the block."""
 
-    def moved(value: Any) -> Any:
+    def shift(value: Any) -> Any:
         is_positions = isinstance(value, Tensor) and not value.is_floating_point()
         return value + by if is_positions else value
 
-    def move(_module: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        return tuple(map(moved, args)), {name: moved(value) for name, value in options.items()}
+    def hook(_module: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        return tuple(map(shift, args)), {name: shift(value) for name, value in options.items()}
 
-    handles = [module.register_forward_pre_hook(move, with_kwargs=True) for module in rotaries]
+    handles = [module.register_forward_pre_hook(hook, with_kwargs=True) for module in rotaries]
     try:
         yield
     finally:
@@ -231,15 +243,15 @@ def _moved_positions(rotaries: list[Any], by: int) -> Iterator[None]:
 
 
 def is_same(logits: Tensor, expected: Tensor, dtype: torch.dtype, rounding: float = 0.0) -> bool:
-    """Whether logits [tokens, vocab] are the expected ones, but for rounding in `dtype`.
+    """Whether logits equal the expected ones up to rounding in `dtype`; False if any are NaN.
 
     Args:
-        logits: ours.
-        expected: those that they are to be.
-        dtype: of the model.
-        rounding: of the model, see StockLogits.
+        logits: [tokens, vocab].
+        expected: [tokens, vocab].
+        dtype: the model's dtype.
+        rounding: the model's rounding, see StockLogits.
     """
-    return logits_distance(logits, expected, dtype) <= tolerance(dtype, rounding)  # no for NaN
+    return logits_distance(logits, expected, dtype) <= tolerance(dtype, rounding)
 
 
 def tolerance(dtype: torch.dtype, rounding: float) -> float:
@@ -255,11 +267,11 @@ def distance(value: Tensor, reference: Tensor) -> float:
 
 
 def logits_distance(logits: Tensor, expected: Tensor, dtype: torch.dtype) -> float:
-    """Return the relative distance of logits [tokens, vocab].
+    """Return the relative distance of logits, [tokens, vocab].
 
-    In 16 bits the median over tokens: there a token whose logits are small, or for which rounding
-    chose another expert, is far off in the stock model too, from one length of a forward to the
-    next. What is wrong with positions or masks shows in all tokens.
+    In 16 bits it is the median over tokens. There single tokens are far off in the stock model too,
+    between forwards of different lengths: those with small logits, or for which rounding has chosen
+    another expert. Wrong positions or masks show in all tokens.
     """
     if dtype == torch.float32:
         return float((logits - expected).norm() / expected.norm())
@@ -268,7 +280,7 @@ def logits_distance(logits: Tensor, expected: Tensor, dtype: torch.dtype) -> flo
 
 @contextmanager
 def stock_attention(model: Any, name: str = PLAINEST) -> Iterator[None]:
-    """Let the model attend with a function of its own inside the block: the plainest one."""
+    """Set the model to an attention function of its own inside the block."""
     before = model.config._attn_implementation  # noqa: SLF001 - the only way to ask
     if can_set_attention(model):
         use_attention(model, name)

@@ -1,14 +1,15 @@
-"""The grammar of an answer, or of its calls, and how far it has come: which tokens may come next.
+"""Grammar-constrained decoding: which tokens may come next in an answer, or in its tool calls.
 
-What may come next depends on the tokens that were accepted alone: with a thread for it, it is found
-while the model computes (`start_mask`). It costs some twenty microseconds a token; of a vocabulary
-of 150,000 tokens, two hundred. An answer ends where its grammar does: then only an end-of-turn
-token may come.
+The allowed tokens depend only on the tokens accepted so far. So a thread, where there is one, can
+compute the mask while the model computes the logits (`start_mask`). A mask takes some twenty
+microseconds, or two hundred for a vocabulary of 150,000 tokens. Once the grammar is complete, only
+an end-of-turn token is allowed.
 
-Calls are kept to what they may be once the model has begun them (`CallGrammar`).
+`AnswerGrammar` constrains a whole answer. `CallGrammar` constrains tool calls only, and each only
+from where the model has begun it.
 
-Invariant: the matcher is used by one thread at a time. Whatever changes it first takes back the
-mask that was begun: a mask is never that of another state, however often a step is repeated.
+Invariant: one thread at a time uses the matcher. Every method that changes the matcher first
+cancels the pending mask, so a mask always belongs to the current state, even if a step is repeated.
 """
 
 import codecs
@@ -27,21 +28,21 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
 Logits = npt.NDArray[np.float32]  # [vocab]
-Mask = npt.NDArray[np.bool_]  # [tokens that the vocabulary knows], true: may not come next
+Mask = npt.NDArray[np.bool_]  # [tokens in llguidance's vocabulary], True: not allowed next
 _BRACE = "{"
 
 
 class AnswerGrammar:
-    """The grammar of one answer, and how far the answer has come.
+    """The grammar of one answer, and the answer's position in it.
 
     Args:
-        matcher: llguidance's, at its beginning.
-        vocabulary: the tokens that it knows, as llguidance has them.
-        thread: finds masks that are begun; None: they are found when they are wanted.
+        matcher: an llguidance matcher in its initial state.
+        vocabulary: the tokenizer's vocabulary as an llguidance tokenizer.
+        thread: computes masks ahead of `mask`; None: `mask` computes them itself.
 
     Attributes:
         is_free: whether any token may come next.
-        is_in_call: whether the answer is within a call among other things that it says.
+        is_in_call: whether the answer is inside a tool call that stands among free text.
     """
 
     is_free: ClassVar[bool] = False
@@ -51,171 +52,189 @@ class AnswerGrammar:
         self._matcher = matcher
         self._vocabulary = vocabulary
         self._thread = thread
-        self._begun: Future[Mask] | None = None  # of what may come next, in the matcher's state
+        self._pending: Future[Mask] | None = None  # the mask of the matcher's current state
 
     def start_mask(self) -> None:
-        """Begin to find which tokens may come next; `mask` has it then. Does nothing twice."""
-        if self._thread is not None and self._begun is None:
-            self._begun = self._thread.begin(self._find_mask)
+        """Start to compute the mask that `mask` will apply; a second call does nothing."""
+        if self._thread is not None and self._pending is None:
+            self._pending = self._thread.submit(self._compute_mask)
 
     def mask(self, logits: Logits) -> None:
         """Set the logits of tokens that may not come next to minus infinity.
 
+        Args:
+            logits: [vocab], changed in place. Tokens beyond the vocabulary are masked too.
+
         Raises:
             EngineFailedError: the grammar takes too long, or too much memory.
         """
-        begun, self._begun = self._begun, None
-        # One that still waits for its thread is found here, beside those before it.
-        masked = self._find_mask() if begun is None or begun.cancel() else begun.result()
+        pending, self._pending = self._pending, None
+        # A mask still queued behind other answers' masks is cancelled and computed right here,
+        # in parallel to them, instead of waiting for its turn.
+        masked = self._compute_mask() if pending is None or pending.cancel() else pending.result()
         num_known = min(len(logits), len(masked))
         np.copyto(logits[:num_known], -np.inf, where=masked[:num_known])
         logits[num_known:] = -np.inf
 
     def accept(self, token_id: int) -> bool:
-        """Go on behind the token that was chosen; return whether it may come: it was not masked.
+        """Advance past a chosen token; return True, since masked tokens are never chosen.
 
         Raises:
             EngineFailedError: see `mask`.
         """
-        self._end_mask()
+        self._cancel_mask()
         self._matcher.consume_token(token_id)
         self._check()
         return True
 
-    def take_back(self) -> None:
-        """Go back before the token that was accepted last."""
-        self._end_mask()
+    def undo_accept(self) -> None:
+        """Step back to before the token that was accepted last."""
+        self._cancel_mask()
         self._matcher.rollback(1)
         self._check()
 
-    def behind(self, text: str) -> "AnswerGrammar | None":
-        """Return the grammar of what follows a text; None: no answer goes on so."""
+    def copy_after(self, text: str) -> "AnswerGrammar | None":
+        """Return a copy advanced past a text; None: the grammar does not allow the text."""
         token_ids = self._vocabulary.tokenize_str(text)
-        self._end_mask()
+        self._cancel_mask()
         matcher = self._matcher.deep_copy()
         if matcher.try_consume_tokens(token_ids) < len(token_ids):
             return None
         return AnswerGrammar(matcher, self._vocabulary, self._thread)
 
-    def _find_mask(self) -> Mask:
-        """Find which tokens may not come next, on either thread: mostly without Python's lock."""
+    def _compute_mask(self) -> Mask:
+        """Compute the mask of the current state; llguidance mostly releases the GIL meanwhile."""
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         self._check()
-        may_come = np.unpackbits(bits, count=self._vocabulary.vocab_size, bitorder="little")
-        return ~may_come.view(bool)
+        allowed = np.unpackbits(bits, count=self._vocabulary.vocab_size, bitorder="little")
+        return ~allowed.view(bool)
 
-    def _end_mask(self) -> None:
-        """Take back the mask that was begun, if nobody had it: no thread uses the matcher then."""
-        begun, self._begun = self._begun, None
-        if begun is not None and not begun.cancel():
-            begun.exception()  # waits; whoever uses the matcher next is told
+    def _cancel_mask(self) -> None:
+        """Cancel the pending mask, or wait for it: afterwards no thread uses the matcher."""
+        pending, self._pending = self._pending, None
+        if pending is not None and not pending.cancel():
+            # Waits for a mask that is being computed. Its error is dropped here: it stays in the
+            # matcher, and the next use of the matcher raises it.
+            pending.exception()
 
     def _check(self) -> None:
         if self._matcher.is_error():
             raise EngineFailedError(
-                f"the answer's grammar failed ({short(self._matcher.get_error())})",
+                f"the answer's grammar failed ({one_line(self._matcher.get_error())})",
                 "send a simpler one",
             )
 
 
-Rests = Mapping[tuple[str, Closing], AnswerGrammar]
+# What may follow the beginning of a call, by the tool's name and by how the call is closed.
+Continuations = Mapping[tuple[str, Closing], AnswerGrammar]
 
 
 class CallGrammar:
-    """Keeps the calls of one answer to what they may be, once the model has begun them.
+    """Constrains the tool calls of one answer, each from where the model has begun it.
 
-    While the model says what it likes no token is masked: all there is to do is to look for a brace
-    in the text that each adds, for a call begins with that of its arguments. Whether one does is
-    found by the reader that shows it to the client, too. A token that begins a call, and adds to it
-    what it may not have, is refused before it counts: so whatever is shown as a call is one.
+    Outside of calls no token is masked. There each token's text is only searched for a brace, since
+    the arguments of every call begin with one. Whether a call has begun is then decided by the same
+    reader that parses the answer for the client. If the token that begins a call also adds text
+    that the call may not contain, `accept` refuses it. So everything shown as a call is a valid
+    one.
 
     Args:
-        calls: those that it may have.
-        rests: what may follow the beginning of a call: see `BoundCalls.grammars`.
-        bytes_of: returns the bytes of the text that a token adds.
-        begun: text that the prompt has written of the answer.
+        calls: the tools that the answer may call.
+        continuations: grammars of what follows the beginning of a call, as
+            `BoundCalls.grammars` keys them.
+        bytes_of: returns the bytes of the text that a token adds to the answer.
+        begun: the beginning of the answer, where the prompt already contains it.
     """
 
     def __init__(
-        self, calls: BoundCalls, rests: Rests, bytes_of: Callable[[int], bytes], begun: str = ""
+        self,
+        calls: BoundCalls,
+        continuations: Continuations,
+        bytes_of: Callable[[int], bytes],
+        begun: str = "",
     ) -> None:
         self._calls = calls
-        self._rests = rests
+        self._continuations = continuations
         self._bytes_of = bytes_of
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._said = [begun]
-        self._num_read = 0  # of these, by the reader
+        self._texts = [begun]  # by token
+        self._num_read = 0  # how many texts the reader has received
         self._reader = calls.reader()
-        self._call: OpenCall | None = None  # the last one that was found
-        self._rest: AnswerGrammar | None = None  # of the call that is open
+        self._call: OpenCall | None = None  # the last call that the reader has found
+        self._grammar: AnswerGrammar | None = None  # of the call that is open
 
     @property
     def is_free(self) -> bool:
         """Whether any token may come next."""
-        return self._rest is None
+        return self._grammar is None
 
     @property
     def is_in_call(self) -> bool:
-        """Whether the answer is within a call."""
-        return self._rest is not None
+        """Whether the answer is inside a call."""
+        return self._grammar is not None
 
     def start_mask(self) -> None:
-        """Begin to find which tokens may come next, where not any may."""
-        if self._rest is not None:
-            self._rest.start_mask()
+        """Start to compute the mask, if a call is open; see `AnswerGrammar.start_mask`."""
+        if self._grammar is not None:
+            self._grammar.start_mask()
 
     def mask(self, logits: Logits) -> None:
-        """Set the logits of tokens that may not come next to minus infinity.
+        """Set the logits, [vocab], of tokens that may not come next to minus infinity.
 
         Raises:
             EngineFailedError: the grammar takes too long, or too much memory.
         """
-        if self._rest is not None:
-            self._rest.mask(logits)
+        if self._grammar is not None:
+            self._grammar.mask(logits)
 
     def accept(self, token_id: int) -> bool:
-        """Go on behind the token that was chosen; return whether it may come.
+        """Advance past a chosen token.
+
+        Returns:
+            Whether the token is allowed; if not, nothing has changed and another one has to be
+            chosen.
 
         Raises:
             EngineFailedError: see `mask`.
         """
-        before, rest = self._decoder.getstate(), self._rest
+        before, grammar = self._decoder.getstate(), self._grammar
         text = self._decoder.decode(self._bytes_of(token_id))
-        if rest is not None:
-            rest.accept(token_id)
-        self._said.append(text)
-        if rest is None and _BRACE not in text:
+        if grammar is not None:
+            grammar.accept(token_id)
+        self._texts.append(text)
+        if grammar is None and _BRACE not in text:
             return True
-        self._read()
+        self._push_texts()
         call = self._reader.last_call
-        if call is not None and call is not self._call and not self._begin(call):
-            if rest is not None:
-                rest.take_back()
+        if call is not None and call is not self._call and not self._start_call(call):
+            if grammar is not None:
+                grammar.undo_accept()
             self._decoder.setstate(before)
-            self._said.pop()
+            self._texts.pop()
+            # A reader cannot step back: a new one reads the answer without this token.
             self._reader, self._num_read = self._calls.reader(), 0
-            self._read()
+            self._push_texts()
             self._call = self._reader.last_call
             return False
         if is_open(call) is None:
-            self._rest = None
+            self._grammar = None
         return True
 
-    def _read(self) -> None:
-        """Have the reader read what was said since it last did."""
-        self._reader.push("".join(self._said[self._num_read :]))
-        self._num_read = len(self._said)
+    def _push_texts(self) -> None:
+        """Push the texts to the reader that it has not received yet."""
+        self._reader.push("".join(self._texts[self._num_read :]))
+        self._num_read = len(self._texts)
 
-    def _begin(self, call: OpenCall) -> bool:
-        """Begin a call; return whether it may begin so."""
-        of_any = self._rests[ANY_TOOL, call.closing]
-        rest = self._rests.get((call.name, call.closing), of_any).behind(call.begun)
-        if rest is None:
+    def _start_call(self, call: OpenCall) -> bool:
+        """Constrain a call that has begun; return whether it may begin like this."""
+        of_any = self._continuations[ANY_TOOL, call.closing]
+        grammar = self._continuations.get((call.name, call.closing), of_any).copy_after(call.begun)
+        if grammar is None:
             return False
-        self._call, self._rest = call, rest
+        self._call, self._grammar = call, grammar
         return True
 
 
-def short(said: str) -> str:
-    """Return a message of llguidance's in one line, as much as is of use."""
-    return f"{' '.join(said.split()):.200}"
+def one_line(message: str) -> str:
+    """Return the first 200 characters of an llguidance message, as one line."""
+    return f"{' '.join(message.split()):.200}"

@@ -1,4 +1,4 @@
-"""Chunk: the next tokens of one sequence, and where their KV goes."""
+"""Chunk: the next tokens of one sequence to compute, and where their KV goes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,18 +10,18 @@ from inference_svc.runtime.kv.sequence_kv import SequenceKv, WriteBuffer
 
 @dataclass(frozen=True)
 class Chunk:
-    """The next tokens of one sequence.
+    """The next tokens of one sequence, computed by one step.
 
     Attributes:
-        kv: the sequence's KV, which the tokens are appended to.
+        kv: the sequence's KV, to which the tokens are appended.
         token_ids: the tokens, at least one.
         want_logits: whether the step returns logits after the last token.
-        write_buffer: the tokens from its first one on are appended to it too; None: the sequence
-        is not going to be stored.
-        scores: receives every attention call over this sequence; None: nobody keeps scores.
+        write_buffer: also receives the tokens, from its own first token on; None: the sequence
+            will not be stored.
+        scores: receives every attention call over this sequence; None: scores are not needed.
         want_all: whether the step returns logits after every token.
-        pooler: receives the last layer's states, of which no logits are made then; None: nobody
-            pools.
+        pooler: receives the last layer's hidden states, for which no logits are computed then;
+            None: the sequence is not pooled.
     """
 
     kv: SequenceKv
@@ -39,26 +39,26 @@ class Chunk:
 
     @property
     def num_rows(self) -> int:
-        """Number of last tokens whose states leave the last layer."""
+        """Number of last tokens whose hidden states leave the last layer."""
         if self.pooler is None:
             return self.num_logits
         return self.pooler.num_rows(self.kv.num_tokens, self.end_token)
 
     @property
     def end_token(self) -> int:
-        """Position after the last token, before the step."""
+        """Position after the last token; to be asked before the step is committed."""
         return self.kv.num_tokens + len(self.token_ids)
 
     @property
     def first_written_token(self) -> int:
-        """Position of the first token for the write buffer; `end_token` if there is none."""
+        """Position of the first token that goes to the write buffer; `end_token` if none does."""
         if self.write_buffer is None:
             return self.end_token
         return min(max(self.kv.num_tokens, self.write_buffer.first_token), self.end_token)
 
 
 def check_chunks(chunks: Sequence[Chunk]) -> None:
-    """Raise AssertionError unless a step can append all of these."""
+    """Raise AssertionError unless one step can append all of these chunks."""
     if len({id(chunk.kv) for chunk in chunks}) != len(chunks):
         raise AssertionError("a sequence's KV is in the batch twice")
     for chunk in chunks:
@@ -77,7 +77,7 @@ def check_chunks(chunks: Sequence[Chunk]) -> None:
 
 
 def commit_chunks(chunks: Sequence[Chunk]) -> None:
-    """Move the counters of sequences' KV and write buffers, and states, past what a step wrote."""
+    """Advance sequences' KV, write buffers and states past the tokens that a step wrote."""
     for chunk in chunks:
         if chunk.write_buffer is not None:
             chunk.write_buffer.end_token = max(chunk.write_buffer.first_token, chunk.end_token)
@@ -87,7 +87,11 @@ def commit_chunks(chunks: Sequence[Chunk]) -> None:
 
 
 def retract(chunk: Chunk, num_tokens: int) -> None:
-    """Move the counters back before a step's last tokens, which turned out not to come.
+    """Move the counters back before a step's last tokens: drafts that were not accepted.
+
+    Args:
+        chunk: a chunk that was committed.
+        num_tokens: number of its last tokens to take back.
 
     Raises:
         AssertionError: if the sequence has a state, which cannot be moved back.

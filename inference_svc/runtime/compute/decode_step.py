@@ -1,18 +1,18 @@
-"""DecodeStep: one new token of each of some sequences, computed from tensors that stay in place.
+"""DecodeStep: computes one new token for each of several sequences, from tensors that never move.
 
-Whatever differs from step to step is on one sheet of numbers, with a row for each sequence:
+All inputs that differ from step to step are on one sheet of int32 numbers, a row per sequence:
 
     tokens | lengths | write slots | slots | pages of row 0 | pages of row 1 | ...
 
-Slots and pages are there for each group of layers (`layer_groups.py`), usually one; the pages of
-all rows on one group, then those on the next.
+Slots and pages are given for each group of layers (`layer_groups.py`), usually one: the pages of
+all rows for one group, then those for the next.
 
-`fill` copies it to the device at once; `run` computes what is on it, and reads nothing else that
-changes: so what it has enqueued once can be enqueued again as it is (`decode_graphs.py`). Rows
-without a sequence are a token alone, on memory that is nobody's.
+`fill` copies the sheet to the device in one copy. `run` computes it and reads no other input that
+changes, so the work that it enqueues can be enqueued again unchanged (`decode_graphs.py`). A row
+without a sequence computes a lone token on spare memory, which no sequence uses.
 
-Invariant: `fill` is called only once the logits of the step before were read: until then its copy
-may be under way.
+Invariant: `fill` is called only after the logits of the previous step were read: until then its
+copy to the device may still read the staging memory.
 """
 
 from collections.abc import Sequence
@@ -32,20 +32,20 @@ from inference_svc.runtime.kv.page_pool import PagePool
 from inference_svc.runtime.kv.paged_kv import PagedKv
 from inference_svc.runtime.kv.sequence_kv import WriteBuffer
 from inference_svc.runtime.kv.write_ring import WriteRing
-from inference_svc.runtime.memory import copied_to_host
+from inference_svc.runtime.memory import copy_to_host
 from inference_svc.runtime.model.capture import ForwardCall
-from inference_svc.runtime.model.forward import under
+from inference_svc.runtime.model.forward import forward_context
 from inference_svc.runtime.model.model_loader import LoadedModel
 from inference_svc.runtime.positions.recipes import Calibration
 from shared.types.units import ceil_div
 
 
 class StepShape(NamedTuple):
-    """How much a step of one shape takes; what it computes depends on nothing else.
+    """The size of a step: it decides which kernels run, and over which memory.
 
     Attributes:
         rows: most sequences.
-        reach: most tokens of each, the new one included.
+        reach: most tokens of each sequence, the new one included.
     """
 
     rows: int
@@ -53,14 +53,14 @@ class StepShape(NamedTuple):
 
 
 class _Sheet(NamedTuple):
-    """What a step computes; int32.
+    """The inputs of a step on the device; all int32.
 
     Attributes:
         tokens: [rows] ids of the new tokens.
-        lengths: [rows] of the sequences, with them.
-        write_slots: [rows] where they go in the write ring.
-        slots: [groups, rows] where they go in working KV.
-        tables: by group [rows, pages] each sequence's pages, as many as there are.
+        lengths: [rows] lengths of the sequences, in tokens, the new token included.
+        write_slots: [rows] slots of the new tokens in the write ring.
+        slots: [groups, rows] slots of the new tokens in working KV.
+        tables: by group [rows, pages]: each sequence's pages, and garbage behind its last one.
     """
 
     tokens: Tensor
@@ -74,14 +74,14 @@ PLAIN_COLUMNS = 3  # before the slots of each group
 
 
 class _Staged(NamedTuple):
-    """The sheet of one shape where `fill` writes it, and the copy that takes it to the device.
+    """The sheet of one shape on the host, where `fill` writes it, and its copy on the device.
 
-    numpy's views: a call of torch takes longer than a row of numbers does.
+    `fill` writes through numpy views: a call of torch takes longer than writing a row of numbers.
 
     Attributes:
-        columns: [columns, rows] int32, all of a sheet but the tables.
+        columns: [columns, rows] int32: the sheet without its tables.
         tables: by group [rows, pages] int32.
-        source: [items] int32, the same memory.
+        source: [items] int32: the same host memory as one tensor.
         target: [items] int32 on the device.
     """
 
@@ -92,7 +92,7 @@ class _Staged(NamedTuple):
 
 
 class DecodeStep:
-    """See the module docstring; used by one thread at a time."""
+    """The decode step of one model; used by one thread at a time."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class DecodeStep:
         memory: tuple[PagePool, WriteRing],
         shapes: Sequence[StepShape],
     ) -> None:
-        """Allocate what stays in place, for steps of these shapes over this memory."""
+        """Allocate the tensors that stay in place, for steps of these shapes over this memory."""
         self._call = ForwardCall(loaded.model)
         self._calibration = calibration
         self._attention = attention
@@ -123,8 +123,11 @@ class DecodeStep:
         self._logits: Tensor | None = None
         self._pages = {shape: self._page_steps(shape) for shape in shapes}
 
-    def takes(self, chunks: Sequence[Chunk]) -> bool:
-        """Whether these are single tokens of sequences in this memory, with nothing unusual."""
+    def can_run(self, chunks: Sequence[Chunk]) -> bool:
+        """Whether every chunk is one token of a sequence in this memory.
+
+        Chunks with scores, pooling, states or a load under way are not supported.
+        """
         return all(
             len(chunk.token_ids) == chunk.num_logits == 1
             and chunk.scores is None
@@ -133,21 +136,21 @@ class DecodeStep:
             and chunk.kv.states is None
             and isinstance(chunk.kv, PagedKv)
             and chunk.kv.keys.slots is self._spare_kv.keys.slots
-            and self._takes_buffer(chunk.write_buffer)
+            and self._supports_buffer(chunk.write_buffer)
             for chunk in chunks
         )
 
     @torch.inference_mode()
     def fill(self, shape: StepShape, chunks: Sequence[Chunk]) -> None:
-        """Put these chunks into the first rows, and nobody's memory into the others.
+        """Write these chunks to the first rows, and the spare memory to the remaining ones.
 
         Args:
-            shape: with as many rows at least, which reach as far.
-            chunks: those that the step `takes`.
+            shape: a shape that the chunks fit into.
+            chunks: chunks for which `can_run` is true.
         """
         staged, num_rows, filled = self._staged[shape], len(chunks), []
         for row, chunk in enumerate(chunks):
-            assert isinstance(chunk.kv, PagedKv)  # noqa: S101 - it was taken
+            assert isinstance(chunk.kv, PagedKv)  # noqa: S101 - `can_run` has checked it
             end_token = chunk.end_token
             for rows, table in zip(staged.tables, chunk.kv.tables.by_group, strict=True):
                 count = ceil_div(end_token, table.page_tokens)
@@ -162,7 +165,7 @@ class DecodeStep:
 
     @torch.inference_mode()
     def run(self, shape: StepShape) -> None:
-        """Compute the rows that `fill` was given with this shape; nothing is waited for."""
+        """Enqueue the computation of the rows that `fill` wrote with this shape."""
         sheet = self._sheet(self._numbers, shape)
         buffered = []
         if self._has_buffers:
@@ -173,9 +176,9 @@ class DecodeStep:
         forward = DecodeForward(
             self._calibration,
             StepPlaces(new_tokens, buffered),
-            self._attention.over(self._spare_kv, self._pages[shape]),
+            self._attention.step_attention(self._spare_kv, self._pages[shape]),
         )
-        with under(forward):
+        with forward_context(forward):
             logits = self._call(
                 sheet.tokens.long().unsqueeze(0),
                 sheet.lengths.long().sub_(1).unsqueeze(0),
@@ -187,31 +190,31 @@ class DecodeStep:
         self._logits[: shape.rows].copy_(logits)
 
     def logits(self, num_rows: int) -> Tensor:
-        """Return the logits of the first rows that were computed last, as `ModelRunner.step`."""
+        """Return the last step's logits of the first rows, [num_rows, vocab] float32 on the CPU."""
         assert self._logits is not None, "logits of no step"  # noqa: S101
-        return copied_to_host(self._logits[:num_rows])
+        return copy_to_host(self._logits[:num_rows])
 
     def _sizes(self, shape: StepShape) -> list[int]:
-        """Return how many numbers the columns are, and the tables of each group."""
+        """Return the number of items of the columns, and of each group's table."""
         pages = [ceil_div(shape.reach, num_tokens) for num_tokens in self._page_tokens]
         return [shape.rows * count for count in (self._num_columns, *pages)]
 
-    def _divided(self, numbers: Tensor, shape: StepShape) -> tuple[Tensor, list[Tensor]]:
-        """View the columns, [columns, rows], and the tables of a shape."""
+    def _split(self, numbers: Tensor, shape: StepShape) -> tuple[Tensor, list[Tensor]]:
+        """View the columns, [columns, rows], and the tables, [rows, pages] each, of a shape."""
         sizes = self._sizes(shape)
         columns, *tables = numbers[: sum(sizes)].split_with_sizes(sizes)
         return columns.view(-1, shape.rows), [table.view(shape.rows, -1) for table in tables]
 
     def _sheet(self, numbers: Tensor, shape: StepShape) -> _Sheet:
-        """View the sheet of a shape in the memory that all of them share."""
-        columns, tables = self._divided(numbers, shape)
+        """View the sheet of a shape in the device memory that all shapes share."""
+        columns, tables = self._split(numbers, shape)
         tokens, lengths, write_slots = columns[:PLAIN_COLUMNS].unbind(0)
         return _Sheet(tokens, lengths, write_slots, columns[PLAIN_COLUMNS:], tables)
 
     def _staged_sheet(self, staged: Tensor, shape: StepShape) -> _Staged:
-        """View the sheet of a shape in the host's memory that all of them share."""
+        """View the sheet of a shape in the host memory that all shapes share."""
         num_items = sum(self._sizes(shape))
-        columns, tables = self._divided(staged, shape)
+        columns, tables = self._split(staged, shape)
         return _Staged(
             columns.numpy(),
             [table.numpy() for table in tables],
@@ -229,12 +232,13 @@ class DecodeStep:
         )
         return list(map(step.on, sheet.tables, self._page_tokens))
 
-    def _takes_buffer(self, buffer: WriteBuffer | None) -> bool:
+    def _supports_buffer(self, buffer: WriteBuffer | None) -> bool:
         return buffer is None or (self._has_buffers and buffer.keys is self._spare_buffer.keys)
 
     def _slots_of(self, chunk: Chunk) -> list[int]:
-        """Return where the chunk's token goes: in the write ring, and by group in working KV."""
-        assert isinstance(chunk.kv, PagedKv)  # noqa: S101 - it was taken
+        """Return the slots of the chunk's token: in the write ring, then by group in working KV."""
+        assert isinstance(chunk.kv, PagedKv)  # noqa: S101 - `can_run` has checked it
+
         position, buffer = chunk.kv.num_tokens, chunk.write_buffer
         if buffer is None or chunk.first_written_token > position:
             buffer, position = self._spare_buffer, 0

@@ -1,11 +1,12 @@
-"""GatheredForward: attends to history and new tokens as tensors, gathered from all sequences.
+"""GatheredForward: attention over history and new tokens, gathered from all sequences.
 
-For models that make something of what they cache before they attend to it (latent attention), and
-for models whose own attention runs, batched under a mask or one sequence at a time. A copy of all
-tokens per layer and step is the price, except for a lone sequence: it gets views.
+For models that transform what they cache before they attend to it (latent attention), and for
+models whose own attention runs, batched under a mask or one sequence at a time. The price is a copy
+of all tokens per layer and step, except for a lone sequence: it gets views.
 
-Sequences are handed over one after another, each one's new tokens behind its history; or all new
-tokens behind all histories (`Calibration.is_new_last`).
+The model receives the sequences one after another, each one's new tokens behind its history; or all
+new tokens behind all histories (`Calibration.is_new_last`). The chunks of a step are called *parts*
+here.
 """
 
 from collections.abc import Sequence
@@ -20,12 +21,12 @@ from inference_svc.runtime.compute.chunk import Chunk
 from inference_svc.runtime.compute.step_forward import StepForward
 from inference_svc.runtime.compute.step_places import StepPlaces
 from inference_svc.runtime.kv.layer_gate import StepClock
-from inference_svc.runtime.memory import placed_on
+from inference_svc.runtime.memory import copy_to_device
 from inference_svc.runtime.positions.recipes import Calibration
 
 
 class GatheredForward(StepForward):
-    """See the module docstring."""
+    """A forward whose attention reads tensors gathered from all sequences."""
 
     def __init__(
         self,
@@ -33,10 +34,10 @@ class GatheredForward(StepForward):
         chunks: Sequence[Chunk],
         clock: StepClock | None,
     ) -> None:
-        """Cut what each part's last token sees."""
+        """View the KV of each part up to its last token."""
         super().__init__(calibration, chunks, StepPlaces.of(chunks), clock)
         self._lengths = [chunk.end_token for chunk in chunks]
-        self._handed: Sequence[int] = range(len(chunks))  # parts whose tokens the model is given
+        self._expanded: Sequence[int] = range(len(chunks))  # parts whose KV the model receives
         self._is_new_last = calibration.is_new_last and len(chunks) > 1
         ends = [chunk.kv.num_tokens if self._is_new_last else chunk.end_token for chunk in chunks]
         cut = list(zip((chunk.kv for chunk in chunks), ends, strict=True))
@@ -45,39 +46,43 @@ class GatheredForward(StepForward):
         self._indexes = [kv.indexes.cut(0, end) for kv, end in cut if kv.indexes is not None]
         self._masks: Masks = {}
 
-    def cached(self, layer_index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Write as above; return all tokens of all parts, [1, kv_heads, sum_kv, dim] both."""
-        super().cached(layer_index, key, value)
+    def update_cache(self, layer_index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Write the new tokens as `StepForward` does, and gather the expanded parts.
+
+        Returns:
+            Keys and values of all tokens of the expanded parts, [1, kv_heads, sum_kv, dim] both.
+        """
+        super().update_cache(layer_index, key, value)
         for gate in self._gates:
             gate.wait(layer_index)
-        if not self._handed:
-            return key[:, :, :1], value[:, :, :1]  # as few as models take
+        if not self._expanded:
+            return key[:, :, :1], value[:, :, :1]  # models need one token at least
         keys, values = (
-            self._joined([cuts[part] for part in self._handed], layer_index, new)
+            self._join([cuts[part] for part in self._expanded], layer_index, new)
             for cuts, new in ((self._keys, key), (self._values, value))
         )
         return keys, values
 
-    def indexed(self, layer_index: int, index: Tensor) -> Tensor:
-        """Write as above; return index keys of all tokens of all parts, [1, sum_kv, index_dim]."""
-        super().indexed(layer_index, index)
+    def update_index(self, layer_index: int, index: Tensor) -> Tensor:
+        """Write as `StepForward` does; return all parts' index keys, [1, sum_kv, index_dim]."""
+        super().update_index(layer_index, index)
         for gate in self._gates:
             gate.wait(layer_index)
-        return self._joined(self._indexes, layer_index, index.unsqueeze(1))[:, 0]
+        return self._join(self._indexes, layer_index, index.unsqueeze(1))[:, 0]
 
-    def positions_before(self) -> Tensor | None:
-        """Return the positions of all histories.
+    def history_positions(self) -> Tensor | None:
+        """Return the positions of all histories' tokens, [history tokens]; None: there are none.
 
         Raises:
-            AssertionError: they do not stand before the new tokens, but each before its own.
+            AssertionError: the histories do not all stand before the new tokens.
         """
         if len(self._chunks) > 1 and not self._is_new_last:
             raise AssertionError("new tokens stand among those of other sequences")
         before = [position for chunk in self._chunks for position in range(chunk.kv.num_tokens)]
-        return placed_on(self._chunks[0].kv.device, torch.tensor(before)) if before else None
+        return copy_to_device(self._chunks[0].kv.device, torch.tensor(before)) if before else None
 
-    def _joined(self, cuts: Sequence[Sequence[Tensor]], layer_index: int, new: Tensor) -> Tensor:
-        """Return one layer's tokens of all parts, one after another, [1, kv_heads, sum_kv, dim]."""
+    def _join(self, cuts: Sequence[Sequence[Tensor]], layer_index: int, new: Tensor) -> Tensor:
+        """Concatenate one layer's tokens of all parts, [1, kv_heads, sum_kv, dim]."""
         if len(cuts) == 1:
             return cuts[0][layer_index]
         last = [new] if self._is_new_last else []
@@ -86,7 +91,7 @@ class GatheredForward(StepForward):
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, _mask: Any, options: dict[str, Any]
     ) -> Tensor:
-        """Attend each part to what the model made of its KV.
+        """Attend each part to the keys and values that the model made of its KV.
 
         Args:
             query: [1, heads, tokens, head_dim].
@@ -98,26 +103,26 @@ class GatheredForward(StepForward):
         Returns:
             [1, tokens, heads, value_dim]
         """
-        _, asked = self._next_call(options)
+        _, call_options = self._next_call(options)
         queries = query.split_with_sizes(self._sizes, 2)
         keys = key.split_with_sizes(self._lengths, 2)
         values = value.split_with_sizes(self._lengths, 2)
         attended = [
-            attend_uneven(*part, asked, self._masks).transpose(1, 2)
+            attend_uneven(*part, call_options, self._masks).transpose(1, 2)
             for part in zip(queries, keys, values, strict=True)
         ]
         if self._is_scored:
-            self._report(queries, keys, asked)
+            self._report(queries, keys, call_options)
         return torch.cat(attended, dim=1)
 
 
 def attend_uneven(
     query: Tensor, keys: Tensor, values: Tensor, options: AttentionOptions, masks: Masks
 ) -> Tensor:
-    """Attend as `softmax_attention.attend`, where keys and values may differ in width.
+    """Attend like `softmax_attention.attend` with keys and values that may differ in width.
 
-    On the CPU the narrower are padded with zeros: the fast kernel takes equal widths only, and
-    torch's kernels for others take 2 to 15 times as long.
+    On the CPU the narrower ones are padded with zeros: torch's fast kernel needs equal widths, and
+    its other kernels take 2 to 15 times as long.
 
     Args:
         query: [1, heads, tokens, head_dim].
@@ -132,20 +137,28 @@ def attend_uneven(
     key_dim, value_dim = query.shape[3], values.shape[3]
     if key_dim == value_dim or query.device.type != "cpu":
         return attend(query, keys, values, options, masks)
-    asked = options._replace(scale=key_dim**-0.5 if options.scale is None else options.scale)
+    # The default scale depends on the width of the keys as they are without padding.
+    scaled = options._replace(scale=key_dim**-0.5 if options.scale is None else options.scale)
     if key_dim > value_dim:
         values = pad(values, (0, key_dim - value_dim))
-        return attend(query, keys, values, asked, masks)[..., :value_dim]
+        return attend(query, keys, values, scaled, masks)[..., :value_dim]
     query, keys = (pad(narrow, (0, value_dim - key_dim)) for narrow in (query, keys))
-    return attend(query, keys, values, asked, masks)
+    return attend(query, keys, values, scaled, masks)
 
 
 def block_causal_mask(
     chunks: Sequence[Chunk], dtype: torch.dtype, device: torch.device, *, new_last: bool = False
 ) -> Tensor:
-    """Return [1, 1, tokens, sum_kv], added to scores: each token sees its own part up to itself.
+    """Return an additive mask under which each token sees its own sequence up to itself.
 
-    Keys are in the order of `GatheredForward`.
+    Args:
+        chunks: the chunks of the step.
+        dtype: element type of the mask.
+        device: device of the mask.
+        new_last: whether all new tokens stand behind all histories (`Calibration.is_new_last`).
+
+    Returns:
+        [1, 1, tokens, sum_kv], with keys in the order of `GatheredForward`.
     """
     num_tokens = sum(len(chunk.token_ids) for chunk in chunks)
     num_keys = sum(chunk.end_token for chunk in chunks)
@@ -162,10 +175,10 @@ def block_causal_mask(
 
 
 def causal_block(size: int, length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return [size, length], added to scores: the last `size` tokens see keys up to themselves.
+    """Return an additive mask, [size, length]: the last `size` tokens see keys up to themselves.
 
-    What is hidden gets the least finite number, as in Transformers' own masks: some models take the
-    mask for a table of what to hide.
+    Hidden keys get the least finite number, as in Transformers' own masks: some models read the
+    mask as a table of the keys to hide.
     """
     hidden = torch.finfo(dtype).min
     block = torch.full((size, length), hidden, dtype=dtype, device=device)

@@ -1,6 +1,6 @@
-"""Compiles grammars against a model's vocabulary, which takes from a millisecond to a second.
+"""Grammar compilation against a model's vocabulary: takes from a millisecond to a second.
 
-Between the members of a JSON document there may be few blanks (`BLANKS`): small models would
+JSON grammars allow only a few blanks between members (`BLANKS`): small models would otherwise
 write blanks for ever.
 
 *Source:* llguidance.
@@ -16,23 +16,24 @@ from inference_svc.core.errors import InvalidGrammarError
 from inference_svc.core.grammar import Grammar, GrammarKind
 from inference_svc.core.tools.bound_calls import BoundCalls
 from inference_svc.core.tools.parts import BLANKS
-from inference_svc.runtime.compute.answer_grammar import AnswerGrammar, CallGrammar, short
+from inference_svc.runtime.compute.answer_grammar import AnswerGrammar, CallGrammar, one_line
 from inference_svc.runtime.worker_thread import WorkerThread
 
-MAX_KEPT = 256  # compiled grammars of calls: agents offer the same tools with every turn
-# Masks of fewer tokens are found when they are wanted: of 4096, another thread took 5 % more CPU
-# time a token, and no answer came sooner. Of these it takes less (bench/README.md, "decode").
+MAX_CACHED = 256  # compiled grammars of calls: agents offer the same tools with every turn
+# Vocabulary size from which masks are computed on a thread. Smaller masks are computed when they
+# are needed: with 4096 tokens, the thread took 5 % more CPU time per token, and no answer came
+# sooner. From this size on the thread saves time (bench/README.md, "decode").
 OVERLAP_TOKENS = 32_768
 
 
 class Grammars:
-    """Compiles grammars for one model, on a thread of its own: nobody's text waits for it.
+    """The grammars of one model, compiled on a thread of their own so that no stream stalls.
 
     Args:
-        tokenizer: the model's; None: it has none.
+        tokenizer: the model's tokenizer; None: it has none.
         vocab_size: number of the model's token ids.
         eos_ids: ids of its end-of-turn tokens.
-        overlap_tokens: masks of vocabularies as large as this are found while the model computes.
+        overlap_tokens: vocabulary size from which masks are computed while the model computes.
     """
 
     def __init__(
@@ -47,77 +48,87 @@ class Grammars:
         self._eos_ids = sorted(eos_ids)
         self._lock = threading.Lock()
         self._thread = WorkerThread("grammars")
-        # Another one: a step would wait for what is compiled.
+        # Not the same thread: a step's masks would wait for a grammar that is being compiled.
         self._mask_thread = WorkerThread("masks") if vocab_size >= overlap_tokens else None
-        self._vocabulary: Any | None = None  # read when the first grammar comes: it takes a while
-        self._rests: OrderedDict[str, AnswerGrammar] = OrderedDict()  # by source, used last last
+        self._vocabulary: Any | None = None  # loaded with the first grammar, since that is slow
+        # Grammars of calls by source, the least recently used first.
+        self._cache: OrderedDict[str, AnswerGrammar] = OrderedDict()
 
     def close(self) -> None:
-        """End the threads, after the calls they run."""
+        """End the threads, once the calls that they run are finished."""
         self._thread.close()
         if self._mask_thread is not None:
             self._mask_thread.close()
 
-    async def compiled(self, grammar: Grammar | None) -> AnswerGrammar | None:
-        """Compile the grammar of an answer, on the thread; None if it has none.
+    async def compile_on_thread(self, grammar: Grammar | None) -> AnswerGrammar | None:
+        """Compile the grammar of an answer on the thread; None if the answer has no grammar.
 
         Raises:
-            InvalidGrammarError: it is none, or this model cannot have any.
+            InvalidGrammarError: the grammar is malformed, or this model supports no grammars.
         """
         return None if grammar is None else await self._thread.run(self.compile, grammar)
 
     @cached_property
     def problem(self) -> str:
-        """Why this model cannot have any; "" if it can. Reads the vocabulary; any thread may."""
+        """Why this model supports no grammars; "" if it does.
+
+        Loads the vocabulary, which takes a while; any thread may call it.
+        """
         try:
-            self._read()
+            self._load_vocabulary()
         except InvalidGrammarError as error:
             return str(error)
         return ""
 
-    async def bound(
+    async def compile_calls_on_thread(
         self, calls: BoundCalls | None, marks: Mapping[int, str], begun: str
     ) -> CallGrammar | None:
-        """Compile the grammars of an answer's calls, on the thread; None if it may have none.
+        """Compile the grammars of an answer's calls on the thread; None without calls.
 
         Args:
-            calls: what it may call; None: nothing.
-            marks: special tokens that its text has, by their ids.
-            begun: text that the prompt has written of the answer.
+            calls: the tools that the answer may call; None: it is not constrained.
+            marks: special tokens that are part of the answer's text, by their ids.
+            begun: the beginning of the answer, where the prompt already contains it.
 
         Raises:
-            InvalidGrammarError: the schema of a strict tool is none, or too long; or this model
-                cannot have any.
+            InvalidGrammarError: the schema of a strict tool is malformed or too long; or this model
+                supports no grammars.
         """
-        return None if calls is None else await self._thread.run(self.bind, calls, marks, begun)
+        return (
+            None
+            if calls is None
+            else await self._thread.run(self.compile_calls, calls, marks, begun)
+        )
 
-    def bind(self, calls: BoundCalls, marks: Mapping[int, str], begun: str = "") -> CallGrammar:
-        """Compile the grammars of an answer's calls; see `bound`. Any thread may."""
+    def compile_calls(
+        self, calls: BoundCalls, marks: Mapping[int, str], begun: str = ""
+    ) -> CallGrammar:
+        """Compile the grammars of calls on any thread; see `compile_calls_on_thread`."""
         special = {mark: token_id for token_id, mark in marks.items()}
-        rests = {which: self._kept(grammar) for which, grammar in calls.grammars(special)}
-        return CallGrammar(calls, rests, self._bytes_of(marks), begun)
+        continuations = {which: self._cached(grammar) for which, grammar in calls.grammars(special)}
+        return CallGrammar(calls, continuations, self._bytes_of(marks), begun)
 
-    def _kept(self, grammar: Grammar) -> AnswerGrammar:
-        """Return a compiled grammar that is only to be copied."""
+    def _cached(self, grammar: Grammar) -> AnswerGrammar:
+        """Return a compiled grammar from the cache; the caller copies it and never advances it."""
         with self._lock:
-            found = self._rests.get(grammar.source)
+            found = self._cache.get(grammar.source)
         if found is None:
             grammar.check()
             found = self.compile(grammar)
         with self._lock:
-            self._rests[grammar.source] = found
-            self._rests.move_to_end(grammar.source)
-            if len(self._rests) > MAX_KEPT:
-                self._rests.popitem(last=False)
+            self._cache[grammar.source] = found
+            self._cache.move_to_end(grammar.source)
+            if len(self._cache) > MAX_CACHED:
+                self._cache.popitem(last=False)
         return found
 
     def _bytes_of(self, marks: Mapping[int, str]) -> Callable[[int], bytes]:
-        """Return what tells the bytes of the text that a token adds to an answer.
+        """Return a function from a token's id to the bytes that it adds to an answer's text.
 
         Args:
-            marks: special tokens that it has; others are not shown.
+            marks: special tokens that are part of the text; all others add nothing.
         """
-        vocabulary, tokenizer = self._read(), self._tokenizer
+        vocabulary, tokenizer = self._load_vocabulary(), self._tokenizer
         assert tokenizer is not None, "it has a vocabulary"  # noqa: S101
         num_tokens = len(tokenizer)
         shown = {token_id: mark.encode() for token_id, mark in marks.items()}
@@ -133,28 +144,28 @@ class Grammars:
         return bytes_of
 
     def compile(self, grammar: Grammar) -> AnswerGrammar:
-        """Compile a grammar for one answer; any thread may.
+        """Compile a grammar for one answer; any thread may call it.
 
         Raises:
-            InvalidGrammarError: it is none, or this model cannot have any.
+            InvalidGrammarError: the grammar is malformed, or this model supports no grammars.
         """
-        vocabulary = self._read()
-        from llguidance import LLMatcher
+        vocabulary = self._load_vocabulary()
+        from llguidance import LLMatcher  # optional: see `_vocabulary_of`
 
         try:
             source = _SOURCES[grammar.kind](LLMatcher, grammar.source)
-        except ValueError as error:  # the schema is no JSON
+        except ValueError as error:  # the schema is not JSON
             raise _invalid(str(error)) from error
         matcher = LLMatcher(vocabulary, source, log_level=0)
         if matcher.is_error():
             raise _invalid(matcher.get_error())
         return AnswerGrammar(matcher, vocabulary, self._mask_thread)
 
-    def _read(self) -> Any:
-        """Return the vocabulary as llguidance has it.
+    def _load_vocabulary(self) -> Any:
+        """Return the llguidance tokenizer, which the first call makes.
 
         Raises:
-            InvalidGrammarError: it cannot be read.
+            InvalidGrammarError: it cannot be made of this model's tokenizer.
         """
         with self._lock:
             if self._vocabulary is None:
@@ -177,7 +188,7 @@ class Grammars:
             ) from error
         except ValueError as error:
             raise InvalidGrammarError(
-                f"the model's tokenizer has no vocabulary for grammars ({short(str(error))})",
+                f"the model's tokenizer has no vocabulary for grammars ({one_line(str(error))})",
                 "leave the grammar out",
             ) from error
 
@@ -191,5 +202,7 @@ _SOURCES = {
 }
 
 
-def _invalid(said: str) -> InvalidGrammarError:
-    return InvalidGrammarError(f"the grammar cannot be kept to ({short(said)})", "send another one")
+def _invalid(message: str) -> InvalidGrammarError:
+    return InvalidGrammarError(
+        f"the grammar cannot be kept to ({one_line(message)})", "send another one"
+    )

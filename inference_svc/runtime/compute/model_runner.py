@@ -1,26 +1,28 @@
 """ModelRunner: runs the model over the next tokens of several sequences, in the calibrated mode.
 
 A forward takes chunks one after another in a batch of one: input_ids and position_ids are
-[1, tokens]. Linear layers see one long sequence; rotary embedding goes by position_ids; each chunk
-attends to its own KV only. How many chunks a forward takes, and how they attend, is the mode
-(`Calibration.mode`):
+[1, tokens]. Linear layers see one long sequence, rotary embedding uses position_ids, and each chunk
+attends to its own KV only. The mode (`Calibration.mode`) decides how many chunks a forward takes
+and how they attend:
 
-    ragged   all chunks; attention reads each sequence's KV where it lies
-    latent   all chunks; attention reads each sequence's latents where they lie
-    indexed  as many as a context window holds the tokens of; the same, of tokens that are chosen
+    ragged   all chunks; attention reads each sequence's KV in place
+    latent   all chunks; attention reads each sequence's latents in place
+    indexed  as many as fit into one context window; like latent, over chosen tokens only
     gather   all chunks; attention reads KV gathered from all sequences
-    masked   as many as a context window holds the tokens of; the model's own attention, masked
+    masked   as many as fit into one context window; the model's own attention, masked
     single   one; the model's own attention, masks and positions
-    own      one; the same over the model's own cache (`own_forward.py`)
+    own      one; like single, over the model's own cache (`own_forward.py`)
 
-Modules that go on from states do so sequence by sequence (`step_states.py`).
+Modules with recurrent states run sequence by sequence (`step_states.py`).
 
-What happens within a forward is in `step_forward.py`. Steps that a graph was captured for are
-replayed (`decode_graphs.py`), which gives the same numbers.
+`step_forward.py` describes what happens within a forward. Steps for which a graph was captured are
+replayed (`decode_graphs.py`) and give the same numbers.
 
-Invariants: 1. `num_tokens` of sequences' KV, their states, and `end_token` of write buffers move
-only after all forwards of a step succeeded; 2. a position is a token slot of the sequence's KV; 3.
-exactly one thread calls `step`, and it alone appends in the meantime.
+Invariants:
+1. `num_tokens` of sequences' KV, their states, and `end_token` of write buffers advance only after
+   all forwards of a step have succeeded;
+2. a position is a token slot of the sequence's KV;
+3. exactly one thread calls `step`, and nothing else appends to the sequences meanwhile.
 """
 
 from collections.abc import Iterator, Sequence
@@ -40,9 +42,9 @@ from inference_svc.runtime.compute.latent_forward import LatentForward
 from inference_svc.runtime.compute.own_forward import OwnForward
 from inference_svc.runtime.compute.step_forward import RaggedForward, StepForward
 from inference_svc.runtime.kv.layer_gate import StepClock
-from inference_svc.runtime.memory import copied_to_host, placed_on
+from inference_svc.runtime.memory import copy_to_device, copy_to_host
 from inference_svc.runtime.model.capture import ForwardCall, taking_states
-from inference_svc.runtime.model.forward import under
+from inference_svc.runtime.model.forward import forward_context
 from inference_svc.runtime.model.model_loader import LoadedModel
 from inference_svc.runtime.positions.recipes import MASKED_MODES, Calibration
 
@@ -51,8 +53,8 @@ class ModelRunner:
     """Runs steps of one calibrated model.
 
     Attributes:
-        graphs: what replays steps; None: each is computed anew.
-        num_replayed: number of steps that were replayed.
+        graphs: the captured decode steps; None: every step is computed.
+        num_replayed: number of steps that were replayed from a graph.
     """
 
     def __init__(
@@ -62,7 +64,7 @@ class ModelRunner:
         attention: AttentionBackend | None = None,
         graphs: DecodeGraphs | None = None,
     ) -> None:
-        """Store the parts; without `attention`, the portable one."""
+        """Store the parts; without `attention`, attention in plain torch is used."""
         self.graphs = graphs
         self.num_replayed = 0
         self._loaded = loaded
@@ -76,35 +78,38 @@ class ModelRunner:
 
         Args:
             chunks: chunks of different sequences, whose KV has room for them.
-            clock: the gate that is opened layer by layer, once all chunks' tokens of a layer are
-            written; left as it is if the step fails.
+            clock: a gate that is opened layer by layer, once all chunks' tokens of a layer are
+                written; left as it is if the step fails.
 
         Returns:
             [n, vocab] logits, float32 on the CPU: those after the last token of each chunk that
-            wants them, or after each of its tokens (`Chunk.want_all`), chunk by chunk. To be used
-            only once the sequences' gates are confirmed.
+            wants them, or after each of its tokens (`Chunk.want_all`), chunk by chunk. The caller
+            may use them only once the sequences' gates are confirmed.
 
         Raises:
-            whatever the model or a gate raises; KV and write buffers are then as they were.
+            Exception: from the model or a gate; KV and write buffers are then as they were.
         """
         check_chunks(chunks)
         logits = None if self.graphs is None else self.graphs.step(chunks, clock)
         if logits is None:
-            logits = self._computed(chunks, clock)
+            logits = self._compute(chunks, clock)
         else:
             self.num_replayed += 1
         commit_chunks(chunks)
         return logits
 
-    def _computed(self, chunks: Sequence[Chunk], clock: StepClock | None) -> Tensor:
-        """Run as many forwards as it takes; see `step`."""
+    def _compute(self, chunks: Sequence[Chunk], clock: StepClock | None) -> Tensor:
+        """Run as many forwards as the mode needs; see `step`."""
         groups = list(self._groups(chunks))
+        # A layer of the step is written once the last forward has written it.
         clocks = [None] * (len(groups) - 1) + [clock]
-        logits = [self._run(group, its) for group, its in zip(groups, clocks, strict=True)]
+        logits = [
+            self._run(group, group_clock) for group, group_clock in zip(groups, clocks, strict=True)
+        ]
         return logits[0] if len(logits) == 1 else torch.cat(logits)
 
     def _groups(self, chunks: Sequence[Chunk]) -> Iterator[Sequence[Chunk]]:
-        """Divide chunks into those that one forward takes."""
+        """Divide the chunks among forwards, in order."""
         mode, window = self._calibration.mode, self._loaded.context_window
         if mode in {"ragged", "latent", "gather"} or len(chunks) == 1:
             yield chunks
@@ -120,7 +125,7 @@ class ModelRunner:
         yield group
 
     def _run(self, chunks: Sequence[Chunk], clock: StepClock | None) -> Tensor:
-        """Run one forward, as `StepForward` has it; return [n, vocab] logits, see `step`."""
+        """Run one forward; return [n, vocab] logits as `step` does."""
         mode, device = self._calibration.mode, self._loaded.device
         ends = list(accumulate(len(chunk.token_ids) for chunk in chunks))
         token_ids = [token_id for chunk in chunks for token_id in chunk.token_ids]
@@ -137,23 +142,24 @@ class ModelRunner:
             options["attention_mask"] = block_causal_mask(
                 chunks, self._loaded.dtype, device, new_last=self._calibration.is_new_last
             )
-        forward = self._forward(chunks, clock)
+        forward = self._make_forward(chunks, clock)
+        # A model that makes its own masks and positions asks the cache how long the history is.
         claimed = chunks[0].kv.num_tokens if mode == "single" else 0
         cache = forward.cache if isinstance(forward, OwnForward) else self._call.cache(claimed)
-        with under(forward), _pooling(chunks):
+        with forward_context(forward), _pooling_context(chunks):
             logits = self._call(
-                placed_on(device, torch.tensor([token_ids])),
-                placed_on(device, torch.tensor([positions])),
-                placed_on(device, torch.tensor(row_indices, dtype=torch.long)),
+                copy_to_device(device, torch.tensor([token_ids])),
+                copy_to_device(device, torch.tensor([positions])),
+                copy_to_device(device, torch.tensor(row_indices, dtype=torch.long)),
                 cache,
                 **options,
             )
         forward.finish()
         logits = logits.float()
-        return logits if logits.device.type == "cpu" else copied_to_host(logits)
+        return logits if logits.device.type == "cpu" else copy_to_host(logits)
 
-    def _forward(self, chunks: Sequence[Chunk], clock: StepClock | None) -> StepForward:
-        """Make the forward that the capture hooks report to."""
+    def _make_forward(self, chunks: Sequence[Chunk], clock: StepClock | None) -> StepForward:
+        """Make the forward object that the model's capture hooks call."""
         if self._calibration.mode == "ragged":
             return RaggedForward(self._calibration, self._attention, chunks, clock)
         if self._calibration.mode == "own":
@@ -163,22 +169,27 @@ class ModelRunner:
         return GatheredForward(self._calibration, chunks, clock)
 
 
-def _pooling(chunks: Sequence[Chunk]) -> AbstractContextManager[None]:
+def _pooling_context(chunks: Sequence[Chunk]) -> AbstractContextManager[None]:
     if all(chunk.pooler is None for chunk in chunks):
         return nullcontext()
     return taking_states(partial(_pool, chunks))
 
 
 def _pool(chunks: Sequence[Chunk], states: Tensor) -> Tensor:
-    """Hand rows to the chunks' poolers; return those of the others.
+    """Pass hidden states to the chunks' poolers.
 
     Args:
-        chunks: those of the forward.
-        states: [1, rows, hidden], the chunks' rows one after another.
+        chunks: the chunks of the forward.
+        states: [1, rows, hidden] hidden states of the last layer, the chunks' rows in order.
+
+    Returns:
+        [1, rows, hidden] of the chunks without a pooler, for which logits are computed.
     """
     rows = states[0].split_with_sizes([chunk.num_rows for chunk in chunks])
-    for chunk, its in zip(chunks, rows, strict=True):
+    for chunk, chunk_rows in zip(chunks, rows, strict=True):
         if chunk.pooler is not None:
-            chunk.pooler.note(its, chunk.end_token)
-    left = [its for chunk, its in zip(chunks, rows, strict=True) if chunk.pooler is None]
-    return torch.cat(left).unsqueeze(0) if left else states[:, :0]
+            chunk.pooler.note(chunk_rows, chunk.end_token)
+    unpooled = [
+        chunk_rows for chunk, chunk_rows in zip(chunks, rows, strict=True) if chunk.pooler is None
+    ]
+    return torch.cat(unpooled).unsqueeze(0) if unpooled else states[:, :0]

@@ -1,4 +1,4 @@
-"""The forward of a model over its own cache: made of what is stored, and taken apart behind it."""
+"""OwnForward: runs a model over its own cache, restored from working KV and saved back to it."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -18,7 +18,7 @@ from inference_svc.runtime.positions.recipes import Calibration
 
 
 class OwnForward(StepForward):
-    """Runs one sequence; what is kept of it is described in `kv/own_layers.py`."""
+    """A forward of one sequence; `kv/own_layers.py` describes how its cache is stored."""
 
     def __init__(
         self,
@@ -27,13 +27,13 @@ class OwnForward(StepForward):
         clock: StepClock | None,
         config: Any,
     ) -> None:
-        """Make the model's cache, and have it hold what the sequence has by now.
+        """Make the model's cache, and restore the sequence's history into it.
 
         Args:
-            calibration: what is known of the model.
-            chunk: what the forward computes.
-            clock: the gate that it opens, once the model has run; None: nobody follows it.
-            config: the model's, by which Transformers makes its cache.
+            calibration: the model's calibration.
+            chunk: the chunk to compute.
+            clock: a gate that is opened once the model has run; None: no save follows the step.
+            config: the model's Transformers configuration, from which its cache is made.
         """
         super().__init__(calibration, [chunk], StepPlaces.of([chunk]), clock)
         self._own_layers = calibration.own_layers
@@ -41,38 +41,38 @@ class OwnForward(StepForward):
         self._tokens = (chunk.kv.num_tokens, chunk.end_token)
         self.cache = DynamicCache(config=config)
         if chunk.kv.num_tokens:
-            self._fill()
+            self._restore_cache()
 
-    def rotated(self, *_call: Any) -> None:
-        """Keep nothing: what is stored is as the model's cache has it."""
+    def on_rotary(self, *_call: Any) -> None:
+        """Ignore the call: keys are stored as the model's cache holds them."""
 
     def finish(self) -> None:
-        """Write what the cache holds by now to working KV and states.
+        """Write the contents of the cache to working KV and states.
 
         Raises:
-            AssertionError: it keeps something else than calibration has seen.
+            AssertionError: the cache holds something that calibration has not seen.
         """
         device, rows = self._kv.device, []
         for own, layer in self._layers_of_cache():
             for place, state in own.states(layer):
-                self.new_state(place, state.to(device))
+                self.update_state(place, state.to(device))
             rows += [part.to(device) for part in own.rows(layer, *self._tokens)]
         if rows:
             widths = [dim for _, dim in self._layers[0].shape.parts]
             side_by_side = torch.cat(rows, 1)[None, None]
             padded = pad(side_by_side, (0, sum(widths) - side_by_side.shape[-1]))
-            self.cached(0, *padded.split_with_sizes(widths, -1))
+            self.update_cache(0, *padded.split_with_sizes(widths, -1))
         super().finish()
 
-    def _fill(self) -> None:
-        """Put together what is stored, once loads have brought it."""
+    def _restore_cache(self) -> None:
+        """Fill the cache from working KV and states, once their load has arrived."""
         for gate in self._gates:
             gate.wait(0)
         parts = (self._kv.keys, self._kv.values)
         rows = torch.cat([part.read(0, 0, self._tokens[0])[:, 0] for part in parts], 1)
         first = 0
         for own, layer in self._layers_of_cache():
-            own.fill(layer, self._read, rows[:, first : first + own.row_width])
+            own.fill(layer, self._read_state, rows[:, first : first + own.row_width])
             first += own.row_width
 
     def _layers_of_cache(self) -> Iterator[tuple[OwnLayer, Any]]:
@@ -80,7 +80,7 @@ class OwnForward(StepForward):
         for own in self._own_layers:
             yield own, layers[own.index]
 
-    def _read(self, place: StatePlace) -> Tensor:
+    def _read_state(self, place: StatePlace) -> Tensor:
         state = self.state(place)
         if state is None:
             raise AssertionError(f"a sequence with tokens has no state at {place}")

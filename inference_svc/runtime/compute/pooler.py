@@ -1,7 +1,9 @@
-"""Pooler: makes one vector of what leaves the last layer for the tokens of a sequence.
+"""Pooler: pools the last layer's hidden states of a sequence into one embedding vector.
 
-Invariants: 1. a token counts once: nothing counts before `commit`, and what is computed again is
-not counted again; 2. tokens come in order.
+Invariants:
+1. a token counts once: nothing counts before `commit`, and tokens that are computed again do not
+   count again;
+2. tokens come in order.
 """
 
 import torch
@@ -11,19 +13,19 @@ from inference_svc.runtime.model.pooling import Pooling, PoolingMode
 
 
 class Pooler:
-    """Pools one sequence; see the module docstring.
+    """The pooled sum of one sequence's hidden states.
 
-    Belongs to a request. All but `vector` is called by the compute thread while a step runs.
+    Belongs to a request. The compute thread calls all methods but `vector` while a step runs.
 
     Args:
-        pooling: how.
+        pooling: the model's pooling mode.
         num_tokens: number of the sequence's tokens.
     """
 
     def __init__(self, pooling: Pooling, num_tokens: int) -> None:
         self._pooling = pooling
         self._num_tokens = num_tokens
-        self._end = 0  # position after the last token that counted
+        self._end = 0  # position after the last token that has counted
         self._sum: Tensor | None = None  # [hidden] float32
         self._noted: tuple[int, Tensor] | None = None  # the step's end, and its sum
 
@@ -33,17 +35,22 @@ class Pooler:
         return self._end == self._num_tokens
 
     def num_rows(self, first_token: int, end_token: int) -> int:
-        """Return of how many of the last tokens of a chunk the states are wanted."""
+        """Return the number of a chunk's last tokens whose hidden states are needed.
+
+        Args:
+            first_token: position of the chunk's first token.
+            end_token: position after its last token.
+        """
         if self._pooling.mode is PoolingMode.LAST:
             return int(end_token == self._num_tokens)
         return max(0, end_token - max(first_token, self._end))
 
     def note(self, rows: Tensor, end_token: int) -> None:
-        """Take the states of the last tokens of a chunk; counted by `commit`.
+        """Add the hidden states of a chunk's last tokens; `commit` makes them count.
 
         Args:
             rows: [num_rows, hidden].
-            end_token: position after the last of them.
+            end_token: position after the last of these tokens.
         """
         states = rows.float()
         if self._pooling.mode is PoolingMode.WEIGHTED_MEAN:
@@ -52,7 +59,7 @@ class Pooler:
         self._noted = end_token, states.sum(0)
 
     def commit(self) -> None:
-        """Count what the step noted: it succeeded."""
+        """Count the tokens of the last `note`: their step has succeeded."""
         if self._noted is None:
             return
         end_token, added = self._noted
@@ -62,7 +69,7 @@ class Pooler:
             self._end = end_token
 
     def vector(self) -> Tensor:
-        """Return the embedding, [hidden] float32 on the CPU; all tokens have counted."""
+        """Return the embedding, [hidden] float32 on the CPU; `is_complete` has to be true."""
         assert self._sum is not None, "nothing has counted"  # noqa: S101
         weight = {
             PoolingMode.LAST: 1,

@@ -1,13 +1,13 @@
-"""Chooses the next token from a row of logits.
+"""Sampling: chooses the next token from a row of logits.
 
-Everything is computed in numpy on the CPU in float64 from float32 logits: the same on every device.
-The draw of step i is a hash of (seed, i), not a generator's state, so that a replayed turn draws
-the same numbers.
+Everything is computed in numpy on the CPU, in float64 from float32 logits: results are the same on
+every device. The random number of step i is a hash of (seed, i), not a generator's state, so that a
+replayed turn draws the same numbers.
 
-Order: repetition penalty; bias, frequency and presence penalty (`TokenOffsets`); the ends that come
-too early; what the grammar does not allow; temperature, top-k, top-p, min-p. Greedy decoding takes
-the most likely token after the first four. Log-probabilities are of the model's own distribution,
-before any of these.
+Order: 1. repetition penalty; 2. bias, frequency and presence penalty (`TokenOffsets`); 3. end
+tokens before `min_tokens` are masked; 4. tokens that the grammar does not allow are masked;
+5. temperature, top-k, top-p, min-p. Greedy decoding takes the most likely token after step 4.
+Reported log-probabilities are those of the model's own distribution, before any of these.
 """
 
 import hashlib
@@ -32,7 +32,7 @@ class Sampled(NamedTuple):
     Attributes:
         logprob: natural log of its probability, at most 0; None unless requested.
         top: the most likely tokens' ids with their log-probabilities, most likely first.
-        is_in_call: whether it is within a call that the answer is bound to, and does not end it.
+        is_in_call: whether the token is inside a constrained tool call, and does not end it.
     """
 
     token_id: int
@@ -42,7 +42,7 @@ class Sampled(NamedTuple):
 
 
 class TokenOffsets:
-    """What is added to each token's logit: its bias, less the penalties of an answer that has it.
+    """Offsets added to logits: each token's bias, less its penalties for repeating in the answer.
 
     The penalties count the tokens of the answer, not those of the prompt: a token that was drawn
     c > 0 times loses frequency_penalty * c + presence_penalty.
@@ -51,7 +51,7 @@ class TokenOffsets:
     vLLM counts the same tokens.
 
     Attributes:
-        values: [vocab]
+        values: [vocab] float32.
     """
 
     def __init__(self, params: SamplingParams, vocab_size: int) -> None:
@@ -62,7 +62,7 @@ class TokenOffsets:
             self.values[token_id] = bias
 
     def count(self, token_id: int) -> None:
-        """Count a token of the answer."""
+        """Count a token of the answer, and update its penalty."""
         params = self._params
         self._counts[token_id] += 1
         penalty = params.frequency_penalty * self._counts[token_id] + params.presence_penalty
@@ -70,16 +70,16 @@ class TokenOffsets:
 
 
 class Sampler:
-    """Samples one turn's answer, and holds what it has drawn so far.
+    """The sampler of one turn's answer, with its counts of drawn tokens.
 
-    It is the request's from its arrival to its end, and counts what it draws itself: the request's
-    tokens are fewer after a discard in the middle of the answer. So a turn that was preempted, that
-    has outgrown its window, or whose history had to be computed after all goes on as it would have.
+    A request keeps its sampler from arrival to end. The sampler counts its own draws, because a
+    discard in the middle of the answer removes tokens from the request. So a turn continues exactly
+    as it would have after a preemption, a truncation, or a load that failed and was recomputed.
 
     Args:
-        params: the turn's.
+        params: the turn's sampling parameters.
         eos_ids: ids of the model's end-of-turn tokens.
-        grammar: keeps the answer within its grammar, or its calls; None: it has none.
+        grammar: constrains the answer, or its tool calls; None: any token may come.
     """
 
     def __init__(
@@ -93,26 +93,26 @@ class Sampler:
         self._grammar = grammar
         self._adjusts = params.has_offsets or params.repetition_penalty != 1.0
         self._end_ids = sorted(params.end_ids(eos_ids)) if params.min_tokens else []
-        self._offsets: TokenOffsets | None = None  # made by the first step that wants any
+        self._offsets: TokenOffsets | None = None  # made by the first step that needs them
 
     def start(self) -> None:
-        """Begin what the next token needs beside its logits, while these are computed."""
+        """Start to compute the grammar's mask, while the model computes the logits."""
         if self._grammar is not None:
             self._grammar.start_mask()
 
     def sample(self, logits_row: Tensor, prior_token_ids: Sequence[int]) -> Sampled:
-        """Choose the next token.
+        """Choose the next token, and count it.
 
         Args:
             logits_row: [vocab] float32.
             prior_token_ids: prompt and answer so far, for the repetition penalty.
 
         Raises:
-            EngineFailedError: if no logit is finite, as when a half-precision model overflows, or
-                the answer's grammar failed.
+            EngineFailedError: the best logit is not finite, as when a half-precision model
+                overflows; or the answer's grammar failed.
         """
         logits = logits_row.numpy(force=True)
-        best = int(logits.argmax())  # the first of equals, and the first NaN
+        best = int(logits.argmax())  # the first among equals; the first NaN if there is one
         if not np.isfinite(logits[best]):
             raise EngineFailedError(
                 "the model computed logits that are not finite",
@@ -122,9 +122,10 @@ class Sampler:
         is_free = grammar is None or grammar.is_free
         was_in_call = grammar is not None and grammar.is_in_call
         if self._adjusts or self._step < params.min_tokens or not is_free:
-            adjusted = self._adjusted(logits, prior_token_ids)
+            adjusted = self._adjust(logits, prior_token_ids)
             best = int(adjusted.argmax())
         chosen = best if params.temperature == 0 else self._draw(adjusted)
+        # A call grammar masks nothing outside of calls: it may refuse the token that begins one.
         while grammar is not None and not grammar.accept(chosen):
             adjusted = adjusted.copy()
             adjusted[chosen] = -np.inf
@@ -137,43 +138,52 @@ class Sampler:
         is_in_call = was_in_call and grammar is not None and grammar.is_in_call
         return found._replace(is_in_call=True) if is_in_call else found
 
-    def _adjusted(self, logits: Logits, prior_token_ids: Sequence[int]) -> Logits:
-        """Return what the token is chosen by, where that is not the logits themselves."""
+    def _adjust(self, logits: Logits, prior_token_ids: Sequence[int]) -> Logits:
+        """Return a copy of the logits, [vocab], with penalties, bias and masks applied."""
         params, adjusted = self._params, logits.copy()
         if params.repetition_penalty != 1.0:
             _penalise(adjusted, prior_token_ids, params.repetition_penalty)
         if params.has_offsets:
             self._offsets = self._offsets or TokenOffsets(params, len(logits))
             adjusted += self._offsets.values
-        if self._step < params.min_tokens:  # a model may name end tokens that it has no logits of
+        if self._step < params.min_tokens:
+            # A model's configuration may name end tokens beyond its logits.
             adjusted[[each for each in self._end_ids if each < len(logits)]] = -np.inf
         if self._grammar is not None:
-            self._grammar.mask(adjusted)  # nothing, where it is free
+            self._grammar.mask(adjusted)  # masks nothing where any token may come
         return adjusted
 
     def _draw(self, logits: Logits) -> int:
         digest = hashlib.blake2b(
             f"{self._params.seed}:{self._step}".encode(), digest_size=8
         ).digest()
-        uniform = (int.from_bytes(digest, "little") >> 11) * 2.0**-53  # [0, 1), as random.random()
+        uniform = (int.from_bytes(digest, "little") >> 11) * 2.0**-53  # [0, 1), like random.random
         return draw(logits, self._params, uniform)
 
 
 def _penalise(logits: Logits, prior_token_ids: Sequence[int], penalty: float) -> None:
-    """Make tokens seen before less likely: divide positive logits, multiply negative ones."""
+    """Make prior tokens less likely: divide positive logits, multiply negative ones; in place."""
     seen = np.unique(np.asarray(prior_token_ids, dtype=np.int64))
     values = logits[seen]
     logits[seen] = np.where(values > 0, values / penalty, values * penalty)
 
 
-FIRST_CANDIDATES = 256  # that are looked at: a model that knows what it says draws one of them
+FIRST_CANDIDATES = 256  # sorted first: a confident model draws one of these
 
 
 def draw(logits: Logits, params: SamplingParams, uniform: float) -> int:
-    """Draw a token: that at `uniform`, in [0, 1), of the weights of the candidates in a row.
+    """Draw a token by inverse transform sampling over the candidates' weights.
 
-    They stand most likely first, of equals the lowest id. Only as many are sorted as it takes to
-    know: sorting all of a vocabulary takes longer than computing the logits of a small model.
+    Candidates are ordered from the most likely to the least, equals by id. Only as many are sorted
+    as are needed to decide: to sort a whole vocabulary takes longer than a small model computes.
+
+    Args:
+        logits: [vocab], adjusted.
+        params: the turn's sampling parameters.
+        uniform: a random number in [0, 1).
+
+    Returns:
+        The token's id.
     """
     if 0 < params.top_k < len(logits):
         candidates = _first(logits, params.top_k)
@@ -181,7 +191,7 @@ def draw(logits: Logits, params: SamplingParams, uniform: float) -> int:
         return int(candidates[_place(weights, params, uniform)])
     all_weights, num_candidates = _weights(logits, params.temperature), FIRST_CANDIDATES
     total = float(all_weights.sum())
-    while 4 * num_candidates <= len(logits):  # beyond, sorting them all costs as little
+    while 4 * num_candidates <= len(logits):  # beyond, a full sort costs no more
         candidates = _first(logits, num_candidates)
         place = _place(all_weights[candidates], params, uniform, total)
         if place < num_candidates:
@@ -192,13 +202,13 @@ def draw(logits: Logits, params: SamplingParams, uniform: float) -> int:
 
 
 def _place(weights: Row, params: SamplingParams, uniform: float, total: float | None = None) -> int:
-    """Return the place of the candidate that is drawn; their number: it is behind them.
+    """Return the index of the drawn candidate; `len(weights)` if it lies behind these.
 
     Args:
-        weights: of the most likely candidates, these first.
-        params: of the turn.
+        weights: weights of the most likely candidates, in order.
+        params: the turn's sampling parameters.
         uniform: see `draw`.
-        total: weight of all candidates; None: these are all.
+        total: weight of all candidates; None: `weights` has all of them.
     """
     cumulated = np.cumsum(weights)
     num_kept = num_known = len(weights)
@@ -208,22 +218,22 @@ def _place(weights: Row, params: SamplingParams, uniform: float, total: float | 
     if params.min_p > 0.0:
         num_kept = min(num_kept, int(np.count_nonzero(weights >= params.min_p * weights[0])))
     if total is not None and num_kept >= num_known:
-        if params.top_p < 1.0 or params.min_p > 0.0:  # more of them may be kept
-            return num_known
+        if params.top_p < 1.0 or params.min_p > 0.0:
+            return num_known  # candidates behind these may pass the filters too
         return int(np.searchsorted(cumulated, uniform * total, side="right"))
     kept = cumulated[:num_kept]
     return int(np.searchsorted(kept, uniform * kept[-1], side="right"))
 
 
 def _weights(logits: Logits, temperature: float) -> Row:
-    """Return what tokens weigh; the most likely one weighs 1."""
+    """Return unnormalised probabilities; the most likely token has weight 1."""
     scaled = logits.astype(np.float64) / temperature
     weights: Row = np.exp(scaled - scaled.max())
     return weights
 
 
 def _first(logits: Logits, num_candidates: int) -> npt.NDArray[np.int64]:
-    """Return the ids of the most likely tokens, these first; of equals, the lowest."""
+    """Return the ids of the most likely tokens in order; among equals the lowest id is first."""
     place = len(logits) - num_candidates
     if place <= 0:
         return np.argsort(-logits, kind="stable")
@@ -232,7 +242,7 @@ def _first(logits: Logits, num_candidates: int) -> npt.NDArray[np.int64]:
 
 
 def _report(logits: Logits, chosen: int, num_top: int) -> Sampled:
-    """Attach log-probabilities, if requested (`num_top` > 0)."""
+    """Return the chosen token, with log-probabilities if requested (`num_top` > 0)."""
     if num_top == 0:
         return Sampled(chosen, None, ())
     row = logits.astype(np.float64)

@@ -1,16 +1,19 @@
-"""The forward of one step: writes each layer's new tokens to working KV, and attends.
+"""StepForward: the forward of one step, which writes new tokens to working KV and attends.
 
-Layer by layer it 1. writes the new tokens' keys and values (and index keys, if the layer has some)
-to sequences and write buffers, 2. opens its clock, so that a save may follow it, 3. waits for the
-gates of sequences that are still being loaded, 4. attends. How it attends is what the classes
-differ in:
+For each layer it
+1. writes the new tokens' keys and values (and index keys, if the layer has some) to sequences and
+   write buffers,
+2. opens its clock, so that a save may follow it,
+3. waits for the gates of sequences that are still being loaded,
+4. attends. The classes differ in how:
 
-    RaggedForward    each part to its own sequence's KV, where it lies
-    DecodeForward    the same of one token a part, all of it by tensors that are given
+    RaggedForward    each part to its own sequence's KV, in place
+    DecodeForward    the same with one token a part, driven by tensors only
     GatheredForward  to history and new tokens, gathered from all (`gathered_forward.py`)
-    LatentForward    to latents where they lie, or gathered, by part (`latent_forward.py`)
+    LatentForward    to latents in place, or expanded, by part (`latent_forward.py`)
+    OwnForward       the model's own attention over its own cache (`own_forward.py`)
 
-Written for few Python and torch calls: at decode they cost as much as the arithmetic. Hence views
+The code makes few Python and torch calls: at decode they cost as much as the arithmetic. So views
 of all layers are cut at once, new tokens of all sequences are copied in one call, and so are those
 of all write buffers.
 """
@@ -32,7 +35,7 @@ from inference_svc.runtime.positions.recipes import AttentionCall, Calibration
 
 
 class StepForward:
-    """Writes new tokens to working KV: what the forwards of all modes share."""
+    """The part that the forwards of all modes share: writes new tokens to working KV."""
 
     def __init__(
         self,
@@ -44,10 +47,10 @@ class StepForward:
         """Store the parts; nothing is written yet.
 
         Args:
-            calibration: what is known of the model.
-            chunks: what the forward computes.
-            places: where its tokens go.
-            clock: the gate that it opens; None: nobody follows it.
+            calibration: the model's calibration.
+            chunks: the chunks to compute.
+            places: where their tokens go.
+            clock: a gate that is opened layer by layer; None: no save follows the step.
         """
         self._chunks = chunks
         self._is_scored = any(chunk.scores is not None for chunk in chunks)
@@ -57,26 +60,27 @@ class StepForward:
         self._sizes = [len(chunk.token_ids) for chunk in chunks]
         self._gates = [chunk.kv.gate for chunk in chunks if chunk.kv.gate is not None]
         self._places = places
-        self._calls: list[tuple[tuple[Any, ...], Any]] = []  # since something was cached
-        self._num_cached = 0
+        # Calls of rotary functions (arguments, result) since a layer was cached last.
+        self._calls: list[tuple[tuple[Any, ...], Any]] = []
+        self._num_cached = 0  # layers
         self._last_indexed = -1  # layer
-        self._num_attended = 0
+        self._num_attended = 0  # attention calls
         self._states = StepStates(chunks, is_one_by_one=calibration.is_one_by_one)
 
-    def rotated(
+    def on_rotary(
         self,
         _apply: Callable[..., Any],
         args: tuple[Any, ...],
         _options: dict[str, Any],
         result: Any,
     ) -> None:
-        """Keep the call until the layer caches what was embedded."""
+        """Keep the call until the layer caches: write buffers need the keys before RoPE."""
         self._calls.append((args, result))
 
-    def cached(self, layer_index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Write the layer's new tokens of all sequences, then open the clock for copies of them.
+    def update_cache(self, layer_index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Write a layer's new tokens of all sequences, then open the clock for a save of them.
 
-        If the layer has index keys, the clock is opened when these are written, too.
+        If the layer has index keys, the clock is opened only when these are written too.
 
         Args:
             layer_index: the layer's index; layers come in order.
@@ -84,7 +88,7 @@ class StepForward:
             value: [1, kv_heads, tokens, value_dim].
 
         Returns:
-            What the model attends to: `key` and `value` themselves.
+            The tensors that the model continues with: `key` and `value` themselves.
         """
         if layer_index != self._num_cached:
             raise AssertionError(f"layer {layer_index} is cached after {self._num_cached} layers")
@@ -99,16 +103,16 @@ class StepForward:
         self._calls.clear()
         is_whole = self._layers[layer_index].index is None or layer_index == self._last_indexed
         if self._clock is not None and is_whole:
-            self._clock.enqueued(self._num_cached)
+            self._clock.on_enqueued(self._num_cached)
         return key, value
 
-    def indexed(self, layer_index: int, index: Tensor) -> Tensor:
-        """Write the layer's new index keys of all sequences, then open the clock; return them.
+    def update_index(self, layer_index: int, index: Tensor) -> Tensor:
+        """Write a layer's new index keys of all sequences, then open the clock; return them.
 
-        If keys and values are yet to come, the clock is opened when these are written.
+        If the layer's keys and values are not written yet, writing them opens the clock.
 
         Args:
-            layer_index: the layer that was cached last, or the one that comes next.
+            layer_index: the layer that was cached last, or the next one.
             index: [1, tokens, index_dim], after RoPE, the chunks one after another.
         """
         recipe = self._layers[layer_index].index
@@ -119,43 +123,43 @@ class StepForward:
         cached = index.unsqueeze(1)
         self._places.new_tokens.write_index(layer_index, cached)
         if self._places.buffered:
-            free = recipe.before_rope(self._calls, cached)
+            unrotated = recipe.before_rope(self._calls, cached)
             for buffered in self._places.buffered:
-                buffered.write(layer_index, free, first=2)
+                buffered.write(layer_index, unrotated, first=2)
         self._calls.clear()
         if self._clock is not None and layer_index < self._num_cached:
-            self._clock.enqueued(self._num_cached)
+            self._clock.on_enqueued(self._num_cached)
         return index
 
-    def positions_before(self) -> Tensor | None:
-        """Return none: the model is given no tokens but the new ones."""
+    def history_positions(self) -> Tensor | None:
+        """Return None: the model receives the new tokens only."""
         return None
 
     def token_groups(self) -> Iterator[TokenGroup]:
-        """Yield how a module that goes on from states is given tokens; see `StepStates`."""
+        """Yield the groups of tokens for which a recurrent module is called; see `StepStates`."""
         return self._states.token_groups()
 
     def has_states(self) -> bool:
-        """Whether the states that are gone on from now are there; else tokens are the first."""
+        """Whether the current group's sequences have states; if not, its tokens are the first."""
         return self._states.num_tokens > 0
 
     def state(self, place: StatePlace) -> Tensor | None:
-        """Return a tensor of the state, once it is there."""
+        """Return a tensor of the current group's states, once it is loaded; None: there is none."""
         return self._states.read(place)
 
-    def new_state(self, place: StatePlace, state: Tensor) -> None:
-        """Keep a tensor of the state; `commit_chunks` makes it current."""
+    def update_state(self, place: StatePlace, state: Tensor) -> None:
+        """Keep a new tensor of the state; `commit_chunks` makes it current."""
         self._states.put(place, state)
 
     def finish(self) -> None:
-        """Check what the forward has left, and open the clock for what no layer has opened it for.
+        """Check the new states, and open the clock if no layer has opened it.
 
         Raises:
-            AssertionError: a tensor of a state is missing, so that it is of no use.
+            AssertionError: a tensor of a state is missing, so that the state is unusable.
         """
         self._states.check()
-        if self._clock is not None and self._num_cached == 0:  # nothing but states
-            self._clock.enqueued(len(self._layers))
+        if self._clock is not None and self._num_cached == 0:  # the model has states only
+            self._clock.on_enqueued(len(self._layers))
 
     def attend(
         self, _query: Tensor, _key: Tensor, _value: Tensor, _mask: Any, _options: dict[str, Any]
@@ -163,35 +167,39 @@ class StepForward:
         """Refuse: this forward runs under the model's own attention."""
         raise AssertionError("a forward with stock attention was asked to attend")
 
-    def masked(self, _allowed: Callable[..., Tensor]) -> None:
-        """Refuse: our attention has no mask function, so nobody asks for a mask."""
+    def make_mask(self, _allowed: Callable[..., Tensor]) -> None:
+        """Refuse: our attention implementation has no mask function, so no mask is requested."""
         raise AssertionError("our attention name has no mask function")
 
-    def _next_call(self, given: dict[str, Any]) -> tuple[AttentionCall, AttentionOptions]:
-        """Return the attention call that is made now, and its options; count it."""
+    def _next_call(self, arguments: dict[str, Any]) -> tuple[AttentionCall, AttentionOptions]:
+        """Return the attention call that the model makes now, and its options; count it.
+
+        Args:
+            arguments: the model's keyword arguments of the call.
+        """
         call = self._attention_calls[self._num_attended]
         self._num_attended += 1
-        return call, call.options(given)
+        return call, call.options(arguments)
 
     def _report(
-        self, queries: Sequence[Tensor], keys: Sequence[Tensor], asked: AttentionOptions
+        self, queries: Sequence[Tensor], keys: Sequence[Tensor], options: AttentionOptions
     ) -> None:
-        """Report the attention call that was made to the chunks' score keepers.
+        """Report the last attention call to the chunks' score keepers.
 
         Args:
             queries: per chunk [1, heads, tokens, head_dim].
             keys: per chunk [1, kv_heads, keys, head_dim], as `ScoreKeeper.note` takes them.
-            asked: the call's options.
+            options: the call's options.
         """
         for chunk, query, key in zip(self._chunks, queries, keys, strict=True):
             if chunk.scores is not None:
                 chunk.scores.note(
-                    self._num_attended - 1, query[0], key[0], asked, chunk.kv.num_tokens
+                    self._num_attended - 1, query[0], key[0], options, chunk.kv.num_tokens
                 )
 
 
 class RaggedForward(StepForward):
-    """Attends each part to its own KV, where it lies."""
+    """Attends each part to its own sequence's KV, in place."""
 
     def __init__(
         self,
@@ -200,7 +208,7 @@ class RaggedForward(StepForward):
         chunks: Sequence[Chunk],
         clock: StepClock | None,
     ) -> None:
-        """Plan the step."""
+        """Plan the step's attention."""
         super().__init__(calibration, chunks, StepPlaces.of(chunks), clock)
         self._step_attention = attention.prepare(
             [Part(chunk.kv, len(chunk.token_ids)) for chunk in chunks]
@@ -214,26 +222,29 @@ class RaggedForward(StepForward):
 
         Args:
             query: [1, heads, tokens, head_dim], the parts one after another.
-            _key: the new tokens' keys, which are in working KV by now: not read.
-            _value: the new tokens' values, likewise.
+            _key: the new tokens' keys; not read, since they are in working KV already.
+            _value: the new tokens' values; not read either.
             _mask: None: our attention has no mask function.
             options: the model's arguments of the call (scale, softcap, sinks).
 
         Returns:
             [1, tokens, heads, value_dim]
         """
-        call, asked = self._next_call(options)
+        call, call_options = self._next_call(options)
         for gate in self._gates:
             gate.wait(call.layer_index)
-        attended = self._step_attention.attend(query, call.layer_index, asked)
+        attended = self._step_attention.attend(query, call.layer_index, call_options)
         if self._is_scored:
             keys = [cut[call.layer_index] for cut in self._keys]
-            self._report(query.split_with_sizes(self._sizes, 2), keys, asked)
+            self._report(query.split_with_sizes(self._sizes, 2), keys, call_options)
         return attended
 
 
 class DecodeForward(StepForward):
-    """Attends each token to its own sequence's KV; knows no sequences, only tensors."""
+    """Attends each token to its own sequence's KV; knows no sequences, only tensors.
+
+    So its work can be captured as a graph (`decode_graphs.py`).
+    """
 
     def __init__(
         self, calibration: Calibration, places: StepPlaces, step_attention: StepAttention
@@ -245,6 +256,6 @@ class DecodeForward(StepForward):
     def attend(
         self, query: Tensor, _key: Tensor, _value: Tensor, _mask: Any, options: dict[str, Any]
     ) -> Tensor:
-        """Attend each token to its own KV, [1, tokens, heads, value_dim]; as `RaggedForward`."""
-        call, asked = self._next_call(options)
-        return self._step_attention.attend(query, call.layer_index, asked)
+        """Attend each token to its own KV, like `RaggedForward`; [1, tokens, heads, value_dim]."""
+        call, call_options = self._next_call(options)
+        return self._step_attention.attend(query, call.layer_index, call_options)

@@ -1,6 +1,7 @@
-"""Where a step's new tokens go: to their sequences' KV, and to the write buffers beside it.
+"""StepPlaces: where a step's new tokens go, in sequences' KV and in write buffers.
 
-Places are cut once a step and written once a layer, in few calls: those of all sequences in one.
+Places are computed once per step and written once per layer, in one call for all sequences where
+that is possible.
 """
 
 from collections.abc import Sequence
@@ -16,23 +17,27 @@ from inference_svc.runtime.kv.sequence_kv import SequenceKv, WriteBuffer
 
 
 class NewTokens(Protocol):
-    """Places of new tokens, of all sequences of a step."""
+    """The places of all sequences' new tokens of a step."""
 
     def write(self, layer_index: int, key: Tensor, value: Tensor) -> None:
         """Write a layer's new tokens.
 
         Args:
             layer_index: the layer.
-            key: [1, kv_heads, tokens, head_dim], after RoPE, the sequences' one after another.
+            key: [1, kv_heads, tokens, head_dim], after RoPE, the sequences one after another.
             value: [1, kv_heads, tokens, value_dim].
         """
 
     def write_index(self, layer_index: int, index: Tensor) -> None:
-        """Write index keys, [1, 1, tokens, index_dim], of a layer that has them."""
+        """Write the index keys, [1, 1, tokens, index_dim], of a layer that has some."""
 
 
 def new_tokens(appended: Sequence[tuple[SequenceKv, int]]) -> NewTokens:
-    """Cut the places of so many new tokens behind each sequence's; all of them are of one kind."""
+    """Return the places of new tokens.
+
+    Args:
+        appended: (sequence's KV, number of its new tokens); the KV is either all paged or all not.
+    """
     paged = [(kv, number) for kv, number in appended if isinstance(kv, PagedKv)]
     if not paged:
         return _SideBySide(appended)
@@ -49,7 +54,7 @@ def new_tokens(appended: Sequence[tuple[SequenceKv, int]]) -> NewTokens:
 
 
 class _SideBySide:
-    """Tokens of sequences that have memory of their own."""
+    """Places in sequences that each have contiguous memory of their own."""
 
     def __init__(self, appended: Sequence[tuple[SequenceKv, int]]) -> None:
         self._sizes = [num_tokens for _, num_tokens in appended]
@@ -85,10 +90,15 @@ class _SideBySide:
 
 
 class NewOnPages:
-    """Tokens that go to slots of one region: the one that this KV is in."""
+    """Places on pages of one memory region, which all sequences of the step share."""
 
     def __init__(self, kv: PagedKv, places: Sequence[Places]) -> None:
-        """Store where the tokens go, by group of layers."""
+        """Store the places.
+
+        Args:
+            kv: any KV in that region.
+            places: by group of layers, the slots of all new tokens.
+        """
         parts = (kv.keys, kv.values, kv.indexes)
         self._components = [tokens.slots for tokens in parts if tokens is not None]
         self._places = [places[group] for group in kv.tables.groups.group_of]
@@ -107,12 +117,12 @@ class NewOnPages:
 
 
 class BufferedTokens(NamedTuple):
-    """New tokens that go to write buffers of one memory, all buffers in one call.
+    """New tokens that go to write buffers in one memory; one call writes to all of them.
 
     Attributes:
         components: keys, values and, if there are any, index keys of that memory.
-        chosen: which of the step's tokens, as it runs them; None: all.
-        places: where each of these goes.
+        chosen: [n] indices into the step's tokens that are written; None: all are.
+        places: the slots of these tokens.
     """
 
     components: Sequence[SlotTensors]
@@ -121,28 +131,28 @@ class BufferedTokens(NamedTuple):
 
     @classmethod
     def of(cls, buffer: WriteBuffer, chosen: Tensor | None, places: Places) -> "BufferedTokens":
-        """Return places in the memory that this buffer is in."""
+        """Return places in the memory of this buffer."""
         return cls(buffer.components, chosen, places)
 
-    def write(self, layer_index: int, *made: Tensor, first: int = 0) -> None:
-        """Write components of one layer's tokens, of the whole step.
+    def write(self, layer_index: int, *components: Tensor, first: int = 0) -> None:
+        """Write components of one layer's tokens.
 
         Args:
             layer_index: the layer.
-            made: components before RoPE, [tokens, kv_heads, dim] each.
-            first: which component the first of them is; 0: keys, 2: index keys.
+            components: before RoPE, [tokens, kv_heads, dim] each, of all tokens of the step.
+            first: index of the first of them; 0: keys, 2: index keys.
         """
-        for component_index, tokens in enumerate(made, first):
+        for component_index, tokens in enumerate(components, first):
             rows = tokens if self.chosen is None else tokens.index_select(0, self.chosen)
             self.places.write(self.components[component_index][layer_index], rows)
 
 
 class StepPlaces(NamedTuple):
-    """See the module docstring.
+    """The places of one step's tokens.
 
     Attributes:
-        new_tokens: their places in sequences' KV.
-        buffered: those in write buffers, by memory: usually all in the write ring.
+        new_tokens: places in sequences' KV.
+        buffered: places in write buffers, by memory; usually all are in the write ring.
     """
 
     new_tokens: NewTokens
@@ -150,14 +160,16 @@ class StepPlaces(NamedTuple):
 
     @classmethod
     def of(cls, chunks: Sequence[Chunk]) -> "StepPlaces":
-        """Cut the places of these chunks' tokens."""
+        """Return the places of these chunks' tokens."""
         return cls(
-            new_tokens([(chunk.kv, len(chunk.token_ids)) for chunk in chunks]), _buffered(chunks)
+            new_tokens([(chunk.kv, len(chunk.token_ids)) for chunk in chunks]),
+            _buffered_tokens(chunks),
         )
 
 
-def _buffered(chunks: Sequence[Chunk]) -> list[BufferedTokens]:
-    chosen: dict[int, tuple[WriteBuffer, list[int], list[int]]] = {}  # by memory
+def _buffered_tokens(chunks: Sequence[Chunk]) -> list[BufferedTokens]:
+    # By the id of a memory's keys: any buffer in it, indices of the tokens, and their slots.
+    chosen: dict[int, tuple[WriteBuffer, list[int], list[int]]] = {}
     start = 0
     for chunk in chunks:
         end = start + len(chunk.token_ids)

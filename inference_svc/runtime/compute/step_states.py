@@ -1,8 +1,9 @@
-"""The states of a step's sequences, and how modules that go on from them are given its tokens.
+"""StepStates: the states of a step's sequences, and the token groups of recurrent modules.
 
-Tokens of a sequence that has a state, and no more than one each, go at once, as a batch: so it is
-when all decode. Every other chunk goes by itself. Of a model whose states only a single token can
-follow (`Calibration.is_one_by_one`), chunks over a state go token by token.
+A recurrent module is called once per token group. Chunks of a single token whose sequence has a
+state form one group, a batch: so all decoding sequences are computed at once. Every other chunk is
+a group of its own. Some models can continue a state by one token only
+(`Calibration.is_one_by_one`): then a longer chunk over a state is one group per token.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,16 +14,16 @@ from torch import Tensor
 
 from inference_svc.runtime.compute.chunk import Chunk
 from inference_svc.runtime.kv.states import JointStates, SequenceStates, StatePlace
-from inference_svc.runtime.memory import placed_on
+from inference_svc.runtime.memory import copy_to_device
 from inference_svc.runtime.model.forward import TokenGroup
 
 
 class _Group(NamedTuple):
-    """What is computed at once.
+    """Tokens that a recurrent module computes in one call.
 
     Attributes:
-        tokens: which of the step's.
-        sequences: whose; several: a token of each.
+        tokens: indices into the step's tokens.
+        sequences: states of their sequences; if there are several, each has one of the tokens.
     """
 
     tokens: TokenGroup
@@ -30,49 +31,49 @@ class _Group(NamedTuple):
 
 
 class StepStates:
-    """See the module docstring; without states it is empty."""
+    """The states that one forward reads and replaces; empty for a model without states."""
 
     def __init__(self, chunks: Sequence[Chunk], *, is_one_by_one: bool) -> None:
-        """Begin a forward: what one before has put, and nobody has committed, is forgotten.
+        """Begin a forward: new states of an earlier forward that were not committed are dropped.
 
         Args:
-            chunks: what it computes.
-            is_one_by_one: see the module docstring.
+            chunks: the chunks to compute.
+            is_one_by_one: whether states can be continued by one token only.
         """
         self._chunks = [chunk for chunk in chunks if chunk.kv.states is not None]
         self._is_one_by_one = is_one_by_one
-        self._groups: list[_Group] | None = None  # not yet planned
-        self._now: SequenceStates | JointStates | None = None
+        self._groups: list[_Group] | None = None  # None: not planned yet
+        self._active: SequenceStates | JointStates | None = None  # of the last yielded group
         for states in self._all():
             states.begin()
 
     def token_groups(self) -> Iterator[TokenGroup]:
-        """Yield the groups; nothing: there is one only, of one sequence."""
-        for group in self._planned():
+        """Yield the groups; nothing if the step has a single group of one sequence."""
+        for group in self._all_groups():
             if len(group.sequences) > 1:
-                joint = self._now = JointStates(group.sequences)
+                joint = self._active = JointStates(group.sequences)
                 yield group.tokens
-                joint.hand_out()
+                joint.split()
             else:
-                self._now = group.sequences[0]
-                if len(self._planned()) > 1:
+                self._active = group.sequences[0]
+                if len(self._all_groups()) > 1:
                     yield group.tokens
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens the states that are gone on from now are behind, at least."""
+        """Number of tokens that the active states cover; the least, if there are several."""
         return self._current().num_tokens
 
     def read(self, place: StatePlace) -> Tensor | None:
-        """Return a tensor of the states that are gone on from now."""
+        """Return a tensor of the active states, [sequences, ...]; None: there is none."""
         return self._current().read(place)
 
     def put(self, place: StatePlace, state: Tensor) -> None:
-        """Keep a new tensor of them."""
+        """Keep a new tensor of the active states, [sequences, ...]."""
         self._current().put(place, state)
 
     def check(self) -> None:
-        """Raise AssertionError unless the forward has left, or kept, every tensor of each."""
+        """Raise AssertionError unless every tensor of each state is new or was there before."""
         for states in self._all():
             states.check_pending()
 
@@ -80,16 +81,16 @@ class StepStates:
         return (chunk.kv.states for chunk in self._chunks if chunk.kv.states is not None)
 
     def _current(self) -> SequenceStates | JointStates:
-        if self._now is None:  # no module has a tap: the states are those of a lone sequence
-            (group,) = self._planned()
-            (self._now,) = group.sequences
-        return self._now
+        if self._active is None:  # no module has a tap, so the step has a lone sequence
+            (group,) = self._all_groups()
+            (self._active,) = group.sequences
+        return self._active
 
-    def _planned(self) -> list[_Group]:
-        """Return all groups, once the states are there that loads may have had to bring.
+    def _all_groups(self) -> list[_Group]:
+        """Return all groups; the first call waits for states that are being loaded.
 
         Raises:
-            AssertionError: the state of a sequence is that of another position.
+            AssertionError: a sequence's state is not at the end of its KV.
             Exception: a load has failed.
         """
         if self._groups is None:
@@ -114,25 +115,27 @@ class StepStates:
             if size == 1 and states.num_tokens:
                 singles.append((first, states))
             elif self._is_one_by_one and states.num_tokens:
-                groups += (_run(token, 1, states) for token in range(first, first + size))
+                groups += (
+                    _sequence_group(token, 1, states) for token in range(first, first + size)
+                )
             else:
-                groups.append(_run(first, size, states))
+                groups.append(_sequence_group(first, size, states))
             first += size
         if len(singles) == 1:
             ((token, states),) = singles
-            groups.append(_run(token, 1, states))
+            groups.append(_sequence_group(token, 1, states))
         elif singles:
-            tokens = _chosen([token for token, _ in singles], self._chunks[0].kv.device)
+            tokens = _index([token for token, _ in singles], self._chunks[0].kv.device)
             groups.append(_Group(TokenGroup(tokens, True), [states for _, states in singles]))
         return groups
 
 
-def _run(first: int, num_tokens: int, states: SequenceStates) -> _Group:
+def _sequence_group(first: int, num_tokens: int, states: SequenceStates) -> _Group:
     return _Group(TokenGroup(slice(first, first + num_tokens), False), [states])
 
 
-def _chosen(tokens: Sequence[int], device: torch.device) -> slice | Tensor:
-    """Return an index of tokens, which are in order."""
+def _index(tokens: Sequence[int], device: torch.device) -> slice | Tensor:
+    """Return an index that selects tokens, which are in order; a slice if they are adjacent."""
     if tokens[-1] - tokens[0] == len(tokens) - 1:
         return slice(tokens[0], tokens[-1] + 1)
-    return placed_on(device, torch.tensor(tokens))
+    return copy_to_device(device, torch.tensor(tokens))

@@ -1,1 +1,1 @@
-"""What only CUDA has: kernels, copies by the GPU, calls of the driver. Begin with docs/gpu.md."""
+"""Code for CUDA only: kernels, copies by the GPU, calls of the driver. Begin with docs/gpu.md."""

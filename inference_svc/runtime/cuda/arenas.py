@@ -1,4 +1,4 @@
-"""Which way slots are copied: by the CPU, by a device's own engines, or by kvd's copier."""
+"""Arena choice: whether the CPU, the device itself, or kvd's copier copies slots."""
 
 from functools import partial
 
@@ -18,13 +18,13 @@ log = get_logger(__name__)
 
 
 def open_arena_for(device: torch.device) -> OpenArena:
-    """Return what views arenas for copies to and from a device, through shared memory."""
+    """Return a function that opens arenas for copies to and from a device by shared memory."""
     driver = _driver_of(device)
     return ArenaKv if driver is None else partial(DeviceArena, driver=driver, device=device)
 
 
 def open_arena_by_copier(device: torch.device, client: KvdClient, counters: Counters) -> OpenArena:
-    """Return what views arenas for copies that kvd's copier makes, while `client` has one."""
+    """Return a function that opens arenas for copies by kvd's copier, while `client` has one."""
     driver = _driver_of(device)
     if driver is None:
         return ArenaKv
@@ -34,12 +34,12 @@ def open_arena_by_copier(device: torch.device, client: KvdClient, counters: Coun
 
 
 def _driver_of(device: torch.device) -> CudaDriver | None:
-    """Return a GPU's driver; None: the CPU gathers what the device is to have."""
+    """Return a GPU's driver; None: the CPU makes the copies."""
     if device.type != "cuda":
         return None
     try:
         return CudaDriver(device)
-    except (ImportError, DriverError) as error:  # slower, and right
+    except (ImportError, DriverError) as error:  # copies by the CPU are slower, but correct
         log.warning(
             "arena_not_registered",
             reason=str(error),

@@ -1,7 +1,7 @@
-"""CopierArena: an arena whose slots kvd's copier copies from and to our GPU (`cuda_ipc`).
+"""CopierArena: an arena whose slots kvd's copier copies to and from our GPU (`cuda_ipc`).
 
-Where the copier has not locked a slot yet, or is gone, copies go as in DeviceArena, through staging
-memory: every call works, however it is answered.
+If the copier has not registered a slot yet, or is gone, copies go through staging memory as in
+DeviceArena. So every call succeeds, also when the copier dies.
 """
 
 from collections import deque
@@ -20,11 +20,11 @@ from inference_svc.runtime.kv.slot_runs import ScatteredTokens, SlotRun
 from shared.kvd_client.copy_jobs import MAX_JOB_SLOTS, Way
 from shared.types.kv_layout import KVLayout
 
-PLACES_AT_ONCE = 3  # of one call: one is filled, one is waited for, one is emptied
+PLACES_AT_ONCE = 3  # places per call: one is being filled, one is waited for, one is being emptied
 
 
 class CopierArena(DeviceArena):
-    """See the module docstring; any thread may copy tokens that its lease covers."""
+    """An arena copied by the copier; any thread may copy tokens that its lease covers."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class CopierArena(DeviceArena):
 
     @property
     def is_ready(self) -> bool:
-        """Whether the copier may be asked for all slots."""
+        """Whether the copier can copy all slots."""
         channel = self._link.channel
         return channel is not None and channel.has(self.num_slots - 1)
 
@@ -51,20 +51,23 @@ class CopierArena(DeviceArena):
         """Enqueue copies of a run's tokens to the device; see `ArenaKv.gather`."""
         if isinstance(run, SlotRun):
             jobs = self._jobs(Way.LOAD, layer_index, component_index, run)
-            if jobs is not None and jobs.do(run, out):
+            if jobs is not None and jobs.copy(run, out):
                 return
         super().gather(layer_index, component_index, run, out)
 
     def scatter(self, layer_index: int, component_index: int, run: SlotRun, source: Tensor) -> None:
-        """Copy tokens of the device to a run's slots; done on return. See `ArenaKv.scatter`."""
+        """Copy tokens from the device to a run's slots; complete on return.
+
+        See `ArenaKv.scatter`.
+        """
         jobs = self._jobs(Way.STORE, layer_index, component_index, run)
-        if jobs is None or not jobs.do(run, source):
+        if jobs is None or not jobs.copy(run, source):
             super().scatter(layer_index, component_index, run, source)
 
     def _jobs(
         self, way: Way, layer_index: int, component_index: int, run: SlotRun
     ) -> "_Jobs | None":
-        """Return what has a run copied by the copier; None if that cannot be now."""
+        """Return the jobs by which the copier copies a run; None: it cannot copy it now."""
         channel = self._link.channel
         token_bytes = self.view(layer_index, component_index)[0, 0].nbytes
         if (
@@ -79,7 +82,7 @@ class CopierArena(DeviceArena):
 
 
 class _Jobs:
-    """The jobs of one call: while one place is filled, another one is emptied."""
+    """The copier's jobs for one call, pipelined over several places of the ring."""
 
     def __init__(
         self, channel: CopierChannel, way: Way, device: torch.device, slot_offset: int
@@ -88,13 +91,17 @@ class _Jobs:
         self._way = way
         self._device = device
         self._slot_offset = slot_offset
-        self._begun: deque[tuple[int, Place, Tensor]] = deque()
+        self._under_way: deque[tuple[int, Place, Tensor]] = deque()
 
-    def do(self, run: SlotRun, tokens: Tensor) -> bool:
-        """Copy a run's tokens, [slots, tokens_per_slot, *shape] on the device.
+    def copy(self, run: SlotRun, tokens: Tensor) -> bool:
+        """Copy a run's tokens.
+
+        Args:
+            run: the slots and their tokens.
+            tokens: [slots, tokens_per_slot, *shape] on the device.
 
         Returns:
-            Whether all were copied; else the copier has died.
+            Whether all were copied; False: the copier has died.
         """
         per_slot = run.tokens_per_slot
         fitting = fitting_tokens(run, tokens, self._channel.place_bytes)
@@ -105,17 +112,18 @@ class _Jobs:
                     for part, rows, place in zip(
                         parts, rows_of(parts, tokens), cycle(places), strict=False
                     ):
-                        if len(self._begun) == len(places):
-                            self._end_oldest()
-                        self._begin(part, rows, place)
-                finally:  # whatever has happened: the places are given back after this
-                    while self._begun:
-                        self._end_oldest()
+                        if len(self._under_way) == len(places):
+                            self._finish_oldest()
+                        self._submit(part, rows, place)
+                finally:
+                    # Also after an error: jobs must not use places that were given back.
+                    while self._under_way:
+                        self._finish_oldest()
         except CopierGoneError:
             return False
         return True
 
-    def _begin(self, part: SlotRun, rows: Tensor, place: Place) -> None:
+    def _submit(self, part: SlotRun, rows: Tensor, place: Place) -> None:
         if self._way is Way.STORE:
             place.of(rows).copy_(rows, non_blocking=True)
             mark_enqueued(self._device).synchronize()
@@ -123,10 +131,10 @@ class _Jobs:
             place.wait()
         piece_bytes = rows[0].nbytes
         job = self._channel.begin(self._way, place, part.slot_ids, self._slot_offset, piece_bytes)
-        self._begun.append((job, place, rows))
+        self._under_way.append((job, place, rows))
 
-    def _end_oldest(self) -> None:
-        job, place, rows = self._begun.popleft()
+    def _finish_oldest(self) -> None:
+        job, place, rows = self._under_way.popleft()
         self._channel.wait(job)
         if self._way is Way.LOAD:
             rows.copy_(place.of(rows), non_blocking=True)

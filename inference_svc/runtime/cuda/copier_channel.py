@@ -1,11 +1,11 @@
-"""CopierChannel: has kvd's copier copy between slots and our GPU's memory; for any thread.
+"""CopierChannel: lets any thread copy between slots and our GPU's memory by kvd's copier.
 
-Between them is the ring: memory of ours on the GPU that the copier has mapped, divided into places.
-A thread takes a place, has the copier fill it, or empty it, and gives it back.
+Between slots and KV is the ring: memory of ours on the GPU, which the copier has mapped, divided
+into places. A thread takes a place, lets the copier fill or empty it, and gives it back.
 
-A thread of the channel hears the copier's answers. When the copier is dead its socket closes before
-the GPU has stopped what it had begun; so nothing that was asked of it counts as over before its
-process is gone, which its pidfd says.
+A thread of the channel receives the copier's answers. If the copier dies, its socket closes before
+the GPU has stopped its copies. So a job counts as over only when the copier's process is gone,
+which its pidfd reports.
 """
 
 import select
@@ -39,14 +39,14 @@ log = get_logger(__name__)
 
 
 class CopierGoneError(Exception):
-    """The copier is dead, and copies nothing any more: copy otherwise."""
+    """The copier is dead, and none of its copies is under way: use other copies."""
 
 
 class Place(Staging):
-    """A part of the ring; one thread has it.
+    """A part of the ring; used by one thread at a time.
 
     Attributes:
-        offset: where it begins in the ring, in bytes.
+        offset: bytes from the beginning of the ring.
     """
 
     def __init__(self, ring: Tensor, offset: int, num_bytes: int) -> None:
@@ -55,12 +55,12 @@ class Place(Staging):
 
 
 class CopierChannel:
-    """See the module docstring.
+    """A channel to the copier; every method may be called from any thread.
 
     Attributes:
-        arena: whose slots are copied.
-        place_bytes: size of a place.
-        is_gone: nothing is copied any more, and nothing will be.
+        arena: the arena whose slots are copied.
+        place_bytes: bytes of a place.
+        is_gone: whether the copier is gone; then none of its copies is under way.
     """
 
     def __init__(
@@ -71,14 +71,14 @@ class CopierChannel:
         arena: ArenaMap,
         on_gone: Callable[[], None],
     ) -> None:
-        """Begin to listen.
+        """Start the thread that receives answers.
 
         Args:
-            sock: our end of the channel; taken over.
-            pidfd: of the copier; taken over.
+            sock: our end of the channel, which this object closes.
+            pidfd: the copier's pidfd, which this object closes.
             ring: [bytes] uint8 of the GPU's memory.
-            arena: whose slots are copied.
-            on_gone: callback, on the channel's thread, when the copier is gone.
+            arena: the arena whose slots are copied.
+            on_gone: called on the channel's thread when the copier is gone.
         """
         self.arena = arena
         self.place_bytes = len(ring) // PLACES
@@ -98,12 +98,12 @@ class CopierChannel:
         self._thread.start()
 
     def has(self, last_slot: int) -> bool:
-        """Whether slots up to this one may be named."""
+        """Whether the copier can copy all slots up to this one."""
         return last_slot < self._num_registered and not self.is_gone
 
     @contextmanager
     def places(self, num_places: int) -> Iterator[Sequence[Place]]:
-        """Lend so many places, or as many as there are; nothing is copied from them any more.
+        """Lend places, once copies from them are complete; at most as many as there are.
 
         Raises:
             CopierGoneError: the copier is dead.
@@ -126,24 +126,31 @@ class CopierChannel:
     def begin(
         self, way: Way, place: Place, slot_ids: Sequence[int], slot_offset: int, piece_bytes: int
     ) -> int:
-        """Have a piece of each slot copied to a place, or from it; return the job's number.
+        """Submit a job that copies a piece of each slot to a place, or from it.
 
-        Raises:
-            CopierGoneError: the copier is dead.
+        Args:
+            way: LOAD: slots to place; STORE: place to slots.
+            place: the place, which the caller has.
+            slot_ids: the slots.
+            slot_offset: bytes from the beginning of a slot to its piece.
+            piece_bytes: bytes of a piece.
+
+        Returns:
+            The job's id, which the caller has to pass to `wait`.
         """
         with self._changed:
             job_id = next(self._job_ids) % MOST_JOB_ID
             self._under_way.add(job_id)
         job = Job(way, job_id, place.offset, slot_offset, piece_bytes, slot_ids)
-        with suppress(OSError):  # it ends: `wait` says when
+        with suppress(OSError):  # the copier is dying, and `wait` raises when it is gone
             self._sock.send(encode_job(job))
         return job_id
 
     def wait(self, job_id: int) -> None:
-        """Wait for a job that was begun.
+        """Wait until a submitted job is done.
 
         Raises:
-            CopierGoneError: the copier died before it said that the job is done.
+            CopierGoneError: the copier died before it answered the job.
         """
         with self._changed:
             self._changed.wait_for(lambda: job_id not in self._under_way or self.is_gone)
@@ -151,12 +158,12 @@ class CopierChannel:
                 raise CopierGoneError
 
     def close(self) -> None:
-        """Ask for no more; what is under way is finished, then the channel is gone."""
+        """Submit no more jobs; the channel is gone once those under way are finished."""
         with suppress(OSError):
             self._sock.shutdown(socket.SHUT_WR)
 
     def join(self) -> None:
-        """Wait until it is gone."""
+        """Wait until the channel is gone."""
         self._thread.join()
 
     def _listen(self) -> None:
@@ -167,8 +174,8 @@ class CopierChannel:
         while not is_closed:
             ready = dict(poller.poll())
             if self._sock.fileno() in ready:
-                is_silent, is_closed = self._hear()
-                if is_silent:  # dead, or about to be: wait for that
+                is_silent, is_closed = self._receive_answer()
+                if is_silent:  # the copier is dying: from now on wait for its pidfd only
                     poller.unregister(self._sock)
             elif self._pidfd in ready:
                 break
@@ -179,8 +186,12 @@ class CopierChannel:
         close_fd(self._pidfd)
         self._on_gone()
 
-    def _hear(self) -> tuple[bool, bool]:
-        """Take an answer; return whether none will follow, and whether nothing is under way."""
+    def _receive_answer(self) -> tuple[bool, bool]:
+        """Receive an answer.
+
+        Returns:
+            Whether no answer will follow, and whether the copier has closed with no job under way.
+        """
         try:
             packet = self._sock.recv(ANSWER_BYTES)
             if not packet:

@@ -1,4 +1,4 @@
-"""CopierLink: a channel to kvd's copier while we are attached, and another when that is gone."""
+"""CopierLink: keeps a channel to kvd's copier open while attached, and replaces a lost one."""
 
 import asyncio
 from contextlib import suppress
@@ -12,17 +12,19 @@ from shared.process.log import get_logger
 from shared.process.packets import close_fds
 from shared.types.errors import ReportedError
 
-RETRY_S = 0.5  # doubled with each request that fails
+RETRY_S = 0.5  # doubled after each failure
 MAX_RETRY_S = 60.0
 
 log = get_logger(__name__)
 
 
 class CopierLink:
-    """See the module docstring; on the event loop, but for `channel`, which any thread reads.
+    """The link to the copier of one GPU.
+
+    Runs on the event loop; `channel` may be read by any thread.
 
     Attributes:
-        channel: to a living copier; None: copy otherwise.
+        channel: the channel to a running copier; None: there is none, use other copies.
     """
 
     def __init__(
@@ -31,10 +33,10 @@ class CopierLink:
         """Store the parts.
 
         Args:
-            driver: of the GPU.
-            device: its UUID.
-            counters: what the service counts.
-            place_bytes: size of a place of the ring.
+            driver: the GPU's driver.
+            device: the GPU's UUID.
+            counters: the service's counters.
+            place_bytes: bytes of a place of the ring.
         """
         self.channel: CopierChannel | None = None
         self._driver = driver
@@ -44,13 +46,13 @@ class CopierLink:
         self._last_problem = ""
 
     async def run(self, attachment: Attachment) -> None:
-        """Keep a channel for as long as an attachment lasts; cancelled at its end."""
+        """Keep a channel open as long as an attachment lasts; the caller cancels it at its end."""
         delay_s = RETRY_S
         while True:
             try:
                 await self._use_channel(attachment)
             except (ReportedError, DriverError) as error:
-                if str(error) != self._last_problem:  # said once, not at every attempt
+                if str(error) != self._last_problem:  # logged once, not at every attempt
                     log.warning("no_copier", reason=str(error), copies_by="shm")
                 self._last_problem = str(error)
                 await asyncio.sleep(delay_s)
@@ -62,15 +64,15 @@ class CopierLink:
                 await asyncio.sleep(delay_s)
 
     async def _use_channel(self, attachment: Attachment) -> None:
-        """Open a channel; return when it is gone.
+        """Open a channel; return when it is lost.
 
         Raises:
-            ReportedError: kvd has none for us.
+            ReportedError: kvd has no copier for this GPU.
             DriverError: the GPU has no room for the ring, or cannot share it.
         """
         loop = asyncio.get_running_loop()
         gone = asyncio.Event()
-        # A ring of its own each time: what is left of an earlier copier knows nothing of it.
+        # A new ring each time: an earlier copier that is still dying must not write to it.
         ring, ring_fd = self._driver.share(self._ring_bytes)
         try:
             sock, pidfd = await attachment.open_copier(self._device, ring_fd, self._ring_bytes)
@@ -78,7 +80,7 @@ class CopierLink:
             close_fds([ring_fd])
 
         def on_gone() -> None:
-            with suppress(RuntimeError):  # the loop has ended: nobody waits
+            with suppress(RuntimeError):  # the loop is closed, so that nothing waits for the event
                 loop.call_soon_threadsafe(gone.set)
 
         channel = CopierChannel(sock, pidfd, ring, attachment.mapped.slots, on_gone)

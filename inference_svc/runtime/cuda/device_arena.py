@@ -1,11 +1,11 @@
-"""DeviceArena: an arena whose slots are copied from and to a device without the CPU's help.
+"""DeviceArena: an arena whose registered slots a device copies without the CPU.
 
-    registered slots   one launch reads them where they are, for a component of a layer, or writes
-                       them, for a component of all layers that are there
-    others             through staging memory that is locked in place, gathered there by the CPU
+    registered slots   one kernel launch reads a component of a layer from them in place, or writes
+                       a component of several layers to them
+    other slots        go through pinned staging memory, which the CPU gathers and scatters
 
-Every copy is enqueued on the calling thread's current stream, and is done when that is: callers
-mark and wait for streams, as `CopyStream` does.
+Every copy is enqueued on the calling thread's current stream, and is complete when that stream's
+work is: callers record marks and wait for them, as `CopyStream` does.
 
 *Source:* CachedAttention, section 3.2 (load and save streams over pinned memory).
 """
@@ -27,11 +27,11 @@ from inference_svc.runtime.kv.slot_runs import ScatteredTokens, SlotRun
 from shared.cuda.registered_memory import RegisteredMemory
 from shared.types.kv_layout import KVLayout
 
-STAGING_BYTES = 32 << 20  # of one thread; what is larger goes in several pieces
+STAGING_BYTES = 32 << 20  # per thread; larger copies are divided into pieces
 
 
 class DeviceArena(ArenaKv):
-    """See the module docstring; any thread may copy tokens that its lease covers."""
+    """An arena copied by a device; any thread may copy tokens that its lease covers."""
 
     def __init__(
         self,
@@ -42,17 +42,17 @@ class DeviceArena(ArenaKv):
         *,
         registers: bool = True,
     ) -> None:
-        """View the arena, and begin to register its slots.
+        """View the arena, and start to register its slots in the background.
 
         Args:
-            arena: where the slots are mapped.
-            layout: of their blocks.
-            driver: of the device.
-            device: that copies go to and come from.
-            registers: whether slots are registered here; else all go through staging memory.
+            arena: the mapped arena.
+            layout: the layout of its blocks.
+            driver: the device's driver.
+            device: the device.
+            registers: whether to register slots; otherwise all copies go through staging memory.
 
         Raises:
-            ValueError: as ArenaKv.
+            ValueError: see ArenaKv.
         """
         super().__init__(arena, layout)
         self._driver = driver
@@ -63,7 +63,7 @@ class DeviceArena(ArenaKv):
             memory = arena.memory[: arena.slot_bytes * arena.num_slots]
             self.registered = RegisteredMemory(driver, memory, arena.slot_bytes)
             gone = weakref.finalize(self, self.registered.close)
-            gone.atexit = False  # the system unlocks what a process leaves
+            gone.atexit = False  # at its end the system unlocks a process's memory itself
 
     def gather(
         self, layer_index: int, component_index: int, run: SlotRun | ScatteredTokens, out: Tensor
@@ -94,7 +94,7 @@ class DeviceArena(ArenaKv):
         region: Tensor,
         places: Tensor,
     ) -> None:
-        """Enqueue copies of a run's tokens to places of a region; see `ArenaKv.gather_to`."""
+        """Enqueue copies of a run's tokens to slots of a region; see `ArenaKv.gather_to`."""
         if self._has_registered(run) and region[0].is_contiguous():
             slots = self._tokens_in_slots((layer_index,), component_index, run)
             self._driver.gather(slots, TokensOnDevice(region, places))
@@ -102,9 +102,9 @@ class DeviceArena(ArenaKv):
         super().gather_to(layer_index, component_index, run, region, places)
 
     def scatter(self, layer_index: int, component_index: int, run: SlotRun, source: Tensor) -> None:
-        """Copy tokens of the device to a run's slots, by staging memory; see `ArenaKv.scatter`.
+        """Copy tokens from the device to a run's slots through staging memory.
 
-        They are copied on return.
+        Complete on return; see `ArenaKv.scatter`.
         """
         parts = run.split(fitting_tokens(run, source, STAGING_BYTES))
         for part, rows in zip(parts, rows_of(parts, source), strict=True):
@@ -124,7 +124,7 @@ class DeviceArena(ArenaKv):
     ) -> None:
         """Copy tokens of some layers to a run's slots; see `ArenaKv.scatter_layers`.
 
-        Where slots are registered the copies are enqueued, in one piece for layers of one shape.
+        If the slots are registered, the copies are enqueued, by one launch for layers of one shape.
         """
         if not self._has_registered(run):
             super().scatter_layers(layers, component_index, run, tensors, places)
@@ -136,8 +136,8 @@ class DeviceArena(ArenaKv):
         for alike in by_shape.values():
             memory, index = places.of(tensors[alike[0]])
             first = tensors[alike[0]].data_ptr()
-            apart = [tensors[layer_index].data_ptr() - first for layer_index in alike]
-            here = TokensOnDevice(memory, index, apart)
+            layer_offsets = [tensors[layer_index].data_ptr() - first for layer_index in alike]
+            here = TokensOnDevice(memory, index, layer_offsets)
             self._driver.scatter(here, self._tokens_in_slots(alike, component_index, run))
 
     def _has_registered(self, run: SlotRun | ScatteredTokens) -> bool:
@@ -146,18 +146,18 @@ class DeviceArena(ArenaKv):
     def _tokens_in_slots(
         self, layers: Sequence[int], component_index: int, run: SlotRun | ScatteredTokens
     ) -> TokensInSlots:
-        """Return where a run's tokens are, of layers whose tokens have one shape."""
+        """Return the addresses of a run's tokens in layers whose tokens have the same shape."""
         view = self.view(layers[0], component_index)
         bytes_apart, token_bytes = (stride * view.itemsize for stride in view.stride()[:2])
         offsets = run.distances_on(self._device, bytes_apart, token_bytes)
-        first, *others = (
+        first, *further = (
             self.layout.component_offset(layer_index, component_index) for layer_index in layers
         )
-        apart = [0, *(offset - first for offset in others)]
-        return TokensInSlots(view.data_ptr(), offsets, gcd(bytes_apart, token_bytes), apart)
+        layer_offsets = [0, *(offset - first for offset in further)]
+        return TokensInSlots(view.data_ptr(), offsets, gcd(bytes_apart, token_bytes), layer_offsets)
 
     def _staging(self) -> "Staging":
-        """Return this thread's staging memory, which nothing is copied from any more."""
+        """Return this thread's staging memory, once copies from it are complete."""
         if not hasattr(self._threads, "staging"):
             self._threads.staging = Staging(self._driver.staging(STAGING_BYTES))
         staging: Staging = self._threads.staging
@@ -166,10 +166,10 @@ class DeviceArena(ArenaKv):
 
 
 class Staging:
-    """Memory between the arena and KV, for some tokens at a time; one thread uses it.
+    """Staging memory between the arena and KV; used by one thread.
 
     Attributes:
-        in_use: when what was copied from it is done; None: nothing was.
+        in_use: the mark at which copies from it are complete; None: there are none.
     """
 
     def __init__(self, memory: Tensor) -> None:
@@ -177,23 +177,29 @@ class Staging:
         self.in_use: Mark | None = None
 
     def wait(self) -> None:
-        """Wait until nothing is copied from it any more."""
+        """Wait until copies from it are complete."""
         if self.in_use is not None:
             self.in_use.synchronize()
             self.in_use = None
 
     def of(self, rows: Tensor) -> Tensor:
         """View its beginning as a tensor of the shape and dtype of `rows`."""
-        if rows.nbytes > len(self._memory):  # a slot's tokens of one component are that large
+        if rows.nbytes > len(self._memory):  # a single slot's tokens of a component do not fit
             self._memory = self._memory.new_empty(rows.nbytes)
         return self._memory[: rows.nbytes].view(rows.dtype).view(rows.shape)
 
 
 def fitting_tokens(run: SlotRun | ScatteredTokens, tokens: Tensor, num_bytes: int) -> int:
-    """Return how many tokens of a run fit in so many bytes; `tokens` are those, by rows."""
+    """Return how many tokens of a run fit into `num_bytes`.
+
+    Args:
+        run: the run.
+        tokens: its tokens as rows, [slots, tokens_per_slot, *shape] or [n, *shape].
+        num_bytes: bytes of memory.
+    """
     return num_bytes // (tokens[0].nbytes // run.tokens_per_slot)
 
 
 def rows_of(parts: Sequence[SlotRun | ScatteredTokens], tokens: Tensor) -> Sequence[Tensor]:
-    """Cut the rows of all tokens of a run to those of its parts."""
+    """Divide the rows of a run's tokens between its parts."""
     return tokens.split_with_sizes([part.num_tokens // part.tokens_per_slot for part in parts])

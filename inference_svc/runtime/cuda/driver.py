@@ -1,7 +1,7 @@
-"""What copies need of CUDA's driver, and the driver itself.
+"""Driver: the calls of CUDA's driver that copies need.
 
-The protocol is what the rest of the package knows: tests put a simulated device in its place, which
-runs copies late and out of order (`tests/simulated_device.py`).
+The rest of the package knows the protocol only. Tests replace it by a simulated device, which runs
+copies late and out of order (`tests/simulated_device.py`).
 """
 
 import weakref
@@ -20,19 +20,19 @@ class Driver(HostRegister, Protocol):
     """Registers host memory, and copies between it and the device on a stream."""
 
     def gather(self, slots: TokensInSlots, here: TokensOnDevice) -> None:
-        """Enqueue copies of tokens of registered memory to the device, on the current stream."""
+        """Enqueue copies of tokens from registered memory to the device, on the current stream."""
 
     def scatter(self, here: TokensOnDevice, slots: TokensInSlots) -> None:
-        """Enqueue the copies of `gather` the other way."""
+        """Enqueue copies of tokens from the device to registered memory, on the current stream."""
 
     def staging(self, num_bytes: int) -> Tensor:
-        """Return [num_bytes] uint8 of host memory that is locked in place."""
+        """Allocate pinned host memory, [num_bytes] uint8."""
 
     def share(self, num_bytes: int) -> tuple[Tensor, int]:
-        """Make memory of the device that another process may map.
+        """Allocate device memory that another process may map.
 
         Returns:
-            [num_bytes] uint8, and a descriptor of it, which is the caller's.
+            [num_bytes] uint8, and its file descriptor, which the caller has to close.
 
         Raises:
             DriverError: the device has no room, or cannot share memory.
@@ -43,15 +43,15 @@ class CudaDriver:
     """CUDA's driver, for one device.
 
     Attributes:
-        uuid: of the device, "GPU-…".
+        uuid: the device's UUID, "GPU-…".
     """
 
     def __init__(self, device: torch.device) -> None:
-        """Make sure that the device has a context.
+        """Initialise the driver and the device's context.
 
         Raises:
             ImportError: the package `cuda-bindings` is not installed.
-            DriverError: there is no driver.
+            DriverError: the driver is missing.
         """
         self._calls = DriverCalls()
         torch.cuda.init()  # type: ignore[no-untyped-call]
@@ -93,7 +93,7 @@ class CudaDriver:
 
 
 class _Bytes:
-    """The bytes of memory for torch, which holds this object as long as it uses them."""
+    """A buffer for `torch.as_tensor`; torch keeps this object as long as it uses the memory."""
 
     def __init__(self, memory: SharedGpuMemory, num_bytes: int, device: torch.device) -> None:
         weakref.finalize(self, _unmap, memory, device).atexit = False
@@ -106,7 +106,7 @@ class _Bytes:
 
 
 def _unmap(memory: SharedGpuMemory, device: torch.device) -> None:
-    """Undo a mapping once nothing that was enqueued reads it."""
+    """Unmap memory, once no enqueued work uses it."""
     with torch.cuda.device(device):
         torch.cuda.synchronize(device)
         memory.close()

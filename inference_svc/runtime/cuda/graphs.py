@@ -1,4 +1,4 @@
-"""CUDA graphs: what a call enqueues, kept by the driver, and enqueued again in one call."""
+"""CUDA graphs: captures the work that a call enqueues, to enqueue it again in one call."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -7,10 +7,10 @@ import torch
 
 
 class CudaCapture:
-    """Captures on a stream of its own; all graphs have their memory from one pool.
+    """Captures on a stream of its own; all graphs take their memory from one pool.
 
-    They may, since they are replayed one at a time, and nothing that one leaves in the pool is read
-    after another has run.
+    Graphs may share memory because they are replayed one at a time, and because no result that a
+    graph leaves in the pool is read after another graph has run.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -26,12 +26,12 @@ class CudaCapture:
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             run()
             self._stream.synchronize()
-            # Other threads go on with what a capture of the whole process would refuse.
+            # Copy threads go on meanwhile: in the global mode their calls would fail the capture.
             graph.capture_begin(self._pool, capture_error_mode="thread_local")
             try:
                 run()
             except BaseException:
-                with suppress(RuntimeError):  # which says that the capture has failed
+                with suppress(RuntimeError):  # it reports the failed capture again
                     graph.capture_end()
                 raise
             graph.capture_end()
@@ -39,16 +39,16 @@ class CudaCapture:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the device's memory that capturing has taken, the driver's included."""
+        """Bytes of device memory that graphs have taken, the driver's own included."""
         return max(0, self._free_before - self._free_bytes())
 
     def _free_bytes(self) -> int:
-        """Return what is free on the device, without what torch keeps for later."""
+        """Return the free bytes of the device, after torch has released its cached memory."""
         torch.cuda.empty_cache()
         free_bytes, _ = torch.cuda.mem_get_info(self._device)
         return free_bytes
 
 
 def capture_on(device: torch.device) -> CudaCapture | None:
-    """Return what captures on a device; None: it has no graphs."""
+    """Return the capture of a device; None: the device has no graphs."""
     return CudaCapture(device) if device.type == "cuda" else None

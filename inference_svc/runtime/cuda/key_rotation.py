@@ -1,7 +1,7 @@
-"""Loaded keys are embedded by a kernel of Triton's while they go to their token slots.
+"""Key rotation on a GPU: embeds loaded keys by one Triton kernel while writing them to their slots.
 
-torch has no call for it: it turns what lies in some memory, in five calls, each of which reads and
-writes all of it, and copies it to pages with another one.
+With torch this takes five calls, each of which reads and writes all keys, and another call that
+copies them to pages.
 """
 
 import torch
@@ -11,16 +11,16 @@ from torch import Tensor
 from inference_svc.runtime.cuda.kernels.key_rotation import embed_keys
 from inference_svc.runtime.positions.rotation import Tables
 
-PROGRAM_ITEMS = 2048  # elements of a program: 16 of each of its threads
+PROGRAM_ITEMS = 2048  # elements per program: 16 for each of its threads
 WARPS = 4
 
 
 def embed_on_device(keys: Tensor, tables: Tables, region: Tensor, slots: Tensor) -> None:
-    """Write keys, embedded, to their slots; see `EmbedKernel`."""
+    """Embed keys and write them to their slots; see `EmbedKernel`."""
     num_tokens, num_heads, dim = keys.shape
     num_rows, block_dim = num_tokens * num_heads, triton.next_power_of_2(dim)
     rows = rows_of_program(dim)
-    # Kernels are launched on the thread's current device, and go to its current stream.
+    # Triton launches kernels on the thread's current device, and on its current stream.
     with torch.cuda.device_of(keys):  # type: ignore[no-untyped-call]
         embed_keys[(triton.cdiv(num_rows, rows),)](
             region,
@@ -43,5 +43,5 @@ def embed_on_device(keys: Tensor, tables: Tables, region: Tensor, slots: Tensor)
 
 
 def rows_of_program(dim: int) -> int:
-    """Return how many keys of `dim` elements a program turns."""
+    """Return the number of keys of `dim` elements that a program rotates."""
     return max(1, PROGRAM_ITEMS // int(triton.next_power_of_2(dim)))

@@ -1,9 +1,9 @@
-"""Attention over pages by kernels of Triton, which take every kind of call.
+"""Page attention: attention over pages by Triton kernels, which support every kind of call.
 
-torch's own kernels read no pages, or only with a library that is built for one kind of GPU, and
-none of them takes softcaps and sinks.
+torch's own kernels do not read pages, or only with a library that is built for one kind of GPU, and
+none of them supports softcaps and sinks.
 
-Sizes of tiles and splits follow from a part alone, never from those beside it: an answer is the
+The sizes of tiles and splits depend on a part alone, never on the other parts: its result is the
 same alone and in a batch, to the bit.
 """
 
@@ -16,22 +16,22 @@ from torch import Tensor
 from inference_svc.runtime.attention.paged_attention import PageCall, PageStep
 from inference_svc.runtime.cuda.kernels.page_attention import attend_tile, merge_splits
 
-# Keys of a split when one token attends: 28K of them are 112 programs for each key head.
+# Keys of a split for a part with one new token: 28K keys are 112 programs per key head.
 SPLIT_TOKENS = 256
-# Other parts are divided into as many splits as make this many programs (a GPU has 100 to 160
-# multiprocessors), each of 512 keys at least.
+# Other parts are divided into splits until they make this many programs (a GPU has 100 to 160
+# multiprocessors), or until a split has fewer than 512 keys.
 PART_PROGRAMS = 256
 FEWEST_SPLIT_TOKENS = 512
-FOUND_BYTES = 64 << 20  # what splits of one launch find, at most
+FOUND_BYTES = 64 << 20  # most bytes of the splits' results in one launch
 MIN_ROWS = 16  # fewest rows of a matrix product
-TILE_BYTES = 32 << 10  # keys and values of one round
+TILE_BYTES = 32 << 10  # bytes of the keys and values of one round
 
 
 def attend_pages(
     query: Tensor, keys: Tensor, values: Tensor, step: PageStep, call: PageCall
 ) -> Tensor:
-    """Let each part's new tokens see their part up to themselves; see `PageKernel`."""
-    # Kernels are launched on the thread's current device.
+    """Attend each part's new tokens to their own part up to themselves; see `PageKernel`."""
+    # Triton launches kernels on the thread's current device.
     with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]
         return _attend_pages(query, keys, values, step, call)
 
@@ -39,7 +39,7 @@ def attend_pages(
 def _attend_pages(
     query: Tensor, keys: Tensor, values: Tensor, step: PageStep, call: PageCall
 ) -> Tensor:
-    """Attend parts that are divided alike in one launch, and those of one token in another."""
+    """Launch once for all parts that are divided alike, and once for those with one new token."""
     num_tokens, num_heads, dim = query.shape
     kv_heads, value_dim = values.shape[1:]
     group = num_heads // kv_heads
@@ -71,13 +71,13 @@ def _attend_pages(
 
 
 class TileShape(NamedTuple):
-    """How much one program holds.
+    """The size of a program's tile.
 
     Attributes:
-        rows: query rows: the heads of a group for each of some tokens.
-        keys: tokens that are read in one round.
-        warps: of 32 threads.
-        stages: rounds whose keys and values are in shared memory or on their way there.
+        rows: number of query rows: all heads of a group for each of some tokens.
+        keys: number of keys that are read in one round.
+        warps: number of warps, of 32 threads each.
+        stages: number of rounds whose keys and values are in shared memory or being copied there.
     """
 
     rows: int
@@ -87,13 +87,13 @@ class TileShape(NamedTuple):
 
 
 class _Launch(NamedTuple):
-    """How tiles are computed.
+    """The parameters of one launch.
 
     Attributes:
-        shape: of each tile.
+        shape: the size of each tile.
         tokens: most new tokens of a tile.
-        num_splits: of what a tile sees, at most; what they find is merged.
-        split_tokens: of each split; 0: what makes so many splits; see the kernel.
+        num_splits: most splits of the tokens that a tile sees; their results are merged.
+        split_tokens: number of tokens of a split; 0: as many as give `num_splits` splits.
     """
 
     shape: TileShape
@@ -105,17 +105,17 @@ class _Launch(NamedTuple):
 def tile_shape(
     group: int, dim: int, value_dim: int, item_bytes: int, *, is_wide: bool
 ) -> TileShape:
-    """Choose the tiles of parts of several tokens: the largest that spill no registers.
+    """Choose the tiles of parts with several new tokens: the largest that spill no registers.
 
     Args:
-        group: query heads of a key head.
-        dim: elements of a key.
-        value_dim: elements of a value.
-        item_bytes: of an element.
-        is_wide: whether the GPU multiplies what is in shared memory, of which it has 227 KiB:
-            operands take no registers then.
+        group: number of query heads per key head.
+        dim: number of elements of a key.
+        value_dim: number of elements of a value.
+        item_bytes: bytes of an element.
+        is_wide: whether the GPU multiplies operands in shared memory, of which it has 227 KiB, so
+            that they take no registers.
     """
-    width = _padded(dim) + _padded(value_dim)
+    width = _padded_dim(dim) + _padded_dim(value_dim)
     fitting = TILE_BYTES // (width * item_bytes)
     keys = next((keys for keys in (64, 32) if keys <= fitting), 16)
     if item_bytes > 2:
@@ -129,7 +129,7 @@ def tile_shape(
 
 
 def shape_of_part(shape: TileShape, group: int, num_new: int) -> TileShape:
-    """Take half a tile, and half the warps, where a part's new tokens fill no more than that."""
+    """Return the tile of a part: half the rows and warps, if its new tokens fit into these."""
     rows = shape.rows // 2
     if rows < 64 or num_new * group > rows:
         return shape
@@ -137,11 +137,11 @@ def shape_of_part(shape: TileShape, group: int, num_new: int) -> TileShape:
 
 
 def num_part_splits(num_programs: int, seen: int) -> int:
-    """Choose how many splits a part of several tokens is divided into: 1, 2, 4, ...
+    """Choose the number of splits of a part with several new tokens: 1, 2, 4, ...
 
     Args:
-        num_programs: of the part, were it not divided.
-        seen: tokens that its new tokens see.
+        num_programs: number of the part's programs without splits.
+        seen: number of tokens that its new tokens see.
     """
     num_splits = 1
     while (
@@ -152,11 +152,11 @@ def num_part_splits(num_programs: int, seen: int) -> int:
 
 
 def _takes_wide_tiles(device: torch.device) -> bool:
-    """Tell whether it is H100, B200 or their like; the interpreter takes what these take."""
+    """Whether the GPU is of the generation of H100 or B200; the interpreter counts as one."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] in {9, 10}
 
 
-def _padded(dim: int) -> int:
+def _padded_dim(dim: int) -> int:
     return max(16, int(triton.next_power_of_2(dim)))
 
 
@@ -170,7 +170,7 @@ def _attend_tiles(
     tiles: Tensor,
     launch: _Launch,
 ) -> None:
-    """Attend some tiles; those in splits for as many at once as have room for what is found."""
+    """Attend tiles and merge their splits; for as many at once as have room for the results."""
     num_heads, value_dim = out.shape[1:]
     if launch.num_splits == 1 and launch.split_tokens == 0:
         _launch_tiles(out, None, query, keys, values, step, call, tiles, launch)
@@ -214,7 +214,7 @@ def _launch_tiles(
     tiles: Tensor,
     launch: _Launch,
 ) -> None:
-    """Attend some tiles to all they see, or with `sums` to each split of it; see the kernel."""
+    """Launch `attend_tile` over all tokens that tiles see, or with `sums` over each split."""
     _, num_heads, dim = query.shape
     kv_heads, value_dim = values.shape[1:]
     attend_tile[(len(tiles), kv_heads, launch.num_splits)](
@@ -242,9 +242,9 @@ def _launch_tiles(
         KEYS=launch.shape.keys,
         SPLIT=launch.split_tokens,
         DIM=dim,
-        BLOCK_DIM=_padded(dim),
+        BLOCK_DIM=_padded_dim(dim),
         VALUE_DIM=value_dim,
-        BLOCK_VALUE_DIM=_padded(value_dim),
+        BLOCK_VALUE_DIM=_padded_dim(value_dim),
         WINDOW=call.window,
         CHUNK=call.chunk,
         HAS_SOFTCAP=call.softcap > 0,

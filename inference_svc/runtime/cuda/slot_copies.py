@@ -1,8 +1,8 @@
-"""Tokens in slots are copied by a kernel of Triton's, which reads and writes the host's memory.
+"""Slot copies: a Triton kernel copies tokens between a device and slots in the host's memory.
 
-The device's copy engines, given as many pieces, take about a microsecond for each, and Python as
-much to name it; a layer's piece of a block is a microsecond of the bus. And one launch takes the
-tokens of all layers, where all of them are there.
+The device's copy engines take about a microsecond per piece, and Python about as long to enqueue
+it, while the bus carries a layer's piece of a block in a microsecond. One launch of the kernel
+copies all tokens, and also those of several layers at once.
 """
 
 import math
@@ -15,24 +15,24 @@ import triton
 from torch import Tensor
 
 from inference_svc.runtime.cuda.kernels.slot_copies import copy_tokens
-from inference_svc.runtime.memory import placed_on
+from inference_svc.runtime.memory import copy_to_device
 
-# Of 132 multiprocessors: enough to fill the bus, and few that do not compute meanwhile.
+# Number of programs, with 132 multiprocessors: enough to fill the bus, and the rest can compute.
 PROGRAMS_TO_DEVICE, PROGRAMS_TO_SLOTS = 12, 4
 WARPS = 8
-BLOCK_BYTES = 16 << 10  # that a program has under way
-VECTOR_BYTES = 16  # of a thread, at most
-ITEM_BYTES = 8  # likewise, of one element
+BLOCK_BYTES = 16 << 10  # bytes that a program has under way
+VECTOR_BYTES = 16  # most bytes of a thread's memory access
+ITEM_BYTES = 8  # most bytes of an element
 
 
 class TokensInSlots(NamedTuple):
-    """Where some tokens are in memory that the device reaches, in one component of some layers.
+    """The addresses of tokens in registered host memory, in one component of some layers.
 
     Attributes:
-        address: of the first layer's component in the first slot.
-        offsets: [tokens] int64 on the device: bytes from there to each token.
-        step: a divisor of all offsets.
-        layers: bytes from the first layer's component to that of each layer.
+        address: address of the first layer's component in slot 0.
+        offsets: [tokens] int64 on the device, bytes from `address` to each token.
+        step: a common divisor of all offsets.
+        layers: by layer, bytes from the first layer's component to that layer's.
     """
 
     address: int
@@ -42,12 +42,12 @@ class TokensInSlots(NamedTuple):
 
 
 class TokensOnDevice(NamedTuple):
-    """Where the same tokens are on the device.
+    """The addresses of the same tokens on the device.
 
     Attributes:
-        memory: the first layer's tensor, [slots, *shape]; the elements of a token lie side by side.
-        places: [tokens] int64 on the device, the slot of each; None: the first ones.
-        layers: bytes from the first layer's tensor to that of each layer.
+        memory: the first layer's tensor, [slots, *shape]; the elements of a token are contiguous.
+        places: [tokens] int64 on the device, the slot of each token; None: the first slots.
+        layers: by layer, bytes from the first layer's tensor to that layer's.
     """
 
     memory: Tensor
@@ -56,12 +56,12 @@ class TokensOnDevice(NamedTuple):
 
 
 def copy_slots(slots: TokensInSlots, here: TokensOnDevice, *, to_slots: bool) -> None:
-    """Enqueue copies of tokens to the device, or the other way; on this thread's current stream.
+    """Enqueue copies of tokens between slots and a device, on this thread's current stream.
 
     Args:
-        slots: at least one token.
-        here: where they are on the device.
-        to_slots: whether they are copied to their slots.
+        slots: the tokens in host memory, at least one.
+        here: the same tokens on the device.
+        to_slots: whether to copy to the slots; False: to the device.
     """
     memory = here.memory
     if not memory[0].is_contiguous():
@@ -84,7 +84,7 @@ def copy_slots(slots: TokensInSlots, here: TokensOnDevice, *, to_slots: bool) ->
     programs = PROGRAMS_TO_SLOTS if to_slots else PROGRAMS_TO_DEVICE
     slot_layers = memory_layers = None
     if num_layers > 1:
-        layers = placed_on(memory.device, torch.tensor([slots.layers, here.layers]))
+        layers = copy_to_device(memory.device, torch.tensor([slots.layers, here.layers]))
         slot_layers, memory_layers = layers.unbind(0)
     with torch.cuda.device_of(memory):  # type: ignore[no-untyped-call]
         copy_tokens[(min(programs, num_parts),)](
@@ -110,12 +110,14 @@ def copy_slots(slots: TokensInSlots, here: TokensOnDevice, *, to_slots: bool) ->
 
 
 class _Shape(NamedTuple):
-    """What a program has under way: `block_items` of each of some tokens.
+    """The work of a program at a time: `block_items` elements of each of `tokens` tokens.
 
     Attributes:
-        item_bytes: of an element.
-        items: of a token.
-        num_cuts: parts that a token is cut into.
+        item_bytes: bytes of an element.
+        items: number of elements of a token.
+        block_items: number of elements of a token's part.
+        tokens: number of tokens.
+        num_cuts: number of parts that a token is divided into.
     """
 
     item_bytes: int

@@ -32,7 +32,7 @@ from inference_svc.core.scheduling.start_gate import HBM
 from inference_svc.core.scheduling.step_plan import Admission
 from inference_svc.runtime.engine.engine_request import EngineRequest, Load
 from inference_svc.runtime.engine.requests import RequestMemory, Requests
-from inference_svc.runtime.kv.copy_stream import CopyStream, DoneInOrder
+from inference_svc.runtime.kv.copy_stream import CopyProgress, CopyStream
 from inference_svc.runtime.kv.kv_pool import KVPool
 from inference_svc.runtime.kv.layer_gate import LayerGate, LoadGate
 from inference_svc.runtime.kv.sequence_kv import SequenceKv
@@ -233,14 +233,14 @@ def _copy_prefix(source: SequenceKv, target: SequenceKv) -> None:
     gate = target.gate
     assert gate is not None, "a copy has a gate"  # noqa: S101
     stream = CopyStream(target.device)
-    copied = DoneInOrder(gate.open)
+    copied = CopyProgress(gate.open)
     with target.hold(), stream.copies(behind_computing=True):
         try:
             for layer_index in range(gate.num_layers):
                 copy_layer(source, target, layer_index, target.num_tokens)
                 mark = stream.mark()
-                gate.copies_enqueued(layer_index + 1, mark)
-                copied.enqueued(mark)
+                gate.on_copies_enqueued(layer_index + 1, mark)
+                copied.add(mark)
             copied.finish()
         except BaseException as error:
             gate.fail(error)

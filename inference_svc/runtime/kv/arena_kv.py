@@ -6,8 +6,8 @@ so that tokens of many slots move in one call instead of one per slot.
 
 Owns the views; knows no sequences and no positions.
 
-Invariant: the views keep the arena mapped (`shared.kvd_client.arena_map`): what they show stays
-readable for as long as they live, though it means something only under a lease.
+Invariant: the views keep the arena mapped (`shared.kvd_client.arena_map`). Their memory stays
+readable as long as they live, but its contents are valid only under a lease.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -24,11 +24,11 @@ from shared.types.kv_layout import ITEM_BYTES, KVLayout
 
 
 class Arena(Protocol):
-    """Where slots are mapped."""
+    """A mapped arena."""
 
     @property
     def memory(self) -> memoryview:
-        """All slots, one after another."""
+        """The bytes of all slots, one after another."""
 
     @property
     def slot_bytes(self) -> int:
@@ -40,7 +40,7 @@ class Arena(Protocol):
 
 
 class Block(Protocol):
-    """The first tokens of a slot, and where they are in a sequence."""
+    """The first tokens of a slot, and their position in a sequence."""
 
     @property
     def slot_id(self) -> int:
@@ -57,7 +57,10 @@ class Block(Protocol):
 
 @dataclass(frozen=True)
 class SlotTokens:
-    """Tokens of a slot, and the positions they are for: a block, and a span of it, at once."""
+    """Tokens [start, start + num_tokens) of a slot, for positions from `token_offset` on.
+
+    Serves both as a block and as a span of it.
+    """
 
     slot_id: int
     token_offset: int
@@ -66,7 +69,12 @@ class SlotTokens:
 
 
 def part_of(windows: Sequence[GrantedWindow], part: int) -> list[SlotTokens]:
-    """Return where one of the parts of windows lies."""
+    """Return the slots of one part of granted windows.
+
+    Args:
+        windows: the windows, whose KV is divided between several slots.
+        part: index into a window's slots.
+    """
     return [
         SlotTokens(window.slot_ids[part], window.token_offset, window.num_tokens, window.start)
         for window in windows
@@ -74,13 +82,13 @@ def part_of(windows: Sequence[GrantedWindow], part: int) -> list[SlotTokens]:
 
 
 class ArenaKv:
-    """See the module docstring; any thread may copy tokens that its lease covers."""
+    """An arena's tensors; any thread may copy tokens that its lease covers."""
 
     def __init__(self, arena: Arena, layout: KVLayout) -> None:
         """View the arena; done once per arena, since it takes some microseconds per component.
 
         Raises:
-            ValueError: if the arena is closed, or its slots are too small for a block.
+            ValueError: the arena is closed, or its slots are too small for a block.
         """
         if arena.slot_bytes < layout.block_bytes:
             raise ValueError(
@@ -118,10 +126,10 @@ class ArenaKv:
 
         Args:
             layer_index: index of the layer in the layout.
-            component_index: 0: keys, before RoPE; 1: values.
+            component_index: 0: keys, before RoPE; 1: values; 2: index keys.
             run: the slots and their tokens.
-            out: [slots, tokens_per_slot, *shape], of scattered tokens [n, *shape]; of the
-                component's dtype, any strides and any device.
+            out: [slots, tokens_per_slot, *shape], or [n, *shape] for scattered tokens; of the
+                component's dtype, with any strides, on any device.
         """
         if isinstance(run, ScatteredTokens):
             self._gather_scattered(self._views[layer_index][component_index], run, out)
@@ -142,14 +150,14 @@ class ArenaKv:
         region: Tensor,
         places: Tensor,
     ) -> None:
-        """Copy a run's tokens to places of a region, [slots, *shape] on a device.
+        """Copy a run's tokens to any slots of a memory region.
 
         Args:
             layer_index: see `gather`.
-            component_index: likewise.
-            run: likewise.
-            region: others' tokens are in it, too.
-            places: [num_tokens] int64 on its device.
+            component_index: see `gather`.
+            run: see `gather`.
+            region: [slots, *shape] on any device; it holds tokens of other sequences too.
+            places: [num_tokens] int64 on its device: the slots in `region`.
         """
         tokens = region.new_empty(run.num_tokens, *region.shape[1:])
         self.gather(layer_index, component_index, run, run.by_slot(tokens))
@@ -160,21 +168,22 @@ class ArenaKv:
         return self._slots[list(slot_ids)].flatten()[: self.layout.state_bytes]
 
     def write_state(self, slot_ids: Sequence[int], packed: Tensor) -> None:
-        """Copy a state, [state_bytes] uint8 on any device, to its slots: a part to each, in order.
+        """Copy a state, [state_bytes] uint8 on any device, to its slots, a part to each in order.
 
-        Zeros follow it: what others had there is none of its bytes.
+        The remaining bytes of the last slot are set to zero: whole slots are stored, and must not
+        leak earlier contents.
         """
         size = self.layout.block_bytes
-        here = packed.cpu()
+        host = packed.cpu()
         for index, slot_id in enumerate(slot_ids):
-            part = here[index * size : (index + 1) * size]
+            part = host[index * size : (index + 1) * size]
             self._slots[slot_id, : len(part)] = part
             self._slots[slot_id, len(part) :] = 0
 
     def clear_unwritten(self, windows: Sequence[GrantedWindow]) -> None:
-        """Set the bytes of windows' slots to zero that none of their tokens' KV is written to.
+        """Set those bytes of windows' slots to zero to which no KV of their tokens is written.
 
-        The whole slots are stored, and what others had there is none of their bytes.
+        Whole slots are stored, and must not leak earlier contents.
         """
         for window in windows:
             for layers, slot_id in zip(self.layout.window_parts, window.slot_ids, strict=True):
@@ -182,7 +191,10 @@ class ArenaKv:
                     self._slots[slot_id, start:end] = 0
 
     def _gaps(self, layers: Sequence[int], num_tokens: int) -> Iterator[tuple[int, int]]:
-        """Yield the bytes between the first tokens of these layers' components, and behind."""
+        """Yield byte ranges [start, end) of a slot that `num_tokens` tokens of these layers leave.
+
+        They lie behind the tokens of each component.
+        """
         written = 0
         for layer_index in layers:
             for index, component in enumerate(self.layout.layers[layer_index].components):
@@ -194,7 +206,7 @@ class ArenaKv:
             yield written, self.layout.block_bytes
 
     def _gather_scattered(self, view: Tensor, run: ScatteredTokens, out: Tensor) -> None:
-        """Copy tokens one by one; by one index if slots are a whole number of tokens apart."""
+        """Copy single tokens, by one index if the slot stride is a whole number of tokens."""
         tokens_apart, odd = divmod(view.stride(0), view.stride(1))
         if odd or self.num_slots == 0:
             out.copy_(view[run.slot_ids, run.offsets])
@@ -208,9 +220,16 @@ class ArenaKv:
             out.copy_(flat.index_select(0, indices))
 
     def scatter(self, layer_index: int, component_index: int, run: SlotRun, source: Tensor) -> None:
-        """Copy `source`, as `out` of `gather`, to a run's tokens; no other byte changes."""
+        """Copy `source`, shaped like `out` of `gather`, to a run's tokens; no other byte changes.
+
+        Args:
+            layer_index: see `gather`.
+            component_index: see `gather`.
+            run: see `gather`.
+            source: [slots, tokens_per_slot, *shape], on any device.
+        """
         tokens = self._tokens(layer_index, component_index, run)
-        if run.is_consecutive:  # five times as fast for a few slots
+        if run.is_consecutive:  # five times as fast as an index for a few slots
             tokens.narrow(0, run.slot_ids[0], len(run.slot_ids)).copy_(source)
         else:
             tokens.index_copy_(0, run.indices, source.cpu())
@@ -226,11 +245,11 @@ class ArenaKv:
         """Copy tokens of some layers to a run's slots; no other byte changes.
 
         Args:
-            layers: their indices.
-            component_index: that all of them have.
+            layers: indices of the layers.
+            component_index: index of the component.
             run: the slots and their tokens.
             tensors: by layer, [slots, *shape].
-            places: where the run's tokens are in each of them.
+            places: the slots of the run's tokens in each tensor.
         """
         for layer_index in layers:
             tokens = places.read(tensors[layer_index])
@@ -254,5 +273,5 @@ class ArenaKv:
         )
 
 
-# Views an arena: for copies by the CPU, or for a device's (`cuda/device_arena.py`).
+# Makes the views of an arena: for copies by the CPU, or by a device (`cuda/device_arena.py`).
 OpenArena = Callable[[Arena, KVLayout], ArenaKv]

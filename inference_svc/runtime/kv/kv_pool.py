@@ -1,20 +1,21 @@
-"""KVPool: lends the memory of sequences' KV, in token slots, and of tokens kept beside them.
+"""KVPool: lends memory, in token slots, for sequences' KV and for write buffers.
 
-One region, allocated and faulted in once, since fresh pages cost a load more than its copies do.
-Where the region has no contiguous room, a piece gets memory of its own: slower, never a failure;
-how many token slots there may be altogether is the scheduler's business.
+There is one region, allocated and faulted in once, since fresh pages cost a load more than its
+copies do. Where the region has no contiguous room, a piece gets memory of its own: that is slower,
+but never fails. The scheduler limits the number of token slots altogether.
 
     region       = slot | slot | ...  a slot: K and V of one token, all layers, padded to 64 bytes
     sequence KV  = capacity slots     keys [layers of a shape, 1, kv_heads, capacity, head_dim] ...,
-                   or fewer           values [..., value_dim] ...; where layers with a window hold
-                                      the last tokens only, fewer slots (`windowed_kv.py`)
+                   or fewer           values [..., value_dim] ...; fewer slots where layers with a
+                                      window hold the last tokens only (`windowed_kv.py`)
     write buffer = capacity slots     keys [layers of a shape, capacity, kv_heads, head_dim] ...,
                                       values [..., value_dim] ...
 
-Owns the region and which slots of it are lent; knows nothing of sequences.
+Owns the region and the account of lent slots; knows nothing of a sequence's tokens.
 
-Invariants: 1. no two lent pieces overlap; 2. a piece is lent again only after its owner released
-it and every holder left.
+Invariants:
+1. no two lent pieces overlap;
+2. a piece is lent again only after its owner has released it and every holder has left.
 """
 
 import threading
@@ -29,7 +30,7 @@ from inference_svc.runtime.kv.layer_tensors import (
     ContiguousTokens,
     LayerShape,
     SlotTensors,
-    divided,
+    divide_memory,
     token_items_of,
 )
 from inference_svc.runtime.kv.sequence_kv import MemoryHold, SequenceKv, WriteBuffer
@@ -42,12 +43,12 @@ SLOT_ALIGNMENT = 64  # bytes; a cache line
 
 
 class KVPool:
-    """See the module docstring; every method may be called from any thread.
+    """The pool of working KV; every method may be called from any thread.
 
     Attributes:
         num_token_slots: size of the region, in token slots.
-        token_slot_bytes: bytes of one token's components, all layers, padded.
-        num_outside: number of pieces so far that the region had no room for.
+        token_slot_bytes: bytes of one token's components in all layers, padded.
+        num_outside: number of pieces so far for which the region had no room.
     """
 
     def __init__(
@@ -67,8 +68,8 @@ class KVPool:
             num_token_slots: token slots of sequences' KV and write buffers together.
             device: where the tensors are.
             dtype: the tensors' element type.
-            states: shapes of what sequences have beside token slots, in memory that is not the
-                region's; none in a model of keys and values alone.
+            states: shapes of the sequences' recurrent states, which have memory of their own;
+                empty for a model without states.
             windows: what sequences hold in layers with a window; None: all tokens.
         """
         self._windows = windows
@@ -93,12 +94,17 @@ class KVPool:
             return self._space.num_free
 
     def new_kv(self, capacity_tokens: int, pages: Sequence[int] = ()) -> SequenceKv:
-        """Lend empty KV, side by side; `release` it once its sequence does not need it."""
+        """Lend empty KV with contiguous tokens; the caller owes `release`.
+
+        Args:
+            capacity_tokens: number of tokens to make room for.
+            pages: empty: this pool has no pages.
+        """
         assert not pages, "this pool has no pages"  # noqa: S101
         if self._windows is not None and capacity_tokens > self._windows.rows.num_rows:
             return self._new_windowed_kv(capacity_tokens, self._windows)
         flat, memory = self._lend(capacity_tokens, from_top=False)
-        keys, values, indexes = divided(flat, self._shapes, capacity_tokens, ContiguousTokens)
+        keys, values, indexes = divide_memory(flat, self._shapes, capacity_tokens, ContiguousTokens)
         return SequenceKv(
             keys,
             values,
@@ -109,44 +115,44 @@ class KVPool:
         )
 
     def _new_windowed_kv(self, capacity_tokens: int, windows: HeldWindows) -> WindowedKv:
-        """Lend as many slots as it takes; there may be room for a token more than was asked for."""
+        """Lend windowed KV; its capacity may be a token larger than the one given."""
         num_slots = windows.rows.slots_for(capacity_tokens)
         capacity_tokens = windows.rows.tokens_in(num_slots)
         flat, memory = self._lend(num_slots, from_top=False)
         num_rows = windows.rows_by_layer(len(self._shapes), capacity_tokens)
-        keys, values, _ = divided(flat, self._shapes, num_rows, WindowedTokens)
+        keys, values, _ = divide_memory(flat, self._shapes, num_rows, WindowedTokens)
         return WindowedKv(keys, values, capacity_tokens, memory=memory)
 
     def new_write_buffer(self, first_token: int, capacity_tokens: int) -> WriteBuffer:
-        """Lend an empty write buffer for tokens from `first_token` on, with slots of its own."""
+        """Lend an empty write buffer for tokens from `first_token` on, to be released later."""
         flat, memory = self._lend(capacity_tokens, from_top=True)
-        keys, values, indexes = divided(flat, self._shapes, capacity_tokens, SlotTensors)
+        keys, values, indexes = divide_memory(flat, self._shapes, capacity_tokens, SlotTensors)
         slots = list(range(capacity_tokens))
         return WriteBuffer(keys, values, first_token, slots, indexes=indexes, memory=memory)
 
     def release(self, lent: SequenceKv | WriteBuffer) -> None:
-        """Take memory back: now, or when the last copy or step that holds it is done.
+        """Take memory back, now or when the last copy or step that holds it is done.
 
         Raises:
-            AssertionError: the second time.
+            AssertionError: it was released before.
         """
         lent.memory.release()
 
     def prefault(self) -> int:
-        """Fault in the whole region; block until done or `close`. Return the bytes faulted in."""
+        """Fault in the whole region; block until done or `close`; return the bytes faulted in."""
         return populate(self._region, lambda: self._is_closed)
 
     def close(self) -> None:
-        """End a `prefault` under way; what is lent stays valid."""
+        """End a `prefault` under way; lent memory stays valid."""
         self._is_closed = True
 
     def check(self) -> None:
-        """Raise AssertionError if the account of lent slots is broken."""
+        """Raise AssertionError if the account of lent slots is inconsistent."""
         with self._lock:
             self._space.check()
 
     def _new_states(self) -> SequenceStates | None:
-        """Return the states of a sequence without tokens; None: the model has none."""
+        """Return the states of an empty sequence; None: the model has no states."""
         return SequenceStates(self._states, self._device) if self._states else None
 
     def _lend(self, num_tokens: int, *, from_top: bool) -> tuple[Tensor, MemoryHold]:

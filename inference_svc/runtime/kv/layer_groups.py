@@ -1,21 +1,23 @@
-"""What layers hold of a sequence, and which of them have pages in common. Pure.
+"""Layer groups: which tokens layers hold of a sequence, and which layers share pages. Pure.
 
-Layers with a window hold the last tokens only (`HeldWindows`). On pages that takes groups of layers
-(`LayerGroups`), so that some need not have as many as others:
+Layers with a window hold the last tokens only (`HeldWindows`). On pages this needs groups of layers
+(`LayerGroups`), so that layers with a window need fewer pages than the others:
 
-    place        a tensor of [all pages * page_tokens] rows, each a token's key or value; they are
-                 of one shape, unless all layers are one group: then each layer has a place
-    group        as many layers as there are places, or fewer: layer number *n* of it has its tokens
-                 in place number *n*, on the group's pages. So do those of other groups, on theirs
-    wide group   of layers whose rows are `width` times those of a place: a page has page_tokens /
-                 width tokens of them, and for each page of other groups there are `width` of theirs
+    place        a tensor of [all pages * page_tokens] rows, each a token's key or value. All places
+                 have one shape, unless all layers are one group: then each layer has its own place
+    group        as many layers as there are places, or fewer: the group's *n*-th layer has its
+                 tokens in the *n*-th place, on the group's pages. All groups share the places, on
+                 pages of their own
+    wide group   layers whose rows are `width` times as long as a place's rows: one of its pages has
+                 page_tokens / width tokens, so it needs `width` pages for each page of a group of
+                 width 1
 
     a page in one place                of a group of width 1   token 0 | token 1 | token 2 | token 3
                                        of a group of width 2   token 0           | token 1
-                                                    the next   token 2           | token 3
+                                                 its next page token 2           | token 3
 
-So all pages have as many bytes, those that lie side by side have tokens side by side, and who
-counts pages counts a wide group as several (`PageGroups`).
+So all pages have the same number of bytes, adjacent pages hold adjacent tokens, and the account of
+pages counts a wide group as `width` groups (`PageGroups`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,15 +33,15 @@ from inference_svc.runtime.kv.layer_tensors import LayerShape, token_items_of
 from shared.types.kv_layout import KVLayout
 from shared.types.units import ceil_div
 
-MOST_PADDING = 8  # groups that are not full may lack one part in so many
+MOST_PADDING = 8  # empty places, in groups that are not full, are at most 1/8 of the used ones
 
 
 class HeldWindows(NamedTuple):
-    """What sequences hold in layers with a window.
+    """The tokens that sequences hold in layers with a window.
 
     Attributes:
-        rows: how many tokens that is.
-        layers: indexes of these layers.
+        rows: the number of these tokens, and what they save.
+        layers: indices of the layers with a window.
     """
 
     rows: HeldRows
@@ -54,19 +56,19 @@ class HeldWindows(NamedTuple):
         step_tokens: int,
         scored_tokens: int,
     ) -> "HeldWindows | None":
-        """Return them for a model; None: no layer has a window, or all have.
+        """Return the held windows of a model; None: no layer has a window, or all have.
 
         Args:
-            layout: of what is stored of the model.
-            shapes: of all layers.
-            step_tokens: most tokens of a sequence that are computed at once.
-            scored_tokens: most queries at a prompt's end that keys are scored by.
+            layout: the model's KV layout.
+            shapes: the shapes of all layers.
+            step_tokens: most tokens of a sequence that one step computes.
+            scored_tokens: most queries at a prompt's end by which keys are scored.
         """
         layers = frozenset(index for index in range(len(shapes)) if layout.part_of(index))
         if not layers:
             return None
-        # What is loaded begins with a block, and what is shared ends with one; keys are scored by
-        # queries that have waited for the prompt's last ones.
+        # More is held than the window: a block, since loads begin and shared prefixes end at
+        # blocks; or the scored queries, which are compared with keys only at the prompt's end.
         full = [shape for index, shape in enumerate(shapes) if index not in layers]
         rows = HeldRows(
             layout.window,
@@ -78,7 +80,7 @@ class HeldWindows(NamedTuple):
         return cls(rows, layers)
 
     def rows_by_layer(self, num_layers: int, capacity_tokens: int) -> list[int]:
-        """Return how many rows each layer has of a sequence with room for so many tokens."""
+        """Return each layer's number of rows, for a sequence with room for so many tokens."""
         num_rows = self.rows.num_rows
         return [
             num_rows if index in self.layers else capacity_tokens for index in range(num_layers)
@@ -87,14 +89,14 @@ class HeldWindows(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerGroups:
-    """See the module docstring.
+    """The groups of a model's layers, and the places that they share.
 
     Attributes:
         page_tokens: number of tokens on a page of a group of width 1.
-        places: the shapes of their rows.
-        layers: by group, indexes of its layers; groups of layers without a window come first.
-        widths: by group.
-        pages: what sequences have of them; a group of a width is as many there.
+        places: the shape of each place's rows.
+        layers: by group, indices of its layers; groups of layers without a window come first.
+        widths: by group, the length of its rows in rows of a place.
+        pages: the groups as the account of pages counts them: a group of width n is n of them.
     """
 
     page_tokens: int
@@ -105,18 +107,18 @@ class LayerGroups:
 
     @classmethod
     def plain(cls, shapes: Sequence[LayerShape], page_tokens: int) -> "LayerGroups":
-        """Return the one group of all layers."""
+        """Return a single group of all layers."""
         return cls(page_tokens, tuple(shapes), (tuple(range(len(shapes))),))
 
     @classmethod
     def of(
         cls, windows: HeldWindows, shapes: Sequence[LayerShape], page_tokens: int
     ) -> "LayerGroups | None":
-        """Return groups of layers with and without a window; None: there cannot be any.
+        """Return groups of layers with and without a window; None: the shapes do not allow any.
 
         Args:
-            windows: what is held of layers with a window.
-            shapes: of all layers.
+            windows: the tokens held in layers with a window.
+            shapes: the shapes of all layers.
             page_tokens: number of tokens on a page of the layers with the shortest rows.
         """
         row = min(shapes, key=lambda shape: token_items_of([shape]))
@@ -141,7 +143,7 @@ class LayerGroups:
         )
 
     def holding_all(self) -> "LayerGroups":
-        """Return the same groups of layers, as if none had a window."""
+        """Return the same groups, all of which hold all tokens."""
         pages = PageGroups(num_full=self.pages.num_groups)
         return LayerGroups(self.page_tokens, self.places, self.layers, self.widths, pages)
 
@@ -153,7 +155,7 @@ class LayerGroups:
 
     @cached_property
     def place_of(self) -> tuple[int, ...]:
-        """Which layer of its group each layer is."""
+        """The place of each layer: its index in its group."""
         found = {index: at for group in self.layers for at, index in enumerate(group)}
         return tuple(found[index] for index in sorted(found))
 
@@ -164,29 +166,33 @@ class LayerGroups:
 
     @cached_property
     def _ends(self) -> tuple[int, ...]:
-        """How many of `pages`' groups the groups up to each of them are."""
+        """By group, the end of its range among the groups of `pages`."""
         return tuple(accumulate(self.widths))
 
     def has_window(self, group: int) -> bool:
-        """Whether a group's layers have one."""
+        """Whether a group's layers have a window."""
         return self._ends[group] > self.pages.num_full
 
     def tables(self, pages: Sequence[int]) -> list[list[int]]:
-        """Return by group on which pages a sequence's tokens are, in order."""
+        """Return by group the page table of a sequence: its pages in the order of its tokens.
+
+        Args:
+            pages: all pages of the sequence, as the scheduler's account has them.
+        """
         counted = self.pages.tables(pages)
         return [
-            _in_turn(counted[end - width : end])
+            _interleave(counted[end - width : end])
             for width, end in zip(self.widths, self._ends, strict=True)
         ]
 
 
 def group_size(counts: Mapping[tuple[bool, int], int]) -> int:
-    """Choose how many layers groups have: as many as may be, if few places are left empty.
+    """Choose the number of layers of a group: the largest that leaves few places empty.
 
     Args:
-        counts: how many layers there are, by whether they have a window, and by their width.
+        counts: number of layers by (whether they have a window, their width).
     """
-    all_of_it = sum(width * count for (_, width), count in counts.items())
+    num_used = sum(width * count for (_, width), count in counts.items())
 
     def padding(size: int) -> int:
         return sum(
@@ -197,11 +203,11 @@ def group_size(counts: Mapping[tuple[bool, int], int]) -> int:
         sum(count for (found, _), count in counts.items() if found is has_window)
         for has_window in (False, True)
     )
-    return next(size for size in range(fewest, 0, -1) if padding(size) * MOST_PADDING <= all_of_it)
+    return next(size for size in range(fewest, 0, -1) if padding(size) * MOST_PADDING <= num_used)
 
 
 def _width(shape: LayerShape, row: LayerShape) -> int:
-    """Return how many rows of one shape a token of another takes, key and value; 0: no number."""
+    """Return how many rows of `row`'s shape a token takes, key and value alike; 0: no number."""
     width, rest = divmod(prod(shape.key), prod(row.key))
     is_row = shape.index is None and not shape.is_latent
     return width if is_row and not rest and prod(shape.value) == width * prod(row.value) else 0
@@ -211,6 +217,6 @@ def _cut(layers: Sequence[int], size: int) -> list[tuple[int, ...]]:
     return [tuple(layers[start : start + size]) for start in range(0, len(layers), size)]
 
 
-def _in_turn(tables: Sequence[list[int]]) -> list[int]:
+def _interleave(tables: Sequence[list[int]]) -> list[int]:
     """Return the first page of each table, then the second of each, and so on."""
     return tables[0] if len(tables) == 1 else list(chain.from_iterable(zip(*tables, strict=True)))

@@ -1,8 +1,8 @@
-"""Tensors of every layer, cut and divided at once; and how one sequence's tokens are reached.
+"""KV tensors of all layers, which are viewed and allocated together.
 
-ContiguousTokens   per layer [1, kv_heads, slots, dim]: one sequence's, side by side
-SlotTensors        per layer [slots, kv_heads, dim]: of many, in any order (`Places`)
-TokenTensors       one sequence's by position, however they lie
+ContiguousTokens   per layer [1, kv_heads, slots, dim]: one sequence's tokens, side by side
+SlotTensors        per layer [slots, kv_heads, dim]: many sequences' tokens, in any order (`Places`)
+TokenTensors       the interface to one sequence's tokens by position, however they lie
 """
 
 from abc import ABC, abstractmethod
@@ -14,7 +14,7 @@ from typing import ClassVar, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from inference_svc.runtime.memory import placed_on
+from inference_svc.runtime.memory import copy_to_device
 
 
 @dataclass(frozen=True)
@@ -24,10 +24,10 @@ class LayerShape:
     Attributes:
         key: (kv_heads, head_dim).
         value: (kv_heads, value_dim).
-        index: (1, index_dim) of the keys by which the layer chooses those it attends to (DSA);
-            None: it attends to all.
-        is_latent: whether attention is over key and value side by side, of one head each; then
-            that is how sequences' KV has them.
+        index: (1, index_dim) of the index keys, by which the layer chooses the tokens that it
+            attends to (DSA); None: it attends to all.
+        is_latent: whether attention reads key and value, of one head each, as one vector; working
+            KV then has them side by side.
     """
 
     key: tuple[int, int]
@@ -37,21 +37,21 @@ class LayerShape:
 
     @property
     def parts(self) -> tuple[tuple[int, int], ...]:
-        """The shapes of the components that there are."""
+        """The shapes of the components that the layer has."""
         if not self.key[1]:
             return ()
         return (self.key, self.value) if self.index is None else (self.key, self.value, self.index)
 
 
-NO_PART = (1, 0)  # the shape of a component that a layer has not
-NOTHING = LayerShape(NO_PART, NO_PART)  # of the one layer of a model that caches states alone
+NO_PART = (1, 0)  # the shape of a component that a layer does not have
+NOTHING = LayerShape(NO_PART, NO_PART)  # the one layer of a model that caches states only
 
 
 class LayerTensors(ABC):
-    """One tensor per layer; layers of equal shape lie in one stack, to be cut at once.
+    """One tensor per layer; layers of equal shape lie in one stack, and are viewed together.
 
     Attributes:
-        token_dim: the dimension of one layer's tensor that counts token slots.
+        token_dim: index of the token slots' dimension in a layer's tensor.
         layers: the tensors.
         dtype: their element type.
         device: the device that they are on.
@@ -63,12 +63,12 @@ class LayerTensors(ABC):
         """Store the stacks.
 
         Args:
-            stacks: (tensor [layers, ...], indices of these layers); together all layers.
+            stacks: (tensor [layers, ...], indices of these layers); together they have all layers.
         """
         self._stacks = stacks
         self._num_layers = sum(len(indices) for _, indices in stacks)
         self.dtype, self.device = stacks[0][0].dtype, stacks[0][0].device
-        self.layers = self._spread([stack.unbind(0) for stack, _ in stacks])
+        self.layers = self._in_layer_order([stack.unbind(0) for stack, _ in stacks])
 
     def __getitem__(self, layer_index: int) -> Tensor:
         return self.layers[layer_index]
@@ -81,15 +81,15 @@ class LayerTensors(ABC):
     def cut(self, first: int, num_tokens: int) -> Sequence[Tensor]:
         """View token slots [first, first + num_tokens) of every layer.
 
-        Half the cost of cutting them one by one.
+        Viewing stacks takes half the time of viewing layers one by one.
         """
         dim = self.token_dim + 1
-        return self._spread(
+        return self._in_layer_order(
             [stack.narrow(dim, first, num_tokens).unbind(0) for stack, _ in self._stacks]
         )
 
-    def _spread(self, views: Sequence[Sequence[Tensor]]) -> Sequence[Tensor]:
-        """Bring the stacks' views into the order of layers."""
+    def _in_layer_order(self, views: Sequence[Sequence[Tensor]]) -> Sequence[Tensor]:
+        """Return the layers of the stacks' views in the order of layers."""
         if len(views) == 1:
             return views[0]
         by_layer = {
@@ -101,7 +101,7 @@ class LayerTensors(ABC):
 
 
 class ContiguousTokens(LayerTensors):
-    """Per layer [1, kv_heads, slots, dim], as attention takes them."""
+    """Per layer [1, kv_heads, slots, dim], the shape that attention takes."""
 
     token_dim = 2
     lies_by_position = False
@@ -112,11 +112,11 @@ class ContiguousTokens(LayerTensors):
         return 1, kv_heads, num_slots, dim
 
     def group_of(self, _layer_index: int) -> int:
-        """Return which group of layers has its tokens where this one has: all are one."""
+        """Return 0: the tokens of all layers have the same slots."""
         return 0
 
     def first_token(self, _layer_index: int) -> int:
-        """Return the first token that a layer holds: all hold all."""
+        """Return 0: every layer holds all tokens."""
         return 0
 
     def read(self, layer_index: int, first: int, num_tokens: int) -> Tensor:
@@ -125,20 +125,20 @@ class ContiguousTokens(LayerTensors):
 
     @contextmanager
     def filling(self, layer_index: int, first: int, num_tokens: int) -> Iterator[Tensor]:
-        """Yield a view of a layer's tokens, [num_tokens, kv_heads, dim]."""
+        """Yield a view of a layer's tokens, [num_tokens, kv_heads, dim], for the caller to fill."""
         yield self.read(layer_index, first, num_tokens)
 
     def region(self, layer_index: int) -> Tensor:
-        """View the memory that a layer's tokens are in, [slots, kv_heads, dim]."""
+        """View the memory that holds a layer's tokens, [slots, kv_heads, dim]."""
         return self.layers[layer_index][0].transpose(0, 1)
 
     def slot_index(self, _layer_index: int, first: int, num_tokens: int) -> Tensor:
-        """Return where in `region` tokens are, [num_tokens] int64 on the device."""
+        """Return the slots of tokens in `region`, [num_tokens] int64 on the device."""
         return torch.arange(first, first + num_tokens, device=self.device)
 
 
 class SlotTensors(LayerTensors):
-    """Per layer [slots, kv_heads, dim], as blocks and pages have them."""
+    """Per layer [slots, kv_heads, dim], the layout of blocks and pages."""
 
     token_dim = 0
 
@@ -147,41 +147,47 @@ class SlotTensors(LayerTensors):
         """Return the sizes of one layer's tensor."""
         return num_slots, kv_heads, dim
 
-    def spread_over(self, places: Sequence[int], parts: Sequence[tuple[int, int]]) -> "SlotTensors":
-        """Return the same slots, of layers each of which has one of these tensors.
+    def by_layer(self, places: Sequence[int], parts: Sequence[tuple[int, int]]) -> "SlotTensors":
+        """Return the same memory by layer, where layers share these tensors (`LayerGroups`).
 
         Args:
-            places: by layer, which of them.
-            parts: by layer, a token's shape; one that takes several slots has as many in a row.
+            places: by layer, the index of its tensor.
+            parts: by layer, a token's (heads, dim); a token may take several adjacent slots.
         """
-        spread = SlotTensors(self._stacks)
-        spread.layers = [
+        layers = SlotTensors(self._stacks)
+        layers.layers = [
             layer if layer.shape[1:] == part else layer.view(-1, *part)
             for layer, part in zip(map(self.layers.__getitem__, places), parts, strict=True)
         ]
-        return spread
+        return layers
 
     def copy_runs(self, size: int, sources: Tensor, targets: Tensor) -> None:
-        """Copy runs of `size` slots to others, of all tensors; both [n] int64: their numbers."""
+        """Copy runs of `size` adjacent slots within all tensors.
+
+        Args:
+            size: number of slots of a run; run n begins at slot n * size.
+            sources: [n] int64, numbers of the runs to copy.
+            targets: [n] int64, numbers of the runs to overwrite.
+        """
         for stack, _ in self._stacks:
             runs = stack.view(len(stack), -1, size, *stack.shape[2:])
             runs.index_copy_(1, targets, runs.index_select(1, sources))
 
-    def seen_by_heads(self) -> ContiguousTokens:
-        """View the same slots as attention takes them."""
+    def head_first(self) -> ContiguousTokens:
+        """View the same slots as [1, kv_heads, slots, dim] per layer, the shape of attention."""
         return ContiguousTokens(
             [(stack.transpose(1, 2).unsqueeze(1), indices) for stack, indices in self._stacks]
         )
 
 
 class TokenTensors(Protocol):
-    """One component of one sequence's tokens, keys or values, by position; of every layer.
+    """One component (keys, values or index keys) of one sequence's tokens, by position and layer.
 
     Attributes:
         dtype: the element type.
-        device: the device that they are on.
-        lies_by_position: whether a layer that holds the last tokens only has a token wherever it
-            would be, too, if others were held; else they lie in rows from the first one on.
+        device: the device of the tensors.
+        lies_by_position: whether a token's slot depends on its position only. Otherwise a layer
+            that holds the last tokens only has them in rows from the first row on.
     """
 
     dtype: torch.dtype
@@ -191,29 +197,35 @@ class TokenTensors(Protocol):
     def cut(self, first: int, num_tokens: int) -> Sequence[Tensor]:
         """Return tokens [first, first + num_tokens) by layer, each [1, kv_heads, num_tokens, dim].
 
-        To be read: views, or where tokens lie apart copies, made when a layer is asked for. Of a
-        layer that does not hold all of them those are missing that it does not.
+        For reading only: views, or copies where tokens are not adjacent; copies are made when a
+        layer is accessed. A layer that no longer holds all of these tokens returns those it holds.
         """
 
     def group_of(self, layer_index: int) -> int:
-        """Return a number that layers have in common whose tokens have the same slots."""
+        """Return the number of a layer's group; tokens have the same slots in all its layers."""
 
     def first_token(self, layer_index: int) -> int:
-        """Return the first token that a layer holds."""
+        """Return the position of the first token that a layer holds."""
 
     def read(self, layer_index: int, first: int, num_tokens: int) -> Tensor:
-        """Return a layer's tokens, [num_tokens, kv_heads, dim]; a view, or a copy."""
+        """Return a layer's tokens, [num_tokens, kv_heads, dim]; a view or a copy."""
 
     def filling(
         self, layer_index: int, first: int, num_tokens: int
     ) -> AbstractContextManager[Tensor]:
-        """Yield [num_tokens, kv_heads, dim], to be written: a layer's tokens afterwards."""
+        """Yield a tensor [num_tokens, kv_heads, dim] for the caller to fill with a layer's tokens.
+
+        They are in place once the block is left.
+        """
 
     def region(self, layer_index: int) -> Tensor:
-        """View the memory that a layer's tokens are in, [slots, kv_heads, dim]; others', too."""
+        """View the memory that holds a layer's tokens, [slots, kv_heads, dim].
+
+        It may hold tokens of other sequences too.
+        """
 
     def slot_index(self, layer_index: int, first: int, num_tokens: int) -> Tensor:
-        """Return where in `region` tokens are, [num_tokens] int64 on the device."""
+        """Return the slots of tokens in `region`, [num_tokens] int64 on the device."""
 
 
 T = TypeVar("T", bound=LayerTensors)
@@ -224,20 +236,20 @@ def token_items_of(shapes: Sequence[LayerShape]) -> int:
     return sum(heads * dim for shape in shapes for heads, dim in shape.parts)
 
 
-def divided(
+def divide_memory(
     flat: Tensor, shapes: Sequence[LayerShape], num_slots: int | Sequence[int], kind: type[T]
 ) -> tuple[T, T, T | None]:
     """Divide memory between keys, values and index keys, and each of them between layers.
 
     Args:
-        flat: with room for all of it.
-        shapes: of all layers.
-        num_slots: token slots of each layer's tensor, or of each one by layer.
+        flat: [items], with room for all tensors.
+        shapes: the shapes of all layers.
+        num_slots: token slots of every layer's tensor, or a number for each layer.
         kind: how a layer's tensor is laid out.
 
     Returns:
-        Keys, values and index keys; these are empty tensors of layers without an index, and None if
-        no layer has one.
+        Keys, values and index keys. Index keys of layers without an index are empty tensors; they
+        are None if no layer has an index.
     """
     offset = 0
     slots_by_layer = [num_slots] * len(shapes) if isinstance(num_slots, int) else num_slots
@@ -246,9 +258,9 @@ def divided(
         nonlocal offset
         stacks: list[tuple[Tensor, Sequence[int]]] = []
         by_layer = list(zip(per_token, slots_by_layer, strict=True))
-        for one in dict.fromkeys(by_layer):
-            indices = [index for index, other in enumerate(by_layer) if other == one]
-            (heads, dim), slots = one
+        for size in dict.fromkeys(by_layer):
+            indices = [index for index, layer_size in enumerate(by_layer) if layer_size == size]
+            (heads, dim), slots = size
             num_items = len(indices) * heads * slots * dim
             sizes = kind.sizes(heads, slots, dim)
             stack = flat.narrow(0, offset, num_items).view(len(indices), *sizes)
@@ -256,7 +268,7 @@ def divided(
             offset += num_items
         return stacks
 
-    if _lie_together(shapes):
+    if _are_interleaved(shapes):
         width = shapes[0].key[1]
         joint = divide([(1, width + shapes[0].value[1])] * len(shapes))
         keys = [(stack[..., :width], indices) for stack, indices in joint]
@@ -269,60 +281,63 @@ def divided(
     return kind(keys), kind(values), kind(divide([shape.index or NO_PART for shape in shapes]))
 
 
-def _lie_together(shapes: Sequence[LayerShape]) -> bool:
-    """Whether a token's key and value lie side by side: only if all layers have the same."""
+def _are_interleaved(shapes: Sequence[LayerShape]) -> bool:
+    """Whether a token's key and value lie side by side: latent layers, all of one shape."""
     return len({(shape.key, shape.value) for shape in shapes}) == 1 and all(
         shape.is_latent for shape in shapes
     )
 
 
-def side_by_side(one: Tensor, other: Tensor) -> Tensor:
-    """Return two components of the same tokens as one, [..., dim of one + dim of the other].
+def side_by_side(first: Tensor, second: Tensor) -> Tensor:
+    """Concatenate two components of the same tokens, [..., dim of first + dim of second].
 
-    A view where that is how they lie, else a copy.
+    A view if they lie side by side in memory already, else a copy.
     """
-    width = one.shape[-1] + other.shape[-1]
-    lies_so = (
-        one.data_ptr() + one.shape[-1] * one.itemsize == other.data_ptr()
-        and one.stride() == other.stride()
-        and one.stride(-2) >= width
+    width = first.shape[-1] + second.shape[-1]
+    is_adjacent = (
+        first.data_ptr() + first.shape[-1] * first.itemsize == second.data_ptr()
+        and first.stride() == second.stride()
+        and first.stride(-2) >= width
     )
-    if lies_so:
-        return one.as_strided((*one.shape[:-1], width), one.stride())
-    return torch.cat((one, other), dim=-1)
+    if is_adjacent:
+        return first.as_strided((*first.shape[:-1], width), first.stride())
+    return torch.cat((first, second), dim=-1)
 
 
 class Places:
-    """Some token slots of tensors [slots, kv_heads, dim], in the order of their tokens."""
+    """Token slots of tensors [slots, kv_heads, dim], in the order of their tokens.
+
+    Adjacent slots are accessed by a view, others by an index on the device.
+    """
 
     def __init__(self, slots: Sequence[int], device: torch.device) -> None:
         self._num_slots = len(slots)
         self._first = slots[0] if slots else 0
         self._index: Tensor | None = None
         if any(slot != self._first + offset for offset, slot in enumerate(slots)):
-            self._index = placed_on(device, torch.tensor(slots))
+            self._index = copy_to_device(device, torch.tensor(slots))
 
     @classmethod
     def at(cls, index: Tensor) -> "Places":
-        """Return the slots that [n] int64 names, whatever it names when they are used."""
+        """Return the slots in an index, [n] int64, which is read when the places are used."""
         places = cls((), index.device)
         places._index = index
         return places
 
     def of(self, tensor: Tensor) -> tuple[Tensor, Tensor | None]:
-        """View a tensor from some slot on, with [n] int64 of slots from there; None: in order."""
+        """Return a view of a tensor, and the slots in it, [n] int64; None: all, in order."""
         if self._index is None:
             return tensor.narrow(0, self._first, self._num_slots), None
         return tensor, self._index
 
     def read(self, tensor: Tensor) -> Tensor:
-        """Return the slots' rows, [slots here, kv_heads, dim]; a view if they lie side by side."""
+        """Return the slots' rows, [places, kv_heads, dim]; a view if the slots are adjacent."""
         if self._index is None:
             return tensor.narrow(0, self._first, self._num_slots)
         return tensor.index_select(0, self._index)
 
     def write(self, tensor: Tensor, rows: Tensor) -> None:
-        """Copy rows, as `read` returns them, to the slots."""
+        """Copy rows, [places, kv_heads, dim], to the slots."""
         if self._index is None:
             tensor.narrow(0, self._first, self._num_slots).copy_(rows)
         else:

@@ -1,22 +1,24 @@
-"""OwnLayer: what a layer of a model's own cache keeps of a sequence, taken apart and put together.
+"""OwnLayer: how the contents of one layer of a model's own cache are stored and restored.
 
 Models whose layers keep more than keys, values and states run over the cache that Transformers
-makes for them. What such a layer keeps is stored in two ways:
+makes for them. The contents of such a layer are stored in two ways:
 
-    entries   one for each `stride` tokens, never changed once it is there: rows of tokens
-    the rest  of bounded size (windows, tokens of an unfinished stride, counters): a state
+    entries     one for each `stride` tokens, never changed once it exists: stored as token rows
+    other parts of bounded size (windows, tokens of an unfinished stride, counters): a state
 
-An entry, of `width` values, is cut into `stride` pieces. As it is known behind the last of its
-tokens only, they are the rows of the tokens that follow: the row of token t is piece t % stride of
-entry t // stride - 1; those of the first `stride` tokens are zeros. So a row is final when its
-token was computed, whatever the size of a block. The last entry, which has no rows yet, or not all
-of them, is part of the state. Rows of all layers lie side by side: each may have a few values only.
+An entry of `width` values is cut into `stride` pieces. It is known only after the last of its
+tokens, so its pieces are the rows of the *following* tokens: the row of token t is piece t % stride
+of entry t // stride - 1; the rows of the first `stride` tokens are zeros. So a row is final once
+its token is computed, for any block size. The last entry, some or all of whose rows are still
+missing, is part of the state. Rows of all layers lie side by side, as each may have a few values
+only.
 
-The tensors of a layer's state are, by number: 0: counts, [1, n] int64, its numbers and then the
-size of each tensor, -1 for one that is not there; 1 …: the tensors, as large as they ever are, and
-zeros behind what there is.
+The tensors of a layer's state, by number:
 
-Knows no model: a layer is any object whose attributes, and dicts of them, hold tensors and numbers.
+    0        counts, [1, n] int64: the layer's numbers, then the size of each tensor, -1 if absent
+    1, 2 ... the tensors at their largest size, with zeros behind their contents
+
+Knows no model: a layer is any object whose attributes, or dicts in them, hold tensors and numbers.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -31,12 +33,12 @@ from torch.nn.functional import pad
 from inference_svc.runtime.kv.states import StatePlace, StateShape
 from shared.types.units import ceil_div
 
-Part = tuple[str, str | int | None]  # an attribute of a layer, and the key of a dict that it is
-ABSENT = -1  # the size of a tensor that is not there
+Part = tuple[str, str | int | None]  # an attribute of a layer, and a key if its value is a dict
+ABSENT = -1  # the size of a tensor that is None
 
 
 def parts_of(layer: Any) -> dict[Part, Any]:
-    """Return what a layer holds: tensors, numbers and whatever else."""
+    """Return all parts of a layer: tensors, numbers and anything else that it holds."""
     found: dict[Part, Any] = {}
     for name, value in vars(layer).items():
         if isinstance(value, dict):
@@ -47,7 +49,7 @@ def parts_of(layer: Any) -> dict[Part, Any]:
 
 
 def set_part(layer: Any, part: Part, value: Any) -> None:
-    """Put something where `parts_of` finds it."""
+    """Set one part of a layer, as `parts_of` names it."""
     name, key = part
     if key is None:
         setattr(layer, name, value)
@@ -60,11 +62,11 @@ class OwnTensor:
     """One tensor of a layer.
 
     Attributes:
-        part: where it is.
-        shape: sizes: of one entry, or of the largest that there is.
-        dim: which of its dimensions depends on the number of tokens; None: none does.
+        part: the part of the layer that holds it.
+        shape: sizes of one entry, or of the whole tensor when it is largest.
+        dim: index of the dimension that depends on the number of tokens; None: none does.
         dtype: element type.
-        stride: how many tokens an entry is of; 0: it has none, but a bounded size.
+        stride: tokens per entry; 0: the tensor has no entries, but a bounded size.
     """
 
     part: Part
@@ -75,14 +77,14 @@ class OwnTensor:
 
     @property
     def row_width(self) -> int:
-        """Values of a token's row; 0: it has none."""
+        """Number of values of a token's row; 0: the tensor has no entries."""
         return ceil_div(prod(self.shape), self.stride) if self.stride else 0
 
     def size_of(self, tensor: Tensor | None) -> int:
-        """Return how much of it there is.
+        """Return the size of the tensor along `dim`: 1 without one, ABSENT if it is None.
 
         Raises:
-            AssertionError: it has another shape than calibration has seen.
+            AssertionError: its shape or type is not what calibration has seen.
         """
         if tensor is None:
             return ABSENT
@@ -96,7 +98,16 @@ class OwnTensor:
         return size
 
     def state(self, tensor: Tensor | None, size: int) -> Tensor | None:
-        """Return its tensor of the state, [*shape]; None: as zeros."""
+        """Return the part of the tensor that goes to the state, [*shape].
+
+        Args:
+            tensor: the layer's tensor.
+            size: see `size_of`.
+
+        Returns:
+            The last entry; or all of it, padded with zeros. None, or an empty tensor, stands for
+            zeros.
+        """
         if tensor is None or not size or self.dim is None:
             return tensor
         if self.stride:
@@ -106,30 +117,36 @@ class OwnTensor:
         return torch.cat((tensor, tensor.new_zeros(lacking)), self.dim)
 
     def rows(self, tensor: Tensor | None, first: int, end: int) -> Tensor:
-        """Return the rows of tokens [first, end), [tokens, row_width], given all entries."""
+        """Return the rows of tokens [first, end), [tokens, row_width].
+
+        Args:
+            tensor: the layer's tensor, with all entries.
+            first: position of the first token.
+            end: position after the last token.
+        """
         device = None if tensor is None else tensor.device
         rows = torch.zeros((end - first, self.row_width), dtype=self.dtype, device=device)
-        begin = max(first, self.stride)  # those of tokens before it are zeros
+        begin = max(first, self.stride)  # rows before it are zeros
         if tensor is None or self.dim is None or begin >= end:
             return rows
-        before = begin // self.stride - 1  # entries of which no row is asked for
-        asked = tensor.narrow(self.dim, before, tensor.shape[self.dim] - before)
-        flat = asked.movedim(self.dim, 0).flatten(1)
+        num_skipped = begin // self.stride - 1  # entries without a row in this range
+        entries = tensor.narrow(self.dim, num_skipped, tensor.shape[self.dim] - num_skipped)
+        flat = entries.movedim(self.dim, 0).flatten(1)
         pieces = pad(flat, (0, self.stride * self.row_width - flat.shape[1]))
         skipped = begin % self.stride
         rows[begin - first :] = pieces.reshape(-1, self.row_width)[skipped : skipped + end - begin]
         return rows
 
-    def restored(self, size: int, state: Tensor, rows: Tensor) -> Tensor | None:
-        """Return the tensor.
+    def restore(self, size: int, state: Tensor, rows: Tensor) -> Tensor | None:
+        """Return the tensor, put together from what is stored.
 
         Args:
-            size: how much there is of it.
-            state: its tensor of the state.
-            rows: [tokens, row_width], of all tokens before.
+            size: see `size_of`.
+            state: [*shape], its part of the state.
+            rows: [tokens, row_width], of all tokens of the sequence.
 
         Raises:
-            AssertionError: of so many tokens there are more or fewer entries.
+            AssertionError: the number of entries does not match the number of tokens.
         """
         if self.stride and max(size, 0) != len(rows) // self.stride:
             raise AssertionError(f"a state of {size} entries of {self.part} at {len(rows)} tokens")
@@ -149,11 +166,11 @@ class OwnLayer:
     """One layer of a model's own cache.
 
     Attributes:
-        index: which layer.
-        numbers: parts that are numbers, or flags.
-        tensors: those that are to be stored.
-        twins: (part, that which is the same tensor).
-        fixed: (part, what it is from the first token on), of all that never changes.
+        index: the layer's index.
+        numbers: parts that are numbers or flags.
+        tensors: the tensors that are stored.
+        twins: (part, another part that is the same tensor object).
+        fixed: (part, its value), of the parts that never change after the first token.
     """
 
     index: int
@@ -164,24 +181,24 @@ class OwnLayer:
 
     @property
     def row_width(self) -> int:
-        """Values of a token's row, of all its tensors side by side; 0: it has no entries."""
+        """Number of values of a token's row, all tensors side by side; 0: there are no entries."""
         return sum(tensor.row_width for tensor in self.tensors)
 
     @property
     def state_shapes(self) -> Iterator[StateShape]:
-        """The tensors of its state, by number."""
+        """The shapes of the tensors of the layer's state, by number."""
         counts = (1, len(self.numbers) + len(self.tensors))
         yield StateShape(self.index, "own", 0, counts, torch.int64)
         for number, tensor in enumerate(self.tensors, 1):
             yield StateShape(self.index, "own", number, tensor.shape, tensor.dtype)
 
     def fill(self, layer: Any, read: Callable[[StatePlace], Tensor], rows: Tensor) -> None:
-        """Have a layer that is new hold a sequence.
+        """Restore a sequence into a new layer.
 
         Args:
-            layer: the layer.
+            layer: the layer of a new cache.
             read: returns a tensor of the state.
-            rows: [tokens, row_width], of all tokens.
+            rows: [tokens, row_width], of all tokens of the sequence.
         """
         counts = read(StatePlace(self.index, "own", 0))[0].tolist()
         for part, value in self.fixed:
@@ -193,7 +210,7 @@ class OwnLayer:
         sizes = counts[len(self.numbers) :]
         for number, (tensor, size) in enumerate(zip(self.tensors, sizes, strict=True)):
             state = read(StatePlace(self.index, "own", number + 1))
-            set_part(layer, tensor.part, tensor.restored(size, state, columns[number]))
+            set_part(layer, tensor.part, tensor.restore(size, state, columns[number]))
         for part, twin in self.twins:
             set_part(layer, part, parts_of(layer)[twin])
 
@@ -201,7 +218,7 @@ class OwnLayer:
         """Yield the tensors of a layer's state.
 
         Raises:
-            AssertionError: it keeps something else than calibration has seen.
+            AssertionError: the layer holds something that calibration has not seen.
         """
         held = parts_of(layer)
         self._check(held)
@@ -215,15 +232,15 @@ class OwnLayer:
             yield StatePlace(self.index, "own", number + 1), state
 
     def rows(self, layer: Any, first: int, end: int) -> Iterator[Tensor]:
-        """Yield the rows of tokens [first, end), [tokens, width] of each tensor that has some.
+        """Yield the rows of tokens [first, end), [tokens, width], for each tensor with entries.
 
         Args:
             layer: the layer.
-            first: which tokens.
-            end: the number of all tokens.
+            first: position of the first token.
+            end: number of all tokens of the sequence.
 
         Raises:
-            AssertionError: it has more or fewer entries than it should.
+            AssertionError: the number of entries does not match the number of tokens.
         """
         held = parts_of(layer)
         for tensor in self.tensors:
@@ -234,7 +251,7 @@ class OwnLayer:
                 yield tensor.rows(held[tensor.part], first, end)
 
     def _check(self, held: dict[Part, Any]) -> None:
-        """Raise AssertionError if it keeps more than what is stored of it."""
+        """Raise AssertionError if the layer holds more than what is stored of it."""
         known = {*self.numbers, *(tensor.part for tensor in self.tensors)}
         known |= {part for part, _ in (*self.twins, *self.fixed)}
         changed = [part for part, value in self.fixed if not is_same(held[part], value)]
@@ -244,13 +261,13 @@ class OwnLayer:
             raise AssertionError(f"{changed} are not as calibration has seen them")
 
 
-def is_same(one: Any, other: Any) -> bool:
-    """Whether two parts are equal."""
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one.shape == other.shape and one.dtype == other.dtype and bool(one.equal(other))
-    return type(one) is type(other) and bool(one == other)
+def is_same(left: Any, right: Any) -> bool:
+    """Whether the values of two parts are equal, types included."""
+    if isinstance(left, Tensor) and isinstance(right, Tensor):
+        return left.shape == right.shape and left.dtype == right.dtype and bool(left.equal(right))
+    return type(left) is type(right) and bool(left == right)
 
 
 def state_shapes(layers: Sequence[OwnLayer]) -> tuple[StateShape, ...]:
-    """Return the tensors of all layers' states, in order."""
+    """Return the shapes of the tensors of all layers' states, in order."""
     return tuple(shape for layer in layers for shape in layer.state_shapes)

@@ -1,10 +1,10 @@
-"""PagePool: the memory of sequences' KV on pages, and of write buffers beside it.
+"""PagePool: a KV pool whose sequences' KV is on pages.
 
     region     = page | page | ...   per layer keys [num_pages * page_tokens, kv_heads, head_dim]
                                      and values [..., value_dim]
 
-Which pages are whose is the scheduler's account (`core/scheduling/held_slots.py`); where on them a
-sequence's tokens are, its KV knows (`paged_kv.py`).
+The scheduler's account knows which sequence has which pages (`core/scheduling/held_slots.py`); a
+sequence's KV knows where on them its tokens are (`paged_kv.py`).
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from inference_svc.runtime.kv.layer_tensors import (
     NO_PART,
     LayerShape,
     SlotTensors,
-    divided,
+    divide_memory,
     token_items_of,
 )
 from inference_svc.runtime.kv.paged_kv import PagedKv, PagedTokens, PageTables
@@ -27,10 +27,10 @@ from inference_svc.runtime.memory import allocate_region, populate
 
 
 class PagePool(KVPool):
-    """A pool that lends sequences' KV page by page, and write buffers as ever.
+    """A pool of pages for sequences' KV; write buffers have contiguous memory as in `KVPool`.
 
-    Behind the pages that are counted there is one that is nobody's (`spare_kv`): a step of a fixed
-    number of tokens writes those to it that are none.
+    Behind the pages that the account counts there is a spare one, which belongs to no sequence
+    (`spare_kv`): a step of a fixed number of rows writes its unused rows to it.
 
     Args:
         shapes: the shapes of all layers.
@@ -39,7 +39,7 @@ class PagePool(KVPool):
         device: where the tensors are.
         dtype: the tensors' element type.
         states: see `KVPool`.
-        groups: of layers, as the account has them; None: all are one.
+        groups: the groups of layers that the account counts pages for; None: all layers are one.
     """
 
     def __init__(
@@ -62,30 +62,35 @@ class PagePool(KVPool):
         self._page_tokens = slots.page_tokens
         num_all, places = num_slots + self._page_tokens, self.groups.places
         self._page_region = allocate_region(num_all * token_items_of(places), device, dtype)
-        components = divided(self._page_region, places, num_all, SlotTensors)
+        components = divide_memory(self._page_region, places, num_all, SlotTensors)
         by_layer = [(shape.key, shape.value, shape.index or NO_PART) for shape in shapes]
         self._components = [
-            (component.spread_over(self.groups.place_of, of_layers), component.seen_by_heads())
+            (component.by_layer(self.groups.place_of, of_layers), component.head_first())
             for component, of_layers in zip(components, zip(*by_layer, strict=True), strict=True)
             if component is not None
         ]
 
     @property
     def num_free(self) -> int:
-        """Number of token slots that nobody has, on pages and for write buffers."""
+        """Number of free token slots, on pages and for write buffers."""
         return super().num_free + self._slots.free_slots // self._slots.num_groups
 
     @property
     def num_pages(self) -> int:
-        """Number of pages that are counted; the one behind them is nobody's."""
+        """Number of pages without the spare one behind them."""
         return self._slots.num_slots // self._page_tokens
 
     def spare_kv(self) -> PagedKv:
-        """Return KV on the page that is nobody's: what is written to it is never read."""
+        """Return KV on the spare page: tokens written to it are never read."""
         return self.new_kv(self._page_tokens, [self.num_pages] * self._slots.num_groups)
 
     def new_kv(self, capacity_tokens: int, pages: Sequence[int] = ()) -> PagedKv:
-        """Return empty KV on these pages, with room for as many tokens at least."""
+        """Return empty KV on these pages.
+
+        Args:
+            capacity_tokens: number of tokens that the pages have room for, at least.
+            pages: indices of the pages, which the scheduler's account has assigned.
+        """
         tables = PageTables(pages, self._page_region.device, self.groups)
         if capacity_tokens > tables.num_tokens:
             raise AssertionError(f"{len(pages)} pages for {capacity_tokens} tokens")
@@ -100,7 +105,7 @@ class PagePool(KVPool):
         )
 
     def prefault(self) -> int:
-        """Fault in both regions; block until done or `close`. Return the bytes faulted in."""
+        """Fault in both regions; block until done or `close`; return the bytes faulted in."""
         return super().prefault() + populate(self._page_region, lambda: self._is_closed)
 
 
@@ -115,11 +120,11 @@ def make_pool(
     windows: HeldWindows | None = None,
     groups: LayerGroups | None = None,
 ) -> KVPool:
-    """Make the pool of an engine: of pages, if the scheduler counts pages.
+    """Make the pool of an engine: a `PagePool` if the scheduler counts pages, else a `KVPool`.
 
     Args:
         shapes: the shapes of all layers.
-        slots: the scheduler's account.
+        slots: the scheduler's account of token slots.
         num_buffer_slots: token slots for write buffers, beside the scheduler's.
         device: where the tensors are.
         dtype: the tensors' element type.

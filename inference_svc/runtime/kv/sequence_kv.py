@@ -1,21 +1,21 @@
-"""SequenceKv and WriteBuffer: the KV of one running sequence, and what is to be stored of it.
+"""SequenceKv and WriteBuffer: the KV of one running sequence, and its tokens that wait for a save.
 
-A sequence's KV is what attention reads: contiguous per layer and head, since decode reads one
-head's tokens after another, twice as fast from memory as tokens of all heads interleaved. A write
-buffer is what a save reads: keys before RoPE, token-major like a block, so that storing is plain
-copying, and the sequence's KV is free for reuse before that is done.
+Attention reads a sequence's KV. It is contiguous per layer and head, since decode reads one head's
+tokens after another, which memory serves twice as fast as tokens of all heads interleaved. A save
+reads a write buffer: keys before RoPE, token-major like a block, so that a save only copies, and
+the sequence's KV can be reused before the save is done.
 
-Owns tensors, counters and the hold on the memory beneath (`kv_pool.py` lends it); knows nothing of
+Owns tensors, counters and the hold on their memory (`kv_pool.py` lends it); knows nothing of
 blocks, sessions or models.
 
 Invariants:
-1. token slots [0, num_tokens) of a sequence's KV are keys after RoPE at position = slot, and
-   values; with a gate, those of a layer only once the gate lets it pass;
-2. the slots of tokens [first_token, end_token) of a write buffer are the same tokens' keys before
-   RoPE, and values; index keys, of models that have them, are keys in both;
+1. token slots [0, num_tokens) of a sequence's KV hold keys after RoPE at position = slot, and
+   values; with a gate, a layer's slots do so only once the gate lets that layer pass;
+2. the slots of tokens [first_token, end_token) of a write buffer hold the same tokens' keys before
+   RoPE, and values; index keys, of models that have them, are treated like keys in both;
 3. slots beyond are garbage: a failed step or load leaves both as they were, and states too;
-4. `MemoryHold` calls `free` exactly once, by whoever releases last: the owner or a holder;
-5. nobody takes hold of memory that was released, even while others still hold it.
+4. `MemoryHold` calls `free` exactly once: when the last of its owner and holders leaves;
+5. memory that was released cannot be taken hold of, even while earlier holders still have it.
 """
 
 import threading
@@ -33,17 +33,17 @@ from inference_svc.runtime.kv.states import SequenceStates
 
 
 def _leave_to_garbage_collection() -> None:
-    """Memory of its own goes with the last tensor that views it."""
+    """Do nothing: memory outside of the pool is freed with the last tensor that views it."""
 
 
 class MemoryHold:
-    """Whether lent memory may be reused: not while its owner or a copy still needs it.
+    """The hold on lent memory: it is reused only when its owner and all copies are done with it.
 
     Every method may be called from any thread.
     """
 
     def __init__(self, free: Callable[[], None] = _leave_to_garbage_collection) -> None:
-        """Store what to call once nobody needs the memory."""
+        """Store the function that frees the memory."""
         self._free = free
         self._lock = threading.Lock()
         self._num_holders = 0
@@ -51,10 +51,10 @@ class MemoryHold:
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """Keep the memory inside the block; it may be left in another thread.
+        """Keep the memory inside the block, which may be left in another thread.
 
         Raises:
-            AssertionError: if it was released before.
+            AssertionError: the memory was released before.
         """
         with self._lock:
             if self._is_released:
@@ -70,10 +70,10 @@ class MemoryHold:
                 self._free()
 
     def release(self) -> None:
-        """Release the owner's part: the memory is freed now, or by the last holder.
+        """Release the memory for its owner: it is freed now, or by the last holder.
 
         Raises:
-            AssertionError: the second time.
+            AssertionError: it was released before.
         """
         with self._lock:
             if self._is_released:
@@ -89,13 +89,13 @@ K = TypeVar("K", TokenTensors, SlotTensors)
 
 @dataclass(eq=False)
 class LentKv(Generic[K]):
-    """Working KV of either kind: tensors of every layer in memory that a pool lends.
+    """Working KV of either kind: tensors of every layer, in memory that a pool lends.
 
     Attributes:
-        keys: see the classes below; in the pool's dtype, on its device.
-        values: likewise.
-        indexes: index keys likewise, of models that have some (`LayerShape.index`).
-        memory: the hold on the memory beneath, which the pool that lent it releases.
+        keys: keys of all layers; see the classes below for their shapes.
+        values: values of all layers.
+        indexes: index keys of all layers; None: the model has none (`LayerShape.index`).
+        memory: the hold on their memory, which the pool that lent it releases.
     """
 
     keys: K
@@ -116,23 +116,23 @@ class LentKv(Generic[K]):
         return self.keys, self.values, self.indexes
 
     def hold(self) -> AbstractContextManager[None]:
-        """Keep the memory from being reused inside the block, released or not."""
+        """Keep the memory from being reused inside the block, even if it is released meanwhile."""
         return self.memory.hold()
 
 
 @dataclass(eq=False)
 class SequenceKv(LentKv[TokenTensors]):
-    """What attention reads: keys after RoPE and values of one sequence's tokens, by position.
+    """The KV that attention reads: keys after RoPE and values of one sequence, by position.
 
-    They lie side by side (`ContiguousTokens`), or on pages (`paged_kv.PagedTokens`); layers with a
+    Tokens lie side by side (`ContiguousTokens`) or on pages (`paged_kv.PagedTokens`); layers with a
     window may hold the last ones only (`windowed_kv.WindowedTokens`).
 
     Attributes:
         capacity_tokens: number of token slots.
         num_tokens: number of token slots in use.
-        gate: what a forward has to wait for before it reads a layer; None: all layers are there.
-        states: what a recurrent model remembers; None: the model has no such layer. With a gate,
-            that of all `num_tokens` tokens only once the gate lets layer 0 pass.
+        gate: the gate that a forward waits for before it reads a layer; None: all layers are there.
+        states: the sequence's recurrent states; None: the model has none. With a gate, they cover
+            all `num_tokens` tokens only once the gate lets layer 0 pass.
     """
 
     capacity_tokens: int
@@ -147,50 +147,50 @@ class SequenceKv(LentKv[TokenTensors]):
 
     @property
     def window_from(self) -> int:
-        """First token that layers with a window have room for: all have room for all tokens."""
+        """Position of the first token that layers with a window hold; 0: they hold all tokens."""
         return 0
 
     def begin_at(self, _window_from: int) -> None:
-        """Have layers with a window begin at a token: nothing changes, see `WindowedKv`."""
+        """Let layers with a window begin at a token; does nothing, see `WindowedKv`."""
 
     def keep_from(self, _window_from: int) -> None:
-        """Give back what layers with a window hold before a token: nothing, see `WindowedKv`."""
+        """Drop tokens of layers with a window before a position; does nothing, see `WindowedKv`."""
 
     def reset(self) -> None:
-        """Forget every token and the gate, as after a load that cannot be trusted."""
+        """Forget all tokens and the gate, as after a load that failed."""
         self.num_tokens = 0
         self.gate = None
         if self.states is not None:
             self.states.clear()
 
 
-def _keep(_slots: Sequence[int]) -> None:
-    """Memory of its own is given back as a whole."""
+def _keep_slots(_slots: Sequence[int]) -> None:
+    """Do nothing: a buffer with memory of its own releases it as a whole."""
 
 
 @dataclass(eq=False)
 class WriteBuffer(LentKv[SlotTensors]):
-    """What a save reads: keys before RoPE and values of the tokens that are to be stored.
+    """The KV that a save reads: keys before RoPE and values of tokens that wait to be stored.
 
-    `keys` are per layer [slots, kv_heads, head_dim], of layers without rotary embedding too;
-    `values` are [slots, kv_heads, value_dim]. Either all slots are the buffer's own, or they are
-    those of the write ring (`write_ring.py`), of which the buffer has some here and there.
+    `keys` are per layer [slots, kv_heads, head_dim], also in layers without rotary embedding;
+    `values` are [slots, kv_heads, value_dim]. Either all slots are the buffer's own, or the tensors
+    are those of the write ring (`write_ring.py`), and the buffer has some slots in any order.
 
     Attributes:
         first_token: position of its first token; the next block to be stored begins there.
-        slots: by position, from what `first_token` was at first: those of tokens that were
-            forgotten included, which are others' now.
+        slots: slots by position, counted from the initial `first_token`. It still lists the slots
+            of forgotten tokens, which belong to other buffers now.
         end_token: position after the last token.
-        give: takes back slots of tokens that are forgotten.
-        states: by position, states that are to be stored; see `note_state`.
-        load_ends: positions at which loads are to be able to end, in order: of layers with a window
-            the tokens before these are to be stored.
+        give: callback that takes back the slots of forgotten tokens.
+        states: by position, the recurrent states that wait to be stored; see `note_state`.
+        load_ends: positions, in order, at which a load shall be able to end: layers with a window
+            have to store the tokens before each.
     """
 
     first_token: int
     slots: list[int]
     end_token: int = -1  # becomes first_token
-    give: Callable[[Sequence[int]], None] = field(default=_keep, repr=False)
+    give: Callable[[Sequence[int]], None] = field(default=_keep_slots, repr=False)
     states: dict[int, SequenceStates] = field(default_factory=dict, repr=False)
     load_ends: tuple[int, ...] = ()
     _base_token: int = field(init=False)
@@ -202,7 +202,7 @@ class WriteBuffer(LentKv[SlotTensors]):
 
     @property
     def room_end(self) -> int:
-        """Position after the last token that there is a slot for."""
+        """Position after the last token that the buffer has a slot for."""
         return self._base_token + len(self.slots)
 
     @property
@@ -214,7 +214,7 @@ class WriteBuffer(LentKv[SlotTensors]):
         """Return the slots of tokens by position in the sequence.
 
         Raises:
-            AssertionError: if the buffer has no slots for them.
+            AssertionError: the buffer has no slots for them.
         """
         start = first_token - self._base_token
         if first_token < self.first_token or first_token + num_tokens > self.room_end:
@@ -225,11 +225,11 @@ class WriteBuffer(LentKv[SlotTensors]):
         return self.slots[start : start + num_tokens]
 
     def places(self, first_token: int, num_tokens: int) -> Places:
-        """Return where tokens are in each layer's tensors; raises as `slots_of` does."""
+        """Return the places of tokens in each layer's tensors; raises like `slots_of`."""
         return Places(self.slots_of(first_token, num_tokens), self.device)
 
     def forget_before(self, first_token: int) -> None:
-        """Give back the slots of tokens before a position, which are stored."""
+        """Give back the slots of the tokens before a position; they are stored."""
         if first_token > self.end_token:
             raise AssertionError(f"tokens to {first_token} forgotten of {self.end_token} computed")
         slots = self.slots_of(self.first_token, first_token - self.first_token)
@@ -237,9 +237,9 @@ class WriteBuffer(LentKv[SlotTensors]):
         self.give(slots)
 
     def note_state(self, kv: SequenceKv) -> None:
-        """Keep the state behind a sequence's tokens, if it has one, until it is stored.
+        """Keep a sequence's current state, if it has one, until it is stored.
 
-        Of many that wait, those between the first and the newest are given up.
+        If too many states wait, the second oldest is dropped: the first and the newest stay.
         """
         if kv.states is None:
             return
@@ -247,19 +247,20 @@ class WriteBuffer(LentKv[SlotTensors]):
             del self.states[sorted(self.states)[1]]
         self.states[kv.num_tokens] = kv.states.fork()
 
-    def wanted_ends(self, num_tokens: int) -> list[int]:
-        """Return where loads are to be able to end, in order, if the first tokens are stored.
+    def load_ends_within(self, num_tokens: int) -> list[int]:
+        """Return the positions at which loads shall be able to end, if `num_tokens` are stored.
 
-        Behind the last of them that is wherever the tokens end: there the answer may, too.
+        Behind the last of `load_ends`, which is in the answer, `num_tokens` is one more: the answer
+        may end there.
         """
         is_behind = not self.load_ends or num_tokens > self.load_ends[-1]
         return [*self.load_ends, num_tokens] if is_behind else list(self.load_ends)
 
     def forget_states(self, positions: Iterable[int]) -> None:
-        """Forget the states at positions, which are stored, or will not be; some may have gone."""
+        """Drop states that are stored, or will not be; positions without a state are ignored."""
         for position in positions:
             self.states.pop(position, None)
 
     def remaining_slots(self) -> Sequence[int]:
-        """Return the slots of all that was not forgotten."""
+        """Return the slots that the buffer still has, unused ones included."""
         return self.slots_of(self.first_token, self.room_end - self.first_token)

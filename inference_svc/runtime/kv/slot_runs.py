@@ -1,4 +1,4 @@
-"""Runs of tokens in slots: whole slots or tokens here and there, copied in one call."""
+"""TokenRun: tokens in slots of the arena that are copied in one call."""
 
 import threading
 from abc import ABC, abstractmethod
@@ -10,16 +10,16 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from inference_svc.runtime.memory import placed_on
+from inference_svc.runtime.memory import copy_to_device
 
 
 class TokenRun(ABC):
-    """Some tokens of slots, in an order."""
+    """An ordered selection of tokens in slots."""
 
     @property
     @abstractmethod
     def last_slot(self) -> int:
-        """The highest of their slots."""
+        """The highest slot id of the tokens."""
 
     @abstractmethod
     def by_token(self, tokens: Tensor) -> Tensor:
@@ -31,25 +31,30 @@ class TokenRun(ABC):
 
     @abstractmethod
     def distances(self, slot_size: int, token_size: int) -> Tensor:
-        """Return how far each token is behind the first slot's first one, [n] int64."""
+        """Return each token's distance from the first token of slot 0, [n] int64.
+
+        Args:
+            slot_size: distance between two slots, in any unit.
+            token_size: distance between two tokens of a slot, in the same unit.
+        """
 
     def distances_on(self, device: torch.device, slot_size: int, token_size: int) -> Tensor:
-        """Return the same on a device, for what is enqueued on this thread's current stream."""
-        kept = self._kept
+        """Return `distances` on a device, for work on this thread's current stream."""
+        cache = self._device_distances
         key = (threading.get_ident(), device, slot_size, token_size)
-        if key not in kept:
-            kept[key] = placed_on(device, self.distances(slot_size, token_size))
-        return kept[key]
+        if key not in cache:
+            cache[key] = copy_to_device(device, self.distances(slot_size, token_size))
+        return cache[key]
 
     @cached_property
-    def _kept(self) -> dict[tuple[int, torch.device, int, int], Tensor]:
-        """Those that were asked for, by thread: streams do not wait for each other."""
+    def _device_distances(self) -> dict[tuple[int, torch.device, int, int], Tensor]:
+        """Cached distances, by thread: another thread's stream would not wait for their copy."""
         return {}
 
 
 @dataclass(frozen=True)
 class SlotRun(TokenRun):
-    """Tokens [start, start + tokens_per_slot) of some slots, at least one, in this order."""
+    """Tokens [start, start + tokens_per_slot) of each of one or more slots, in their order."""
 
     slot_ids: Sequence[int]
     start: int
@@ -61,7 +66,7 @@ class SlotRun(TokenRun):
         return len(self.slot_ids) * self.tokens_per_slot
 
     def split(self, max_tokens: int) -> "list[SlotRun]":
-        """Cut into runs of at most `max_tokens`, or of one slot if that has more already."""
+        """Split into runs of at most `max_tokens`, or of one slot if a slot has more."""
         step = max(1, max_tokens // self.tokens_per_slot)
         if step >= len(self.slot_ids):
             return [self]
@@ -89,20 +94,20 @@ class SlotRun(TokenRun):
         return max(self.slot_ids)
 
     def distances(self, slot_size: int, token_size: int) -> Tensor:
-        """Return how far each token is behind the first slot's first one, [n] int64."""
+        """Return each token's distance from the first token of slot 0, [n] int64."""
         in_slot = torch.arange(self.start, self.start + self.tokens_per_slot) * token_size
         return (self.indices[:, None] * slot_size + in_slot).flatten()
 
     @cached_property
     def is_consecutive(self) -> bool:
-        """Whether the slots lie side by side, in order."""
+        """Whether the slots are adjacent, and in order."""
         first = self.slot_ids[0]
         return first >= 0 and list(self.slot_ids) == list(range(first, first + len(self.slot_ids)))
 
 
 @dataclass(frozen=True, eq=False)
 class ScatteredTokens(TokenRun):
-    """Tokens here and there, one by one: many short runs, as a discard leaves them.
+    """Single tokens of any slots: for the many short runs that a discard leaves.
 
     Attributes:
         slot_ids: [n] int64, each token's slot.
@@ -132,11 +137,11 @@ class ScatteredTokens(TokenRun):
         return tokens
 
     def distances(self, slot_size: int, token_size: int) -> Tensor:
-        """Return how far each token is behind the first slot's first one, [n] int64."""
+        """Return each token's distance from the first token of slot 0, [n] int64."""
         return self.slot_ids * slot_size + self.offsets * token_size
 
     def split(self, max_tokens: int) -> "list[ScatteredTokens]":
-        """Cut into parts of at most `max_tokens`."""
+        """Split into parts of at most `max_tokens`."""
         return [
             ScatteredTokens(
                 *(ids[first : first + max_tokens] for ids in (self.slot_ids, self.offsets))

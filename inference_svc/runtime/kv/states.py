@@ -1,20 +1,20 @@
-"""SequenceStates: what a recurrent model remembers of one sequence, beside keys and values if any.
+"""SequenceStates: the recurrent state of one sequence, in addition to its keys and values if any.
 
-A *state* is all recurrent tensors of a model behind one position, taken together: of fixed size,
-whatever the number of tokens, and of use at that position only. Layers with a convolution have the
-last inputs of it ("conv"), linear attention and Mamba what they sum up ("recurrent"); of a model
-that runs over its own cache it is what `own_layers.py` says ("own").
+A *state* is all recurrent tensors of a model behind one position. Its size does not depend on the
+number of tokens, and it is usable at that position only. Layers with a convolution keep the last
+inputs of it ("conv"); linear attention and Mamba keep their running sum ("recurrent"); of a model
+that runs over its own cache, `own_layers.py` describes the state ("own").
 
-A forward reads the current tensors and puts new ones beside them; these become current once all
-forwards of the step have succeeded (`commit`). A step that fails leaves everything as it was.
+A forward reads the current tensors and puts new ones beside them. These become current once all
+forwards of the step have succeeded (`commit`). A step that fails leaves the state as it was.
 
-A packed state is what is stored of it, some bytes of a size that the shapes give:
+A packed state is what is stored. Its size follows from the shapes:
 
     packed = header | tensor | padding | tensor | padding ...    each begins at a multiple of 64
 
-The tensors are in the order of the shapes, in C order. The header has a digest of the shapes and of
-the version of Transformers, which decides what is in them, and the position: what another model's
-code has packed is never taken for this one's.
+The tensors are in the order of the shapes, each in C order. The header has the position, and a
+digest of the shapes and of the version of Transformers, since the latter decides what the tensors
+mean. So a state packed by another model's code is never mistaken for this model's.
 
 Owned by one sequence; used by one thread at a time.
 """
@@ -41,14 +41,14 @@ _MAGIC = b"states 1"
 
 
 class StatePlace(NamedTuple):
-    """Which of a model's recurrent tensors.
+    """The name of one of a model's recurrent tensors.
 
     Attributes:
-        layer_index: the layer, as the model numbers its layers; of "kept" tensors the module, of
-            those that keep some.
-        kind: "conv" or "recurrent", as a cache is asked for it; "kept", by a module
-            itself; or "own", by the model's own cache.
-        number: which of the layer's tensors of this kind.
+        layer_index: the model's index of the layer; of "kept" tensors, the index of the module
+            among those that keep some.
+        kind: who keeps the tensor: "conv" and "recurrent": Transformers' cache, under these names;
+            "kept": a module itself; "own": the model's own cache.
+        number: index of the tensor among the layer's tensors of this kind.
     """
 
     layer_index: int
@@ -58,15 +58,15 @@ class StatePlace(NamedTuple):
 
 @dataclass(frozen=True)
 class StateShape:
-    """One of a model's recurrent tensors, of one sequence.
+    """The shape of one of a model's recurrent tensors, for one sequence.
 
     Attributes:
         layer_index: see `StatePlace`.
-        kind: likewise.
-        index: which of the layer's tensors of this kind.
+        kind: see `StatePlace`.
+        index: index of the tensor among the layer's tensors of this kind.
         shape: sizes, [1, ...].
-        dtype: element type; it may be wider than the model's.
-        is_overwritten: whether the model changes in place what it is handed: it gets a copy then.
+        dtype: element type, which may be wider than the model's.
+        is_overwritten: whether the model changes the tensor in place; then it receives a copy.
     """
 
     layer_index: int
@@ -78,7 +78,7 @@ class StateShape:
 
     @property
     def place(self) -> StatePlace:
-        """Which tensor it is."""
+        """The name of the tensor."""
         return StatePlace(self.layer_index, self.kind, self.index)
 
     @property
@@ -95,17 +95,17 @@ def packed_bytes(shapes: Sequence[StateShape]) -> int:
 
 
 class SequenceStates:
-    """See the module docstring.
+    """The recurrent state of one sequence.
 
     Attributes:
-        shapes: of all tensors, in the order in which they are packed.
-        num_tokens: how many tokens the current state is behind; 0: there is none.
-        written: of a fork, when the tensors that it began with are written; others' streams wait
-            for it. None: it is no fork.
+        shapes: the shapes of all tensors, in the order in which they are packed.
+        num_tokens: number of tokens that the current state covers; 0: there is no state.
+        written: of a fork, the mark at which its first tensors are written, which other streams
+            have to wait for; None: it is not a fork.
     """
 
     def __init__(self, shapes: Sequence[StateShape], device: torch.device) -> None:
-        """Begin before the first token; memory comes with the first state."""
+        """Start before the first token; memory is allocated with the first state."""
         self.shapes = shapes
         self.num_tokens = 0
         self.written: Mark | None = None
@@ -115,13 +115,13 @@ class SequenceStates:
         self._pending: dict[StatePlace, Tensor] = {}
 
     def begin(self) -> None:
-        """Forget what a forward before has put and nobody has committed."""
+        """Begin a forward: drop tensors that an earlier one has put and that were not committed."""
         self._pending.clear()
 
     def read(self, place: StatePlace) -> Tensor | None:
-        """Return a tensor for a forward; None: there is none before the first token.
+        """Return a tensor for a forward; None before the first token.
 
-        If the model is going to change it in place, it is a copy, and the new tensor at once.
+        A tensor that the model changes in place is copied, and the copy becomes the new tensor.
         """
         found = self.peek(place)
         if found is not None and place not in self._pending and self.is_overwritten(place):
@@ -129,7 +129,7 @@ class SequenceStates:
         return found
 
     def peek(self, place: StatePlace) -> Tensor | None:
-        """Return a tensor that nobody is going to change; None before the first token."""
+        """Return a tensor that the caller does not change; None before the first token."""
         found = self._pending.get(place)
         return self._current.get(place) if found is None else found
 
@@ -138,42 +138,43 @@ class SequenceStates:
         return self._shape_of[place].is_overwritten
 
     def put(self, place: StatePlace, state: Tensor) -> None:
-        """Keep a forward's new tensor; it becomes current with `commit`.
+        """Keep a forward's new tensor, which `commit` makes current.
 
         Raises:
-            AssertionError: it is not one of this model's.
+            AssertionError: this model has no such tensor.
         """
         shape = self._shape_of.get(place)
         if shape is None or tuple(state.shape) != shape.shape:
             raise AssertionError(f"a state of shape {tuple(state.shape)} at {place}: {shape}")
         state = state.to(shape.dtype)
         if not state.is_contiguous() or state.untyped_storage().nbytes() != shape.num_bytes:
-            state = state.clone(memory_format=torch.contiguous_format)  # not all it is a part of
+            # A view would keep the whole tensor alive that it is a part of.
+            state = state.clone(memory_format=torch.contiguous_format)
         self._pending[place] = state
 
     def check_pending(self) -> None:
-        """Raise AssertionError unless a forward has put, or left, every tensor."""
+        """Raise AssertionError unless every tensor is new or was there before."""
         missing = self._shape_of.keys() - self._pending.keys() - self._current.keys()
         if missing:
             raise AssertionError(f"a forward left no state at {min(missing)}")
 
     def commit(self, num_tokens: int) -> None:
-        """Make what was put current: the state behind this many tokens."""
+        """Make the new tensors current; the state covers `num_tokens` tokens from now on."""
         self._current.update(self._pending)
         self._pending.clear()
         self.num_tokens = num_tokens
 
     def clear(self) -> None:
-        """Forget everything, as before the first token."""
+        """Drop the state, as before the first token."""
         self._current.clear()
         self._pending.clear()
         self.num_tokens = 0
 
     def fork(self) -> "SequenceStates":
-        """Return another sequence's that begins with the current state; nothing is copied.
+        """Return the states of another sequence that begins with the current state; copy nothing.
 
-        Tensors that are current are never written to, so that both may have them. To be called
-        where their step was computed, or once it is over.
+        Current tensors are never written to, so both may share them. To be called on the stream
+        that computed their step, or once that step is over.
         """
         forked = SequenceStates(self.shapes, self._device)
         forked._current, forked.num_tokens = dict(self._current), self.num_tokens
@@ -187,7 +188,7 @@ class SequenceStates:
             [packed_bytes] uint8, on the device of the sequence.
 
         Raises:
-            AssertionError: before the first token.
+            AssertionError: there is no state before the first token.
         """
         if not self._current:
             raise AssertionError("a snapshot before the first token")
@@ -198,32 +199,33 @@ class SequenceStates:
             part.copy_(self._current[shape.place].reshape(-1).view(torch.uint8))
         return packed
 
-    def room(self) -> dict[StatePlace, Tensor]:
-        """Allocate memory for a state; on a device it is the current stream's.
+    def allocate(self) -> dict[StatePlace, Tensor]:
+        """Allocate memory for a state, on the current stream, which has to be the computing one.
 
-        That has to be the one which computes, whoever fills it: memory that is given back is
-        lent again in the order of its own stream, and forwards may still read it then.
+        The caching allocator reuses freed memory in the order of the stream that it was allocated
+        on. Forwards may still read this memory when it is freed, so it must not belong to the copy
+        stream that fills it.
         """
         return {
             shape.place: torch.empty(shape.shape, dtype=shape.dtype, device=self._device)
             for shape in self.shapes
         }
 
-    def restore(self, packed: Tensor, room: Mapping[StatePlace, Tensor] | None = None) -> None:
-        """Make a packed state current; it is copied, and the position is the one it has.
+    def restore(self, packed: Tensor, memory: Mapping[StatePlace, Tensor] | None = None) -> None:
+        """Copy a packed state and make it current, at the position in its header.
 
         Args:
             packed: [packed_bytes] uint8, on any device; it may be longer, as slots are.
-            room: where it is copied to, from `room`; None: to memory of the current stream's.
+            memory: the tensors to copy to, from `allocate`; None: allocate on the current stream.
 
         Raises:
-            LoadFailedError: it is no state of this model, or of other code; nothing has changed.
+            LoadFailedError: it is not a state of this model and version; nothing has changed.
         """
         header = packed[: _HEADER.size].cpu().numpy().tobytes()
         expected = _HEADER.size if len(packed) >= packed_bytes(self.shapes) else -1
         if len(header) != expected or header[:24] != _MAGIC + _digest(self.shapes):
             raise LoadFailedError("a stored state is not one of this model", "recompute")
-        restored = self.room() if room is None else room
+        restored = self.allocate() if memory is None else memory
         for shape, part in zip(self.shapes, self._parts(packed), strict=True):
             restored[shape.place].view(-1).view(torch.uint8).copy_(part)
         self._pending.clear()
@@ -231,7 +233,7 @@ class SequenceStates:
         self.num_tokens = _HEADER.unpack(header)[2]
 
     def _parts(self, packed: Tensor) -> list[Tensor]:
-        """View the bytes of each tensor."""
+        """View the bytes of each tensor in a packed state, in order."""
         parts, offset = [], ALIGNMENT
         for shape in self.shapes:
             parts.append(packed.narrow(0, offset, shape.num_bytes))
@@ -240,20 +242,20 @@ class SequenceStates:
 
 
 class JointStates:
-    """The states of several sequences that a module goes on from at once, as of a batch.
+    """The states of several sequences as one batch, for a module that is called once for all.
 
     Attributes:
-        num_tokens: how many tokens the shortest of them is behind.
+        num_tokens: number of tokens that the state of the shortest sequence covers.
     """
 
     def __init__(self, states: Sequence[SequenceStates]) -> None:
-        """Begin a batch of sequences that each have a state."""
+        """Start a batch of sequences that each have a state."""
         self.num_tokens = min(state.num_tokens for state in states)
         self._states = states
         self._new: dict[StatePlace, Tensor] = {}
 
     def read(self, place: StatePlace) -> Tensor:
-        """Return a tensor of all sequences, [sequences, ...]; as `SequenceStates.read`."""
+        """Return a tensor of all sequences, [sequences, ...]; see `SequenceStates.read`."""
         found = self._new.get(place)
         if found is not None:
             return found
@@ -266,11 +268,11 @@ class JointStates:
         return joined
 
     def put(self, place: StatePlace, state: Tensor) -> None:
-        """Keep a new tensor of all sequences, until `hand_out`."""
+        """Keep a new tensor of all sequences, [sequences, ...], until `split`."""
         self._new[place] = state
 
-    def hand_out(self) -> None:
-        """Put each sequence's part of what is new to its own states."""
+    def split(self) -> None:
+        """Put each sequence's part of the new tensors to its own states."""
         for place, joined in self._new.items():
             for states, part in zip(
                 self._states, joined.split_with_sizes([1] * len(self._states)), strict=True
@@ -280,7 +282,7 @@ class JointStates:
 
 
 def _digest(shapes: Sequence[StateShape]) -> bytes:
-    """Digest what decides how a packed state is read."""
+    """Digest the shapes and the version of Transformers, which decide what a packed state means."""
     facts = [(*shape.place, shape.shape, str(shape.dtype)) for shape in shapes]
     text = repr((transformers.__version__, facts))
     return hashlib.blake2b(text.encode(), digest_size=16).digest()

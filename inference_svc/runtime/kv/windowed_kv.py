@@ -1,14 +1,14 @@
-"""WindowedKv: KV of a sequence that holds the last tokens only in layers with a window.
+"""WindowedKv: contiguous KV of a sequence whose layers with a window hold the last tokens only.
 
-    layer without a window   a row for each token that there is room for: row = position
+    layer without a window   `capacity_tokens` rows: row = position
     layer with a window      `HeldRows.num_rows` rows: row = position - window_from
 
-Both lie side by side, in one piece of memory. When the rows of layers with a window are full, the
-last tokens are copied to the first ones (`keep_from`), and those before are there no more.
+All lie in one piece of memory. When the rows of layers with a window are full, the last tokens are
+copied to the first rows (`keep_from`), and the tokens before are dropped.
 
-Attention with a window reads no key before it, and what it reads lies side by side as ever: so the
-numbers are the same. That takes attention which reads KV where it lies (`Calibration.mode`
-"ragged"); loads by kernels know one place for all layers.
+Attention with a window reads no key before the window, and its keys are still adjacent, so results
+are the same. This needs attention that reads KV in place (`Calibration.mode` "ragged"). Kernels
+that load KV are not supported: they expect a token in the same slot in all layers.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,7 +26,7 @@ class WindowedTokens(ContiguousTokens):
     """One component of one sequence's tokens; layers with fewer rows than others have a window.
 
     Attributes:
-        window_from: first token that layers with a window hold.
+        window_from: position of the first token that layers with a window hold.
     """
 
     def __init__(self, stacks: Sequence[tuple[Tensor, Sequence[int]]]) -> None:
@@ -43,21 +43,21 @@ class WindowedTokens(ContiguousTokens):
         )
 
     def cut(self, first: int, num_tokens: int) -> Sequence[Tensor]:
-        """View tokens of every layer; of those with a window the ones that they hold."""
+        """View tokens by layer, each [1, kv_heads, tokens, dim]; only those that a layer holds."""
         dim, end = self.token_dim + 1, first + num_tokens
         views = []
         for (stack, _), has_window in zip(self._stacks, self._have_window, strict=True):
             base = self.window_from if has_window else 0
             begin = max(first, base)
             views.append(stack.narrow(dim, begin - base, end - begin).unbind(0))
-        return self._spread(views)
+        return self._in_layer_order(views)
 
     def first_token(self, layer_index: int) -> int:
-        """Return the first token that a layer holds."""
+        """Return the position of the first token that a layer holds."""
         return self.window_from if layer_index in self._windowed else 0
 
     def read(self, layer_index: int, first: int, num_tokens: int) -> Tensor:
-        """View a layer's tokens, [num_tokens, kv_heads, dim]; it has to hold them."""
+        """View a layer's tokens, [num_tokens, kv_heads, dim]; the layer has to hold them."""
         row = first - self.first_token(layer_index)
         if row < 0:
             raise AssertionError(f"token {first} of a layer that holds those {-row} behind it")
@@ -65,15 +65,15 @@ class WindowedTokens(ContiguousTokens):
 
     @contextmanager
     def filling(self, layer_index: int, first: int, num_tokens: int) -> Iterator[Tensor]:
-        """Yield a view of a layer's tokens, [num_tokens, kv_heads, dim]."""
+        """Yield a view of a layer's tokens, [num_tokens, kv_heads, dim], for the caller to fill."""
         yield self.read(layer_index, first, num_tokens)
 
     def region(self, layer_index: int) -> Tensor:
-        """Refuse: kernels that write to a region know one place for all layers."""
+        """Refuse: kernels that write to a region expect a token in the same slot in all layers."""
         raise AssertionError(f"a kernel was to write to layer {layer_index} of windowed KV")
 
     def slot_index(self, _layer_index: int, first: int, num_tokens: int) -> Tensor:
-        """Refuse, as `region` does."""
+        """Refuse; see `region`."""
         raise AssertionError(f"a kernel was to write {num_tokens} tokens from {first} on")
 
     @torch.inference_mode()
@@ -89,21 +89,21 @@ class WindowedTokens(ContiguousTokens):
 
 @dataclass(eq=False)
 class WindowedKv(SequenceKv):
-    """See the module docstring."""
+    """One sequence's contiguous KV, in which layers with a window hold the last tokens only."""
 
     keys: WindowedTokens
     values: WindowedTokens
 
     @property
     def window_from(self) -> int:
-        """First token that layers with a window hold."""
+        """Position of the first token that layers with a window hold."""
         return self.keys.window_from
 
     def begin_at(self, window_from: int) -> None:
-        """Have layers with a window begin at a token, whatever is in their rows."""
+        """Let layers with a window begin at a token; their rows are garbage until written."""
         self.keys.window_from = self.values.window_from = window_from
 
     def keep_from(self, window_from: int) -> None:
-        """Give back what layers with a window hold before a token; nobody else reads the KV."""
+        """Drop tokens of layers with a window before a position; no other thread reads the KV."""
         for tokens in (self.keys, self.values):
             tokens.keep_from(window_from, self.num_tokens)

@@ -1,1 +1,1 @@
-"""A model directory becomes a model driven through its hooks, or is refused with a reason."""
+"""Model loading: a model directory becomes a model that runs through our hooks, or is refused."""

@@ -1,18 +1,19 @@
-"""How a model is run: it is called as its class wants to be, and reports what it caches.
+"""Capture: calls a model's forward, with hooks that report what it caches and attend in its place.
 
-Hooks let us see inside a forward (`forward.py`), and attend in its place:
+The hooks call the active forward (`forward.py`):
 
-1. A registered attention function hands queries to the forward under way.
-2. `CaptureCache.update` hands it each layer's keys and values, and gets those to attend to;
-   `update_indexer` the keys by which a layer chooses among them, if it does (DSA), before or after
-   these; and what recurrent layers ask of a cache, the states of its sequence.
-3. A `RotaryTap` in place of each `apply_*rot*` function of the model's own modules hands it keys
+1. A registered attention function passes queries to it.
+2. `CaptureCache.update` passes each layer's keys and values, and receives the ones to attend to.
+   `update_indexer` passes the keys by which a layer chooses among them, if it does (DSA), before or
+   after these. Other methods serve recurrent layers, which ask a cache for their sequence's states.
+3. A `RotaryTap` in place of each `apply_*rot*` function of the model's own modules passes keys
    before RoPE.
-4. A `MixerTap` in place of the forward of each module that goes on from states (`mixers.py`).
-5. A `KeptStatesTap` in place of that of each module which keeps some itself (`kept_states.py`).
+4. A `MixerTap` replaces the forward of each recurrent module (`mixers.py`).
+5. A `KeptStatesTap` replaces the forward of each module that keeps states itself
+   (`kept_states.py`).
 
-Model code is not touched; taps are installed once per Python module and process-wide. Knows no
-architecture (`ForwardCall` asks a class for its signature), no working KV and no sequences.
+Model code is not modified; taps are installed once per Python module and process-wide. Knows no
+architecture (`ForwardCall` inspects a class's signature), no working KV and no sequences.
 """
 
 import inspect
@@ -31,19 +32,19 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache
 
 from inference_svc.runtime.kv.states import StatePlace
-from inference_svc.runtime.model.forward import current_forward, forward_under_way
+from inference_svc.runtime.model.forward import active_forward, current_forward
 from inference_svc.runtime.model.mixers import MixerTap
-from inference_svc.runtime.model.state_layers import StateLayers, positions_before
+from inference_svc.runtime.model.state_layers import StateLayers, history_positions
 
 ATTENTION_NAME = "cachedattention"  # has no mask function: models then build no mask at all
-PROBE_ATTENTION_NAME = "cachedattention_probe"  # has one that reports which keys a query may see
-STATE_LIST = "state"  # the argument of a forward that takes all states in a list, and returns them
-CACHE_NAMES = ("past_key_values", "cache_params", STATE_LIST)  # of a forward's argument
-CHOSEN = "indices"  # the option of an attention call that says which keys an index has chosen (DSA)
+PROBE_ATTENTION_NAME = "cachedattention_probe"  # its mask function reports the keys a query sees
+STATE_LIST = "state"  # the argument of forwards that take and return a list of all states (RWKV)
+CACHE_NAMES = ("past_key_values", "cache_params", STATE_LIST)  # argument names for the cache
+CHOSEN = "indices"  # the option of an attention call with the keys that an index has chosen (DSA)
 _ROTARY_NAME = re.compile(r"^apply_\w*rot")
 
 
-# Takes what leaves the last layer, [1, rows, hidden]; returns what logits are made of.
+# Receives the last layer's hidden states, [1, rows, hidden]; returns those to make logits of.
 TakeStates = Callable[[Tensor], Tensor]
 
 _take: ContextVar[TakeStates | None] = ContextVar("states_are_taken", default=None)
@@ -51,7 +52,7 @@ _take: ContextVar[TakeStates | None] = ContextVar("states_are_taken", default=No
 
 @contextmanager
 def taking_states(take: TakeStates) -> Iterator[None]:
-    """Let a model whose head is tapped hand over what leaves its last layer, inside the block."""
+    """Pass the last layer's hidden states of a model with a tapped head to `take`, in the block."""
     token = _take.set(take)
     try:
         yield
@@ -60,13 +61,16 @@ def taking_states(take: TakeStates) -> Iterator[None]:
 
 
 def tap_head(model: Any) -> bool:
-    """Tap a model's head, once; return whether it has one that is given the rows it is asked for.
+    """Tap a model's head for `taking_states`.
 
     Args:
-        model: a model whose layers stay as they are from now on.
+        model: a model whose layers are not replaced any more; to be called once.
+
+    Returns:
+        Whether the model has a head that receives only the rows whose logits are wanted.
     """
     head = model.get_output_embeddings()
-    if head is None or not ForwardCall(model).is_sparing:
+    if head is None or not ForwardCall(model).can_choose_logits:
         return False
     head.register_forward_pre_hook(_take_states)
     return True
@@ -78,7 +82,7 @@ def _take_states(_head: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | N
 
 
 class RotaryTap:
-    """Stands in for one function that applies a rotary embedding, and reports its calls."""
+    """Replaces a function that applies rotary embedding, and reports its calls."""
 
     def __init__(self, apply: Callable[..., Any]) -> None:
         self.apply = apply
@@ -93,59 +97,59 @@ class RotaryTap:
     def report(
         tap: "RotaryTap", args: tuple[Any, ...], options: dict[str, Any], result: Any
     ) -> None:
-        """Report a call to the forward that is under capture, if there is one."""
-        forward = forward_under_way()
+        """Report a call to the active forward, if there is one."""
+        forward = active_forward()
         if forward is not None:
-            forward.rotated(tap.apply, args, options, result)
+            forward.on_rotary(tap.apply, args, options, result)
 
 
 class CaptureCache(Cache):
-    """The `past_key_values` of our forwards: holds nothing, hands over everything.
+    """The `past_key_values` of our forwards: holds nothing, passes everything to the forward.
 
-    Lengths are what it was made to claim. In a batch of several sequences there is no true one: it
-    claims zero, and whoever asks although positions are given cannot be batched; calibration finds
-    out.
+    It claims a given length. A batch of several sequences has no single length, so the cache claims
+    zero. A model that asks for the length although it receives positions cannot be batched;
+    calibration finds that out.
     """
 
     def __init__(self, claimed_tokens: int = 0) -> None:
         """Make a cache that claims to hold `claimed_tokens` tokens."""
-        Cache.__init__(self, layers=[])  # not what a model's own class makes of it
+        Cache.__init__(self, layers=[])  # not `super()`: a model's own class takes other arguments
         self.layers = StateLayers(self)
         self._claimed_tokens = claimed_tokens
-        self._new_tokens: dict[int, int] = {}  # of layers that were updated, as the model has them
-        self._numbers: dict[int, int] = {}  # of these layers, as we have them
+        self._new_tokens: dict[int, int] = {}  # of updated layers, by the model's index
+        self._numbers: dict[int, int] = {}  # our index of these layers, by the model's index
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_args: Any, **_options: Any
     ) -> tuple[Tensor, Tensor]:
-        """Hand over new keys and values, [1, kv_heads, tokens, dim]; return those to attend to."""
+        """Pass on new keys and values, [1, kv_heads, tokens, dim]; return those to attend to."""
         self._new_tokens[layer_idx] = key_states.shape[-2]
         number = self._numbers.setdefault(layer_idx, len(self._numbers))
-        return current_forward().cached(number, key_states, value_states)
+        return current_forward().update_cache(number, key_states, value_states)
 
     def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
-        """Hand over new index keys, [1, tokens, dim]; return those to choose by (DSA)."""
+        """Pass on new index keys, [1, tokens, dim]; return those to choose by (DSA)."""
         number = self._numbers.get(layer_idx, len(self._numbers))
-        return current_forward().indexed(number, indexer_key_states)
+        return current_forward().update_index(number, indexer_key_states)
 
     @property
     def position_ids(self) -> Tensor:
-        """The positions of the tokens before the new ones, as a layer has them.
+        """The positions of the tokens before the new ones, [tokens].
 
         Raises:
-            AttributeError: there are none. Models ask whether there is such an attribute.
+            AttributeError: there are none. Models test for the attribute with hasattr.
         """
-        before = positions_before()
+        before = history_positions()
         if before is None:
             raise AttributeError("no tokens stand before the new ones")
         return before
 
     @position_ids.setter
     def position_ids(self, _positions: Tensor) -> None:
-        """Drop them: they are known without."""
+        """Ignore them: the forward knows the positions."""
 
     def get_seq_length(self, layer_idx: int | None = 0) -> int:
-        """Return the tokens of a layer: from its update on with those of this forward."""
+        """Return the number of a layer's tokens; this forward's count once the layer has cached."""
         return self._claimed_tokens + self._new_tokens.get(layer_idx or 0, 0)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:  # noqa: ARG002
@@ -157,7 +161,7 @@ class CaptureCache(Cache):
         return self._claimed_tokens
 
     @staticmethod
-    def attend(  # Transformers calls it by position for four; the mask it names now and then
+    def attend(  # models pass the first four by position, and the mask sometimes by name
         _module: nn.Module,
         query: Tensor,
         key: Tensor,
@@ -165,24 +169,24 @@ class CaptureCache(Cache):
         attention_mask: Any,
         **options: Any,
     ) -> tuple[Tensor, None]:
-        """Hand over what attends; return what `Forward.attend` does. No model asks for it here."""
+        """Attend through the active forward; the registered attention function."""
         return current_forward().attend(query, key, value, attention_mask, options), None
 
     @property
     def is_compileable(self) -> bool:
-        """Return False: there is nothing static here."""
+        """Return False: this is not a static cache."""
         return False
 
     def has_previous_state(
         self,
-        layer_idx: int | None = None,  # noqa: ARG002 - a sequence has all of its states, or none
+        layer_idx: int | None = None,  # noqa: ARG002 - a sequence has all its states, or none
         state_idx: int | None = None,  # noqa: ARG002
     ) -> bool:
-        """Return whether there are states from before this forward; else it is of first tokens."""
+        """Return whether the sequences had tokens before this forward."""
         return current_forward().has_states()
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        """Return a convolution's last inputs, which the model may change in place."""
+        """Return the last inputs of a convolution, which the model may change in place."""
         return current_forward().state(StatePlace(layer_idx, "conv", state_idx))
 
     def update_conv_state(
@@ -193,9 +197,17 @@ class CaptureCache(Cache):
         conv_kernel_size: int | None = None,
         **_options: Any,
     ) -> Tensor:
-        """Hand over new inputs, [1, channels, tokens]; return them behind those before.
+        """Pass on new inputs of a convolution, and return them behind the earlier ones.
 
-        Before the first token these are as many zeros as the kernel lacks inputs.
+        Args:
+            conv_states: [1, channels, tokens].
+            layer_idx: the layer.
+            state_idx: index of the layer's convolution.
+            conv_kernel_size: inputs that the kernel spans; None: as many as are given.
+
+        Returns:
+            [1, channels, earlier inputs + tokens]; before the first token the earlier inputs are
+            the zeros that the kernel needs.
         """
         forward, place = current_forward(), StatePlace(layer_idx, "conv", state_idx)
         before = forward.state(place)
@@ -205,35 +217,37 @@ class CaptureCache(Cache):
         else:
             width = before.shape[-1]
             whole = torch.cat((before, conv_states), dim=-1)
-        forward.new_state(place, whole[..., -width:])
+        forward.update_state(place, whole[..., -width:])
         return whole
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        """Return what a layer has summed up before this forward."""
+        """Return a layer's recurrent state before this forward."""
         return current_forward().state(StatePlace(layer_idx, "recurrent", state_idx))
 
     def update_recurrent_state(
         self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_options: Any
     ) -> Tensor:
-        """Hand over what a layer has summed up with this forward; return it."""
-        current_forward().new_state(StatePlace(layer_idx, "recurrent", state_idx), recurrent_states)
+        """Pass on a layer's recurrent state after this forward; return it."""
+        current_forward().update_state(
+            StatePlace(layer_idx, "recurrent", state_idx), recurrent_states
+        )
         return recurrent_states
 
     def get_linear_cache(self, layer_idx: int) -> Tensor | None:
-        """Return what a layer has summed up: as `get_recurrent_state`, in MiniMax's words."""
+        """Return a layer's recurrent state; MiniMax's name for `get_recurrent_state`."""
         return self.get_recurrent_state(layer_idx)
 
     def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
-        """Hand over what a layer has summed up: as `update_recurrent_state`, likewise."""
+        """Pass on a layer's recurrent state; MiniMax's name for `update_recurrent_state`."""
         self.update_recurrent_state(linear_cache, layer_idx)
 
     def is_recording_past(self, layer_idx: int) -> bool:  # noqa: ARG002
-        """Return False: nothing is ever taken back."""
+        """Return False: tokens are never taken back from this cache."""
         return False
 
 
 def install(model: nn.Module) -> None:
-    """Register the attention functions and install taps; repeating it is harmless."""
+    """Register the attention functions and install rotary taps; repeated calls are harmless."""
     AttentionInterface.register(ATTENTION_NAME, CaptureCache.attend)
     AttentionInterface.register(PROBE_ATTENTION_NAME, CaptureCache.attend)
     AttentionMaskInterface.register(PROBE_ATTENTION_NAME, _mask)
@@ -248,9 +262,11 @@ def install(model: nn.Module) -> None:
 
 
 def leave_out_of_compiling(leave_out: Callable[[Any], Any]) -> None:
-    """Have the hooks run as they are in layers that are compiled; repeating it is harmless.
+    """Run the hooks uncompiled inside of compiled layers; repeated calls are harmless.
 
-    `leave_out` wraps a function so that the compiler's graph ends before it, and another begins.
+    Args:
+        leave_out: wraps a function so that the compiler's graph ends before it, and a new graph
+            begins behind it.
     """
     for owner, name in ((RotaryTap, "report"), (CaptureCache, "attend"), (MixerTap, "run")):
         setattr(owner, name, staticmethod(leave_out(getattr(owner, name))))
@@ -260,14 +276,14 @@ def leave_out_of_compiling(leave_out: Callable[[Any], Any]) -> None:
 
 
 def _mask(*_args: Any, mask_function: Callable[..., Tensor], **_options: Any) -> Any:
-    return current_forward().masked(mask_function)
+    return current_forward().make_mask(mask_function)
 
 
 class ForwardCall:
-    """Calls one model's forward over a batch of one."""
+    """Calls one model's forward over a batch of one, according to its signature."""
 
     def __init__(self, model: Any) -> None:
-        """Read the signature."""
+        """Inspect the signature of the model's forward."""
         self._model = model
         self._parameters = frozenset(inspect.signature(type(model).forward).parameters)
         self._cache_name = next((name for name in CACHE_NAMES if name in self._parameters), "")
@@ -276,21 +292,21 @@ class ForwardCall:
 
     @property
     def takes_cache(self) -> bool:
-        """Whether the model has a cache at all."""
+        """Whether the forward takes a cache."""
         return bool(self._cache_name)
 
     @property
     def takes_positions(self) -> bool:
-        """Whether positions can be given; else the model counts them, or has none."""
+        """Whether the forward takes positions; otherwise the model counts them, or uses none."""
         return "position_ids" in self._parameters
 
     @property
-    def is_sparing(self) -> bool:
-        """Whether logits are made of the rows that are asked for only."""
+    def can_choose_logits(self) -> bool:
+        """Whether the forward can compute logits for chosen rows only."""
         return "logits_to_keep" in self._parameters
 
-    def _given_states(self) -> Any:
-        """Return what a forward before would have returned of the sequence's states; None: none."""
+    def _state_argument(self) -> Any:
+        """Return the sequence's states as the model's previous forward returned them, or None."""
         if self._cache_name == STATE_LIST:
             return _states_of(0) or None
         by_layer: dict[int, list[Tensor]] = {}
@@ -299,7 +315,7 @@ class ForwardCall:
         return SimpleNamespace(rnn_state=by_layer, seqlen_offset=0) if by_layer else None
 
     def cache(self, claimed_tokens: int = 0) -> CaptureCache:
-        """Make the cache of a forward over a sequence that has `claimed_tokens` tokens."""
+        """Make the cache for a forward, which claims to hold `claimed_tokens` tokens."""
         return self._cache_class(claimed_tokens)
 
     def __call__(
@@ -317,27 +333,32 @@ class ForwardCall:
             positions: [1, tokens].
             logit_indices: [n] int64, the tokens whose logits are returned. A tensor even if
                 empty: an int makes some models drop queries of layers that share KV.
-            cache: receives what layers cache.
-            options: the model's own further arguments.
+            cache: the cache that layers update.
+            options: further arguments of the model's forward.
         """
         if self.takes_positions:
             options["position_ids"] = positions
-        if self.is_sparing:
+        if self.can_choose_logits:
             options["logits_to_keep"] = logit_indices
-        options[self._cache_name] = self._given_states() if self._returns_states else cache
+        options[self._cache_name] = self._state_argument() if self._returns_states else cache
         answer = self._model(input_ids=token_ids, use_cache=True, **options)
         if self._returns_states:
             returned = answer[self._cache_name]
             by_layer = {0: returned} if isinstance(returned, list) else returned.rnn_state
             for layer_index, states in by_layer.items():
                 for index, state in enumerate(states):
-                    current_forward().new_state(StatePlace(layer_index, "recurrent", index), state)
+                    current_forward().update_state(
+                        StatePlace(layer_index, "recurrent", index), state
+                    )
         logits: Tensor = answer.logits[0]
-        return logits if self.is_sparing else logits[logit_indices]
+        return logits if self.can_choose_logits else logits[logit_indices]
 
 
 def _cache_class(model: Any) -> type[CaptureCache]:
-    """Return the class of a model's caches: also of the class that it insists on, if it has one."""
+    """Return the class of a model's caches.
+
+    Some models check that a cache is of a class in their own module: then it derives from both.
+    """
     module = type(model).__module__
     for owned in vars(sys.modules[module]).values():
         if isinstance(owned, type) and issubclass(owned, Cache) and owned.__module__ == module:
@@ -346,9 +367,9 @@ def _cache_class(model: Any) -> type[CaptureCache]:
 
 
 def _returns_states(model: Any, cache_name: str) -> bool:
-    """Whether a forward takes what the one before has returned, which is no cache of Transformers.
+    """Whether a forward returns its states, to be passed to the next one, and uses no Cache.
 
-    That is a list of all states (RWKV), or an object that has them by layer (xLSTM).
+    They are a list of all states (RWKV), or an object that has them by layer (xLSTM).
     """
     if cache_name != "cache_params":
         return cache_name == STATE_LIST
@@ -358,7 +379,7 @@ def _returns_states(model: Any, cache_name: str) -> bool:
 
 
 def _states_of(layer_index: int) -> list[Tensor]:
-    """Return the states of a layer whose model returns them; none before the first token."""
+    """Return the states of a layer whose model returns them; empty before the first token."""
     forward, found = current_forward(), list[Tensor]()
     while (state := forward.state(StatePlace(layer_index, "recurrent", len(found)))) is not None:
         found.append(state)

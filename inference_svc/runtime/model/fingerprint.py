@@ -1,31 +1,32 @@
 """Fingerprint of a model directory: the identity under which sessions and KV cache are kept.
 
-Two directories have one fingerprint only if equal token ids have equal KV cache, and equal texts
-have equal token ids. It covers
+Two directories have the same fingerprint only if equal token ids give equal KV cache, and equal
+texts give equal token ids. It covers
 
-- config.json, but for what only says who saved it;
-- every byte of every weight file, and which of them has which tensor;
-- the tokenizer and the chat template, but for what changes no token.
+- config.json, without the keys that only say who saved it;
+- every byte of every weight file, and which file has which tensor;
+- the tokenizer and the chat template, without settings that change no token.
 
-A GGUF file has all of that in it: its fingerprint covers every byte of it, not its name.
+A GGUF file contains all of that: its fingerprint covers every byte of it, and not its name.
 
-It does not cover where the directory lies, generation_config.json (it changes no KV cache), or the
-dtype that the model is served in, which is part of the KV layout.
+The fingerprint does not cover the directory's path, generation_config.json (it changes no KV
+cache), or the dtype that the model is served in, which is part of the KV layout.
 
-Files are digested beside other work, and their digests cached between starts. A file is hashed in
-pieces of PIECE_BYTES by a few threads (hashlib gives up the interpreter's lock), and its digest is
-the digest of its pieces' digests. SHA-256, because a wrong match would let two models share KV
-cache, because processors have instructions for it (1.75 GB/s a core measured with them), and
-because it needs no argument about who chose the bytes. At that rate 140 GB take 80 s of CPU time,
-10 s on eight threads: about what reading them takes.
+Files are hashed in the background, and their digests cached between starts. A few threads hash a
+file in pieces of PIECE_BYTES (hashlib releases the GIL), and its digest is the digest of its
+pieces' digests. SHA-256 is used because a false match would let two models share KV cache, because
+processors have instructions for it (1.75 GB/s per core measured with them), and because it is safe
+even if somebody chose the bytes to collide. At that rate 140 GB take 80 s of CPU time, 10 s on
+eight threads: about as long as reading them.
 
 A digest is cached under the file's real path (links are followed), with its size, inode,
-modification and change times; any difference and the file is read again. A digest is not cached if
-the file was touched within SETTLED_NS of hashing: another write may then leave the same times.
+modification and change times; if any of these differs, the file is read again. A digest is not
+cached if the file was modified within SETTLED_NS before hashing: a later write could then leave the
+same times.
 
 Invariants:
     1. a file that changes while it is hashed, or before `check_unchanged`, has no digest;
-    2. a lost or damaged cache costs one more reading (RememberedFile).
+    2. a lost or damaged cache only costs another reading (RememberedFile).
 """
 
 import hashlib
@@ -45,21 +46,21 @@ from inference_svc.runtime.model.remembered_file import RememberedFile
 from shared.types.units import NS_PER_S, ceil_div
 
 PIECE_BYTES = 16 * 2**20
-READ_BYTES = 2**20  # at once: stays in a core's cache between reading and hashing
-MAX_THREADS = 8  # more would take from loading what they give
+READ_BYTES = 2**20  # per read: stays in a core's cache between reading and hashing
+MAX_THREADS = 8  # more would slow down loading by as much as they speed up hashing
 MAX_ENTRIES = 4096  # files, some 300 bytes each: those of about a hundred large models
-SETTLED_NS = 2 * NS_PER_S  # the coarsest time stamps of file systems in use
+SETTLED_NS = 2 * NS_PER_S  # the coarsest resolution of timestamps of file systems in use
 FORMAT = f"sha256 of {PIECE_BYTES}".encode()  # part of the checksum: another format is ignored
-# What tokenizers and templates are read from. Names of vocabularies differ between families.
+# Files of tokenizers and chat templates. Names of vocabularies differ between model families.
 TOKENIZER_PATTERNS = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.*", "merges.txt", "*.model", "*.tiktoken", "tekken.json", "*.jinja"),
 )
-# Written by whoever saved the model last; they do not change what it computes.
+# They describe how the model was saved; they do not change what it computes.
 IGNORED_CONFIG_KEYS = frozenset(
     {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache"}
 )
-# They bound, pad or decode; the service does the first two itself.
+# They truncate, pad or decode; the service does the first two itself.
 IGNORED_TOKENIZER_KEYS = frozenset(
     {
         *("version", "truncation", "padding", "model_max_length", "padding_side"),
@@ -70,12 +71,12 @@ IGNORED_TOKENIZER_KEYS = frozenset(
 
 
 class FileChangedError(OSError):
-    """A file was written while it was read."""
+    """A file was written to while it was read."""
 
 
 @dataclass(frozen=True)
 class FileState:
-    """What changes when a file does; the change time cannot be set by whoever writes it."""
+    """The attributes that change when a file does; a writer cannot set the change time."""
 
     num_bytes: int
     inode: int
@@ -84,21 +85,21 @@ class FileState:
 
     @classmethod
     def of(cls, file: Path | int) -> Self:
-        """The state of a file, or of what a link leads to."""
-        found = os.stat(file)  # noqa: PTH116  # an open file, too
+        """Return the state of a file, by path (links are followed) or descriptor."""
+        found = os.stat(file)  # noqa: PTH116  # Path.stat takes no descriptor
         return cls(found.st_size, found.st_ino, found.st_mtime_ns, found.st_ctime_ns)
 
     def is_settled(self, now_ns: int, settled_ns: int) -> bool:
-        """Whether a later write is going to have another time."""
+        """Whether the file is old enough for a later write to leave other times."""
         return now_ns - max(self.mtime_ns, self.ctime_ns) >= settled_ns
 
 
 class DigestCache:
-    """Digests that are remembered; those of the files that were used last.
+    """Digests cached between starts, for the most recently used files.
 
     Args:
-        path: the file that they are in; its directory is the service's own.
-        settled_ns: see the module docstring.
+        path: the cache file, in a directory of the service.
+        settled_ns: nanoseconds after which a file counts as settled; see the module docstring.
     """
 
     def __init__(self, path: Path, settled_ns: int = SETTLED_NS) -> None:
@@ -106,11 +107,11 @@ class DigestCache:
         self._settled_ns = settled_ns
 
     def find(self, path: Path, state: FileState) -> bytes | None:
-        """Return a file's digest if the file is as it was; None if it has to be hashed.
+        """Return a file's digest if the file is unchanged; None: it has to be hashed.
 
         Args:
             path: the file's path; links are followed.
-            state: the file's state now.
+            state: the file's current state.
         """
         entry = self._file.find(str(path.resolve()))
         if entry is None or entry.get("state") != asdict(state):
@@ -118,11 +119,11 @@ class DigestCache:
         return bytes.fromhex(entry["digest"])
 
     def record(self, found: Mapping[Path, tuple[FileState, bytes]], hashed_ns: int) -> None:
-        """Record digests, durably; a disk that refuses them costs the next start its time.
+        """Store digests durably; if the disk fails, the next start hashes again.
 
         Args:
             found: each file's state and digest.
-            hashed_ns: Unix time when hashing began.
+            hashed_ns: Unix time in nanoseconds when hashing began.
         """
         self._file.remember(
             {
@@ -135,10 +136,10 @@ class DigestCache:
 
 
 class FileDigests:
-    """Hashes files in the background from `__enter__` on; leaving it stops what is not done.
+    """Hashes files in the background from `__enter__` on; `__exit__` stops unfinished hashing.
 
     Args:
-        files: the files, in the order in which they are going to be needed.
+        files: the files, in the order in which they will be needed.
         cache: digests of earlier starts; None: every file is hashed.
 
     Attributes:
@@ -157,10 +158,10 @@ class FileDigests:
         self.read_bytes = 0
 
     def __enter__(self) -> Self:
-        """Find cached digests, and begin to hash the files that have none.
+        """Look up cached digests, and start to hash the files that have none.
 
         Raises:
-            OSError: a file is not there.
+            OSError: a file does not exist.
         """
         for file in self._files:
             state = self._states[file] = FileState.of(file)
@@ -188,7 +189,7 @@ class FileDigests:
         """Wait for the digests of all files, in their order, and cache them.
 
         Raises:
-            OSError: a file cannot be read, or was written meanwhile.
+            OSError: a file cannot be read, or was written to meanwhile.
         """
         for file, pieces in self._pieces.items():
             digest = hashlib.sha256(self._states[file].num_bytes.to_bytes(8, "little"))
@@ -202,7 +203,7 @@ class FileDigests:
         return [self._digests[file] for file in self._files]
 
     def check_unchanged(self) -> None:
-        """Raise FileChangedError unless every file is what it was at `__enter__`."""
+        """Raise FileChangedError unless every file is as it was at `__enter__`."""
         for file, state in self._states.items():
             if FileState.of(file) != state:
                 raise FileChangedError(f"{file} was written while it was read")
@@ -225,15 +226,15 @@ class FileDigests:
 
 
 def num_threads() -> int:
-    """Return half of the processors that this process may use, MAX_THREADS at most."""
+    """Return half the number of processors that this process may use, at most MAX_THREADS."""
     return max(1, min(MAX_THREADS, len(os.sched_getaffinity(0)) // 2))
 
 
 class Fingerprint(FileDigests):
-    """Fingerprints a directory beside its being loaded: weights are hashed from `__enter__` on."""
+    """Fingerprints a model while it is being loaded: weights are hashed from `__enter__` on."""
 
     def __init__(self, path: Path, cache: DigestCache | None = None) -> None:
-        """List the weight files; hashing begins with `__enter__`.
+        """List the weight files; `__enter__` starts to hash them.
 
         Args:
             path: the model directory, or a GGUF file.
@@ -243,13 +244,13 @@ class Fingerprint(FileDigests):
         self._path = path
 
     def result(self) -> str:
-        """Wait for the fingerprint, a 128-bit digest in hex; call it when the model is loaded.
+        """Wait for the fingerprint, a 128-bit digest in hex; to be called once the model is loaded.
 
         Raises:
-            OSError: a file cannot be read, or a weight file was written meanwhile.
-            ValueError: if config.json is not JSON.
+            OSError: a file cannot be read, or a weight file was written to meanwhile.
+            ValueError: config.json is not JSON.
         """
-        if self._path.is_file():  # it has its settings and its tokenizer in it
+        if self._path.is_file():  # a GGUF file contains its configuration and its tokenizer
             (digest,) = self.digests()
             return hashlib.blake2b(b"gguf" + digest, digest_size=16).hexdigest()
         config = json.loads((self._path / "config.json").read_text())
@@ -271,16 +272,16 @@ def _tokenizer_parts(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def _canonical(content: bytes) -> bytes:
-    """Return JSON without its layout and without what changes no token; anything else as it is."""
+    """Return JSON without whitespace and ignored keys; anything else unchanged."""
     try:
         found = json.loads(content)
-    except ValueError:  # whoever loads it says so
+    except ValueError:  # loading the tokenizer reports it
         return content
     return json.dumps(_without(found, IGNORED_TOKENIZER_KEYS)).encode()
 
 
 def _without(found: Any, ignored: frozenset[str]) -> Any:
-    """Return an object without some of its members, sorted; anything else as it is."""
+    """Return an object without ignored members, sorted by name; anything else unchanged."""
     if not isinstance(found, dict):
         return found
     return {name: found[name] for name in sorted(found) if name not in ignored}

@@ -1,9 +1,10 @@
-"""States that a model keeps in its own modules, of whatever ran last, instead of asking a cache.
+"""KeptStatesTap: for models that keep states in attributes of their modules instead of a cache.
 
-The forward of such a module has a tap: it puts there what the forward under way has of the states,
-and takes from there what they have become. So these are states like all others: of as many
-sequences as there are, stored and loaded, and their modules are mixers (`mixers.py`). Without a
-forward under way taps are transparent. Model code is not touched.
+Such an attribute holds the state of the sequence that ran last. A tap replaces the module's
+forward: it sets the attributes to the active forward's states before the call, and reads the new
+states from them after it. So these are states like all others: kept per sequence, stored and
+loaded; and their modules are mixers (`mixers.py`). Without an active forward taps are transparent.
+Model code is not modified.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,14 +13,14 @@ from typing import Any
 from torch import Tensor, nn
 
 from inference_svc.runtime.kv.states import StatePlace
-from inference_svc.runtime.model.forward import forward_under_way
+from inference_svc.runtime.model.forward import active_forward
 
 
 class KeptStatesTap:
-    """Stands in for the forward of a module that keeps states.
+    """Replaces the forward of a module that keeps states.
 
     Attributes:
-        forward: the module's own.
+        forward: the module's original forward.
     """
 
     def __init__(
@@ -28,36 +29,36 @@ class KeptStatesTap:
         """Store the parts.
 
         Args:
-            module: which keeps them.
-            forward: its own.
-            kept: by attribute, which of the model's states it is.
+            module: the module that keeps states.
+            forward: its original forward.
+            kept: the attributes that hold states, and the place of each.
         """
         self.forward = forward
         self._module = module
         self._kept = kept
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        """Call the module's forward over the states of the forward under way, if there is one."""
-        under_way = forward_under_way()
-        if under_way is None:
+        """Call the original forward over the active forward's states, if there is one."""
+        active = active_forward()
+        if active is None:
             return self.forward(*args, **options)
         before = {name: getattr(self._module, name) for name in self._kept}
         try:
             for name, place in self._kept.items():
-                setattr(self._module, name, under_way.state(place))
+                setattr(self._module, name, active.state(place))
             result = self.forward(*args, **options)
             for name, place in self._kept.items():
                 state = getattr(self._module, name)
                 if isinstance(state, Tensor):
-                    under_way.new_state(place, state)
+                    active.update_state(place, state)
             return result
         finally:
-            for name, was in before.items():
-                setattr(self._module, name, was)
+            for name, original in before.items():
+                setattr(self._module, name, original)
 
 
 def kept_tensors(model: nn.Module) -> dict[tuple[nn.Module, str], Tensor]:
-    """Return what modules keep that is neither a parameter nor a buffer, by module and name."""
+    """Return the tensor attributes of modules that are neither parameters nor buffers."""
     return {
         (module, name): value
         for module in model.modules()
@@ -67,13 +68,17 @@ def kept_tensors(model: nn.Module) -> dict[tuple[nn.Module, str], Tensor]:
 
 
 def has_taps(model: nn.Module) -> bool:
-    """Whether there are taps in a model, be it beneath those of mixers."""
+    """Whether a model has such taps, also below mixer taps."""
     forwards = [module.forward for module in model.modules()]
     inner = [getattr(forward, "forward", None) for forward in forwards]
     return any(isinstance(forward, KeptStatesTap) for forward in (*forwards, *inner))
 
 
 def tap_kept_states(kept: Mapping[nn.Module, Mapping[str, StatePlace]]) -> None:
-    """Install taps in modules, which have none yet; by attribute, which state it is."""
+    """Install taps in modules that have none yet.
+
+    Args:
+        kept: by module, the attributes that hold states, and the place of each.
+    """
     for module, places in kept.items():
         module.forward = KeptStatesTap(module, module.forward, places)

@@ -1,12 +1,12 @@
-"""Mixers: a model's modules that go on from a state, in a forward over several sequences.
+"""MixerTap: runs a model's recurrent modules (mixers) sequence by sequence within one forward.
 
-A forward takes the tokens of all sequences as if they were of one, which is right for layers that
-look at each token on its own, and for attention, which is ours. What goes on from a state (linear
-attention, Mamba, short convolutions) would mix the sequences. So its forward has a tap: it calls it
-sequence by sequence; those of a single token, which decode, at once as a batch.
+A forward receives the tokens of all sequences as if they were one. That is right for layers that
+look at each token on its own, and for attention, which we replace. Recurrent modules (linear
+attention, Mamba, short convolutions) would mix the sequences. So a tap replaces their forward: it
+calls the original once per sequence, and once for all sequences of a single token, as a batch.
 
-Which modules these are, and which of their arguments and results count tokens, is seen in a probe
-of a length that no other dimension has. Model code is not touched.
+Which modules are mixers, and which of their arguments and results have a token dimension, is found
+by a probe with a number of tokens that no other dimension has. Model code is not modified.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -16,24 +16,26 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from inference_svc.runtime.model.forward import TokenGroup, forward_under_way
+from inference_svc.runtime.model.forward import TokenGroup, active_forward
 from inference_svc.runtime.model.refusals import REMEDY, ModelModeMissingError
 
 
 @dataclass(frozen=True)
 class MixerCall:
-    """What of a mixer's call counts tokens, [1, tokens, ...]: as a tensor, or several in a tuple.
+    """Which arguments and results of a mixer have a token dimension, [1, tokens, ...].
+
+    Each is a tensor, or a tuple of tensors.
 
     Attributes:
-        arguments: by position or by name.
-        results: which results; None: it has one only, and that does.
+        arguments: positions and names of the arguments.
+        results: indices into the result, which is a tuple; None: the result is one such tensor.
     """
 
     arguments: frozenset[int | str]
     results: frozenset[int] | None
 
     @classmethod
-    def seen(
+    def observe(
         cls,
         name: str,
         num_tokens: int,
@@ -41,18 +43,18 @@ class MixerCall:
         options: dict[str, Any],
         result: Any,
     ) -> "MixerCall":
-        """Read it from a call over one sequence.
+        """Derive it from a call over one sequence.
 
         Args:
-            name: the mixer's, for messages.
-            num_tokens: of the call; no other dimension has as many.
-            args: by position.
-            options: by name.
-            result: what it returned.
+            name: the mixer's name, for messages.
+            num_tokens: number of tokens of the call; no other dimension has this size.
+            args: the call's positional arguments.
+            options: the call's keyword arguments.
+            result: the call's result.
 
         Raises:
-            ModelModeMissingError: a tensor counts tokens elsewhere than in its second dimension, or
-                the result is nothing that could be put together of several.
+            ModelModeMissingError: a tensor's token dimension is not its second one, or the result
+                cannot be concatenated from the results of several calls.
         """
         if not isinstance(result, Tensor | tuple):
             raise ModelModeMissingError(f"{name} returns {type(result).__name__}", REMEDY)
@@ -62,83 +64,87 @@ class MixerCall:
                     f"{name} counts tokens in another than the second dimension", REMEDY
                 )
 
-        def counts(value: Any) -> bool:
+        def has_tokens(value: Any) -> bool:
             return any(len(t.shape) > 1 and t.shape[1] == num_tokens for t in _tensors(value))
 
-        if isinstance(result, Tensor) and not counts(result):
+        if isinstance(result, Tensor) and not has_tokens(result):
             raise ModelModeMissingError(f"{name} returns nothing of each token", REMEDY)
         return cls(
-            frozenset(key for key, value in _named(args, options) if counts(value)),
+            frozenset(key for key, value in _items(args, options) if has_tokens(value)),
             None
             if isinstance(result, Tensor)
-            else frozenset(index for index, value in enumerate(result) if counts(value)),
+            else frozenset(index for index, value in enumerate(result) if has_tokens(value)),
         )
 
 
 class MixerTap:
-    """Stands in for a mixer's forward.
+    """Replaces a mixer's forward.
 
     Attributes:
-        forward: the module's own.
+        forward: the module's original forward.
     """
 
     def __init__(self, forward: Callable[..., Any], call: MixerCall) -> None:
         """Store the parts.
 
         Args:
-            forward: the module's own.
-            call: what of a call counts tokens.
+            forward: the module's original forward.
+            call: which of its arguments and results have a token dimension.
         """
         self.forward = forward
         self._call = call
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        """Call the module's forward, as often as the forward under way has groups of tokens."""
+        """Call the original forward once for each token group of the active forward."""
         return self.run(self, args, options)
 
     @staticmethod
     def run(tap: "MixerTap", args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """Call it; by itself, so that it can be left out of what is compiled."""
-        under_way = forward_under_way()
-        groups = under_way.token_groups() if under_way is not None else ()
+        """Run a call; a function of its own so that `leave_out_of_compiling` can wrap it."""
+        active = active_forward()
+        groups = active.token_groups() if active is not None else ()
         results = [(group, tap.call(group, args, options)) for group in groups]
-        return tap.joined(results) if results else tap.forward(*args, **options)
+        return tap.join(results) if results else tap.forward(*args, **options)
 
     def call(self, group: TokenGroup, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """Call the module's forward with one group's tokens."""
-        counted = self._call.arguments
+        """Call the original forward with one group's tokens."""
+        cut = self._call.arguments
         return self.forward(
-            *(_cut(value, group) if at in counted else value for at, value in enumerate(args)),
-            **{at: _cut(value, group) if at in counted else value for at, value in options.items()},
+            *(_cut(value, group) if at in cut else value for at, value in enumerate(args)),
+            **{at: _cut(value, group) if at in cut else value for at, value in options.items()},
         )
 
-    def joined(self, results: Sequence[tuple[TokenGroup, Any]]) -> Any:
-        """Return what all groups' results are together, as those of one call."""
-        counted, (_, last) = self._call.results, results[-1]
-        if counted is None:
-            return _joined(results)
+    def join(self, results: Sequence[tuple[TokenGroup, Any]]) -> Any:
+        """Join the groups' results into the result of one call."""
+        by_token, (_, last) = self._call.results, results[-1]
+        if by_token is None:
+            return _join(results)
         return tuple(
-            _joined([(group, result[index]) for group, result in results])
-            if index in counted
+            _join([(group, result[index]) for group, result in results])
+            if index in by_token
             else last[index]
             for index in range(len(last))
         )
 
 
 def tap_mixers(calls: dict[nn.Module, MixerCall]) -> None:
-    """Install taps, or renew them."""
+    """Install taps, or replace those that are installed.
+
+    Args:
+        calls: the mixers, and which of their arguments and results have a token dimension.
+    """
     for module, call in calls.items():
         inner = module.forward
         module.forward = MixerTap(inner.forward if isinstance(inner, MixerTap) else inner, call)
 
 
-def _named(args: Sequence[Any], options: dict[str, Any]) -> Iterator[tuple[int | str, Any]]:
+def _items(args: Sequence[Any], options: dict[str, Any]) -> Iterator[tuple[int | str, Any]]:
     yield from enumerate(args)
     yield from options.items()
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    """Yield what is, or lies in, a tensor or tuples of them."""
+    """Yield a tensor, or all tensors in nested tuples and lists."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, tuple | list):
@@ -147,7 +153,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _cut(value: Any, group: TokenGroup) -> Any:
-    """Return a group's tokens of [1, tokens, ...]: [1, n, ...], or as a batch [n, 1, ...]."""
+    """Select a group's tokens of [1, tokens, ...]: [1, n, ...], or as a batch [n, 1, ...]."""
     if isinstance(value, Tensor):
         tokens = value[:, group.tokens]
         return tokens.squeeze(0).unsqueeze(1) if group.is_batch else tokens
@@ -156,12 +162,12 @@ def _cut(value: Any, group: TokenGroup) -> Any:
     return value
 
 
-def _joined(results: Sequence[tuple[TokenGroup, Any]]) -> Any:
-    """Put the results of all groups where their tokens are, [1, tokens, ...]."""
+def _join(results: Sequence[tuple[TokenGroup, Any]]) -> Any:
+    """Join the groups' results in the order of all tokens, [1, tokens, ...]."""
     first = results[0][1]
     if not isinstance(first, Tensor):
         return tuple(
-            _joined([(group, result[index]) for group, result in results])
+            _join([(group, result[index]) for group, result in results])
             for index in range(len(first))
         )
     flat = [

@@ -1,8 +1,8 @@
-"""What a model directory or GGUF file holds, as far as it can be seen before torch is imported.
+"""Model directories and GGUF files: checks of their contents before torch is imported.
 
-Transformers reads and dequantises a model in one GGUF file, as llama.cpp has them. It does so anew
+Transformers reads and dequantises models in a single GGUF file, the format of llama.cpp. It does so
 at every start, which takes much longer than loading a directory with safetensors weights:
-docs/getting-a-model.md says how such a directory is made of the file, once.
+docs/getting-a-model.md describes how to convert such a file once.
 """
 
 import io
@@ -18,7 +18,7 @@ from pathlib import Path
 from inference_svc.core.errors import UnknownModelError, UnsupportedModelError
 from shared.access.denials import user_name
 
-PACKAGES = ("gguf", "accelerate")  # that Transformers reads such files with
+PACKAGES = ("gguf", "accelerate")  # which Transformers needs to read GGUF files
 _MAGIC = b"GGUF"
 _PART = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
 
@@ -26,10 +26,10 @@ INDEX_FILE = "model.safetensors.index.json"
 
 
 def check_model(path: Path) -> None:
-    """Refuse what is neither a model directory nor a GGUF file, or may not be read.
+    """Check that a path is a readable model directory or GGUF file.
 
     Raises:
-        UnknownModelError: it is not there, has no configuration or no weights, or this user may
+        UnknownModelError: it does not exist, has no configuration or no weights, or this user may
             not read it.
         UnsupportedModelError: it is a GGUF file that cannot be read here.
     """
@@ -53,7 +53,7 @@ def _check_content(path: Path) -> None:
         raise UnknownModelError(f"model directory {path} does not exist", remedy)
     if not (path / "config.json").is_file():
         raise UnknownModelError(f"{path} has no config.json", gguf_hint(path) or remedy)
-    next(path.iterdir())  # raises for who may enter but not list: they would find no weights
+    next(path.iterdir())  # raises PermissionError if the directory may be entered but not listed
     weights = weight_files(path)
     if not weights:
         raise UnknownModelError(f"{path} has no weights", remedy)
@@ -64,8 +64,8 @@ def _check_content(path: Path) -> None:
 def weight_files(path: Path) -> list[Path]:
     """Return the weight files of a model directory, sorted by name.
 
-    All that could be loaded: those beside config.json, and those that the index names elsewhere;
-    of a GGUF model the file itself.
+    Includes all that could be loaded: those beside config.json, and those elsewhere that the index
+    names. For a GGUF model it is the file itself.
     """
     if path.is_file():
         return [path]
@@ -74,10 +74,10 @@ def weight_files(path: Path) -> list[Path]:
 
 
 def shards(path: Path) -> Mapping[str, list[str]]:
-    """Return the tensors of each file, as the index says; {} without a readable index."""
+    """Return the names of the tensors in each weight file, from the index; {} without one."""
     try:
         weight_map = json.loads((path / INDEX_FILE).read_text())["weight_map"]
-    except (OSError, ValueError, KeyError, TypeError):  # whoever loads it says so
+    except (OSError, ValueError, KeyError, TypeError):  # loading the model reports it
         return {}
     found: dict[str, list[str]] = {}
     if isinstance(weight_map, dict):
@@ -87,7 +87,7 @@ def shards(path: Path) -> Mapping[str, list[str]]:
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether the path is a GGUF file, whatever its name."""
+    """Whether the path is a GGUF file, by its first bytes."""
     if not path.is_file():
         return False
     with path.open("rb") as file:
@@ -98,7 +98,7 @@ def check_gguf(path: Path, packages: Sequence[str] = PACKAGES) -> None:
     """Check that a GGUF file can be read here.
 
     Raises:
-        UnsupportedModelError: it is a part of a model, or packages are missing.
+        UnsupportedModelError: it is one part of a split model, or packages are missing.
     """
     if _PART.search(path.name):
         raise UnsupportedModelError(
@@ -114,12 +114,12 @@ def check_gguf(path: Path, packages: Sequence[str] = PACKAGES) -> None:
 
 @contextmanager
 def no_progress_bar() -> Iterator[None]:
-    """Keep the bar that Transformers draws for GGUF files, despite its settings, out of the log."""
+    """Suppress the progress bar of GGUF loading, which ignores Transformers' settings."""
     with redirect_stderr(io.StringIO()):
         yield
 
 
 def gguf_hint(path: Path) -> str:
-    """Return the remedy for a directory that has nothing but a GGUF file; "" if it has none."""
+    """Return the remedy for a directory with a GGUF file but no config.json; "" if it has none."""
     found = sorted(path.glob("*.gguf"))
     return f"give the GGUF file itself: {found[0]}" if found else ""

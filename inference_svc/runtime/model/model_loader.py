@@ -1,4 +1,4 @@
-"""Loads a model directory, or a GGUF file, through Transformers, from the local disk only.
+"""Model loading: a model directory or GGUF file through Transformers, from the local disk only.
 
 Knows no architecture; `calibration` decides whether the model can be served.
 """
@@ -23,7 +23,8 @@ from shared.types.kv_layout import ITEM_BYTES
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 # Names that configs use for the number of positions.
 CONTEXT_WINDOW_KEYS = ("max_position_embeddings", "n_positions", "seq_length", "max_seq_len")
-# Models that count distances only need not name one. What the common ones (BLOOM) were trained at.
+# Models that use distances instead of positions need not name one. The common ones (BLOOM) were
+# trained with this.
 UNSTATED_WINDOW = 2048
 
 
@@ -32,14 +33,14 @@ class LoadedModel:
     """A model ready to be calibrated.
 
     Attributes:
-        model: the Transformers model; typed loosely, its interface differs between versions.
+        model: the Transformers model; typed loosely, as its interface differs between versions.
         tokenizer: None if the directory has none; turns are then token ids only.
         name: the directory's name.
         architecture: the model's class name.
         fingerprint: 128-bit digest in hex, see `fingerprint.py`.
         context_window: most tokens of a context; UNSTATED_WINDOW if the config does not say.
         vocab_size: width of the logits.
-        num_weights: weights as they were loaded; those that several layers have count once.
+        num_weights: number of weights as loaded; shared ones count once.
         eos_ids: ids of the tokens that end an answer.
         device: where the weights are.
         dtype: the weights' element type.
@@ -65,18 +66,18 @@ class LoadedModel:
 def load_model(
     path: Path, dtype: str = "auto", device: str = "cpu", digests: Path | None = None
 ) -> LoadedModel:
-    """Load the model in `path`, and fingerprint it meanwhile.
+    """Load the model in `path`, and fingerprint it at the same time.
 
     Args:
         path: a directory with config.json and weights, as `save_pretrained` writes it; or a GGUF
             file.
-        dtype: "auto" (what the config says), "float32", "bfloat16" or "float16".
-        device: a device by torch's name for it, such as "cpu" or "cuda:0".
+        dtype: "auto" (the config's), "float32", "bfloat16" or "float16".
+        device: torch's name of a device, such as "cpu" or "cuda:0".
         digests: the file that caches the digests of weights; None: every byte is read.
 
     Raises:
-        UnknownModelError: if there is no model in `path`.
-        UnsupportedModelError: if there is one that cannot be loaded or is no decoder-only model.
+        UnknownModelError: there is no model in `path`.
+        UnsupportedModelError: the model cannot be loaded, or is not decoder-only.
     """
     check_model(path)
     cache = None if digests is None else DigestCache(digests)
@@ -98,10 +99,16 @@ def load_model(
 def describe_model(
     model: Any, *, tokenizer: Any | None, name: str, fingerprint: str
 ) -> LoadedModel:
-    """Wrap a Transformers model that is already in memory, and have it count positions from 0.
+    """Describe a Transformers model that is in memory, and make it count positions from 0.
+
+    Args:
+        model: the model, which is set to inference.
+        tokenizer: its tokenizer, or None.
+        name: the model's name.
+        fingerprint: the model's fingerprint.
 
     Raises:
-        UnsupportedModelError: if its dtype is not one that KV can be stored in.
+        UnsupportedModelError: KV cannot be stored in its dtype.
     """
     model.eval().requires_grad_(requires_grad=False)
     config = model.config.get_text_config()
@@ -127,8 +134,8 @@ def describe_model(
 
 
 def _from_pretrained(path: Path, dtype: str) -> Any:
-    """Build the model."""
-    folder, gguf = _located(path)
+    """Load the model's config and weights."""
+    folder, gguf = _locate(path)
     disable_progress_bar()  # type: ignore[no-untyped-call]  # a service's stderr is a log
     remedy = "serve a decoder-only model with safetensors weights"
     if gguf:
@@ -144,21 +151,21 @@ def _from_pretrained(path: Path, dtype: str) -> Any:
             )
         if gguf:
             gguf["quantization_config"] = GgufConfig(dequantize=True)
-            # Which it would be anyway, but for files whose names do not end in .gguf.
+            # Transformers' own choice, except for files whose names do not end in .gguf.
             dtype = "float32" if dtype == "auto" else dtype
         return AutoModelForCausalLM.from_pretrained(
             folder,
             config=config,
             dtype=dtype,
             local_files_only=True,
-            use_safetensors=True,  # a pickle would run its code
+            use_safetensors=True,  # unpickling a file would run its code
             trust_remote_code=False,
             **gguf,
         )
 
 
-def _located(path: Path) -> tuple[Path, dict[str, Any]]:
-    """Return the directory that Transformers is to look in, and its arguments for a GGUF file."""
+def _locate(path: Path) -> tuple[Path, dict[str, Any]]:
+    """Return the directory to load from, and Transformers' arguments for a GGUF file in it."""
     return (path.parent, {"gguf_file": path.name}) if path.is_file() else (path, {})
 
 
@@ -169,7 +176,10 @@ def _name_of(path: Path) -> str:
 
 @contextmanager
 def _one_line(problem: str, remedy: str) -> Iterator[None]:
-    """Turn whatever transformers makes of a file that may hold anything into one line."""
+    """Turn any error of Transformers into a one-line UnsupportedModelError.
+
+    Files may contain anything, so Transformers may raise anything.
+    """
     try:
         yield
     except UnsupportedModelError:
@@ -191,7 +201,7 @@ def _device(device: str) -> torch.device:
 
 
 def _load_tokenizer(path: Path) -> Any | None:
-    folder, gguf = _located(path)
+    folder, gguf = _locate(path)
     if not gguf and not any((path / name).is_file() for name in TOKENIZER_FILES):
         return None
     with _one_line(f"the tokenizer in {path} cannot be loaded", "repair or remove its files"):
@@ -199,7 +209,7 @@ def _load_tokenizer(path: Path) -> Any | None:
 
 
 def _eos_ids(model: Any) -> frozenset[int]:
-    """Collect end tokens; a config may hold a number, a list or nothing."""
+    """Collect the ids of end tokens; a config may have a number, a list or nothing."""
     ids: set[int] = set()
     for config in (
         getattr(model, "generation_config", None),

@@ -1,19 +1,19 @@
-"""PackedLinear: a linear layer whose weights lie in the order in which its kernel reads them.
+"""PackedLinear: a linear layer whose weights are packed in the order in which a kernel reads them.
 
 `torch.nn.functional.linear` reads weights as they were stored, and rearranges them in every step.
-oneDNN does that once; then a large layer's product takes half of the time from 4 to 16 rows in
-float32, 0.6 to 0.9 from 1 to 256 in bfloat16. With a single row of float32 it takes up to a quarter
-longer, and twice as long where there are few outputs: small layers stay as they are.
+oneDNN can do that once. Then a large layer's product takes half of the time for 4 to 16 rows in
+float32, and 0.6 to 0.9 of it for 1 to 256 rows in bfloat16. A single row of float32 takes up to a
+quarter longer, and twice as long where there are few outputs: small layers are not packed.
 
-The packed weights take the place of the others, but where few rows are multiplied faster with those
-as they were stored: in float32, if another layer has them anyway, as an embedding that is the head,
-or if a model is so small that it may be kept both ways. Packed weights are memory of this process,
-while those of a file may be pages of that file, which the system can drop, and share between
-processes.
+Packed weights replace the stored ones, except where few rows are multiplied faster with the stored
+ones. So stored weights are kept in float32, if another layer has them anyway (an embedding that is
+also the head), or if the model is small enough to be kept both ways. Packed weights are memory of
+this process, while weights of a file may be pages of that file, which the system can drop, and
+share between processes.
 
-Which layers are packed, and which are kept, follows from shapes, and never from a measurement: else
-two starts of one model would round differently. A row's result hardly depends on the rows beside
-it: kernels for few rows and for many differ in the last bits.
+Shapes decide which layers are packed, and which stored weights are kept, and never a measurement:
+otherwise two starts of one model would round differently. A row's result hardly depends on the
+other rows: kernels for few rows and for many differ in the last bits.
 
 Knows `torch.nn.Linear`, and no model.
 """
@@ -24,27 +24,28 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear as multiply
 
-MIN_WEIGHTS = 2**16  # of a layer; below, eight rows take as long either way, and one row longer
-MIN_WEIGHTS_FLOAT32 = 2**19  # the same, where torch's own product reads as fast as memory allows
-FEW_ROWS = 3  # so many rows of float32 torch multiplies as fast as one; four take twice as long
-MOST_KEPT_BYTES = 2**31  # of a model's packed weights that are also kept as they were stored
+# Least weights of a packed layer: below, eight rows take as long either way, and one row longer.
+MIN_WEIGHTS = 2**16
+MIN_WEIGHTS_FLOAT32 = 2**19  # in float32, where torch's own product reads at memory's speed
+FEW_ROWS = 3  # of float32, which torch multiplies as fast as one; four take twice as long
+MOST_KEPT_BYTES = 2**31  # most bytes of a model's packed weights that are also kept as stored
 
 
 class PackedLinear(nn.Module):
-    """Stands in for a `torch.nn.Linear`; states are [..., in_features] of any strides."""
+    """Replaces a `torch.nn.Linear`; its input is [..., in_features] with any strides."""
 
-    packed: Tensor  # a buffer, of a layout that torch cannot look into
-    stored: Tensor | None  # the weights as they were stored, for few rows; None: they are not kept
+    packed: Tensor  # a buffer in an opaque layout of oneDNN
+    stored: Tensor | None  # the weights as stored, for few rows; None: they are not kept
 
     def __init__(self, linear: nn.Linear, *, keeps_stored: bool = False) -> None:
-        """Pack the weights of `linear`, which stays as it is.
+        """Pack the weights of `linear`, which is not changed.
 
         Args:
             linear: the layer.
-            keeps_stored: multiply few rows with its own weights.
+            keeps_stored: whether few rows are multiplied with the stored weights.
 
         Raises:
-            whatever torch raises where it cannot: see `can_pack`.
+            Exception: torch has no such kernel here; see `can_pack`.
         """
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
@@ -55,23 +56,23 @@ class PackedLinear(nn.Module):
         self.register_buffer("stored", stored, persistent=False)
         self.bias = linear.bias
         self._multiply = kernels._linear_pointwise.default  # noqa: SLF001
-        # What its kernel takes behind the states; "none": no activation behind the product.
+        # The kernel's arguments behind the input; "none": no activation after the product.
         self._operands: tuple[Any, ...] = (packed, linear.bias, "none", [], "")
 
     @property
     def weight(self) -> Tensor:
-        """The weights as they were, for models that look at them: a copy, if they are not kept."""
+        """The unpacked weights, for models that access them; a copy if they are not kept."""
         return self.packed.to_dense() if self.stored is None else self.stored
 
     def forward(self, states: Tensor) -> Tensor:
-        """Return the products, [..., out_features]."""
+        """Return the product, [..., out_features]."""
         if self.stored is not None and states.numel() <= FEW_ROWS * self.in_features:
             return multiply(states, self.stored, self.bias)
         products: Tensor = self._multiply(states, *self._operands)
         return products
 
-    def unpacked(self) -> nn.Linear:
-        """Make the layer that this one stands in for; what it kept is shared."""
+    def unpack(self) -> nn.Linear:
+        """Make the layer that this one replaces; stored weights and bias are shared."""
         weight = self.weight
         linear = nn.Linear(
             self.in_features, self.out_features, bias=False, device="meta", dtype=weight.dtype
@@ -82,12 +83,12 @@ class PackedLinear(nn.Module):
 
 
 def least_weights(dtype: torch.dtype) -> int:
-    """Return how many weights a layer has at least that is packed."""
+    """Return the least number of weights of a layer that is packed."""
     return MIN_WEIGHTS_FLOAT32 if dtype == torch.float32 else MIN_WEIGHTS
 
 
 def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether torch has the kernel, for tensors of this device and dtype."""
+    """Whether torch has the kernel for this device and dtype."""
     try:
         linear = nn.Linear(4, 4, device=device, dtype=dtype)
         PackedLinear(linear)(torch.zeros(1, 4, device=device, dtype=dtype))
@@ -98,12 +99,13 @@ def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
 
 @torch.no_grad()
 def pack_weights(model: nn.Module) -> int:
-    """Put packed layers in the place of a model's large linear ones, one after the other.
+    """Replace a model's large linear layers by packed ones, one after the other.
 
-    Layers of other classes stay, also those derived from `torch.nn.Linear`, and layers with hooks.
+    Layers of other classes, also those derived from `torch.nn.Linear`, and layers with hooks are
+    left as they are.
 
     Returns:
-        bytes of packed weights; 0 where torch has no kernel.
+        Bytes of packed weights; 0 where torch has no kernel.
     """
     some = next(iter(model.parameters()))
     if not can_pack(some.device, some.dtype):
@@ -114,33 +116,33 @@ def pack_weights(model: nn.Module) -> int:
             if _is_worth_it(child):
                 places.setdefault(child, []).append((parent, name))
     is_small = sum(layer.weight.nbytes for layer in places) <= MOST_KEPT_BYTES
-    others = {
+    shared = {
         id(weight)
         for part in model.modules()
         if part not in places
         for weight in part.parameters(recurse=False)
     }
-    while places:  # what is not kept goes before the next is packed
-        layer, its = places.popitem()
-        is_kept = is_small or id(layer.weight) in others
+    while places:  # pops each layer, so that its weights are freed before the next is packed
+        layer, parents = places.popitem()
+        is_kept = is_small or id(layer.weight) in shared
         packed = PackedLinear(layer, keeps_stored=is_kept and layer.weight.dtype == torch.float32)
-        for parent, name in its:
+        for parent, name in parents:
             setattr(parent, name, packed)
     return packed_bytes(model)
 
 
 def unpack_weights(model: nn.Module) -> None:
     """Undo `pack_weights`; the weights are the same to the bit."""
-    made: dict[nn.Module, nn.Linear] = {}
+    unpacked: dict[nn.Module, nn.Linear] = {}
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, PackedLinear):
-                made.setdefault(child, child.unpacked())
-                setattr(parent, name, made[child])
+                unpacked.setdefault(child, child.unpack())
+                setattr(parent, name, unpacked[child])
 
 
 def packed_bytes(model: nn.Module) -> int:
-    """Bytes of a model's packed weights."""
+    """Return the bytes of a model's packed weights."""
     return sum(
         part.packed.numel() * part.packed.itemsize
         for part in model.modules()

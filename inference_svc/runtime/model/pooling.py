@@ -1,4 +1,4 @@
-"""How a model's embeddings are made, as the files of sentence-transformers beside it say.
+"""Pooling: how a model's embeddings are made, read from its sentence-transformers files.
 
 *Source:* sentence-transformers, `modules.json` and the `config.json` of its Pooling module; both
 the flags of releases before 5 and the one name of later ones.
@@ -16,7 +16,7 @@ PROMPTS_FILE = "config_sentence_transformers.json"
 
 
 class PoolingMode(StrEnum):
-    """Which tokens' last states make the embedding."""
+    """The tokens whose last hidden states are pooled into the embedding."""
 
     LAST = "last"  # the last token's
     MEAN = "mean"  # the mean of all
@@ -28,9 +28,9 @@ class Pooling:
     """How a model's embeddings are made.
 
     Attributes:
-        mode: which tokens count.
-        is_normalized: whether embeddings have length 1.
-        prompt: what is put before every text.
+        mode: the tokens that count.
+        is_normalized: whether embeddings are scaled to length 1.
+        prompt: text that is put before every input.
     """
 
     mode: PoolingMode
@@ -54,18 +54,19 @@ _FLAGS = {
 
 
 class UnknownPoolingError(Exception):
-    """The model makes no embeddings, or in a way that is not known here; its text says which."""
+    """The model makes no embeddings, or in an unknown way; its text says which."""
 
 
 def find_pooling(path: Path, choice: PoolingChoice) -> Pooling:
-    """Find out how a model's embeddings are made.
+    """Return how a model's embeddings are made.
 
     Args:
         path: the model directory, or a GGUF file.
-        choice: "auto": as its files say; else the way itself, of length 1.
+        choice: "auto": as the model's files say; "none": not at all; otherwise the mode, with
+            embeddings of length 1.
 
     Raises:
-        UnknownPoolingError: it makes none, or in a way that is not known here.
+        UnknownPoolingError: the model makes no embeddings, or in an unknown way.
     """
     if choice == "none":
         raise UnknownPoolingError("model.pooling is none")
@@ -85,7 +86,7 @@ def _read(path: Path) -> Pooling:
     if kinds not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
         raise UnknownPoolingError(f"its modules are {', '.join(kinds)[:120]}")
     config = json.loads((path / str(modules[1]["path"]) / "config.json").read_text())
-    named = _named(config)
+    named = _pooling_name(config)
     if named not in _MODES:
         raise UnknownPoolingError(f"it pools by {named[:60] or 'nothing'}")
     prompt = _default_prompt(path / PROMPTS_FILE)
@@ -95,7 +96,7 @@ def _read(path: Path) -> Pooling:
 
 
 def _default_prompt(file: Path) -> str:
-    """Return what is put before every text; "" if nothing is."""
+    """Return the text that is put before every input; "" if there is none."""
     if not file.is_file():
         return ""
     config = json.loads(file.read_text())
@@ -103,9 +104,9 @@ def _default_prompt(file: Path) -> str:
     return "" if name is None else str(config["prompts"][name])
 
 
-def _named(config: dict[str, Any]) -> str:
-    """Return the pooling's name; several at once are joined."""
+def _pooling_name(config: dict[str, Any]) -> str:
+    """Return the name of the pooling; several are joined by "+"."""
     if "pooling_mode" in config:
-        given = config["pooling_mode"]
-        return given if isinstance(given, str) else "+".join(map(str, given))
+        modes = config["pooling_mode"]
+        return modes if isinstance(modes, str) else "+".join(map(str, modes))
     return "+".join(name for flag, name in _FLAGS.items() if config.get(flag))

@@ -1,4 +1,4 @@
-"""Why a model is refused at the start; each is an UnsupportedModelError with its own `reason`."""
+"""Refusals of models at the start: each is an UnsupportedModelError with its own `reason`."""
 
 from inference_svc.core.errors import UnsupportedModelError
 
@@ -6,19 +6,19 @@ REMEDY = "serve a decoder-only model that docs/models.md lists, such as Llama, Q
 
 
 class ModelEncoderError(UnsupportedModelError):
-    """Tokens see those after them: there is nothing that a later token leaves as it was."""
+    """The model is an encoder: tokens see later ones, so KV changes with every new token."""
 
     reason = "model_encoder"
 
 
 class ModelUncachedError(UnsupportedModelError):
-    """The model hands neither keys and values nor a state to a cache."""
+    """The model passes neither keys and values nor a state to a cache."""
 
     reason = "model_uncached"
 
 
 class ModelRecurrentError(UnsupportedModelError):
-    """The model keeps more of a sequence than KV of each token and a state of fixed size."""
+    """The model keeps more of a sequence than KV per token and a state of fixed size."""
 
     reason = "model_recurrent"
 
@@ -30,7 +30,7 @@ class ModelModeMissingError(UnsupportedModelError):
 
 
 class NotDecoupledError(UnsupportedModelError):
-    """KV of the first layer depends on its token's position; `positions` was set to decoupled."""
+    """KV of the first layer depends on the token's position; `positions` was set to decoupled."""
 
     reason = "model_positions_coupled"
 
@@ -47,5 +47,5 @@ class CalibrationMismatchError(UnsupportedModelError):
     reason = "calibration_mismatch"
 
 
-# However it is run: these are no question of the mode.
+# Refusals that no other mode can change.
 FINAL = (ModelUncachedError, ModelRecurrentError, RopeVariesError)

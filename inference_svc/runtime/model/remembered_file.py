@@ -1,11 +1,11 @@
-"""RememberedFile: what a start has found out, kept in a file for the next start.
+"""RememberedFile: a file in which one start of the service caches results for the next start.
 
-Entries by name in one JSON file, below a line with its checksum; those that were used last are
-kept. What was found out can be found out again: a file that is missing, damaged, of another format
-or on a disk that takes no more costs time, and nothing else.
+Named entries in a JSON file, below a line with its checksum; the most recently used ones are kept.
+All entries can be found out again: a file that is missing, damaged, of another format or on a full
+disk costs time only.
 
-Invariant: the file is replaced as a whole, durably, and what does not match its own checksum is not
-believed.
+Invariant: the file is replaced as a whole, durably; contents that do not match their checksum are
+ignored.
 """
 
 import hashlib
@@ -21,13 +21,13 @@ log = get_logger(__name__)
 
 
 class RememberedFile:
-    """See the module docstring.
+    """A bounded cache of named entries in a file.
 
     Args:
-        path: of the file; its directory is the service's own.
-        what: is remembered there, for the log.
-        file_format: what entries look like; others are not believed.
-        most: entries that are kept.
+        path: the file, in a directory of the service.
+        what: what the entries are, for the log.
+        file_format: identifies the format of entries; files of other formats are ignored.
+        most: number of entries that are kept.
     """
 
     def __init__(self, path: Path, what: str, file_format: bytes, most: int) -> None:
@@ -38,14 +38,14 @@ class RememberedFile:
         self._entries = self._read()
 
     def find(self, name: str) -> dict[str, Any] | None:
-        """Return an entry; None: it is not remembered."""
+        """Return an entry; None: there is none of this name."""
         return self._entries.get(name)
 
-    def remember(self, found: Mapping[str, dict[str, Any] | None]) -> None:
-        """Keep entries, durably; those that are None are forgotten."""
+    def remember(self, entries: Mapping[str, dict[str, Any] | None]) -> None:
+        """Store entries durably; remove those that are None."""
         before = list(self._entries.items())
-        for name, entry in found.items():
-            self._entries.pop(name, None)  # the last used ones stand last
+        for name, entry in entries.items():
+            self._entries.pop(name, None)  # the most recently used entries stand last
             if entry is not None:
                 self._entries[name] = entry
         for name in list(self._entries)[: -self._most]:
@@ -72,7 +72,7 @@ class RememberedFile:
         return entries
 
     def _write(self) -> None:
-        """Replace the file, so that a crash leaves the old one or the new one."""
+        """Replace the file atomically: a crash leaves either the old or the new contents."""
         body = json.dumps(self._entries).encode()
         new = self._path.with_name(self._path.name + ".new")
         descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
@@ -81,6 +81,7 @@ class RememberedFile:
             file.flush()
             os.fsync(file.fileno())
         new.replace(self._path)
+        # Without it the rename itself could be lost in a power failure.
         directory = os.open(self._path.parent, os.O_RDONLY)
         try:
             os.fsync(directory)

@@ -1,9 +1,9 @@
-"""The layers of a cache that holds nothing, as models see them that look into these.
+"""StateLayers: `CaptureCache.layers`, for models that access a cache's layers directly.
 
-Transformers has moved from `cache.layers[i].conv_states[k]` to `cache.get_conv_state(i, k)`; models
-of either way are answered, here as there by the forward under way. A model that embeds the index
-keys of all tokens anew in each forward asks for their positions, and keeps them with its own: with
-a layer, or with the cache itself in older versions.
+Transformers has moved from `cache.layers[i].conv_states[k]` to `cache.get_conv_state(i, k)`. Both
+are served from the active forward: the former here, the latter by `CaptureCache`. A model that
+embeds the index keys of all tokens again in each forward needs their positions, and looks for them
+in a layer, or in the cache itself in older versions.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,15 +20,16 @@ from inference_svc.runtime.model.refusals import REMEDY, ModelModeMissingError
 
 
 class StateLayers(list[Any]):
-    """No layers to whoever counts them; at each index one that has states."""
+    """A list of length 0 that returns a layer with states at any index."""
 
     def __init__(self, cache: Cache) -> None:
-        """Make the layers of a cache, which has to outlive what it is asked of them."""
+        """Make the layers of a cache, which has to outlive their use."""
         super().__init__()
-        self._cache = ref(cache)  # no circle: there is a cache for every step
+        # Weak, to avoid a reference cycle: there is a new cache in every step.
+        self._cache = ref(cache)
 
     def __getitem__(self, index: Any) -> Any:
-        """Return what a model may look into of the layer that it numbers so."""
+        """Return a view of the layer with the model's index."""
         cache = self._cache()
         if cache is None:
             raise AssertionError("a layer of a cache that is no more")
@@ -36,12 +37,12 @@ class StateLayers(list[Any]):
 
 
 class _StateLayer:
-    """One layer.
+    """One layer of a cache, with the attributes that models access.
 
     Attributes:
-        conv_states: by number.
-        recurrent_states: likewise.
-        record_past: whether anything is ever taken back.
+        conv_states: convolution states by number.
+        recurrent_states: recurrent states by number.
+        record_past: False: tokens are never taken back.
     """
 
     def __init__(self, cache: Cache, index: int) -> None:
@@ -53,42 +54,43 @@ class _StateLayer:
 
     @property
     def indexer_position_ids(self) -> Tensor | None:
-        """See `positions_before`. A model may keep others there: they are known without."""
-        return positions_before()
+        """The positions of the tokens before the new ones; see `history_positions`."""
+        return history_positions()
 
     @indexer_position_ids.setter
     def indexer_position_ids(self, _positions: Tensor) -> None:
-        """Drop them."""
+        """Ignore them: the forward knows the positions."""
 
     def get_seq_length(self) -> int:
-        """Return what the cache's class says of this layer: a model may have bound another."""
+        """Return the cache's length for this layer.
+
+        By the method of its class: a model may have replaced that of the cache itself, to call this
+        one.
+        """
         return type(self._cache).get_seq_length(self._cache, self._index)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return (key length, key offset), likewise."""
+        """Return (key length, key offset), by the method of the cache's class."""
         return type(self._cache).get_mask_sizes(self._cache, query_length, self._index)
 
     def __getattr__(self, _name: str) -> Any:
-        """Refuse a model that keeps anything else there."""
+        """Refuse: a model that uses any other attribute of a layer is not supported."""
         raise ModelModeMissingError(
             "the model keeps more in its cache's layers than keys, values and states", REMEDY
         )
 
 
-def positions_before() -> Tensor | None:
-    """Return the positions of the tokens that stand before the new ones, [tokens].
-
-    None: there are none.
-    """
-    before = current_forward().positions_before()
+def history_positions() -> Tensor | None:
+    """Return the positions of the tokens before the new ones, [tokens]; None: there are none."""
+    before = current_forward().history_positions()
     return before if before is None else before.as_subclass(_Before)
 
 
 class _Before(Tensor):
-    """Positions, [tokens], that take the leading dimensions of those that are put behind them.
+    """Positions, [tokens], which torch.cat expands to the leading dimensions of what follows them.
 
-    A model that counts them in several (height, width) has told nobody how many, if this is the
-    first forward since its sequence was loaded.
+    Some models have positions in several dimensions (height, width). In the first forward after a
+    load their number is not known before the model concatenates its own positions to these.
     """
 
     @classmethod
@@ -99,21 +101,21 @@ class _Before(Tensor):
         args: Sequence[Any] = (),
         options: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Compute as with any tensor, but for putting them together with others."""
+        """Behave like any tensor, except in torch.cat."""
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - its documented way
             if function is torch.cat and isinstance(args[0][0], cls):
-                before, *others = args[0]
-                args = ([before.expand(*others[0].shape[:-1], -1), *others], *args[1:])
+                before, *following = args[0]
+                args = ([before.expand(*following[0].shape[:-1], -1), *following], *args[1:])
             return function(*args, **(options or {}))
 
 
 class _States:
-    """The states of one kind that a layer has. A model may read them, and change them in place."""
+    """The states of one kind of a layer, by number; a model may change them in place."""
 
     def __init__(self, layer_index: int, kind: StateKind) -> None:
         self._layer_index = layer_index
         self._kind = kind
 
     def __getitem__(self, number: int) -> Tensor | None:
-        """Return one of them; None before the first token."""
+        """Return a state; None before the first token."""
         return current_forward().state(StatePlace(self._layer_index, self._kind, number))

@@ -1,7 +1,7 @@
-"""What calibration found out: all that running, loading and storing need of a model.
+"""Calibration results: everything about a model that running, loading and storing need.
 
-Tensors are called by their shape: a component's tokens are [tokens, kv_heads, dim] in the model's
-dtype, keys before RoPE ("free") or as the layer caches them.
+A component's tokens are [tokens, kv_heads, dim] in the model's dtype: either before RoPE
+("unrotated"), or as the layer caches them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,23 +21,23 @@ from shared.types.kv_layout import KVLayout
 
 Mode = Literal["ragged", "latent", "indexed", "gather", "masked", "single", "own"]
 Positions = Literal["decoupled", "coupled", "naive"]
-LATENT_MODES = frozenset({"latent", "indexed"})  # in which attention is over latents
-MASKED_MODES = frozenset({"masked", "indexed"})  # in which the model is given a mask
+LATENT_MODES = frozenset({"latent", "indexed"})  # modes with attention over latents
+MASKED_MODES = frozenset({"masked", "indexed"})  # modes in which the model receives a mask
 
 
 @dataclass(frozen=True)
 class KeySource:
-    """Where, among the apply calls of a layer, what it caches is seen before RoPE.
+    """The argument of a layer's rotary call that is a cached component before RoPE.
 
-    Usually that is the layer's key. Models of latent attention (MLA) cache their one rotated part
-    in the place of the value.
+    Usually that component is the layer's key. Models with latent attention (MLA) cache their single
+    rotated part in place of the value.
 
     Attributes:
-        call_index: which call since the layer before.
-        arg_index: which positional argument of it, and which of its results after RoPE.
-        seq_dim: the dimension of that argument that counts tokens.
-        first: the first element of the component that the apply call gets.
-        width: how many it gets; those before and after them are never rotated.
+        call_index: index of the call, counted since the layer before has cached.
+        arg_index: index of the positional argument before RoPE, and of the result after it.
+        seq_dim: index of that argument's token dimension.
+        first: index of the component's first element that the call rotates.
+        width: number of elements that it rotates; elements before and behind are never rotated.
     """
 
     call_index: int
@@ -50,19 +50,19 @@ class KeySource:
         """Return a component before RoPE, [tokens, kv_heads, dim].
 
         Args:
-            calls: (arguments, result) of the layer's apply calls.
+            calls: (arguments, result) of the layer's rotary calls.
             cached: the component as the layer caches it, [1, kv_heads, tokens, dim].
         """
-        seen: Tensor = calls[self.call_index][0][self.arg_index][0]
-        free = seen.transpose(0, 1) if self.seq_dim == 2 else seen
-        return self.replaced(cached[0].transpose(0, 1), free)
+        argument: Tensor = calls[self.call_index][0][self.arg_index][0]
+        unrotated = argument.transpose(0, 1) if self.seq_dim == 2 else argument
+        return self.with_part(cached[0].transpose(0, 1), unrotated)
 
     def part(self, tokens: Tensor) -> Tensor:
-        """View what the apply call gets of [..., dim], [..., width]."""
+        """View the elements that the call rotates, [..., width], of [..., dim]."""
         return tokens.narrow(-1, self.first, self.width)
 
-    def replaced(self, tokens: Tensor, part: Tensor) -> Tensor:
-        """Return [..., dim] with another `part`, which may be all of it."""
+    def with_part(self, tokens: Tensor, part: Tensor) -> Tensor:
+        """Return tokens, [..., dim], with the rotated elements replaced by [..., width]."""
         if self.width == tokens.shape[-1]:
             return part
         before, after = tokens[..., : self.first], tokens[..., self.first + self.width :]
@@ -72,9 +72,9 @@ class KeySource:
 class ScaledRotary:
     """Moves keys, [n, kv_heads, dim], that a norm has scaled after their rotary embedding.
 
-    A norm by the root mean square (Hunyuan, nanochat, Llama 4) divides a key by its length, which a
-    rotation does not change, and multiplies its elements with weights. So a key divided by the
-    weights is a rotated one, and can be moved like any other. Has the methods of a `RotaryTable`
+    A root-mean-square norm (Hunyuan, nanochat, Llama 4) divides a key by its length, which a
+    rotation does not change, and multiplies its elements by weights. So a key divided by the
+    weights is a rotated key, and can be moved like any other. Has those methods of a `RotaryTable`
     that compacting in place uses.
     """
 
@@ -89,13 +89,13 @@ class ScaledRotary:
         self._scale = scale
 
     def move_into(self, keys: Tensor, old_start: int, new_start: int, out: Tensor) -> None:
-        """Move keys to other positions, as `RotaryTable.move_into`."""
+        """Move keys to other positions, like `RotaryTable.move_into`."""
         rotated = keys / self._scale
         self._rotary.move_into(rotated, old_start, new_start, rotated)
         out.copy_(rotated.mul_(self._scale))
 
     def unrotate_into(self, keys: Tensor, start: int, out: Tensor) -> None:
-        """Undo the rotation, as `RotaryTable.unrotate_into`; results stay normalised."""
+        """Undo the rotation, like `RotaryTable.unrotate_into`; results stay normalised."""
         self._rotary.unrotate_into(keys / self._scale, start, out)
 
     def rotate_into(self, keys: Tensor, start: int, out: Tensor) -> None:
@@ -106,11 +106,11 @@ class ScaledRotary:
 
 @dataclass(frozen=True, eq=False)
 class PostRotary:
-    """A norm between a layer's RoPE and its cache; a module of the model, over the last dimension.
+    """A norm between a layer's RoPE and its cache.
 
     Attributes:
-        norm: the norm, a module over the last dimension, [..., dim].
-        scale: [dim] its weights if it is a root-mean-square norm; None: it cannot be taken back.
+        norm: the model's module, over the last dimension, [..., dim].
+        scale: [dim], its weights if it is a root-mean-square norm; None: it cannot be undone.
     """
 
     norm: nn.Module
@@ -118,7 +118,7 @@ class PostRotary:
 
     @property
     def signature(self) -> str:
-        """What it does to stored bytes; its weights belong to the model's fingerprint."""
+        """A description of what it does to stored bytes; its weights are in the fingerprint."""
         return f"post:{type(self.norm).__name__}"
 
     def apply_to(self, keys: Tensor) -> None:
@@ -128,12 +128,12 @@ class PostRotary:
 
 @dataclass(frozen=True)
 class ComponentRecipe:
-    """One of the tensors that a layer caches.
+    """How one of the tensors that a layer caches is stored and embedded.
 
     Attributes:
-        source: where it is seen before RoPE; None: it has no position, as values and the keys of
-            NoPE layers.
-        rotary: the table that embeds it; None exactly if `source` is None.
+        source: where it is captured before RoPE; None: it has no position, like values, and keys
+            of NoPE layers.
+        rotary: the table that embeds it; None if and only if `source` is None.
         post: the norm after the rotary embedding; None: there is none.
     """
 
@@ -143,12 +143,12 @@ class ComponentRecipe:
 
     @property
     def can_move(self) -> bool:
-        """Whether tokens as they are cached can be re-embedded at other positions."""
+        """Whether cached tokens can be re-embedded at other positions."""
         return self.post is None or self.post.scale is not None
 
     @property
     def mover(self) -> RotaryTable | ScaledRotary | None:
-        """What re-embeds tokens as they are cached, if `can_move`; None: they have no position."""
+        """The table that re-embeds cached tokens, if `can_move`; None: they have no position."""
         if self.rotary is None or self.post is None:
             return self.rotary
         if self.post.scale is None:
@@ -157,7 +157,7 @@ class ComponentRecipe:
 
     @property
     def signature(self) -> str:
-        """What loading does to stored bytes; empty: nothing."""
+        """A description of what loading does to stored bytes; "": nothing."""
         if self.rotary is None:
             return ""
         return self.rotary.signature + ("" if self.post is None else self.post.signature)
@@ -168,11 +168,19 @@ class ComponentRecipe:
             return cached[0].transpose(0, 1)
         return self.source.before_rope(calls, cached)
 
-    def embed(self, free: Tensor, start: int) -> Tensor:
-        """Return what is cached at positions from `start` on; both [tokens, kv_heads, dim]."""
+    def embed(self, unrotated: Tensor, start: int) -> Tensor:
+        """Embed tokens at positions from `start` on, as the layer caches them.
+
+        Args:
+            unrotated: [tokens, kv_heads, dim], before RoPE.
+            start: position of the first token.
+
+        Returns:
+            [tokens, kv_heads, dim]; `unrotated` itself if the component has no position.
+        """
         if self.rotary is None:
-            return free
-        embedded = self.rotary.rotate(free, start)
+            return unrotated
+        embedded = self.rotary.rotate(unrotated, start)
         if self.post is not None:
             self.post.apply_to(embedded)
         return embedded
@@ -180,12 +188,12 @@ class ComponentRecipe:
 
 @dataclass(frozen=True)
 class LayerRecipe:
-    """One layer that caches KV.
+    """How the KV of one layer is stored and embedded.
 
     Attributes:
-        shape: shapes of a token's key and value.
+        shape: the per-token shapes of its components.
         key: recipe of the first tensor that it caches.
-        value: recipe of the second.
+        value: recipe of the second tensor that it caches.
         index: recipe of its index keys; None: it has none (`LayerShape.index`).
     """
 
@@ -201,60 +209,69 @@ class LayerRecipe:
         return tuple(part for part in recipes[: len(self.shape.parts)] if part is not None)
 
 
-# The layer of a model that caches neither keys nor values, but states alone.
+# The only layer of a model that caches states, but neither keys nor values.
 EMPTY_LAYER = LayerRecipe(NOTHING, ComponentRecipe(), ComponentRecipe())
 
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """One attention call of a forward, in order.
+    """One attention call of a forward.
 
     Attributes:
-        layer_index: the layer over whose KV it is.
-        window: number of latest keys a query sees, itself included; None: all.
-        chunk: a query sees keys from the last multiple of this position on; None: all.
+        layer_index: the layer whose KV it reads.
+        window: number of latest keys that a query sees, its own included; None: all.
+        chunk: a query sees keys from the last multiple of this number on; None: all.
     """
 
     layer_index: int
     window: int | None = None
     chunk: int | None = None
 
-    def options(self, given: Mapping[str, Any]) -> AttentionOptions:
-        """Return the call's options, given those by Transformers' names."""
+    def options(self, arguments: Mapping[str, Any]) -> AttentionOptions:
+        """Return the call's options.
+
+        Args:
+            arguments: the model's keyword arguments of the call, by Transformers' names.
+        """
         return AttentionOptions(
-            given.get("scaling"), given.get("softcap"), given.get("s_aux"), self.window, self.chunk
+            arguments.get("scaling"),
+            arguments.get("softcap"),
+            arguments.get("s_aux"),
+            self.window,
+            self.chunk,
         )
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """All that calibration found out about a model in one dtype.
+    """Everything that calibration has found out about a model in one dtype.
 
     Attributes:
-        mode: how attention is computed. "ragged": over each sequence's KV where it lies; "latent":
-            over its latents where they lie; "indexed": over those of them that the model's index
-            chooses; "gather": over what the model makes of gathered KV; "masked": by the model's
-            own attention, under a mask that keeps the sequences of a batch apart; "single": by the
-            model's own, one sequence at a time; "own": likewise, over its own cache.
-        positions: how KV is stored. "decoupled": keys without their position, embedded when loaded;
-            "coupled", "naive": as they were cached, see `KVLayout.position_mode`.
+        mode: how attention is computed. "ragged": over each sequence's KV in place; "latent": over
+            its latents in place; "indexed": over the latents that the model's index chooses;
+            "gather": over keys and values that the model makes of gathered KV; "masked": by the
+            model's own attention, under a mask that separates the sequences of a batch; "single":
+            by the model's own attention, one sequence at a time; "own": like single, over the
+            model's own cache.
+        positions: how KV is stored. "decoupled": keys before RoPE, embedded when loaded; "coupled",
+            "naive": keys as they were cached, see `KVLayout.position_mode`.
         layout: layout of the stored KV, the same in every process that serves this model in this
             dtype.
-        layers: each layer's recipe, in the order in which they cache, as in `layout`; one without
-            components if none does.
-        attention_calls: the attention calls of one forward; none where the model's own attention
-            runs.
-        expansions: what keys and values are made by, of each of these calls over latents.
-        notes: each attempt that failed before, and why.
-        state_shapes: what recurrent layers keep of a sequence; empty: the model has none. If it
-            has some, positions are coupled.
-        is_one_by_one: whether tokens that follow a state are computed one by one: what the model
-            has for several begins without a state (Mamba's first scan).
-        rounding: relative distance of logits that are equally right, as the stock model has it.
-        is_new_last: whether a masked forward hands over the new tokens of all sequences behind all
-            histories: the model asks for positions of what stands before the new tokens. Else each
-            sequence's behind its own history, as models expect that count keys (ALiBi).
-        own_layers: in mode "own", what the layers of the model's cache keep.
+        layers: the layers' recipes, in the order in which they cache, as in `layout`; a single one
+            without components if no layer caches.
+        attention_calls: the attention calls of one forward, in order; empty where the model's own
+            attention runs.
+        expansions: for each attention call over latents, how keys and values are made of them.
+        notes: the attempts that failed before, each with its reason.
+        state_shapes: the tensors of a sequence's recurrent state; empty: the model has none. A
+            model with states has coupled positions.
+        is_one_by_one: whether tokens behind a state are computed one by one, because the model's
+            code for several tokens starts without a state (Mamba's first scan).
+        rounding: relative distance between logits of the stock model that are equally correct.
+        is_new_last: whether a masked forward passes the new tokens of all sequences behind all
+            histories, for models that ask for the positions before the new tokens. Otherwise each
+            sequence's follow its own history, for models that count keys (ALiBi).
+        own_layers: in mode "own", the layers of the model's cache.
     """
 
     mode: Mode

@@ -1,19 +1,19 @@
-"""Rotary embedding compiled to tables, to re-embed stored keys at any position.
+"""RotaryTable: a rotary embedding compiled to tables, to re-embed stored keys at any position.
 
-Every rotary embedding met so far (halves, interleaved, permuting, partial, complex) is, per element
-j of a key,
+Every rotary embedding known so far (halves, interleaved, permuting, partial, complex) computes for
+each element j of a key
 
     out[j] = x[source[j]] * C[position, j] + x[partner[j]] * S[position, j]
 
-with source and partner as `find_pairing` finds them: by sending unit vectors through the model's
-own function, so that no convention is assumed. C and S are found by sending the indicator of one
-member of each pair, and of the other, through that function: products with 0 and 1 are exact, so
-are the tables. Owns the tables, nothing else; the arithmetic is in `rotation.py`; knows no layers
-and no working KV.
+`find_pairing` finds `source` and `partner` by sending unit vectors through the model's own
+function, so no convention is assumed. C and S are found by sending the indicator vector of the
+first members of all pairs, and that of the second ones, through the same function: products with 0
+and 1 are exact, and so are the tables. Owns the tables only; the arithmetic is in `rotation.py`.
+Knows no layers and no working KV.
 
-Invariant: `rotate_into` repeats the model's own arithmetic, element by element, in the same dtypes;
-calibration checks it against keys the model rotated itself. Models that multiply complex numbers
-fuse two of its roundings: there float32 keys differ in the last bit.
+Invariant: `rotate_into` repeats the model's own arithmetic, element by element, in the same dtypes.
+Calibration checks it against keys that the model has rotated itself. Models that multiply complex
+numbers fuse two of its roundings: there float32 keys differ in the last bit.
 """
 
 import threading
@@ -25,29 +25,29 @@ from torch import Tensor
 
 from inference_svc.runtime.memory import ThreadScratch
 from inference_svc.runtime.positions.rotation import (
-    ElementTake,
+    ElementPermutation,
     Inversion,
     Pairing,
-    Spare,
+    RotationScratch,
+    Rotator,
     Tables,
-    Turn,
 )
 
 # Applies the model's own RoPE to keys [1, heads, n, dim] (float32) at n positions.
 Rope = Callable[[Tensor, Tensor], Tensor]
 
-PROBE_POSITIONS = (0, 1, 2, 3, 5, 8, 13)  # among these no turning pair has only sines of zero
+PROBE_POSITIONS = (0, 1, 2, 3, 5, 8, 13)  # no rotated pair has a sine of zero at all of these
 FIRST_TABLE_TOKENS = 1024
 
 
 class RotaryNotLinearError(Exception):
-    """The apply function is not a rotation of pairs; the model needs another recipe."""
+    """The rotary function is not a rotation of pairs of elements."""
 
 
 class RotaryTable:
-    """Tables C and S of one rotary embedding, grown on demand.
+    """The tables C and S of one rotary embedding, which grow on demand.
 
-    `rotate` may be called from any thread: growing swaps in a longer pair of tables under a lock.
+    Every method may be called from any thread: longer tables replace the old ones under a lock.
     """
 
     def __init__(
@@ -65,8 +65,8 @@ class RotaryTable:
         Args:
             rope: the model's own RoPE.
             pairing: the pairs of elements that this RoPE rotates.
-            max_tokens: tokens of the context window; the model's RoPE is never called beyond it,
-                where some change.
+            max_tokens: number of tokens of the context window; the model's RoPE is not called
+                beyond it, where some change their frequencies.
             table_dtype: dtype to which the model rounds cosines and sines.
             dtype: dtype in which the model multiplies; results are cast back to the keys' dtype.
             device: where keys are rotated.
@@ -83,11 +83,11 @@ class RotaryTable:
 
     @property
     def signature(self) -> str:
-        """What loading does to stored bytes; frequencies belong to the model's fingerprint."""
+        """A description of what loading does to stored bytes; the fingerprint has frequencies."""
         return f"{self.pairing.source}{self.pairing.partner}{self._table_dtype}{self._dtype}"
 
     def with_dtypes(self, table_dtype: torch.dtype, dtype: torch.dtype) -> "RotaryTable":
-        """Return the same rotation computed in other dtypes."""
+        """Return a table of the same rotation that computes in other dtypes."""
         return RotaryTable(
             self._rope,
             self.pairing,
@@ -98,9 +98,9 @@ class RotaryTable:
         )
 
     def as_rope(self) -> Rope:
-        """Return the same embedding as a function that needs nothing but tables.
+        """Return the same embedding as a function of these tables, which does not run the model.
 
-        They are made to the end of the context window now; the model is not run again.
+        The tables are computed now, up to the end of the context window.
         """
         self._tables_to(self._max_tokens)
 
@@ -119,39 +119,51 @@ class RotaryTable:
         return rotated
 
     def rotate_into(self, keys: Tensor, start: int, out: Tensor) -> None:
-        """Write what `rotate` returns to `out`, of the same shape and any strides, not over `keys`.
+        """Write keys embedded at positions from `start` on to `out`.
 
-        If `out` is of another dtype than the keys: computed in float32 at least, rounded once.
+        If `out` has another dtype than the keys, this computes in float32 at least, and rounds
+        once.
+
+        Args:
+            keys: [n, kv_heads, dim], before RoPE.
+            start: position of the first key.
+            out: of the same shape and any strides; must not overlap the keys.
         """
         if out.dtype == keys.dtype:
-            self.turn(keys, start).into(keys, out)
+            self.rotator(keys, start).rotate_into(keys, out)
         elif self.wide is not self:
             self.wide.rotate_into(keys, start, out)
         else:
             self._apply(self.tables(start, keys.shape[0]), keys, out)
 
     def tables(self, start: int, num_tokens: int) -> Tables:
-        """Return the factors of so many positions from `start` on."""
+        """Return the factors of `num_tokens` positions from `start` on."""
         end = start + num_tokens
         return self._tables_to(end).at(start, end)
 
-    def turn(self, keys: Tensor, start: int) -> Turn:
-        """Prepare to turn keys like these, [n, kv_heads, dim], whatever they hold.
+    def rotator(self, keys: Tensor, start: int) -> Rotator:
+        """Make a rotator for keys of this shape and dtype, at positions from `start` on.
 
-        For this thread only: what it returns works in this thread's scratch.
+        It may be used by this thread only, in whose scratch memory it works.
+
+        Args:
+            keys: any tensor [n, kv_heads, dim] of that shape and dtype; it is not read.
+            start: position of the first key.
         """
         num_tokens, heads, _ = keys.shape
         tables = self.tables(start, num_tokens)
         is_rounded = keys.dtype != self._dtype
         is_staged = is_rounded or not tables.source.is_identity
-        # Head-major, as working KV is.
+        # Head-major, like working KV.
         parts = self._scratch.take(1 + is_rounded + is_staged, heads, num_tokens, tables.width)
         products, *more = parts.transpose(1, 2).unbind(0)
         staged = more.pop() if is_staged else None
-        return Turn(tables, Spare(products, more.pop() if is_rounded else None, staged))
+        return Rotator(
+            tables, RotationScratch(products, more.pop() if is_rounded else None, staged)
+        )
 
     def unrotate_into(self, keys: Tensor, start: int, out: Tensor) -> None:
-        """Undo `rotate_into`: write the keys before RoPE, but for rounding.
+        """Undo `rotate_into`, up to rounding: write the keys before RoPE to `out`.
 
         Computes in float32 at least, and rounds once to the dtype of `out`.
 
@@ -164,15 +176,13 @@ class RotaryTable:
         if wide is not self:
             wide.unrotate_into(keys, start, out)
             return
-        self._apply(self._inversion.back(self._tables_to(end), start, end), keys, out)
+        self._apply(self._inversion.undo(self._tables_to(end), start, end), keys, out)
 
     def move_into(self, keys: Tensor, old_start: int, new_start: int, out: Tensor) -> None:
         """Move keys embedded from `old_start` on to positions from `new_start` on.
 
-        Shapes, dtypes and overlap are as of `unrotate_into`.
-
-        One matrix per pair instead of two, and one rounding: half the work of taking the embedding
-        back and doing it again.
+        Shapes, dtypes and overlap are as in `unrotate_into`. One matrix per pair instead of two,
+        and one rounding: half the work of `unrotate_into` and `rotate_into`.
         """
         wide, num_tokens = self.wide, keys.shape[0]
         if wide is not self:
@@ -185,17 +195,17 @@ class RotaryTable:
         """Apply tables that begin at the first key, in their dtype; `out` may overlap the keys."""
         num_tokens, heads, dim = keys.shape
         parts = self._scratch.take(3, heads, num_tokens, dim).transpose(1, 2)
-        staged, products, sums = parts.unbind(0)  # head-major, as results are going to be
+        staged, products, sums = parts.unbind(0)  # head-major, like the results
         staged.copy_(keys)
         is_rounded = out.dtype != sums.dtype
-        spare = Spare(
+        scratch = RotationScratch(
             products[..., : tables.width], sums[..., : tables.width] if is_rounded else None
         )
-        Turn(tables, spare).into(staged, out)
+        Rotator(tables, scratch).rotate_into(staged, out)
 
     @cached_property
     def wide(self) -> "RotaryTable":
-        """The same rotation, computed in float32 at least, from tables rounded as the model's."""
+        """The same rotation, computed in float32 at least, from tables rounded like the model's."""
         if self._dtype in (torch.float32, torch.float64):
             return self
         return self.with_dtypes(self._table_dtype, torch.float32)
@@ -231,35 +241,35 @@ class RotaryTable:
         cosines, sines = (
             table.to(self._table_dtype).to(self._dtype).unsqueeze(1) for table in (cosines, sines)
         )
-        width = self._turning_width(cosines)
+        width = self._rotated_width(cosines)
         return Tables(
             cosines[..., :width].contiguous(),
             sines[..., :width].contiguous(),
-            ElementTake(self.pairing.source[:width], self._device),
-            ElementTake(self.pairing.partner[:width], self._device),
+            ElementPermutation(self.pairing.source[:width], self._device),
+            ElementPermutation(self.pairing.partner[:width], self._device),
             width,
         )
 
-    def _turning_width(self, cosines: Tensor) -> int:
-        """Count leading elements up to the last that does not stay where and what it is."""
-        stays = (cosines == 1).flatten(0, 1).all(dim=0).tolist()
+    def _rotated_width(self, cosines: Tensor) -> int:
+        """Return the number of leading elements up to the last one that changes."""
+        is_unscaled = (cosines == 1).flatten(0, 1).all(dim=0).tolist()
         pairs = enumerate(zip(self.pairing.source, self.pairing.partner, strict=True))
-        return max((j + 1 for j, pair in pairs if pair != (j, j) or not stays[j]), default=0)
+        return max((j + 1 for j, pair in pairs if pair != (j, j) or not is_unscaled[j]), default=0)
 
 
 @torch.no_grad()
 def find_pairing(rope: Rope, dim: int, device: torch.device) -> Pairing:
-    """Find the pairing of `rope` over keys of `dim` elements.
+    """Find the pairing of a rotary embedding of keys of `dim` elements.
 
     Raises:
-        RotaryNotLinearError: if an output element depends on more than two inputs, or pairs do not
-            close.
+        RotaryNotLinearError: an output element depends on more than two inputs, or the elements
+            do not form pairs.
     """
     positions = torch.tensor(PROBE_POSITIONS, device=device)
     units = torch.eye(dim, device=device)[None, :, None, :].expand(1, dim, len(positions), dim)
     answer = rope(units, positions)[0].cpu()  # [input, position, output]
-    used = (answer != 0).any(dim=1).T  # [output, input]; what is not used is an exact 0
-    source = answer[:, 0, :].abs().argmax(dim=0)  # at position 0 only the source counts
+    used = (answer != 0).any(dim=1).T  # [output, input]; unused inputs give an exact 0
+    source = answer[:, 0, :].abs().argmax(dim=0)  # at position 0 all sines are 0
     partner = source.clone()
     for output in range(dim):
         others = [int(i) for i in used[output].nonzero().flatten() if int(i) != int(source[output])]

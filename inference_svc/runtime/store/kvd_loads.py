@@ -15,7 +15,7 @@ from functools import partial
 from inference_svc.core.counters import Counters
 from inference_svc.core.rates.rates import DRAM, SSD, LoadChooser, LoadPolicy, Rates
 from inference_svc.runtime.kv.arena_kv import ArenaKv, OpenArena
-from inference_svc.runtime.kv.copy_stream import CopyStream, DoneInOrder
+from inference_svc.runtime.kv.copy_stream import CopyProgress, CopyStream
 from inference_svc.runtime.kv.layer_gate import LayerGate, no_wait
 from inference_svc.runtime.kv.sequence_kv import SequenceKv, WriteBuffer
 from inference_svc.runtime.positions.recipes import Calibration
@@ -316,12 +316,12 @@ class KvdLoads:
 
         def copy(wait_layer: Callable[[int], object]) -> None:
             stream = CopyStream(kv.device)
-            loaded = DoneInOrder(lambda num_layers: gate.open(layers.start + num_layers))
+            loaded = CopyProgress(lambda num_layers: gate.open(layers.start + num_layers))
             state, room = grant.state if layers.start == 0 else None, None
             if state is not None:
                 assert kv.states is not None, "a layout with states"  # noqa: S101
                 # Allocated here, where the computing stream is still the current one.
-                room = kv.states.room()
+                room = kv.states.allocate()
             with ExitStack() as held:
                 held.enter_context(kv.hold())
                 if tail is not None:
@@ -351,8 +351,8 @@ class KvdLoads:
                     wait_layer(layer_index)
                     loader.load(layer_index)
                     mark = stream.mark()
-                    gate.copies_enqueued(layer_index + 1, mark)
-                    loaded.enqueued(mark)
+                    gate.on_copies_enqueued(layer_index + 1, mark)
+                    loaded.add(mark)
                 loaded.finish()
 
         if grant.progress is None:

@@ -121,7 +121,7 @@ class KvdSessionStore:
             if position <= num_tokens
         }
         has_windows = self._calls.layout.window > 0
-        positions = buffer.wanted_ends(num_tokens) if has_windows else list(states)
+        positions = buffer.load_ends_within(num_tokens) if has_windows else list(states)
         while True:
             left_s = max(0.0, deadline_s - time.monotonic())
             grant = await self._client.prepare_store(
@@ -271,7 +271,7 @@ def _in_groups(clock: StepClock, stream: CopyStream) -> WaitLayer:
         clock.wait(end_of_group - 1)
         # A step that was replayed from a graph opens all layers at once.
         end = max(end_of_group, clock.num_open)
-        stream.wait(clock.computed(end - 1))
+        stream.wait(clock.computed_mark(end - 1))
         return end
 
     return wait_layer

@@ -76,7 +76,7 @@ class Compactor:
         if not can_compact(self._calibration):
             return 0
         if isinstance(kv, PagedKv):
-            await self._thread.run(kv.own, copies)
+            await self._thread.run(kv.copy_shared_pages, copies)
         await self._thread.run(compact_in_place, kv, kept, self._calibration)
         return kv.num_tokens
 

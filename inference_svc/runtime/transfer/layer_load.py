@@ -25,10 +25,10 @@ from inference_svc.runtime.kv.arena_kv import ArenaKv, part_of
 from inference_svc.runtime.kv.layer_tensors import TokenTensors
 from inference_svc.runtime.kv.sequence_kv import SequenceKv, WriteBuffer
 from inference_svc.runtime.kv.slot_runs import ScatteredTokens, SlotRun
-from inference_svc.runtime.memory import placed_on
+from inference_svc.runtime.memory import copy_to_device
 from inference_svc.runtime.positions.recipes import Calibration, PostRotary
 from inference_svc.runtime.positions.rotary import RotaryTable
-from inference_svc.runtime.positions.rotation import EmbedKernel, Tables, Turn
+from inference_svc.runtime.positions.rotation import EmbedKernel, Rotator, Tables
 from inference_svc.runtime.transfer.spans import Span
 from shared.types.granted_slots import GrantedWindow
 from shared.types.units import ceil_div
@@ -132,7 +132,7 @@ class LayerLoader:
                 for run, first in piece.runs:
                     place = _place_of(run, keys, first - piece.first)
                     self._arena.gather(layer_index, component, run, place)
-                piece.turn.over(keys)
+                piece.rotator.rotate_in_place(keys)
                 if post is not None:
                     post.apply_to(keys)
 
@@ -164,8 +164,8 @@ class LayerLoader:
             dtype = self._kv.components[component].dtype
             for first, count, runs in self._cut(source, layer_index, component):
                 like = torch.empty(count, heads, dim, dtype=dtype, device="meta")
-                turn = rotary.turn(like, first)
-                pieces.append(_Piece(first, count, list(_placed(runs, first)), turn))
+                rotator = rotary.rotator(like, first)
+                pieces.append(_Piece(first, count, list(_placed(runs, first)), rotator))
         return source.pieces[kind]
 
     def _landings_of(
@@ -262,7 +262,7 @@ class _Source:
         thread = threading.get_ident()
         if thread not in self._tail_places:
             slots = tail.slots_of(tail.first_token, run.num_tokens)
-            self._tail_places[thread] = placed_on(tail.device, torch.tensor(slots))
+            self._tail_places[thread] = copy_to_device(tail.device, torch.tensor(slots))
         return self._tail_places[thread]
 
 
@@ -273,13 +273,13 @@ class _Piece(NamedTuple):
         first: position of the first token.
         num_tokens: number of tokens.
         runs: the runs that they are copied from, and the position of each run's first token.
-        turn: their prepared rotation.
+        rotator: their prepared rotation.
     """
 
     first: int
     num_tokens: int
     runs: list[tuple[Run, int]]
-    turn: Turn
+    rotator: Rotator
 
 
 class _Landing(NamedTuple):

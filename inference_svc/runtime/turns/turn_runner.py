@@ -119,8 +119,8 @@ class TurnRunner:
             InvalidGrammarError: it is not a grammar, or this model cannot use one.
         """
         if submission.sampling.grammar is not None:
-            return await self._grammars.compiled(submission.sampling.grammar)
-        return await self._grammars.bound(
+            return await self._grammars.compile_on_thread(submission.sampling.grammar)
+        return await self._grammars.compile_calls_on_thread(
             submission.calls, self._shown_marks(submission), prompt.thought
         )
 

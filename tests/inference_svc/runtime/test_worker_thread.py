@@ -34,12 +34,12 @@ async def test_calls_are_run_in_order_on_the_thread(thread):
 def test_a_call_that_is_begun_runs_meanwhile(thread):
     """Whoever began it waits for it later."""
     may_end = threading.Event()
-    begun = thread.begin(may_end.wait)
+    begun = thread.submit(may_end.wait)
     assert not begun.done()
     may_end.set()
     assert begun.result()
     with pytest.raises(ZeroDivisionError):
-        thread.begin(divmod, 1, 0).result()
+        thread.submit(divmod, 1, 0).result()
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -1,1 +1,1 @@
-"""Kernels in Triton: its language, and nothing else. What launches them is one floor up."""
+"""Triton kernels only; the package above has the code that launches them."""

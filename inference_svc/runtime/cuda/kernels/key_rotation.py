@@ -1,13 +1,13 @@
-"""Keys turned by their positions while they are written to their token slots.
+"""Key rotation kernel: rotates keys by their positions while writing them to their token slots.
 
-    keys            [tokens, heads, DIM] as they were loaded, before RoPE
-    cosines, sines  [tokens, WIDTH] of the tokens' positions
-    region          [slots, heads, DIM]: token t goes to slots[t]
-    program         ROWS keys: one of a head of a token each
+    keys            [tokens, heads, DIM], loaded keys before RoPE
+    cosines, sines  [tokens, WIDTH], of the tokens' positions
+    region          [slots, heads, DIM]; token t goes to slot slots[t]
+    program         ROWS keys, each of one head of one token
 
 The arithmetic is that of `positions/rotation.py`, to the bit: two products and one sum, each
-rounded to the tables' dtype. A multiply-add that is fused would round once less: whoever launches
-this says `enable_fp_fusion=False`.
+rounded to the tables' dtype. A fused multiply-add would round once less, so the caller has to
+launch this with `enable_fp_fusion=False`.
 """
 
 import triton
@@ -32,7 +32,7 @@ def embed_keys(
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Turn the first WIDTH elements of ROWS keys; those behind them are passed on."""
+    """Rotate the first WIDTH elements of ROWS keys, and copy the elements behind them."""
     dtype = cosines.dtype.element_ty
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     is_row = rows < num_rows

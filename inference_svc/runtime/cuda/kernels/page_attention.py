@@ -1,12 +1,12 @@
-"""Attention over pages.
+"""Page attention kernels: attention of a step's new tokens over pages of KV.
 
     keys, values  [slots, kv_heads, dim]: token t of a part is in slot
                   table[t // page_tokens] * page_tokens + t % page_tokens
     program       a tile of a part's new tokens x one key head x one split of the tokens they see
 
-A tile has the query heads of a group as rows, so that keys are read once for all of them. What a
-tile sees may be divided into splits, each a program that reads only its own; `merge_splits` merges
-what they found by their log-sum-exps.
+The rows of a tile are the query heads of a group, for each of its tokens, so that keys are read
+once for all of them. The tokens that a tile sees may be divided into splits, each read by a program
+of its own; `merge_splits` merges the splits' results by their log-sum-exps.
 
 *Source:* FlashAttention-2 (online softmax), Flash-Decoding (splits), PagedAttention (tables).
 """
@@ -30,7 +30,7 @@ def _first_seen(position, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
 
 @triton.jit
 def _split_tokens(begin, end, num_splits, SPLIT: tl.constexpr, KEYS: tl.constexpr):
-    """Return how many tokens a split has: `SPLIT`, or with 0 what makes so many of them."""
+    """Return the number of tokens of a split: `SPLIT`, or if that is 0, by the number of splits."""
     if SPLIT > 0:
         return SPLIT
     return tl.cdiv(tl.cdiv(end - begin, num_splits), KEYS) * KEYS
@@ -38,7 +38,7 @@ def _split_tokens(begin, end, num_splits, SPLIT: tl.constexpr, KEYS: tl.constexp
 
 @triton.jit
 def _with_sinks(most, total, sinks, heads, is_row):
-    """Add each row's sink to its total weight; return the greatest score and the total."""
+    """Add each row's sink to its total weight; return the new greatest score and total."""
     sink = tl.load(sinks + heads, mask=is_row, other=0.0).to(tl.float32) * LOG2E
     higher = tl.maximum(most, sink)
     return higher, total * tl.exp2(most - higher) + tl.exp2(sink - higher)
@@ -46,7 +46,7 @@ def _with_sinks(most, total, sinks, heads, is_row):
 
 @triton.jit
 def _read(addresses, is_seen, is_dim, IS_WHOLE: tl.constexpr, IS_PADDED: tl.constexpr):
-    """Read keys or values; what is not seen is 0, with `IS_WHOLE` all is seen."""
+    """Read keys or values; unseen tokens are read as 0; with `IS_WHOLE` there are none."""
     if IS_WHOLE and not IS_PADDED:
         return tl.load(addresses)
     if IS_WHOLE:
@@ -56,7 +56,7 @@ def _read(addresses, is_seen, is_dim, IS_WHOLE: tl.constexpr, IS_PADDED: tl.cons
 
 @triton.jit
 def _pages(table, first, end, KEYS: tl.constexpr, PAGE_TOKENS: tl.constexpr):
-    """Read on which pages a round's tokens are."""
+    """Read the page of each token of a round."""
     seen = first + tl.arange(0, KEYS)
     return tl.load(table + seen // PAGE_TOKENS, mask=seen < end, other=0)
 
@@ -88,7 +88,7 @@ def _attend_round(
     HAS_SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Attend to the tokens from `first` on; with `IS_WHOLE` every row sees all of them."""
+    """Attend to the KEYS tokens from `first` on; with `IS_WHOLE` every row sees all of them."""
     dims = tl.arange(0, BLOCK_DIM)
     value_dims = tl.arange(0, BLOCK_VALUE_DIM)
     seen = first + tl.arange(0, KEYS)
@@ -102,7 +102,7 @@ def _attend_round(
         DIM < BLOCK_DIM,
     )
     scores = tl.dot(queries, key, input_precision=PRECISION)
-    # Scores are multiplied by one factor, which the subtraction before exp2 takes with it.
+    # Scores are scaled by one factor only, together with the subtraction before exp2.
     factor = scale * LOG2E
     if HAS_SOFTCAP:
         scores = 2.0 * tl.sigmoid(scores * (2.0 * scale / softcap)) - 1.0
@@ -113,7 +113,7 @@ def _attend_round(
     higher = tl.maximum(most, tl.max(scores, 1) * factor)
     reference = higher
     if not IS_WHOLE:
-        # Rows that have seen nothing yet, and those that are none, have no greatest score.
+        # Rows that have seen no key yet, and padding rows, have no greatest score.
         reference = tl.where(higher == float("-inf"), 0.0, higher)
     weights = tl.exp2(scores * factor - reference[:, None])
     kept = tl.exp2(most - reference)
@@ -170,8 +170,9 @@ def attend_tile(
     IS_SPLIT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Attend a tile: write its answer, or with `IS_SPLIT` what one split adds to it."""
-    # The last tiles of a prompt see most: they go first, so that no GPU waits for them at the end.
+    """Attend a tile; write its result, or with `IS_SPLIT` the partial result of one split."""
+    # The last tiles of a prompt see most keys: they start first, so that the launch does not end
+    # with a few long programs.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
@@ -197,7 +198,7 @@ def attend_tile(
         begin = begin + split * split_tokens
         end = tl.minimum(end, begin + split_tokens)
         if begin >= end:
-            return  # a longer part has as many splits
+            return  # only longer parts of the launch have this split
 
     dims = tl.arange(0, BLOCK_DIM)
     value_dims = tl.arange(0, BLOCK_VALUE_DIM)
@@ -216,11 +217,11 @@ def attend_tile(
     keys += kv_head * key_strides_head
     values += kv_head * value_strides_head
     table = tables + part.to(tl.int64) * table_stride
-    # Rounds: first those of which every row sees all, then those before them and after them.
+    # Rounds: first those whose keys every row sees, then those before and after them.
     num_rounds = tl.cdiv(end - begin, KEYS)
     before = tl.minimum(tl.cdiv(tl.maximum(seen_by_all - begin, 0), KEYS), num_rounds)
     whole = tl.maximum((tl.minimum(past + first_new + 1, end) - begin) // KEYS - before, 0)
-    # Pages are read a round ahead: keys and values could not be on their way that early else.
+    # Pages are read one round ahead, so that the loads of keys and values can start early.
     pages = _pages(table, begin + before * KEYS, end, KEYS, PAGE_TOKENS)
     for first in range(begin + before * KEYS, begin + (before + whole) * KEYS, KEYS):
         next_pages = _pages(table, first + KEYS, end, KEYS, PAGE_TOKENS)
@@ -284,7 +285,7 @@ def attend_tile(
         before = most
         most, total = _with_sinks(before, total, sinks, heads, is_row)
         summed = summed * tl.exp2(before - most)[:, None]
-    # Of rows that are none, and of those that see nothing of a split.
+    # Padding rows, and rows that see no key of a split, have a total of 0.
     total = tl.where(total == 0.0, 1.0, total)
     answer = summed / total[:, None]
     row_of = tokens * num_heads + heads
@@ -319,7 +320,7 @@ def merge_splits(
     CHUNK: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):
-    """Merge what the splits of a tile found for one of its tokens and one head."""
+    """Merge the results of a tile's splits, for one of its tokens and one head."""
     tile = tl.program_id(0)
     place = tl.program_id(1)
     head = tl.program_id(2)
@@ -343,7 +344,7 @@ def merge_splits(
         sum_here = tl.load(sums + row + tl.arange(0, 1))
         here = tl.load(found + row * VALUE_DIM + dims, mask=dims < VALUE_DIM, other=0.0)
         higher = tl.maximum(most, sum_here)
-        reference = tl.where(higher == float("-inf"), 0.0, higher)  # nothing is seen yet
+        reference = tl.where(higher == float("-inf"), 0.0, higher)  # no key was seen yet
         kept = tl.exp2(most - reference)
         weight = tl.exp2(sum_here - reference)
         total = total * kept + weight

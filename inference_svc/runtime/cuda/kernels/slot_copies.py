@@ -1,16 +1,16 @@
-"""Tokens copied between slots, in the host's memory that is locked in place, and the device's.
+"""Slot copy kernel: copies tokens between slots in pinned host memory and device memory.
 
-    slots          address of the first layer's component in the first slot
-    offsets        [tokens] bytes from there to each token
-    memory         the first layer's tensor on the device; tokens are
-                   `memory_stride_token` bytes apart there
-    places         [tokens] which token of it each is; without HAS_PLACES they are the first ones
-    slot_layers,   [layers] bytes from the first layer to each, in a slot and on the device; without
-    memory_layers  HAS_LAYERS there is one
+    slots          address of the first layer's component in slot 0
+    offsets        [tokens], bytes from there to each token
+    memory         the first layer's tensor on the device, whose tokens are
+                   `memory_stride_token` bytes apart
+    places         [tokens], slot of each token in `memory`; without HAS_PLACES the first slots
+    slot_layers,   [layers], bytes from the first layer to each layer, in a slot and on the device;
+    memory_layers  without HAS_LAYERS there is one layer
 
-The programs take turns at a few tokens each, whatever they are. What they have under way together
-is what the bus carries while it answers one of them: few programs suffice, and the rest of the
-device computes.
+Each program copies a few tokens at a time, and every n-th part of all. Together the programs need
+only as many bytes under way as the bus carries during one round trip. So a few programs are enough,
+and the rest of the device can compute.
 """
 
 import triton
@@ -49,7 +49,7 @@ def copy_tokens(
         item: tl.constexpr = tl.int16
     else:
         item: tl.constexpr = tl.uint8
-    slots = slots.to(tl.int64)  # an address that is small comes as an int32
+    slots = slots.to(tl.int64)  # Triton passes small integers as int32
     slots = tl.multiple_of(slots.to(tl.pointer_type(item)), ALIGNMENT)
     memory = tl.multiple_of(memory.to(tl.pointer_type(item)), ALIGNMENT)
     cuts: tl.constexpr = (ITEMS + BLOCK_ITEMS - 1) // BLOCK_ITEMS
@@ -67,7 +67,7 @@ def copy_tokens(
             layer = part // cuts // groups
             there += tl.load(slot_layers + layer)
             here += tl.load(memory_layers + layer)
-        # All that is added to the addresses is such a multiple, which the compiler cannot know.
+        # All offsets are multiples of ALIGNMENT, which the compiler cannot infer.
         there = tl.multiple_of(there // ITEM_BYTES, ALIGNMENT // ITEM_BYTES)
         here = tl.multiple_of(here // ITEM_BYTES, ALIGNMENT // ITEM_BYTES)
         there = slots + there[:, None] + items[None, :]

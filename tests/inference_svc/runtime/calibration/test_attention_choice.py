@@ -83,7 +83,7 @@ def test_what_answers_as_torch_does_is_taken(name):
 )
 def test_what_is_not_proven_does_not_serve(llama, monkeypatch, kernel, reason):
     """Named, it is an error in one line; else the portable one serves."""
-    monkeypatch.setattr(attention_choice, "_paged", lambda: PagedAttention(kernel))
+    monkeypatch.setattr(attention_choice, "_paged_attention", lambda: PagedAttention(kernel))
     with pytest.raises(ConfigError, match=reason) as caught:
         choose_attention("triton", *llama, groups_of(llama[1]))
     assert "\n" not in caught.value.message
@@ -100,7 +100,7 @@ def test_it_is_proven_on_pages_as_they_will_be(tiny, monkeypatch, page_tokens):
         attended = attend_pages(query, keys, values, step, call)  # a norm takes its scale
         return attended.roll(1, 1) if step.page_tokens == page_tokens else attended
 
-    monkeypatch.setattr(attention_choice, "_paged", lambda: PagedAttention(wrong_on_some))
+    monkeypatch.setattr(attention_choice, "_paged_attention", lambda: PagedAttention(wrong_on_some))
     given = model.loaded, model.calibration, OnPages(model).groups
     if page_tokens == 16:
         assert isinstance(choose_attention("triton", *given), PagedAttention)
@@ -128,6 +128,6 @@ def test_logits_that_are_no_numbers_prove_nothing(llama, monkeypatch):
     def nothing(query, _keys, values, _step, _call):
         return torch.full((*query.shape[:2], values.shape[2]), float("nan"))
 
-    monkeypatch.setattr(attention_choice, "_paged", lambda: PagedAttention(nothing))
+    monkeypatch.setattr(attention_choice, "_paged_attention", lambda: PagedAttention(nothing))
     with pytest.raises(ConfigError, match="off those of torch"):
         choose_attention("triton", *llama, groups_of(llama[1]))

@@ -13,9 +13,9 @@ from inference_svc.runtime.calibration import compile_choice
 from inference_svc.runtime.calibration.calibration import calibrate
 from inference_svc.runtime.calibration.compile_choice import (
     choose_compiling,
-    compute_as_before,
     layers_of,
-    other_breaks,
+    undo_compiling,
+    unexpected_breaks,
 )
 from inference_svc.runtime.model.model_loader import describe_model
 from inference_svc.runtime.model.packed_linear import PackedLinear
@@ -34,7 +34,7 @@ def made(build):
 
     yield make
     for model in models:
-        compute_as_before(model)
+        undo_compiling(model)
     torch._dynamo.reset()
 
 
@@ -58,14 +58,14 @@ def test_layers_are_compiled_between_our_hooks(made, name, monkeypatch):
     with ThreadPoolExecutor(1) as thread:
         thread.submit(choose_compiling, "layers", loaded, calibration, "eager").result()
         assert is_compiled(loaded) == [True, True]
-        assert other_breaks() == []
+        assert unexpected_breaks() == []
         num_graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
         assert num_graphs > 0
         made("llama")  # which installs the hooks again
         monkeypatch.setattr(compile_choice, "STEPS", ((11, 4), (1, 1), (0, 1), (1, 0), (6, 1)))
         before = thread.submit(compile_choice._logits, loaded, calibration).result()
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == num_graphs
-    compute_as_before(loaded.model)
+    undo_compiling(loaded.model)
     assert is_compiled(loaded) == [False, False]
     assert torch.allclose(before, compile_choice._logits(loaded, calibration), atol=1e-5)
 

@@ -15,7 +15,7 @@ from inference_svc.runtime.calibration.layer_recipes import (
 from inference_svc.runtime.calibration.probe import Probe, run_probe
 from inference_svc.runtime.calibration.rope_tables import freeze_rotary
 from inference_svc.runtime.model import capture
-from inference_svc.runtime.model.forward import under
+from inference_svc.runtime.model.forward import forward_context
 from inference_svc.runtime.model.model_loader import LoadedModel, describe_model
 from inference_svc.runtime.model.refusals import ModelModeMissingError
 from inference_svc.runtime.positions.recipes import ComponentRecipe, LayerRecipe
@@ -62,7 +62,7 @@ class Found:
         positions = torch.arange(start, start + len(TOKENS))
         probe = Probe(self.loaded.context_window, self.loaded.device)
         options = {"position_ids": positions[None], "past_key_values": capture.CaptureCache()}
-        with torch.inference_mode(), under(probe):
+        with torch.inference_mode(), forward_context(probe):
             self.loaded.model(input_ids=torch.tensor([TOKENS]), use_cache=True, **options)
         return probe.layers
 

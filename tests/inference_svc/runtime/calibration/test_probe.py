@@ -88,7 +88,7 @@ def test_index_keys_are_to_come_beside_their_layer_s_keys(order, num_misplaced):
     probe, keys = Probe(HORIZON, CPU), torch.zeros(1, 1, 3, 4)
     for kind, layer_index in order:
         if kind == "k":
-            probe.cached(int(layer_index), keys, keys)
+            probe.update_cache(int(layer_index), keys, keys)
         else:
-            probe.indexed(int(layer_index), keys[0])
+            probe.update_index(int(layer_index), keys[0])
     assert probe.num_misplaced == num_misplaced

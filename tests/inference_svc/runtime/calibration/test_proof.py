@@ -64,8 +64,8 @@ def test_keys_loaded_at_other_positions_are_found(tiny):
     table = model.calibration.layers[0].key.rotary
 
     class OffByOne:
-        def turn(self, keys, start):
-            return table.turn(keys, start + 1)
+        def rotator(self, keys, start):
+            return table.rotator(keys, start + 1)
 
     with pytest.raises(CalibrationMismatchError, match="decode"):
         prove_with(model, with_first_key(model, rotary=OffByOne()))

@@ -55,9 +55,9 @@ def test_the_call_of_that_number_is_the_one():
     """Those before it go by."""
     search, tap = _Search(2), SimpleNamespace(apply=len)
     for number in range(2):
-        search.rotated(tap, (number,), {}, None)
+        search.on_rotary(tap, (number,), {}, None)
     with pytest.raises(_FoundError) as found:
-        search.rotated(tap, (2,), {}, None)
+        search.on_rotary(tap, (2,), {}, None)
     assert found.value.args[0].args == (2,)
 
 
@@ -66,4 +66,4 @@ def test_a_model_that_attends_before_it_calls_is_refused():
     with pytest.raises(RopeOutOfReachError, match="attends before it"):
         _Search(0).attend(KEYS, KEYS, KEYS, None, {})
     with pytest.raises(RopeOutOfReachError, match="layer 0 is indexed before it"):
-        _Search(0).indexed(0, KEYS[0])
+        _Search(0).update_index(0, KEYS[0])

@@ -15,7 +15,7 @@ from inference_svc.core.tools.formats import DEEPSEEK_MARKS
 from inference_svc.core.tools.parts import CallArguments, CallBegun, collect_answer
 from inference_svc.core.tools.reader import read_whole
 from inference_svc.http_api.answer_parts import Reading
-from inference_svc.runtime.compute.grammars import MAX_KEPT, Grammars
+from inference_svc.runtime.compute.grammars import MAX_CACHED, Grammars
 from inference_svc.runtime.compute.sampling import Sampler
 from inference_svc.runtime.turns.answer_writer import Detokenizer
 from tests.tool_templates import FAMILIES, text_of
@@ -68,7 +68,7 @@ class Rambler:
         )
 
     def bound(self, tools=TOOLS, begun="", **use):
-        return self.grammars.bind(self.reading(tools, **use).calls, self.text.marks, begun)
+        return self.grammars.compile_calls(self.reading(tools, **use).calls, self.text.marks, begun)
 
     def ids(self, text):
         return self.text.control.encode(text)
@@ -292,14 +292,14 @@ def test_a_schema_that_no_grammar_has_is_refused_where_it_is_strict(qwen):
 def test_what_was_compiled_is_kept(qwen):
     """For the turns that follow, as much as there may be."""
     qwen.bound()
-    before = list(qwen.grammars._rests)
+    before = list(qwen.grammars._cache)
     qwen.bound()
-    assert list(qwen.grammars._rests) == before
-    for number in range(MAX_KEPT + 2):
+    assert list(qwen.grammars._cache) == before
+    for number in range(MAX_CACHED + 2):
         schema = {"type": "object", "properties": {"n": {"const": number}}}
         qwen.bound((Tool("a", "", schema, is_strict=True),))
-    assert len(qwen.grammars._rests) == MAX_KEPT
-    assert json.dumps({"const": 0}) not in "".join(qwen.grammars._rests)
+    assert len(qwen.grammars._cache) == MAX_CACHED
+    assert json.dumps({"const": 0}) not in "".join(qwen.grammars._cache)
 
 
 def test_a_model_that_can_have_no_grammars_says_so(qwen):

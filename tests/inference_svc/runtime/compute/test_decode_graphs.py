@@ -101,7 +101,7 @@ def test_saves_may_follow_a_replayed_step(steps, monkeypatch):
     with saving.copies(behind_computing=False), device.running():
         with pytest.raises(RaceError):
             new.read(buffer.keys[1]).clone()
-        saving.wait(clock.computed(1))
+        saving.wait(clock.computed_mark(1))
         for layer in (*buffer.keys.layers, *buffer.values.layers):
             new.read(layer).clone()
 
@@ -131,7 +131,7 @@ def test_what_is_unusual_is_computed(steps):
     step = steps.step(SHAPES)
     chunks = [Chunk(kv, [9], True, buffer) for kv, buffer in sequences_of(steps)]
     others = unusual(steps, chunks[0])
-    taken = [name for name, other in others.items() if step.takes([*chunks[1:], other])]
+    taken = [name for name, other in others.items() if step.can_run([*chunks[1:], other])]
     assert taken == ["nothing", "not stored"]
 
 

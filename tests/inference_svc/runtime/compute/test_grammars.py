@@ -213,7 +213,7 @@ def test_a_mask_that_was_begun_is_that_of_the_state_it_is_taken_in(rambler, thre
     for step, digit in enumerate("12345"):
         ahead.start_mask()
         if step % 2:
-            thread.begin(int).result()  # what was begun before has been found
+            thread.submit(int).result()  # what was begun before has been found
         if step == 2:
             ahead.start_mask()  # a step that is repeated
         if step != 3:
@@ -225,7 +225,7 @@ def test_a_mask_that_was_begun_is_that_of_the_state_it_is_taken_in(rambler, thre
     ahead.start_mask()
     for grammar in plain, ahead:
         for _ in range(5):
-            grammar.take_back()
+            grammar.undo_accept()
     assert (masked(rambler, ahead) == masked(rambler, plain)).all()
     assert masked(rambler, ahead)[digit_id(rambler, "0")]
 
@@ -235,16 +235,16 @@ def test_masks_are_found_on_their_thread(rambler, thread):
     grammar = number_grammar(rambler, thread)
     for _ in range(2):
         grammar.start_mask()
-        thread.begin(int).result()
+        thread.submit(int).result()
     masked(rambler, grammar)
     assert grammar._matcher.names == ["masks_0"]
     has_begun, may_go_on = threading.Event(), threading.Event()
-    thread.begin(lambda: (has_begun.set(), may_go_on.wait()))
+    thread.submit(lambda: (has_begun.set(), may_go_on.wait()))
     has_begun.wait()
     grammar.start_mask()
     masked(rambler, grammar)
     may_go_on.set()
-    thread.begin(int).result()
+    thread.submit(int).result()
     assert grammar._matcher.names == ["masks_0", threading.current_thread().name]
 
 
@@ -254,7 +254,7 @@ def test_a_mask_that_fails_is_the_turns_error(rambler, thread):
     sampler = Sampler(SamplingParams(), rambler.eos_ids, grammar)
     grammar._matcher.fails = True
     sampler.start()
-    thread.begin(int).result()
+    thread.submit(int).result()
     assert grammar._matcher.names == ["masks_0"]
     with pytest.raises(EngineFailedError, match="too many items"):
         sampler.sample(torch.zeros(rambler.vocab_size), [])

@@ -89,11 +89,11 @@ def test_the_clock_follows_the_last_forward(tiny):
     seen = []
 
     class Watched(StepClock):
-        def enqueued(self, num_layers):
+        def on_enqueued(self, num_layers):
             seen.append(
                 [bool(b.keys[num_layers - 1][:3].isfinite().all()) for b in buffers] + [num_layers]
             )
-            super().enqueued(num_layers)
+            super().on_enqueued(num_layers)
 
     chunks = [
         Chunk(kv, [3, 4, 5], want_logits=False, write_buffer=buffer)
@@ -187,12 +187,18 @@ def test_positions_before_are_those_of_all_histories(tiny):
     kvs[0].num_tokens, kvs[2].num_tokens = 2, 3
     chunks = [Chunk(kv, [5], want_logits=True) for kv in kvs]
     calibration = tiny("qwen4-exp").calibration
-    assert GatheredForward(calibration, chunks, None).positions_before().tolist() == [0, 1, 0, 1, 2]
-    assert GatheredForward(calibration, chunks[1:2], None).positions_before() is None
+    assert GatheredForward(calibration, chunks, None).history_positions().tolist() == [
+        0,
+        1,
+        0,
+        1,
+        2,
+    ]
+    assert GatheredForward(calibration, chunks[1:2], None).history_positions() is None
     apart = replace(calibration, is_new_last=False)
-    assert GatheredForward(apart, chunks[2:], None).positions_before().tolist() == [0, 1, 2]
+    assert GatheredForward(apart, chunks[2:], None).history_positions().tolist() == [0, 1, 2]
     with pytest.raises(AssertionError, match="among those of other sequences"):
-        GatheredForward(apart, chunks, None).positions_before()
+        GatheredForward(apart, chunks, None).history_positions()
 
 
 def test_the_mask_keeps_sequences_apart(tiny):

@@ -181,9 +181,9 @@ def test_index_keys_out_of_turn_are_an_error(tiny, layers):
     forward = StepForward(model.calibration, chunks, StepPlaces.of(chunks), None)
     *before, last = layers
     for layer_index in before:
-        forward.indexed(layer_index, torch.zeros(1, 1, 8))
+        forward.update_index(layer_index, torch.zeros(1, 1, 8))
     with pytest.raises(AssertionError, match="is indexed after 0 layers"):
-        forward.indexed(last, torch.zeros(1, 1, 8))
+        forward.update_index(last, torch.zeros(1, 1, 8))
 
 
 def test_a_forward_under_a_models_own_attention_has_none_to_offer(tiny):
@@ -195,4 +195,4 @@ def test_a_forward_under_a_models_own_attention_has_none_to_offer(tiny):
     with pytest.raises(AssertionError, match="was asked to attend"):
         forward.attend(query, query, query, None, {})
     with pytest.raises(AssertionError, match="no mask function"):
-        forward.masked(torch.ge)
+        forward.make_mask(torch.ge)

@@ -13,7 +13,7 @@ from inference_svc.runtime.cuda.copier_arena import CopierArena
 from inference_svc.runtime.cuda.device_arena import DeviceArena
 from inference_svc.runtime.kv import copy_stream
 from inference_svc.runtime.kv.arena_kv import ArenaKv
-from inference_svc.runtime.kv.copy_stream import CopyStream, DoneInOrder
+from inference_svc.runtime.kv.copy_stream import CopyProgress, CopyStream
 from inference_svc.runtime.kv.layer_gate import LoadGate, StepClock
 from inference_svc.runtime.kv.page_pool import PagePool
 from inference_svc.runtime.kv.slot_runs import ScatteredTokens, SlotRun
@@ -102,12 +102,12 @@ def stored(model, arena, rows):
 def load(there, kv, blocks, opened=lambda _num_layers: None, embed=None):
     """Load all layers as a copy thread does."""
     stream = CopyStream(CPU)
-    loaded = DoneInOrder(opened)
+    loaded = CopyProgress(opened)
     with stream.copies(behind_computing=True):
         loader = LayerLoader(kv, there.arena, blocks, there.calibration, embed=embed)
         for layer_index in range(len(there.calibration.layers)):
             loader.load(layer_index)
-            loaded.enqueued(stream.mark())
+            loaded.add(stream.mark())
         loaded.finish()
 
 
@@ -220,7 +220,7 @@ def test_whoever_passes_a_gate_reads_behind_the_copies(device, model, there, row
         loader = LayerLoader(kv, there.arena, blocks, there.calibration)
         for layer_index in range(2):
             loader.load(layer_index)
-            gate.copies_enqueued(layer_index + 1, loading.mark())
+            gate.on_copies_enqueued(layer_index + 1, loading.mark())
         with device.stream(device._usual):
             gate.wait(0)
             kv.values.read(0, 0, HISTORY).sum()
@@ -284,7 +284,7 @@ def test_a_store_waits_for_the_layer_that_is_computed(there, rows, model):
         for layer_index in range(clock.num_layers):
             buffer.keys[layer_index].add_(1)
             buffer.values[layer_index].add_(1)
-            clock.enqueued(layer_index + 1)
+            clock.on_enqueued(layer_index + 1)
         with (
             pytest.raises(RaceError, match="reads what may still be written"),
             CopyStream(CPU).copies(behind_computing=False),
@@ -293,7 +293,7 @@ def test_a_store_waits_for_the_layer_that_is_computed(there, rows, model):
         stream = CopyStream(CPU)
 
         def wait_layer(layer_index):
-            stream.wait(clock.computed(layer_index))
+            stream.wait(clock.computed_mark(layer_index))
             return layer_index + 1
 
         with stream.copies(behind_computing=False):

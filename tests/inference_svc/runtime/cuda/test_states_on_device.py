@@ -102,7 +102,7 @@ def test_a_loaded_state_is_in_memory_of_the_stream_that_computes(device):
         with device.running():
             packed = computed(device, 7, 1.5).snapshot()
             sequence = SequenceStates(SHAPES, CPU)
-            room = sequence.room() if has_room else None
+            room = sequence.allocate() if has_room else None
             with CopyStream(CPU).copies(behind_computing=True):
                 sequence.restore(packed, room)
             room = None

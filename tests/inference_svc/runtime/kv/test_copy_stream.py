@@ -2,7 +2,7 @@
 
 import torch
 
-from inference_svc.runtime.kv.copy_stream import CopyStream, DoneInOrder
+from inference_svc.runtime.kv.copy_stream import CopyProgress, CopyStream
 
 CPU = torch.device("cpu")
 
@@ -23,19 +23,19 @@ class _Mark:
 def test_parts_are_done_in_order_and_two_are_under_way():
     """A part that is done at once is reported at once; one behind another never before it."""
     done = []
-    parts = DoneInOrder(done.append)
-    parts.enqueued(_Mark(is_reached=True))
+    parts = CopyProgress(done.append)
+    parts.add(_Mark(is_reached=True))
     assert done == [1]
     slow, fast = _Mark(), _Mark(is_reached=True)
-    parts.enqueued(slow)
+    parts.add(slow)
     assert done == [1]
-    parts.enqueued(_Mark())
+    parts.add(_Mark())
     assert slow.is_reached, "the one before is waited for"
     assert done == [1, 2]
-    parts.enqueued(fast)
+    parts.add(fast)
     assert done == [1, 2, 3, 4]
     last = _Mark()
-    parts.enqueued(last)
+    parts.add(last)
     assert done == [1, 2, 3, 4]
     parts.finish()
     assert last.is_reached
@@ -47,9 +47,9 @@ def test_on_a_cpu_a_copy_is_done_when_it_returns():
     stream = CopyStream(CPU)
     source, target = torch.arange(8), torch.zeros(8, dtype=torch.long)
     done = []
-    parts = DoneInOrder(done.append)
+    parts = CopyProgress(done.append)
     with stream.copies(behind_computing=True):
         target.copy_(source)
-        parts.enqueued(stream.mark())
+        parts.add(stream.mark())
         assert done == [1]
     assert torch.equal(source, target)

@@ -140,12 +140,12 @@ def test_a_failure_wakes_who_waits():
 def test_a_clock_knows_when_each_layer_is_computed():
     """Layers that are opened together share a mark."""
     clock = StepClock(4, CPU)
-    clock.enqueued(1)
-    clock.enqueued(3)
+    clock.on_enqueued(1)
+    clock.on_enqueued(3)
     assert clock.num_open == 3
-    assert clock.computed(0) is not clock.computed(1)
-    assert clock.computed(1) is clock.computed(2)
-    clock.enqueued(4)
-    assert clock.computed(2) is not clock.computed(3)
+    assert clock.computed_mark(0) is not clock.computed_mark(1)
+    assert clock.computed_mark(1) is clock.computed_mark(2)
+    clock.on_enqueued(4)
+    assert clock.computed_mark(2) is not clock.computed_mark(3)
     with CopyStream(CPU).copies(behind_computing=False):
-        CopyStream(CPU).wait(clock.computed(2))
+        CopyStream(CPU).wait(clock.computed_mark(2))

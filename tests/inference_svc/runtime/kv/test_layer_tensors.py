@@ -7,7 +7,7 @@ from inference_svc.runtime.kv.layer_tensors import (
     ContiguousTokens,
     LayerShape,
     SlotTensors,
-    divided,
+    divide_memory,
     side_by_side,
     token_items_of,
 )
@@ -32,7 +32,7 @@ PLAIN = LayerShape((1, 5), (1, 3))
 def test_latents_lie_beside_what_is_rotated(kind, shapes, is_joint):
     """Whoever reads both gets a view; nothing overlaps, and all of the memory is used."""
     flat = torch.full((SLOTS * token_items_of(shapes),), -1.0)
-    components = [part for part in divided(flat, shapes, SLOTS, kind) if part is not None]
+    components = [part for part in divide_memory(flat, shapes, SLOTS, kind) if part is not None]
     tensors = [tensor for part in components for tensor in part.layers]
     for number, tensor in enumerate(tensors):
         tensor.fill_(number)

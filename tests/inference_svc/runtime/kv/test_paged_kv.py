@@ -98,7 +98,7 @@ def test_what_is_shared_is_copied_before_it_is_written():
     pool = make_pool(SHAPES)
     one, other = pool.new_kv(24, APART), pool.new_kv(12, APART[:3])
     fill(one, 0, 24)
-    one.own([PageCopy(1, 3, 15), PageCopy(2, 4, 16)])
+    one.copy_shared_pages([PageCopy(1, 3, 15), PageCopy(2, 4, 16)])
     assert one.table.pages == [9, 15, 16, 5, 20, 0]
     for tokens in (one.keys, one.values):
         for layer in range(3):
@@ -110,7 +110,7 @@ def test_what_is_shared_is_copied_before_it_is_written():
             assert torch.equal(theirs.read(layer, 0, 12)[:, 0, 0], expected)
             expected[6:10] = 0
             assert torch.equal(ours.read(layer, 0, 12)[:, 0, 0], expected)
-    one.own([])
+    one.copy_shared_pages([])
     assert one.table.pages == [9, 15, 16, 5, 20, 0]
 
 

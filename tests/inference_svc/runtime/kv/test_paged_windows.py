@@ -108,7 +108,7 @@ def test_a_page_is_copied_in_whatever_group_it_is(windowed):
     windowed.feed_all(kv, token_ids(8, 10))
     kept = [layer.clone() for layer in kv.keys.cut(0, 10)]
     copies = [PageCopy(at, kv.tables.pages[at], windowed.page()) for at in range(6)]
-    kv.own(copies)
+    kv.copy_shared_pages(copies)
     assert kv.tables.pages[:6] == [copy.target for copy in copies]
     for copy in copies:
         for layer in kv.keys.slots.layers:

@@ -106,4 +106,4 @@ def test_loads_may_end_at_the_marks_and_where_an_answer_is(pool, load_ends, num_
     """What is stored on the way through a prompt is no such place."""
     buffer = pool.new_write_buffer(0, 40)
     buffer.load_ends = load_ends
-    assert buffer.wanted_ends(num_tokens) == wanted
+    assert buffer.load_ends_within(num_tokens) == wanted

@@ -155,7 +155,7 @@ def test_states_of_several_sequences_are_read_and_put_as_of_a_batch():
     assert joint.read(CONV.place) is conv
     assert joint.read(SUM.place).shape == (2, *SUM.shape[1:])
     joint.put(SUM.place, torch.cat([tensor_of(SUM, 3), tensor_of(SUM, 4)]))
-    joint.hand_out()
+    joint.split()
     for seed, (states, was) in enumerate(zip(both, before, strict=True), 1):
         assert states.snapshot().equal(was)
         states.commit(8)

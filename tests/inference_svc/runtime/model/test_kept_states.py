@@ -8,7 +8,7 @@ from inference_svc.runtime.calibration.calibration import calibrate
 from inference_svc.runtime.calibration.state_probe import find_kept_states
 from inference_svc.runtime.kv.states import StatePlace
 from inference_svc.runtime.model import capture
-from inference_svc.runtime.model.forward import under
+from inference_svc.runtime.model.forward import forward_context
 from inference_svc.runtime.model.kept_states import (
     KeptStatesTap,
     has_taps,
@@ -46,7 +46,7 @@ class States(dict):
         """Return one of them."""
         return self.get(place)
 
-    def new_state(self, place, state):
+    def update_state(self, place, state):
         """Keep it."""
         self[place] = state
 
@@ -69,7 +69,7 @@ def test_each_forward_goes_on_from_its_own():
         (other, [5.0], 105),
         (one, [4.0], 7),
     ):
-        with under(states):
+        with forward_context(states):
             assert module(torch.tensor(tokens)) == expected
         assert (states[SUM], states[LAST]) == (expected, tokens[-1])
         assert kept_tensors(module) == {}
@@ -79,7 +79,7 @@ def test_without_a_forward_under_way_a_module_keeps_what_it_always_has():
     """And a forward in between leaves that as it was."""
     module = tapped()
     module(torch.tensor([2.0]))
-    with under(States()):
+    with forward_context(States()):
         module(torch.tensor([50.0]))
     assert module(torch.tensor([3.0])) == 5
 
@@ -87,7 +87,7 @@ def test_without_a_forward_under_way_a_module_keeps_what_it_always_has():
 def test_a_call_that_fails_hands_over_nothing():
     """Neither to its forward nor to the module."""
     module, states = tapped(), States({SUM: tensor(7), LAST: tensor(6)})
-    with under(states), pytest.raises(OverflowError):
+    with forward_context(states), pytest.raises(OverflowError):
         module(torch.tensor([2000.0]))
     assert states == {SUM: tensor(7), LAST: tensor(6)}
     assert kept_tensors(module) == {}

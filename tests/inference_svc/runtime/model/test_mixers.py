@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from inference_svc.runtime.model.forward import TokenGroup, under
+from inference_svc.runtime.model.forward import TokenGroup, forward_context
 from inference_svc.runtime.model.mixers import MixerCall, MixerTap, tap_mixers
 from inference_svc.runtime.model.refusals import ModelModeMissingError
 
@@ -88,9 +88,11 @@ def test_a_tap_is_renewed_and_not_put_upon_another():
 def test_what_counts_tokens_is_seen_in_a_call():
     """Tensors, and tuples of them; a lone result by itself."""
     cos, state = torch.zeros(1, 7, 4), torch.zeros(1, 2, 3)
-    call = MixerCall.seen("M", 7, (TOKENS, state, None), {"rope": (cos, cos), "x": 7}, (cos, state))
+    call = MixerCall.observe(
+        "M", 7, (TOKENS, state, None), {"rope": (cos, cos), "x": 7}, (cos, state)
+    )
     assert call == MixerCall(frozenset({0, "rope"}), frozenset({0}))
-    assert MixerCall.seen("M", 7, (TOKENS,), {}, cos) == MixerCall(frozenset({0}), None)
+    assert MixerCall.observe("M", 7, (TOKENS,), {}, cos) == MixerCall(frozenset({0}), None)
 
 
 @pytest.mark.parametrize(
@@ -101,16 +103,16 @@ def test_what_counts_tokens_is_seen_in_a_call():
 def test_a_call_that_cannot_be_cut_is_refused(given):
     """Tokens are counted in the second dimension, and nowhere else."""
     with pytest.raises(ModelModeMissingError, match="M counts tokens in another"):
-        MixerCall.seen("M", 7, given, {}, TOKENS)
+        MixerCall.observe("M", 7, given, {}, TOKENS)
 
 
 @pytest.mark.parametrize("result", [{"states": TOKENS}, None, torch.zeros(1, 3)])
 def test_a_result_that_cannot_be_joined_is_refused(result):
     """It is to be a tensor that counts tokens, or a tuple."""
     with pytest.raises(ModelModeMissingError, match="M returns"):
-        MixerCall.seen("M", 7, (TOKENS,), {}, result)
+        MixerCall.observe("M", 7, (TOKENS,), {}, result)
 
 
 def _under(forward, call):
-    with under(forward):
+    with forward_context(forward):
         return call()

@@ -9,7 +9,7 @@ from inference_svc.runtime.calibration.calibration import calibrate
 from inference_svc.runtime.calibration.probe import Probe
 from inference_svc.runtime.kv.states import StatePlace
 from inference_svc.runtime.model.capture import CaptureCache
-from inference_svc.runtime.model.forward import under
+from inference_svc.runtime.model.forward import forward_context
 from inference_svc.runtime.model.model_loader import describe_model
 from inference_svc.runtime.model.refusals import ModelModeMissingError
 
@@ -22,7 +22,7 @@ STATES = {
 
 def cache_over(states):
     """Return a cache, and the block in which it is that of a sequence which has these states."""
-    return CaptureCache(), under(Probe(64, torch.device("cpu"), given_states=states))
+    return CaptureCache(), forward_context(Probe(64, torch.device("cpu"), given_states=states))
 
 
 def test_states_are_found_in_a_layer():
@@ -40,7 +40,7 @@ def test_states_are_found_in_a_layer():
 class HistoryOf7(Probe):
     """A forward behind seven tokens."""
 
-    def positions_before(self):
+    def history_positions(self):
         return torch.arange(7)
 
 
@@ -48,7 +48,7 @@ class HistoryOf7(Probe):
 def test_positions_come_with_the_dimensions_of_those_behind_them(leading):
     """A layer is asked for them, or the cache itself; what is put there is not what is found."""
     cache, new = CaptureCache(), torch.arange(7, 9).expand(*leading, 2)
-    with under(HistoryOf7(64, torch.device("cpu"))):
+    with forward_context(HistoryOf7(64, torch.device("cpu"))):
         cache.layers[LAYER].indexer_position_ids = new
         cache.position_ids = new
         for before in (cache.layers[LAYER].indexer_position_ids, cache.position_ids):
@@ -61,7 +61,7 @@ def test_positions_come_with_the_dimensions_of_those_behind_them(leading):
 def test_a_layer_is_as_long_as_its_cache_says():
     """Also if the model has the cache ask its layers, as Recurrent Gemma has in 5.17."""
     cache = CaptureCache(claimed_tokens=7)
-    with under(Probe(64, torch.device("cpu"))):
+    with forward_context(Probe(64, torch.device("cpu"))):
         cache.update(torch.ones(1, 1, 3, 4), torch.ones(1, 1, 3, 4), LAYER)
     cache.get_seq_length = lambda *_: cache.layers[LAYER].get_seq_length()
     cache.get_mask_sizes = lambda length, _: cache.layers[LAYER].get_mask_sizes(length)

@@ -94,7 +94,7 @@ def test_bits_are_those_of_the_definition(rope, dtypes):
     assert torch.equal(kv[:, 20:150].transpose(0, 1), expected)
     assert torch.equal(rotary.rotate(keys, 900), expected)
     here = kv[:, 20:150].transpose(0, 1).copy_(keys)
-    rotary.turn(here, 900).over(here)
+    rotary.rotator(here, 900).rotate_in_place(here)
     assert torch.equal(here, expected)
     assert (kv[:, :20] == 9).all()
     assert (kv[:, 150:] == 9).all()
@@ -110,13 +110,13 @@ def test_a_fused_multiply_add_would_be_noticed():
 def test_a_turn_is_used_again_for_other_keys():
     """What was prepared once turns whatever there is, layer after layer, where it is or not."""
     rotary, keys = table(interleaved, dtype=torch.bfloat16), random_keys(40, dtype=torch.bfloat16)
-    turn, out = rotary.turn(keys, 7), torch.empty_like(keys)
+    rotator, out = rotary.rotator(keys, 7), torch.empty_like(keys)
     for seed in (3, 4):
         others = random_keys(40, dtype=torch.bfloat16, seed=seed)
         expected = by_definition(rotary, others, 7)
-        turn.into(others, out)
+        rotator.rotate_into(others, out)
         assert torch.equal(out, expected)
-        turn.over(others)
+        rotator.rotate_in_place(others)
         assert torch.equal(others, expected)
 
 
@@ -127,7 +127,7 @@ def test_elements_that_do_not_turn_pass_unchanged():
     turned = table(partial).rotate(keys, 3)
     assert (turned[:, :, 4:] == torch.inf).all()
     assert turned[:, :, :4].isfinite().all()
-    table(partial).turn(keys, 3).over(keys)
+    table(partial).rotator(keys, 3).rotate_in_place(keys)
     assert torch.equal(keys, turned)
 
 

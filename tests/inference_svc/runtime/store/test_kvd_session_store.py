@@ -52,7 +52,7 @@ async def test_a_save_whose_step_failed_stores_nothing_and_is_no_error(model, co
     scene = Scene(model, copy_threads)
     _, buffer = scene.computed()
     clock = StepClock(len(model[1].layers), CPU)
-    clock.enqueued(clock.num_layers)
+    clock.on_enqueued(clock.num_layers)
     save = asyncio.create_task(scene.store.save(KEY, as_token_bytes(PROMPT), 0, buffer, clock))
     await asyncio.to_thread(clock_is_awaited, clock)
     clock.fail(StepNotDoneError("the step failed"))
@@ -73,7 +73,7 @@ async def test_a_save_holds_the_rows_it_copies(model, copy_threads):
     await asyncio.to_thread(clock_is_awaited, clock)
     scene.pool.release(buffer)
     assert scene.pool.num_free == before
-    clock.enqueued(clock.num_layers)
+    clock.on_enqueued(clock.num_layers)
     clock.confirm()
     assert await save == ""
     assert scene.pool.num_free == before + 64
@@ -236,7 +236,7 @@ def test_a_save_wakes_up_for_several_layers_at_once():
     wait_layer = _in_groups(clock, CopyStream(CPU))
     ends = []
     for num_layers in (3, 7, 10):
-        clock.enqueued(num_layers)
+        clock.on_enqueued(num_layers)
         ends.append(wait_layer(ends[-1] if ends else 0))
     assert (clock.awaited, ends) == ([2, 5, 8], [3, 7, 10])
 

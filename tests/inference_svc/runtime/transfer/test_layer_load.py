@@ -452,7 +452,7 @@ def test_a_save_of_a_forward_that_fails_fails_too(tiny, make_arena, rows):
     model = tiny("llama")
     _, arena_kv = make_arena(model.calibration.layout)
     buffer, clock = model.new_buffer(16), StepClock(len(model.calibration.layers), CPU)
-    clock.enqueued(1)
+    clock.on_enqueued(1)
     clock.fail(OSError("the step failed"))
     with pytest.raises(OSError, match="the step failed"):
         store_blocks(buffer, arena_kv, [rows(0, 0, 16)], model.calibration, clock.wait)
