@@ -248,7 +248,7 @@ class CommitIndex:
 
 @dataclass(frozen=True, slots=True)
 class LeaseReady:
-    """Report that all reads of a pending load lease are done, or it is lost; see `lease_state`."""
+    """Report that all reads of a pending load lease are done, or it is lost; see `loads.state_of`."""
 
     lease_id: int
 
