@@ -248,7 +248,7 @@ class CommitIndex:
 
 @dataclass(frozen=True, slots=True)
 class LeaseReady:
-    """Report that all reads of a pending load lease are done, or it is lost; see `loads.state_of`."""
+    """Report that a pending load lease is filled, or lost; `loads.state_of` says which."""
 
     lease_id: int
 
