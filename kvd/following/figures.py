@@ -9,6 +9,7 @@ from functools import partial
 
 from kvd.config import RemoteSettings
 from kvd.following.status import Failure, FollowerStatus
+from kvd.host.process_identity import start_ticks_of
 from shared.serving.metric_export import Metric, MetricExporter, MetricTable, Scrape
 from shared.serving.process_metrics import PROCESS_METRICS, fill_process
 from shared.terminal.printing import counted
@@ -150,6 +151,7 @@ def follower_status(
     """Return the follower's state in full, for `kvd remote status`."""
     return FollowerStatus(
         pid=os.getpid(),
+        start_ticks=start_ticks_of(os.getpid()),
         started_unix_s=started_unix_s,
         unix_s=unix_s,
         url=settings.url,

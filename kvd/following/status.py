@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from kvd.errors import NotFollowedError
+from kvd.host.process_identity import process_state, start_ticks_of
 
 FILE = "remote-status.json"
 FRESH_S = 30.0  # as long as kvd-remote.service's watchdog waits before it ends a silent follower
@@ -55,6 +56,7 @@ class FollowerStatus:
         num_bytes: bytes of sessions by direction.
         requests: requests of the store by kind.
         failures: the last failures, newest last.
+        start_ticks: start of its process since boot, as in `ProcessIdentity`; 0: not known.
     """
 
     pid: int
@@ -77,6 +79,7 @@ class FollowerStatus:
     num_bytes: Mapping[str, int] = field(default_factory=dict)
     requests: Mapping[str, int] = field(default_factory=dict)
     failures: Sequence[Failure] = ()
+    start_ticks: int = 0
 
     @property
     def is_well(self) -> bool:
@@ -113,7 +116,7 @@ def read_status(runtime_dir: Path, now_unix_s: float) -> FollowerStatus:
         raise _not_followed(f"no follower of the kvd in {runtime_dir} runs")
     newest = max(found, key=lambda status: status.unix_s)
     silent_s = now_unix_s - newest.unix_s
-    if silent_s > FRESH_S or not _lives(newest.pid):
+    if silent_s > FRESH_S or not _lives(newest):
         ago = f"{max(0.0, silent_s):.0f} s ago"
         raise _not_followed(f"the follower of the kvd in {runtime_dir} has died, or hangs, {ago}")
     return newest
@@ -127,14 +130,18 @@ def _read(path: Path) -> FollowerStatus | None:
     return None
 
 
-def _lives(pid: int) -> bool:
+def _lives(status: FollowerStatus) -> bool:
+    """Return whether the process that wrote a status runs: it, not another one with its pid."""
     try:
-        os.kill(pid, 0)
+        os.kill(status.pid, 0)
     except ProcessLookupError:
         return False
     except PermissionError:  # another user's
         return True
-    return True
+    started = start_ticks_of(status.pid)
+    is_other = 0 not in (started, status.start_ticks) and started != status.start_ticks
+    # A killed process has its pid until its parent has waited for it.
+    return not is_other and process_state(status.pid) != "zombie"
 
 
 def _not_followed(what: str) -> NotFollowedError:

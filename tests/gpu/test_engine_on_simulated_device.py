@@ -109,21 +109,21 @@ def simulated(monkeypatch):
         return await run(self, called, *args, **kwargs)
 
     monkeypatch.setattr(worker_thread.WorkerThread, "run", watched)
-    commit, room = SequenceStates.commit, SequenceStates.room
+    commit, allocate = SequenceStates.commit, SequenceStates.allocate
 
     def committed(self, num_tokens):
         for state in self._pending.values():
             device.lend(state)
         commit(self, num_tokens)
 
-    def lent_room(self):
-        lent = room(self)
+    def lend_allocated(self):
+        lent = allocate(self)
         for state in lent.values():
             device.lend(state)
         return lent
 
     monkeypatch.setattr(SequenceStates, "commit", committed)
-    monkeypatch.setattr(SequenceStates, "room", lent_room)
+    monkeypatch.setattr(SequenceStates, "allocate", lend_allocated)
     return device
 
 

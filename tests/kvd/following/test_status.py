@@ -64,9 +64,23 @@ def test_where_none_runs_that_is_said(tmp_path):
     write_status(own_place(tmp_path, {}), replace(_status(), pid=int(ended.stdout)))
     with pytest.raises(NotFollowedError, match="has died, or hangs, 0 s ago"):
         read_status(tmp_path, NOW_S)
+    write_status(own_place(tmp_path, {}), replace(_status(), start_ticks=1))  # its pid is reused
+    with pytest.raises(NotFollowedError, match="has died, or hangs, 0 s ago"):
+        read_status(tmp_path, NOW_S)
     (tmp_path / FILE).write_text('{"pid": 1}')
     with pytest.raises(NotFollowedError, match="no follower of the kvd in"):
         read_status(tmp_path, NOW_S)
+
+
+def test_who_was_killed_has_died_before_its_parent_waits_for_it(tmp_path):
+    """Until then its pid is there."""
+    with subprocess.Popen((sys.executable, "-c", "input()"), stdin=subprocess.PIPE) as process:
+        write_status(own_place(tmp_path, {}), replace(_status(), pid=process.pid, start_ticks=0))
+        assert read_status(tmp_path, NOW_S).is_well
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        with pytest.raises(NotFollowedError, match="has died, or hangs, 0 s ago"):
+            read_status(tmp_path, NOW_S)
 
 
 @pytest.mark.parametrize(
