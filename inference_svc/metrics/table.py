@@ -13,10 +13,10 @@ METRICS = MetricTable(
         Metric(
             "inference_model_info",
             "info",
-            "What is served",
+            "The served model",
             ("model", "fingerprint", "architecture", "dtype", "device", "version"),
         ),
-        Metric("inference_ready", "gauge", "1 while new turns are taken"),
+        Metric("inference_ready", "gauge", "1 while new turns are accepted"),
         Metric(
             "inference_kvd_state",
             "gauge",
@@ -60,7 +60,7 @@ METRICS = MetricTable(
         Metric(
             "inference_refused_turns_total",
             "counter",
-            "Turns that were not begun, by the slug of the error",
+            "Refused turns, by the slug of the error",
             ("reason",),
         ),
         Metric(
@@ -76,13 +76,15 @@ METRICS = MetricTable(
             ("tenant", "kind"),
         ),
         *TRANSCRIPT_METRICS,
-        Metric("inference_running_turns", "gauge", "Turns that are being computed"),
-        Metric("inference_waiting_turns", "gauge", "Turns that are not admitted yet"),
-        Metric("inference_turn_places", "gauge", "Most turns at once", (), {"": "turn_places"}),
+        Metric("inference_running_turns", "gauge", "Turns being computed"),
+        Metric("inference_waiting_turns", "gauge", "Turns waiting for admission"),
+        Metric(
+            "inference_turn_places", "gauge", "Most turns computed at once", (), {"": "turn_places"}
+        ),
         Metric(
             "inference_preemptions_total",
             "counter",
-            "Times that a turn was preempted, and resumed later",
+            "Preemptions of turns, which resumed later",
             (),
             {"": "preempted"},
         ),
@@ -126,7 +128,7 @@ METRICS = MetricTable(
         Metric(
             "inference_stall_seconds",
             "histogram",
-            "How long computing waited for layers of a history that were still being loaded",
+            "Time that compute waited for layers being loaded",
         ),
         # ----------------------------------------------------------------------------- tokens
         Metric(
@@ -154,7 +156,7 @@ METRICS = MetricTable(
         Metric(
             "inference_embeddings_total",
             "counter",
-            "Inputs that were embedded",
+            "Embedded inputs",
             counters={"": "embeddings"},
         ),
         Metric(
@@ -179,7 +181,7 @@ METRICS = MetricTable(
         Metric(
             "inference_loads_total",
             "counter",
-            "Loads from kvd by what came of them",
+            "Loads from kvd, by result",
             ("result",),
             {
                 "hit": "load_hits",
@@ -193,7 +195,7 @@ METRICS = MetricTable(
         Metric(
             "inference_saves_total",
             "counter",
-            "Turns by what came of saving their KV",
+            "Turns by the result of saving their KV",
             ("result",),
             {
                 "saved": "saves",
@@ -227,35 +229,35 @@ METRICS = MetricTable(
         Metric(
             "inference_saves_cut_short_total",
             "counter",
-            "Blocks stored before they were full, to make room in the write ring",
+            "Blocks stored before they were full, to free slots of the write ring",
             (),
             {"": "saves_cut_short"},
         ),
         Metric(
             "inference_copiers_lost_total",
             "counter",
-            "Times that the copier of the GPU died; copies went by shared memory then",
+            "Deaths of the GPU's copier; copies then used shared memory",
             (),
             {"": "copiers_lost"},
         ),
         Metric(
             "inference_write_stalls_total",
             "counter",
-            "Plans of a step in which a turn found no room in the write ring",
+            "Planned steps in which a turn found no room in the write ring",
             (),
             {"": "write_stalls"},
         ),
         Metric(
             "inference_write_stall_seconds_total",
             "counter",
-            "How long turns waited for room in the write ring",
+            "Time that turns waited for room in the write ring",
             (),
             {"": "write_stall_s"},
         ),
         Metric(
             "inference_saves_under_way",
             "gauge",
-            "Saves that are not over",
+            "Saves in progress",
             (),
             {"": "saves_under_way"},
         ),
@@ -300,7 +302,7 @@ METRICS = MetricTable(
         Metric(
             "inference_pool_misses_total",
             "counter",
-            "Token slots that found no room in the pool: only slower",
+            "Token slots allocated outside the pool, which is only slower",
             (),
             {"": "pool_misses"},
         ),
@@ -328,39 +330,41 @@ METRICS = MetricTable(
         ),
         Metric("inference_step_turns", "histogram", "Turns in a forward pass: the batch"),
         Metric("inference_step_tokens", "histogram", "Tokens in a forward pass"),
-        Metric("inference_step_seconds", "histogram", "Computing a forward pass, without stalls"),
+        Metric(
+            "inference_step_seconds", "histogram", "Compute time of a forward pass, without stalls"
+        ),
         Metric(
             "inference_compute_busy_seconds_total",
             "counter",
-            "Time spent computing",
+            "Total compute time",
             (),
             {"": "compute_busy_s"},
         ),
         Metric(
             "inference_prefill_tokens_per_second",
             "gauge",
-            "How fast prompts are computed, by what was measured",
+            "Measured speed of prefill",
             (),
             {"": "prefill_tokens_per_s"},
         ),
         Metric(
             "inference_step_estimate_seconds",
             "gauge",
-            "What a step is taken to cost: as such, per token, per pair of tokens that attend",
+            "Estimated time of a step: fixed, per token, per attending pair of tokens",
             ("part",),
             {"step": "step_constant_s", "token": "step_token_s", "pair": "step_pair_s"},
         ),
         Metric(
             "inference_load_tokens_per_second",
             "gauge",
-            "How fast history is loaded, by what was measured, by tier",
+            "Measured speed of loads, by tier",
             ("tier",),
             {tier: f"load_tokens_per_s_{tier}" for tier in ("dram", "ssd")},
         ),
         Metric(
             "inference_load_latency_seconds",
             "gauge",
-            "What a load takes however short it is, by tier",
+            "Measured fixed time of a load, by tier",
             ("tier",),
             {tier: f"load_latency_s_{tier}" for tier in ("dram", "ssd")},
         ),
@@ -370,7 +374,7 @@ METRICS = MetricTable(
         Metric(
             "inference_refused_calls_total",
             "counter",
-            "Callers turned away, by reason and by the name that they have in the settings",
+            "Refused callers, by reason and by their name in the settings",
             ("reason", "client"),
         ),
         Metric(

@@ -12,7 +12,7 @@ TRANSCRIPT_METRICS = (
     Metric(
         "inference_transcript_store_calls_total",
         "counter",
-        "Calls to the object store of transcripts, by what they did; failed: nothing, in time",
+        "Calls to the object store of transcripts, by purpose; failed: no answer in time",
         ("call",),
     ),
     Metric(
@@ -23,7 +23,7 @@ TRANSCRIPT_METRICS = (
     Metric(
         "inference_transcripts_behind",
         "gauge",
-        "Sessions whose last turns are on this server alone: what its loss would cost",
+        "Sessions whose last turns are on this server only and would be lost with it",
     ),
     Metric(
         "inference_histories_asked_total",
@@ -35,7 +35,7 @@ TRANSCRIPT_METRICS = (
     Metric(
         "inference_turns_forked_total",
         "counter",
-        "Turns in a fork of their session: another server has gone on with it meanwhile",
+        "Turns recorded in a fork because another server had continued their session",
         (),
         {"": "turns_forked"},
     ),

@@ -21,7 +21,7 @@ KEPT_FAILURES = 5
 
 METRICS = MetricTable(
     (
-        Metric("kvd_remote_build_info", "info", "What runs", ("version",)),
+        Metric("kvd_remote_build_info", "info", "The running release", ("version",)),
         Metric(
             "kvd_remote_pushes_total",
             "counter",
@@ -58,12 +58,12 @@ METRICS = MetricTable(
         Metric(
             "kvd_remote_evicted_unpushed_total",
             "counter",
-            "Sessions that were evicted here, or a part of them was, before they were pushed",
+            "Sessions evicted here, at least in part, before they were pushed",
         ),
         Metric(
             "kvd_remote_unpushed_sessions",
             "gauge",
-            "Sessions that are to be pushed, or to be looked at in the store",
+            "Sessions to push, or to check in the store",
         ),
         Metric(
             "kvd_remote_oldest_unpushed_seconds",
@@ -71,9 +71,9 @@ METRICS = MetricTable(
             "For how long the oldest session has been stored here and not there; of those that are "
             "near eviction, where only these are pushed: for how long it has been near it",
         ),
-        Metric("kvd_remote_undropped_sessions", "gauge", "Sessions that are to be dropped there"),
-        Metric("kvd_remote_wanted_sessions", "gauge", "Sessions that wait to be pulled"),
-        Metric("kvd_remote_store_up", "gauge", "1 while the last call of the store succeeded"),
+        Metric("kvd_remote_undropped_sessions", "gauge", "Sessions to drop from the store"),
+        Metric("kvd_remote_wanted_sessions", "gauge", "Sessions waiting to be pulled"),
+        Metric("kvd_remote_store_up", "gauge", "1 if the last call of the store succeeded"),
         Metric("kvd_remote_kvd_up", "gauge", "1 while kvd's events are followed"),
         *PROCESS_METRICS,
     )

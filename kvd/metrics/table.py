@@ -28,30 +28,30 @@ def _histogram(name: str, explanation: str, *labels: str) -> Metric:
 
 METRICS = MetricTable(
     (
-        Metric("kvd_build_info", "info", "What runs", ("version",)),
+        Metric("kvd_build_info", "info", "The running release", ("version",)),
         Metric(
             "kvd_layout_info",
             "info",
-            "The layouts that are stored, with their model and how their bytes are kept",
+            "Stored layouts, with their model and how their bytes are kept",
             ("layout", "model", "block_tokens", "admission", "arena_keep", "arena_pages", "direct"),
         ),
         # ------------------------------------------------------------------------------ loads
         _counter(
             "kvd_loads_total",
-            "Loads by what was found; busy ones found no slot to read into, and are asked again",
+            "Loads by result; busy: no free slot to read into, to be repeated",
             "result",
             counted={"hit": "load_hits", "miss": "load_misses", "busy": "loads_busy"},
         ),
         _counter("kvd_load_misses_total", "Loads that found nothing, by reason", "reason"),
         _counter(
             "kvd_loaded_tokens_total",
-            "Tokens whose KV was handed out, by the tier where it was found",
+            "Tokens whose KV was granted, by the tier where it was found",
             "tier",
             counted={"dram": "load_tokens_dram", "ssd": "load_tokens_ssd"},
         ),
         _counter(
             "kvd_loaded_states_total",
-            "States of recurrent layers that were handed out",
+            "States of recurrent layers that were granted",
             counted="load_states",
         ),
         _counter(
@@ -79,7 +79,7 @@ METRICS = MetricTable(
         # ----------------------------------------------------------------------------- stores
         _counter(
             "kvd_stores_total",
-            "Stores by how they were answered; those that wait for slots are asked again",
+            "Stores by result; waited: no free slots, to be repeated",
             "result",
             counted={"stored": "stores", "refused": "stores_refused", "waited": "stores_waited"},
         ),
@@ -100,27 +100,29 @@ METRICS = MetricTable(
             "kvd_store_seconds", "From the grant of a store to its completion by the engine"
         ),
         # ------------------------------------------------------------------------------ tiers
-        _gauge("kvd_tier_capacity_bytes", "What a tier can hold", "tier"),
-        _gauge("kvd_tier_used_bytes", "What a tier holds", "tier"),
+        _gauge("kvd_tier_capacity_bytes", "Capacity of a tier", "tier"),
+        _gauge("kvd_tier_used_bytes", "Used bytes of a tier", "tier"),
         _gauge("kvd_tier_blocks", "Blocks in a tier", "tier"),
         _gauge(
             "kvd_tier_physical_bytes",
-            "Memory, or file system space, that is allocated for a tier",
+            "Memory, or file system space, allocated for a tier",
             "tier",
         ),
         _gauge(
             "kvd_tier_degraded",
-            "1 while writes to a tier are held back: its device is full, or fails",
+            "1 while writes to a tier are suspended because its device is full or fails",
             "tier",
         ),
         _gauge(
             "kvd_layout_unavailable",
-            "1 while what is stored of a layout cannot be opened, so that its engines recompute",
+            "1 while a layout's stored blocks cannot be opened, so that its engines recompute",
         ),
-        _gauge("kvd_dirty_bytes", "What is in DRAM only, and would be lost with it"),
-        _gauge("kvd_unverified_blocks", "Blocks of an earlier kvd's DRAM that are not checked yet"),
+        _gauge("kvd_dirty_bytes", "Bytes that are in DRAM only and would be lost with it"),
         _gauge(
-            "kvd_unhashed_blocks", "Stored blocks without checksums yet, which a restart would lose"
+            "kvd_unverified_blocks", "Blocks of an earlier kvd's DRAM that are not verified yet"
+        ),
+        _gauge(
+            "kvd_unhashed_blocks", "Stored blocks without checksums, which a restart would lose"
         ),
         _counter(
             "kvd_moved_bytes_total",
@@ -130,22 +132,22 @@ METRICS = MetricTable(
         ),
         _histogram(
             "kvd_read_seconds",
-            "Reading one block from SSD and verifying it, by what it was begun for",
+            "Time to read one block from SSD and verify it, by purpose",
             "purpose",
         ),
-        _histogram("kvd_write_seconds", "Writing one block to SSD, until it is durable"),
+        _histogram("kvd_write_seconds", "Time to write one block to SSD durably"),
         Metric(
             "kvd_index_queued_bytes",
             "gauge",
-            "Index entries on their way that are not committed",
+            "Bytes of index entries that are not committed yet",
         ),
         _gauge(
             "kvd_index_waiting_rows",
             "Index entries for which that has no room: of blocks, sessions and their uses",
             "kind",
         ),
-        Metric("kvd_io_queue_jobs", "gauge", "Jobs that wait for a thread of the I/O pool"),
-        Metric("kvd_io_in_flight_bytes", "gauge", "Bytes of the I/O that runs"),
+        Metric("kvd_io_queue_jobs", "gauge", "Jobs waiting for a thread of the I/O pool"),
+        Metric("kvd_io_in_flight_bytes", "gauge", "Bytes of running I/O"),
         _counter(
             "kvd_io_errors_total",
             "Operations that failed, by kind",
@@ -160,13 +162,13 @@ METRICS = MetricTable(
         # --------------------------------------------------------------------------- eviction
         _counter(
             "kvd_evicted_blocks_total",
-            "Blocks that left to make room, by what was short",
+            "Blocks evicted to make room, by what was short",
             "reason",
             counted={"dram": "evictions_dram", "ssd": "evictions_ssd", "quota": "evictions_quota"},
         ),
         _counter(
             "kvd_dropped_sessions_total",
-            "Sessions of which nothing is left, by why",
+            "Sessions dropped completely, by reason",
             "reason",
             counted={
                 "evicted": "sessions_dropped",
@@ -176,7 +178,7 @@ METRICS = MetricTable(
         ),
         _counter(
             "kvd_demoted_blocks_total",
-            "Blocks written to SSD because their room in DRAM was wanted",
+            "Blocks written to SSD because their slot in DRAM was needed",
             counted="demotions",
         ),
         _histogram(
@@ -192,7 +194,7 @@ METRICS = MetricTable(
         # --------------------------------------------------------------------------- prefetch
         _counter(
             "kvd_prefetched_blocks_total",
-            "Blocks read ahead of any load, by what came of it",
+            "Prefetched blocks, by result",
             "result",
             counted={
                 "begun": "prefetch_blocks",
@@ -203,23 +205,23 @@ METRICS = MetricTable(
         ),
         _counter(
             "kvd_prefetched_tokens_total",
-            "Tokens of the blocks read ahead",
+            "Tokens of prefetched blocks",
             counted="prefetch_tokens",
         ),
         _counter(
             "kvd_prefetch_cancelled_sessions_total",
-            "Sessions whose turn left the queue before all of them was read",
+            "Sessions whose turn left the queue before they were completely prefetched",
             counted="prefetch_cancelled",
         ),
-        _gauge("kvd_queue_waiting_jobs", "Turns that wait in the engines"),
-        _gauge("kvd_queue_running_sessions", "Sessions with a turn that runs"),
+        _gauge("kvd_queue_waiting_jobs", "Turns waiting in the engines' queues"),
+        _gauge("kvd_queue_running_sessions", "Sessions with a running turn"),
         _gauge(
             "kvd_prefetch_window_jobs",
-            "How far into the queue is read ahead: sessions of mean size that fit in DRAM",
+            "Look-ahead window of prefetching: sessions of mean size that fit in DRAM",
         ),
         _gauge(
             "kvd_eviction_window_jobs",
-            "How far into the queue sessions are kept: those that fit in both tiers",
+            "Look-ahead window of eviction: sessions of mean size that fit in both tiers",
         ),
         _gauge("kvd_mean_session_bytes", "Mean size of a session"),
         # -------------------------------------------------------------------------- integrity
@@ -234,12 +236,12 @@ METRICS = MetricTable(
         ),
         _counter(
             "kvd_verified_blocks_total",
-            "Copies in DRAM that were compared with their checksums, and good",
+            "Copies in DRAM that matched their checksums",
             counted="verified_blocks",
         ),
         _counter(
             "kvd_adopted_blocks_total",
-            "Blocks found in the DRAM that an earlier kvd left",
+            "Blocks adopted from an earlier kvd's DRAM",
             counted="adopted_blocks",
         ),
         Metric(
@@ -250,31 +252,33 @@ METRICS = MetricTable(
         ),
         Metric("kvd_encryption_tenants", "gauge", "Tenants that have a key of their own"),
         # -------------------------------------------------------------------- leases, engines
-        _gauge("kvd_leases", "Leases that engines hold, by kind", "kind"),
-        _gauge("kvd_quarantined_leases", "Stores of processes that live and are not attached"),
-        _gauge("kvd_quarantined_slots", "Slots held by them"),
+        _gauge("kvd_leases", "Leases held by engines, by kind", "kind"),
+        _gauge("kvd_quarantined_leases", "Stores of living processes that are no longer attached"),
+        _gauge("kvd_quarantined_slots", "Slots of these stores"),
         _counter(
-            "kvd_lost_leases_total", "Completions of leases that were gone", counted="leases_lost"
+            "kvd_lost_leases_total",
+            "Completions of leases that no longer existed",
+            counted="leases_lost",
         ),
-        _gauge("kvd_engines", "Engines that are attached"),
+        _gauge("kvd_engines", "Attached engines"),
         Metric("kvd_copiers", "gauge", "Processes that copy for engines, one for each GPU"),
         Metric(
             "kvd_copiers_failed_total",
             "counter",
-            "Copiers that died or were killed as they were stuck; their engines copied themselves",
+            "Copiers that died or were killed as stuck; their engines copied themselves",
         ),
-        Metric("kvd_copier_jobs_total", "counter", "Copies that engines asked of copiers"),
+        Metric("kvd_copier_jobs_total", "counter", "Copies requested from copiers"),
         Metric(
             "kvd_copier_bytes_total",
             "counter",
-            "Bytes that they copied: loaded to GPUs, stored from them",
+            "Bytes copied by copiers: loaded to GPUs, stored from them",
             ("way",),
         ),
-        Metric("kvd_copier_locked_bytes", "gauge", "Memory of slots that is locked for GPUs"),
+        Metric("kvd_copier_locked_bytes", "gauge", "Memory of slots locked for GPUs"),
         # --------------------------------------------------------------------------- sessions
-        _gauge("kvd_sessions", "Sessions of which something is stored"),
-        _gauge("kvd_pinned_sessions", "Sessions that are pinned", "pin"),
-        _gauge("kvd_retained_sessions", "Sessions that are kept as their clients wish"),
+        _gauge("kvd_sessions", "Stored sessions"),
+        _gauge("kvd_pinned_sessions", "Pinned sessions", "pin"),
+        _gauge("kvd_retained_sessions", "Retained sessions"),
         _counter(
             "kvd_sessions_wanted_total",
             "Sessions that turns waited for and kvd did not have, or not all of: asked for at the "
@@ -283,12 +287,12 @@ METRICS = MetricTable(
         ),
         _counter(
             "kvd_retentions_total",
-            "Wishes of clients that a session be kept for a while, each turn's anew",
+            "Retentions requested by clients, counted for each turn",
             counted="retentions",
         ),
         _counter(
             "kvd_retentions_cut_total",
-            "Of these, those cut to what settings and TTLs allow, perhaps to nothing",
+            "Of these, those shortened by settings or TTLs, perhaps to nothing",
             counted="retentions_cut",
         ),
         _counter(
@@ -323,43 +327,45 @@ METRICS = MetricTable(
             "What a tenant that the settings name stores, as its quota counts it",
             "tenant",
         ),
-        _gauge("kvd_tenant_quota_bytes", "Its quota, if it has one", "tenant"),
+        _gauge("kvd_tenant_quota_bytes", "Its quota, if set", "tenant"),
         _gauge("kvd_tenant_sessions", "Its sessions", "tenant"),
         _counter(
             "kvd_discards_total",
-            "Times that tokens of a stored session were dropped",
+            "Discards of tokens of stored sessions",
             counted="discards",
         ),
         _counter(
             "kvd_discarded_tokens_total",
-            "Stored tokens that were dropped so",
+            "Stored tokens dropped by discards",
             counted="discarded_tokens",
         ),
         _counter(
             "kvd_grafts_total",
-            "Times that a session was given KV of another one's tokens",
+            "Grafts: KV of another session added to a session",
             counted="grafts",
         ),
-        _counter("kvd_grafted_tokens_total", "Tokens that were given so", counted="grafted_tokens"),
+        _counter("kvd_grafted_tokens_total", "Tokens added by grafts", counted="grafted_tokens"),
         _counter(
             "kvd_compactions_total",
-            "Times that what discards had left was put together, by what came of it",
+            "Compactions of sessions after discards, by result",
             "result",
             counted={"done": "compactions", "given_up": "compactions_given_up"},
         ),
         _counter(
             "kvd_compacted_tokens_total",
-            "Tokens whose KV was put together",
+            "Tokens whose KV was compacted",
             counted="compacted_tokens",
         ),
         _counter(
-            "kvd_compacted_blocks_total", "Blocks that were made so", counted="compacted_blocks"
+            "kvd_compacted_blocks_total",
+            "Blocks written by compactions",
+            counted="compacted_blocks",
         ),
         # ------------------------------------------------------------------------------- RPCs
         Metric(
             "kvd_refused_calls_total",
             "counter",
-            "Callers turned away, by reason and by the name that they have in the settings",
+            "Refused callers, by reason and by their name in the settings",
             ("reason", "client"),
         ),
         Metric(
@@ -369,7 +375,10 @@ METRICS = MetricTable(
         ),
         Metric("kvd_rpcs_total", "counter", "Calls by method and status", ("method", "code")),
         Metric(
-            "kvd_rpc_seconds", "histogram", "Calls, without those that last for ever", ("method",)
+            "kvd_rpc_seconds",
+            "histogram",
+            "Duration of calls, except streams without an end",
+            ("method",),
         ),
         *connection_metrics("kvd"),
         *PROCESS_METRICS,

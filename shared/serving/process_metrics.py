@@ -33,11 +33,11 @@ def fill_connections(prefix: str, metrics: ConnectionMetrics, scrape: Scrape) ->
 
 PROCESS_METRICS = (
     Metric("process_cpu_seconds_total", "counter", "CPU time of the process, user and system"),
-    Metric("process_resident_memory_bytes", "gauge", "Memory it has in RAM, shared one included"),
-    Metric("process_open_fds", "gauge", "File descriptors that are open"),
-    Metric("process_max_fds", "gauge", "File descriptors that may be open"),
+    Metric("process_resident_memory_bytes", "gauge", "Resident memory, shared memory included"),
+    Metric("process_open_fds", "gauge", "Open file descriptors"),
+    Metric("process_max_fds", "gauge", "Limit of open file descriptors"),
     Metric("process_threads", "gauge", "Threads"),
-    Metric("process_start_time_seconds", "gauge", "When it began, in seconds since 1970"),
+    Metric("process_start_time_seconds", "gauge", "Start time, in seconds since 1970"),
 )
 
 
@@ -51,7 +51,7 @@ def connection_metrics(prefix: str) -> tuple[Metric, ...]:
         Metric(
             f"{prefix}_http_connections",
             "gauge",
-            "HTTP connections that are open, idle ones and TLS handshakes included",
+            "Open HTTP connections, including idle ones and TLS handshakes",
             ("server",),
         ),
         Metric(
