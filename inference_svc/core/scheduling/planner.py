@@ -218,25 +218,28 @@ class Planner:
         return next((t for t in terms if self._fits(t)), None)
 
     def _terms_by_preempting(self, head: Request, sketch: _Sketch) -> Terms | None:
-        """Preempt requests of lower priority for the most modest terms, if that helps."""
-        candidates = self._victims(head.priority, RequestState.READY, RequestState.RUNNING)
-        if not candidates:
+        """Preempt as few requests of lower priority as make room for the head, if any do."""
+        found = [(t, victims) for t in self._terms(head) if (victims := self._victims_for(head, t))]
+        if not found:
             return None
-        terms = self._terms(head)[-1]
-        victims = []
-        if not self._may_load():  # a place among those is free once a ready request is preempted
-            ready = [request for request in candidates if request.state is RequestState.READY]
-            if not ready:
-                return None
-            victims.append(ready[0])
-            candidates.remove(ready[0])
-        while not self._fits(terms, victims):
-            if not candidates:
-                return None
-            victims.append(candidates.pop(0))
+        terms, victims = min(found, key=lambda pair: len(pair[1]))
         for victim in victims:
             self._preempt(victim, sketch)
         return terms
+
+    def _victims_for(self, head: Request, terms: Terms) -> list[Request]:
+        """List the requests to preempt for these terms; empty if that makes not enough room."""
+        candidates = self._victims(head.priority, RequestState.READY, RequestState.RUNNING)
+        candidates = [request for request in candidates if request is not terms.source]
+        victims: list[Request] = []
+        if not self._may_load():  # a place among those is free once a ready request is preempted
+            victims = [one for one in candidates if one.state is RequestState.READY][:1]
+            candidates = [one for one in candidates if one not in victims] if victims else []
+        for victim in candidates:
+            if self._fits(terms, victims):
+                break
+            victims.append(victim)
+        return victims if self._fits(terms, victims) else []
 
     def _may_load(self) -> bool:
         loading = self._active.in_state(RequestState.LOADING, RequestState.READY)
@@ -267,8 +270,7 @@ class Planner:
     def _resident_tokens(self, request: Request) -> int:
         """Count the request's first tokens in its session's resident, if they are worth using.
 
-        0 if these are less than half of the history, as after a truncation: the store likely has
-        more.
+        0 if these are less than half of the history: after a truncation the store likely has more.
         """
         num_tokens, resident = self._residents.match(request), self._residents.get(request.key)
         if resident is not None and num_tokens and self._slots.is_paged:

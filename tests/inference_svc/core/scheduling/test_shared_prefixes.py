@@ -327,6 +327,24 @@ def test_a_turn_is_not_preempted_while_it_is_copied():
     assert scheduler.schedule(5).preempted
 
 
+def test_who_is_admitted_by_preemption_shares_all_the_same():
+    """Pages that are shared are not made room for: as few turns are preempted as have to be."""
+    scheduler = make(kv_slots=140)
+    leader, *low = start_alike(scheduler, [*PROMPT, 1], [1] * 36, [2] * 36, priority=1)
+    for request in low:
+        request.priority = 0
+    while not all(request.output_ids for request in low):
+        compute(scheduler)
+    assert scheduler.held_slots.free_slots == 4  # and each of the low ones has 44
+    submit(scheduler, 9, [*PROMPT, 9], priority=1)
+    plan = scheduler.schedule(9)
+    assert (plan.preempted, admissions(plan)) == ((low[1],), [(9, 40, True)])
+    scheduler.check()
+    assert (
+        scheduler.slots.pages(leader)[:10] == scheduler.slots.pages(plan.admitted[0].request)[:10]
+    )
+
+
 @pytest.mark.parametrize("page_tokens", [4, None])
 def test_with_states_nobody_waits_for_what_others_compute(page_tokens):
     """What they share could not be continued: the state behind it is nobody's."""
