@@ -75,9 +75,9 @@ def push(
 ) -> None:
     """Store sessions in an object store, for other kvds to pull.
 
-    Those that are in memory only go first, then those that would cost most to compute again. What
-    is there already is not sent again: a push that was broken off goes on. With [encryption] the
-    tenant's key seals what is sent, and stays here.
+    Sessions that are only in memory are sent first, then those that cost most to recompute. Chunks
+    that the store has are not sent again, so an interrupted push can be repeated. With [encryption]
+    chunks are sealed with the tenant's key, which stays here.
     """
     named = sessions or []
     check_chosen("push", named, tenant, everything=everything)
@@ -129,8 +129,8 @@ def pull(
 ) -> None:
     """Fetch sessions from an object store, and become their owner.
 
-    Who owned them before can push nothing of them any more, until it pulls them itself. Their own
-    TTLs and their pins come with them.
+    Their previous owner can no longer push them, until it pulls them itself. Their TTLs and pins
+    are fetched with them.
     """
     pace = SharedPace(_bytes_of(rate))
     with open_client(runtime_dir) as client:

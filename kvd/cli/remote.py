@@ -157,8 +157,8 @@ def remote_follow(
 def remote_status(runtime_dir: RuntimeDir = None, as_json: AsJson = False) -> None:
     """Show what kvd remote follow does on this machine: pending work and failures.
 
-    It says so itself, every few seconds. Exit 1 while its store fails, or kvd does not answer it;
-    69 if none runs.
+    The follower updates this every few seconds. Exit 1 while its store fails, or kvd does not
+    answer it; 69 if none runs.
     """
     now_s = time.time()
     status = read_status(runtime_dir or default_runtime_dir(), now_s)

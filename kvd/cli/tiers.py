@@ -148,8 +148,8 @@ def leases(
 ) -> None:
     """List leases, oldest first; or kill a process that holds some.
 
-    A quarantined lease is one whose engine has lost its connection but not its life: it may still
-    write, so its slots are given to nobody until it comes back or ends.
+    The engine of a quarantined lease has lost its connection but still runs and may still write, so
+    the lease's slots are not reused until it returns or ends.
     """
     with open_client(runtime_dir) as client:
         if kill is not None:
