@@ -60,10 +60,15 @@ class ReadPlan:
     num_begun: int = 0
 
     def next_block(self, state: CacheState) -> Block | None:
-        """Return the next block to read; skip blocks that are lost, or read by a load meanwhile."""
+        """Return the next block to read; skip those that are no longer missing.
+
+        Since the plan was made a block may have been lost or read by a load, or the session may
+        have other tokens now. Then only other sessions use the block, perhaps none that ranks in
+        DRAM, and eviction would not find it.
+        """
         while self.missing:
             block = state.blocks.get(self.missing[0])
-            if block is not None and _is_missing(block):
+            if block is not None and self.session.key in block.users and _is_missing(block):
                 return block
             self.missing.popleft()
         return None

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvd.core.io.prefetching import LOOK_NS, MOST_STEPS
+from kvd.core.io.prefetching import LOOK_NS, MOST_STEPS, plan_session
 from kvd.core.io.reading import RETRY_NS
 from kvd.core.records.actions import Emit, IoOutcome, ReadBlock
 from shared.types.granted_slots import Lookup
@@ -27,9 +27,11 @@ from tests.kvd.core.turns import (
     A,
     B,
     C,
+    complete_store,
     counter,
     load,
     prepare_load,
+    prepare_store,
     queue_of,
     store,
     tiers_of,
@@ -257,6 +259,21 @@ def test_a_session_flushed_while_it_is_read_leaves_nothing():
     world.quiesce()
     assert [tier.used_bytes for tier in world.engine.inspection.stats().tiers] == [0, 0]
     assert counter(world, "prefetch_wasted") == 1
+
+
+def test_blocks_that_a_session_uses_no_more_are_not_read_for_it():
+    """It has other tokens since its plan was made; another session has those that it had."""
+    world = reading_world(packs_sessions=False)
+    store_on_ssd(world, {A: 3})
+    assert not prepare_store(world, B, tokens_of(A, 3)).lease_id  # all is there
+    state = world.engine._state
+    plan = plan_session(state, A, is_waiting=True)
+    first, second, _ = plan.missing
+    complete_store(world, prepare_store(world, A, tokens_of(A, 1) + tokens_of(C, 1)))
+    assert plan.next_block(state) is state.blocks[first]
+    plan.record_begun(state)
+    assert state.blocks[second].users == {B: None}
+    assert plan.next_block(state) is None
 
 
 def test_a_new_kvd_reads_ahead_for_the_queue_that_is_reported():
