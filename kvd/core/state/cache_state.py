@@ -26,7 +26,7 @@ from kvd.core.records.actions import (
 )
 from kvd.core.records.entries import Pin, Span
 from kvd.core.records.extent_shape import ExtentShape
-from kvd.core.records.records import Tier
+from kvd.core.records.tier import Tier
 from kvd.core.state.block import Block, BlockIndex, BlockIo
 from kvd.core.state.block_users import BlockUsers
 from kvd.core.state.discarded_blocks import DiscardedBlocks
