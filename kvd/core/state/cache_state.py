@@ -102,7 +102,7 @@ class CacheState:
         self.policy = self.placement.policy
         self.users = BlockUsers(self.blocks, self.sessions, self.policy)
         self.tails = PackedTails(
-            self.blocks, self.sessions, self.users, packs_sessions=limits.packs_sessions
+            self.blocks, self.sessions, self.users.add, packs_sessions=limits.packs_sessions
         )
         self.stored_parts = PartsTable() if layout.part_slots else None
         self._clocks: list[TtlClock] = []
