@@ -24,8 +24,7 @@ from inference_svc.runtime.compute.answer_grammar import AnswerGrammar, CallGram
 from inference_svc.runtime.compute.attention_scores import keeper_for
 from inference_svc.runtime.compute.grammars import Grammars
 from inference_svc.runtime.compute.sampling import Sampler
-from inference_svc.runtime.engine.engine_loop import EngineLoop
-from inference_svc.runtime.engine.engine_request import ContextCut, EngineRequest
+from inference_svc.runtime.engine.engine_request import ContextCut, Engine, EngineRequest
 from inference_svc.runtime.turns.answer_writer import AnswerWriter
 from inference_svc.runtime.turns.kept_edits import EditKeeper
 from inference_svc.runtime.turns.misses import MissExplainer, with_miss
@@ -54,7 +53,7 @@ class TurnRunner:
 
     def __init__(
         self,
-        engine: EngineLoop,
+        engine: Engine,
         transcripts: TranscriptStore,
         prompts: PromptMaker,
         grammars: Grammars,
@@ -94,7 +93,7 @@ class TurnRunner:
         number, context = next(self._numbers), transcript.context
         # kvd knows of the turn from here on, and reads its history from SSD while text is encoded.
         arriving = number, submission.key, submission.priority, context.computed_tokens
-        with self._engine.scheduler.queue.arriving(*arriving):
+        with self._engine.queue.arriving(*arriving):
             session_arguments = transcript.template_arguments
             prompt = await self._prompts.make(submission, context, session_arguments)
             grammar = await self._compile_grammar(submission, prompt)
@@ -104,7 +103,7 @@ class TurnRunner:
                     submission.key.session_id,
                     len(transcript.turns),
                     submission.request_id,
-                    len(self._engine.scheduler.queue),
+                    len(self._engine.queue),
                     is_replayed=False,
                 )
             )
