@@ -28,6 +28,7 @@ from inference_svc.core.tools.parts import (
     collect_answer,
     is_open,
     merge_texts,
+    num_pending,
 )
 
 MAX_HEAD = 256  # characters before the arguments of a call
@@ -279,17 +280,6 @@ class MarkedReader:
             text, self._gap, self._is_bare = self._gap, "", False
         if text:
             parts.append(Content(text))
-
-
-def num_pending(text: str, marks: Sequence[str]) -> int:
-    """Return how many of the last characters may be the beginning of a mark."""
-    longest = min(len(text), max(map(len, marks), default=1) - 1)
-    last = text[len(text) - longest :]
-    if not any(mark[0] in last for mark in marks):  # the common case
-        return 0
-    return next(
-        (n for n in range(longest, 0, -1) if any(mark.startswith(text[-n:]) for mark in marks)), 0
-    )
 
 
 def read_whole(reader: AnswerReader, text: str) -> ReadAnswer:

@@ -1,13 +1,11 @@
 """Answers as they are read: their parts, in order, and summed up."""
 
 import pytest
-from hypothesis import assume, given
-from hypothesis import strategies as st
 
 from inference_svc.core.chat import ToolCall
 from inference_svc.core.tools.formats import HERMES, Hermes
 from inference_svc.core.tools.parts import Content
-from inference_svc.core.tools.reader import MarkedReader, num_pending, read_whole
+from inference_svc.core.tools.reader import MarkedReader, read_whole
 
 CALL = '<tool_call>{"name": "a"}</tool_call>'
 MADE = ToolCall("a", "{}")
@@ -62,12 +60,3 @@ def test_what_is_no_call_is_out_soon():
     said = "".join(part.text for character in text for part in reader.push(character))
     assert said == text[: len(said)]
     assert len(said) > len(text) - 11
-
-
-@given(text=st.text("abc", max_size=8), marks=st.lists(st.text("abc", min_size=1, max_size=4)))
-def test_the_open_end_of_a_text(text, marks):
-    """As many characters as begin a mark that is not complete: the most there are."""
-    assume(not any(mark in text for mark in marks))
-    begun = [mark[:length] for mark in marks for length in range(len(mark))]
-    ends = [len(begin) for begin in begun if text.endswith(begin)]
-    assert num_pending(text, marks) == max(ends, default=0)
