@@ -21,8 +21,7 @@ from kvd.remote.manifest import Owner, has_expired, is_remnant
 from kvd.remote.names import session_place
 from kvd.remote.pulling import Puller, PullResult, Sink
 from kvd.remote.pushing import Pusher, PushResult, Source
-from shared.blobs.blob_store import BlobStore
-from shared.blobs.errors import OvertakenError
+from shared.blobs.blob_store import BlobStore, OvertakenError
 from shared.blobs.paced_store import PacedStore, Request
 from shared.blobs.release import FORMAT, claim
 from shared.kvd_client.messages import key_message

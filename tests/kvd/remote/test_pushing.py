@@ -6,8 +6,7 @@ import pytest
 
 from kvd.host.pacing import SharedPace
 from kvd.remote.pushing import THREADS, Outcome, Pusher, in_order
-from shared.blobs.blob_store import Blob
-from shared.blobs.errors import StoreFailedError
+from shared.blobs.blob_store import Blob, StoreFailedError
 from shared.pb.kvd.v1 import kvd_pb2 as pb
 from shared.types.errors import ConflictError, StateError
 from tests.faulty_store import FaultyStore, View

@@ -4,7 +4,7 @@ from random import Random
 
 import pytest
 
-from shared.blobs.errors import BlobMissingError
+from shared.blobs.blob_store import BlobMissingError
 from shared.blobs.paced_store import PacedStore
 from tests.faulty_store import FaultyStore, View
 
