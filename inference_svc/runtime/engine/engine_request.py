@@ -12,7 +12,7 @@ from typing import Protocol
 
 import numpy as np
 
-from inference_svc.core.discards import Discard, Range
+from inference_svc.core.discards import Range
 from inference_svc.core.rates.rates import LoadPolicy
 from inference_svc.core.retention import NO_RETENTION, Retention
 from inference_svc.core.scheduling.request import Request
@@ -20,7 +20,7 @@ from inference_svc.core.scheduling.start_gate import HBM
 from inference_svc.core.scheduling.step_plan import Admission
 from inference_svc.core.scheduling.waiting_queue import WaitingQueue
 from inference_svc.core.speculation.prompt_lookup import PromptLookup
-from inference_svc.core.turn_record import Graft
+from inference_svc.core.turn_record import Discard, Graft
 from inference_svc.runtime.compute.attention_scores import ScoreKeeper
 from inference_svc.runtime.compute.pooler import Pooler
 from inference_svc.runtime.compute.sampling import Sampled, Sampler

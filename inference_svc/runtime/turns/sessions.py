@@ -11,7 +11,7 @@ from functools import partial
 from typing import TypeVar
 
 from inference_svc.core.counters import Counters
-from inference_svc.core.discards import CLIENT, Discard, Range, clip, merge_ranges, num_in
+from inference_svc.core.discards import Range, clip, merge_ranges, num_in
 from inference_svc.core.errors import (
     InvalidDiscardError,
     SessionBusyError,
@@ -21,6 +21,7 @@ from inference_svc.core.errors import (
 from inference_svc.core.session_turns import SessionTurns
 from inference_svc.core.tenant_limits import TenantLimits
 from inference_svc.core.transcript_format import ExpectedSession, Transcript
+from inference_svc.core.turn_record import CLIENT, Discard
 from inference_svc.runtime.engine.engine_request import ContextCut, Engine
 from inference_svc.runtime.turns.shared_conversations import SharedConversations
 from inference_svc.runtime.turns.shared_histories import SharedHistories

@@ -15,11 +15,20 @@ from inference_svc.core.answers import GrowingAnswer
 from inference_svc.core.compression import CompressionPolicy, special_tokens
 from inference_svc.core.context import Context
 from inference_svc.core.counters import COUNTERS, Counters
-from inference_svc.core.discards import COMPRESSION, OVERFLOW, Discard, Range, clip, num_in
+from inference_svc.core.discards import Range, clip, num_in
 from inference_svc.core.errors import InvalidTurnError, SessionMovedError
 from inference_svc.core.submission import Submission
 from inference_svc.core.transcript_format import ExpectedSession, Header, Transcript
-from inference_svc.core.turn_record import Accepted, Finished, FinishReason, TurnRecord, Usage
+from inference_svc.core.turn_record import (
+    COMPRESSION,
+    OVERFLOW,
+    Accepted,
+    Discard,
+    Finished,
+    FinishReason,
+    TurnRecord,
+    Usage,
+)
 from inference_svc.runtime.compute.answer_grammar import AnswerGrammar, CallGrammar
 from inference_svc.runtime.compute.attention_scores import keeper_for
 from inference_svc.runtime.compute.grammars import Grammars
