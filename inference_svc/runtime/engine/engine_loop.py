@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from inference_svc.core.counters import Counters
-from inference_svc.core.discards import merge_ranges
+from inference_svc.core.ranges import merge_ranges
 from inference_svc.core.scheduling.request import RequestEvent, RequestState
 from inference_svc.core.scheduling.scheduler import Scheduler
 from inference_svc.core.scheduling.step_plan import PlannedChunk, StepPlan, StepResult

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import numpy as np
 
-from inference_svc.core.discards import Range
+from inference_svc.core.ranges import Range
 from inference_svc.core.rates.rates import LoadPolicy
 from inference_svc.core.retention import NO_RETENTION, Retention
 from inference_svc.core.scheduling.request import Request

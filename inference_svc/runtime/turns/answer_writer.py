@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from inference_svc.core.answers import GrowingAnswer
-from inference_svc.core.discards import num_in
+from inference_svc.core.ranges import num_in
 from inference_svc.core.scheduling.request import Request
 from inference_svc.core.turn_record import (
     AnswerToken,

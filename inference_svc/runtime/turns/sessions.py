@@ -11,13 +11,13 @@ from functools import partial
 from typing import TypeVar
 
 from inference_svc.core.counters import Counters
-from inference_svc.core.discards import Range, clip, merge_ranges, num_in
 from inference_svc.core.errors import (
     InvalidDiscardError,
     SessionBusyError,
     SessionExistsError,
     UnknownTurnError,
 )
+from inference_svc.core.ranges import Range, clip, merge_ranges, num_in
 from inference_svc.core.session_turns import SessionTurns
 from inference_svc.core.tenant_limits import TenantLimits
 from inference_svc.core.transcript_format import ExpectedSession, Transcript

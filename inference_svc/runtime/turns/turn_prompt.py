@@ -6,8 +6,8 @@ from functools import cached_property
 
 from inference_svc.core.answers import GrowingAnswer, SamplingParams
 from inference_svc.core.context import Context, prompt_marks
-from inference_svc.core.discards import Range
 from inference_svc.core.errors import EmptyTurnError, InvalidSamplingError, InvalidTurnError
+from inference_svc.core.ranges import Range
 from inference_svc.core.submission import ChatInput, Submission, TextInput, TokenInput, TurnInput
 from inference_svc.core.template_arguments import Arguments
 from inference_svc.core.transcript_format import Transcript

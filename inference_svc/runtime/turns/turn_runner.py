@@ -15,8 +15,8 @@ from inference_svc.core.answers import GrowingAnswer
 from inference_svc.core.compression import CompressionPolicy, special_tokens
 from inference_svc.core.context import Context
 from inference_svc.core.counters import COUNTERS, Counters
-from inference_svc.core.discards import Range, clip, num_in
 from inference_svc.core.errors import InvalidTurnError, SessionMovedError
+from inference_svc.core.ranges import Range, clip, num_in
 from inference_svc.core.submission import Submission
 from inference_svc.core.transcript_format import ExpectedSession, Header, Transcript
 from inference_svc.core.turn_record import (

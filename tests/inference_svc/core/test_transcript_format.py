@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from inference_svc.core.context import Context
-from inference_svc.core.discards import merge_ranges
+from inference_svc.core.ranges import merge_ranges
 from inference_svc.core.transcript_format import (
     Header,
     Transcript,

@@ -13,6 +13,7 @@ from shared.types.lineage import join_ranges
 
 Range = tuple[int, int]
 
+
 def merge_ranges(ranges: Iterable[Range], num_tokens: int) -> tuple[Range, ...]:
     """Sort and join ranges of a context of `num_tokens` tokens.
 
