@@ -19,11 +19,13 @@ and a page whose holders are all not in use is evictable.
 *Source:* PagedAttention: vLLM (SOSP'23).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 from inference_svc.core.attention_window import HeldRows
+
+T = TypeVar("T")
 
 
 @dataclass(eq=False)
@@ -207,3 +209,28 @@ class ContiguousSlots:
         assert self.free_slots + held == self.num_slots, "slots are lost, or counted twice"
         evictable = sum(holding.num_slots for holding in holdings if not holding.num_users)
         assert self.evictable_slots == evictable
+
+
+def choose_victims(candidates: Iterable[T], is_enough: Callable[[Sequence[T]], bool]) -> list[T]:
+    """Choose as few holders as have to give way, in the order of candidates.
+
+    A holder that shares its slots, or has few, may turn out to be spared by a later one that has to
+    go anyway. So each of the chosen is needed: without it, the others would not be enough.
+
+    Args:
+        candidates: the holders, the one to give way first at the front.
+        is_enough: whether these holders make enough room together.
+
+    Returns:
+        The chosen holders; all candidates if even these are not enough.
+    """
+    chosen: list[T] = []
+    for candidate in candidates:
+        if is_enough(chosen):
+            break
+        chosen.append(candidate)
+    for candidate in chosen[::-1]:
+        others = [other for other in chosen if other is not candidate]
+        if is_enough(others):
+            chosen = others
+    return chosen

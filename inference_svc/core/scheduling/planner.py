@@ -31,6 +31,7 @@ from dataclasses import dataclass, field, replace
 
 from inference_svc.core.attention_window import is_whole
 from inference_svc.core.scheduling.chunk_planner import ChunkPlanner
+from inference_svc.core.scheduling.held_slots import choose_victims
 from inference_svc.core.scheduling.request import (
     ActiveRequests,
     Request,
@@ -231,15 +232,13 @@ class Planner:
         """List the requests to preempt for these terms; empty if that makes not enough room."""
         candidates = self._victims(head.priority, RequestState.READY, RequestState.RUNNING)
         candidates = [request for request in candidates if request is not terms.source]
-        victims: list[Request] = []
-        if not self._may_load():  # a place among those is free once a ready request is preempted
-            victims = [one for one in candidates if one.state is RequestState.READY][:1]
-            candidates = [one for one in candidates if one not in victims] if victims else []
-        for victim in candidates:
-            if self._fits(terms, victims):
-                break
-            victims.append(victim)
-        return victims if self._fits(terms, victims) else []
+
+        def is_enough(victims: Sequence[Request]) -> bool:
+            is_place_free = any(victim.state is RequestState.READY for victim in victims)
+            return (self._may_load() or is_place_free) and self._fits(terms, victims)
+
+        victims = choose_victims(candidates, is_enough)
+        return victims if is_enough(victims) else []
 
     def _may_load(self) -> bool:
         loading = self._active.in_state(RequestState.LOADING, RequestState.READY)
@@ -255,7 +254,7 @@ class Planner:
         if resident is not None and num_tokens:
             if slots.is_paged:
                 kv_slots = slots.growth_in_place(resident, num_tokens, capacity)
-                return [Terms(capacity, kv_slots, num_tokens, resident, in_place=True)]
+                return [Terms(capacity, kv_slots, num_tokens, resident, in_place=True), fresh]
             room = slots.account.tokens_in(resident.holding.num_slots)
             if room >= capacity:
                 usable = min(room, request.full_capacity_tokens)

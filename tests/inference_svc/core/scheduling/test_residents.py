@@ -117,6 +117,16 @@ def test_no_more_victims_than_it_takes():
     assert residents.victims(11, {}.get, key("a")) == [key("b"), key("c")]
 
 
+def test_who_need_not_go_once_a_larger_one_goes_stays():
+    """The small one is older, and goes first where it is enough."""
+    residents = Residents(ContiguousSlots(1000))
+    residents.put(resident("small", capacity_tokens=5, last_used_ns=1))
+    residents.put(resident("large", capacity_tokens=50, last_used_ns=2))
+    assert residents.victims(5, {}.get) == [key("small")]
+    assert residents.victims(50, {}.get) == [key("large")]
+    assert residents.victims(51, {}.get) == [key("small"), key("large")]
+
+
 def test_what_is_being_copied_is_no_victim():
     """Its rows are being read; they count, but cannot be had."""
     slots = ContiguousSlots(1000)
