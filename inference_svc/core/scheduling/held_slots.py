@@ -53,6 +53,25 @@ class PageCopy(NamedTuple):
     target: int
 
 
+class ReleaseTally:
+    """Counts the slots that would become free if some holdings were released.
+
+    Attributes:
+        num_slots: number of these slots.
+    """
+
+    def __init__(self) -> None:
+        self.num_slots = 0
+
+    def add(self, holding: Holding) -> None:
+        """Count a holding among those that are released."""
+        self.num_slots += holding.num_slots
+
+    def remove(self, holding: Holding) -> None:
+        """Count a holding that was added no longer."""
+        self.num_slots -= holding.num_slots
+
+
 class HeldSlots(Protocol):
     """The account of token slots.
 
@@ -107,8 +126,8 @@ class HeldSlots(Protocol):
     def num_shared(self, holding: Holding, first_token: int) -> int:
         """Return how many free slots `make_private` would take."""
 
-    def freed_by(self, holdings: Sequence[Holding]) -> int:
-        """Return how many slots would become free if all of these holdings were released."""
+    def tally(self) -> "ReleaseTally":
+        """Begin to count the slots that releasing some holdings would free, until a change."""
 
     def evictable_after(self, spared: Sequence[Holding], kept: Holding | None) -> int:
         """Return how many slots would be evictable if `spared` were residents, and `kept` stayed.
@@ -188,9 +207,9 @@ class ContiguousSlots:
         """Return 0: these slots have no other holder."""
         return 0
 
-    def freed_by(self, holdings: Sequence[Holding]) -> int:
-        """Return how many slots would become free if all of these holdings were released."""
-        return sum(holding.num_slots for holding in holdings)
+    def tally(self) -> "ReleaseTally":
+        """Begin to count the slots that releasing some holdings would free."""
+        return ReleaseTally()
 
     def evictable_after(self, spared: Sequence[Holding], kept: Holding | None) -> int:
         """Return how many slots would be evictable if `spared` were residents, and `kept` stayed.
@@ -211,7 +230,12 @@ class ContiguousSlots:
         assert self.evictable_slots == evictable
 
 
-def choose_victims(candidates: Iterable[T], is_enough: Callable[[Sequence[T]], bool]) -> list[T]:
+def choose_victims(
+    candidates: Iterable[T],
+    add: Callable[[T], object],
+    remove: Callable[[T], object],
+    is_enough: Callable[[], bool],
+) -> list[T]:
     """Choose as few holders as have to give way, in the order of candidates.
 
     A holder that shares its slots, or has few, may turn out to be spared by a later one that has to
@@ -219,18 +243,25 @@ def choose_victims(candidates: Iterable[T], is_enough: Callable[[Sequence[T]], b
 
     Args:
         candidates: the holders, the one to give way first at the front.
-        is_enough: whether these holders make enough room together.
+        add: counts a holder among those that give way.
+        remove: counts a holder that was added no longer.
+        is_enough: whether those that were added make enough room together.
 
     Returns:
         The chosen holders; all candidates if even these are not enough.
     """
     chosen: list[T] = []
     for candidate in candidates:
-        if is_enough(chosen):
+        if is_enough():
             break
+        add(candidate)
         chosen.append(candidate)
-    for candidate in chosen[::-1]:
-        others = [other for other in chosen if other is not candidate]
-        if is_enough(others):
-            chosen = others
-    return chosen
+    if not is_enough():
+        return chosen
+    needed = []
+    for candidate in reversed(chosen):
+        remove(candidate)
+        if not is_enough():
+            add(candidate)
+            needed.append(candidate)
+    return needed[::-1]

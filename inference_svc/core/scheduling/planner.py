@@ -230,15 +230,19 @@ class Planner:
 
     def _victims_for(self, head: Request, terms: Terms) -> list[Request]:
         """List the requests to preempt for these terms; empty if that makes not enough room."""
-        candidates = self._victims(head.priority, RequestState.READY, RequestState.RUNNING)
-        candidates = [request for request in candidates if request is not terms.source]
+        found = self._victims(head.priority, RequestState.READY, RequestState.RUNNING)
+        candidates = [request for request in found if request is not terms.source]
+        if not self._makes_room(terms, candidates):
+            return []
+        chosen: list[Request] = []
+        return choose_victims(
+            candidates, chosen.append, chosen.remove, lambda: self._makes_room(terms, chosen)
+        )
 
-        def is_enough(victims: Sequence[Request]) -> bool:
-            is_place_free = any(victim.state is RequestState.READY for victim in victims)
-            return (self._may_load() or is_place_free) and self._fits(terms, victims)
-
-        victims = choose_victims(candidates, is_enough)
-        return victims if is_enough(victims) else []
+    def _makes_room(self, terms: Terms, preempted: Sequence[Request]) -> bool:
+        """Return whether these terms then have room, and a place among the requests that load."""
+        has_place = any(request.state is RequestState.READY for request in preempted)
+        return (has_place or self._may_load()) and self._fits(terms, preempted)
 
     def _may_load(self) -> bool:
         loading = self._active.in_state(RequestState.LOADING, RequestState.READY)
@@ -353,12 +357,8 @@ class Planner:
 
     def _victims(self, priority: int, *states: RequestState) -> list[Request]:
         """List the requests below a priority that can be preempted: lowest first, newest first."""
-        candidates = [
-            request
-            for request in self._active.in_state(*states)
-            if request.priority < priority and self._can_preempt(request)
-        ]
-        return candidates[::-1]
+        found = [one for one in self._active.in_state(*states) if one.priority < priority]
+        return [request for request in reversed(found) if self._can_preempt(request)]
 
     def _can_preempt(self, request: Request) -> bool:
         residents = self._residents

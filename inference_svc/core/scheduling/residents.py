@@ -223,12 +223,15 @@ class Residents:
             rank: returns a session's position in the queue; None: it does not wait.
             spared: a session whose resident is not chosen.
         """
-
-        def is_enough(chosen: Sequence[Resident]) -> bool:
-            return self._slots.freed_by([resident.holding for resident in chosen]) >= num_slots
-
-        candidates = [resident for resident in self._evictable(rank) if resident.key != spared]
-        return [resident.key for resident in choose_victims(candidates, is_enough)]
+        tally = self._slots.tally()
+        candidates = (resident for resident in self._evictable(rank) if resident.key != spared)
+        chosen = choose_victims(
+            candidates,
+            lambda resident: tally.add(resident.holding),
+            lambda resident: tally.remove(resident.holding),
+            lambda: tally.num_slots >= num_slots,
+        )
+        return [resident.key for resident in chosen]
 
     def take_surplus(self, rank: Callable[[SessionKey], Rank | None]) -> list[SessionKey]:
         """Remove residents beyond `most` that are not busy, in the order of `victims`."""
