@@ -78,6 +78,7 @@ class MemoryStore:
         is_grafting, may_graft: a graft has come; grafts are done.
         has_discarded: set when it received a discard.
         num_failing_loads: so many loads break off after they were announced.
+        may_give_back: loads that broke off end.
     """
 
     saves = True
@@ -87,8 +88,9 @@ class MemoryStore:
     def __init__(self):
         self.order = []
         self.is_asked, self.may_begin, self.may_end = (asyncio.Event() for _ in range(3))
-        self.may_begin.set()
-        self.may_end.set()
+        self.may_give_back = asyncio.Event()
+        for may in (self.may_begin, self.may_end, self.may_give_back):
+            may.set()
         self.load_error = None
         self.is_away = self.offers_grafts = False
         self.is_grafting, self.may_graft = asyncio.Event(), asyncio.Event()
@@ -126,6 +128,7 @@ class MemoryStore:
         if self.num_failing_loads:
             self.num_failing_loads -= 1
             gate.fail(LoadFailedError("it broke off", "compute"))
+            await self.may_give_back.wait()
             return
         _, keys, values = self.rows[self.begun_key]
         for layer in layers:

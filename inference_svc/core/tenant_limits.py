@@ -247,12 +247,18 @@ class TenantLimits:
         """Count a session that is being opened; `end_opening` is owed."""
         self._tenant(name, now_ns).opening[session_id] += 1
 
+    def opened(self, name: str, session_id: str) -> None:
+        """Stop counting a session as being opened, whoever else opens it: it exists now."""
+        if name in self._tenants:
+            self._tenants[name].opening.pop(session_id, None)
+
     def end_opening(self, name: str, session_id: str) -> None:
-        """Stop counting a session as being opened: it exists now, or opening it failed."""
-        opening = self._tenants[name].opening
-        opening[session_id] -= 1
-        if not opening[session_id]:
-            del opening[session_id]
+        """Stop counting a session as being opened by one that is done, or has failed."""
+        opening = self._tenants[name].opening if name in self._tenants else Counter[str]()
+        if session_id in opening:
+            opening[session_id] -= 1
+            if not opening[session_id]:
+                del opening[session_id]
 
     def check(self) -> None:
         """Raise AssertionError if an invariant is broken."""

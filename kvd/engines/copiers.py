@@ -263,17 +263,23 @@ class _CopierProcess:
             self._ready.set_result(None)
         elif isinstance(message, Unusable):
             self._fail_waiters(message.message, message.remedy)
-        elif isinstance(message, Opened) and message.channel in self._opening:
-            self._opening[message.channel].set_result(None)
+        elif isinstance(message, Opened):
+            if (opened := self._waiter(message.channel)) is not None:
+                opened.set_result(None)
         elif isinstance(message, Failed) and message.channel in self._channels:
-            if message.channel in self._opening:  # else the opening was cancelled
+            if (opened := self._waiter(message.channel)) is not None:
                 error = NoCopierError(f"the copier refuses: {message.message}", "see kvd's log")
-                self._opening[message.channel].set_exception(error)
+                opened.set_exception(error)
             self._channels.pop(message.channel).mark_over()
         elif isinstance(message, Closed) and message.channel in self._channels:
             self._channels.pop(message.channel).mark_over()
         elif isinstance(message, Pong):
             self.last_pong = message
+
+    def _waiter(self, number: int) -> "asyncio.Future[None] | None":
+        """Return what waits for a channel to be opened; None: the opening was cancelled."""
+        opened = self._opening.get(number)
+        return None if opened is None or opened.done() else opened
 
     async def _ping(self, process: asyncio.subprocess.Process) -> None:
         """Ping the copier, kill it if it stays silent, and have it unmap closed arenas."""

@@ -291,8 +291,10 @@ class DataSocket:
             packets.send(sock, packets.NoCopier(error.message, error.remedy))
             return
         connection.channels.append(channel)
-        with engine_end:
+        try:
             packets.send(sock, packets.CopierChannel(), [engine_end.fileno(), pidfd])
+        finally:  # also if the engine has gone meanwhile
+            engine_end.close()
             close_fds([pidfd])
 
     def _refuse(self, sock: socket.socket, uid: int, reason: str, message: str) -> None:

@@ -44,6 +44,7 @@ _DROP_BESIDE = (
     "DELETE FROM uses WHERE layout = ? AND tenant = ? AND session_id = ?",
     "DELETE FROM retentions WHERE layout = ? AND tenant = ? AND session_id = ?",
 )
+_PUT_RETENTION = "INSERT OR REPLACE INTO retentions VALUES (?, ?, ?, ?)"
 
 Value: TypeAlias = str | bytes | int | None
 
@@ -78,6 +79,7 @@ class Row(NamedTuple):
         purges: whether removed rows must have left every file of the database after the commit.
         drops_beside: whether the first three values name a session, whose rows in other tables are
             removed in the same commit: after a kill an older use must not replace a newer one.
+        retain_ns: the session's retention, which is put in the same commit, too; None: it has none.
     """
 
     sql: str
@@ -86,6 +88,7 @@ class Row(NamedTuple):
     point: WritePoint | None = None
     purges: bool = False
     drops_beside: bool = False
+    retain_ns: int | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -287,10 +290,8 @@ class Manifest:
         """Store a session's row; it replaces earlier rows of the session in all tables."""
         identity = (self._layout_ids[layout], session.key.tenant, session.key.session_id)
         state = (session.last_access_ns, session.ttl_ns, session.pin.value, session.ended)
-        self._put(Row(PUT_SESSION, (*identity, session.spans, *state), drops_beside=True))
-        if session.retain_ns is not None:
-            sql = "INSERT OR REPLACE INTO retentions VALUES (?, ?, ?, ?)"
-            self._put(Row(sql, (*identity, session.retain_ns)))
+        values = (*identity, session.spans, *state)
+        self._put(Row(PUT_SESSION, values, drops_beside=True, retain_ns=session.retain_ns))
 
     def put_use(self, layout: str, key: SessionKey, last_access_ns: int) -> None:
         """Store the time of a session's last use beside its row, which stays."""
@@ -357,6 +358,8 @@ class Manifest:
             db.execute(row.sql, row.values)
             for sql in _DROP_BESIDE if row.drops_beside else ():
                 db.execute(sql, row.values[:3])
+            if row.retain_ns is not None:
+                db.execute(_PUT_RETENTION, (*row.values[:3], row.retain_ns))
         self._faults.reach(WritePoint.INDEX_ROWS)
         db.execute("COMMIT")
         self._faults.reach(WritePoint.INDEX_COMMITTED)

@@ -19,11 +19,13 @@ and a page whose holders are all not in use is evictable.
 *Source:* PagedAttention: vLLM (SOSP'23).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 from inference_svc.core.attention_window import HeldRows
+
+T = TypeVar("T")
 
 
 @dataclass(eq=False)
@@ -49,6 +51,25 @@ class PageCopy(NamedTuple):
     position: int  # index among the sequence's pages
     source: int
     target: int
+
+
+class ReleaseTally:
+    """Counts the slots that would become free if some holdings were released.
+
+    Attributes:
+        num_slots: number of these slots.
+    """
+
+    def __init__(self) -> None:
+        self.num_slots = 0
+
+    def add(self, holding: Holding) -> None:
+        """Count a holding among those that are released."""
+        self.num_slots += holding.num_slots
+
+    def remove(self, holding: Holding) -> None:
+        """Count a holding that was added no longer."""
+        self.num_slots -= holding.num_slots
 
 
 class HeldSlots(Protocol):
@@ -105,8 +126,8 @@ class HeldSlots(Protocol):
     def num_shared(self, holding: Holding, first_token: int) -> int:
         """Return how many free slots `make_private` would take."""
 
-    def freed_by(self, holdings: Sequence[Holding]) -> int:
-        """Return how many slots would become free if all of these holdings were released."""
+    def tally(self) -> "ReleaseTally":
+        """Begin to count the slots that releasing some holdings would free, until a change."""
 
     def evictable_after(self, spared: Sequence[Holding], kept: Holding | None) -> int:
         """Return how many slots would be evictable if `spared` were residents, and `kept` stayed.
@@ -186,9 +207,9 @@ class ContiguousSlots:
         """Return 0: these slots have no other holder."""
         return 0
 
-    def freed_by(self, holdings: Sequence[Holding]) -> int:
-        """Return how many slots would become free if all of these holdings were released."""
-        return sum(holding.num_slots for holding in holdings)
+    def tally(self) -> "ReleaseTally":
+        """Begin to count the slots that releasing some holdings would free."""
+        return ReleaseTally()
 
     def evictable_after(self, spared: Sequence[Holding], kept: Holding | None) -> int:
         """Return how many slots would be evictable if `spared` were residents, and `kept` stayed.
@@ -207,3 +228,40 @@ class ContiguousSlots:
         assert self.free_slots + held == self.num_slots, "slots are lost, or counted twice"
         evictable = sum(holding.num_slots for holding in holdings if not holding.num_users)
         assert self.evictable_slots == evictable
+
+
+def choose_victims(
+    candidates: Iterable[T],
+    add: Callable[[T], object],
+    remove: Callable[[T], object],
+    is_enough: Callable[[], bool],
+) -> list[T]:
+    """Choose as few holders as have to give way, in the order of candidates.
+
+    A holder that shares its slots, or has few, may turn out to be spared by a later one that has to
+    go anyway. So each of the chosen is needed: without it, the others would not be enough.
+
+    Args:
+        candidates: the holders, the one to give way first at the front.
+        add: counts a holder among those that give way.
+        remove: counts a holder that was added no longer.
+        is_enough: whether those that were added make enough room together.
+
+    Returns:
+        The chosen holders; all candidates if even these are not enough.
+    """
+    chosen: list[T] = []
+    for candidate in candidates:
+        if is_enough():
+            break
+        add(candidate)
+        chosen.append(candidate)
+    if not is_enough():
+        return chosen
+    needed = []
+    for candidate in reversed(chosen):
+        remove(candidate)
+        if not is_enough():
+            add(candidate)
+            needed.append(candidate)
+    return needed[::-1]

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from heapq import heapify, heappop, heappush
 
-from inference_svc.core.scheduling.held_slots import Holding, PageCopy
+from inference_svc.core.scheduling.held_slots import Holding, PageCopy, ReleaseTally
 from inference_svc.core.scheduling.page_groups import NO_PAGE, PLAIN, PageGroups
 from shared.types.units import ceil_div
 
@@ -172,7 +172,7 @@ class PagedSlots:
     def add_user(self, holding: Holding) -> None:
         """Count one more user of a holding."""
         if not holding.num_users:
-            for page, counts in self._entries(holding):
+            for page, counts in self.entries(holding):
                 self._add_page_user(page, counts)
         holding.num_users += 1
 
@@ -181,7 +181,7 @@ class PagedSlots:
         assert holding.num_users, "nobody needs it"
         holding.num_users -= 1
         if not holding.num_users:
-            for page, counts in self._entries(holding):
+            for page, counts in self.entries(holding):
                 self._remove_page_user(page, counts)
 
     def release(self, holding: Holding) -> None:
@@ -189,14 +189,20 @@ class PagedSlots:
         self.trim(holding, 0)
         holding.num_users = 0
 
-    def freed_by(self, holdings: Sequence[Holding]) -> int:
-        """Return the slots of pages that have no holders besides these."""
-        held, counted = self._tallies(holdings)
-        freed = 0
-        for page, number in held.items():
-            left = self._num_holders[page] - number, self._num_counted[page] - counted[page]
-            freed += self._times_held(page) - _counted(*left)
-        return freed * self.page_tokens
+    def tally(self) -> "PageTally":
+        """Begin to count the slots that releasing some holdings would free."""
+        return PageTally(self)
+
+    def freed_of(self, page: int, num_holders: int, num_counted: int) -> int:
+        """Return how often a page is counted less without so many of its holders.
+
+        Args:
+            page: the page.
+            num_holders: number of holders that leave.
+            num_counted: for how many of them the page is counted.
+        """
+        left = self._num_holders[page] - num_holders, self._num_counted[page] - num_counted
+        return self._times_held(page) - _counted(*left)
 
     def evictable_after(self, spared: Sequence[Holding], kept: Holding | None) -> int:
         """Return how many slots would be evictable if `spared` were residents, and `kept` stayed.
@@ -275,7 +281,7 @@ class PagedSlots:
         """Return whether a page is counted for this holder in addition to others."""
         return holding.is_counted and self.groups.is_windowed(at)
 
-    def _entries(self, holding: Holding) -> Iterator[tuple[int, bool]]:
+    def entries(self, holding: Holding) -> Iterator[tuple[int, bool]]:
         """Yield a holding's pages, and whether each is counted for it."""
         for at, page in enumerate(holding.pages):
             if page != NO_PAGE:
@@ -283,7 +289,7 @@ class PagedSlots:
 
     def _tallies(self, holdings: Sequence[Holding]) -> tuple[Counter[int], Counter[int]]:
         """Count by page how many of these hold it, and for how many it is counted."""
-        entries = [entry for holding in holdings for entry in self._entries(holding)]
+        entries = [entry for holding in holdings for entry in self.entries(holding)]
         return Counter(page for page, _ in entries), Counter(page for page, own in entries if own)
 
     def _times_held(self, page: int) -> int:
@@ -324,6 +330,34 @@ class PagedSlots:
         self._num_users[page] -= 1
         self._num_counted_users[page] -= counts
         self._num_in_use += self._times_in_use(page) - before
+
+
+class PageTally(ReleaseTally):
+    """Counts the slots of pages that have no holders besides those that are released."""
+
+    def __init__(self, slots: PagedSlots) -> None:
+        super().__init__()
+        self._slots = slots
+        self._num_holders: Counter[int] = Counter()  # that are released, by page
+        self._num_counted: Counter[int] = Counter()
+
+    def add(self, holding: Holding) -> None:
+        """Count a holding among those that are released."""
+        self._change(holding, 1)
+
+    def remove(self, holding: Holding) -> None:
+        """Count a holding that was added no longer."""
+        self._change(holding, -1)
+
+    def _change(self, holding: Holding, sign: int) -> None:
+        slots, holders, counted = self._slots, self._num_holders, self._num_counted
+        num_freed = 0
+        for page, counts in slots.entries(holding):
+            num_freed -= slots.freed_of(page, holders[page], counted[page])
+            holders[page] += sign
+            counted[page] += sign * counts
+            num_freed += slots.freed_of(page, holders[page], counted[page])
+        self.num_slots += num_freed * slots.page_tokens
 
 
 def _counted(num_holders: int, num_counted: int) -> int:

@@ -31,6 +31,7 @@ from dataclasses import dataclass, field, replace
 
 from inference_svc.core.attention_window import is_whole
 from inference_svc.core.scheduling.chunk_planner import ChunkPlanner
+from inference_svc.core.scheduling.held_slots import choose_victims
 from inference_svc.core.scheduling.request import (
     ActiveRequests,
     Request,
@@ -229,17 +230,19 @@ class Planner:
 
     def _victims_for(self, head: Request, terms: Terms) -> list[Request]:
         """List the requests to preempt for these terms; empty if that makes not enough room."""
-        candidates = self._victims(head.priority, RequestState.READY, RequestState.RUNNING)
-        candidates = [request for request in candidates if request is not terms.source]
-        victims: list[Request] = []
-        if not self._may_load():  # a place among those is free once a ready request is preempted
-            victims = [one for one in candidates if one.state is RequestState.READY][:1]
-            candidates = [one for one in candidates if one not in victims] if victims else []
-        for victim in candidates:
-            if self._fits(terms, victims):
-                break
-            victims.append(victim)
-        return victims if self._fits(terms, victims) else []
+        found = self._victims(head.priority, RequestState.READY, RequestState.RUNNING)
+        candidates = [request for request in found if request is not terms.source]
+        if not self._makes_room(terms, candidates):
+            return []
+        chosen: list[Request] = []
+        return choose_victims(
+            candidates, chosen.append, chosen.remove, lambda: self._makes_room(terms, chosen)
+        )
+
+    def _makes_room(self, terms: Terms, preempted: Sequence[Request]) -> bool:
+        """Return whether these terms then have room, and a place among the requests that load."""
+        has_place = any(request.state is RequestState.READY for request in preempted)
+        return (has_place or self._may_load()) and self._fits(terms, preempted)
 
     def _may_load(self) -> bool:
         loading = self._active.in_state(RequestState.LOADING, RequestState.READY)
@@ -255,7 +258,7 @@ class Planner:
         if resident is not None and num_tokens:
             if slots.is_paged:
                 kv_slots = slots.growth_in_place(resident, num_tokens, capacity)
-                return [Terms(capacity, kv_slots, num_tokens, resident, in_place=True)]
+                return [Terms(capacity, kv_slots, num_tokens, resident, in_place=True), fresh]
             room = slots.account.tokens_in(resident.holding.num_slots)
             if room >= capacity:
                 usable = min(room, request.full_capacity_tokens)
@@ -354,12 +357,8 @@ class Planner:
 
     def _victims(self, priority: int, *states: RequestState) -> list[Request]:
         """List the requests below a priority that can be preempted: lowest first, newest first."""
-        candidates = [
-            request
-            for request in self._active.in_state(*states)
-            if request.priority < priority and self._can_preempt(request)
-        ]
-        return candidates[::-1]
+        found = [one for one in self._active.in_state(*states) if one.priority < priority]
+        return [request for request in reversed(found) if self._can_preempt(request)]
 
     def _can_preempt(self, request: Request) -> bool:
         residents = self._residents

@@ -28,7 +28,12 @@ from dataclasses import dataclass, replace
 
 from inference_svc.core.attention_window import is_whole
 from inference_svc.core.ranges import Range, position_after
-from inference_svc.core.scheduling.held_slots import HeldSlots, Holding, PageCopy
+from inference_svc.core.scheduling.held_slots import (
+    HeldSlots,
+    Holding,
+    PageCopy,
+    choose_victims,
+)
 from inference_svc.core.scheduling.prefix_index import PrefixIndex, common_prefix
 from inference_svc.core.scheduling.request import Request
 from shared.types.lineage import Lineage
@@ -208,7 +213,7 @@ class Residents:
         rank: Callable[[SessionKey], Rank | None],
         spared: SessionKey | None = None,
     ) -> list[SessionKey]:
-        """Choose the residents to evict for `num_slots` slots, as far as there are enough.
+        """Choose as few residents as have to be evicted for `num_slots` slots, if there are enough.
 
         First those of sessions without a waiting request, least recently used first; then the
         others from the tail of the queue to its head.
@@ -218,31 +223,23 @@ class Residents:
             rank: returns a session's position in the queue; None: it does not wait.
             spared: a session whose resident is not chosen.
         """
-        idle: list[tuple[int, int, Resident]] = []
-        queued: list[tuple[Rank, Resident]] = []
-        for resident in self._residents.values():
-            if resident.key == spared or self.is_busy(resident.key):
-                continue
-            position = rank(resident.key)
-            if position is None:
-                idle.append((resident.last_used_ns, len(idle), resident))
-            else:
-                queued.append((position, resident))
-        candidates = [resident for *_, resident in sorted(idle)]
-        candidates += [resident for _, resident in sorted(queued, reverse=True)]
-        chosen: list[Resident] = []
-        for resident in candidates:
-            if self._slots.freed_by([other.holding for other in chosen]) >= num_slots:
-                break
-            chosen.append(resident)
+        tally = self._slots.tally()
+        candidates = (resident for resident in self._evictable(rank) if resident.key != spared)
+        chosen = choose_victims(
+            candidates,
+            lambda resident: tally.add(resident.holding),
+            lambda resident: tally.remove(resident.holding),
+            lambda: tally.num_slots >= num_slots,
+        )
         return [resident.key for resident in chosen]
 
     def take_surplus(self, rank: Callable[[SessionKey], Rank | None]) -> list[SessionKey]:
         """Remove residents beyond `most` that are not busy, in the order of `victims`."""
-        taken = []
-        while len(self) > self._most and (found := self.victims(1, rank)):
-            self.evict(found[0])
-            taken.append(found[0])
+        if len(self) <= self._most:
+            return []
+        taken = [resident.key for resident in self._evictable(rank)[: len(self) - self._most]]
+        for key in taken:
+            self.evict(key)
         return taken
 
     def unqueued(self, rank: Callable[[SessionKey], Rank | None]) -> list[SessionKey]:
@@ -372,6 +369,21 @@ class Residents:
     def _usable(self, resident: Resident, num_tokens: int) -> int:
         usable = resident.usable_tokens(num_tokens, self._block_tokens, has_state=self._have_states)
         return usable if is_whole(usable, resident.window_from, self._attention_window) else 0
+
+    def _evictable(self, rank: Callable[[SessionKey], Rank | None]) -> list[Resident]:
+        """List the residents that are not busy, in the order in which they may be evicted."""
+        unqueued: list[tuple[int, int, Resident]] = []
+        queued: list[tuple[Rank, Resident]] = []
+        for resident in self._residents.values():
+            if self.is_busy(resident.key):
+                continue
+            position = rank(resident.key)
+            if position is None:
+                unqueued.append((resident.last_used_ns, len(unqueued), resident))
+            else:
+                queued.append((position, resident))
+        found = [resident for *_, resident in sorted(unqueued)]
+        return found + [resident for _, resident in sorted(queued, reverse=True)]
 
     def _num_copies(self, key: SessionKey) -> int:
         return list(self._copies.values()).count(key)

@@ -46,7 +46,7 @@ class LayerGate:
         on_change: called after each `open` and `fail`, in the thread that called these.
     """
 
-    on_change: Callable[[], None] | None = None
+    on_change: Callable[[], object] | None = None
 
     def __init__(self, num_layers: int) -> None:
         """Make a closed gate of `num_layers` layers."""

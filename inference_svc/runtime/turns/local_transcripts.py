@@ -37,12 +37,14 @@ class LocalTranscripts:
         files: the files of the transcripts.
         cache: the transcripts in memory.
         trouble: failures of the disk.
+        on_opened: called with the tenant and the id of a session that has got its file.
     """
 
     def __init__(self, files: TranscriptFiles, max_cached_tokens: int) -> None:
         self.files = files
         self.cache = TranscriptCache(max_cached_tokens)
         self.trouble = DiskTrouble(files.directory)
+        self.on_opened: Callable[[str, str], object] = lambda _tenant, _session_id: None
         self._num_sessions: Counter[str] = Counter()
 
     def count_sessions(self) -> None:
@@ -87,7 +89,7 @@ class LocalTranscripts:
             OSError: nothing was written; the file is unchanged.
         """
         if await self.files.append(key, lines, begin):
-            self._num_sessions[key.tenant] += 1
+            self._count_opened(key)
             self.trouble.record_room()
 
     async def replace(
@@ -113,7 +115,8 @@ class LocalTranscripts:
             await self.files.replace(key, data)
         except OSError as error:
             raise self.record_failure(key, error, "write") from error
-        self._num_sessions[key.tenant] += opens
+        if opens:
+            self._count_opened(key)
         self.cache.keep(key, transcript)
 
     async def remove(self, key: SessionKey) -> None:
@@ -125,6 +128,10 @@ class LocalTranscripts:
         self.cache.drop(key)
         await self.files.remove(key)
         self._num_sessions[key.tenant] -= 1
+
+    def _count_opened(self, key: SessionKey) -> None:
+        self._num_sessions[key.tenant] += 1
+        self.on_opened(key.tenant, key.session_id)
 
     def record_failure(self, key: SessionKey, error: OSError, kind: str) -> ReportedError:
         """Record that reading or writing a session's file failed; return the client's error."""

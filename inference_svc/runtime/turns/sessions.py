@@ -7,7 +7,6 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import TypeVar
 
 from inference_svc.core.counters import Counters
@@ -162,11 +161,17 @@ class Sessions:
         if self._is_busy(new_key):
             raise exists
         last_turn = num_turns if at_turn is None else at_turn
-        fork = partial(self._transcripts.fork, key, new_session_id, last_turn, is_local=is_local)
+
+        async def fork() -> Transcript | None:
+            # Counted in the change, which goes on when the caller leaves.
+            with self._count_open(new_key):
+                return await self._transcripts.fork(
+                    key, new_session_id, last_turn, is_local=is_local
+                )
+
         if not is_local:
             await self._transcripts.refresh(new_key)
-        with self._count_open(new_key):
-            forked = await self._change(new_key, fork)
+        forked = await self._change(new_key, fork)
         if forked is None:
             raise exists
         return forked

@@ -64,6 +64,7 @@ class Turns:
     ) -> None:
         self._answer_turn = answer_turn
         self._transcripts = transcripts
+        transcripts.local.on_opened = limits.opened
         self._session_turns = session_turns
         self._limits = limits
         self._counters = counters

@@ -12,11 +12,13 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from kvd.core.eviction.session_order import Guard
 from kvd.core.records.entries import (
     FULL,
     PLACE_BYTES,
     PLAIN,
     PLAIN_SPAN_BYTES,
+    Pin,
     SessionColumns,
     SessionRecord,
     Span,
@@ -217,6 +219,8 @@ def _find(blocks: BlockColumns, keys: NDArray[np.void]) -> EntryIndexes:
 
 
 _PLAIN_KIND = bytes((PLAIN,))
+_NEVER = max(Guard) + 1  # above all guards: a hard-pinned session is never evicted
+_GUARDS = {Pin.NONE: Guard.NONE, Pin.SOFT: Guard.PINNED, Pin.HARD: _NEVER}
 
 
 @dataclass(slots=True)
@@ -260,6 +264,28 @@ class SessionEntries:
     def in_order(self) -> Ints:
         """Return the indexes of the sessions, least recently used first."""
         return np.argsort(np.frombuffer(self.last_access_ns, dtype=np.int64), kind="stable")
+
+    def surplus(self, order: Ints, most: int, now_ns: int) -> Ints:
+        """Return the indexes of sessions to be dropped so that at most `most` are left.
+
+        They are those that eviction would take: hard-pinned ones stay, soft-pinned and retained
+        ones go last, ended ones go first.
+
+        Args:
+            order: the indexes of all sessions, least recently used first.
+            most: most sessions.
+            now_ns: the time, at which retentions may be over.
+        """
+        ranks = np.zeros(len(self.keys), dtype=np.int64)
+        for index, entry in self.settings.items():
+            is_retained = entry.retain_ns is not None and (
+                self.last_access_ns[index] + entry.retain_ns > now_ns
+            )
+            guard = _GUARDS[entry.pin] or (Guard.RETAINED if is_retained else Guard.NONE)
+            ranks[index] = 2 * guard - entry.ended
+        by_rank = order[np.argsort(ranks[order], kind="stable")]
+        num_evictable = int(np.sum(ranks[order] < 2 * _NEVER - 1))
+        return by_rank[: min(max(0, len(order) - most), num_evictable)]
 
     def are_plain(self) -> Flags:
         """Return which sessions have plain spans, a sound entry and the default settings."""

@@ -122,8 +122,8 @@ def _join(state: CacheState, sessions: SessionEntries, entries: IndexEntries) ->
     spans = join.finish()
     del join
     order = sessions.in_order()
-    num_over = max(0, len(order) - state.limits.max_sessions)
-    spans.lengths[order[:num_over]] = 0
+    left = order[spans.lengths[order] > 0]
+    spans.lengths[sessions.surplus(left, state.limits.max_sessions, state.now_ns)] = 0
     num_users = count_users(spans, len(blocks.is_sound))
     blocks.use(num_users)
     is_packable = (num_users == 1) & ~blocks.is_object

@@ -104,7 +104,10 @@ class SessionHistory:
         else:
             move.last_ns = now_ns
             move.num_blocks += num_blocks
-            move.num_tokens += num_tokens
+            if kind is MoveKind.MISSED:  # loads in parts, or that wait for slots, ask repeatedly
+                move.num_tokens = max(move.num_tokens, num_tokens)
+            else:
+                move.num_tokens += num_tokens
 
     def of(self, key: SessionKey) -> tuple[Move, ...]:
         """Return copies of a session's moves, oldest first."""

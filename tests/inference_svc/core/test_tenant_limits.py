@@ -235,6 +235,21 @@ def test_a_session_that_two_turns_open_is_counted_until_both_have_ended():
     assert some.session_refusal("a", "other", 0, 0) is None
 
 
+def test_a_session_that_exists_is_not_being_opened():
+    """Whoever has opened it may say so again, also when its tenant is forgotten."""
+    some = limits(TenantBounds(max_sessions=1))
+    begun_turn = begin(some, opens="s")
+    some.begin_opening("a", "s", 0)
+    some.opened("a", "s")
+    assert some.session_refusal("a", "other", 0, 0) is None
+    some.end_opening("a", "s")
+    some.leave(begun_turn, 0.0, 0)
+    some.opened("nobody", "s")
+    some.end_opening("nobody", "s")
+    assert some.session_refusal("a", "other", 0, 0) is None
+    some.check()
+
+
 def test_tenants_are_swept_when_there_are_twice_as_many_as_were_needed():
     """Those that hold or owe something are kept; the look is as seldom as that."""
     some = limits(TenantBounds(turns_per_minute=1))

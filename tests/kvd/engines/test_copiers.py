@@ -3,15 +3,20 @@
 import asyncio
 import os
 import signal
-from contextlib import asynccontextmanager
+import socket
+from contextlib import asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
 
+from kvd.copier.control import Failed, Opened
 from kvd.engines import copiers as copiers_module
 from kvd.engines.copiers import Copiers, NoCopierError
+from kvd.engines.data_socket import DataConnection, DataSocket, EngineUsers
 from kvd.tiers.arena_store import ArenaOptions, ArenaStore
+from shared.kvd_client import data_socket_protocol as packets
 from shared.kvd_client.copy_jobs import (
     ANSWER_BYTES,
     Answered,
@@ -167,6 +172,24 @@ async def test_an_engine_that_goes_leaves_nothing_under_way(monkeypatch, arena):
         assert bytes(arena.slots.memory[begin : begin + 64]) == b"y" * 64
 
 
+@pytest.mark.parametrize("answer", [Opened, partial(Failed, message="no")])
+async def test_an_opening_given_up_just_as_it_is_answered_harms_nobody(gpus, arena, answer):
+    """Its waiter has not run yet; the copier and its other channels go on."""
+    async with running() as copiers:
+        peer = await Peer.of(copiers, arena)
+        copier = copiers._copiers[GPUS[0]]
+        opening = asyncio.ensure_future(copiers.open(GPUS[0], arena, peer.ring_fd, RING_BYTES))
+        while not copier._opening:  # noqa: ASYNC110  # what is waited for has no event
+            await asyncio.sleep(0)
+        (number,) = copier._opening
+        opening.cancel()
+        copier._on_message(answer(number))
+        with pytest.raises(asyncio.CancelledError):
+            await opening
+        assert await peer.do(Way.LOAD, 0, 0, 64, [0]) == (Answered.DONE, 5)
+        peer.close()
+
+
 async def test_a_killed_copier_is_replaced(gpus, arena):
     """Whoever has a channel learns of it; the next one that asks has another process."""
     async with running() as copiers:
@@ -271,4 +294,31 @@ async def test_a_ring_that_is_too_small_is_refused(gpus, arena):
             await copiers.open(GPUS[0], arena, ring_fd, RING_BYTES)
         os.close(ring_fd)
         peer = await Peer.of(copiers, arena)
+        peer.close()
+
+
+async def test_an_engine_that_goes_before_it_has_its_channel_leaves_no_descriptor(gpus, arena):
+    """The channel was made for it, and cannot be sent."""
+
+    def num_pidfds():
+        num_found = 0
+        for described in Path("/proc/self/fdinfo").iterdir():
+            with suppress(FileNotFoundError):  # that of the directory itself
+                num_found += "Pid:" in described.read_text(encoding="ascii")
+        return num_found
+
+    async with running() as copiers:
+        peer = await Peer.of(copiers, arena)
+        before = num_pidfds()
+        data_socket = DataSocket(EngineUsers(), 4, copiers=copiers)
+        connection = DataConnection("token", 0, 0, None)
+        request = packets.CopierRequest(arena.arena_id, GPUS[0], RING_BYTES)
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with ours:
+            theirs.close()
+            with pytest.raises(OSError, match="pipe"):
+                await data_socket._open_channel(ours, connection, arena, request, [peer.ring_fd])
+        assert num_pidfds() == before
+        await over(connection.channels[0])
+        connection.close()
         peer.close()

@@ -37,6 +37,11 @@ _USES_OF_SESSIONS = (
 )
 
 
+_RETENTIONS_OF_SESSIONS = (
+    "SELECT retain_ns FROM sessions LEFT JOIN retentions USING (layout, tenant, session_id)"
+)
+
+
 class Recorder(NoFaults):
     """Notes write points; fails the first commits."""
 
@@ -200,6 +205,29 @@ def test_no_commit_has_an_older_use_beside_a_row(make, tmp_path):
     manifest.close()
     assert len(found) > 3
     assert [row for row in found if row[0] > (row[1] or row[0])] == []
+
+
+def test_no_commit_has_a_session_without_its_retention(make, tmp_path):
+    """A kill between any two commits leaves it protected from eviction."""
+    found, released = [], threading.Event()
+
+    class Watched(NoFaults):
+        def reach(self, point):
+            if point is WritePoint.INDEX_ROWS:
+                released.wait(DEADLINE_S)
+            elif point is WritePoint.INDEX_COMMITTED:
+                with closing(sqlite3.connect(tmp_path / "manifest.db")) as db:
+                    found.extend(db.execute(_RETENTIONS_OF_SESSIONS))
+
+    manifest = new_layouts(make(Watched()), LAYOUT)
+    for retain_ns in range(1, 3 * MAX_BATCH):  # the first commit has any number of rows
+        manifest.put_session(LAYOUT.fingerprint, replace(SESSION, retain_ns=retain_ns))
+        if retain_ns % 2:
+            manifest.put_use(LAYOUT.fingerprint, KEY, 1)
+    released.set()
+    manifest.close()
+    assert len(found) > 3
+    assert (None,) not in found
 
 
 def test_a_use_goes_with_its_session(make):

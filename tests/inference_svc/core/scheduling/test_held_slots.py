@@ -9,6 +9,14 @@ from inference_svc.core.scheduling.paged_slots import PagedSlots
 from tests.sampled import examples
 
 
+def freed_by(slots, holdings):
+    """How many slots would become free if all of these were released."""
+    tally = slots.tally()
+    for holding in holdings:
+        tally.add(holding)
+    return tally.num_slots
+
+
 @pytest.mark.parametrize("slots", [ContiguousSlots(40), PagedSlots(10, 4)])
 def test_what_nobody_needs_may_be_evicted(slots):
     """A resident's slots count as evictable, until a turn or a copy needs them again."""
@@ -23,7 +31,7 @@ def test_what_nobody_needs_may_be_evicted(slots):
     slots.remove_user(one)
     assert slots.evictable_slots == 0, "another needs it still"
     assert slots.evictable_after([], one) == 0
-    assert slots.freed_by([one, other]) == 20
+    assert freed_by(slots, [one, other]) == 20
     slots.check([one, other])
     slots.release(one)
     slots.remove_user(other)
@@ -83,7 +91,13 @@ def test_shared_pages_are_counted_once():
     slots.extend(other, 8)
     assert other.pages[:3] == one.pages[:3]
     assert (slots.free_slots, one.num_slots, other.num_slots) == (12, 20, 20)
-    assert (slots.freed_by([one]), slots.freed_by([one, other])) == (8, 28)
+    assert (freed_by(slots, [one]), freed_by(slots, [one, other])) == (8, 28)
+    tally = slots.tally()
+    for holding, expected in ((one, 8), (other, 28)):
+        tally.add(holding)
+        assert tally.num_slots == expected
+    tally.remove(one)
+    assert tally.num_slots == freed_by(slots, [other])
     slots.remove_user(one)
     assert slots.evictable_slots == 8, "the other needs three of its pages"
     assert slots.evictable_after([other], None) == 28
@@ -163,7 +177,7 @@ def do(act, slots, holdings, holding, num_tokens):
     elif act == "spare" and holding.num_users:
         slots.remove_user(holding)
     elif act == "release":
-        expected = slots.free_slots + slots.freed_by([holding])
+        expected = slots.free_slots + freed_by(slots, [holding])
         holdings.remove(holding)
         slots.release(holding)
         assert slots.free_slots == expected

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from inference_svc.core.scheduling.held_slots import PageCopy
 from inference_svc.core.scheduling.page_groups import PLAIN, PageGroups, page_groups
 from inference_svc.core.scheduling.paged_slots import PagedSlots
+from tests.inference_svc.core.scheduling.test_held_slots import freed_by
 
 GROUPS = PageGroups(num_full=1, num_windowed=2, window_pages=3)
 
@@ -90,8 +91,8 @@ def test_of_what_is_shared_only_pages_without_a_window_are_saved():
         assert ours[4:] == theirs[4:]
         assert ours[3] != theirs[3]
     slots.check([one, other])
-    assert slots.freed_by([one]) == slots.freed_by([other]) == 24
-    assert slots.freed_by([one, other]) == 72
+    assert freed_by(slots, [one]) == freed_by(slots, [other]) == 24
+    assert freed_by(slots, [one, other]) == 72
     slots.remove_user(one)
     assert slots.evictable_slots == slots.evictable_after([], None) == 24
     assert slots.evictable_after([other], None) == 72

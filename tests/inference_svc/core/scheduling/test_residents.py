@@ -5,10 +5,12 @@ from dataclasses import replace
 import pytest
 
 from inference_svc.core.scheduling.held_slots import ContiguousSlots, Holding
+from inference_svc.core.scheduling.paged_slots import PagedSlots
 from inference_svc.core.scheduling.request import Request
 from inference_svc.core.scheduling.residents import Resident, Residents
 from shared.types.lineage import WHOLE, Lineage
 from shared.types.session_key import SessionKey
+from tests.inference_svc.core.scheduling.test_scheduler import calls_of
 
 
 def key(name):
@@ -115,6 +117,31 @@ def test_no_more_victims_than_it_takes():
     assert residents.victims(0, {}.get, key("z")) == []
     assert residents.victims(1, {}.get, key("z")) == [key("a")]
     assert residents.victims(11, {}.get, key("a")) == [key("b"), key("c")]
+
+
+def test_who_need_not_go_once_a_larger_one_goes_stays():
+    """The small one is older, and goes first where it is enough."""
+    residents = Residents(ContiguousSlots(1000))
+    residents.put(resident("small", capacity_tokens=5, last_used_ns=1))
+    residents.put(resident("large", capacity_tokens=50, last_used_ns=2))
+    assert residents.victims(5, {}.get) == [key("small")]
+    assert residents.victims(50, {}.get) == [key("large")]
+    assert residents.victims(51, {}.get) == [key("small"), key("large")]
+
+
+def cost_of_evicting(num_residents):
+    """How many Python functions it takes to find that all of them have to go."""
+    slots = PagedSlots(4 * num_residents, 4)
+    residents = Residents(slots, 4)
+    for number in range(num_residents):
+        tokens = tuple(range(100 * number, 100 * number + 16))
+        residents.put(Resident(key(str(number)), tokens, slots.take(16), number))
+    return calls_of(lambda: residents.victims(slots.num_slots, {}.get))
+
+
+def test_the_cost_of_finding_victims_grows_with_their_pages():
+    """Not with the pages of all those that were chosen before, once more for each."""
+    assert cost_of_evicting(200) < 11 * cost_of_evicting(20)
 
 
 def test_what_is_being_copied_is_no_victim():

@@ -230,6 +230,18 @@ def test_one_that_is_not_certain_does_not_hide_one_that_is():
     assert [(a.request.number, a.resident_tokens, a.source) for a in found] == [(3, 40, three.key)]
 
 
+def leave_resident(scheduler, number, token_ids):
+    """A turn that ends with the first token of its answer; returns its request."""
+    request = submit(scheduler, number, token_ids)
+    while not request.output_ids:
+        compute(scheduler)
+    scheduler.end(request, RequestEvent.FINISH, 4)
+    assert scheduler.keep_resident(request, token_ids, number)
+    scheduler.residents.note_boundary(request.key, 0)
+    scheduler.release_kv(request)
+    return request
+
+
 def test_a_session_builds_on_what_it_has_itself():
     """Even if somebody is about to compute more of its prompt."""
     scheduler = make()
@@ -343,6 +355,45 @@ def test_who_is_admitted_by_preemption_shares_all_the_same():
     assert (
         scheduler.slots.pages(leader)[:10] == scheduler.slots.pages(plan.admitted[0].request)[:10]
     )
+
+
+def test_a_turn_begins_anew_where_pages_that_others_hold_leave_its_resident_no_room():
+    """What it would write behind its prefix lies on pages of another resident, which would stay."""
+    scheduler = make(kv_slots=40, block_tokens=4, answer_tokens=0)
+    mine = leave_resident(scheduler, 0, PROMPT[:32])
+    leave_resident(scheduler, 1, [*PROMPT[:32], 1])
+    assert scheduler.slots.shared_slots == 32
+    again = Request(2, mine.key, [*PROMPT[:20], *range(16)], 4, 0, history_tokens=20)
+    scheduler.submit(again)
+    plan = scheduler.schedule(5)
+    assert admissions(plan) == [(2, 0, False)]
+    assert set(plan.evicted) == {mine.key, SessionKey("tenant", "0f", "1")}
+    scheduler.check()
+
+
+def test_a_resident_that_shares_all_its_pages_with_a_turn_is_not_evicted_in_vain():
+    """It is the oldest one, but only the other one's slots become free."""
+    scheduler = make(kv_slots=140, block_tokens=4, answer_tokens=0)
+    leave_resident(scheduler, 0, PROMPT)
+    leave_resident(scheduler, 1, [1] * 40)
+    sharing = submit(scheduler, 2, [*PROMPT, 2])
+    announce(scheduler, scheduler.schedule(5))
+    assert not scheduler.residents.end_copy(sharing)
+    submit(scheduler, 3, [3] * 80)
+    assert scheduler.schedule(6).evicted == (SessionKey("tenant", "0f", "1"),)
+    scheduler.check()
+
+
+def test_a_turn_is_not_preempted_in_vain():
+    """The newest one goes first, but without the other one that would not be enough."""
+    scheduler = make(kv_slots=60)
+    large, small = start_alike(scheduler, [1] * 32, [2] * 4)
+    while not (large.output_ids and small.output_ids):
+        compute(scheduler)
+    submit(scheduler, 2, [3] * 32, priority=1)
+    plan = scheduler.schedule(9)
+    assert (plan.preempted, admissions(plan)) == ((large,), [(2, 0, False)])
+    scheduler.check()
 
 
 @pytest.mark.parametrize("page_tokens", [4, None])

@@ -117,6 +117,27 @@ async def test_a_load_that_breaks_off_under_a_step_is_computed_instead(model, nu
         assert (await engine.run(again)).sink.token_ids == await alone(model, again)
 
 
+async def test_a_load_that_broke_off_and_ends_late_takes_nothing_from_its_turn(model):
+    """The turn is answered by then, and its answer being recorded: its KV is kept and saved."""
+    async with running_engine(model) as engine:
+        first = await engine.run(range(20, 60))
+        await engine.loop.idle.wait()
+        engine.loop.memory.release_resident(first.key)
+        engine.store.num_failing_loads = 1
+        engine.store.may_give_back.clear()
+        turn = engine.request([*first.token_ids, 99])
+        await engine.loop.generate(turn)
+        engine.store.may_give_back.set()
+        for _ in range(10):  # the load's task ends
+            await asyncio.sleep(0)
+        engine.loop.keep(turn, turn.token_ids[:-1])
+        await engine.loop.idle.wait()
+        assert len(engine.store.rows[turn.key][0]) // 4 == len(turn.token_ids) - 1
+        following = await engine.run([*turn.token_ids, 98])
+        assert following.outcome.tier_tokens == {"hbm": len(turn.token_ids) - 1}
+        await engine.all_released()
+
+
 async def test_answers_that_outgrow_their_room_move_and_go_on(model):
     """Rows for an answer are given as it grows; others may have the room meanwhile."""
     async with running_engine(model, kv_slots=700, page_tokens=None) as engine:

@@ -7,7 +7,7 @@ import pytest
 from inference_svc.core.scheduling import write_slots as ring_account
 from inference_svc.runtime.engine.loads import PreloadPolicy
 from shared.types.units import NS_PER_S
-from tests.memory_engine import BLOCK_TOKENS, alone, loaded_model, running_engine
+from tests.memory_engine import BLOCK_TOKENS, Sink, alone, loaded_model, running_engine
 
 
 @pytest.fixture(scope="module")
@@ -121,4 +121,31 @@ async def test_a_preempted_turn_and_its_successor_share_the_ring(model):
         engine.loop.keep(low, low.token_ids[:-1])
         assert low.sink.token_ids == await alone(model, range(20, 60), 60)
         assert high.sink.token_ids == await alone(model, range(30, 70), 4)
+        await engine.all_released()
+
+
+class WhereBlocksBegin(Sink):
+    """Keeps where the blocks that are stored begin, as the scheduler and the save have it."""
+
+    def on_start(self, request):
+        super().on_start(request)
+        self.begins = request.boundary, request.write_buffer.first_token
+
+
+@pytest.mark.parametrize("keeps_residents", [True, False])
+@pytest.mark.parametrize("write_slots", [20, 4000])
+async def test_blocks_begin_where_the_save_begins(model, keeps_residents, write_slots):
+    """In a tight ring that is behind a partial block, and others share what ends with a block."""
+    async with running_engine(
+        model, write_slots=write_slots, keeps_residents=keeps_residents
+    ) as engine:
+        first = await engine.run(range(20, 60))
+        await engine.loop.idle.wait()
+        following = engine.request([*first.token_ids, 99])
+        following.sink = WhereBlocksBegin(8)
+        await engine.loop.generate(following)
+        num_stored = len(first.token_ids) - 1
+        begin = num_stored if write_slots == 20 else num_stored // BLOCK_TOKENS * BLOCK_TOKENS
+        assert following.sink.begins == (begin, begin)
+        engine.loop.drop(following)
         await engine.all_released()

@@ -86,14 +86,14 @@ class RecordingEngine:
 
 
 @asynccontextmanager
-async def turns_of(store, engine):
+async def turns_of(store, engine, bounds=TenantBounds()):  # noqa: B008  # frozen
     """The turns of a service that runs none; one session has one turn."""
-    await store.append(KEY, RECORD, is_final=False)
     session_turns = SessionTurns(4, 2, lambda: 1.0)
-    limits = TenantLimits(TenantBounds(), {})
+    limits = TenantLimits(bounds, {})
     turns = Turns(
         None, store, engine, session_turns, limits, Counters(), TurnReport(TurnHistograms())
     )
+    await store.append(KEY, RECORD, is_final=False)
     running = asyncio.create_task(turns.run())
     await asyncio.sleep(0)
     yield turns
@@ -424,3 +424,31 @@ async def test_a_session_that_was_forked_counts_once(tmp_path):
                 await turns.sessions.fork(KEY, None, "third")
             await turns.sessions.delete(KEY._replace(session_id=name))
         assert counters.snapshot()["refused_too_many_sessions"] == 2
+
+
+async def test_a_session_counts_once_while_turns_that_opened_it_go_on(tmp_path):
+    """One is still compressing, and one came before there was a session."""
+    async with running_turns(tmp_path, TenantBounds(max_sessions=2)) as (turns, _, _):
+        await turns.submit(submission())
+        await turns.submit(submission())
+        await turns._transcripts.append(KEY, RECORD, is_final=False)
+        await turns.submit(submission("other"))
+        with pytest.raises(TooManySessionsError):
+            await turns.submit(submission("third"))
+
+
+async def test_a_fork_counts_until_it_is_written_although_its_caller_left(tmp_path):
+    """Else more sessions are opened than the tenant may have."""
+    store, bounds = SlowStore(tmp_path), TenantBounds(max_sessions=2)
+    async with turns_of(store, RecordingEngine(), bounds) as turns:
+        await left_in_the_middle(store, turns.sessions.fork(KEY, None, "other"))
+        third = asyncio.create_task(turns.sessions.fork(KEY, None, "third"))
+        await until(
+            lambda: third.done() or turns.sessions._is_busy(KEY._replace(session_id="third"))
+        )
+        store.may_write.set()
+        with pytest.raises(TooManySessionsError):
+            await third
+        await until(lambda: not turns.sessions._is_busy(KEY._replace(session_id="other")))
+        with pytest.raises(TooManySessionsError):
+            await turns.sessions.fork(KEY, None, "third")

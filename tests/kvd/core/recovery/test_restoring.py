@@ -31,10 +31,12 @@ from kvd.core.records.entries import (
     pack_full,
     pack_spans,
     plain_span,
+    unpack_spans,
 )
 from kvd.core.records.extent_shape import ExtentShape
 from kvd.core.recovery import entry_join, restoring
 from kvd.core.state.limits import Limits
+from shared.types.units import NS_PER_S
 from tests.kvd.core.turns import (
     ONES,
     OTHER_TENANT,
@@ -345,6 +347,45 @@ def test_the_oldest_sessions_beyond_the_bound_are_not_restored():
     world.start()
     assert world.engine.inspection.info(A) is None
     assert tiers_of(world, B) == ["S"]
+
+
+def test_of_sessions_beyond_the_bound_those_go_that_eviction_would_take():
+    """Ended ones first, retained and soft-pinned ones last; hard-pinned ones stay in any case."""
+    keys = [A._replace(session_id=name) for name in ("hard", "soft", "kept", "late", "cold", "end")]
+    for most in range(len(keys) + 1):
+        world = new_world(num_slots=8)
+        for number, key in enumerate(keys):
+            world.now_ns += 1
+            store(world, key, [number] * 4)
+        world.engine.sessions.pin(keys[0], Pin.HARD)
+        world.engine.sessions.pin(keys[1], Pin.SOFT)
+        world.engine.retention.retain(keys[2], NS_PER_S)
+        world.engine.sessions.end(keys[5])
+        load(world, keys[3], [3] * 4)
+        world.pump()
+        world.commit(len(world.index.uncommitted))
+        world.limits = replace(world.limits, max_sessions=most)
+        world.start()
+        left = [key for key in keys if world.engine.inspection.info(key) is not None]
+        assert left == keys[: max(1, most)]
+
+
+def test_sessions_of_which_nothing_is_left_do_not_count_for_the_bound():
+    """The oldest one stays where there is room for it."""
+    world = new_world()
+    for key, tokens in ((A, ONES), (B, TWOS), (C, THREES)):
+        world.now_ns += 1
+        store(world, key, tokens)
+    lost = next(row for row in world.index.sessions.values() if row.key == B)
+    (span,) = unpack_spans(lost.spans)
+    del world.index.blocks[span.block_key]
+    world.limits = replace(world.limits, max_sessions=2)
+    world.start()
+    assert [world.engine.inspection.info(key) is not None for key in (A, B, C)] == [
+        True,
+        False,
+        True,
+    ]
 
 
 def test_a_start_says_what_it_found():

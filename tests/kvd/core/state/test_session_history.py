@@ -152,6 +152,19 @@ def test_what_was_asked_for_in_vain_is_recorded():
     assert misses(world, A)[-1] == "missed 4 tokens_differ"
 
 
+def test_what_is_asked_for_repeatedly_is_missed_once():
+    """Loads in parts, and those that wait for slots, ask for the same tokens again and again."""
+    world = new_world(num_slots=2)
+    store(world, A, ONES)
+    for num_asked in (4, 12, 12, 8):
+        load(world, A, (ONES + TWOS + THREES + ONES)[: 4 + num_asked])
+        world.now_ns += MOMENT_NS
+    assert misses(world, A) == ["missed 12 not_stored"]
+    world.now_ns += 1
+    load(world, A, ONES + TWOS)
+    assert misses(world, A)[1:] == ["missed 4 not_stored"], "a later turn's"
+
+
 def test_why_a_session_is_gone():
     """A load is told, whatever was asked for in vain before; who stores it again has it again."""
     world = new_world(default_ttl_ns=10)
