@@ -12,8 +12,8 @@ from typing import Any
 from inference_svc.core.errors import InvalidGrammarError
 
 MAX_GRAMMAR_CHARACTERS = 65536  # the time to compile one grows with it
-# Most remainders that `multipleOf` may have in a grammar: so many take half a second to compile, and
-# a million ten seconds and 400 MB, while every other grammar waits.
+# Most remainders that `multipleOf` may have in a grammar: so many take half a second to compile,
+# and a million ten seconds and 400 MB, while every other grammar waits.
 MAX_REMAINDERS = 50_000
 MAX_DECIMALS = 18  # of a `multipleOf`: more digits than any grammar can follow
 # A member of a JSON object with a number, wherever it stands: a Lark grammar may contain JSON. Its
