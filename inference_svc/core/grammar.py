@@ -70,7 +70,8 @@ def _num_remainders(source: str) -> int:
     shared = math.lcm(*(digits * 10 ** (decimals + exponent) for digits, exponent in divisors))
     while decimals and shared and shared % 10 == 0:  # 100,000 hundredths are 1,000 wholes
         shared, decimals = shared // 10, decimals - 1
-    return max(shared, sum(digits * 10 ** max(0, exponent) for digits, exponent in divisors))
+    alone: int = sum(digits * 10 ** max(0, exponent) for digits, exponent in divisors)
+    return max(shared, alone)
 
 
 def _divisors(source: str) -> Iterator[tuple[int, int]]:

@@ -135,7 +135,8 @@ METRICS = MetricTable(
             "inference_tokens_total",
             "counter",
             "Tokens by kind: history is reused or recomputed, new ones computed, output answered, "
-            "of drafted ones some accepted, of reused ones some kept behind an edit",
+            "of drafted ones some accepted, of reused ones some kept behind an edit; cancelled "
+            "turns count for what they had used",
             ("kind",),
             {
                 "history": "history_tokens",
