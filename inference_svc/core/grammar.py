@@ -50,7 +50,7 @@ class Grammar:
             )
         if self.kind is not GrammarKind.REGEX and _num_remainders(self.source) > MAX_REMAINDERS:
             raise InvalidGrammarError(
-                f"its multipleOf has more than {MAX_REMAINDERS} remainders, which a grammar cannot "
+                f"multipleOf has more than {MAX_REMAINDERS} remainders, which a grammar cannot "
                 "count",
                 "send a smaller one, with fewer decimals, or leave it out",
             )

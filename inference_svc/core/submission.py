@@ -90,6 +90,7 @@ class TokenInput:
 
 
 MAX_NAME = 128  # characters of the name of a message's author
+MAX_REQUEST_ID = 256  # characters: transcripts, events and log lines repeat it
 MIN_PRIORITY, MAX_PRIORITY = -100, 100
 CHARACTERS_PER_TOKEN = 4  # of most languages and tokenizers, about
 MAX_DEADLINE_S = 365 * 86400.0  # a later deadline counts as none
