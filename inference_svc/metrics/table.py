@@ -135,8 +135,7 @@ METRICS = MetricTable(
             "inference_tokens_total",
             "counter",
             "Tokens by kind: history is reused or recomputed, new ones computed, output answered, "
-            "of drafted ones some accepted, of reused ones some kept behind an edit; cancelled "
-            "turns count for what they had used",
+            "of drafted ones some accepted, of reused ones some kept behind an edit",
             ("kind",),
             {
                 "history": "history_tokens",
