@@ -1,12 +1,12 @@
 """A client's request for one turn of one session, the same from gRPC and HTTP. Pure."""
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
 from inference_svc.core.answers import SamplingParams
-from inference_svc.core.chat import Message, Tool, canonical
+from inference_svc.core.chat import ASSISTANT, Message, Tool, canonical
 from inference_svc.core.compression import CompressionPolicy
 from inference_svc.core.errors import InvalidTurnError
 from inference_svc.core.misses import Resembled
@@ -29,6 +29,11 @@ class TextInput:
 
     text: str
     has_special: bool = False
+
+    @property
+    def whole_texts(self) -> Iterator[str]:
+        """The texts of which the model reads all."""
+        yield self.text
 
 
 @dataclass(frozen=True)
@@ -58,6 +63,11 @@ class ChatInput:
         return [tool.as_template() for tool in self.tools]
 
     @property
+    def whole_texts(self) -> Iterator[str]:
+        """The texts of which the model reads all: templates may cut thoughts out of answers."""
+        return (message.content for message in self.messages if message.role != ASSISTANT)
+
+    @property
     def tools_digest(self) -> str:
         """A digest of the tools; "" if there are none."""
         written = canonical(self.tools)
@@ -80,6 +90,7 @@ class TokenInput:
 
 
 MAX_NAME = 128  # characters of the name of a message's author
+MAX_REQUEST_ID = 256  # characters: transcripts, events and log lines repeat it
 MIN_PRIORITY, MAX_PRIORITY = -100, 100
 CHARACTERS_PER_TOKEN = 4  # of most languages and tokenizers, about
 MAX_DEADLINE_S = 365 * 86400.0  # a later deadline counts as none

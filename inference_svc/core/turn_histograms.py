@@ -78,8 +78,7 @@ class TurnHistograms:
         for tier, num_tokens in usage.tier_tokens.items():
             self.reused_tokens.add(tier, amount=num_tokens)
         if usage.recomputed_tokens:
-            reason = usage.recompute_reason or "none_given"
-            self.recomputed_tokens.add(reason, amount=usage.recomputed_tokens)
+            self.recomputed_tokens.add(usage.recompute_reason, amount=usage.recomputed_tokens)
         if usage.miss is not None:
             self.missed_tokens.add(usage.miss.cause, amount=usage.miss.lost_tokens)
         if not cancelled:

@@ -15,6 +15,7 @@ from inference_svc.core.retention import MAX_RETENTION_S, Retention
 from inference_svc.core.submission import (
     MAX_DEADLINE_S,
     MAX_PRIORITY,
+    MAX_REQUEST_ID,
     MIN_PRIORITY,
     ChatInput,
     Submission,
@@ -74,8 +75,8 @@ def decode_submission(
     Raises:
         EmptyTurnError: there is no input.
         InvalidSamplingError: sampling parameters are out of range; the message lists all of them.
-        InvalidTurnError: priority, deadline or the overflow policy are out of range; the message
-            lists all values.
+        InvalidTurnError: request id, priority, deadline or the overflow policy are out of range;
+            the message lists all values.
         InvalidCompressionError: there is no such policy, or this model does not support it.
     """
     params = request.sampling
@@ -90,7 +91,7 @@ def decode_submission(
         },
         defaults,
     )
-    _check_urgency(request)
+    _check_fields(request)
     arrived_ns = time.monotonic_ns()
     overflow, compression = request.overflow, request.compression
     named = {"name": overflow.policy} if overflow.policy else {}
@@ -246,9 +247,13 @@ def _decode_chat(chat: pb.ChatMessages) -> ChatInput:
     return chat_input(messages, arguments=arguments, beginning=chat.beginning)
 
 
-def _check_urgency(request: pb.SubmitTurnRequest) -> None:
-    """Raise an InvalidTurnError if priority or deadline are out of range."""
+def _check_fields(request: pb.SubmitTurnRequest) -> None:
+    """Raise an InvalidTurnError if request id, priority or deadline are out of range."""
     problems, accepted = [], []
+    name = request.request_id
+    if len(name) > MAX_REQUEST_ID or not name.isprintable():
+        problems.append(f"request_id {name[:40]!r}")
+        accepted.append(f"request_id of up to {MAX_REQUEST_ID} printable characters")
     if not MIN_PRIORITY <= request.priority <= MAX_PRIORITY:
         problems.append(f"priority {request.priority}")
         accepted.append(f"priority {MIN_PRIORITY} to {MAX_PRIORITY}")

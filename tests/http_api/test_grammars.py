@@ -160,6 +160,9 @@ async def test_a_completion_has_other_grammars(api, given, fits):
         ),
         ({"extra_body": {"structured_outputs": {}}}, "one kind"),
         ({"extra_body": {"structured_outputs": {"regex": "("}}}, "unclosed group"),
+        ({"extra_body": {"structured_outputs": {"json": {"$ref": "#"}}}}, "no text follows"),
+        ({"extra_body": {"structured_outputs": {"grammar": 'start: "a"{100000}'}}}, "Too many"),
+        ({"extra_body": {"structured_outputs": {"json": {"multipleOf": 9999991}}}}, "remainders"),
         (
             {"extra_body": {"structured_outputs": {"regex": "a"}, "ignore_eos": True}},
             "ends where that does",

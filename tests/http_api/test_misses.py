@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from shared.types.errors import NotFoundError
 from tests.http_api.conftest import CLIENTS, MODEL, said
 
 LENGTH = 8
@@ -131,9 +132,9 @@ async def test_the_texts_that_differ(api, opening, tmp_path):
         assert explained.common.endswith("user\nAn")
         assert explained.was.startswith("d then, for the 0th time?")
         assert explained.now.startswith("other question altogether.")
-        with pytest.raises(Exception, match="missed"):
+        with pytest.raises(NotFoundError, match="none of its turns has missed"):
             await service.explain_miss(first.model_extra["session_id"], tenant="acme")
-        with pytest.raises(Exception, match="turn 99"):
+        with pytest.raises(NotFoundError, match="turn 99 has not missed"):
             await service.explain_miss(session_id, turn=99, tenant="acme")
     token = tmp_path / "token"
     for name, code in (("acme", 0), ("small", 3)):

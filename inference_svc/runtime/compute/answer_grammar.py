@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from inference_svc.core.errors import EngineFailedError
+from inference_svc.core.errors import InvalidGrammarError
 from inference_svc.core.tools.bound_calls import ANY_TOOL, BoundCalls
 from inference_svc.core.tools.parts import Closing, OpenCall, is_open
 from inference_svc.runtime.worker_thread import WorkerThread
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 Logits = npt.NDArray[np.float32]  # [vocab]
 Mask = npt.NDArray[np.bool_]  # [tokens in llguidance's vocabulary], True: not allowed next
 _BRACE = "{"
+# Parts of llguidance's messages: no token can come next; and what stands for the parser's state.
+_NOTHING_FOLLOWS, _NOT_VERBOSE = "NoExtensionBias", "<non-verbose/>"
 
 
 class AnswerGrammar:
@@ -54,6 +56,14 @@ class AnswerGrammar:
         self._thread = thread
         self._pending: Future[Mask] | None = None  # the mask of the matcher's current state
 
+    def check_begins(self) -> None:
+        """Check that an answer can begin; whoever has the grammar calls it before its first use.
+
+        Raises:
+            InvalidGrammarError: see `mask`.
+        """
+        self._compute_mask()
+
     def start_mask(self) -> None:
         """Start to compute the mask that `mask` will apply; a second call does nothing."""
         if self._thread is not None and self._pending is None:
@@ -66,7 +76,7 @@ class AnswerGrammar:
             logits: [vocab], changed in place. Tokens beyond the vocabulary are masked too.
 
         Raises:
-            EngineFailedError: the grammar takes too long, or too much memory.
+            InvalidGrammarError: nothing can follow, or it takes too long, or too much memory.
         """
         pending, self._pending = self._pending, None
         # A mask still queued behind other answers' masks is cancelled and computed right here,
@@ -80,7 +90,7 @@ class AnswerGrammar:
         """Advance past a chosen token; return True, since masked tokens are never chosen.
 
         Raises:
-            EngineFailedError: see `mask`.
+            InvalidGrammarError: see `mask`.
         """
         self._cancel_mask()
         self._matcher.consume_token(token_id)
@@ -119,9 +129,13 @@ class AnswerGrammar:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            raise EngineFailedError(
-                f"the answer's grammar failed ({one_line(self._matcher.get_error())})",
-                "send a simpler one",
+            problem = one_line(self._matcher.get_error())
+            if _NOTHING_FOLLOWS in problem:
+                raise InvalidGrammarError(
+                    "no text follows the answer's grammar", "send another one"
+                )
+            raise InvalidGrammarError(
+                f"the answer's grammar failed ({problem})", "send a simpler one"
             )
 
 
@@ -182,7 +196,7 @@ class CallGrammar:
         """Set the logits, [vocab], of tokens that may not come next to minus infinity.
 
         Raises:
-            EngineFailedError: the grammar takes too long, or too much memory.
+            InvalidGrammarError: nothing can follow, or it takes too long, or too much memory.
         """
         if self._grammar is not None:
             self._grammar.mask(logits)
@@ -195,7 +209,7 @@ class CallGrammar:
             chosen.
 
         Raises:
-            EngineFailedError: see `mask`.
+            InvalidGrammarError: see `mask`.
         """
         before, grammar = self._decoder.getstate(), self._grammar
         text = self._decoder.decode(self._bytes_of(token_id))
@@ -237,4 +251,4 @@ class CallGrammar:
 
 def one_line(message: str) -> str:
     """Return the first 200 characters of an llguidance message, as one line."""
-    return f"{' '.join(message.split()):.200}"
+    return f"{' '.join(message.replace(_NOT_VERBOSE, '').split()):.200}"

@@ -147,19 +147,24 @@ class Grammars:
         """Compile a grammar for one answer; any thread may call it.
 
         Raises:
-            InvalidGrammarError: the grammar is malformed, or this model supports no grammars.
+            InvalidGrammarError: the grammar is malformed, no text follows it, or this model
+                supports no grammars.
         """
         vocabulary = self._load_vocabulary()
-        from llguidance import LLMatcher  # optional: see `_vocabulary_of`
+        from llguidance import LLMatcher, LLParserLimits  # optional: see `_vocabulary_of`
 
         try:
             source = _SOURCES[grammar.kind](LLMatcher, grammar.source)
         except ValueError as error:  # the schema is not JSON
             raise _invalid(str(error)) from error
-        matcher = LLMatcher(vocabulary, source, log_level=0)
+        # Verbose errors show the parser's state, and with it text of the answer.
+        limits = LLParserLimits(verbose_errors=False)
+        matcher = LLMatcher(vocabulary, source, log_level=0, limits=limits)
         if matcher.is_error():
             raise _invalid(matcher.get_error())
-        return AnswerGrammar(matcher, vocabulary, self._mask_thread)
+        compiled = AnswerGrammar(matcher, vocabulary, self._mask_thread)
+        compiled.check_begins()
+        return compiled
 
     def _load_vocabulary(self) -> Any:
         """Return the llguidance tokenizer, which the first call makes.

@@ -162,12 +162,19 @@ class Sampler:
 
 
 def _penalise(logits: Logits, prior_token_ids: Sequence[int], penalty: float) -> None:
-    """Make prior tokens less likely: divide positive logits, multiply negative ones; in place."""
+    """Make prior tokens less likely: divide positive logits, multiply negative ones; in place.
+
+    Where a tiny penalty makes them very likely they stay finite.
+    """
     seen = np.unique(np.asarray(prior_token_ids, dtype=np.int64))
     values = logits[seen]
-    logits[seen] = np.where(values > 0, values / penalty, values * penalty)
+    with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
+        values = np.where(values > 0, values / penalty, values * penalty)
+    logits[seen] = np.clip(values, -LARGEST_LOGIT, LARGEST_LOGIT)
 
 
+LARGEST_LOGIT = 1e37  # of a penalised token: in float32 a bias may still be added to it
+LEAST_TEMPERATURE = 1e-30  # no logit divided by it overflows; one below draws the same tokens
 FIRST_CANDIDATES = 256  # sorted first: a confident model draws one of these
 
 
@@ -227,7 +234,7 @@ def _place(weights: Row, params: SamplingParams, uniform: float, total: float | 
 
 def _weights(logits: Logits, temperature: float) -> Row:
     """Return unnormalised probabilities; the most likely token has weight 1."""
-    scaled = logits.astype(np.float64) / temperature
+    scaled = logits.astype(np.float64) / max(temperature, LEAST_TEMPERATURE)
     weights: Row = np.exp(scaled - scaled.max())
     return weights
 

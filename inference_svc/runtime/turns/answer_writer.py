@@ -23,6 +23,7 @@ from inference_svc.core.turn_record import (
 )
 from inference_svc.runtime.compute.sampling import Sampled
 from inference_svc.runtime.engine.engine_request import EngineRequest
+from inference_svc.runtime.store.kvd_loads import PARTIAL
 from inference_svc.runtime.turns.turn import Turn
 from inference_svc.runtime.turns.turn_prompt import Prompt
 from shared.types.histogram import Histogram
@@ -241,13 +242,15 @@ class AnswerWriter:
         now_ns = time.monotonic_ns()
         end_ns = request.finished_ns or now_ns
         first_ns = request.first_token_ns or end_ns
-        reused_tokens = min(request.found_tokens, self._history_tokens)
-        recomputed_tokens = self._history_tokens - reused_tokens
+        prompt_tokens = self._used_tokens(request)
+        history_tokens = min(self._history_tokens, prompt_tokens)
+        reused_tokens = min(request.found_tokens, history_tokens)
+        recomputed_tokens = history_tokens - reused_tokens
         return Usage(
-            history_tokens=self._history_tokens,
+            history_tokens=history_tokens,
             reused_tokens=reused_tokens,
             recomputed_tokens=recomputed_tokens,
-            new_tokens=self._prompt_tokens - self._history_tokens,
+            new_tokens=prompt_tokens - history_tokens,
             output_tokens=len(self.tokens),
             tier_tokens=_less_tokens(outcome.tier_tokens, request.ahead_tokens),
             queue_s=((request.admitted_ns or now_ns) - request.arrived_ns) / NS_PER_S
@@ -257,7 +260,8 @@ class AnswerWriter:
             ttft_s=(first_ns - request.arrived_ns) / NS_PER_S,
             tpot_s=(end_ns - first_ns) / NS_PER_S / max(1, request.num_sampled - 1),
             total_s=(now_ns - request.arrived_ns) / NS_PER_S,
-            recompute_reason=outcome.reason if recomputed_tokens else "",
+            # What the engine's memory had of the history gives no reason why it had no more.
+            recompute_reason=(outcome.reason or PARTIAL) if recomputed_tokens else "",
             preemptions=request.num_preemptions,
             stall_s=outcome.stall_s,
             dropped_tokens=sum(num_in(discard.ranges) for discard in discards),
@@ -266,6 +270,15 @@ class AnswerWriter:
             kept_tokens=min(reused_tokens, kept_among(request.grafts, outcome.tokens)),
             healed_tokens=sum(graft.healed_tokens for graft in request.grafts),
         )
+
+    def _used_tokens(self, request: EngineRequest) -> int:
+        """Return how many tokens of the prompt were found or computed.
+
+        These are all of them, unless the turn was cancelled before its first token.
+        """
+        if self.finish_reason is not FinishReason.CANCELLED or request.first_token_ns:
+            return self._prompt_tokens
+        return min(self._prompt_tokens, max(request.found_tokens, request.computed_tokens))
 
     def _mid_turn_discards(self, request: EngineRequest, num_input: int) -> list[Discard]:
         """Return the discards made during the answer, as they are recorded.

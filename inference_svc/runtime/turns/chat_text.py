@@ -161,6 +161,10 @@ class TurnText:
         encode = self.control.encode if has_special else self.control.encode_plain
         return [bos_id, *encode(text)] if begins else encode(text)
 
+    def num_tokens(self, text: str, *, has_special: bool) -> int:
+        """Count the tokens of a text by itself; `has_special`: see `encode_text`."""
+        return len(self.control.encode(text) if has_special else self.control.encode_plain(text))
+
     def encode_framed(self, text: str) -> list[int]:
         """Encode a text, with the special tokens that the tokenizer puts around every text.
 

@@ -255,8 +255,8 @@ def _find_miss(transcript: Transcript, turn: int | None) -> tuple[TurnRecord, Ca
         miss = record.usage.miss or _recomputed(record.usage)
         if miss is not None and turn in (None, record.turn):
             return record, miss
-    which = "none of its turns" if turn is None else f"its turn {turn}"
+    which = "none of its turns has" if turn is None else f"its turn {turn} has not"
     raise UnknownTurnError(
-        f"{which} has missed what the cache had",
+        f"{which} missed what the cache had",
         "`kvd show` says what is stored of the session",
     )

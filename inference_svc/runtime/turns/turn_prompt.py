@@ -6,7 +6,12 @@ from functools import cached_property
 
 from inference_svc.core.answers import GrowingAnswer, SamplingParams
 from inference_svc.core.context import Context, prompt_marks
-from inference_svc.core.errors import EmptyTurnError, InvalidSamplingError, InvalidTurnError
+from inference_svc.core.errors import (
+    EmptyTurnError,
+    InputTooLongError,
+    InvalidSamplingError,
+    InvalidTurnError,
+)
 from inference_svc.core.ranges import Range
 from inference_svc.core.submission import ChatInput, Submission, TextInput, TokenInput, TurnInput
 from inference_svc.core.template_arguments import Arguments
@@ -15,6 +20,10 @@ from inference_svc.core.truncation import TurnWindow
 from inference_svc.core.turn_record import Discard
 from inference_svc.runtime.turns.chat_text import TurnText
 from inference_svc.runtime.worker_thread import WorkerThread
+
+# Characters, per token of the window, of a text whose beginning is encoded before all of it. Tokens
+# of most texts have 2 to 5, so hardly any text that fits is encoded twice.
+PROBED_CHARACTERS = 8
 
 
 @dataclass(frozen=True)
@@ -158,6 +167,7 @@ class PromptMaker:
             )
         self._check_vocabulary(submission.sampling)
         window = self._window(submission)
+        await self.check_beginning(submission.input)
         turn_input, recorded = await self._settle_arguments(submission.input, began_with)
         input_ids = await self._encode(turn_input, context)
         ranges = window.at_start(context, len(input_ids))
@@ -177,6 +187,36 @@ class PromptMaker:
             if isinstance(turn_input, ChatInput)
             else 0,
         )
+
+    async def check_beginning(self, turn_input: TurnInput) -> None:
+        """Check that the beginning of an input, if it is long, does not fill the window by itself.
+
+        Encoding takes a second for some hundred thousand characters, in which no other turn is
+        encoded. A text that is refused all the same shall not take as long as its client likes.
+
+        Raises:
+            InputTooLongError: the beginning alone has more tokens than the window.
+        """
+        if isinstance(turn_input, TokenInput) or not self._has_tokenizer:
+            return
+        num_probed, texts = PROBED_CHARACTERS * self._limits.window_tokens, []
+        num_left = num_probed
+        for text in turn_input.whole_texts:
+            texts.append(text[:num_left])
+            num_left -= len(texts[-1])
+        if num_left:
+            return
+        has_special = isinstance(turn_input, TextInput) and turn_input.has_special
+        num_tokens = await self._thread.run(
+            self.text.num_tokens, "\n".join(texts), has_special=has_special
+        )
+        # Less than all that was counted: the text's end, which is cut, may have other tokens.
+        if num_tokens > self._limits.window_tokens * 5 // 4:
+            raise InputTooLongError(
+                f"the first {num_probed} characters of the input alone are {num_tokens} tokens, "
+                f"more than the window of {self._limits.window_tokens}",
+                "send a shorter one",
+            )
 
     async def encode(self, turn_input: TurnInput, behind: Transcript | None = None) -> list[int]:
         """Return the tokens of an input.

@@ -215,11 +215,15 @@ class TurnRunner:
         except asyncio.CancelledError:
             if turn.handed_back is None:
                 writer.finish_reason = FinishReason.CANCELLED
-                self._finish(turn, request, writer, writer.usage(request), num_turns)
+                usage = writer.usage(request)
+                self._count(usage)
+                self._finish(turn, request, writer, usage, num_turns)
             raise
         finally:
             self._engine.drop(request)
-        self._count(record)
+        self._counters.add("turns_finished")
+        self._counters.add("overflows", sum(d.reason == OVERFLOW for d in record.discards))
+        self._count(record.usage)
         self._finish(turn, request, writer, record.usage, num_turns + 1, moved_to)
         cut = _cut(context, ranges)
         if cut is not None:
@@ -303,11 +307,8 @@ class TurnRunner:
             turn.submission, request, reason, usage, num_turns, cancelled=cancelled
         )
 
-    def _count(self, record: TurnRecord) -> None:
-        """Count a finished turn, its overflows and all of its usage that has a counter."""
-        usage = record.usage
-        self._counters.add("turns_finished")
-        self._counters.add("overflows", sum(d.reason == OVERFLOW for d in record.discards))
+    def _count(self, usage: Usage) -> None:
+        """Count what a turn has used, finished or cancelled: all of its usage with a counter."""
         for name in COUNTERS.keys() & vars(usage).keys():  # history_tokens and others
             self._counters.add(name, getattr(usage, name))
 

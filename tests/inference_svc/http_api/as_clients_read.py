@@ -23,6 +23,9 @@ class Letters:
         assert not skip_special_tokens
         return "".join(("é", "He", "\ufffd")[token_id] for token_id in token_ids)
 
+    def convert_ids_to_tokens(self, token_id):
+        return ("Ã©", "He", "Ã")[token_id]
+
 
 def finished(reason="stop"):
     usage = Usage(history_tokens=30, reused_tokens=28, new_tokens=5, output_tokens=2)

@@ -158,9 +158,11 @@ def test_priorities(priority):
         ({"deadline_s": NAN}, "deadline_s nan"),
         ({"deadline_s": INFINITE}, "deadline_s inf"),
         ({"priority": 101, "deadline_s": -1.0}, "priority 101 and deadline_s -1.0"),
+        ({"request_id": "x" * 257}, "request_id 'xxx"),
+        ({"request_id": "a\nb"}, r"request_id 'a\nb'"),
     ],
 )
-def test_urgency_out_of_range_is_refused(fields, said):
+def test_fields_out_of_range_are_refused(fields, said):
     """With all problems in one error, and what is accepted."""
     with pytest.raises(InvalidTurnError) as refused:
         decode(text="Hi", **fields)
@@ -168,6 +170,8 @@ def test_urgency_out_of_range_is_refused(fields, said):
     assert refused.value.reason == "invalid_input"
     for name in fields:
         assert name in refused.value.remedy
+    assert len(str(refused.value)) < 200
+    assert decode(text="Hi", request_id="é" * 256).request_id == "é" * 256
 
 
 def test_a_prediction_is_a_text():

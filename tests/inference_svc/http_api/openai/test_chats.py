@@ -330,12 +330,12 @@ async def test_drafts_of_all_answers_are_counted():
 
 
 async def test_logprobs_are_told_with_text_and_bytes():
-    """A piece of a character has no bytes of its own."""
+    """A piece of a character has its own bytes."""
     answer = await whole(ScriptedAnswer(TOKENS, finished()), top_logprobs=2)
     first, second = answer.choices[0].logprobs.content
     assert (first.token, first.logprob, first.bytes) == ("He", -0.5, [72, 101])
     assert [top.token for top in first.top_logprobs] == ["He", "\ufffd"]
-    assert second.bytes == []
+    assert second.bytes == list("é".encode()[:1])
     assert second.top_logprobs[1].bytes == list("é".encode())
 
 

@@ -13,7 +13,7 @@ from jsonschema.validators import validator_for
 from transformers import AutoTokenizer
 
 from inference_svc.core.answers import SamplingParams
-from inference_svc.core.errors import EngineFailedError, InvalidGrammarError
+from inference_svc.core.errors import InvalidGrammarError
 from inference_svc.core.grammar import Grammar, GrammarKind, choice_grammar, schema_grammar
 from inference_svc.core.tools.parts import MAX_BLANKS
 from inference_svc.installation import SHIPPED_MODEL
@@ -142,6 +142,14 @@ def test_logits_of_no_token_are_never_chosen(rambler):
         (Grammar(GrammarKind.JSON_SCHEMA, "{"), "cannot be kept to"),
         (Grammar(GrammarKind.REGEX, "("), "unclosed group"),
         (Grammar(GrammarKind.LARK, "start: nobody"), "nobody"),
+        (Grammar(GrammarKind.LARK, "start: start"), "no text follows"),
+        (schema_grammar({"$ref": "#"}), "no text follows"),
+        (
+            schema_grammar(
+                {"type": "integer", "minimum": 10**8, "maximum": 10**12 - 1, "multipleOf": 9973}
+            ),
+            "too many expressions",
+        ),
     ],
 )
 def test_what_cannot_be_kept_to_is_refused(rambler, grammar, said):
@@ -149,7 +157,17 @@ def test_what_cannot_be_kept_to_is_refused(rambler, grammar, said):
     with pytest.raises(InvalidGrammarError, match=said) as refused:
         rambler.grammars.compile(grammar)
     assert "\n" not in str(refused.value)
+    assert "state" not in str(refused.value)
     assert len(str(refused.value)) < 300
+
+
+def test_a_grammar_that_fails_within_the_answer_is_its_clients(rambler):
+    """Which would be refused again: no client should send it a second time by itself."""
+    grammar = Grammar(GrammarKind.LARK, 'start: "a"{100000}')
+    with pytest.raises(InvalidGrammarError, match="Too many items") as refused:
+        rambler.answer(grammar)
+    assert not refused.value.retryable
+    assert "verbose" not in str(refused.value)
 
 
 def test_a_model_that_cannot_end_has_no_grammars(rambler):
@@ -256,7 +274,7 @@ def test_a_mask_that_fails_is_the_turns_error(rambler, thread):
     sampler.start()
     thread.submit(int).result()
     assert grammar._matcher.names == ["masks_0"]
-    with pytest.raises(EngineFailedError, match="too many items"):
+    with pytest.raises(InvalidGrammarError, match="too many items"):
         sampler.sample(torch.zeros(rambler.vocab_size), [])
 
 

@@ -130,6 +130,23 @@ def test_penalty_pushes_seen_tokens_down():
     assert Sampler(params).sample(torch.tensor([-1.0, -1.5]), [0]).token_id == 1
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1e-320, 1.0, 2.0])
+@pytest.mark.parametrize("penalty", [1e-300, 1e-40, 1e-38])
+@pytest.mark.parametrize("more", [{}, {"top_k": 3}, {"top_p": 0.9, "logit_bias": {1: 100.0}}])
+def test_a_penalty_that_raises_tokens_beyond_any_number(temperature, penalty, more):
+    """One of those that were seen and were likely comes."""
+    params = SamplingParams(temperature=temperature, repetition_penalty=penalty, seed=1, **more)
+    sampler = Sampler(params)
+    for _ in range(20):
+        assert sampler.sample(LOGITS, [2, 4, 5]).token_id in {2, 4}
+
+
+@pytest.mark.parametrize("temperature", [5e-324, 1e-307, 1e-40])
+def test_a_temperature_of_nearly_nothing(temperature):
+    """Draws one of the most likely tokens."""
+    assert set(drawn(temperature=temperature, logits=LOGITS * 10)) == {1, 3}
+
+
 VOCAB = 8
 EOS = frozenset({3, VOCAB})  # one of them has no logits
 eighths = st.integers(-40, 40).map(lambda n: n / 8)  # sums of these are exact

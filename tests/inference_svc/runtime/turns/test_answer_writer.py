@@ -11,7 +11,13 @@ from inference_svc.core.answers import GrowingAnswer, SamplingParams
 from inference_svc.core.context import Context
 from inference_svc.core.submission import Submission, TokenInput
 from inference_svc.core.truncation import FrameTokens, OverflowPolicy, TurnWindow
-from inference_svc.core.turn_record import AnswerToken, ConversationDigests, Discard, Graft
+from inference_svc.core.turn_record import (
+    AnswerToken,
+    ConversationDigests,
+    Discard,
+    FinishReason,
+    Graft,
+)
 from inference_svc.runtime.compute.sampling import Sampled, Sampler
 from inference_svc.runtime.engine.engine_request import EngineRequest
 from inference_svc.runtime.turns.answer_writer import (
@@ -128,10 +134,21 @@ async def test_what_was_computed_ahead_is_not_reused(running):
 
 
 async def test_usage_of_a_turn_that_never_started(running):
-    """Cancelled in the queue: the numbers still add up."""
+    """Cancelled in the queue it has used nothing; later, what was found and computed by then."""
+    running.sink.finish_reason = FinishReason.CANCELLED
     usage = running.sink.usage(running)
-    assert reuse(usage) == (6, 0, 6, 4)
+    assert reuse(usage) == (0, 0, 0, 0)
     assert (usage.recompute_reason, usage.output_tokens) == ("", 0)
+    running.outcome.tokens, running.outcome.tier_tokens = 5, {"hbm": 5}
+    assert reuse(running.sink.usage(running)) == (5, 5, 0, 0)
+    running.computed_tokens = 8
+    assert reuse(running.sink.usage(running)) == (6, 5, 1, 2)
+
+
+async def test_history_that_was_found_in_part_has_a_reason(running):
+    """Also if it was found in the engine's memory, which gives none."""
+    running.outcome.tokens, running.outcome.tier_tokens = 5, {"hbm": 5}
+    assert running.sink.usage(running).recompute_reason == "partial"
 
 
 async def test_the_record_holds_input_answer_and_usage(running):

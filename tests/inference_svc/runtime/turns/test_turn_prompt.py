@@ -133,6 +133,38 @@ async def test_what_cannot_fit_is_refused(prompts):
         await prompts.make(submission(TokenInput((5,) * WINDOW_TOKENS)), Context())
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        TextInput("a block " * 10_000),
+        TextInput("<|end|>" * 10_000),
+        question("a block " * 10_000),
+        question("x", *[Message("user", "It is kept in blocks. ")] * 1000),
+    ],
+)
+async def test_of_a_text_that_is_far_too_long_the_beginning_is_encoded(prompts, given):
+    """And nothing else: all other turns would wait for it to be refused."""
+    with pytest.raises(InputTooLongError) as refused:
+        await prompts.make(submission(given), Context())
+    assert str(refused.value).startswith(f"the first {8 * WINDOW_TOKENS} characters of the input")
+
+
+async def test_a_long_text_of_few_tokens_is_read(prompts, tokenizer):
+    """However many characters they have."""
+    word = max((tokenizer.decode([one]) for one in range(2, len(tokenizer))), key=len)
+    text = word * (8 * WINDOW_TOKENS // len(word) + 1)
+    assert len(text) > 8 * WINDOW_TOKENS
+    made = await prompts.make(submission(TextInput(text)), Context())
+    assert len(made.input_ids) < WINDOW_TOKENS
+
+
+async def test_a_long_answer_is_read_by_the_template(prompts):
+    """Which may leave thoughts out: only what it writes is too long."""
+    answer = Message("assistant", "It is kept in blocks. " * 1000)
+    with pytest.raises(InputTooLongError, match="history 0"):
+        await prompts.make(submission(question("And then?", SYSTEM, answer)), Context())
+
+
 async def test_what_is_no_input_is_refused(prompts, tokenizer):
     """Nothing, and token ids from the first one on that the model has not."""
     with pytest.raises(EmptyTurnError):

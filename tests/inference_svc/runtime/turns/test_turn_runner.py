@@ -178,6 +178,35 @@ async def test_a_turn_that_is_cancelled_ends_with_what_there_was(model, tmp_path
         }
 
 
+async def test_a_cancelled_turn_counts_for_what_it_used(model, tmp_path):
+    """One that still waited for nothing; all that counts tokens agrees."""
+    other, names = KEY._replace(session_id="other"), ("history", "reused", "recomputed", "new")
+    async with serving(model, tmp_path, max_running=1) as service:
+        await service.run(range(20, 40))
+        running = await service.turns.submit(asked([60, 61], 150, key=other))
+        await first_token(running)
+        waiting = await service.turns.submit(asked([50]))
+        await until(lambda: len(service.engine.scheduler.queue))
+        assert waiting.cancel()
+        usage = [event async for event in waiting.follow()][-1].usage
+        assert not any(getattr(usage, f"{name}_tokens") for name in names)
+        assert not usage.recompute_reason
+        assert running.cancel()
+        left = [event async for event in running.follow()][-1].usage
+        assert left.new_tokens == 2
+        assert left.output_tokens > 0
+        history, reused, recomputed, new, output = await service.counts(
+            *(f"{name}_tokens" for name in (*names, "output"))
+        )
+        assert (history, new, output) == (0, 20 + 2, 8 + left.output_tokens)
+        assert service.histograms.tenant_tokens.counts == {
+            ("default", "computed"): recomputed + new,
+            ("default", "reused"): reused,
+            ("default", "output"): output,
+        }
+        assert not service.histograms.recomputed_tokens.counts
+
+
 async def test_a_turn_that_is_being_recorded_is_not_cancelled(model, tmp_path):
     """Its client would not know whether it was."""
     async with serving(model, tmp_path) as service:
