@@ -165,7 +165,7 @@ def _choose_pooling(
     settings: ModelSettings, path: Path, loaded: "LoadedModel", calibration: "Calibration"
 ) -> tuple["Pooling | None", str]:
     """Return how the model's embeddings are pooled; or None, and why it makes none."""
-    from inference_svc.runtime.calibration.pooling_proof import prove_pooling
+    from inference_svc.runtime.calibration.proof import prove_pooling
     from inference_svc.runtime.model.pooling import UnknownPoolingError, find_pooling
 
     try:

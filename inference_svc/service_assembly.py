@@ -1,7 +1,7 @@
 """Builds the service around an engine, and applies changed settings; nothing runs yet."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
@@ -21,6 +21,7 @@ from inference_svc.runtime.turns.embeddings import Embedder
 from inference_svc.runtime.turns.kept_edits import EditKeeper
 from inference_svc.runtime.turns.misses import MissExplainer
 from inference_svc.runtime.turns.transcript import TranscriptStore
+from inference_svc.runtime.turns.turn import Turn
 from inference_svc.runtime.turns.turn_prompt import PromptMaker, TurnLimits
 from inference_svc.runtime.turns.turn_report import TurnReport
 from inference_svc.runtime.turns.turn_runner import TurnRunner
@@ -140,7 +141,7 @@ def assemble_service(
     )
     retry_after_s = engine_parts.engine.scheduler.estimates.retry_after_s
     limits = TenantLimits(*settings.tenant_bounds(), turn_s=retry_after_s)
-    turns = _make_turns(settings, engine_parts, transcripts, runner, limits, report)
+    turns = _make_turns(settings, engine_parts, transcripts, runner.answer, limits, report)
     embedder = _make_embedder(model, engine_parts, texts.prompts, turns, limits, numbers)
     gateway = Gateway(
         turns=turns,
@@ -228,13 +229,13 @@ def _make_turns(
     settings: InferenceSettings,
     engine_parts: EngineParts,
     transcripts: TranscriptStore,
-    runner: TurnRunner,
+    answer_turn: Callable[[Turn], Awaitable[None]],
     limits: TenantLimits,
     report: TurnReport,
 ) -> Turns:
     """Make the registry of turns."""
     return Turns(
-        runner=runner,
+        answer_turn=answer_turn,
         transcripts=transcripts,
         engine=engine_parts.engine,
         session_turns=SessionTurns(

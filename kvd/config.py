@@ -9,7 +9,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints, 
 
 from kvd.core.eviction.policies import POLICIES
 from kvd.core.records.entries import TTL_NEVER_NS
-from kvd.core.records.records import Admission
+from kvd.core.records.tier import Admission
 from shared.access.settings import (
     ClientName,
     ClientSettings,

@@ -42,6 +42,7 @@ from kvd.rpc.service import Draining, EngineService
 from kvd.session_files.byte_streams import ByteStreams
 from kvd.session_files.transfers import MOST_TRANSFERS, Transfers
 from kvd.tiers.faults import Faults, NoFaults
+from kvd.tiers.index_database import MANIFEST_NAME
 from kvd.tiers.manifest import Manifest
 from kvd.wire.events import EventHub
 from shared.config.reload import Changes, LiveSettings
@@ -53,7 +54,6 @@ from shared.serving.tracing import start_tracing
 from shared.types.errors import ReportedError
 from shared.version import __version__
 
-MANIFEST_NAME = "manifest.db"
 STOP_GRACE_S = 0.5  # for calls still running after the drain
 SWITCH_INTERVAL_S = 0.0005  # I/O threads need the GIL for microseconds only, but soon
 BEAT_S = 5.0  # longest time between two checks of the disk's free space

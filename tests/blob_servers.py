@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.blobs.errors import StoreMissingError
+from shared.blobs.blob_store import StoreMissingError
 from shared.blobs.mooncake_client import check_installed
 
 SECRET = "a-secret-key"  # noqa: S105

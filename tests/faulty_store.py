@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
-from shared.blobs.blob_store import Blob, Data
-from shared.blobs.errors import BlobExistsError, BlobMissingError, StoreFailedError
+from shared.blobs.blob_store import Blob, BlobExistsError, BlobMissingError, Data, StoreFailedError
 
 
 class CrashError(BaseException):

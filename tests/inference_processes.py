@@ -20,7 +20,7 @@ SERVICE = WarmPython(
     "inference_svc.server",
     "inference_svc.assembly",
     "inference_svc.runtime.calibration.remembered_proofs",
-    "inference_svc.runtime.calibration.pooling_proof",
+    "inference_svc.runtime.calibration.proof",
     "inference_svc.cli.serve",
     "inference_svc.service.lifecycle",
     "inference_svc.service.servicer",

@@ -9,7 +9,7 @@ import torch
 
 from inference_svc.core.answers import SamplingParams
 from inference_svc.core.counters import Counters
-from inference_svc.core.discards import kept_runs
+from inference_svc.core.ranges import kept_runs
 from inference_svc.core.rates.rates import LoadPolicy, Rates
 from inference_svc.core.scheduling.scheduler import Scheduler
 from inference_svc.core.scheduling.step_plan import SchedulerLimits

@@ -7,8 +7,7 @@ from inference_svc.core.scheduling.write_slots import WriteSlots
 from inference_svc.runtime.attention.paged_attention import PagedAttention
 from inference_svc.runtime.calibration.graph_choice import StepMemory
 from inference_svc.runtime.compute.chunk import Chunk
-from inference_svc.runtime.compute.decode_graphs import DecodeGraphs
-from inference_svc.runtime.compute.decode_step import DecodeStep
+from inference_svc.runtime.compute.decode_graphs import DecodeGraphs, DecodeStep
 from inference_svc.runtime.compute.model_runner import ModelRunner
 from inference_svc.runtime.kv.page_pool import PagePool
 from inference_svc.runtime.kv.write_ring import WriteRing

@@ -65,7 +65,7 @@ class Service:
         )
         self.turns = Turns(
             *(
-                runner,
+                runner.answer,
                 self.store,
                 engine.loop,
                 SessionTurns(9, 9, lambda: 1.0, lambda turn: turn.is_cancelled),

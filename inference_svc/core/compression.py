@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from math import ceil
 from typing import ClassVar, Literal, Protocol
 
-from inference_svc.core.discards import Range, merge_ranges
 from inference_svc.core.errors import InvalidCompressionError
+from inference_svc.core.ranges import Range, merge_ranges
 
 Needs = Literal["nothing", "window", "accumulated"]
 

@@ -9,17 +9,8 @@ import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from inference_svc.core.discards import (
-    COMPRESSION,
-    Discard,
-    Range,
-    clip,
-    merge_ranges,
-    num_in,
-    position_after,
-    without,
-)
-from inference_svc.core.turn_record import TurnRecord
+from inference_svc.core.ranges import Range, clip, merge_ranges, num_in, position_after, without
+from inference_svc.core.turn_record import COMPRESSION, Discard, TurnRecord
 from shared.types.lineage import WHOLE, Lineage
 
 

@@ -26,9 +26,8 @@ from functools import cached_property
 from typing import Any
 
 from inference_svc.core.context import Context, replay
-from inference_svc.core.discards import Discard
 from inference_svc.core.errors import InvalidDiscardError, SessionEndedError, TurnMismatchError
-from inference_svc.core.turn_record import CacheMiss, Graft, TurnRecord, Usage
+from inference_svc.core.turn_record import CacheMiss, Discard, Graft, TurnRecord, Usage
 from shared.types.errors import StateError
 from shared.types.lineage import Lineage
 from shared.types.session_key import SessionKey

@@ -21,8 +21,8 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from inference_svc.core.context import Context
-from inference_svc.core.discards import Range, num_in
 from inference_svc.core.errors import InputTooLongError, InvalidTurnError
+from inference_svc.core.ranges import Range, num_in
 
 OLDEST, HALF, SINKS, REJECT = "oldest", "half", "sinks", "reject"
 OVERFLOW_POLICIES = (OLDEST, HALF, SINKS, REJECT)

@@ -8,10 +8,13 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple, TypeAlias
 
-from inference_svc.core.discards import Discard
 from shared.types.lineage import Lineage
 
 TOP = tuple[tuple[int, float], ...]
+# Reasons of a discard.
+OVERFLOW = "overflow"
+CLIENT = "client"
+COMPRESSION = "compression:"  # followed by the policy's name
 
 
 class ConversationDigests(NamedTuple):
@@ -101,6 +104,25 @@ class Usage:
     def computed_tokens(self) -> int:
         """Number of tokens that were computed: recomputed, new, and the answer's."""
         return self.recomputed_tokens + self.new_tokens + self.output_tokens
+
+
+@dataclass(frozen=True)
+class Discard:
+    """One discard, as it is recorded in a transcript.
+
+    Attributes:
+        ranges: merged ranges of positions in the context it was applied to.
+        after_tokens: number of its turn's tokens (input, then output) that the context had when it
+            happened; 0: before the turn's input.
+        reason: "overflow", "client" or "compression:<policy>".
+        lineage: lineage of the tokens left, if it cannot be derived from the turn's tokens: KV was
+            computed over tokens of a stop string, which no answer contains. Else None.
+    """
+
+    ranges: tuple[tuple[int, int], ...]
+    after_tokens: int = 0
+    reason: str = OVERFLOW
+    lineage: Lineage | None = None
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from inference_svc.core.compression import (
     make_compression,
     special_tokens,
 )
-from inference_svc.core.discards import num_in
+from inference_svc.core.ranges import num_in
 from inference_svc.eval.eval_model import EvalModel, EvalText, UnusableTextError, load_text
 from inference_svc.eval.figures import CompressedQuality, CompressionReport
 from inference_svc.eval.options import CompressionOptions

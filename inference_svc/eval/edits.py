@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from random import Random
 from typing import Literal, NamedTuple, cast
 
-from inference_svc.core.discards import Range
 from inference_svc.core.edits import edit_policy
+from inference_svc.core.ranges import Range
 from shared.measuring.options import names_of
 from shared.types.errors import InvalidInputError
 

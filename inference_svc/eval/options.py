@@ -13,7 +13,7 @@ from typing import Annotated, Literal, cast
 import typer
 
 from inference_svc.bench.option_types import Device, DtypeName, JsonTo, PlotTo
-from inference_svc.core.discards import Range
+from inference_svc.core.ranges import Range
 from inference_svc.eval.edits import (
     KINDS,
     LEAST_CONTEXT_TOKENS,

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 
-from inference_svc.core.discards import Range
+from inference_svc.core.ranges import Range
 from inference_svc.eval.edits import CLEARED, SUMMARY, Edit, Kind, Replacement
 from inference_svc.eval.retrieval import (
     INTRO,

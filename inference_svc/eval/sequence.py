@@ -16,7 +16,7 @@ from typing import Literal, Self
 import torch
 from torch import Tensor
 
-from inference_svc.core.discards import Range, kept_runs, merge_ranges, without
+from inference_svc.core.ranges import Range, kept_runs, merge_ranges, without
 from inference_svc.eval.edits import Edit, MeasuredMode
 from inference_svc.eval.eval_model import EvalModel
 from inference_svc.eval.options import Method, positions_of

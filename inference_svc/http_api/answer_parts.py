@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 
 from inference_svc.core.chat import ASSISTANT, Message, ToolCall, ToolUse
 from inference_svc.core.tools.bound_calls import BoundCalls
-from inference_svc.core.tools.forced import ForcedReader
 from inference_svc.core.tools.formats import PLAIN, ToolFormat
 from inference_svc.core.tools.parts import (
     AnswerReader,
@@ -17,6 +16,7 @@ from inference_svc.core.tools.parts import (
     collect_answer,
     merge_texts,
 )
+from inference_svc.core.tools.reader import ForcedReader
 from inference_svc.core.tools.thoughts import ThoughtMarks, ThoughtReader
 from inference_svc.core.turn_record import AnswerToken
 

@@ -190,7 +190,7 @@ def _api(
         store=store,
         completion=completion,
         answers=answers,
-        background=BackgroundResponses(answers, store, settings.openai.max_requests, reported),
+        background=BackgroundResponses(answers.open, store, settings.openai.max_requests, reported),
         slots=RequestSlots(settings.openai),
         conversations=completion.conversations,
         book=book,

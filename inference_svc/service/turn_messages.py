@@ -8,9 +8,9 @@ from dataclasses import asdict
 from typing import Any
 
 from inference_svc.core.chat import Message
-from inference_svc.core.discards import Discard, Range
 from inference_svc.core.errors import InvalidDiscardError, InvalidTurnError
 from inference_svc.core.grammar import Grammar, GrammarKind
+from inference_svc.core.ranges import Range
 from inference_svc.core.retention import MAX_RETENTION_S, Retention
 from inference_svc.core.submission import (
     MAX_DEADLINE_S,
@@ -29,6 +29,7 @@ from inference_svc.core.transcript_format import ExpectedSession, Transcript
 from inference_svc.core.turn_record import (
     Accepted,
     AnswerToken,
+    Discard,
     Graft,
     Started,
     Tokens,

@@ -27,7 +27,6 @@ from typing import TypeVar
 
 from kvd.bench.figures import LoopCalls, Restart, Rounds
 from kvd.bench.filled_index import (
-    MANIFEST_NAME,
     SALT,
     TOKENS_PER_SESSION,
     FilledIndexes,
@@ -42,6 +41,7 @@ from kvd.core.engine import CacheEngine
 from kvd.core.eviction.policies import POLICIES
 from kvd.core.state.limits import Limits, TenantLimits
 from kvd.tiers.faults import NoFaults
+from kvd.tiers.index_database import MANIFEST_NAME
 from kvd.tiers.manifest import Manifest
 from shared.children.child_kvd import CALL_S, ChildKvd
 from shared.children.child_process import ChildFailedError

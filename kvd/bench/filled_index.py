@@ -21,6 +21,7 @@ from kvd.bench.workspace import KvdSizes
 from kvd.core.records.entries import IndexEntries, SessionRecord, columns_of, pack_spans, plain_span
 from kvd.core.records.extent_shape import ExtentShape
 from kvd.tiers.faults import NoFaults
+from kvd.tiers.index_database import MANIFEST_NAME
 from kvd.tiers.manifest import PUT_BLOCK, PUT_SESSION, LayoutRow, Manifest, Value
 from shared.kvd_client.messages import layout_message
 from shared.types.block_key import KEY_BYTES, SALT_BYTES, TOKEN_BYTES, block_keys, root_key
@@ -96,7 +97,6 @@ def extents_of(num_blocks: int) -> Iterator[int]:
     return iter(range(0, num_blocks * SECTORS_PER_BLOCK, SECTORS_PER_BLOCK))
 
 
-MANIFEST_NAME = "manifest.db"
 DRAM_BYTES = 64 << 20
 SPARE_BYTES = 1 << 30
 INDEX_BYTES_PER_BLOCK = 512  # of the index file and its log: an upper bound

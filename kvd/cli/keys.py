@@ -50,8 +50,8 @@ def key_rotate(
     """Wrap every tenant's key with a new master key while kvd is stopped."""
     from kvd.caches.layout_opening import VOLUMES
     from kvd.caches.tenant_secrets import rotate_master_key
-    from kvd.daemon import MANIFEST_NAME
     from kvd.tiers.faults import NoFaults
+    from kvd.tiers.index_database import MANIFEST_NAME
     from shared.encryption.key_file import read_key
 
     settings = config.load(config_file, {"state_dir": state_dir}).settings

@@ -19,8 +19,7 @@ from kvd.remote.catalog import Catalog
 from kvd.remote.manifest import Owner
 from kvd.remote.pulling import Puller, PullResult
 from kvd.remote.pushing import Outcome, Pusher, PushResult, in_order
-from shared.blobs.blob_store import BlobStore
-from shared.blobs.errors import StoreUrlError
+from shared.blobs.blob_store import BlobStore, StoreUrlError
 from shared.blobs.opening import open_store
 from shared.blobs.release import claim
 from shared.pb.kvd.v1 import kvd_pb2

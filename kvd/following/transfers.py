@@ -13,6 +13,7 @@ from typing import Protocol, TypeVar
 
 from kvd.core.records.errors import SessionChangedError
 from kvd.errors import InUseError, LimitReachedError, SessionExistsError
+from kvd.following.paced_store import PacedStore, Request
 from kvd.following.steps import Drop, Push
 from kvd.host.pacing import SharedPace
 from kvd.remote.catalog import Catalog, PushedSession
@@ -21,9 +22,7 @@ from kvd.remote.manifest import Owner, has_expired, is_remnant
 from kvd.remote.names import session_place
 from kvd.remote.pulling import Puller, PullResult, Sink
 from kvd.remote.pushing import Pusher, PushResult, Source
-from shared.blobs.blob_store import BlobStore
-from shared.blobs.errors import OvertakenError
-from shared.blobs.paced_store import PacedStore, Request
+from shared.blobs.blob_store import BlobStore, OvertakenError
 from shared.blobs.release import FORMAT, claim
 from shared.kvd_client.messages import key_message
 from shared.pb.kvd.v1 import kvd_pb2 as pb

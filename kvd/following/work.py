@@ -25,8 +25,7 @@ from kvd.following.wanted import Wanted
 from kvd.remote.errors import FencedError
 from kvd.remote.manifest import Owner
 from kvd.remote.pulling import PullResult
-from shared.blobs.blob_store import BlobStore
-from shared.blobs.errors import StoreDeniedError, StoreFailedError
+from shared.blobs.blob_store import BlobStore, StoreDeniedError, StoreFailedError
 from shared.kvd_client.messages import key_message
 from shared.pb.kvd.v1 import kvd_pb2 as pb
 from shared.process.backoff import Backoff

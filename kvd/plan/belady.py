@@ -23,7 +23,7 @@ from kvd.core.eviction.policy import (
 )
 from kvd.core.eviction.queue_window import Touched
 from kvd.core.eviction.session_order import EvictionRank
-from kvd.core.records.records import Tier
+from kvd.core.records.tier import Tier
 from shared.types.session_key import SessionKey
 
 

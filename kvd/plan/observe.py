@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from rich.table import Table
 
-from kvd.core.records.records import Tier
+from kvd.core.records.tier import Tier
 from kvd.core.state.turn_log import RecordedTurn
 from kvd.plan.recorded_replay import ObservedCache, replay_recorded
 from shared.types.units import NS_PER_S, format_bytes, format_duration

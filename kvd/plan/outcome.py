@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 
-from kvd.core.records.records import Tier
+from kvd.core.records.tier import Tier
 from shared.types.units import NS_PER_S
 
 BUSY_QUEUE = 4  # requests ahead: with so many there is time for a prefetch

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from itertools import islice
 
 from kvd.core.eviction.session_placement import SessionPlacement
-from kvd.core.records.records import Tier
+from kvd.core.records.tier import Tier
 from kvd.plan.channel import Channel, Transfer
 from kvd.plan.tiers import Tiers
 from shared.types.session_key import SessionKey

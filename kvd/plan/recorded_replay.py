@@ -16,7 +16,7 @@ from typing import NamedTuple
 from kvd.core.eviction.policies import POLICIES
 from kvd.core.eviction.session_placement import SessionPlacement
 from kvd.core.eviction.ttl import TtlClock
-from kvd.core.records.records import Tier
+from kvd.core.records.tier import Tier
 from kvd.core.state.turn_log import RecordedTurn
 from kvd.plan.channel import Channel
 from kvd.plan.reading import Reading

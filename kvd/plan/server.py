@@ -21,7 +21,7 @@ from kvd.core.eviction.policy import EvictionPolicy, PolicyContext
 from kvd.core.eviction.session_placement import SessionPlacement
 from kvd.core.eviction.ttl import TtlClock
 from kvd.core.operations.sessions import RECHECK_NS
-from kvd.core.records.records import Tier
+from kvd.core.records.tier import Tier
 from kvd.plan.belady import BeladyPolicy
 from kvd.plan.channel import Channel, Transfer
 from kvd.plan.gpu import Gpu, Prefill

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvd.core.eviction.session_placement import SessionPlacement
-from kvd.core.records.records import Tier
+from kvd.core.records.tier import Tier
 from shared.types.session_key import SessionKey
 
 

@@ -18,8 +18,7 @@ from kvd.remote.names import (
     sessions_named,
     tenant_sessions,
 )
-from shared.blobs.blob_store import BlobStore
-from shared.blobs.errors import BlobDamagedError, OvertakenError
+from shared.blobs.blob_store import BlobDamagedError, BlobStore, OvertakenError
 from shared.blobs.register import NOTHING, Register, Version, is_version
 from shared.pb.kvd.v1 import kvd_pb2 as pb
 from shared.types.session_key import SessionKey

@@ -19,8 +19,7 @@ from blake3 import blake3
 
 from kvd.remote.errors import DamagedRemoteError, SlowPushError
 from kvd.remote.names import chunks_place, condemned_place
-from shared.blobs.blob_store import Blob, BlobStore, Data
-from shared.blobs.errors import BlobDamagedError, BlobMissingError
+from shared.blobs.blob_store import Blob, BlobDamagedError, BlobMissingError, BlobStore, Data
 from shared.pb.kvd.v1 import kvd_pb2 as pb
 
 GRACE_S = 24 * 3600.0  # between the condemnation of a chunk and its removal

@@ -14,7 +14,7 @@ import xxhash
 from google.protobuf.message import DecodeError
 
 from kvd.remote.errors import DamagedRemoteError, FencedError
-from shared.blobs.errors import UnfitStoreError
+from shared.blobs.blob_store import UnfitStoreError
 from shared.pb.kvd.v1 import kvd_pb2 as pb
 from shared.types.errors import InvalidInputError
 from shared.types.session_key import SessionKey, session_key

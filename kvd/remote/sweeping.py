@@ -23,8 +23,13 @@ from kvd.remote.chunk_store import GRACE_S, condemned_list, condemned_names, lis
 from kvd.remote.errors import DamagedRemoteError, SweepRunningError
 from kvd.remote.manifest import Owner, has_expired, objects_of
 from kvd.remote.names import SWEEPER, all_chunks, all_condemned, place_of
-from shared.blobs.blob_store import Blob, BlobStore
-from shared.blobs.errors import BlobMissingError, OvertakenError, UnfitStoreError
+from shared.blobs.blob_store import (
+    Blob,
+    BlobMissingError,
+    BlobStore,
+    OvertakenError,
+    UnfitStoreError,
+)
 from shared.blobs.history_entry import decode_entry
 from shared.blobs.register import NOTHING, Register, Seen, Version, is_version, number_of
 from shared.blobs.release import (

@@ -15,15 +15,14 @@ from kvd.caches.tenant_secrets import EncryptionInfo
 from kvd.caches.unavailable import UnavailableLayout
 from kvd.config import Settings, is_live
 from kvd.core.records.records import (
-    Admission,
     EngineStats,
     LeaseInfo,
     QueueStats,
     ScrubReport,
     TenantUsage,
-    Tier,
     TierStats,
 )
+from kvd.core.records.tier import Admission, Tier
 from kvd.core.state.session_history import Move
 from kvd.engines.attached import Engine, EngineInfo
 from kvd.tiers.arena import ArenaInfo

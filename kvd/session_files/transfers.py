@@ -1,4 +1,8 @@
-"""Session files in and out for operators: a few at once, limited to the tenants each may access."""
+"""Session files in and out for operators: a few at once, limited to the tenants each may access.
+
+An exporter yields the pieces of a file that goes out. The pieces of a file that comes in are read
+here, and each of its frames is passed to the import (`importer.py`).
+"""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
@@ -8,22 +12,40 @@ from typing import TypeVar
 from kvd.caches.caches import Caches
 from kvd.core.records.errors import InvalidRequestError
 from kvd.encryption.keyring import WrongKeyError
-from kvd.errors import LimitReachedError, StalledTransferError
+from kvd.errors import (
+    BrokenTransferError,
+    LimitReachedError,
+    StalledTransferError,
+    UnknownLayoutError,
+)
 from kvd.session_files.byte_streams import SILENCE_S, ByteStream, ByteStreams
 from kvd.session_files.chunks import ChunkOpener, ChunkSealer
 from kvd.session_files.exporter import Exporter
-from kvd.session_files.import_file import read_file
+from kvd.session_files.file_format import (
+    FileHeader,
+    HeldTokens,
+    SessionFileError,
+    StatePart,
+    WindowRows,
+)
+from kvd.session_files.file_reader import AnyFrame, FileReader
+from kvd.session_files.importer import Import
 from kvd.session_files.in_thread import run_in_thread
 from kvd.session_files.pieces import Piece
 from kvd.session_files.target import Target
 from kvd.wire.messages import key_of
 from kvd.wire.selection import check_allowed
+from shared.access.identity import TenantDeniedError
 from shared.kvd_client.messages import key_message
 from shared.pb.kvd.v1 import kvd_pb2
+from shared.types.kv_layout import KVLayout
+from shared.types.session_key import SessionKey, session_key
 
 MOST_TRANSFERS = 8  # at once: each holds tens of megabytes. kvd remote follow uses up to five
 PIECE_BYTES = 1 << 20  # in one message: well below gRPC's limit
 MOST_BYTES = 16 << 20  # of memory to receive into from a stream
+# Errors of the file or its transfer, not of kvd: a session that grows keeps what came before.
+CUT_SHORT = (SessionFileError, BrokenTransferError, StalledTransferError)
 
 T = TypeVar("T")
 Pieces = AsyncIterator[bytes | memoryview]
@@ -156,6 +178,115 @@ class Transfers:
             yield
         finally:
             self._num_running -= 1
+
+
+# ------------------------------------------------------------------- an import, frame by frame
+
+
+async def read_file(caches: Caches, target: Target, pieces: Pieces) -> tuple[SessionKey, int]:
+    """Import a file from its pieces.
+
+    Each piece is valid until the next one is requested. If the file is damaged or incomplete, a
+    session that grows keeps the tokens before that.
+
+    Returns:
+        The session, and the number of its tokens that are stored.
+
+    Raises:
+        SessionFileError: the file is damaged, incomplete, or no session file.
+        ReportedError: see _begin_import and Import.
+    """
+    reader = FileReader()
+    current: Import | None = None
+    is_done = False
+    try:
+        async for piece in pieces:
+            for frame in await run_in_thread(lambda data: list(reader.feed(data)), piece):
+                if current is None:
+                    current = await _begin_import(caches, _header(reader), target)
+                await _import_frame(current, frame)
+            if current is None and reader.header is not None:
+                # Begun with the header: a refused layout is refused before a frame is kept.
+                current = await _begin_import(caches, reader.header, target)
+            if current is not None:
+                await current.keep()
+        reader.close()
+        if current is None or not reader.num_tokens:
+            raise SessionFileError("the session file holds no tokens", "export another session")
+        num_tokens = await current.finish()
+        is_done = True
+    except CUT_SHORT:
+        if current is not None:
+            await current.keep_begun()
+        raise
+    finally:
+        if current is not None and not is_done:  # also if the caller was cancelled
+            current.cancel()
+    return current.key, num_tokens
+
+
+async def _begin_import(caches: Caches, header: FileHeader, target: Target) -> Import:
+    """Check that a session may be imported, and open the cache of its layout.
+
+    Returns:
+        The import; the caller owes `finish` or `cancel`.
+
+    Raises:
+        TenantDeniedError: the caller may not write to that tenant, or not add a layout.
+        UnknownLayoutError: kvd has no such layout.
+        SessionExistsError: the session exists and is not to be replaced.
+    """
+    layout = header.layout
+    key = session_key(
+        target.tenant or header.key.tenant,
+        layout.model,
+        target.session_id or header.key.session_id,
+    )
+    if target.allowed is not None and key.tenant not in target.allowed:
+        raise TenantDeniedError(
+            f"the session is tenant {key.tenant!r}'s", "name one of your own with --tenant"
+        )
+    _check_layout(caches, layout, target)
+    cache, _ = await caches.open(layout, prefault=False)
+    target.check(cache.act(lambda core: core.inspection.info(key)))
+    return Import(caches, cache, key, header.lineage, target)
+
+
+def _check_layout(caches: Caches, layout: KVLayout, target: Target) -> None:
+    fingerprints = [cache.layout.fingerprint for cache in caches]
+    if layout.fingerprint in fingerprints:
+        return
+    what = f"the file is of layout {layout.fingerprint[:12]} (model {layout.model[:12]})"
+    if not target.may_add_layout:
+        raise UnknownLayoutError(
+            f"{what}, kvd has {', '.join(name[:12] for name in fingerprints) or 'none yet'}",
+            "start the engine of that very model, dtype and positions first, or say --new-layout",
+        )
+    if target.allowed is not None:
+        raise TenantDeniedError(
+            f"{what}, which would take its memory from those that all tenants use",
+            'start its engine first, or import it as a client with tenants = ["*"]',
+        )
+
+
+async def _import_frame(current: Import, frame: AnyFrame) -> None:
+    """Pass a frame to the import."""
+    if isinstance(frame, HeldTokens):
+        await current.hold(frame)
+    elif isinstance(frame, StatePart):
+        await current.add_part(frame)
+    elif isinstance(frame, WindowRows):
+        await current.add_rows(frame)
+    else:
+        await current.add(frame)
+
+
+def _header(reader: FileReader) -> FileHeader:
+    assert reader.header is not None, "a frame comes behind the header"  # noqa: S101
+    return reader.header
+
+
+# ------------------------------------------------------------------------ messages and streams
 
 
 def _pieces_of(

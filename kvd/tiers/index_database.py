@@ -15,6 +15,7 @@ from kvd.tiers.faults import Faults, WritePoint
 from shared.process.log import get_logger
 from shared.types.errors import ConfigError
 
+MANIFEST_NAME = "manifest.db"  # in the state directory
 SCHEMA_VERSION = 5
 OLDEST_VERSION = 2  # the oldest that is read: tables that it lacks are added
 _WAL_FORMAT = 2  # the highest valid value of bytes 18 and 19 of a database file

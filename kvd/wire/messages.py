@@ -14,10 +14,10 @@ from kvd.core.records.records import (
     SessionInfo,
     StateInfo,
     StoreAnswer,
-    Tier,
     TierStats,
     WindowInfo,
 )
+from kvd.core.records.tier import Tier
 from kvd.core.state.turn_log import MAX_TURNS, RecordedTurn
 from shared.kvd_client.messages import key_message
 from shared.pb.kvd.v1 import kvd_pb2 as pb

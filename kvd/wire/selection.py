@@ -7,7 +7,7 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 from kvd.core.inspection.listing import ListingRequest
 from kvd.core.inspection.session_filter import EVERYTHING, SessionFilter, SessionOrder
 from kvd.core.records.errors import InvalidRequestError, UnknownSessionError
-from kvd.core.records.records import Tier
+from kvd.core.records.tier import Tier
 from kvd.wire.events import EventFilter
 from kvd.wire.messages import ns_of
 from shared.access.identity import TenantDeniedError, current_identity

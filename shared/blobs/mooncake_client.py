@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from shared.blobs.errors import StoreFailedError, StoreMissingError, StoreSettingsError
+from shared.blobs.blob_store import StoreFailedError, StoreMissingError, StoreSettingsError
 from shared.types.units import parse_bytes
 
 OK, SHORT, NOT_FOUND, NOT_READY = 0, -600, -704, -703

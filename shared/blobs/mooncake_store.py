@@ -17,11 +17,13 @@ from collections.abc import Callable, Iterator, Sequence
 from urllib.parse import SplitResult, unquote
 
 from shared.blobs import mooncake_client as mooncake
-from shared.blobs.blob_store import Blob, BlobStore, Data
-from shared.blobs.errors import (
+from shared.blobs.blob_store import (
+    Blob,
     BlobDamagedError,
     BlobExistsError,
     BlobMissingError,
+    BlobStore,
+    Data,
     bad_url,
 )
 from shared.blobs.mooncake_client import Connection

@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import SplitResult, unquote
 
-from shared.blobs.blob_store import Blob, BlobStore, Data
-from shared.blobs.errors import (
+from shared.blobs.blob_store import (
+    Blob,
     BlobExistsError,
     BlobMissingError,
+    BlobStore,
+    Data,
     StoreDeniedError,
     StoreFailedError,
     StoreMissingError,
@@ -201,7 +203,7 @@ class DirectoryBlobStore(ObjectBlobStore):
 
 @contextmanager
 def _translated(name: str) -> Iterator[None]:
-    """Translate obstore's exceptions into those of shared/blobs/errors.py."""
+    """Translate obstore's exceptions into those of blob_store.py."""
     from obstore import exceptions
 
     try:

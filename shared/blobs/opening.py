@@ -3,8 +3,7 @@
 from collections.abc import Callable
 from urllib.parse import SplitResult, urlsplit
 
-from shared.blobs.blob_store import BlobStore
-from shared.blobs.errors import StoreUrlError, bad_url
+from shared.blobs.blob_store import BlobStore, StoreUrlError, bad_url
 from shared.blobs.mooncake_store import open_mooncake
 from shared.blobs.object_store import open_bucket, open_directory
 

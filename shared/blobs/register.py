@@ -11,10 +11,11 @@ Invariant: a writer whose `replace` returns has replaced the version that it had
 from contextlib import suppress
 from dataclasses import dataclass
 
-from shared.blobs.blob_store import Blob, BlobStore
-from shared.blobs.errors import (
+from shared.blobs.blob_store import (
+    Blob,
     BlobExistsError,
     BlobMissingError,
+    BlobStore,
     OvertakenError,
     StoreDeniedError,
     StoreFailedError,

@@ -14,8 +14,7 @@ In names, tenants, sessions and models stand as digests, which are valid in ever
 
 import hashlib
 
-from shared.blobs.blob_store import BlobStore
-from shared.blobs.errors import BlobExistsError, UnfitStoreError
+from shared.blobs.blob_store import BlobExistsError, BlobStore, UnfitStoreError
 
 FORMAT = "v1/format"
 TRANSCRIPTS = "v1/transcripts"

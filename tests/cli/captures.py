@@ -21,9 +21,8 @@ from unittest.mock import patch
 import inference_svc.cli.main
 import kvd.cli.main
 from kvd.caches.layout_opening import VOLUMES
-from kvd.daemon import MANIFEST_NAME
 from kvd.tiers.faults import NoFaults
-from kvd.tiers.index_database import open_database
+from kvd.tiers.index_database import MANIFEST_NAME, open_database
 from shared.encryption.key_file import KEY_BYTES, SecretKey, write_key
 from shared.process.runtime_dir import OPERATOR_SOCKET
 from tests.cli.fixed_kvd import SESSION_FILE, answering

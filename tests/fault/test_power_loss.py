@@ -23,10 +23,10 @@ from kvd.config import DramSettings, Settings, SsdSettings
 from kvd.core.engine import CacheEngine
 from kvd.core.records.extent_shape import ExtentShape
 from kvd.core.records.records import LeaseState
-from kvd.daemon import MANIFEST_NAME
 from kvd.engines.attached import Engines
 from kvd.host.clock import resume_clock
 from kvd.tiers.faults import NoFaults, WritePoint
+from kvd.tiers.index_database import MANIFEST_NAME
 from kvd.tiers.manifest import Manifest
 from kvd.tiers.volume_identity import ID_NAME
 from shared.types.granted_slots import Lookup

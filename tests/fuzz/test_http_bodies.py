@@ -17,6 +17,7 @@ from inference_svc.http_api.openai.conversations import (
 )
 from inference_svc.http_api.openai.dialect import error_object
 from inference_svc.http_api.openai.embeddings import EmbeddingsBody
+from inference_svc.http_api.openai.messages import stored_messages
 from inference_svc.http_api.openai.responses.compaction import CompactBody
 from inference_svc.http_api.openai.responses.input_items import (
     messages_of,
@@ -25,7 +26,7 @@ from inference_svc.http_api.openai.responses.input_items import (
     with_ids,
 )
 from inference_svc.http_api.openai.responses.response_body import ResponseBody
-from inference_svc.http_api.openai.stored_chats import ChatMetadataBody, stored_messages
+from inference_svc.http_api.openai.stored_chats import ChatMetadataBody
 from inference_svc.http_api.replies import json_bytes
 from inference_svc.http_api.request_slots import parse_object
 from inference_svc.http_api.tokens import TokenizeBody

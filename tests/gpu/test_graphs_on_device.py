@@ -12,7 +12,7 @@ import torch
 from inference_svc.runtime.attention.paged_attention import PageCall, PageStep
 from inference_svc.runtime.calibration.calibration import calibrate
 from inference_svc.runtime.calibration.graph_choice import choose_graphs
-from inference_svc.runtime.compute.decode_step import StepShape
+from inference_svc.runtime.compute.decode_graphs import StepShape
 from inference_svc.runtime.cuda.graphs import capture_on
 from inference_svc.runtime.cuda.page_attention import attend_pages
 from inference_svc.runtime.model.model_loader import describe_model

@@ -11,7 +11,7 @@ from inference_svc.assembly import Model, assemble_engine
 from inference_svc.config import InferenceSettings
 from inference_svc.core.scheduling.step_plan import ON_CPU
 from inference_svc.runtime.attention.paged_attention import PagedAttention
-from inference_svc.runtime.compute.decode_step import StepShape
+from inference_svc.runtime.compute.decode_graphs import StepShape
 from inference_svc.runtime.kv.layer_tensors import token_items_of
 from tests.memory_engine import loaded_model
 from tests.models import build_chunked_model, build_shapes_model, build_windowed_model

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from inference_svc.client import turn_request
 from inference_svc.core.compression import make_compression, special_tokens
-from inference_svc.core.discards import num_in, without
+from inference_svc.core.ranges import num_in, without
 from shared.pb.inference.v1 import inference_pb2 as pb
 from tests.inference_processes import InferenceProcess
 from tests.models import SPECIAL_TOKENS

@@ -11,7 +11,7 @@ from inference_svc.assembly import Model
 from inference_svc.bench.local_engine import running_engine
 from inference_svc.bench.workspace import workspace
 from inference_svc.core.answers import SamplingParams
-from inference_svc.core.discards import kept_runs, without
+from inference_svc.core.ranges import kept_runs, without
 from inference_svc.runtime.calibration.calibration import calibrate
 from inference_svc.runtime.compute.sampling import Sampler
 from inference_svc.runtime.engine.engine_request import ContextCut, EngineRequest, as_token_bytes

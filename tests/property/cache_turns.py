@@ -9,7 +9,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from kvd.core.eviction.policies import POLICIES
 from kvd.core.records.errors import LeaseLostError, TooManyLeasesError
-from kvd.core.records.records import Admission, LeaseState, LoadAnswer, StoreAnswer
+from kvd.core.records.records import LeaseState, LoadAnswer, StoreAnswer
+from kvd.core.records.tier import Admission
 from kvd.core.state.limits import Limits, TenantLimits
 from shared.types.granted_slots import Lookup
 from shared.types.lineage import WHOLE, Lineage

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from kvd.core.eviction.policies import LookaheadQueuePolicy
-from kvd.core.records.records import Tier
+from kvd.core.records.tier import Tier
 from shared.types.session_key import SessionKey
 
 

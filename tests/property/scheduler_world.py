@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
-from inference_svc.core.discards import Range, merge_ranges, without
 from inference_svc.core.errors import QueueFullError
+from inference_svc.core.ranges import Range, merge_ranges, without
 from inference_svc.core.rates.rates import Rates
 from inference_svc.core.scheduling.request import Request, RequestEvent, RequestState
 from inference_svc.core.scheduling.scheduler import Scheduler

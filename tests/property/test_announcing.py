@@ -13,7 +13,7 @@ from kvd.core.records.actions import (
     Emit,
 )
 from kvd.core.records.entries import Pin
-from kvd.core.records.records import Admission
+from kvd.core.records.tier import Admission
 from kvd.core.state.limits import TenantLimits
 from tests.kvd.core.turns import A, infos, load, new_world, store, wait
 from tests.property.cache_world import LAYOUT, CacheWorld

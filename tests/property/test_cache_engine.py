@@ -26,7 +26,8 @@ from kvd.core.records.errors import (
     UnknownLineageError,
     UnknownSessionError,
 )
-from kvd.core.records.records import Admission, LeaseState
+from kvd.core.records.records import LeaseState
+from kvd.core.records.tier import Admission
 from kvd.core.state.limits import TenantLimits
 from shared.types.granted_slots import Lookup
 from shared.types.queue_delta import QueueChange, QueuedRequest, RunningRequest

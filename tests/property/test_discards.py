@@ -14,7 +14,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
-from kvd.core.records.records import Admission, LoadAnswer, StoreAnswer, Tier
+from kvd.core.records.records import LoadAnswer, StoreAnswer
+from kvd.core.records.tier import Admission, Tier
 from kvd.core.state.limits import Limits
 from shared.types.graft_source import GraftSource
 from shared.types.granted_slots import Lookup

@@ -21,8 +21,7 @@ from kvd.remote.names import session_place
 from kvd.remote.pulling import Puller
 from kvd.remote.pushing import Outcome, Pusher
 from kvd.remote.sweeping import Sweeper
-from shared.blobs.blob_store import BlobStore
-from shared.blobs.errors import OvertakenError, StoreFailedError
+from shared.blobs.blob_store import BlobStore, OvertakenError, StoreFailedError
 from shared.types.errors import ReportedError
 from tests.faulty_store import CrashError, FaultyStore, Odds, View
 from tests.remote_server import STEP, Server, State

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from kvd.core.eviction.policies import POLICIES
 from kvd.core.eviction.session_order import Guard
 from kvd.core.eviction.session_placement import MOST_LATE, SessionPlacement
-from kvd.core.records.records import Tier
+from kvd.core.records.tier import Tier
 from shared.types.queue_delta import (
     QueueChange,
     QueuedRequest,

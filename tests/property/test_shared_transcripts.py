@@ -30,7 +30,7 @@ from inference_svc.runtime.turns.shared_transcripts import (
 from inference_svc.runtime.turns.store_calls import StoreCalls
 from inference_svc.runtime.turns.transcript import TranscriptStore
 from inference_svc.runtime.turns.transcript_files import TranscriptFiles
-from shared.blobs.errors import OvertakenError
+from shared.blobs.blob_store import OvertakenError
 from shared.blobs.register import NOTHING
 from shared.encryption.key_file import new_key
 from shared.encryption.sealer import Sealer

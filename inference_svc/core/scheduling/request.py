@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 
-from inference_svc.core.discards import Range, kept_runs, num_in, without
+from inference_svc.core.ranges import Range, kept_runs, num_in, without
 from inference_svc.core.scheduling.prefix_index import PrefixIndex
 from shared.types.lineage import Lineage
 from shared.types.session_key import SessionKey

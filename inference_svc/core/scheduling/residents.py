@@ -27,7 +27,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from inference_svc.core.attention_window import is_whole
-from inference_svc.core.discards import Range, position_after
+from inference_svc.core.ranges import Range, position_after
 from inference_svc.core.scheduling.held_slots import HeldSlots, Holding, PageCopy
 from inference_svc.core.scheduling.prefix_index import PrefixIndex, common_prefix
 from inference_svc.core.scheduling.request import Request

@@ -29,8 +29,8 @@ Invariants (`check`):
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from inference_svc.core.discards import Range
 from inference_svc.core.errors import QueueFullError
+from inference_svc.core.ranges import Range
 from inference_svc.core.rates.rates import Rates, pairs
 from inference_svc.core.scheduling.held_slots import ContiguousSlots, HeldSlots
 from inference_svc.core.scheduling.paged_slots import PagedSlots

@@ -26,8 +26,8 @@ from inference_svc.core.tools.parts import (
     Part,
     Reasoning,
     is_open,
+    num_pending,
 )
-from inference_svc.core.tools.reader import num_pending
 
 START, CHANNEL, BODY = "<|start|>", "<|channel|>", "<|message|>"
 CLOSING: Closing = ()  # the end of its message mostly ends the answer, and is not in the text

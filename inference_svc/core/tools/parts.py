@@ -214,6 +214,17 @@ def _behind_blanks(piece: str | re.Pattern[str]) -> re.Pattern[str]:
     return re.compile(BLANKS + pattern)
 
 
+def num_pending(text: str, marks: Sequence[str]) -> int:
+    """Return how many of the last characters may be the beginning of a mark."""
+    longest = min(len(text), max(map(len, marks), default=1) - 1)
+    last = text[len(text) - longest :]
+    if not any(mark[0] in last for mark in marks):  # the common case
+        return 0
+    return next(
+        (n for n in range(longest, 0, -1) if any(mark.startswith(text[-n:]) for mark in marks)), 0
+    )
+
+
 class AnswerReader(Protocol):
     """Parses one answer as it arrives."""
 

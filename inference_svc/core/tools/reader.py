@@ -1,18 +1,19 @@
-"""The parser of answers with tool calls between marks; it works on text as it arrives. Pure.
+"""Parsers of answers with tool calls between marks, and of forced calls, as text arrives. Pure.
 
 A call is shown when it is complete and valid: it names a tool that was offered, and its arguments
 are a JSON object. Text that looks like a call but is none is shown as text, as the model wrote it.
 So a client never gets half of an invalid call, wherever the answer was cut.
 
 A call that is certain to be one is shown as it arrives: in an answer that has to be one
-(`forced.py`), and where calls are *bound*: a grammar binds an answer that begins like a call to be
-one (`OpenCall`).
+(`ForcedReader`), and where calls are *bound*: a grammar binds an answer that begins like a call to
+be one (`OpenCall`).
 """
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import ClassVar, NamedTuple
 
 from inference_svc.core.chat import ToolCall
@@ -28,6 +29,7 @@ from inference_svc.core.tools.parts import (
     collect_answer,
     is_open,
     merge_texts,
+    num_pending,
 )
 
 MAX_HEAD = 256  # characters before the arguments of a call
@@ -281,15 +283,63 @@ class MarkedReader:
             parts.append(Content(text))
 
 
-def num_pending(text: str, marks: Sequence[str]) -> int:
-    """Return how many of the last characters may be the beginning of a mark."""
-    longest = min(len(text), max(map(len, marks), default=1) - 1)
-    last = text[len(text) - longest :]
-    if not any(mark[0] in last for mark in marks):  # the common case
-        return 0
-    return next(
-        (n for n in range(longest, 0, -1) if any(mark.startswith(text[-n:]) for mark in marks)), 0
-    )
+class _ForcedState(Enum):
+    HEAD = auto()
+    CALL = auto()
+    OTHERWISE = auto()
+
+
+class ForcedReader:
+    """Parses an answer that a grammar binds to be one call, shown as it arrives.
+
+    Its arguments are written as `json.dumps` would, up to where the answer was cut, if it was.
+
+    Args:
+        heads: the texts before the arguments of a call, by tool name.
+        otherwise: parses an answer that does not begin so, or ends before.
+
+    Attributes:
+        last_call: see AnswerReader.
+    """
+
+    def __init__(self, heads: Mapping[str, str], otherwise: AnswerReader) -> None:
+        self._heads = {name: head.lstrip() for name, head in heads.items()}
+        self._otherwise = otherwise
+        self.last_call: OpenCall | None = None
+        self._held = ""
+        self._state = _ForcedState.HEAD
+
+    @property
+    def is_thinking(self) -> bool:
+        """See AnswerReader."""
+        return self._otherwise.is_thinking
+
+    def push(self, text: str) -> list[Part]:
+        """See AnswerReader."""
+        if self._state is _ForcedState.HEAD:
+            return self._read_head(text)
+        if self.last_call is not None:
+            return self.last_call.push(text)
+        return self._otherwise.push(text)
+
+    def end(self) -> list[Part]:
+        """See AnswerReader."""
+        if self.last_call is not None:
+            return self.last_call.end()
+        return [*self._otherwise.push(self._held), *self._otherwise.end()]
+
+    def _read_head(self, text: str) -> list[Part]:
+        self._held += text
+        stripped = self._held.lstrip()
+        begun = [name for name, head in self._heads.items() if stripped.startswith(head)]
+        if begun:
+            name = max(begun, key=len)
+            self._held, self._state, self.last_call = "", _ForcedState.CALL, OpenCall(name)
+            return [CallBegun(name), *self.last_call.push(stripped[len(self._heads[name]) :])]
+        if any(head.startswith(stripped) for head in self._heads.values()):
+            return []
+        held, self._held, self._state = self._held, "", _ForcedState.OTHERWISE
+        return self._otherwise.push(held)
 
 
 def read_whole(reader: AnswerReader, text: str) -> ReadAnswer:

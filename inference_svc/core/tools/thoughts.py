@@ -3,8 +3,7 @@
 from enum import Enum, auto
 from typing import NamedTuple
 
-from inference_svc.core.tools.parts import AnswerReader, OpenCall, Part, Reasoning
-from inference_svc.core.tools.reader import num_pending
+from inference_svc.core.tools.parts import AnswerReader, OpenCall, Part, Reasoning, num_pending
 
 
 class ThoughtMarks(NamedTuple):

@@ -36,13 +36,19 @@ from inference_svc.http_api.openai.choices import (
     check_choices,
     open_answers,
 )
-from inference_svc.http_api.openai.messages import Messages, PredictionBody, check_end
-from inference_svc.http_api.openai.stored_chats import CHAT, stored_messages
+from inference_svc.http_api.openai.messages import (
+    Messages,
+    PredictionBody,
+    check_end,
+    stored_messages,
+)
 from inference_svc.http_api.openai.tools import ChatTools
 from inference_svc.http_api.openai.turn_body import OpenAITurnBody
 from inference_svc.http_api.replies import send_reply
 from inference_svc.http_api.sessions.store import StoreUnavailableError
 from inference_svc.http_api.sessions.stored_chats import StoredChat
+
+CHAT = "chatcmpl-"  # prefix of the ids of chats
 
 _TEXT_ONLY = "the service writes plain text only: leave it out"
 _OLD_CALLS = "functions are called as tools: send tools and tool_choice"

@@ -167,3 +167,23 @@ def check_end(messages: Sequence[MessageBody], is_prompt: bool | None, *, contin
             "continue_final_message",
         )
     check_begun(messages[-1].message)
+
+
+def stored_messages(chat_id: str, messages: Sequence[MessageBody]) -> list[Mapping[str, Any]]:
+    """Return the messages of a chat as they are listed, each with its id."""
+    return [
+        {"id": f"{chat_id}-{index}", **_listed(message)} for index, message in enumerate(messages)
+    ]
+
+
+def _listed(message: MessageBody) -> dict[str, Any]:
+    calls = [call.model_dump(by_alias=True) for call in message.tool_calls]
+    parts = [part.model_dump(by_alias=True) for part in message.content]
+    return {
+        "role": message.role,
+        "content": message.text,
+        "name": message.name or None,
+        "content_parts": parts if len(parts) > 1 else None,
+        **({"tool_calls": calls} if calls else {}),
+        **({"tool_call_id": message.tool_call_id} if message.tool_call_id else {}),
+    }

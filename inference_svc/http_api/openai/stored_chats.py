@@ -4,7 +4,6 @@
 """
 
 import re
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 from aiohttp import web
@@ -13,14 +12,12 @@ from pydantic import Field
 from inference_svc.http_api.api import Api
 from inference_svc.http_api.bodies.body import Body, Metadata
 from inference_svc.http_api.errors import UnknownChatError
-from inference_svc.http_api.openai.messages import MessageBody
 from inference_svc.http_api.openai.pages import ASCENDING, list_object, read_page
 from inference_svc.http_api.replies import reply
 from inference_svc.http_api.requests import caller_of
 from inference_svc.http_api.sessions.http_turn import Caller
 from inference_svc.http_api.sessions.stored_chats import ChatFilter
 
-CHAT = "chatcmpl-"  # prefix of the ids of chats
 _NOTE = re.compile(r"metadata\[(.{1,64})\]")
 
 
@@ -76,26 +73,6 @@ async def delete_chat(api: Api, request: web.Request) -> web.Response:
     if not await api.store.chats.delete(caller_of(request).tenant, chat_id):
         raise _unknown(chat_id)
     return reply({"id": chat_id, "object": "chat.completion.deleted", "deleted": True})
-
-
-def stored_messages(chat_id: str, messages: Sequence[MessageBody]) -> list[Mapping[str, Any]]:
-    """Return the messages of a chat as they are listed, each with its id."""
-    return [
-        {"id": f"{chat_id}-{index}", **_message(message)} for index, message in enumerate(messages)
-    ]
-
-
-def _message(message: MessageBody) -> dict[str, Any]:
-    calls = [call.model_dump(by_alias=True) for call in message.tool_calls]
-    parts = [part.model_dump(by_alias=True) for part in message.content]
-    return {
-        "role": message.role,
-        "content": message.text,
-        "name": message.name or None,
-        "content_parts": parts if len(parts) > 1 else None,
-        **({"tool_calls": calls} if calls else {}),
-        **({"tool_call_id": message.tool_call_id} if message.tool_call_id else {}),
-    }
 
 
 async def _find(api: Api, caller: Caller, chat_id: str) -> dict[str, Any]:

@@ -15,18 +15,19 @@ import asyncio
 from collections.abc import (
     AsyncGenerator,
     AsyncIterator,
+    Awaitable,
     Callable,
     Iterable,
     Iterator,
     Mapping,
     Sequence,
 )
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from inference_svc.core.turn_record import AnswerToken, Finished
+from inference_svc.core.turn_record import AnswerToken, Finished, Tokens
 from inference_svc.http_api.errors import TooManyRequestsError
-from inference_svc.http_api.sessions.answers import Answers
 from inference_svc.http_api.sessions.http_turn import Caller, HttpTurn
 from inference_svc.http_api.sessions.lookup import (
     CANCELLED,
@@ -69,6 +70,23 @@ class BackgroundObjects(Protocol):
         """Build the last event of a response that was cancelled."""
 
 
+class Answer(Protocol):
+    """The answer of a turn in progress; leaving its context cancels the turn.
+
+    Attributes:
+        session_id: the turn's session.
+    """
+
+    session_id: str
+
+    def events(self) -> AsyncIterator[Tokens | Finished]:
+        """Yield the tokens, then the end; the answer is stored before the end is yielded."""
+
+
+# Starts a turn, and calls the callback once it is queued: `Answers.open`.
+OpenAnswer = Callable[
+    [Caller, HttpTurn, Callable[[], None]], Awaitable[AbstractAsyncContextManager[Answer]]
+]
 MakeObjects = Callable[[str], BackgroundObjects]
 Reported = Callable[[Exception], ReportedError]
 
@@ -118,18 +136,18 @@ class RunningResponse:
             IN_PROGRESS if self.session_id else QUEUED
         )
 
-    async def run(self, answers: Answers, reported: Reported) -> None:
+    async def run(self, open_answer: OpenAnswer, reported: Reported) -> None:
         """Start the turn, and collect its answer.
 
         Args:
-            answers: starts turns.
+            open_answer: starts the turn.
             reported: converts any exception to an error that clients may see.
 
         Raises:
             ReportedError: the turn failed.
         """
         try:
-            async with await answers.open(self.caller, self.turn, self._on_queued) as answer:
+            async with await open_answer(self.caller, self.turn, self._on_queued) as answer:
                 self.session_id = answer.session_id
                 async for event in answer.events():
                     if isinstance(event, Finished):
@@ -207,16 +225,16 @@ class BackgroundResponses:
     """Runs background responses.
 
     Args:
-        answers: starts turns.
+        open_answer: starts turns.
         store: stores responses that have no answer.
         max_running: most responses that run at once.
         reported: converts any exception to an error that clients may see.
     """
 
     def __init__(
-        self, answers: Answers, store: ApiStore, max_running: int, reported: Reported
+        self, open_answer: OpenAnswer, store: ApiStore, max_running: int, reported: Reported
     ) -> None:
-        self._answers = answers
+        self._open_answer = open_answer
         self._store = store
         self._max_running = max_running
         self._reported = reported
@@ -284,7 +302,7 @@ class BackgroundResponses:
         unanswered = UnansweredResponse(running.info)
         try:
             await self._store.keep_unanswered(tenant, response_id, unanswered)
-            await running.run(self._answers, self._reported)
+            await running.run(self._open_answer, self._reported)
             await self._store.forget_unanswered(tenant, response_id)
         except asyncio.CancelledError:
             if not (self._is_closing or running.is_answered):

@@ -38,8 +38,8 @@ from inference_svc.runtime.turns.shared_conversations import (
     place_of,
 )
 from inference_svc.runtime.turns.store_calls import StoreSilentError
+from shared.blobs.blob_store import OvertakenError
 from shared.blobs.conversation_entry import merged
-from shared.blobs.errors import OvertakenError
 from shared.process.log import get_logger
 from shared.types.errors import ReportedError
 

@@ -12,8 +12,6 @@ splits, single tokens of several sequences. If its logits differ from those of `
 other proof would take seconds. The choice does not depend on models' names.
 """
 
-import importlib.util
-import os
 from collections.abc import Sequence
 from typing import Literal
 
@@ -24,6 +22,7 @@ from torch import Tensor
 from inference_svc.core.scheduling.paged_slots import PagedSlots
 from inference_svc.runtime.attention.attention import AttentionBackend, TorchAttention
 from inference_svc.runtime.attention.paged_attention import PagedAttention
+from inference_svc.runtime.calibration.kernels import is_gpu, no_kernels_on, reason_of
 from inference_svc.runtime.calibration.proof import new_pool
 from inference_svc.runtime.calibration.stock import is_same, logits_distance
 from inference_svc.runtime.compute.chunk import Chunk
@@ -110,11 +109,6 @@ def _prove_cpp(
     return why_wrong(kernel, shapes, loaded.dtype) or CpuAttention(kernel)
 
 
-def is_gpu(device: torch.device) -> bool:
-    """Whether kernels are compiled for this device."""
-    return device.type == "cuda"
-
-
 def _why_unsupported(
     device: torch.device, calibration: Calibration, groups: LayerGroups | None
 ) -> str:
@@ -124,15 +118,6 @@ def _why_unsupported(
     if groups is None:
         return "scheduler.working_kv is contiguous, and not pages"
     return no_kernels_on(device)
-
-
-def no_kernels_on(device: torch.device) -> str:
-    """Return why Triton's kernels cannot run on a device; "": they can."""
-    if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed"
-    if not is_gpu(device) and os.environ.get("TRITON_INTERPRET") != "1":
-        return f"device {device} is no GPU"
-    return ""
 
 
 def _paged_attention() -> PagedAttention:
@@ -155,11 +140,6 @@ def _why_refuted(
         return ""
     distance = logits_distance(logits, expected, loaded.dtype)
     return f"its logits are {distance:.1e} off those of torch"
-
-
-def reason_of(error: Exception) -> str:
-    """Describe an error in one line."""
-    return f"{type(error).__name__}: {error}".splitlines()[0][:200]
 
 
 def _logits(

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from inference_svc.runtime.calibration.attention_choice import is_gpu, reason_of
+from inference_svc.runtime.calibration.kernels import is_gpu, reason_of
 from inference_svc.runtime.calibration.proof import new_pool
 from inference_svc.runtime.calibration.stock import is_same, logits_distance
 from inference_svc.runtime.compute.chunk import Chunk

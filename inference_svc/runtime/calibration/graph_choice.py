@@ -19,11 +19,16 @@ from torch import Tensor
 from inference_svc.core.scheduling.held_slots import PageCopy
 from inference_svc.runtime.attention.attention import AttentionBackend
 from inference_svc.runtime.attention.paged_attention import PagedAttention
-from inference_svc.runtime.calibration.attention_choice import reason_of
+from inference_svc.runtime.calibration.kernels import reason_of
 from inference_svc.runtime.calibration.stock import tolerance
 from inference_svc.runtime.compute.chunk import Chunk
-from inference_svc.runtime.compute.decode_graphs import Capture, DecodeGraphs, step_shapes
-from inference_svc.runtime.compute.decode_step import DecodeStep, StepShape
+from inference_svc.runtime.compute.decode_graphs import (
+    Capture,
+    DecodeGraphs,
+    DecodeStep,
+    StepShape,
+    step_shapes,
+)
 from inference_svc.runtime.compute.model_runner import ModelRunner
 from inference_svc.runtime.kv.kv_pool import KVPool
 from inference_svc.runtime.kv.layer_tensors import SlotTensors

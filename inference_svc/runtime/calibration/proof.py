@@ -4,6 +4,8 @@ A model with states (`kv/states.py`) has more paths: chunks of one and of a few 
 a prefill of several of the model's own chunks over a state, and a load of KV with its state. It is
 also checked that the last path proves anything: with the state of another position the logits have
 to differ.
+
+An embedding is proven against the states of the stock model's last layer.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,13 +22,17 @@ from inference_svc.runtime.calibration.stock import (
     logits_distance,
     num_dropped,
     proof_tokens,
+    stock_attention,
 )
 from inference_svc.runtime.compute.chunk import Chunk
 from inference_svc.runtime.compute.model_runner import ModelRunner
+from inference_svc.runtime.compute.pooler import Pooler
 from inference_svc.runtime.kv.arena_kv import ArenaKv, SlotTokens
 from inference_svc.runtime.kv.kv_pool import KVPool
 from inference_svc.runtime.kv.sequence_kv import SequenceKv, WriteBuffer
+from inference_svc.runtime.model.capture import tap_head
 from inference_svc.runtime.model.model_loader import LoadedModel
+from inference_svc.runtime.model.pooling import Pooling, UnknownPoolingError
 from inference_svc.runtime.model.refusals import CalibrationMismatchError
 from inference_svc.runtime.positions.recipes import Calibration
 from inference_svc.runtime.transfer.layer_load import LayerLoader
@@ -46,6 +52,7 @@ ENDS_WITH_STATES = (
 )
 LONG_TOKENS = 300  # models with states divide a prefill into chunks of 64 to 256 tokens themselves
 LONG_ENDS = (10, -8, -2, -1, None)  # ends of the chunks; the first two have no logits
+FIRST_POOLED = 10  # tokens of the first step of a pooling; the second step computes the others
 
 
 class _PlainArena:
@@ -259,3 +266,51 @@ def _without_first(blocks: list[SlotTokens], dropped: int) -> list[SlotTokens]:
             first = block.token_offset + skipped - dropped
             spans.append(SlotTokens(block.slot_id, first, block.num_tokens - skipped, skipped))
     return spans
+
+
+# ---------------------------------------------------------------------------------- embeddings
+
+
+def prove_pooling(loaded: LoadedModel, calibration: Calibration, pooling: Pooling) -> None:
+    """Tap the head of a calibrated model, and compare its embedding with the stock model's.
+
+    Args:
+        loaded: the model, set to the attention of the calibration's mode.
+        calibration: the model's calibration.
+        pooling: how its embeddings are made.
+
+    Raises:
+        UnknownPoolingError: the embeddings differ, or cannot be computed.
+    """
+    if not tap_head(loaded.model):
+        raise UnknownPoolingError("the states behind its last layer cannot be had")
+    try:
+        found, expected = _pool(loaded, calibration, pooling), _pool_stock(loaded, pooling)
+    except Exception as error:
+        raise UnknownPoolingError(f"it cannot be pooled ({type(error).__name__})") from error
+    if not is_same(found[None], expected[None], loaded.dtype, calibration.rounding):
+        raise UnknownPoolingError("what its head gets is not what its last layer gives")
+
+
+def _pool(loaded: LoadedModel, calibration: Calibration, pooling: Pooling) -> Tensor:
+    """Compute the embedding of the proof's tokens in two steps, [hidden]."""
+    token_ids, runner = proof_tokens(loaded), ModelRunner(loaded, calibration)
+    pool = new_pool(loaded, calibration, len(token_ids))
+    kv, pooler = pool.new_kv(len(token_ids)), Pooler(pooling, len(token_ids))
+    for part in (token_ids[:FIRST_POOLED], token_ids[FIRST_POOLED:]):
+        runner.step([Chunk(kv, part, want_logits=False, pooler=pooler)])
+        pooler.commit()
+    return pooler.vector()
+
+
+@torch.inference_mode()
+def _pool_stock(loaded: LoadedModel, pooling: Pooling) -> Tensor:
+    """Compute the embedding of the proof's tokens by the stock model's last layer, [hidden]."""
+    token_ids = proof_tokens(loaded)
+    with stock_attention(loaded.model):
+        input_ids = torch.tensor([token_ids], device=loaded.device)
+        answer = loaded.model.base_model(input_ids=input_ids, use_cache=False)
+    pooler, states = Pooler(pooling, len(token_ids)), answer.last_hidden_state[0]
+    pooler.note(states[len(token_ids) - pooler.num_rows(0, len(token_ids)) :], len(token_ids))
+    pooler.commit()
+    return pooler.vector()

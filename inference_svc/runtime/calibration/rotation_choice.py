@@ -16,7 +16,7 @@ from typing import Literal
 import structlog
 import torch
 
-from inference_svc.runtime.calibration.attention_choice import is_gpu, no_kernels_on, reason_of
+from inference_svc.runtime.calibration.kernels import is_gpu, no_kernels_on, reason_of
 from inference_svc.runtime.model.model_loader import LoadedModel
 from inference_svc.runtime.positions.recipes import Calibration
 from inference_svc.runtime.positions.rotary import RotaryTable

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from inference_svc.core.discards import Range
+from inference_svc.core.ranges import Range
 from inference_svc.core.truncation import USUAL_SINKS
 from inference_svc.runtime.calibration.proof import new_pool
 from inference_svc.runtime.compute.chunk import Chunk

@@ -24,7 +24,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from inference_svc.core.discards import Range, kept_runs, position_after
+from inference_svc.core.ranges import Range, kept_runs, position_after
 from inference_svc.runtime.attention.softmax_attention import AttentionOptions, tiles, visible_mask
 
 TILE_TOKENS = 64  # query rows per tile, so that a tile's weights fit into a CPU cache if possible

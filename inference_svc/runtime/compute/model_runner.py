@@ -37,8 +37,11 @@ from torch import Tensor
 from inference_svc.runtime.attention.attention import AttentionBackend, TorchAttention
 from inference_svc.runtime.compute.chunk import Chunk, check_chunks, commit_chunks
 from inference_svc.runtime.compute.decode_graphs import DecodeGraphs
-from inference_svc.runtime.compute.gathered_forward import GatheredForward, block_causal_mask
-from inference_svc.runtime.compute.latent_forward import LatentForward
+from inference_svc.runtime.compute.gathered_forward import (
+    GatheredForward,
+    LatentForward,
+    block_causal_mask,
+)
 from inference_svc.runtime.compute.own_forward import OwnForward
 from inference_svc.runtime.compute.step_forward import RaggedForward, StepForward
 from inference_svc.runtime.kv.layer_gate import StepClock

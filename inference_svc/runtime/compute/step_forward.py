@@ -10,7 +10,7 @@ For each layer it
     RaggedForward    each part to its own sequence's KV, in place
     DecodeForward    the same with one token a part, driven by tensors only
     GatheredForward  to history and new tokens, gathered from all (`gathered_forward.py`)
-    LatentForward    to latents in place, or expanded, by part (`latent_forward.py`)
+    LatentForward    to latents in place, or expanded, by part (beside it)
     OwnForward       the model's own attention over its own cache (`own_forward.py`)
 
 The code makes few Python and torch calls: at decode they cost as much as the arithmetic. So views

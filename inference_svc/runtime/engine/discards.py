@@ -19,9 +19,10 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from inference_svc.core.counters import Counters
-from inference_svc.core.discards import OVERFLOW, Discard, Range, kept_runs, merge_ranges, without
+from inference_svc.core.ranges import Range, kept_runs, merge_ranges, without
 from inference_svc.core.scheduling.held_slots import PageCopy
 from inference_svc.core.scheduling.scheduler import Scheduler
+from inference_svc.core.turn_record import OVERFLOW, Discard
 from inference_svc.runtime.engine.engine_request import ContextCut, EngineRequest
 from inference_svc.runtime.engine.requests import RequestMemory
 from inference_svc.runtime.transfer.compaction import Compactor

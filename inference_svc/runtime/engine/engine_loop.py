@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from inference_svc.core.counters import Counters
-from inference_svc.core.discards import merge_ranges
+from inference_svc.core.ranges import merge_ranges
 from inference_svc.core.scheduling.request import RequestEvent, RequestState
 from inference_svc.core.scheduling.scheduler import Scheduler
 from inference_svc.core.scheduling.step_plan import PlannedChunk, StepPlan, StepResult
@@ -50,7 +50,7 @@ from shared.types.units import NS_PER_S
 
 
 class EngineLoop:
-    """Runs all requests of one model: admits, loads, computes and saves them.
+    """Runs all requests of one model: admits, loads, computes and saves them. It is an `Engine`.
 
     Args:
         num_layers: number of the model's layers.
@@ -58,6 +58,7 @@ class EngineLoop:
 
     Attributes:
         scheduler, memory: the scheduler of all requests, and their memory.
+        queue: the scheduler's queue.
         idle: set while nothing is computed, loaded, saved or dropped.
     """
 
@@ -79,6 +80,7 @@ class EngineLoop:
         saves_first: bool = False,
     ) -> None:
         self.scheduler = scheduler
+        self.queue = scheduler.queue
         self._stepper = stepper
         self._saves = saves
         self._pool = pool
@@ -148,17 +150,7 @@ class EngineLoop:
     # ------------------------------------------------------------------------- for the turns
 
     async def generate(self, request: EngineRequest, cut: ContextCut | None = None) -> None:
-        """Compute a request's answer; on return the caller owes `keep` or `drop`.
-
-        Args:
-            request: the request, not queued yet.
-            cut: tokens of the session's context that are dropped once the request is queued; the
-                request continues what is left. They stay dropped if the request fails.
-
-        Raises:
-            QueueFullError: the queue is full; the request was not queued.
-            ReportedError: the request failed; nothing is owed.
-        """
+        """See Engine."""
         self.scheduler.submit(request)
         self._requests.add(request)
         self.idle.clear()
@@ -172,25 +164,12 @@ class EngineLoop:
             raise
 
     def keep(self, request: EngineRequest, token_ids: Sequence[int]) -> None:
-        """Save the request's KV in the background, and keep it in memory while there is room.
-
-        Args:
-            request: a request that is done.
-            token_ids: the first of its tokens, which are kept; all of them are computed.
-        """
+        """See Engine."""
         self.memory.keep(request, token_ids)
         self._requests.forget(request)
 
     async def discard(self, key: SessionKey, cut: ContextCut) -> None:
-        """Drop tokens of a session that has no request; its other tokens keep their KV.
-
-        Returns once the KV in memory is compacted. The store is notified after the session's saves
-        and before its next load and save; if that fails, a later load misses. A discard that is
-        repeated changes nothing.
-
-        Raises:
-            InvalidDiscardError: for a range that is empty or outside the context.
-        """
+        """See Engine."""
         merged = merge_ranges(cut.ranges, len(cut.token_ids))
         if merged:
             self.idle.clear()
@@ -223,35 +202,26 @@ class EngineLoop:
         return await self._store.graft(request.key, request.token_bytes(seam), lineage, source)
 
     async def forget(self, key: SessionKey, token_ids: Sequence[int]) -> None:
-        """Drop the KV of a session that is deleted, in memory and in the store."""
+        """See Engine."""
         self.memory.release_resident(key)
         await self._saves.wait_for_end(key)
         await self._store.forget(key, as_token_bytes(token_ids))
 
     async def end_session(self, key: SessionKey) -> None:
-        """Report a session's end to the store, after the save of its last turn."""
+        """See Engine."""
         self.memory.release_resident(key)
         await self._saves.wait_for_end(key)
         await self._store.end_session(key)
 
     async def expect(self, key: SessionKey, tools: Sequence[str], *, superseded: bool) -> None:
-        """Report to the store how soon a session is likely to return, after its turn's save.
-
-        If the session's next turn has arrived by then, there is nothing to expect any more, and
-        nothing is reported.
-
-        Args:
-            key: the session's key.
-            tools: names of tools that its last answer calls.
-            superseded: whether another session continues the conversation in its place.
-        """
+        """See Engine."""
         is_newest = not self._requests.has(key) and await self._saves.wait_for_newest(key)
-        is_back = self._requests.has(key) or self.scheduler.queue.is_arriving(key)
+        is_back = self._requests.has(key) or self.queue.is_arriving(key)
         if is_newest and not is_back:
             await self._store.expect(key, tools, superseded=superseded)
 
     def drop(self, request: EngineRequest) -> None:
-        """Cancel the request wherever it is; do nothing if it is kept or released."""
+        """See Engine."""
         if self._requests.drop(request):
             self._wake.set()
 

@@ -1,4 +1,7 @@
-"""A request as the engine computes it: the scheduler's request, its memory and its sink."""
+"""A request as the engine computes it: the scheduler's request, its memory and its sink.
+
+`Engine` is what the makers of requests need of the engine; `EngineLoop` (engine_loop.py) is it.
+"""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
@@ -9,14 +12,15 @@ from typing import Protocol
 
 import numpy as np
 
-from inference_svc.core.discards import Discard, Range
+from inference_svc.core.ranges import Range
 from inference_svc.core.rates.rates import LoadPolicy
 from inference_svc.core.retention import NO_RETENTION, Retention
 from inference_svc.core.scheduling.request import Request
 from inference_svc.core.scheduling.start_gate import HBM
 from inference_svc.core.scheduling.step_plan import Admission
+from inference_svc.core.scheduling.waiting_queue import WaitingQueue
 from inference_svc.core.speculation.prompt_lookup import PromptLookup
-from inference_svc.core.turn_record import Graft
+from inference_svc.core.turn_record import Discard, Graft
 from inference_svc.runtime.compute.attention_scores import ScoreKeeper
 from inference_svc.runtime.compute.pooler import Pooler
 from inference_svc.runtime.compute.sampling import Sampled, Sampler
@@ -27,6 +31,7 @@ from inference_svc.runtime.store.saves import SaveStream
 from inference_svc.runtime.store.session_store import BegunLoad
 from shared.types.block_key import TOKEN_BYTES
 from shared.types.lineage import Lineage
+from shared.types.session_key import SessionKey
 
 
 @dataclass(eq=False)
@@ -253,3 +258,66 @@ class EngineRequest(Request):
 def as_token_bytes(token_ids: Sequence[int]) -> bytes:
     """Return token ids as kvd takes them: little-endian uint32."""
     return np.asarray(token_ids, dtype="<u4").tobytes()
+
+
+class Engine(Protocol):
+    """Computes requests, and keeps their sessions' KV; used on the event loop.
+
+    Attributes:
+        queue: the requests that wait to be computed.
+    """
+
+    queue: WaitingQueue
+
+    async def generate(self, request: EngineRequest, cut: ContextCut | None = None) -> None:
+        """Compute a request's answer; on return the caller owes `keep` or `drop`.
+
+        Args:
+            request: the request, not queued yet.
+            cut: tokens of the session's context that are dropped once the request is queued; the
+                request continues what is left. They stay dropped if the request fails.
+
+        Raises:
+            QueueFullError: the queue is full; the request was not queued.
+            ReportedError: the request failed; nothing is owed.
+        """
+
+    def keep(self, request: EngineRequest, token_ids: Sequence[int]) -> None:
+        """Save the request's KV in the background, and keep it in memory while there is room.
+
+        Args:
+            request: a request that is done.
+            token_ids: the first of its tokens, which are kept; all of them are computed.
+        """
+
+    def drop(self, request: EngineRequest) -> None:
+        """Cancel the request wherever it is; do nothing if it is kept or released."""
+
+    async def discard(self, key: SessionKey, cut: ContextCut) -> None:
+        """Drop tokens of a session that has no request; its other tokens keep their KV.
+
+        Returns once the KV in memory is compacted. The store is notified after the session's saves
+        and before its next load and save; if that fails, a later load misses. A discard that is
+        repeated changes nothing.
+
+        Raises:
+            InvalidDiscardError: for a range that is empty or outside the context.
+        """
+
+    async def forget(self, key: SessionKey, token_ids: Sequence[int]) -> None:
+        """Drop the KV of a session that is deleted, in memory and in the store."""
+
+    async def end_session(self, key: SessionKey) -> None:
+        """Report a session's end to the store, after the save of its last turn."""
+
+    async def expect(self, key: SessionKey, tools: Sequence[str], *, superseded: bool) -> None:
+        """Report to the store how soon a session is likely to return, after its turn's save.
+
+        If the session's next turn has arrived by then, there is nothing to expect any more, and
+        nothing is reported.
+
+        Args:
+            key: the session's key.
+            tools: names of tools that its last answer calls.
+            superseded: whether another session continues the conversation in its place.
+        """

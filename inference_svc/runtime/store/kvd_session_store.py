@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from inference_svc.core.counters import Counters
-from inference_svc.core.discards import Range
+from inference_svc.core.ranges import Range
 from inference_svc.core.rates.rates import Rates
 from inference_svc.core.retention import Retention
 from inference_svc.runtime.kv.arena_kv import ArenaKv, OpenArena

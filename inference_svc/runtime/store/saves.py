@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from inference_svc.core.counters import Counters
-from inference_svc.core.discards import Range
+from inference_svc.core.ranges import Range
 from inference_svc.runtime.kv.layer_gate import StepClock
 from inference_svc.runtime.kv.sequence_kv import WriteBuffer
 from inference_svc.runtime.store.session_store import SessionStore

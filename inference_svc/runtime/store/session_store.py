@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from inference_svc.core.discards import Range
+from inference_svc.core.ranges import Range
 from inference_svc.core.rates.rates import LoadPolicy
 from inference_svc.core.retention import Retention
 from inference_svc.runtime.kv.layer_gate import LayerGate, StepClock

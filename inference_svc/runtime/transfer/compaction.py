@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from inference_svc.core.discards import Range, num_in
+from inference_svc.core.ranges import Range, num_in
 from inference_svc.core.scheduling.held_slots import PageCopy
 from inference_svc.runtime.kv.copy_stream import CopyStream
 from inference_svc.runtime.kv.layer_tensors import TokenTensors

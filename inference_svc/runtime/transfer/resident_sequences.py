@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from inference_svc.core.discards import Range
+from inference_svc.core.ranges import Range
 from inference_svc.core.scheduling.held_slots import PageCopy
 from inference_svc.runtime.kv.kv_pool import KVPool
 from inference_svc.runtime.kv.sequence_kv import SequenceKv, WriteBuffer

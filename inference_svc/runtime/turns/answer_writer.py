@@ -9,10 +9,11 @@ from dataclasses import replace
 from typing import Any
 
 from inference_svc.core.answers import GrowingAnswer
-from inference_svc.core.discards import Discard, num_in
+from inference_svc.core.ranges import num_in
 from inference_svc.core.scheduling.request import Request
 from inference_svc.core.turn_record import (
     AnswerToken,
+    Discard,
     FinishReason,
     Started,
     Tokens,

@@ -31,9 +31,8 @@ from inference_svc.runtime.turns.chat_template import (
     dummy_turn,
     message,
 )
-from inference_svc.runtime.turns.control_tokens import ControlTokens
+from inference_svc.runtime.turns.control_tokens import ControlTokens, Guarded, guarded
 from inference_svc.runtime.turns.framing import Framing, Settled
-from inference_svc.runtime.turns.guarded import Guarded, guarded
 from inference_svc.runtime.turns.tool_template import ToolTemplate
 
 FRAMED = "a"  # a text around which the tokenizer's special tokens are looked for

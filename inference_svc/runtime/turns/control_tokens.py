@@ -14,13 +14,16 @@ become control tokens only after its normalisation are found, too.
 
 import re
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 from tokenizers import AddedToken
 
 from inference_svc.core.errors import InvalidTurnError
+from inference_svc.core.template_arguments import Arguments
+from inference_svc.runtime.turns.chat_template import Message
 
 MAX_ROUNDS = 8  # searches between parts already found; no known tokenizer needs three
 MAX_SPELLED = 4096  # cached spellings
@@ -264,6 +267,87 @@ class ControlTokens:
             ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
         return text
+
+
+# ---------------------------------------------------------------------- all texts of a turn
+
+
+@dataclass(frozen=True)
+class Guarded:
+    """A turn's texts that are safe to render with the chat template.
+
+    Attributes:
+        messages: the messages, as templates take them.
+        tools: the tools, as templates take them.
+        arguments: all arguments of the template.
+        beginning: the beginning of the answer; "": none.
+        marked: the parts that marks stand for, by the marks' numbers.
+    """
+
+    messages: list[Message]
+    tools: list[Message]
+    arguments: Arguments
+    beginning: str
+    marked: list[str]
+
+
+def guarded(
+    control: ControlTokens,
+    messages: Sequence[Message],
+    tools: Sequence[Message],
+    arguments: Arguments,
+    beginning: str,
+) -> Guarded:
+    """Put marks into all texts of a turn but the roles of messages, which the template checks.
+
+    Args:
+        control: finds the parts that would become control tokens.
+        messages: the messages, as templates take them.
+        tools: the tools, as templates take them.
+        arguments: all arguments of the template.
+        beginning: the beginning of the answer; "": none.
+
+    Raises:
+        InvalidTurnError: a part cannot be spelled out, or values are nested too deeply.
+    """
+    marked: list[str] = []
+    try:
+        safe_messages: list[Message] = [
+            {
+                name: value if name == "role" else _guarded_value(control, value, marked)
+                for name, value in message.items()
+            }
+            for message in messages
+        ]
+        return Guarded(
+            safe_messages,
+            [_guarded_value(control, tool, marked) for tool in tools],
+            _guarded_value(control, arguments, marked),
+            control.guard(beginning, marked),
+            marked,
+        )
+    except RecursionError as error:
+        raise InvalidTurnError(
+            "a tool's schema, or the arguments of a call, are nested too deeply",
+            "send flatter ones",
+        ) from error
+
+
+def _guarded_value(control: ControlTokens, value: Any, marked: list[str]) -> Any:
+    """Return a JSON value with marks in all its strings, names of members included."""
+    if isinstance(value, str):
+        return control.guard(value, marked)
+    if isinstance(value, Mapping):
+        return {
+            control.guard(name, marked): _guarded_value(control, found, marked)
+            for name, found in value.items()
+        }
+    if isinstance(value, list | tuple):
+        return [_guarded_value(control, found, marked) for found in value]
+    return value
+
+
+# ------------------------------------------------------------------------------- the tokenizer
 
 
 def _unknown(tokenizer: Any) -> set[int]:

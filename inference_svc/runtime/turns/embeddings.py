@@ -24,8 +24,7 @@ from inference_svc.core.submission import TextInput, TokenInput
 from inference_svc.core.tenant_limits import TenantLimits
 from inference_svc.runtime.compute.pooler import Pooler
 from inference_svc.runtime.compute.sampling import Sampled
-from inference_svc.runtime.engine.engine_loop import EngineLoop
-from inference_svc.runtime.engine.engine_request import EngineRequest
+from inference_svc.runtime.engine.engine_request import Engine, EngineRequest
 from inference_svc.runtime.model.pooling import Pooling, PoolingMode
 from inference_svc.runtime.turns.turn_prompt import PromptMaker
 from shared.types.session_key import SessionKey
@@ -81,7 +80,7 @@ class Embedder:
 
     def __init__(
         self,
-        engine: EngineLoop,
+        engine: Engine,
         prompts: PromptMaker,
         check_limits: Callable[[str], None],
         limits: TenantLimits,

@@ -11,18 +11,18 @@ from functools import partial
 from typing import TypeVar
 
 from inference_svc.core.counters import Counters
-from inference_svc.core.discards import CLIENT, Discard, Range, clip, merge_ranges, num_in
 from inference_svc.core.errors import (
     InvalidDiscardError,
     SessionBusyError,
     SessionExistsError,
     UnknownTurnError,
 )
+from inference_svc.core.ranges import Range, clip, merge_ranges, num_in
 from inference_svc.core.session_turns import SessionTurns
 from inference_svc.core.tenant_limits import TenantLimits
 from inference_svc.core.transcript_format import ExpectedSession, Transcript
-from inference_svc.runtime.engine.engine_loop import EngineLoop
-from inference_svc.runtime.engine.engine_request import ContextCut
+from inference_svc.core.turn_record import CLIENT, Discard
+from inference_svc.runtime.engine.engine_request import ContextCut, Engine
 from inference_svc.runtime.turns.shared_conversations import SharedConversations
 from inference_svc.runtime.turns.shared_histories import SharedHistories
 from inference_svc.runtime.turns.shared_responses import SharedResponses
@@ -54,7 +54,7 @@ class Sessions:
     def __init__(
         self,
         transcripts: TranscriptStore,
-        engine: EngineLoop,
+        engine: Engine,
         session_turns: SessionTurns[Turn],
         limits: TenantLimits,
         counters: Counters,

@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from inference_svc.core.transcript_format import TranscriptDamagedError
 from inference_svc.runtime.turns.shared_transcripts import deleted_places, open_value
 from inference_svc.runtime.turns.store_calls import StoreCalls
+from shared.blobs.blob_store import OvertakenError
 from shared.blobs.conversation_entry import (
     ConversationEntry,
     decode_conversation,
     encode_conversation,
 )
-from shared.blobs.errors import OvertakenError
 from shared.blobs.register import Register, Seen
 from shared.blobs.release import CONVERSATIONS, DELETED_BYTES, stored_name
 from shared.encryption.sealer import PLAIN, SealBrokenError, Sealer

@@ -14,8 +14,7 @@ from contextlib import suppress
 
 from inference_svc.runtime.turns.shared_transcripts import place_of
 from inference_svc.runtime.turns.store_calls import THREADS, StoreCalls, StoreSilentError
-from shared.blobs.blob_store import BlobStore
-from shared.blobs.errors import BlobMissingError
+from shared.blobs.blob_store import BlobMissingError, BlobStore
 from shared.blobs.history_entry import HistoryEntry, decode_entry, encode_entry
 from shared.blobs.release import HISTORIES, stored_name
 from shared.types.histogram import Tally

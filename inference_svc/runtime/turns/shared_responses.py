@@ -22,8 +22,7 @@ from enum import Enum
 
 from inference_svc.runtime.turns.shared_transcripts import open_value
 from inference_svc.runtime.turns.store_calls import THREADS, StoreCalls, StoreSilentError
-from shared.blobs.blob_store import BlobStore
-from shared.blobs.errors import BlobExistsError, BlobMissingError
+from shared.blobs.blob_store import BlobExistsError, BlobMissingError, BlobStore
 from shared.blobs.release import RESPONSES, stored_name
 from shared.blobs.response_entry import (
     DELETED,

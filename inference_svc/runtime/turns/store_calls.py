@@ -10,8 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from shared.blobs.blob_store import BlobStore
-from shared.blobs.errors import OvertakenError
+from shared.blobs.blob_store import BlobStore, OvertakenError
 from shared.blobs.release import claim
 from shared.process.backoff import Backoff
 from shared.process.log import get_logger

@@ -19,7 +19,6 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from inference_svc.core.discards import Discard
 from inference_svc.core.errors import TranscriptUnavailableError, UnknownSessionError
 from inference_svc.core.transcript_format import (
     Header,
@@ -29,7 +28,7 @@ from inference_svc.core.transcript_format import (
     encode_transcript,
     encode_turn,
 )
-from inference_svc.core.turn_record import TurnRecord
+from inference_svc.core.turn_record import Discard, TurnRecord
 from inference_svc.runtime.turns.local_transcripts import MAX_CACHED_TOKENS, LocalTranscripts
 from inference_svc.runtime.turns.shared_histories import SharedHistories
 from inference_svc.runtime.turns.shared_transcripts import SharedTranscripts

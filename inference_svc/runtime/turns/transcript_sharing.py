@@ -22,7 +22,7 @@ from inference_svc.runtime.turns.shared_responses import SharedResponses
 from inference_svc.runtime.turns.shared_transcripts import SharedTranscript, SharedTranscripts
 from inference_svc.runtime.turns.store_calls import StoreSilentError
 from inference_svc.runtime.turns.transcript_files import TranscriptFiles
-from shared.blobs.errors import OvertakenError
+from shared.blobs.blob_store import OvertakenError
 from shared.blobs.register import NOTHING, Seen
 from shared.types.session_key import SessionKey
 

@@ -6,12 +6,13 @@ from functools import cached_property
 
 from inference_svc.core.answers import GrowingAnswer, SamplingParams
 from inference_svc.core.context import Context, prompt_marks
-from inference_svc.core.discards import Discard, Range
 from inference_svc.core.errors import EmptyTurnError, InvalidSamplingError, InvalidTurnError
+from inference_svc.core.ranges import Range
 from inference_svc.core.submission import ChatInput, Submission, TextInput, TokenInput, TurnInput
 from inference_svc.core.template_arguments import Arguments
 from inference_svc.core.transcript_format import Transcript
 from inference_svc.core.truncation import TurnWindow
+from inference_svc.core.turn_record import Discard
 from inference_svc.runtime.turns.chat_text import TurnText
 from inference_svc.runtime.worker_thread import WorkerThread
 

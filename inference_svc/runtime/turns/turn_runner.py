@@ -15,17 +15,25 @@ from inference_svc.core.answers import GrowingAnswer
 from inference_svc.core.compression import CompressionPolicy, special_tokens
 from inference_svc.core.context import Context
 from inference_svc.core.counters import COUNTERS, Counters
-from inference_svc.core.discards import COMPRESSION, OVERFLOW, Discard, Range, clip, num_in
 from inference_svc.core.errors import InvalidTurnError, SessionMovedError
+from inference_svc.core.ranges import Range, clip, num_in
 from inference_svc.core.submission import Submission
 from inference_svc.core.transcript_format import ExpectedSession, Header, Transcript
-from inference_svc.core.turn_record import Accepted, Finished, FinishReason, TurnRecord, Usage
+from inference_svc.core.turn_record import (
+    COMPRESSION,
+    OVERFLOW,
+    Accepted,
+    Discard,
+    Finished,
+    FinishReason,
+    TurnRecord,
+    Usage,
+)
 from inference_svc.runtime.compute.answer_grammar import AnswerGrammar, CallGrammar
 from inference_svc.runtime.compute.attention_scores import keeper_for
 from inference_svc.runtime.compute.grammars import Grammars
 from inference_svc.runtime.compute.sampling import Sampler
-from inference_svc.runtime.engine.engine_loop import EngineLoop
-from inference_svc.runtime.engine.engine_request import ContextCut, EngineRequest
+from inference_svc.runtime.engine.engine_request import ContextCut, Engine, EngineRequest
 from inference_svc.runtime.turns.answer_writer import AnswerWriter
 from inference_svc.runtime.turns.kept_edits import EditKeeper
 from inference_svc.runtime.turns.misses import MissExplainer, with_miss
@@ -54,7 +62,7 @@ class TurnRunner:
 
     def __init__(
         self,
-        engine: EngineLoop,
+        engine: Engine,
         transcripts: TranscriptStore,
         prompts: PromptMaker,
         grammars: Grammars,
@@ -94,7 +102,7 @@ class TurnRunner:
         number, context = next(self._numbers), transcript.context
         # kvd knows of the turn from here on, and reads its history from SSD while text is encoded.
         arriving = number, submission.key, submission.priority, context.computed_tokens
-        with self._engine.scheduler.queue.arriving(*arriving):
+        with self._engine.queue.arriving(*arriving):
             session_arguments = transcript.template_arguments
             prompt = await self._prompts.make(submission, context, session_arguments)
             grammar = await self._compile_grammar(submission, prompt)
@@ -104,7 +112,7 @@ class TurnRunner:
                     submission.key.session_id,
                     len(transcript.turns),
                     submission.request_id,
-                    len(self._engine.scheduler.queue),
+                    len(self._engine.queue),
                     is_replayed=False,
                 )
             )

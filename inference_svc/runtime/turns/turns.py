@@ -2,12 +2,12 @@
 
 Owns the turns under way, and answers repeats of a request id: with the running turn's events, or
 with the recorded result. Repeats do not count against their tenant's limits. It does not know how a
-turn is answered: see `turn_runner.py`.
+turn is answered (`turn_runner.py`).
 """
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
 from inference_svc.core.counters import Counters
@@ -22,12 +22,11 @@ from inference_svc.core.errors import (
 from inference_svc.core.session_turns import SessionTurns
 from inference_svc.core.submission import Submission
 from inference_svc.core.tenant_limits import Reservation, TenantLimits
-from inference_svc.runtime.engine.engine_loop import EngineLoop
+from inference_svc.runtime.engine.engine_request import Engine
 from inference_svc.runtime.turns.sessions import Sessions
 from inference_svc.runtime.turns.transcript import TranscriptStore
 from inference_svc.runtime.turns.turn import Turn, check_same, replay
 from inference_svc.runtime.turns.turn_report import TurnReport, turn_span
-from inference_svc.runtime.turns.turn_runner import TurnRunner
 from shared.process.log import get_logger
 from shared.serving.tracing import fail_span
 from shared.types.errors import ExhaustedError, ReportedError
@@ -40,7 +39,7 @@ class Turns:
     """Starts, joins, replays, cancels and hands back turns.
 
     Args:
-        runner: answers one turn.
+        answer_turn: runs a turn whose session is free, and publishes its events.
         transcripts: the transcripts of all sessions.
         engine: the engine, for changes of sessions.
         session_turns: the turns under way, by session.
@@ -55,15 +54,15 @@ class Turns:
 
     def __init__(
         self,
-        runner: TurnRunner,
+        answer_turn: Callable[[Turn], Awaitable[None]],
         transcripts: TranscriptStore,
-        engine: EngineLoop,
+        engine: Engine,
         session_turns: SessionTurns[Turn],
         limits: TenantLimits,
         counters: Counters,
         report: TurnReport,
     ) -> None:
-        self._runner = runner
+        self._answer_turn = answer_turn
         self._transcripts = transcripts
         self._session_turns = session_turns
         self._limits = limits
@@ -229,7 +228,7 @@ class Turns:
                     "the turn's deadline passed while it waited for its session",
                     "submit it again with more time, or when the session's turn has finished",
                 )
-            await self._runner.answer(turn)
+            await self._answer_turn(turn)
         except ReportedError as error:
             return error
         except Exception as error:

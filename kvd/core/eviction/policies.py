@@ -24,7 +24,7 @@ from kvd.core.eviction.policy import (
 )
 from kvd.core.eviction.queue_window import QueuePlace, Touched
 from kvd.core.eviction.session_order import EvictionRank, Guard
-from kvd.core.records.records import Tier
+from kvd.core.records.tier import Tier
 from shared.types.session_key import SessionKey
 
 SOME_AT_ONCE = 1024  # sessions that one call ranks again, if there are more than ALL_AT_ONCE

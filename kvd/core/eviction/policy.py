@@ -32,7 +32,7 @@ from math import inf
 
 from kvd.core.eviction.queue_window import QueueWindow, Touched
 from kvd.core.eviction.session_order import EvictionRank, Guard, RestingSessions, SessionOrder
-from kvd.core.records.records import Tier
+from kvd.core.records.tier import Tier
 from shared.types.session_key import SessionKey
 
 ENDED, RUNNING, IDLE, QUEUED = range(4)  # bands

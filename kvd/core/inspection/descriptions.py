@@ -23,10 +23,10 @@ from kvd.core.records.records import (
     SessionDetail,
     SessionInfo,
     StateInfo,
-    Tier,
     TierStats,
     WindowInfo,
 )
+from kvd.core.records.tier import Tier
 from kvd.core.state.block import Block
 from kvd.core.state.cache_state import CacheState
 from kvd.core.state.session import Session

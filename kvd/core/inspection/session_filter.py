@@ -5,7 +5,7 @@ from enum import Enum
 
 from kvd.core.records.entries import Pin
 from kvd.core.records.errors import UnknownSessionError
-from kvd.core.records.records import Tier
+from kvd.core.records.tier import Tier
 from kvd.core.state.cache_state import CacheState
 from kvd.core.state.session import Session
 from shared.types.session_key import SessionKey

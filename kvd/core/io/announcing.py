@@ -25,7 +25,7 @@ from itertools import islice
 from math import ceil
 
 from kvd.core.records.actions import SESSION_NEAR_EVICTION
-from kvd.core.records.records import Tier
+from kvd.core.records.tier import Tier
 from kvd.core.state.block import Block
 from kvd.core.state.cache_state import CacheState
 from kvd.core.state.session import Session

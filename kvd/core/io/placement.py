@@ -20,7 +20,7 @@ from itertools import islice, takewhile
 
 from kvd.core.io.announcing import announce
 from kvd.core.records.actions import EVICTED
-from kvd.core.records.records import Admission, Tier
+from kvd.core.records.tier import Admission, Tier
 from kvd.core.state.block import Block, BlockIo
 from kvd.core.state.cache_state import CacheState
 from kvd.core.state.session import Session

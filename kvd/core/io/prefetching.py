@@ -28,7 +28,7 @@ from kvd.core.io.placement import MOST_LOOKED_AT, Placement
 from kvd.core.io.reading import Reader
 from kvd.core.io.writing import Writer
 from kvd.core.records.actions import SESSION_READ_AHEAD
-from kvd.core.records.records import Tier
+from kvd.core.records.tier import Tier
 from kvd.core.state.block import Block, BlockIo
 from kvd.core.state.cache_state import CacheState
 from kvd.core.state.session import Session

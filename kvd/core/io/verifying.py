@@ -12,7 +12,7 @@ Corrupt bytes are counted and reported; an I/O error is not corruption.
 from collections.abc import Callable, Iterable
 
 from kvd.core.records.actions import BLOCK_CORRUPT, HashSlot, VerifySlot
-from kvd.core.records.records import Tier
+from kvd.core.records.tier import Tier
 from kvd.core.state.block import Block, BlockIo
 from kvd.core.state.cache_state import CacheState
 from kvd.core.state.session_history import MoveKind

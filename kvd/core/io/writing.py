@@ -20,7 +20,7 @@ from collections.abc import Iterable
 from kvd.core.io.placement import Placement
 from kvd.core.records.actions import SSD_DEGRADED, SSD_RECOVERED, IoOutcome, PutBlock, WriteBlock
 from kvd.core.records.entries import BlockRecord
-from kvd.core.records.records import Admission
+from kvd.core.records.tier import Admission
 from kvd.core.state.block import Block
 from kvd.core.state.cache_state import CacheState
 from kvd.core.state.session import Session

@@ -13,7 +13,7 @@ from kvd.core.io.writing import Writer
 from kvd.core.operations.loading import READ_ERROR, Loader
 from kvd.core.records.actions import READ_FAILED, IoOutcome, LeaseReady
 from kvd.core.records.entries import StoredBlock
-from kvd.core.records.records import Tier
+from kvd.core.records.tier import Tier
 from kvd.core.state.cache_state import CacheState
 from kvd.core.state.leases import LoadLease
 from kvd.core.state.session_history import MoveKind

@@ -8,7 +8,7 @@ from collections import Counter
 from itertools import pairwise
 
 from kvd.core.records.entries import Pin
-from kvd.core.records.records import Tier
+from kvd.core.records.tier import Tier
 from kvd.core.state.block import Block, BlockIo
 from kvd.core.state.cache_state import CacheState
 from kvd.core.state.compaction_run import Phase, Target

@@ -33,7 +33,7 @@ from kvd.core.operations.compaction_plan import (
     plan_compaction,
 )
 from kvd.core.records.actions import SESSION_COMPACTED, CommitIndex, IoOutcome
-from kvd.core.records.records import Tier
+from kvd.core.records.tier import Tier
 from kvd.core.state.block import Block, BlockIo
 from kvd.core.state.cache_state import CacheState
 from kvd.core.state.compaction_run import Compaction, Phase, Plan, Target

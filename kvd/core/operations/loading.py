@@ -31,7 +31,8 @@ from kvd.core.operations.matching import (
 from kvd.core.operations.state_matching import NO_STATE, up_to_state
 from kvd.core.operations.window_matching import NO_WINDOW, Loadable, up_to_windows
 from kvd.core.records.actions import LeaseReady, TrackLoad, UntrackLoad
-from kvd.core.records.records import LeaseState, LoadAnswer, Tier
+from kvd.core.records.records import LeaseState, LoadAnswer
+from kvd.core.records.tier import Tier
 from kvd.core.state.block import Block
 from kvd.core.state.cache_state import CacheState
 from kvd.core.state.leases import LeasePhase, LoadLease, move

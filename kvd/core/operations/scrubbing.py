@@ -22,7 +22,8 @@ from kvd.core.operations.loading import Loader
 from kvd.core.records.actions import SCRUBBED, IoOutcome, VerifyExtent, VerifySlot
 from kvd.core.records.entries import BlockRecord, unpack_places
 from kvd.core.records.errors import ScrubError
-from kvd.core.records.records import ScrubReport, ScrubStep, Tier
+from kvd.core.records.records import ScrubReport, ScrubStep
+from kvd.core.records.tier import Tier
 from kvd.core.state.block import Block, BlockIo
 from kvd.core.state.cache_state import CacheState
 from shared.types.session_key import SessionKey

@@ -14,7 +14,8 @@ from kvd.core.operations import discarding, grafting
 from kvd.core.records.actions import SESSION_ENDED, SESSION_EXPIRED, SESSION_FLUSHED
 from kvd.core.records.entries import TTL_NEVER_NS, Pin
 from kvd.core.records.errors import InvalidRequestError
-from kvd.core.records.records import FlushAnswer, SessionInfo, Tier
+from kvd.core.records.records import FlushAnswer, SessionInfo
+from kvd.core.records.tier import Tier
 from kvd.core.state.cache_state import CacheState
 from kvd.core.state.session import Session
 from kvd.core.state.session_history import MoveKind

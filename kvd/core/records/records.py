@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from kvd.core.records.entries import Pin
+from kvd.core.records.tier import Tier
 from shared.types.granted_slots import (
     GrantedState,
     GrantedWindow,
@@ -17,21 +18,6 @@ from shared.types.granted_slots import (
     StoreBlock,
 )
 from shared.types.session_key import SessionKey
-
-
-class Tier(Enum):
-    """A tier of kvd: where KV bytes may be."""
-
-    DRAM = "dram"
-    SSD = "ssd"
-
-
-class Admission(Enum):
-    """When a stored block is written to SSD."""
-
-    WRITE_THROUGH = "write_through"  # at once
-    WRITE_BACK = "write_back"  # when its session was not used for a while, or room is short
-    ON_EVICT = "on_evict"  # when its room in DRAM is needed
 
 
 class LeaseState(Enum):

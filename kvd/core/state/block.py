@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 
-from kvd.core.records.records import Tier
+from kvd.core.records.tier import Tier
 from shared.types.session_key import SessionKey
 from shared.types.transitions import Transitions
 

@@ -22,7 +22,7 @@ from collections.abc import Iterable, Mapping
 
 from kvd.core.eviction.policy import EvictionPolicy
 from kvd.core.records.entries import Pin
-from kvd.core.records.records import Tier
+from kvd.core.records.tier import Tier
 from kvd.core.state.block import Block, BlockIndex
 from kvd.core.state.session import Session
 from shared.types.session_key import SessionKey

@@ -26,7 +26,7 @@ from kvd.core.records.actions import (
 )
 from kvd.core.records.entries import Pin, Span
 from kvd.core.records.extent_shape import ExtentShape
-from kvd.core.records.records import Tier
+from kvd.core.records.tier import Tier
 from kvd.core.state.block import Block, BlockIndex, BlockIo
 from kvd.core.state.block_users import BlockUsers
 from kvd.core.state.discarded_blocks import DiscardedBlocks
@@ -102,7 +102,7 @@ class CacheState:
         self.policy = self.placement.policy
         self.users = BlockUsers(self.blocks, self.sessions, self.policy)
         self.tails = PackedTails(
-            self.blocks, self.sessions, self.users, packs_sessions=limits.packs_sessions
+            self.blocks, self.sessions, self.users.add, packs_sessions=limits.packs_sessions
         )
         self.stored_parts = PartsTable() if layout.part_slots else None
         self._clocks: list[TtlClock] = []

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvd.core.records.records import Admission
+from kvd.core.records.tier import Admission
 from kvd.core.state.turn_log import MAX_TURNS
 from shared.types.units import NS_PER_S
 

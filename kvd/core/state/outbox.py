@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Mapping
 
 from kvd.core.records.actions import Action, Emit, FetchEnded, SpaceFreed
-from kvd.core.records.records import Tier
+from kvd.core.records.tier import Tier
 from kvd.core.state.index_line import IndexLine
 from kvd.core.state.session import Session
 from shared.types.histogram import LATENCY_BOUNDS_S, REST_BOUNDS_S, Histogram, Tally

@@ -17,7 +17,7 @@ Pure. Invariants:
 """
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from kvd.core.records.entries import (
     FULL_SPAN_BYTES,
@@ -28,7 +28,6 @@ from kvd.core.records.entries import (
     pack_places,
 )
 from kvd.core.state.block import Block, BlockIndex
-from kvd.core.state.block_users import BlockUsers
 from kvd.core.state.session import Session
 from shared.types.block_key import KEY_BYTES
 from shared.types.session_key import SessionKey
@@ -42,7 +41,7 @@ class PackedTails:
     Args:
         blocks: the index of blocks.
         sessions: all sessions.
-        users: which sessions use which blocks.
+        use_blocks: records that a session uses these blocks.
         packs_sessions: whether to pack at all.
 
     Attributes:
@@ -56,13 +55,13 @@ class PackedTails:
         self,
         blocks: BlockIndex,
         sessions: Mapping[SessionKey, Session],
-        users: BlockUsers,
+        use_blocks: Callable[[Session, Sequence[Block]], None],
         *,
         packs_sessions: bool,
     ) -> None:
         self._blocks = blocks
         self._sessions = sessions
-        self._users = users
+        self._use_blocks = use_blocks
         self._packs_sessions = packs_sessions
         self.heads: dict[bytes, SessionKey] = {}
         self.num_blocks = 0
@@ -119,7 +118,7 @@ class PackedTails:
             self._blocks.add(block)
             self._blocks.enter_ssd(block, record.extent)
             blocks.append(block)
-        self._users.add(session, blocks)
+        self._use_blocks(session, blocks)
         self.pack_later(session.key)
 
     def take(self, session: Session, num_blocks: int) -> list[BlockRecord]:

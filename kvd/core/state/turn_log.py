@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from kvd.core.records.records import Tier
+from kvd.core.records.tier import Tier
 from shared.types.queue_delta import QueueChange, QueuedRequest
 from shared.types.session_key import SessionKey
 

@@ -14,8 +14,8 @@ from inference_svc.core.compression import (
     num_kept,
     pool,
 )
-from inference_svc.core.discards import merge_ranges, num_in, without
 from inference_svc.core.errors import InvalidCompressionError
+from inference_svc.core.ranges import merge_ranges, num_in, without
 
 
 @st.composite

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from inference_svc.core.compression import all_but, free_tokens, special_tokens
 from inference_svc.core.context import Context, prompt_marks, replay
-from inference_svc.core.discards import COMPRESSION, OVERFLOW, Discard, merge_ranges
+from inference_svc.core.ranges import merge_ranges
 from inference_svc.core.transcript_format import Header, Transcript, decode_header, encode_header
-from inference_svc.core.turn_record import TurnRecord, Usage
+from inference_svc.core.turn_record import COMPRESSION, OVERFLOW, Discard, TurnRecord, Usage
 from shared.types.lineage import WHOLE
 
 

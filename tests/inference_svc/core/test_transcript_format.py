@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from inference_svc.core.context import Context
-from inference_svc.core.discards import CLIENT, Discard, merge_ranges
+from inference_svc.core.ranges import merge_ranges
 from inference_svc.core.transcript_format import (
     Header,
     Transcript,
@@ -21,7 +21,7 @@ from inference_svc.core.transcript_format import (
     encode_transcript,
     encode_turn,
 )
-from inference_svc.core.turn_record import Graft, TurnRecord, Usage
+from inference_svc.core.turn_record import CLIENT, Discard, Graft, TurnRecord, Usage
 from shared.types.lineage import WHOLE, Lineage
 
 HEADER = Header("default", "model", "s1")

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from inference_svc.core.context import Context
-from inference_svc.core.discards import num_in
 from inference_svc.core.errors import InputTooLongError, InvalidTurnError
+from inference_svc.core.ranges import num_in
 from inference_svc.core.truncation import (
     MAX_SINK_TOKENS,
     FrameTokens,

@@ -3,7 +3,6 @@
 import pytest
 
 from inference_svc.core.chat import Message
-from inference_svc.core.discards import CLIENT, Discard
 from inference_svc.core.errors import (
     EmptyTurnError,
     InvalidCompressionError,
@@ -22,8 +21,10 @@ from inference_svc.core.submission import (
 from inference_svc.core.transcript_format import Header, Transcript
 from inference_svc.core.truncation import OverflowPolicy
 from inference_svc.core.turn_record import (
+    CLIENT,
     Accepted,
     AnswerToken,
+    Discard,
     Finished,
     Graft,
     Started,

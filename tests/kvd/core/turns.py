@@ -5,7 +5,8 @@ from kvd.core.eviction.policies import POLICIES
 from kvd.core.inspection.session_filter import EVERYTHING
 from kvd.core.records.actions import HashSlot
 from kvd.core.records.entries import Span, unpack_spans
-from kvd.core.records.records import LoadAnswer, SessionInfo, StoreAnswer, Tier
+from kvd.core.records.records import LoadAnswer, SessionInfo, StoreAnswer
+from kvd.core.records.tier import Tier
 from kvd.core.state.limits import Limits
 from shared.types.granted_slots import Lookup
 from shared.types.lineage import Lineage

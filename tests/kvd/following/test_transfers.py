@@ -15,7 +15,7 @@ from kvd.remote.errors import FencedError
 from kvd.remote.names import session_place
 from kvd.session_files.file_format import SessionFileError
 from kvd.session_files.frame_writer import held_bytes
-from shared.blobs.errors import OvertakenError
+from shared.blobs.blob_store import OvertakenError
 from shared.types.errors import ConflictError, StateError
 from tests.faulty_store import FaultyStore, View
 from tests.kvd.following.sessions import A

@@ -18,7 +18,7 @@ from kvd.following.wanted import Wanted
 from kvd.following.work import Work
 from kvd.remote.catalog import Catalog
 from kvd.remote.names import session_place
-from shared.blobs.errors import StoreDeniedError
+from shared.blobs.blob_store import StoreDeniedError
 from shared.process.backoff import Backoff
 from shared.types.errors import StateError
 from tests.faulty_store import FaultyStore, Odds, View

@@ -2,7 +2,7 @@
 
 from kvd.core.eviction.policy import PolicyContext
 from kvd.core.eviction.queue_window import QueueWindow
-from kvd.core.records.records import Tier
+from kvd.core.records.tier import Tier
 from kvd.plan.belady import BeladyPolicy
 from shared.types.queue_delta import QueueChange, QueuedRequest
 from shared.types.session_key import SessionKey

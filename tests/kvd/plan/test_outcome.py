@@ -2,7 +2,7 @@
 
 from dataclasses import asdict
 
-from kvd.core.records.records import Tier
+from kvd.core.records.tier import Tier
 from kvd.plan.outcome import Tally, Totals, TurnRecord
 from shared.types.units import NS_PER_S
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvd.core.eviction.policies import POLICIES
-from kvd.core.records.records import Tier
+from kvd.core.records.tier import Tier
 from kvd.core.state.turn_log import RecordedTurn
 from kvd.plan.recorded_replay import Found, ObservedCache, replay_recorded
 from shared.types.units import NS_PER_S

@@ -4,7 +4,7 @@ import pytest
 
 from kvd.core.eviction.policies import POLICIES
 from kvd.core.eviction.session_placement import SessionPlacement
-from kvd.core.records.records import Tier
+from kvd.core.records.tier import Tier
 from kvd.plan.tiers import Tiers
 from shared.types.queue_delta import QueueChange, QueuedRequest
 from shared.types.session_key import SessionKey

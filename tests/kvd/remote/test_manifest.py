@@ -13,7 +13,7 @@ from kvd.remote.manifest import (
     tombstone,
     with_owner,
 )
-from shared.blobs.errors import UnfitStoreError
+from shared.blobs.blob_store import UnfitStoreError
 from shared.pb.kvd.v1 import kvd_pb2 as pb
 from tests.synthetic_engine import key_of
 

@@ -6,8 +6,7 @@ import pytest
 
 from kvd.host.pacing import SharedPace
 from kvd.remote.pushing import THREADS, Outcome, Pusher, in_order
-from shared.blobs.blob_store import Blob
-from shared.blobs.errors import StoreFailedError
+from shared.blobs.blob_store import Blob, StoreFailedError
 from shared.pb.kvd.v1 import kvd_pb2 as pb
 from shared.types.errors import ConflictError, StateError
 from tests.faulty_store import FaultyStore, View
@@ -41,18 +40,25 @@ class Place:
         self.server.sessions["a"] = tuple(range(3 * STEP + 1))
         self.taken: list[int] = []
 
-    def push(self, view: View | None = None, idle_s: float = 0.0):
+    def push(self, view: View | None = None, idle_s: float = 0.0, threads: int = THREADS):
         calm = View(self.store, is_calm=True)
         pace = SharedPace()
         pace.take = self.taken.append  # type: ignore[method-assign]
-        pusher = Pusher(view or calm, self.server, self.server.owner, pace, clock=lambda: 1e9)
+        pusher = Pusher(
+            *(view or calm, self.server, self.server.owner, pace),
+            clock=lambda: 1e9,
+            threads=threads,
+        )
         info = self.server.info("a")
         info.idle_s = idle_s
         return pusher.push(info)
 
 
 def test_a_push_that_was_broken_off_goes_on() -> None:
-    """What it has sent is not sent again, though no manifest names it yet."""
+    """What it has sent is not sent again, though no manifest names it yet.
+
+    One thread sends, so that the chunks that arrived are the first ones.
+    """
     place = Place()
 
     class Full(View):
@@ -65,10 +71,10 @@ def test_a_push_that_was_broken_off_goes_on() -> None:
             super().put(name, data, if_absent=if_absent)
 
     with pytest.raises(StoreFailedError):
-        place.push(Full(place.store, is_calm=True))
+        place.push(Full(place.store, is_calm=True), threads=1)
     assert len(place.store.blobs) == 2
     place.taken.clear()
-    found = place.push()
+    found = place.push(threads=1)
     assert (found.outcome, len(place.taken)) == (Outcome.PUSHED, 3)
     assert found.sent_bytes == sum(place.taken) < found.num_bytes
     assert place.push().sent_bytes == 0

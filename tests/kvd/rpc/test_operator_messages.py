@@ -3,15 +3,14 @@
 from dataclasses import replace
 
 from kvd.core.records.records import (
-    Admission,
     EngineStats,
     LeaseInfo,
     QueueStats,
     ScrubReport,
     TenantUsage,
-    Tier,
     TierStats,
 )
+from kvd.core.records.tier import Admission, Tier
 from kvd.engines.attached import EngineInfo
 from kvd.rpc.operator_messages import layout_stats_message, lease_message, verify_message
 from kvd.tiers.arena import ArenaInfo

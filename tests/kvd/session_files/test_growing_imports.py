@@ -12,8 +12,8 @@ from kvd.errors import NotHeldError, SessionExistsError
 from kvd.session_files.exporter import Exporter
 from kvd.session_files.file_format import FileHeader, SessionFileError, header_bytes
 from kvd.session_files.frame_writer import frame_bytes, held_bytes
-from kvd.session_files.import_file import read_file
 from kvd.session_files.target import Target
+from kvd.session_files.transfers import read_file
 from shared.types.errors import ReportedError
 from shared.types.lineage import Lineage
 from tests.kvd.caches.opened import LAYOUT, caches_in

@@ -8,9 +8,9 @@ from kvd.core.records.entries import Pin
 from kvd.errors import InUseError, SessionExistsError, UnknownLayoutError
 from kvd.session_files.exporter import Exporter
 from kvd.session_files.file_format import SessionFileError
-from kvd.session_files.import_file import read_file
 from kvd.session_files.slot_runs import SlotRuns
 from kvd.session_files.target import Target
+from kvd.session_files.transfers import read_file
 from shared.access.identity import TenantDeniedError
 from tests.kvd.caches.opened import LAYOUT, caches_in, store
 from tests.synthetic_engine import encode, key_of, small_layout

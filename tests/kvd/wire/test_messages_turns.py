@@ -3,7 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvd.core.records.records import Tier, TierStats
+from kvd.core.records.records import TierStats
+from kvd.core.records.tier import Tier
 from kvd.core.state.turn_log import MAX_TURNS, RecordedTurn
 from kvd.wire.messages import TURNS_PER_MESSAGE, recent_turns_messages, recorded_turns
 from shared.types.units import NS_PER_S

@@ -4,7 +4,7 @@ import pytest
 
 from kvd.core.inspection.session_filter import SessionFilter, SessionOrder
 from kvd.core.records.errors import InvalidRequestError, UnknownSessionError
-from kvd.core.records.records import Tier
+from kvd.core.records.tier import Tier
 from kvd.wire.selection import (
     check_allowed,
     event_filter_of,

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from shared.blobs import mooncake_client
-from shared.blobs.errors import (
+from shared.blobs.blob_store import (
     BlobDamagedError,
     BlobExistsError,
     BlobMissingError,

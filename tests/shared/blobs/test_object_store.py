@@ -10,10 +10,10 @@ from random import Random
 
 import pytest
 
-from shared.blobs.blob_store import BlobStore
-from shared.blobs.errors import (
+from shared.blobs.blob_store import (
     BlobExistsError,
     BlobMissingError,
+    BlobStore,
     StoreFailedError,
     StoreUrlError,
     UnfitStoreError,

@@ -4,7 +4,7 @@ from random import Random
 
 import pytest
 
-from shared.blobs.errors import OvertakenError, StoreFailedError
+from shared.blobs.blob_store import OvertakenError, StoreFailedError
 from shared.blobs.register import NOTHING, Register
 from tests.faulty_store import FaultyStore, Odds, View
 

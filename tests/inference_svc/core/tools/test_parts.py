@@ -6,7 +6,7 @@ Every format's, wherever the answer is cut.
 import json
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from inference_svc.core.chat import ToolCall
@@ -24,6 +24,7 @@ from inference_svc.core.tools.parts import (
     collect_answer,
     is_open,
     merge_texts,
+    num_pending,
     with_whole_calls,
 )
 from inference_svc.core.tools.reader import read_whole
@@ -253,3 +254,12 @@ def test_several_calls_without_a_mark():
     writing = wrote(plain_json, [("weather", {"a": [1]}), ("get_time", {}), ("weather", {})])
     parts = parts_of(reader_of(plain_json, is_bound=True), writing.text)
     assert called(collect_answer(parts)) == writing.calls
+
+
+@given(text=st.text("abc", max_size=8), marks=st.lists(st.text("abc", min_size=1, max_size=4)))
+def test_the_open_end_of_a_text(text, marks):
+    """As many characters as begin a mark that is not complete: the most there are."""
+    assume(not any(mark in text for mark in marks))
+    begun = [mark[:length] for mark in marks for length in range(len(mark))]
+    ends = [len(begin) for begin in begun if text.endswith(begin)]
+    assert num_pending(text, marks) == max(ends, default=0)

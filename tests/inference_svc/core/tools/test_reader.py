@@ -1,13 +1,36 @@
-"""Answers as they are read: their parts, in order, and summed up."""
+"""Answers as they are read: their parts, in order, and summed up.
+
+An answer that has to be a call is shown as it comes: every format's, wherever it is cut.
+"""
+
+import json
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inference_svc.core.chat import ToolCall
-from inference_svc.core.tools.formats import HERMES, Hermes
-from inference_svc.core.tools.parts import Content
-from inference_svc.core.tools.reader import MarkedReader, num_pending, read_whole
+from inference_svc.core.json_stream import close_object
+from inference_svc.core.tools.formats import FORMATS, HERMES, Hermes
+from inference_svc.core.tools.parts import (
+    CallArguments,
+    CallBegun,
+    CallEnded,
+    Content,
+    collect_answer,
+)
+from inference_svc.core.tools.reader import ForcedReader, MarkedReader, read_whole
+from tests.inference_svc.core.tools.written_calls import (
+    FAMILIES,
+    NAMES,
+    called,
+    hermes_turned,
+    reader_of,
+    texts,
+    values,
+    wrote,
+)
+from tests.sampled import examples
 
 CALL = '<tool_call>{"name": "a"}</tool_call>'
 MADE = ToolCall("a", "{}")
@@ -64,10 +87,89 @@ def test_what_is_no_call_is_out_soon():
     assert len(said) > len(text) - 11
 
 
-@given(text=st.text("abc", max_size=8), marks=st.lists(st.text("abc", min_size=1, max_size=4)))
-def test_the_open_end_of_a_text(text, marks):
-    """As many characters as begin a mark that is not complete: the most there are."""
-    assume(not any(mark in text for mark in marks))
-    begun = [mark[:length] for mark in marks for length in range(len(mark))]
-    ends = [len(begin) for begin in begun if text.endswith(begin)]
-    assert num_pending(text, marks) == max(ends, default=0)
+objects = st.dictionaries(texts, values, max_size=3)
+NAME_FIRST = sorted(set(FAMILIES) - {hermes_turned}, key=lambda family: family.__name__)
+
+
+def heads_of(family):
+    """What stands before the arguments, for each name."""
+    marked = "\0"
+    written = {name: wrote(family, [(name, {marked: 1})]).text for name in NAMES}
+    return {name: text.split('{"\\u0000"')[0] for name, text in written.items()}
+
+
+def forced(family):
+    return ForcedReader(heads_of(family), reader_of(family))
+
+
+def test_every_format_is_tried():
+    """But for gpt-oss's, which `test_tool_template.py` has with the heads of its template."""
+    assert {FAMILIES[family] for family in NAME_FIRST} == set(FORMATS) - {"gpt-oss"}
+
+
+@settings(max_examples=examples(200))
+@given(
+    family=st.sampled_from(NAME_FIRST),
+    name=st.sampled_from(NAMES),
+    arguments=objects,
+    data=st.data(),
+)
+def test_pieces_are_the_whole(family, name, arguments, data):
+    """The name comes first; joined, the arguments are those that the format's own reader finds."""
+    text = wrote(family, [(name, arguments)]).text
+    cut = data.draw(st.integers(0, len(text)))
+    reader = forced(family)
+    parts = [part for character in text[:cut] for part in reader.push(character)] + reader.end()
+    assert collect_answer(parts) == read_whole(forced(family), text[:cut])
+    head = len(heads_of(family)[name])
+    if cut < head:
+        assert not any(isinstance(part, CallBegun) for part in parts)
+        return
+    begun, *pieces, ended = parts
+    assert begun == CallBegun(name)
+    assert ended == CallEnded(is_cut=(len(pieces) > 0 and not _is_json(pieces)) or not pieces)
+    said = "".join(piece.text for piece in pieces)
+    assert json.dumps(arguments, ensure_ascii=False).startswith(said)
+    if cut == len(text):
+        assert called(collect_answer(parts)) == called(read_whole(reader_of(family), text))
+        assert said == json.dumps(arguments, ensure_ascii=False)
+    (call,) = collect_answer(parts).calls
+    assert call.values == json.loads(close_object(said))
+
+
+def _is_json(pieces):
+    try:
+        json.loads("".join(piece.text for piece in pieces))
+    except ValueError:
+        return False
+    return True
+
+
+def test_arguments_come_as_they_are_written():
+    """Each token's as soon as it is there."""
+    reader = ForcedReader({"go": '{"name": "go", "arguments": '}, reader_of(NAME_FIRST[0]))
+    said = [
+        reader.push(text)
+        for text in ('{"name": "go", ', '"arguments": ', '{"a": "x', "y", '", "b"', ": 12", "}}")
+    ]
+    assert said == [
+        [],
+        [CallBegun("go")],
+        [CallArguments('{"a": "x')],
+        [CallArguments("y")],
+        [CallArguments('", "b": ')],
+        [],
+        [CallArguments("12}"), CallEnded()],
+    ]
+    assert reader.end() == []
+
+
+@pytest.mark.parametrize("text", ["It rains.", '<tool_call>{"name": "x', "", " ", "<tool_call>"])
+def test_what_is_no_such_call_is_read_otherwise(text):
+    """As ever: nothing of it is lost."""
+    reader = ForcedReader(
+        {"go": '<tool_call>\n{"name": "go", '}, FORMATS["hermes"].reader(NAMES, 1)
+    )
+    parts = [part for character in text for part in reader.push(character)] + reader.end()
+    assert "".join(part.text for part in parts if isinstance(part, Content)) == text
+    assert collect_answer(parts).calls == ()

@@ -7,7 +7,7 @@ import torch
 
 from inference_svc.runtime.attention.attention import TorchAttention
 from inference_svc.runtime.attention.paged_attention import PagedAttention
-from inference_svc.runtime.calibration import attention_choice
+from inference_svc.runtime.calibration import attention_choice, kernels
 from inference_svc.runtime.calibration.attention_choice import choose_attention
 from inference_svc.runtime.calibration.calibration import calibrate
 from inference_svc.runtime.cpu.cpu_attention import CpuAttention
@@ -144,7 +144,7 @@ def test_what_cannot_be_is_refused_with_the_reason(llama, monkeypatch):
     gathered = replace(calibration, mode="gather")
     with pytest.raises(ConfigError, match="mode gather"):
         choose_attention("triton", loaded, gathered, groups_of(gathered))
-    monkeypatch.setattr(attention_choice.importlib.util, "find_spec", lambda _name: None)
+    monkeypatch.setattr(kernels.importlib.util, "find_spec", lambda _name: None)
     with pytest.raises(ConfigError, match="not installed"):
         choose_attention("triton", loaded, calibration, groups_of(calibration))
 

@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from inference_svc.runtime.attention.attention import TorchAttention
 from inference_svc.runtime.calibration.graph_choice import choose_graphs
-from inference_svc.runtime.compute.decode_step import StepShape
+from inference_svc.runtime.compute.decode_graphs import StepShape
 from tests.paged_steps import PagedSteps
 from tests.recorded_graph import RecordedGraphs
 from tests.split_attention import attend_pages

@@ -1,4 +1,7 @@
-"""The proof runs with blocks of any size, and finds what it is there to find."""
+"""The proof runs with blocks of any size, and finds what it is there to find.
+
+A model's embeddings are proven, or it makes none.
+"""
 
 from dataclasses import replace
 
@@ -6,9 +9,10 @@ import pytest
 import torch
 
 from inference_svc.runtime.calibration.calibration import calibrate
-from inference_svc.runtime.calibration.proof import prove
+from inference_svc.runtime.calibration.proof import prove, prove_pooling
 from inference_svc.runtime.calibration.stock import NOT_STORED, is_same, stock_logits
-from inference_svc.runtime.model.model_loader import describe_model
+from inference_svc.runtime.model.model_loader import describe_model, load_model
+from inference_svc.runtime.model.pooling import Pooling, PoolingMode, UnknownPoolingError
 from inference_svc.runtime.model.refusals import CalibrationMismatchError
 from inference_svc.runtime.positions.recipes import Calibration, ComponentRecipe
 
@@ -143,3 +147,37 @@ def test_truncation_has_a_reference(tiny, name):
     reference = stock_logits(tiny(name).loaded)
     assert reference.truncated is not None
     assert not torch.equal(reference.truncated, reference.whole[-NOT_STORED:])
+
+
+# --------------------------------------------------------------------------------- embeddings
+
+
+@pytest.fixture
+def loaded(tiny_model):
+    return load_model(tiny_model, "float32", "cpu")
+
+
+@pytest.mark.parametrize("mode", PoolingMode)
+def test_every_way_is_proven(loaded, mode):
+    prove_pooling(loaded, calibrate(loaded), Pooling(mode))
+
+
+def test_a_head_that_gets_something_else_is_noticed(loaded):
+    """As in models that scale their last states before the head."""
+    loaded.model.lm_head.register_forward_pre_hook(lambda _, args: (args[0] * args[0],))
+    with pytest.raises(UnknownPoolingError, match="is not what its last layer gives"):
+        prove_pooling(loaded, calibrate(loaded), Pooling(PoolingMode.LAST))
+
+
+def test_a_model_without_a_head_of_its_own_has_a_reason(loaded, monkeypatch):
+    calibration = calibrate(loaded)
+    monkeypatch.setattr(loaded.model, "get_output_embeddings", lambda: None)
+    with pytest.raises(UnknownPoolingError, match="cannot be had"):
+        prove_pooling(loaded, calibration, Pooling(PoolingMode.LAST))
+
+
+def test_a_base_that_fails_is_a_reason_too(loaded, monkeypatch):
+    calibration = calibrate(loaded)
+    monkeypatch.setattr(type(loaded.model), "base_model", torch.nn.Identity())
+    with pytest.raises(UnknownPoolingError, match="cannot be pooled"):
+        prove_pooling(loaded, calibration, Pooling(PoolingMode.MEAN))

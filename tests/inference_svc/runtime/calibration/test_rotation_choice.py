@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from inference_svc.runtime.calibration import attention_choice, rotation_choice
+from inference_svc.runtime.calibration import kernels, rotation_choice
 from inference_svc.runtime.calibration.rotation_choice import choose_rotation
 from inference_svc.runtime.cuda.key_rotation import embed_on_device
 from shared.types.errors import ConfigError
@@ -106,7 +106,7 @@ def test_what_cannot_be_is_refused_with_the_reason(llama, tiny, monkeypatch):
         changed.delenv("TRITON_INTERPRET")
         with pytest.raises(ConfigError, match="cpu is no GPU"):
             choose_rotation("triton", loaded, calibration)
-    monkeypatch.setattr(attention_choice.importlib.util, "find_spec", lambda _name: None)
+    monkeypatch.setattr(kernels.importlib.util, "find_spec", lambda _name: None)
     with pytest.raises(ConfigError, match="not installed"):
         choose_rotation("triton", loaded, calibration)
 

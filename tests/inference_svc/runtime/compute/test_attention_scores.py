@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from inference_svc.core.discards import without
+from inference_svc.core.ranges import without
 from inference_svc.runtime.attention.softmax_attention import AttentionOptions
 from inference_svc.runtime.compute import attention_scores
 from inference_svc.runtime.compute.attention_scores import ScoreKeeper, add_weights, keeper_for

@@ -7,8 +7,7 @@ import torch
 
 from inference_svc.runtime.compute.attention_scores import ScoreKeeper
 from inference_svc.runtime.compute.chunk import Chunk
-from inference_svc.runtime.compute.decode_graphs import MOST_TOKENS, step_shapes
-from inference_svc.runtime.compute.decode_step import StepShape
+from inference_svc.runtime.compute.decode_graphs import MOST_TOKENS, StepShape, step_shapes
 from inference_svc.runtime.kv.copy_stream import CopyStream
 from inference_svc.runtime.kv.layer_gate import LayerGate, StepClock
 from tests.paged_steps import PagedSteps, decoded, kept

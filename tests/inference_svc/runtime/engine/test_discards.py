@@ -12,8 +12,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from inference_svc.core.discards import kept_runs, without
 from inference_svc.core.errors import InvalidDiscardError, QueueFullError
+from inference_svc.core.ranges import kept_runs, without
 from inference_svc.core.scheduling.request import RequestState
 from inference_svc.runtime.compute.attention_scores import ScoreKeeper
 from inference_svc.runtime.engine.engine_request import ContextCut, as_token_bytes

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from inference_svc.core.discards import without
+from inference_svc.core.ranges import without
 from inference_svc.runtime.engine.engine_request import ContextCut
 from tests.memory_engine import BLOCK_TOKENS, alone, loaded_model, running_engine
 

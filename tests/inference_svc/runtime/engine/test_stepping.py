@@ -7,7 +7,7 @@ from inference_svc.core.counters import Counters
 from inference_svc.core.rates.rates import Rates, pairs
 from inference_svc.core.turn_histograms import TurnHistograms
 from inference_svc.runtime.compute.chunk import Chunk
-from inference_svc.runtime.compute.decode_step import StepShape
+from inference_svc.runtime.compute.decode_graphs import StepShape
 from inference_svc.runtime.compute.sampling import Sampler
 from inference_svc.runtime.engine.engine_request import EngineRequest
 from inference_svc.runtime.engine.stepping import StepInput, Stepper, settle_load

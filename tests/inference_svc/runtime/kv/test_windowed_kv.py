@@ -6,7 +6,7 @@ Side by side and on pages alike; what pages have of their own is in `test_paged_
 import pytest
 import torch
 
-from inference_svc.core.discards import kept_runs
+from inference_svc.core.ranges import kept_runs
 from inference_svc.runtime.compute.attention_scores import ScoreKeeper
 from inference_svc.runtime.kv.layer_groups import HeldWindows
 from inference_svc.runtime.kv.layer_tensors import token_items_of

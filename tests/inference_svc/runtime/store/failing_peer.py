@@ -5,7 +5,7 @@ import threading
 import torch
 
 from inference_svc.core.counters import Counters
-from inference_svc.core.discards import kept_runs
+from inference_svc.core.ranges import kept_runs
 from inference_svc.core.rates.rates import LoadPolicy, Rates
 from inference_svc.runtime.compute.chunk import Chunk
 from inference_svc.runtime.compute.model_runner import ModelRunner

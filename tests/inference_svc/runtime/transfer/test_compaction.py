@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from inference_svc.core.discards import kept_runs, num_in
+from inference_svc.core.ranges import kept_runs, num_in
 from inference_svc.runtime.compute.chunk import Chunk
 from inference_svc.runtime.positions.recipes import PostRotary
 from inference_svc.runtime.transfer import compaction

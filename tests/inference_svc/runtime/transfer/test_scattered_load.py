@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from inference_svc.core.discards import kept_runs, num_in
+from inference_svc.core.ranges import kept_runs, num_in
 from inference_svc.runtime.compute.chunk import Chunk
 from inference_svc.runtime.kv.slot_runs import ScatteredTokens, SlotRun
 from inference_svc.runtime.transfer.layer_load import LayerLoader, _runs

@@ -9,10 +9,9 @@ from transformers import AutoTokenizer
 
 from inference_svc.core.answers import GrowingAnswer, SamplingParams
 from inference_svc.core.context import Context
-from inference_svc.core.discards import Discard
 from inference_svc.core.submission import Submission, TokenInput
 from inference_svc.core.truncation import FrameTokens, OverflowPolicy, TurnWindow
-from inference_svc.core.turn_record import AnswerToken, ConversationDigests, Graft
+from inference_svc.core.turn_record import AnswerToken, ConversationDigests, Discard, Graft
 from inference_svc.runtime.compute.sampling import Sampled, Sampler
 from inference_svc.runtime.engine.engine_request import EngineRequest
 from inference_svc.runtime.turns.answer_writer import (

@@ -13,8 +13,8 @@ from inference_svc.runtime.turns.shared_conversations import (
 )
 from inference_svc.runtime.turns.store_calls import StoreCalls, StoreSilentError
 from shared.blobs import conversation_entry
+from shared.blobs.blob_store import OvertakenError
 from shared.blobs.conversation_entry import ConversationEntry, EntryItem
-from shared.blobs.errors import OvertakenError
 from shared.blobs.release import CONVERSATIONS, DELETED_BYTES
 from shared.encryption.key_file import new_key
 from shared.encryption.sealer import PLAIN, Sealer

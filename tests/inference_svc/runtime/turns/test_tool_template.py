@@ -8,9 +8,8 @@ from jsonschema import validate
 
 from inference_svc.core.chat import ASSISTANT, SYSTEM, TOOL, USER, Message, Tool, ToolCall
 from inference_svc.core.errors import InvalidTurnError
-from inference_svc.core.tools.forced import ForcedReader
 from inference_svc.core.tools.parts import collect_answer
-from inference_svc.core.tools.reader import read_whole
+from inference_svc.core.tools.reader import ForcedReader, read_whole
 from inference_svc.runtime.compute.grammars import Grammars
 from inference_svc.runtime.turns.tool_template import PROBE, RESULT, ToolTemplate, short_id
 from tests.tool_templates import FAMILIES, text_of

@@ -12,14 +12,13 @@ import psutil
 import pytest
 from structlog.testing import capture_logs
 
-from inference_svc.core.discards import CLIENT, Discard
 from inference_svc.core.errors import (
     TranscriptDiskFullError,
     TranscriptError,
     TranscriptUnavailableError,
     UnknownSessionError,
 )
-from inference_svc.core.turn_record import TurnRecord, Usage
+from inference_svc.core.turn_record import CLIENT, Discard, TurnRecord, Usage
 from inference_svc.runtime.turns.disk_trouble import PROBE_BYTES, RETRY_S
 from inference_svc.runtime.turns.transcript import TranscriptStore
 from inference_svc.runtime.turns.transcript_files import TranscriptFiles

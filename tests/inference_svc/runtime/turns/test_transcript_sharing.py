@@ -8,13 +8,13 @@ from random import Random
 
 import pytest
 
-from inference_svc.core.discards import CLIENT, Discard
 from inference_svc.core.errors import (
     SessionMovedError,
     TranscriptUnavailableError,
     UnknownSessionError,
 )
 from inference_svc.core.transcript_format import TranscriptDamagedError, TranscriptSealedError
+from inference_svc.core.turn_record import CLIENT, Discard
 from inference_svc.runtime.turns.shared_histories import SharedHistories
 from inference_svc.runtime.turns.shared_transcripts import (
     SharedTranscript,

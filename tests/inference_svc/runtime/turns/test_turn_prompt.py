@@ -8,7 +8,6 @@ from transformers import AutoTokenizer
 from inference_svc.core.answers import GrowingAnswer, SamplingParams
 from inference_svc.core.chat import Message
 from inference_svc.core.context import Context
-from inference_svc.core.discards import num_in
 from inference_svc.core.errors import (
     EmptyTurnError,
     InputTooLongError,
@@ -16,6 +15,7 @@ from inference_svc.core.errors import (
     InvalidTurnError,
 )
 from inference_svc.core.grammar import Grammar, GrammarKind
+from inference_svc.core.ranges import num_in
 from inference_svc.core.submission import ChatInput, Submission, TextInput, TokenInput
 from inference_svc.core.truncation import USUAL_SINKS, OverflowPolicy
 from inference_svc.core.turn_record import AnswerToken

@@ -69,19 +69,19 @@ class RecordingEngine:
         self.idle.set()
 
     async def discard(self, _key, cut):
-        """See EngineLoop."""
+        """See Engine."""
         self.calls.append((cut.token_ids, cut.ranges))
 
     async def forget(self, key, _token_ids):
-        """See EngineLoop."""
+        """See Engine."""
         self.calls.append(("forget", key))
 
     async def expect(self, key, tools, *, superseded):
-        """See EngineLoop."""
+        """See Engine."""
         self.calls.append(("expect", key.session_id, tools, superseded))
 
     async def end_session(self, key):
-        """See EngineLoop."""
+        """See Engine."""
         self.calls.append(("end", key))
 
 
@@ -237,7 +237,7 @@ async def running_turns(tmp_path, bounds=TenantBounds(), named=None):  # noqa: B
     session_turns = SessionTurns(9, 9, lambda: 1.0)
     store = TranscriptStore(tmp_path)
     turns = Turns(
-        runner,
+        runner.answer,
         store,
         RecordingEngine(),
         session_turns,

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from kvd.core.eviction.policies import POLICIES
 from kvd.core.eviction.session_placement import SessionPlacement
-from kvd.core.records.records import Tier
+from kvd.core.records.tier import Tier
 from shared.types.queue_delta import QueueChange, QueuedRequest, RunningRequest
 from shared.types.session_key import SessionKey
 

@@ -6,7 +6,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from kvd.core.eviction.policies import POLICIES
 from kvd.core.eviction.session_order import Guard
-from kvd.core.records.records import Tier
+from kvd.core.records.tier import Tier
 from shared.types.queue_delta import QueueChange, QueuedRequest, RunningRequest
 from tests.kvd.core.eviction.sessions import Sessions, key_of
 from tests.sampled import examples

@@ -4,7 +4,7 @@ import pytest
 
 from kvd.core.eviction.policies import POLICIES
 from kvd.core.eviction.session_order import Guard
-from kvd.core.records.records import Tier
+from kvd.core.records.tier import Tier
 from tests.kvd.core.eviction.sessions import Sessions, key_of
 
 LOOKING_AHEAD = [name for name, maker in POLICIES.items() if maker.looks_ahead]

@@ -7,7 +7,7 @@ import pytest
 from kvd.core.eviction import idle_sessions, policies
 from kvd.core.eviction.return_hazards import EDGES_NS, bucket_at, observe
 from kvd.core.eviction.session_order import Guard
-from kvd.core.records.records import Tier
+from kvd.core.records.tier import Tier
 from shared.types.units import NS_PER_S
 from tests.kvd.core.eviction.sessions import ENGINE_ID, Sessions, key_of
 

@@ -8,7 +8,7 @@ from kvd.core.eviction import session_order
 from kvd.core.eviction.policies import POLICIES
 from kvd.core.eviction.policy import EvictionPolicy
 from kvd.core.eviction.session_order import Guard, RestingSessions
-from kvd.core.records.records import Tier
+from kvd.core.records.tier import Tier
 from tests.kvd.core.eviction.sessions import Sessions, key_of
 from tests.sampled import examples
 

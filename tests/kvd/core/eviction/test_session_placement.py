@@ -4,7 +4,7 @@ import pytest
 
 from kvd.core.eviction.policies import POLICIES, LruPolicy
 from kvd.core.eviction.session_placement import MEAN_SHARE, SessionPlacement
-from kvd.core.records.records import Tier
+from kvd.core.records.tier import Tier
 from shared.types.queue_delta import QueueChange, QueuedRequest, RunningRequest
 from shared.types.session_key import SessionKey
 

@@ -1,6 +1,6 @@
 """What operators see."""
 
-from kvd.core.records.records import Tier
+from kvd.core.records.tier import Tier
 from kvd.core.state.outbox import COUNTERS
 from tests.kvd.core.turns import (
     ONES,

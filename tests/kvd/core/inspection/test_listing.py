@@ -14,7 +14,7 @@ from kvd.core.inspection.listing import (
 from kvd.core.inspection.session_filter import EVERYTHING, SessionFilter, SessionOrder
 from kvd.core.records.entries import Pin
 from kvd.core.records.errors import InvalidRequestError
-from kvd.core.records.records import Tier
+from kvd.core.records.tier import Tier
 from tests.kvd.core.turns import ONES, OTHER_TENANT, THREES, TWOS, A, B, C, load, new_world, store
 
 LAYOUT = "ff"

@@ -9,7 +9,7 @@ from kvd.core.eviction.session_order import Guard
 from kvd.core.io.placement import Placement
 from kvd.core.records.actions import WriteBlock
 from kvd.core.records.entries import Pin
-from kvd.core.records.records import Admission, Tier
+from kvd.core.records.tier import Admission, Tier
 from kvd.core.state.limits import Limits
 from kvd.core.state.session_history import MoveKind
 from shared.types.queue_delta import QueueChange, RunningRequest

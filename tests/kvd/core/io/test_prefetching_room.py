@@ -6,7 +6,7 @@ from kvd.core.eviction.policies import POLICIES
 from kvd.core.io.prefetching import MOST_TIMES, YIELD_NS
 from kvd.core.io.reading import RETRY_NS
 from kvd.core.records.actions import ReadBlock, WriteBlock
-from kvd.core.records.records import Admission
+from kvd.core.records.tier import Admission
 from shared.types.queue_delta import QueueChange, RunningRequest
 from tests.kvd.core.io.reading_worlds import (
     BLOCK_BYTES,

@@ -7,7 +7,7 @@ import pytest
 from kvd.core.eviction.policies import LruPolicy
 from kvd.core.records.actions import HashSlot, IoOutcome, WriteBlock
 from kvd.core.records.entries import Pin
-from kvd.core.records.records import Admission
+from kvd.core.records.tier import Admission
 from kvd.core.state.limits import Limits
 from tests.kvd.core.turns import (
     ENGINE_ID,

@@ -12,7 +12,7 @@ from kvd.core.records.actions import (
     VerifySlot,
     WriteBlock,
 )
-from kvd.core.records.records import Admission
+from kvd.core.records.tier import Admission
 from shared.types.units import SECTOR_BYTES
 from tests.kvd.core.turns import (
     ENGINE_ID,

@@ -7,7 +7,7 @@ import pytest
 from kvd.core.operations.checking import check
 from kvd.core.records.actions import CompactTokens, ReadBlock
 from kvd.core.records.entries import Pin, WritingSlot
-from kvd.core.records.records import Tier
+from kvd.core.records.tier import Tier
 from kvd.core.state.block import Block
 from kvd.core.state.cache_state import CacheState
 from kvd.core.state.limits import TenantLimits

@@ -11,7 +11,7 @@ from kvd.core.records.actions import (
     WriteBlock,
 )
 from kvd.core.records.entries import CommittedSlot, Pin
-from kvd.core.records.records import Admission
+from kvd.core.records.tier import Admission
 from kvd.core.state.limits import Limits
 from shared.types.granted_slots import Lookup
 from shared.types.kv_layout import KVLayout

@@ -2,7 +2,7 @@
 
 from kvd.core.operations.compacting import RETRY_NS
 from kvd.core.records.actions import CompactTokens, HashSlot, IoOutcome, WriteBlock
-from kvd.core.records.records import Admission
+from kvd.core.records.tier import Admission
 from shared.types.granted_slots import Lookup
 from tests.kvd.core.operations.sparse_worlds import (
     EVEN,

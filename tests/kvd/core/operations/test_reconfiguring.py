@@ -10,7 +10,7 @@ from kvd.core.operations.reconfiguring import DROP_BATCH, RESCHEDULE_BATCH
 from kvd.core.records.actions import WriteBlock
 from kvd.core.records.entries import TTL_NEVER_NS, Pin
 from kvd.core.records.errors import TooManyLeasesError
-from kvd.core.records.records import Admission
+from kvd.core.records.tier import Admission
 from kvd.core.state.limits import TenantLimits
 from shared.types.session_key import SessionKey
 from tests.kvd.core.turns import (

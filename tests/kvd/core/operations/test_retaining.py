@@ -8,7 +8,7 @@ from kvd.core.eviction.policies import POLICIES
 from kvd.core.operations.retaining import END_BATCH
 from kvd.core.records.entries import TTL_NEVER_NS, Pin
 from kvd.core.records.errors import ErasingError, InvalidRequestError
-from kvd.core.records.records import Admission
+from kvd.core.records.tier import Admission
 from kvd.core.state.limits import TenantLimits
 from kvd.core.state.session_history import MoveKind
 from shared.types.session_key import SessionKey

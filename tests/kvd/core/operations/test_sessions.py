@@ -9,7 +9,7 @@ from kvd.core.operations.sessions import EXPIRE_BATCH, RECHECK_NS
 from kvd.core.records.actions import SESSION_ENDED, Emit
 from kvd.core.records.entries import TTL_NEVER_NS, Pin
 from kvd.core.records.errors import InvalidRequestError, UnknownSessionError
-from kvd.core.records.records import Admission
+from kvd.core.records.tier import Admission
 from kvd.core.state.limits import TenantLimits
 from tests.kvd.core.turns import (
     ENGINE_ID,

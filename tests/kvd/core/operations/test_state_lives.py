@@ -8,7 +8,7 @@ from kvd.core.operations.checking import check
 from kvd.core.records.actions import VerifyExtent, VerifySlot
 from kvd.core.records.entries import Pin
 from kvd.core.records.errors import SessionChangedError, UnknownSessionError
-from kvd.core.records.records import Tier
+from kvd.core.records.tier import Tier
 from kvd.core.state.limits import TenantLimits
 from shared.types.granted_slots import Lookup
 from shared.types.lineage import WHOLE

@@ -8,7 +8,7 @@ from kvd.core.operations.checking import check
 from kvd.core.records.actions import CompactTokens, VerifyExtent, VerifySlot
 from kvd.core.records.entries import Pin
 from kvd.core.records.errors import SessionChangedError
-from kvd.core.records.records import Tier
+from kvd.core.records.tier import Tier
 from kvd.core.state.limits import TenantLimits
 from shared.types.graft_source import GraftSource
 from shared.types.granted_slots import Lookup

@@ -4,7 +4,7 @@ import pytest
 
 from kvd.core.records.actions import SESSION_CUT, Emit
 from kvd.core.records.entries import Pin
-from kvd.core.records.records import Tier
+from kvd.core.records.tier import Tier
 from kvd.core.state.block import Block
 from shared.types.session_key import SessionKey
 from tests.kvd.core.turns import (

@@ -1,7 +1,7 @@
 """How long sessions rest and are missed, in the core's own time."""
 
 from kvd.core.records.actions import SpaceFreed
-from kvd.core.records.records import Tier
+from kvd.core.records.tier import Tier
 from kvd.core.state.outbox import MOST_EVICTED, CacheHistograms, Outbox
 from shared.types.session_key import SessionKey
 from shared.types.units import NS_PER_S

@@ -4,7 +4,7 @@ from itertools import product
 
 import pytest
 
-from kvd.core.records.records import Tier
+from kvd.core.records.tier import Tier
 from kvd.core.state.turn_log import RecordedTurn, TurnLog
 from shared.types.queue_delta import QueueChange, QueuedRequest, RunningRequest
 from shared.types.session_key import SessionKey

@@ -1,4 +1,4 @@
-"""Discards: which tokens of a context are dropped, and what is left of it. Pure.
+"""Ranges of tokens that a discard drops, and what is left of a context after it. Pure.
 
 A range is half-open, in positions of the context before the discard. Merged ranges are sorted, not
 empty, and do not touch. All functions here except `merge_ranges` expect merged ranges.
@@ -7,35 +7,11 @@ empty, and do not touch. All functions here except `merge_ranges` expect merged 
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from inference_svc.core.errors import InvalidDiscardError
-from shared.types.lineage import Lineage, join_ranges
+from shared.types.lineage import join_ranges
 
 Range = tuple[int, int]
-
-OVERFLOW = "overflow"
-CLIENT = "client"
-COMPRESSION = "compression:"  # followed by the policy's name
-
-
-@dataclass(frozen=True)
-class Discard:
-    """One discard, as it is recorded in a transcript.
-
-    Attributes:
-        ranges: merged ranges of positions in the context it was applied to.
-        after_tokens: number of its turn's tokens (input, then output) that the context had when it
-            happened; 0: before the turn's input.
-        reason: "overflow", "client" or "compression:<policy>".
-        lineage: lineage of the tokens left, if it cannot be derived from the turn's tokens: KV was
-            computed over tokens of a stop string, which no answer contains. Else None.
-    """
-
-    ranges: tuple[Range, ...]
-    after_tokens: int = 0
-    reason: str = OVERFLOW
-    lineage: Lineage | None = None
 
 
 def merge_ranges(ranges: Iterable[Range], num_tokens: int) -> tuple[Range, ...]:

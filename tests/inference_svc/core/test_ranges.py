@@ -6,15 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inference_svc.core.discards import (
-    clip,
-    kept_runs,
-    merge_ranges,
-    num_in,
-    position_after,
-    without,
-)
 from inference_svc.core.errors import InvalidDiscardError
+from inference_svc.core.ranges import clip, kept_runs, merge_ranges, num_in, position_after, without
 
 MOST = 60
 

@@ -4,8 +4,8 @@ from random import Random
 
 import pytest
 
-from shared.blobs.errors import BlobMissingError
-from shared.blobs.paced_store import PacedStore
+from kvd.following.paced_store import PacedStore
+from shared.blobs.blob_store import BlobMissingError
 from tests.faulty_store import FaultyStore, View
 
 
