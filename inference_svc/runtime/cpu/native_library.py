@@ -41,7 +41,7 @@ def load_library(environ: Mapping[str, str] = os.environ) -> ctypes.CDLL:
     compiler = shlex.split(environ.get("CXX", "")) or _compiler()
     command = [*compiler, *OPTIONS]
     openmp = _loaded_openmp()
-    directory = Path(environ.get(KERNEL_DIR) or Path.home() / ".cache" / "cachedattention")
+    directory = _directory(environ)
     path = directory / f"decode_attention-{_name(command, openmp)}.so"
     with suppress(OSError):  # not there, or cut off by a crash
         return ctypes.CDLL(str(path))
@@ -54,6 +54,15 @@ def load_library(environ: Mapping[str, str] = os.environ) -> ctypes.CDLL:
         return ctypes.CDLL(str(path))
     except OSError as error:
         raise NativeLibraryError(str(error)) from error
+
+
+def _directory(environ: Mapping[str, str]) -> Path:
+    if environ.get(KERNEL_DIR):
+        return Path(environ[KERNEL_DIR])
+    try:
+        return Path.home() / ".cache" / "cachedattention"
+    except RuntimeError as error:
+        raise NativeLibraryError(f"the user has no home directory; set {KERNEL_DIR}") from error
 
 
 def _compiler() -> list[str]:
