@@ -99,7 +99,8 @@ class DecodeKernel:
 def count_splits(parts: Addresses) -> Addresses:
     """Count the splits of tokens: [..., parts, numbers] -> [...]."""
     splits: Addresses = -((parts[..., FIRST] - parts[..., END]) // SPLIT_TOKENS)
-    return splits.sum(axis=-1)
+    total: Addresses = np.asarray(splits.sum(axis=-1))
+    return total
 
 
 def why_unsupported(shapes: Sequence[LayerShape], dtype: torch.dtype) -> str:
