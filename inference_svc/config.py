@@ -102,8 +102,9 @@ class ModelSettings(Section):
         dtype: number type of the weights; "auto": the one that they are stored in.
         device: PyTorch's name of the device that computes.
         threads: number of threads that compute; 0: as many as PyTorch chooses.
-        attention: the attention back-end: "torch"'s own functions, or a kernel in "triton" over
-            pages, on a GPU. "auto": the kernel, if it is proven to give the same answers.
+        attention: the attention back-end: "torch"'s own functions, a kernel in "triton" over pages,
+            on a GPU, or one in "cpp" for decode steps, on a CPU with a C++ compiler. "auto": the
+            device's kernel, if it is proven to give the same answers.
         graphs: whether decode steps are captured in graphs at start, and replayed. "auto": on a GPU
             with attention over pages, if they are proven to give the same answers.
         rotation: how loaded keys are embedded at their positions: by "torch", or, on a GPU, by a
@@ -128,7 +129,7 @@ class ModelSettings(Section):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: str = "cpu"
     threads: int = Field(default=0, ge=0, le=1024)
-    attention: Literal["auto", "torch", "triton"] = "auto"
+    attention: Literal["auto", "torch", "triton", "cpp"] = "auto"
     graphs: Literal["auto", "off"] = "auto"
     rotation: Literal["auto", "torch", "triton"] = "auto"
     compile: Literal["off", "layers"] = "off"

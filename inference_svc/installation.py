@@ -42,7 +42,11 @@ def default_state_dir(environ: Mapping[str, str] = os.environ) -> Path:
     return Path.home() / ".local" / "state" / SYSTEM_NAME
 
 
-KERNEL_CACHES = {"TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
+KERNEL_CACHES = {
+    "CACHEDATTENTION_KERNEL_DIR": "native",
+    "TRITON_CACHE_DIR": "triton",
+    "TORCHINDUCTOR_CACHE_DIR": "inductor",
+}
 
 
 def keep_kernels_in(state_dir: Path, environ: MutableMapping[str, str] = os.environ) -> None:

@@ -19,6 +19,9 @@ LONG_S = 3600
 if os.environ.get("GPU_TESTS_DEVICE", "cpu") == "cpu":
     # Triton's kernels are interpreted. Said before anything imports it, and to the children too.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+# Services keep the kernel for CPUs in their state directory, where each would compile it anew.
+_KERNELS = Path.home() / ".cache" / "cachedattention"
+os.environ.setdefault("CACHEDATTENTION_KERNEL_DIR", str(_KERNELS))
 
 # Machines are slow now and then: nothing is timed. What `make test` draws is the same every time
 # and, where a test says no number, a fifth of the usual hundred; `make test-long` draws anew.

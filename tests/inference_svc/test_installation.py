@@ -38,6 +38,7 @@ def test_kernels_are_kept_beside_the_state(tmp_path):
     environ = {"TRITON_CACHE_DIR": "/elsewhere"}
     keep_kernels_in(tmp_path, environ)
     assert environ == {
+        "CACHEDATTENTION_KERNEL_DIR": f"{tmp_path}/kernels/native",
         "TRITON_CACHE_DIR": "/elsewhere",
         "TORCHINDUCTOR_CACHE_DIR": f"{tmp_path}/kernels/inductor",
     }

@@ -3,10 +3,13 @@
     torch   torch's functions for the device, one call per sequence; supports every call
     triton  one call over the pages of all sequences; needs Triton, KV on pages, and a GPU
             (TRITON_INTERPRET=1 runs it on a CPU, slowly)
+    cpp     lone tokens of all sequences in one call of a kernel for CPUs, the others by torch;
+            needs a C++ compiler
 
 Before the triton kernel serves, it is run over the model's own layers: chunks, a history of several
 splits, single tokens of several sequences. If its logits differ from those of `torch`, or it fails,
-`torch` serves. The choice does not depend on models' names.
+`torch` serves. The cpp kernel is run over random tensors of the model's shapes, since on a CPU the
+other proof would take seconds. The choice does not depend on models' names.
 """
 
 from collections.abc import Sequence
@@ -24,6 +27,9 @@ from inference_svc.runtime.calibration.proof import new_pool
 from inference_svc.runtime.calibration.stock import is_same, logits_distance
 from inference_svc.runtime.compute.chunk import Chunk
 from inference_svc.runtime.compute.model_runner import ModelRunner
+from inference_svc.runtime.cpu.cpu_attention import CpuAttention
+from inference_svc.runtime.cpu.decode_kernel import DecodeKernel, why_unsupported, why_wrong
+from inference_svc.runtime.cpu.native_library import NativeLibraryError
 from inference_svc.runtime.kv.layer_groups import LayerGroups
 from inference_svc.runtime.kv.page_pool import PagePool
 from inference_svc.runtime.kv.sequence_kv import SequenceKv
@@ -32,7 +38,7 @@ from inference_svc.runtime.positions.recipes import Calibration
 from shared.types.errors import ConfigError
 from shared.types.units import ceil_div
 
-AttentionName = Literal["auto", "torch", "triton"]
+AttentionName = Literal["auto", "torch", "triton", "cpp"]
 PROOF_TOKENS = 600  # tokens of the longer sequence: more than two splits of the kernel
 SHORT_TOKENS = 40  # tokens of the shorter sequence
 LAST_TOKENS = 3  # last tokens of each, which are computed one by one
@@ -57,19 +63,50 @@ def choose_attention(
     Raises:
         ConfigError: the named back-end cannot serve here, or gives other logits.
     """
-    if name == "torch" or (name == "auto" and not is_gpu(loaded.device)):
+    if name == "torch":
         return TorchAttention()
-    reason = _why_unsupported(loaded.device, calibration, groups)
-    if not reason and groups is not None:
-        paged = _paged_attention()
-        reason = _why_refuted(loaded, calibration, paged, groups)
-        if not reason:
-            log.info("attention_chosen", attention="triton")
-            return paged
-    if name == "triton":
-        raise ConfigError(f"model.attention = triton: {reason}", "set it to auto or torch")
-    log.warning("attention_chosen", attention="torch", reason=reason)
+    fastest: AttentionName = "triton" if is_gpu(loaded.device) else "cpp"
+    wanted = fastest if name == "auto" else name
+    prove = _prove_triton if wanted == "triton" else _prove_cpp
+    backend = prove(loaded, calibration, groups)
+    if not isinstance(backend, str):
+        log.info("attention_chosen", attention=wanted)
+        return backend
+    if name == wanted:
+        raise ConfigError(f"model.attention = {name}: {backend}", "set it to auto or torch")
+    warn = log.warning if is_gpu(loaded.device) else log.info
+    warn("attention_chosen", attention="torch", reason=backend)
     return TorchAttention()
+
+
+def _prove_triton(
+    loaded: LoadedModel, calibration: Calibration, groups: LayerGroups | None
+) -> AttentionBackend | str:
+    """Return the triton back-end, or why it cannot serve."""
+    reason = _why_unsupported(loaded.device, calibration, groups)
+    if reason or groups is None:
+        return reason
+    paged = _paged_attention()
+    return _why_refuted(loaded, calibration, paged, groups) or paged
+
+
+def _prove_cpp(
+    loaded: LoadedModel, calibration: Calibration, _groups: LayerGroups | None
+) -> AttentionBackend | str:
+    """Return the cpp back-end, or why it cannot serve."""
+    if loaded.device.type != "cpu":
+        return f"device {loaded.device} is no CPU"
+    if calibration.mode != "ragged":
+        return f"the model runs in mode {calibration.mode}, which it does not take"
+    shapes = [layer.shape for layer in calibration.layers]
+    reason = why_unsupported(shapes, loaded.dtype)
+    if reason:
+        return reason
+    try:
+        kernel = DecodeKernel.load()
+    except NativeLibraryError as error:
+        return str(error)
+    return why_wrong(kernel, shapes, loaded.dtype) or CpuAttention(kernel)
 
 
 def _why_unsupported(

@@ -324,13 +324,16 @@ def tiny(build):
     """Return a function that gives a calibrated model by name, the same object each time.
 
     `has_windows`: of layers with a window no more is stored and loaded than they attend to.
+    `overrides`: of the model's configuration.
     """
-    made: dict[tuple[str, torch.dtype, str, bool], Tiny] = {}
+    made: dict[tuple[Any, ...], Tiny] = {}
 
-    def tiny_by_name(name, dtype=torch.float32, positions="auto", *, has_windows=False):
-        what = name, dtype, positions, has_windows
+    def tiny_by_name(
+        name, dtype=torch.float32, positions="auto", *, has_windows=False, **overrides
+    ):
+        what = name, dtype, positions, has_windows, *overrides.items()
         if what not in made:
-            model = build(name).to(dtype)
+            model = build(name, **overrides).to(dtype)
             stock = copy.deepcopy(model).eval()
             loaded = describe_model(model, tokenizer=None, name=name, fingerprint="0" * 32)
             calibration = calibrate(loaded, positions)

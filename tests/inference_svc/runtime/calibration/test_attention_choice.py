@@ -10,6 +10,7 @@ from inference_svc.runtime.attention.paged_attention import PagedAttention
 from inference_svc.runtime.calibration import attention_choice, kernels
 from inference_svc.runtime.calibration.attention_choice import choose_attention
 from inference_svc.runtime.calibration.calibration import calibrate
+from inference_svc.runtime.cpu.cpu_attention import CpuAttention
 from inference_svc.runtime.kv.layer_groups import LayerGroups
 from inference_svc.runtime.model.model_loader import describe_model
 from shared.types.errors import ConfigError
@@ -48,10 +49,36 @@ def failing(*_):
 
 
 def test_the_portable_one_needs_no_proof(llama):
-    """By name; and on a CPU, whether or not Triton's interpreter is there."""
-    groups = groups_of(llama[1])
-    for name, on_pages in (("torch", groups), ("auto", None), ("auto", groups)):
-        assert isinstance(choose_attention(name, *llama, on_pages), TorchAttention)
+    """By name, whether or not there are kernels."""
+    for on_pages in (None, groups_of(llama[1])):
+        assert isinstance(choose_attention("torch", *llama, on_pages), TorchAttention)
+
+
+def test_a_cpu_takes_its_own_kernel(llama):
+    """Over contiguous KV and over pages, if it is proven; Triton's interpreter is not taken."""
+    for on_pages in (None, groups_of(llama[1])):
+        assert isinstance(choose_attention("auto", *llama, on_pages), CpuAttention)
+
+
+def test_a_kernel_for_cpus_that_cannot_serve_is_not_taken(llama, monkeypatch):
+    """Named, the reason is an error in one line; else torch serves."""
+    loaded, calibration = llama
+    refused = {
+        "mode gather": (loaded, replace(calibration, mode="gather")),
+        "does not take float16": (replace(loaded, dtype=torch.float16), calibration),
+        "device meta is no CPU": (replace(loaded, device=torch.device("meta")), calibration),
+    }
+    for reason, model in refused.items():
+        with pytest.raises(ConfigError, match=reason):
+            choose_attention("cpp", *model, None)
+        assert isinstance(choose_attention("auto", *model, None), TorchAttention)
+    monkeypatch.setattr(attention_choice, "why_wrong", lambda *_: "the kernel is 3 off")
+    with pytest.raises(ConfigError, match="cpp: the kernel is 3 off"):
+        choose_attention("cpp", *llama, None)
+    monkeypatch.setenv("CXX", "/nowhere/c++")
+    with pytest.raises(ConfigError, match="/nowhere/c"):
+        choose_attention("cpp", *llama, None)
+    assert isinstance(choose_attention("auto", *llama, None), TorchAttention)
 
 
 def test_a_cpu_has_no_kernels(llama, monkeypatch):

@@ -1,0 +1,163 @@
+"""CpuAttention: tokens that are alone in their part attend by a kernel in C++, all in one call.
+
+torch computes one query row after another, in a call for each sequence; with long histories, a step
+of several sequences spends most of its time there. The kernel (`decode_attention.cpp`) reads keys
+and values once for all query heads that share them, in place: contiguous or on pages. Parts of
+several tokens attend by `TorchAttention`.
+
+A lone token attends by the kernel whatever else is in the step, so that its result does not depend
+on other parts.
+"""
+
+from collections.abc import Sequence
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from inference_svc.runtime.attention.attention import Part, StepAttention, TorchAttention
+from inference_svc.runtime.attention.softmax_attention import AttentionOptions
+from inference_svc.runtime.cpu.decode_kernel import (
+    END,
+    FIRST,
+    PAGE_TOKENS,
+    PAGES,
+    Addresses,
+    DecodeKernel,
+    count_splits,
+)
+from inference_svc.runtime.kv.layer_tensors import ContiguousTokens, TokenTensors
+from inference_svc.runtime.kv.paged_kv import PagedKv, PagedTokens
+from inference_svc.runtime.kv.sequence_kv import SequenceKv
+
+
+class CpuAttention:
+    """The back-end: the kernel for parts of one token, torch for the others; for one thread."""
+
+    def __init__(self, kernel: DecodeKernel) -> None:
+        """Store the kernel."""
+        self._kernel = kernel
+        self._portable = TorchAttention()
+        self._places: WeakKeyDictionary[SequenceKv, Addresses] = WeakKeyDictionary()
+
+    def prepare(self, parts: Sequence[Part]) -> StepAttention:
+        """Plan a step; cheap, as a sequence's addresses are kept from step to step."""
+        lone = [part for part in parts if part.num_tokens == 1]
+        if not lone:
+            return self._portable.prepare(parts)
+        attention = LoneAttention(self._kernel, [(part, self._places_of(part.kv)) for part in lone])
+        if len(lone) == len(parts):
+            return attention
+        several = self._portable.prepare([part for part in parts if part.num_tokens > 1])
+        return MixedAttention(attention, several, [part.num_tokens for part in parts])
+
+    def _places_of(self, kv: SequenceKv) -> Addresses:
+        """Return where a sequence's KV is, [layers, numbers]; the range of tokens is left open."""
+        places = self._places.get(kv)
+        if places is None:
+            places = self._places[kv] = _find_places(kv)
+        return places
+
+
+class LoneAttention:
+    """The attention of a step's parts of one token; see `StepAttention` for shapes."""
+
+    def __init__(self, kernel: DecodeKernel, parts: Sequence[tuple[Part, Addresses]]) -> None:
+        """Store the parts, each with the places of its KV."""
+        self._kernel = kernel
+        self._parts = parts
+        # By window and chunk: [layers, parts, numbers], and the number of splits by layer.
+        self._addresses: dict[tuple[int | None, int | None], tuple[Addresses, list[int]]] = {}
+        self._tables = [  # kept until the step is over, as their addresses are
+            table.numbers
+            for part, _ in parts
+            if isinstance(part.kv, PagedKv)
+            for table in part.kv.tables.by_group
+        ]
+
+    def attend(self, query: Tensor, layer_index: int, options: AttentionOptions) -> Tensor:
+        """Attend each part to its own KV, [1, tokens, heads, value_dim]; see the protocol."""
+        kind = (options.window, options.chunk)
+        if kind not in self._addresses:
+            found = self._find_addresses(options)
+            self._addresses[kind] = (found, count_splits(found).tolist())
+        addresses, num_splits = self._addresses[kind]
+        values = _layers_of(self._parts[0][0].kv.values)[layer_index]
+        rows = query[0].transpose(0, 1).contiguous()
+        return self._kernel(
+            rows,
+            addresses[layer_index],
+            num_splits[layer_index],
+            (values.shape[1], values.shape[-1]),  # of both layouts
+            options,
+        ).unsqueeze(0)
+
+    def _find_addresses(self, options: AttentionOptions) -> Addresses:
+        """Return the parts' numbers by layer, for calls with this window and chunk."""
+        by_part = []
+        for part, places in self._parts:
+            kv, numbers = part.kv, places.copy()
+            held_from: int | Addresses = 0
+            if kv.window_from:
+                layers = range(len(numbers))
+                held_from = np.array([kv.keys.first_token(index) for index in layers], np.int64)
+            first = np.maximum(options.first_visible(part.length - 1), held_from)
+            if isinstance(kv, PagedKv):
+                tables = [table.numbers.data_ptr() for table in kv.tables.by_group]
+                numbers[:, PAGES] = [tables[group] for group in kv.tables.groups.group_of]
+                numbers[:, FIRST], numbers[:, END] = first, part.length
+            else:  # layers with a window hold their tokens from slot 0 on
+                numbers[:, FIRST], numbers[:, END] = first - held_from, part.length - held_from
+            by_part.append(numbers)
+        return np.stack(by_part, axis=1)
+
+
+class MixedAttention:
+    """The attention of a step with parts of one token and of several; see `StepAttention`."""
+
+    def __init__(self, lone: StepAttention, several: StepAttention, sizes: Sequence[int]) -> None:
+        """Store the attention of both kinds of parts, and the number of tokens of each part."""
+        self._lone, self._several = lone, several
+        is_lone = torch.tensor(sizes).eq(1).repeat_interleave(torch.tensor(sizes))
+        self._lone_tokens, self._other_tokens = is_lone.nonzero()[:, 0], (~is_lone).nonzero()[:, 0]
+
+    def attend(self, query: Tensor, layer_index: int, options: AttentionOptions) -> Tensor:
+        """Attend each part to its own KV, [1, tokens, heads, value_dim]; see the protocol."""
+        pieces = [
+            (tokens, attention.attend(query.index_select(2, tokens), layer_index, options))
+            for tokens, attention in (
+                (self._lone_tokens, self._lone),
+                (self._other_tokens, self._several),
+            )
+        ]
+        sizes = pieces[0][1].shape
+        attended = query.new_empty(1, query.shape[2], *sizes[2:])
+        for tokens, piece in pieces:
+            attended.index_copy_(1, tokens, piece)
+        return attended
+
+
+def _find_places(kv: SequenceKv) -> Addresses:
+    """Return the numbers of a sequence's layers, [layers, numbers], as `Part` has them."""
+    is_paged = isinstance(kv, PagedKv)
+    rows = []
+    for keys, values in zip(_layers_of(kv.keys), _layers_of(kv.values), strict=True):
+        # Pages are [slots, kv_heads, dim], contiguous KV is [1, kv_heads, slots, dim].
+        head, slot = (1, 0) if is_paged else (1, 2)
+        strides = (keys.stride(head), keys.stride(slot), values.stride(head), values.stride(slot))
+        rows.append((keys.data_ptr(), values.data_ptr(), 0, 0, 0, 0, *strides))
+    places = np.array(rows, np.int64)
+    if isinstance(kv, PagedKv):
+        on_page = kv.tables.groups.tokens_on_page
+        places[:, PAGE_TOKENS] = [on_page[group] for group in kv.tables.groups.group_of]
+    return places
+
+
+def _layers_of(tokens: TokenTensors) -> Sequence[Tensor]:
+    """Return the tensors that hold a component's tokens, by layer."""
+    if isinstance(tokens, PagedTokens):
+        return tokens.slots.layers
+    if isinstance(tokens, ContiguousTokens):
+        return tokens.layers
+    raise AssertionError(f"the kernel does not know where {type(tokens).__name__} lie")

@@ -1,0 +1,165 @@
+"""DecodeKernel: one token of each of several sequences attends over KV in place, in C++.
+
+The kernel of `decode_attention.cpp`, which `native_library.py` compiles. Before it serves, it is
+proven on this machine: random tensors of the model's shapes against plain softmax in torch.
+"""
+
+import ctypes
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from inference_svc.runtime.attention.softmax_attention import AttentionOptions
+from inference_svc.runtime.cpu.native_library import load_library
+from inference_svc.runtime.kv.layer_tensors import LayerShape
+
+SPLIT_TOKENS = 1024  # SPLIT in the source
+DIM_STEP = 16  # heads have a multiple of so many elements
+DTYPES = (torch.float32, torch.bfloat16)
+PAGES, PAGE_TOKENS, FIRST, END = 2, 3, 4, 5  # indices of numbers of `Part` in the source
+PROOF_LENGTHS = (SPLIT_TOKENS + 300, 7)  # two splits, and less than a tile
+PROOF_GROUPS = (1, 3, 8)  # query heads of a key head: a part of a block, and more than one
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}  # of the largest value
+
+Addresses = npt.NDArray[np.int64]
+
+
+class DecodeKernel:
+    """The compiled kernel; may be called by several threads."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        """Declare the library's functions."""
+        size, address, number = ctypes.c_int64, ctypes.c_void_p, ctypes.c_float
+        self._attend = library.attend_decode
+        self._attend.restype = None
+        self._attend.argtypes = [address, size, size, size, size, size, number, number]
+        self._attend.argtypes += [address, address, address, address, ctypes.c_int, ctypes.c_int]
+        self._scratch_of_split = library.scratch_of_split
+        self._scratch_of_split.restype = size
+        self._scratch_of_split.argtypes = [size, size]
+
+    @classmethod
+    def load(cls) -> "DecodeKernel":
+        """Compile and load the kernel.
+
+        Raises:
+            NativeLibraryError: that is not possible here.
+        """
+        return cls(load_library())
+
+    def __call__(
+        self,
+        query: Tensor,
+        parts: Addresses,
+        num_splits: int,
+        sizes: tuple[int, int],
+        options: AttentionOptions,
+    ) -> Tensor:
+        """Attend one token of each part.
+
+        Args:
+            query: [parts, heads, head_dim], contiguous, of a dtype in DTYPES, which KV has too.
+            parts: [parts, numbers], contiguous, as `Part` in the source; what they point to has to
+                stay in place during the call.
+            num_splits: `count_splits` of the parts.
+            sizes: number of key heads, of which `heads` is a multiple; elements of a value.
+            options: scale, softcap and sinks of the call; its window is in `parts`.
+
+        Returns:
+            [parts, heads, value_dim]
+        """
+        num_parts, heads, dim = query.shape
+        kv_heads, value_dim = sizes
+        group = heads // kv_heads
+        scratch = torch.empty(num_splits * kv_heads * self._scratch_of_split(group, value_dim))
+        out = query.new_empty(num_parts, heads, value_dim)
+        sinks = None if options.sinks is None else options.sinks.float().contiguous()
+        self._attend(
+            parts.ctypes.data,
+            num_parts,
+            kv_heads,
+            group,
+            dim,
+            value_dim,
+            dim**-0.5 if options.scale is None else options.scale,
+            options.softcap or 0.0,
+            None if sinks is None else sinks.data_ptr(),
+            query.data_ptr(),
+            scratch.data_ptr(),
+            out.data_ptr(),
+            int(query.dtype == torch.bfloat16),
+            torch.get_num_threads(),
+        )
+        return out
+
+
+def count_splits(parts: Addresses) -> Addresses:
+    """Count the splits of tokens: [..., parts, numbers] -> [...]."""
+    splits: Addresses = -((parts[..., FIRST] - parts[..., END]) // SPLIT_TOKENS)
+    total: Addresses = np.asarray(splits.sum(axis=-1))
+    return total
+
+
+def why_unsupported(shapes: Sequence[LayerShape], dtype: torch.dtype) -> str:
+    """Return why the kernel cannot serve layers of these shapes; "": it can."""
+    if dtype not in DTYPES:
+        return f"the kernel does not take {str(dtype).removeprefix('torch.')}"
+    for shape in shapes:
+        if shape.key[0] != shape.value[0]:
+            return "keys have other heads than values"
+        for _, dim in (shape.key, shape.value):
+            if dim % DIM_STEP:
+                return f"heads have {dim} elements, which is no multiple of {DIM_STEP}"
+    return ""
+
+
+def why_wrong(kernel: DecodeKernel, shapes: Sequence[LayerShape], dtype: torch.dtype) -> str:
+    """Compare the kernel to plain softmax in torch; return how they differ; "": they do not."""
+    random = torch.Generator().manual_seed(0)
+    for shape in dict.fromkeys(shapes):
+        (kv_heads, dim), value_dim = shape.key, shape.value[1]
+        keys, values = (
+            torch.randn(kv_heads, PROOF_LENGTHS[0], size, generator=random).to(dtype)
+            for size in (dim, value_dim)
+        )
+        for group in PROOF_GROUPS:
+            heads = kv_heads * group
+            query = torch.randn(len(PROOF_LENGTHS), heads, dim, generator=random).to(dtype)
+            sinks = torch.randn(heads, generator=random)
+            for options in (AttentionOptions(), AttentionOptions(0.3, softcap=5.0, sinks=sinks)):
+                parts = np.array(
+                    [_contiguous_part(keys, values, length) for length in PROOF_LENGTHS]
+                )
+                num_splits = int(count_splits(parts))
+                found = kernel(query, parts, num_splits, (kv_heads, value_dim), options)
+                for row, length in enumerate(PROOF_LENGTHS):
+                    seen = (keys[:, :length].float(), values[:, :length].float())
+                    expected = _plain_softmax(query[row].float(), *seen, options)
+                    off = (found[row].float() - expected).abs().max() / values.float().abs().max()
+                    if not off <= TOLERANCE[dtype]:  # also if it is NaN
+                        return f"the kernel is {off:.1e} off plain softmax"
+    return ""
+
+
+def _contiguous_part(keys: Tensor, values: Tensor, length: int) -> list[int]:
+    """Return the numbers of a part over the first tokens of [kv_heads, tokens, dim]."""
+    strides = [*keys.stride()[:2], *values.stride()[:2]]
+    return [keys.data_ptr(), values.data_ptr(), 0, 0, 0, length, *strides]
+
+
+def _plain_softmax(
+    query: Tensor, keys: Tensor, values: Tensor, options: AttentionOptions
+) -> Tensor:
+    """Attend one token, [heads, dim], to keys and values, [kv_heads, tokens, dim] each."""
+    kv_heads, _, dim = keys.shape
+    scale = dim**-0.5 if options.scale is None else options.scale
+    scores = query.view(kv_heads, -1, dim) @ keys.transpose(1, 2) * scale
+    if options.softcap is not None:
+        scores = options.softcap * torch.tanh(scores / options.softcap)
+    if options.sinks is not None:
+        scores = torch.cat((scores, options.sinks.view(kv_heads, -1, 1)), dim=2)
+    weights = torch.softmax(scores, dim=2)[..., : keys.shape[1]]
+    return (weights @ values).view(query.shape[0], -1)

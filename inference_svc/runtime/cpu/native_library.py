@@ -1,0 +1,107 @@
+"""Native library: compiles this package's C++ source for this machine's processor, and loads it.
+
+The result is kept for later starts, in the directory that KERNEL_DIR names, under a name made of
+everything that it depends on: source, options, compiler and processor. So a directory may be shared
+by different machines, and an update of the package compiles anew.
+
+The library uses the OpenMP that torch has loaded: a second one would have threads of its own, which
+wait for work by spinning, and so take the processors from torch's.
+"""
+
+import ctypes
+import os
+import shlex
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
+from hashlib import sha256
+from pathlib import Path
+
+KERNEL_DIR = "CACHEDATTENTION_KERNEL_DIR"  # the environment's variable
+SOURCE = Path(__file__).with_name("decode_attention.cpp")
+OPTIONS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC")
+COMPILER_TIMEOUT_S = 120
+
+
+class NativeLibraryError(Exception):
+    """The source cannot be compiled or loaded here; the message says why."""
+
+
+def load_library(environ: Mapping[str, str] = os.environ) -> ctypes.CDLL:
+    """Load the library, and compile it first if that has not been done before.
+
+    Args:
+        environ: the environment; CXX names a compiler with its options, else g++ or c++ is used.
+
+    Raises:
+        NativeLibraryError: there is no compiler, it fails, or the directory cannot be written to.
+    """
+    compiler = shlex.split(environ.get("CXX", "")) or _compiler()
+    command = [*compiler, *OPTIONS]
+    openmp = _loaded_openmp()
+    directory = _directory(environ)
+    path = directory / f"decode_attention-{_name(command, openmp)}.so"
+    with suppress(OSError):  # not there, or cut off by a crash
+        return ctypes.CDLL(str(path))
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=directory) as scratch:
+            made = Path(scratch) / path.name
+            _compile([*command, str(SOURCE), *openmp, "-o", str(made)])
+            made.replace(path)
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        raise NativeLibraryError(str(error)) from error
+
+
+def _directory(environ: Mapping[str, str]) -> Path:
+    if environ.get(KERNEL_DIR):
+        return Path(environ[KERNEL_DIR])
+    try:
+        return Path.home() / ".cache" / "cachedattention"
+    except RuntimeError as error:
+        raise NativeLibraryError(f"the user has no home directory; set {KERNEL_DIR}") from error
+
+
+def _compiler() -> list[str]:
+    found = next(filter(None, map(shutil.which, ("g++", "c++"))), None)
+    if found is None:
+        raise NativeLibraryError("there is no C++ compiler (g++)")
+    return [found]
+
+
+def _compile(command: list[str]) -> None:
+    """Run the compiler, and say in one line why it fails."""
+    try:
+        subprocess.run(
+            command, capture_output=True, check=True, text=True, timeout=COMPILER_TIMEOUT_S
+        )
+    except subprocess.CalledProcessError as error:
+        lines = [line for line in error.stderr.splitlines() if "error" in line]
+        reason = lines[0] if lines else f"exit status {error.returncode}"
+        raise NativeLibraryError(f"{command[0]}: {reason[:200]}") from error
+    except subprocess.TimeoutExpired as error:
+        raise NativeLibraryError(f"{command[0]} takes over {COMPILER_TIMEOUT_S} s") from error
+
+
+def _loaded_openmp() -> list[str]:
+    """Return the path of the GNU OpenMP library that this process has loaded, if it has."""
+    with suppress(OSError):
+        for line in Path("/proc/self/maps").read_text().splitlines():
+            path = line.split(maxsplit=5)[-1]
+            if Path(path).name.startswith("libgomp"):
+                return [path]
+    return []
+
+
+def _name(command: list[str], openmp: list[str]) -> str:
+    """Return a hash of everything that the compiled code depends on."""
+    processor = Path("/proc/cpuinfo").read_text().split("\n\n", maxsplit=1)[0].splitlines()
+    features = [line for line in processor if line.startswith(("model name", "flags", "Features"))]
+    parts = [SOURCE.read_text(), *command, *openmp, *features]
+    with suppress(OSError):
+        compiler = Path(shutil.which(command[0]) or command[0]).resolve().stat()
+        parts.append(f"{compiler.st_size} {compiler.st_mtime_ns}")
+    return sha256("\0".join(parts).encode()).hexdigest()[:16]

@@ -1,0 +1,117 @@
+"""The attention of decode steps on a CPU: our kernel beside torch, and beside a read of the KV.
+
+    OMP_NUM_THREADS=1 python -m tests.benchmarks.decode_attention [--dtype bfloat16] [--rounds 15]
+
+Every step attends once over a layer's KV of each sequence; layers differ, so that KV comes from
+memory. All three take turns in a round. Shown are the medians of microseconds of a layer, CPU time
+of the thread that computes, and the medians of the rounds' ratios.
+"""
+
+import argparse
+import statistics
+import sys
+import time
+
+import torch
+
+from inference_svc.runtime.attention.attention import Part, TorchAttention
+from inference_svc.runtime.attention.softmax_attention import AttentionOptions
+from inference_svc.runtime.cpu.cpu_attention import CpuAttention
+from inference_svc.runtime.cpu.decode_kernel import DecodeKernel
+from inference_svc.runtime.kv.kv_pool import KVPool
+from inference_svc.runtime.kv.layer_tensors import LayerShape
+
+# (query heads, key heads, head_dim) of a layer.
+MODELS = {
+    "SmolLM2-135M": (9, 3, 64),
+    "Qwen2.5-0.5B": (14, 2, 64),
+    "Llama-3.2-1B": (32, 8, 64),
+    "Llama-3.1-8B": (32, 8, 128),
+}
+LENGTHS, BATCHES = (256, 1024, 4096), (1, 8)
+MOST_BYTES = 2**30  # of KV
+
+
+def main():
+    """Measure all shapes, and print a line for each."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--rounds", type=int, default=15)
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.set_grad_enabled(False)
+    kernel = CpuAttention(DecodeKernel.load())
+    sys.stdout.write(
+        "| layer of | batch | tokens | torch | kernel | read | kernel / torch | kernel / read |\n"
+    )
+    sys.stdout.write("|---|---|---|---|---|---|---|---|\n")
+    for name, sizes in MODELS.items():
+        for batch in BATCHES:
+            for length in LENGTHS:
+                found = measure(
+                    sizes, batch, length, getattr(torch, asked.dtype), kernel, asked.rounds
+                )
+                times = {way: statistics.median(rounds) for way, rounds in found.items()}
+                ratios = [
+                    statistics.median(
+                        ours / other
+                        for ours, other in zip(found["kernel"], found[way], strict=True)
+                    )
+                    for way in ("torch", "read")
+                ]
+                figures = [f"{times[way]:.0f} µs" for way in ("torch", "kernel", "read")]
+                figures += [f"{ratio:.2f}" for ratio in ratios]
+                sys.stdout.write(f"| {name} | {batch} | {length:,} | {' | '.join(figures)} |\n")
+                sys.stdout.flush()
+
+
+def measure(sizes, batch, length, dtype, kernel, num_rounds):
+    """Return the microseconds of a layer, by way and round."""
+    heads, kv_heads, dim = sizes
+    layer_bytes = 2 * batch * length * kv_heads * dim * dtype.itemsize
+    num_layers = max(2, min(32, MOST_BYTES // layer_bytes))
+    parts = filled_parts((kv_heads, dim), num_layers, batch, length, dtype)
+    query = torch.randn(1, batch, heads, dim, dtype=dtype).transpose(1, 2)
+    ways = {
+        "torch": lambda: attend(TorchAttention(), parts, query, num_layers),
+        "kernel": lambda: attend(kernel, parts, query, num_layers),
+        "read": lambda: read(parts),
+    }
+    found = {way: [] for way in ways}
+    for number in range(num_rounds + 1):
+        for way in sorted(ways, key=lambda way: (list(ways).index(way) + number) % len(ways)):
+            began = time.thread_time()
+            ways[way]()
+            if number:  # the first round warms up
+                found[way].append((time.thread_time() - began) / num_layers * 1e6)
+    return found
+
+
+def filled_parts(sizes, num_layers, batch, length, dtype):
+    """Return parts of one token, behind KV of random numbers."""
+    shapes = [LayerShape(sizes, sizes)] * num_layers
+    pool = KVPool(shapes, batch * length, device=torch.device("cpu"), dtype=dtype)
+    kvs = [pool.new_kv(length) for _ in range(batch)]
+    for kv in kvs:
+        kv.num_tokens = length - 1
+        for tensor in (*kv.keys.layers, *kv.values.layers):
+            tensor.normal_()
+    return [Part(kv, 1) for kv in kvs]
+
+
+def attend(backend, parts, query, num_layers):
+    """Attend in all layers, as a step does."""
+    step = backend.prepare(parts)
+    for layer_index in range(num_layers):
+        step.attend(query, layer_index, AttentionOptions())
+
+
+def read(parts):
+    """Read all KV, as numbers of 32 bits whatever they are."""
+    for part in parts:
+        for tensor in (*part.kv.keys.layers, *part.kv.values.layers):
+            tensor.view(torch.float32).amax()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,138 @@
+"""The kernel computes plain softmax attention, whatever the shapes, pages, batch and threads."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from inference_svc.runtime.attention.softmax_attention import AttentionOptions
+from inference_svc.runtime.cpu.decode_kernel import (
+    SPLIT_TOKENS,
+    DecodeKernel,
+    count_splits,
+    why_unsupported,
+    why_wrong,
+)
+from inference_svc.runtime.kv.layer_tensors import LayerShape
+
+LAYERS = {
+    "narrow": LayerShape((1, 16), (1, 16)),
+    "smollm": LayerShape((3, 64), (3, 64)),
+    "unequal": LayerShape((2, 48), (2, 112)),
+    "wide": LayerShape((2, 256), (2, 256)),
+}
+
+
+@pytest.fixture(scope="module")
+def kernel():
+    return DecodeKernel.load()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", LAYERS)
+def test_it_is_plain_softmax(kernel, name, dtype):
+    """One split and several, few query heads and many, softcap and sinks; see `why_wrong`."""
+    assert why_wrong(kernel, [LAYERS[name]], dtype) == ""
+
+
+@pytest.mark.parametrize("factor", [1.001, float("nan")])
+def test_a_wrong_kernel_is_found(kernel, factor):
+    """A thousandth is enough, and so is what is no number."""
+
+    def wrong(*args):
+        return kernel(*args) * factor
+
+    assert "off plain softmax" in why_wrong(wrong, [LAYERS["smollm"]], torch.float32)
+
+
+def test_what_it_cannot_compute():
+    """Heads that fill no vectors, other types, keys that values do not share heads with."""
+    assert why_unsupported(list(LAYERS.values()), torch.bfloat16) == ""
+    assert "float16" in why_unsupported([LAYERS["wide"]], torch.float16)
+    assert "72 elements" in why_unsupported([LayerShape((2, 72), (2, 64))], torch.float32)
+    assert "other heads" in why_unsupported([LayerShape((2, 64), (1, 64))], torch.float32)
+
+
+class Sequence:
+    """Random KV of a sequence, side by side and on pages, and one query."""
+
+    def __init__(self, length, page_tokens, seed):
+        random = torch.Generator().manual_seed(seed)
+        self.keys, self.values = (torch.randn(2, length, 32, generator=random) for _ in "kv")
+        self.query = torch.randn(6, 32, generator=random)
+        num_pages = -(-length // page_tokens)
+        self.table = torch.randperm(num_pages, generator=random).to(torch.int32)
+        self.page_tokens, self.length = page_tokens, length
+        slots = [
+            int(self.table[token // page_tokens]) * page_tokens + token % page_tokens
+            for token in range(length)
+        ]
+        self.paged = []
+        for tokens in (self.keys, self.values):
+            region = torch.full((num_pages * page_tokens, 2, 32), float("nan"))
+            region[slots] = tokens.transpose(0, 1)
+            self.paged.append(region)
+
+    def contiguous(self, first):
+        strides = (*self.keys.stride()[:2], *self.values.stride()[:2])
+        return [self.keys.data_ptr(), self.values.data_ptr(), 0, 0, first, self.length, *strides]
+
+    def on_pages(self, first):
+        keys, values = self.paged
+        place = [keys.data_ptr(), values.data_ptr(), self.table.data_ptr(), self.page_tokens]
+        strides = (keys.stride(1), keys.stride(0), values.stride(1), values.stride(0))
+        return [*place, first, self.length, *strides]
+
+
+def attend(kernel, sequences, parts, threads=1):
+    """Attend these sequences' queries in one call."""
+    query = torch.stack([sequence.query for sequence in sequences])
+    parts = np.array(parts, np.int64)
+    torch.set_num_threads(threads)
+    try:
+        return kernel(query, parts, int(count_splits(parts)), (2, 32), AttentionOptions())
+    finally:
+        torch.set_num_threads(1)
+
+
+LENGTHS = st.integers(1, 3 * SPLIT_TOKENS)
+
+
+@given(st.lists(st.tuples(LENGTHS, st.integers(1, 200), st.floats(0, 1)), min_size=1, max_size=4))
+def test_pages_batch_and_threads_do_not_change_a_bit(sizes):
+    """A sequence's result depends on its own tokens alone."""
+    kernel = DecodeKernel.load()
+    sequences = [Sequence(length, page, seed) for seed, (length, page, _) in enumerate(sizes)]
+    firsts = [int(share * (length - 1)) for length, _, share in sizes]
+    alone = [
+        attend(kernel, [sequence], [sequence.contiguous(first)])[0]
+        for sequence, first in zip(sequences, firsts, strict=True)
+    ]
+    for threads in (1, 2):
+        parts = [seq.on_pages(first) for seq, first in zip(sequences, firsts, strict=True)]
+        together = attend(kernel, sequences, parts, threads)
+        assert torch.equal(together, torch.stack(alone))
+
+
+def test_only_visible_tokens_count(kernel):
+    """Those before the first are read by nobody: they may be no numbers."""
+    sequence = Sequence(300, 16, seed=3)
+    whole = Sequence(300, 16, seed=3)
+    for tokens in (sequence.keys, sequence.values):
+        tokens[:, :120] = float("nan")
+    found = attend(kernel, [sequence], [sequence.contiguous(120)])
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        whole.query.view(1, 2, 3, 32), whole.keys[None, :, 120:], whole.values[None, :, 120:]
+    )
+    torch.testing.assert_close(found.view(expected.shape), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_scores_of_any_size(kernel):
+    """Weights that are 0, and those of one token alone, are no reason for what is no number."""
+    sequence = Sequence(200, 16, seed=4)
+    sequence.query *= 1e4
+    found = attend(kernel, [sequence], [sequence.contiguous(0)])
+    best = (sequence.query.view(2, 3, 32) @ sequence.keys.transpose(1, 2)).argmax(dim=2)
+    expected = torch.stack([sequence.values[head][best[head]] for head in range(2)])
+    torch.testing.assert_close(found.view(2, 3, 32), expected)

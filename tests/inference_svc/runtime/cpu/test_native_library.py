@@ -1,0 +1,85 @@
+"""The C++ source is compiled once for a machine, and a start without a compiler says so."""
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+import torch
+
+from inference_svc.runtime.cpu.native_library import (
+    KERNEL_DIR,
+    NativeLibraryError,
+    load_library,
+)
+
+
+def only_file(directory):
+    """Return the one file that a directory has."""
+    (found,) = directory.iterdir()
+    return found
+
+
+def test_a_second_start_does_not_compile(tmp_path):
+    """The library stays as it is, and nothing else is left in its directory."""
+    environ = {KERNEL_DIR: str(tmp_path / "deep" / "kernels")}
+    load_library(environ)
+    made = only_file(tmp_path / "deep" / "kernels")
+    before = made.stat()
+    load_library(environ)
+    after = only_file(tmp_path / "deep" / "kernels").stat()
+    assert (before.st_ino, before.st_mtime_ns) == (after.st_ino, after.st_mtime_ns)
+    assert stat.S_IMODE(made.parent.stat().st_mode) == 0o700
+
+
+def test_a_library_that_was_cut_off_is_compiled_again(tmp_path):
+    """As a crash leaves it, before its bytes have reached the disk."""
+    load_library({KERNEL_DIR: str(tmp_path / "whole")})
+    name = only_file(tmp_path / "whole").name
+    broken = tmp_path / "broken" / name
+    broken.parent.mkdir()
+    broken.write_bytes(b"\x7fELF")
+    library = load_library({KERNEL_DIR: str(broken.parent)})
+    assert library.scratch_of_split
+    assert only_file(broken.parent).stat().st_size == (tmp_path / "whole" / name).stat().st_size
+
+
+def test_other_compilers_and_options_make_other_libraries(tmp_path):
+    """So that nothing is taken for what it is not."""
+    for compiler in ("g++", "g++ -O1"):
+        load_library({KERNEL_DIR: str(tmp_path), "CXX": compiler})
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_no_compiler(tmp_path, monkeypatch):
+    """The reason is one line."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(NativeLibraryError, match=r"^there is no C\+\+ compiler \(g\+\+\)$"):
+        load_library({KERNEL_DIR: str(tmp_path)})
+
+
+def test_a_compiler_that_fails_is_quoted(tmp_path):
+    """Its first error, and not what came before; nothing is left behind."""
+    compiler = tmp_path / "cxx"
+    compiler.write_text("#!/bin/sh\necho 'a.cpp: note' >&2\necho 'a.cpp: error: odd' >&2\nexit 1\n")
+    compiler.chmod(0o755)
+    directory = tmp_path / "kernels"
+    with pytest.raises(NativeLibraryError, match=r"cxx: a\.cpp: error: odd$"):
+        load_library({KERNEL_DIR: str(directory), "CXX": str(compiler)})
+    assert list(directory.iterdir()) == []
+
+
+def test_a_place_that_cannot_be_written_to(tmp_path):
+    """Here a file is where the directory should be."""
+    (tmp_path / "file").write_text("")
+    with pytest.raises(NativeLibraryError, match="file"):
+        load_library({KERNEL_DIR: str(tmp_path / "file" / "kernels")})
+
+
+def test_it_shares_torchs_threads():
+    """A second OpenMP would have threads of its own, which spin beside torch's."""
+    torch.ones(1 << 16).sum()
+    load_library()
+    maps = Path(f"/proc/{os.getpid()}/maps").read_text()
+    loaded = {line.split()[-1] for line in maps.splitlines() if "libgomp" in line}
+    assert len(loaded) == 1
