@@ -16,6 +16,8 @@ _IDS = frozenset(
     {"block", "layout"}
 )  # fields with hexadecimal ids, some of which look like numbers
 
+MOST_EVENTS = (1 << 32) - 1  # as many as a request can name
+
 
 def events(
     follow: Annotated[
@@ -42,7 +44,7 @@ def events(
         tenant=tenant,
         session_id=session,
         names=name or (),
-        num_recent=last,
+        num_recent=min(last, MOST_EVENTS),
         recent_only=not follow,
     )
     with open_client(runtime_dir) as client:

@@ -115,15 +115,17 @@ class SortName(StrEnum):
     TTL = "ttl"
 
 
-OfTenant = Annotated[str, typer.Option("--tenant", help="Only this tenant.")]
+OfTenant = Annotated[str | None, typer.Option("--tenant", help="Only this tenant.")]
 InTier = Annotated[
     TierName | None, typer.Option("--tier", help="Only sessions with blocks in this tier.")
 ]
 Idle = Annotated[
-    str, typer.Option("--idle", metavar="TIME", help='Only sessions unused for at least: "10m".')
+    str | None,
+    typer.Option("--idle", metavar="TIME", help='Only sessions unused for at least: "10m".'),
 ]
 LargerThan = Annotated[
-    str, typer.Option("--larger-than", metavar="SIZE", help='Only sessions larger than: "1GB".')
+    str | None,
+    typer.Option("--larger-than", metavar="SIZE", help='Only sessions larger than: "1GB".'),
 ]
 Pinned = Annotated[bool, typer.Option("--pinned", help="Only pinned sessions, softly or not.")]
 Ended = Annotated[bool, typer.Option("--ended", help="Only sessions that have ended.")]
@@ -151,31 +153,40 @@ _TIERS = {
     TierName.SSD: kvd_pb2.TIER_SSD,
 }
 _MIN_INTERVAL_S = 0.1
+_MAX_INTERVAL_S = 86_400.0
+_MOST_BYTES = (1 << 64) - 1  # that a message can hold
 
 
 def filter_of(
-    tenant: str,
-    model: str,
+    tenant: str | None,
+    model: str | None,
     tier: TierName | None,
-    idle: str,
-    larger_than: str,
+    idle: str | None,
+    larger_than: str | None,
     *,
     pinned: bool,
     ended: bool,
 ) -> kvd_pb2.SessionFilter:
-    """Return the filter for a command's options.
+    """Return the filter for a command's options; None: not given.
 
     Raises:
-        UnclearSelectionError: a time or size is invalid.
+        UnclearSelectionError: a time or size is invalid, or a tenant or model is empty. So a script
+            whose variable is empty does not flush the sessions of every tenant.
     """
+    for option, text in (("--tenant", tenant), ("--model", model)):
+        if text == "":
+            raise UnclearSelectionError(f"{option} is empty", "name one, or leave the option out")
+    idle_s = num_bytes = 0.0
+    if idle is not None:
+        idle_s = parse_option("--idle", idle, parse_duration_s, '"10m"')
+    if larger_than is not None:
+        num_bytes = parse_option("--larger-than", larger_than, parse_bytes, '"1GB"')
     return kvd_pb2.SessionFilter(
         tenant=tenant,
         model=model,
         tier=_TIERS[tier],
-        idle_s=parse_option("--idle", idle, parse_duration_s, '"10m"') if idle else 0.0,
-        larger_than_bytes=parse_option("--larger-than", larger_than, parse_bytes, '"1GB"')
-        if larger_than
-        else 0,
+        idle_s=idle_s,
+        larger_than_bytes=min(int(num_bytes), _MOST_BYTES),
         pinned=pinned,
         ended=ended,
     )
@@ -185,13 +196,15 @@ def interval_s(text: str) -> float:
     """Return the polling interval in seconds.
 
     Raises:
-        UnclearSelectionError: it is invalid, or too short.
+        UnclearSelectionError: it is invalid, too short or too long.
     """
     seconds = parse_option("--interval", text, parse_duration_s, '"2s"')
     if seconds < _MIN_INTERVAL_S:
         raise UnclearSelectionError(
             f"--interval {text} is too short", f"give {_MIN_INTERVAL_S} s or more"
         )
+    if seconds > _MAX_INTERVAL_S:
+        raise UnclearSelectionError(f"--interval {text} is too long", "give 1d or less")
     return seconds
 
 

@@ -60,13 +60,21 @@ def push(
     to: To = "",
     model: Model = "",
     take: Annotated[
-        bool, typer.Option("--take", help="Include sessions that another server owns there.")
+        bool,
+        typer.Option(
+            "--take",
+            help="Include sessions that another server owns there, or whose manifest is damaged.",
+        ),
     ] = False,
     prefix: Annotated[
         bool,
         typer.Option(
             "--prefix", help="If kvd does not know its discards, push what precedes them."
         ),
+    ] = False,
+    resend: Annotated[
+        bool,
+        typer.Option("--resend", help="Send all chunks again, where some are damaged or missing."),
     ] = False,
     rate: Rate = "",
     runtime_dir: RuntimeDir = None,
@@ -91,7 +99,7 @@ def push(
         moved = [
             (
                 info.session,
-                lambda info=info: pusher.push(info, takes=take, prefix=prefix),
+                lambda info=info: pusher.push(info, takes=take, prefix=prefix, resends=resend),
             )
             for info in in_order(found)
         ]

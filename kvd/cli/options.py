@@ -33,7 +33,7 @@ SessionId = Annotated[
 Tenant = Annotated[str, typer.Option(help='Tenant of the session. Default: "default", else any.')]
 Model = Annotated[str, typer.Option(help="Model fingerprint, if several have this session.")]
 OfModel = Annotated[
-    str, typer.Option("--model", help="Only models whose fingerprint starts with this.")
+    str | None, typer.Option("--model", help="Only models whose fingerprint starts with this.")
 ]
 
 

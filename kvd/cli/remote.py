@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Annotated
 
@@ -15,7 +15,8 @@ from kvd.cli.moving import open_named_store
 from kvd.cli.options import AsJson, RuntimeDir, Yes, confirm, print_json
 from kvd.client.connection import open_client
 from kvd.following.status import FollowerStatus, read_status
-from kvd.remote.catalog import Catalog
+from kvd.remote.catalog import Catalog, Listed
+from kvd.remote.errors import DamagedRemoteError
 from kvd.remote.manifest import Owner
 from kvd.remote.sweeping import Sweeper
 from kvd.views.remote_views import pushed_row, pushed_table
@@ -48,11 +49,19 @@ def remote_ls(
 ) -> None:
     """List the sessions in an object store."""
     _, store = _open(url, runtime_dir)
-    found = list(Catalog(store).sessions(tenant))
-    now_s = time.time()
-    rows = [pushed_row(pushed.manifest, now_s - pushed.version.stored_unix_s) for pushed in found]
+    listed, now_s = Catalog(store).sessions(tenant), time.time()
+    rows = [
+        pushed_row(pushed.manifest, now_s - pushed.version.stored_unix_s)
+        for pushed in listed.sessions
+    ]
+    _warn_of_damaged(len(listed.damaged), "their sessions are not listed")
     if as_json:
-        print_json({"sessions": [asdict(row) for row in rows]})
+        print_json(
+            {
+                "sessions": [asdict(row) for row in rows],
+                "damaged": [pushed.place for pushed in listed.damaged],
+            }
+        )
     elif not rows:
         typer.echo("no sessions: push some with kvd push")
     else:
@@ -79,16 +88,18 @@ def remote_rm(
     check_chosen("remove", named, tenant, everything=everything)
     where, store = _open(url, runtime_dir)
     catalog = Catalog(store)
-    found = [catalog.find(tenant or DEFAULT_TENANT, pushed) for pushed in named]
-    found = found or list(catalog.sessions(tenant))
-    if found and not yes:
-        confirm(f"Remove {printing.counted(len(found), 'session')} from {where}?")
-    for pushed in found:
+    listed = _named(catalog, tenant, named) if named else catalog.sessions(tenant)
+    num_sessions = len(listed.sessions) + len(listed.damaged)
+    if num_sessions and not yes:
+        confirm(f"Remove {counted(num_sessions, 'session')} from {where}?")
+    for pushed in listed.sessions:
         catalog.drop(pushed)
+    for pushed in listed.damaged:  # without its names there can be no tombstone
+        catalog.forget(pushed)
     if as_json:
-        print_json({"num_sessions": len(found)})
+        print_json({"num_sessions": num_sessions})
     else:
-        typer.echo(f"removed {printing.counted(len(found), 'session')} from {where}")
+        typer.echo(f"removed {counted(num_sessions, 'session')} from {where}")
 
 
 @remote_app.command("sweep")
@@ -125,12 +136,7 @@ def remote_sweep(
     if result.num_unnamed:
         unnamed_ones = printing.counted(result.num_unnamed, "conversation")
         typer.echo(f"removed the transcripts of {unnamed_ones} without a name")
-    if result.num_damaged:
-        typer.echo(
-            f"kvd: {printing.counted(result.num_damaged, 'manifest')} cannot be read, their "
-            "tenants' data stays: push these sessions again, or remove them",
-            err=True,
-        )
+    _warn_of_damaged(result.num_damaged, "their tenants' data stays")
 
 
 @remote_app.command("follow")
@@ -211,6 +217,27 @@ def _lines(status: FollowerStatus, now_unix_s: float) -> Iterator[tuple[str, str
 
 def _counts(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{count:,} {word}" for word, count in counts.items()) or "none"
+
+
+def _named(catalog: Catalog, tenant: str, named: Sequence[str]) -> Listed:
+    """Return the sessions of some ids, and those of them whose manifests are damaged."""
+    listed = Listed([], [])
+    for session in named:
+        try:
+            listed.sessions.append(catalog.find(tenant or DEFAULT_TENANT, session))
+        except DamagedRemoteError:
+            listed.damaged.extend(catalog.sessions_of(tenant or DEFAULT_TENANT, session).damaged)
+    return listed
+
+
+def _warn_of_damaged(num_manifests: int, what: str) -> None:
+    """Warn on stderr of manifests that cannot be read."""
+    if num_manifests:
+        typer.echo(
+            f"kvd: {counted(num_manifests, 'manifest')} cannot be read, {what}: "
+            "push these sessions again with --take (kvd push names them), or remove them",
+            err=True,
+        )
 
 
 def _open(url: str, runtime_dir: RuntimeDir) -> tuple[str, BlobStore]:

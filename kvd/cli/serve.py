@@ -1,5 +1,6 @@
 """The command `kvd serve`: runs the daemon in this process until a signal."""
 
+import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,6 +12,7 @@ if TYPE_CHECKING:
     from kvd.config import Settings
     from shared.config.reload import LiveSettings
 
+RELOADS = (signal.SIGHUP,)
 PRIVATE_UMASK = 0o077  # only the daemon's user reads its files; sockets get a mode of their own
 
 
@@ -56,6 +58,8 @@ def serve(
     from shared.config.settings import warn_of_overridden
     from shared.process.dumps import forbid_dumps
 
+    # A SIGHUP during the start waits until it can reload, instead of ending the process.
+    signal.pthread_sigmask(signal.SIG_BLOCK, RELOADS)
     live = config.load_live(config_file, flags)
     if not live.loaded.settings.process.dumps:
         forbid_dumps()
@@ -77,7 +81,6 @@ def _configure_logging(settings: "Settings") -> None:
 
 async def _serve_until_signal(live: "LiveSettings[Settings]") -> None:
     import asyncio
-    import signal
 
     from kvd.daemon import Daemon
 
@@ -93,4 +96,5 @@ async def _serve_until_signal(live: "LiveSettings[Settings]") -> None:
     loop.add_signal_handler(signal.SIGTERM, stop.set)
     loop.add_signal_handler(signal.SIGINT, interrupt)
     loop.add_signal_handler(signal.SIGHUP, daemon.reload_on_signal)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, RELOADS)
     await daemon.run(stop)

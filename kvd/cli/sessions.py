@@ -43,16 +43,18 @@ from shared.pb.kvd.v1 import kvd_pb2
 from shared.terminal import printing
 from shared.types.units import format_bytes, parse_duration_s
 
+MOST_LISTED = (1 << 32) - 1  # sessions, as many as a request can name
+
 
 def list_sessions(
     prefix: Annotated[
         str, typer.Argument(metavar="PREFIX", help="Only sessions whose id starts with this.")
     ] = "",
-    tenant: OfTenant = "",
-    model: OfModel = "",
+    tenant: OfTenant = None,
+    model: OfModel = None,
     tier: InTier = None,
-    idle: Idle = "",
-    larger_than: LargerThan = "",
+    idle: Idle = None,
+    larger_than: LargerThan = None,
     pinned: Pinned = False,
     ended: Ended = False,
     sort: Sort = SortName.IDLE,
@@ -68,7 +70,7 @@ def list_sessions(
     filter_ = filter_of(tenant, model, tier, idle, larger_than, pinned=pinned, ended=ended)
     filter_.id_prefix = prefix
     with open_client(runtime_dir) as client:
-        listed = client.sessions(filter_, limit, ORDERS[sort], reverse=reverse)
+        listed = client.sessions(filter_, min(limit, MOST_LISTED), ORDERS[sort], reverse=reverse)
     sessions, total = listed.sessions, listed.total
     warn_of_unavailable(listed.num_unavailable, "listed")
     if as_json:
@@ -135,14 +137,15 @@ def flush(
         typer.Argument(metavar="SESSION", help="Session id, or a unique beginning of one."),
     ] = None,
     tenant: Annotated[
-        str, typer.Option(help="Tenant of the session, or all of this tenant's.")
-    ] = "",
+        str | None, typer.Option(help="Tenant of the session, or all of this tenant's.")
+    ] = None,
     model: Annotated[
-        str, typer.Option(help="Model fingerprint; without a session, all that start with this.")
-    ] = "",
+        str | None,
+        typer.Option(help="Model fingerprint; without a session, all that start with this."),
+    ] = None,
     tier: InTier = None,
-    idle: Idle = "",
-    larger_than: LargerThan = "",
+    idle: Idle = None,
+    larger_than: LargerThan = None,
     pinned: Pinned = False,
     ended: Ended = False,
     everything: Annotated[bool, typer.Option("--all", help="Every session.")] = False,
@@ -175,7 +178,7 @@ def flush(
         if session is None:
             answer = client.flush(request)
         else:
-            named = Named(session, tenant, model)
+            named = Named(session, filter_.tenant, filter_.model)
             key, answer = _flush_one(client, named, request, asks=not (dry_run or yes))
     warn_of_unavailable(answer.unavailable_layouts, "flushed")
     if as_json:

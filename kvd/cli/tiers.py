@@ -142,7 +142,7 @@ def leases(
         typer.Option("--kill", metavar="PID", min=1, help="Kill this process (SIGKILL)."),
     ] = None,
     yes: Yes = False,
-    model: OfModel = "",
+    model: OfModel = None,
     runtime_dir: RuntimeDir = None,
     as_json: AsJson = False,
 ) -> None:
@@ -155,7 +155,7 @@ def leases(
         if kill is not None:
             _kill(client, kill, yes=yes, as_json=as_json)
             return
-        found = client.leases(model)
+        found = client.leases(model or "")
     if as_json:
         print_json({"leases": [printing.plain(lease) for lease in found]})
     elif not found:
@@ -170,7 +170,7 @@ def verify(
         bool,
         typer.Option("--repair", help="Rewrite corrupt copies on SSD, or drop their blocks."),
     ] = False,
-    model: OfModel = "",
+    model: OfModel = None,
     runtime_dir: RuntimeDir = None,
     as_json: AsJson = False,
 ) -> None:
@@ -182,7 +182,7 @@ def verify(
     shows_progress = sys.stderr.isatty() and not as_json
     last = kvd_pb2.VerifyProgress()
     with open_client(runtime_dir) as client:
-        for last in client.verify(repair=repair, model=model):
+        for last in client.verify(repair=repair, model=model or ""):
             if shows_progress:
                 sys.stderr.write(f"\r\x1b[K{views.verify_line(last)}")
                 sys.stderr.flush()

@@ -31,11 +31,11 @@ from shared.terminal import printing
 
 
 def top(
-    tenant: OfTenant = "",
-    model: OfModel = "",
+    tenant: OfTenant = None,
+    model: OfModel = None,
     tier: InTier = None,
-    idle: Idle = "",
-    larger_than: LargerThan = "",
+    idle: Idle = None,
+    larger_than: LargerThan = None,
     pinned: Pinned = False,
     ended: Ended = False,
     sort: Sort = SortName.IDLE,

@@ -1,6 +1,6 @@
 """The catalog of a remote store: finds, lists and replaces manifests of sessions."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kvd.remote.errors import DamagedRemoteError, NotPushedError, SeveralPushedError
@@ -39,6 +39,19 @@ class PushedSession:
     manifest: pb.SessionManifest
 
 
+@dataclass(frozen=True)
+class Listed:
+    """The sessions at some places of a remote store.
+
+    Attributes:
+        sessions: those that are not dropped.
+        damaged: tombstones in place of manifests that cannot be read.
+    """
+
+    sessions: list[PushedSession]
+    damaged: list[PushedSession]
+
+
 class Catalog:
     """Reads and replaces manifests in one store.
 
@@ -69,6 +82,15 @@ class Catalog:
                 f"the manifest in {place} is another session's", "push the session again"
             )
         return PushedSession(place, version, manifest)
+
+    def damaged(self, place: str) -> PushedSession:
+        """Return a tombstone in place of a manifest that cannot be read, to replace or forget it.
+
+        Its epoch is not below that of the manifest: each epoch has taken a version of its own.
+        """
+        seen = Register(self._store, place).look()
+        manifest = pb.SessionManifest(epoch=seen.number, dropped=True)
+        return PushedSession(place, Version(seen, b"", 0.0), manifest)
 
     def find(self, tenant: str, session_id: str, model: str = "") -> PushedSession:
         """Return the session of an id.
@@ -108,12 +130,13 @@ class Catalog:
         """Return the places of all sessions, or of a tenant's, in a fixed order."""
         return sorted(self._places(tenant_sessions(tenant) if tenant else SESSIONS))
 
-    def sessions(self, tenant: str = "") -> Iterator[PushedSession]:
-        """Yield all sessions that are not dropped, or those of a tenant."""
-        for place in self.places(tenant):
-            found = self.read(place)
-            if found is not None and not found.manifest.dropped:
-                yield found
+    def sessions(self, tenant: str = "") -> Listed:
+        """Return all sessions, or those of a tenant."""
+        return self._listed(self.places(tenant))
+
+    def sessions_of(self, tenant: str, session_id: str) -> Listed:
+        """Return the sessions of an id, one for each model."""
+        return self._listed(sorted(self._places(sessions_named(tenant, session_id))))
 
     def replace(
         self, place: str, before: PushedSession | None, manifest: pb.SessionManifest
@@ -138,8 +161,20 @@ class Catalog:
         self.replace(found.place, found, tombstone(found.manifest))
 
     def forget(self, found: PushedSession) -> None:
-        """Remove the tombstone of a session that was dropped long ago."""
+        """Remove the tombstone of a session that was dropped long ago, or a damaged manifest."""
         Register(self._store, found.place).remove(found.version.seen)
+
+    def _listed(self, places: Iterable[str]) -> Listed:
+        listed = Listed([], [])
+        for place in places:
+            try:
+                found = self.read(place)
+            except DamagedRemoteError:
+                listed.damaged.append(self.damaged(place))
+                continue
+            if found is not None and not found.manifest.dropped:
+                listed.sessions.append(found)
+        return listed
 
     def _places(self, prefix: str) -> set[str]:
         pages = self._store.list(f"{prefix}/")

@@ -179,5 +179,6 @@ def condemned_list(names: Iterable[str]) -> bytes:
 
 def _lost_error(chunk: pb.RemoteChunk, what: str) -> DamagedRemoteError:
     return DamagedRemoteError(
-        f"chunk {chunk.name[:12]} {what}", "push the session again from a server that has it"
+        f"chunk {chunk.name[:12]} {what}",
+        "push the session again with --resend --take, from a server that has it",
     )

@@ -6,7 +6,7 @@ interrupted push has sent, and does not send them again.
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import StrEnum
@@ -16,6 +16,7 @@ from kvd.core.operations.growing import NOT_FETCHED
 from kvd.host.pacing import SharedPace
 from kvd.remote.catalog import Catalog, PushedSession
 from kvd.remote.chunk_store import ChunkStore, has_lost
+from kvd.remote.errors import DamagedRemoteError
 from kvd.remote.manifest import Owner, is_remnant, is_unchanged, make_manifest, objects_of
 from kvd.remote.names import session_place
 from kvd.session_files.pieces import Chunk
@@ -114,35 +115,48 @@ class Pusher:
         self._threads = threads
 
     def push(
-        self, info: pb.SessionInfo, *, takes: bool = False, prefix: bool = False
+        self,
+        info: pb.SessionInfo,
+        *,
+        takes: bool = False,
+        prefix: bool = False,
+        resends: bool = False,
     ) -> PushResult:
         """Push a session.
 
         Args:
             info: the session as it is now.
-            takes: take it over if another server owns it in the store.
+            takes: take it over if another server owns it in the store, or if its manifest is
+                damaged and does not tell.
             prefix: of a session whose discards kvd does not know, push the tokens before them.
+            resends: send all its chunks, though the store names them: they may be damaged there.
 
         Raises:
             FencedError: another server owns it.
+            DamagedRemoteError: its manifest is damaged, and it is not to be taken over.
             ReportedError: kvd or the store fails.
         """
-        named, seen_unix_s = info.session, self._clock()
-        key = session_key(named.tenant, named.model, named.session_id)
+        session, seen_unix_s = info.session, self._clock()
+        key = session_key(session.tenant, session.model, session.session_id)
         place = session_place(key)
-        before = self._catalog.read(place)
+        before = self._read(place, takes=takes)
         last = None if before is None else before.manifest
         manifest = make_manifest(info, last, self._owner, seen_unix_s, takes=takes)
         is_ours = last is not None and last.owner == self._owner.server_id
         is_copy = info.lost == NOT_FETCHED  # kvd has the first part of a session that was pulled
         may_stay = last is not None and (is_ours or is_copy)
         if last is not None and may_stay and not has_lost(self._store, key.tenant, last.chunks):
-            if is_ours and is_unchanged(last, info, seen_unix_s):
+            if is_ours and not resends and is_unchanged(last, info, seen_unix_s):
                 return _result(Outcome.UNCHANGED, last, 0)
             if is_remnant(last, info):
                 return _result(Outcome.LONGER, last, 0)
         chunks = ChunkStore(self._store, key.tenant, self._monotonic)
-        content = self._send(info.session, before, chunks, prefix=prefix)
+        request = pb.ExportSessionRequest(
+            session=session, prefix=prefix, chunk_bytes=self._chunk_bytes
+        )
+        named = [] if last is None or resends else objects_of(last)
+        known = {chunk.blake3: chunk for chunk in named}
+        content = self._send(request, known, chunks, resends=resends)
         manifest.header = content.header
         manifest.chunks.extend(content.chunks)
         manifest.num_tokens = content.chunks[-1].end_token if content.chunks else 0
@@ -157,28 +171,45 @@ class Pusher:
         self._catalog.replace(place, before, manifest)
         return _result(Outcome.PUSHED, manifest, content.sent_bytes)
 
+    def _read(self, place: str, *, takes: bool) -> PushedSession | None:
+        """Return the session of a place; with `takes` a tombstone if its manifest is damaged."""
+        try:
+            return self._catalog.read(place)
+        except DamagedRemoteError:
+            if not takes:
+                raise
+            return self._catalog.damaged(place)
+
     def _send(
-        self, key: pb.SessionKey, before: PushedSession | None, chunks: ChunkStore, *, prefix: bool
+        self,
+        request: pb.ExportSessionRequest,
+        known: Mapping[bytes, pb.RemoteChunk],
+        chunks: ChunkStore,
+        *,
+        resends: bool,
     ) -> _Content:
-        """Send what the store lacks; try again if the session changes meanwhile."""
-        request = pb.ExportSessionRequest(session=key, prefix=prefix, chunk_bytes=self._chunk_bytes)
+        """Send what the store lacks, or everything; try again if the session changes meanwhile."""
         for _ in range(TRIES - 1):
             try:
-                return self._send_once(request, before, chunks)
+                return self._send_once(request, known, chunks, resends=resends)
             except ConflictError as error:
                 if not error.retryable:
                     raise
-        return self._send_once(request, before, chunks)
+        return self._send_once(request, known, chunks, resends=resends)
 
     def _send_once(
-        self, request: pb.ExportSessionRequest, before: PushedSession | None, chunks: ChunkStore
+        self,
+        request: pb.ExportSessionRequest,
+        known: Mapping[bytes, pb.RemoteChunk],
+        chunks: ChunkStore,
+        *,
+        resends: bool,
     ) -> _Content:
-        known = {} if before is None else {obj.blake3: obj for obj in objects_of(before.manifest)}
         under_way: deque[Future[tuple[pb.RemoteChunk, int]]] = deque()
         done: list[pb.RemoteChunk] = []
         header, seal, sent_bytes = b"", None, 0
         tokens: TokenIds | None = None
-        is_new = False
+        is_new = resends
 
         def send(num_bytes: int) -> None:
             nonlocal is_new

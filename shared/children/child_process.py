@@ -19,6 +19,7 @@ import psutil
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from shared.access.channels import ClientCredentials, aio_channel_of
+from shared.children import bound_child
 from shared.types.errors import UnavailableError
 
 READY_DEADLINE_S = 120.0  # a loaded machine imports slowly
@@ -217,11 +218,14 @@ class ChildProcess:
         return {**_environment(os.environ), **self._environ}
 
     def _spawn(self, log: int) -> Spawned:
-        """Start the process with its output in the log."""
+        """Start the process, which also ends if we are killed, with its output in the log."""
         # Not asyncio's subprocesses: uvloop forks, which is unsafe with gRPC's threads.
         return subprocess.Popen(
-            # -P: do not import modules from the current directory.
-            (sys.executable, "-P", "-m", *self._arguments),
+            (
+                *(sys.executable, "-I", "-S", bound_child.__file__, str(os.getpid())),
+                # -P: do not import modules from the current directory.
+                *(sys.executable, "-P", "-m", *self._arguments),
+            ),
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,

@@ -7,8 +7,9 @@ import re
 
 _BYTE_UNITS = {"": 1, "b": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 _DURATION_UNITS = {"": 1.0, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-_DURATION_PARTS = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|[smhd])\s*")  # "8m27s": each with its unit
-_NUMBER_UNIT = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*$")
+# "8m27s": each with its unit. No more digits than a double has, so that no result is infinite.
+_DURATION_PARTS = re.compile(r"(\d{1,17}(?:\.\d+)?)\s*(ms|[smhd])\s*", re.ASCII)
+_NUMBER_UNIT = re.compile(r"^\s*(\d{1,17}(?:\.\d+)?)\s*([a-zA-Z]*)\s*$", re.ASCII)
 
 # From how many seconds on, and two neighbouring units. Rounding must not give "60s" or "24h".
 _UNIT_PAIRS = ((86370.0, "d", 3600, "h", 24), (3599.5, "h", 60, "m", 60), (0.0, "m", 1, "s", 60))

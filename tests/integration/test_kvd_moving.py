@@ -24,9 +24,10 @@ async def _cli(kvd: KvdProcess, *arguments: str) -> tuple[int, str]:
 
 
 async def _json(kvd: KvdProcess, *arguments: str) -> dict:
-    code, said = await _cli(kvd, *arguments, "--json")
-    assert code == 0, said
-    return json.loads(said)
+    directory = ("--runtime-dir", str(kvd.runtime_dir))
+    code, document, warnings = await run_cli(*arguments, *directory, "--json")
+    assert code == 0, document + warnings
+    return json.loads(document)
 
 
 def _objects(directory: Path, kind: str) -> list[Path]:
@@ -144,8 +145,44 @@ async def test_what_is_damaged_or_gone_is_not_taken_in(tmp_path: Path, store) ->
         code, said = await _cli(two, "pull", "a", "--from", url)
         assert (code, "is not there" in said) == (DAMAGED, True)
         assert await sessions_of(two) == []
+        assert "--resend --take" in said
+        assert (await _cli(one, "push", "a", "--to", url, "--resend", "--take"))[0] == 0
+        assert (await _json(two, "pull", "a", "--from", url))["sessions"][0]["num_tokens"] == 1050
         code, said = await _cli(two, "pull", "b", "--from", url)
         assert (code, "kvd remote ls" in said) == (NOT_THERE, True)
+
+
+async def test_damaged_manifests_hide_no_others(tmp_path: Path, store) -> None:
+    """The others are listed; those are pushed again or removed, with and without their names."""
+    directory, url = store
+    async with running_kvd(tmp_path / "1", *SIZES) as kvd, attached_engine(kvd.runtime_dir) as one:
+        for name in "abcd":
+            await one.store(key_of(name), [ord(name), *TOKENS])
+        assert (await _cli(kvd, "push", "--all", "--to", url))[0] == 0
+
+        async def damage(num_manifests: int) -> None:
+            for path in _objects(directory, "sessions")[:num_manifests]:
+                await asyncio.to_thread(path.write_bytes, b"no manifest")
+
+        await damage(2)
+        listed = await _json(kvd, "remote", "ls", url)
+        assert (len(listed["sessions"]), len(listed["damaged"])) == (2, 2)
+        sound = {row["session"] for row in listed["sessions"]}
+        first, second = sorted(set("abcd") - sound)
+        code, said = await _cli(kvd, "push", "--all", "--to", url)
+        assert (code, f"{first}: a manifest is damaged" in said, "--take" in said) == (
+            1,
+            True,
+            True,
+        )
+        assert (await _cli(kvd, "push", first, "--to", url, "--take"))[0] == 0
+        removed = await _json(kvd, "remote", "rm", url, "--session", second, "--yes")
+        assert removed["num_sessions"] == 1
+        listed = await _json(kvd, "remote", "ls", url)
+        assert {row["session"] for row in listed["sessions"]} == sound | {first}
+        await damage(1)
+        assert (await _json(kvd, "remote", "rm", url, "--all", "--yes"))["num_sessions"] == 3
+        assert await _json(kvd, "remote", "ls", url) == {"sessions": [], "damaged": []}
 
 
 async def test_removed_and_swept(tmp_path: Path, store) -> None:

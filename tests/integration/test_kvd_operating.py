@@ -80,6 +80,8 @@ async def test_sessions_are_filtered_and_sorted(stage):
     assert await stage.ids(*ours, "--idle", "1h") == []
     assert await stage.ids("ls-m", *ours) == ["ls-middle"]
     assert (await stage.json("ls", *ours, "--limit", "1"))["total"] == 3
+    many = "9" * 15
+    assert await stage.ids(*ours, "--larger-than", f"{many}TB", "--limit", many) == []
     for options, complaint in ((("--idle", "soon"), '"10m"'), (("--larger-than", "big"), '"1GB"')):
         code, line = await stage.fails("ls", *options)
         assert (code, complaint in line) == (2, True)
@@ -106,6 +108,10 @@ async def test_a_filter_is_flushed(stage):
         (("flush", "--secure", "--idle", "1h"), "--tenant alone"),
         (("flush", "kept", "--secure"), "--tenant or --all"),
         (("flush", "--tenant", "other"), "--yes"),
+        (("flush", "--tenant", "", "--larger-than", "1KB", "--yes"), "leave the option out"),
+        (("flush", "--tenant", "other", "--model", "", "--yes"), "leave the option out"),
+        (("flush", "--tenant", "other", "--idle", "", "--yes"), '"10m"'),
+        (("flush", "--tenant", "other", "--larger-than", "", "--yes"), '"1GB"'),
     ):
         code, line = await stage.fails(*arguments)
         assert (code, remedy in line) == (2, True), line

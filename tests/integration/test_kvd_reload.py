@@ -2,10 +2,11 @@
 
 import asyncio
 import json
+import os
 import signal
 import socket
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 from shared.access.tokens import new_token, token_digest
@@ -161,6 +162,37 @@ async def test_a_signal_reloads(tmp_path: Path) -> None:
         finally:
             await kvd.stop()
     assert '"deadline_s": 3.0' in kvd.log()
+
+
+async def test_a_signal_during_the_start_reloads_after_it(tmp_path: Path) -> None:
+    """While kvd reads its settings, here from a pipe, so that the moment is certain."""
+    settings = tmp_path / "kvd.toml"
+    os.mkfifo(settings)
+    kvd = KvdProcess(tmp_path, (*SIZES, "--config", str(settings)))
+    starting = asyncio.create_task(kvd.start())
+    try:
+        with os.fdopen(await _pipe_to_reader(settings), "w") as pipe:
+            assert kvd._process is not None
+            kvd._process.send_signal(signal.SIGHUP)
+            pipe.write('[limits]\ndrain = "2s"\n')
+            (tmp_path / "new.toml").write_text('[limits]\ndrain = "3s"\n')
+            (tmp_path / "new.toml").replace(settings)  # what the reload reads
+        await starting
+        _, said = await _cli(kvd, "config", "show", "--running", "--json")
+        assert json.loads(said)["limits.drain"]["value"] == 3.0
+    finally:
+        starting.cancel()
+        await asyncio.gather(starting, return_exceptions=True)
+        await kvd.stop()
+
+
+async def _pipe_to_reader(path: Path) -> int:
+    """Open a named pipe for writing as soon as somebody reads it."""
+    async with asyncio.timeout(30):
+        while True:
+            with suppress(OSError):
+                return os.open(path, os.O_WRONLY | os.O_NONBLOCK)
+            await asyncio.sleep(0.01)
 
 
 async def _told(supervisor: socket.socket) -> list[str]:

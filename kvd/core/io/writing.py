@@ -103,9 +103,11 @@ class Writer:
         """Keep the watermark of free slots: evict clean blocks, and write resting dirty ones.
 
         No dirty block is evicted for it. If slots are still missing, it is tried again only after
-        something has been freed.
+        something has been freed. While an erasure zeroes free slots it waits for these.
         """
         state = self._state
+        if state.under_way.wipes:
+            return
         num_short = state.num_kept_free - state.slots.num_free
         if num_short <= 0 or self._watermark_checked_at == state.outbox.num_freed:
             return

@@ -5,6 +5,7 @@ from random import Random
 import pytest
 
 from kvd.host.pacing import SharedPace
+from kvd.remote.errors import DamagedRemoteError
 from kvd.remote.pushing import THREADS, Outcome, Pusher, in_order
 from shared.blobs.blob_store import Blob, StoreFailedError
 from shared.pb.kvd.v1 import kvd_pb2 as pb
@@ -40,7 +41,9 @@ class Place:
         self.server.sessions["a"] = tuple(range(3 * STEP + 1))
         self.taken: list[int] = []
 
-    def push(self, view: View | None = None, idle_s: float = 0.0, threads: int = THREADS):
+    def push(
+        self, view: View | None = None, idle_s: float = 0.0, threads: int = THREADS, **options: bool
+    ):
         calm = View(self.store, is_calm=True)
         pace = SharedPace()
         pace.take = self.taken.append  # type: ignore[method-assign]
@@ -51,7 +54,16 @@ class Place:
         )
         info = self.server.info("a")
         info.idle_s = idle_s
-        return pusher.push(info)
+        return pusher.push(info, **options)
+
+    def find(self, kind: str) -> str:
+        """The name of one of its objects."""
+        return next(name for name in self.store.blobs if name.startswith(f"v1/{kind}/"))
+
+    def damage(self, name: str) -> None:
+        """Change an object's bytes, but not how many they are."""
+        data, stored_s = self.store.blobs[name]
+        self.store.blobs[name] = (bytes(byte ^ 1 for byte in data), stored_s)
 
 
 def test_a_push_that_was_broken_off_goes_on() -> None:
@@ -115,6 +127,34 @@ def test_what_a_store_has_lost_is_sent_again() -> None:
     assert (again.outcome, again.sent_bytes) == (Outcome.PUSHED, len(lost))
     assert (again.epoch, again.num_bytes) == (whole.epoch, whole.num_bytes)
     assert place.store.blobs[chunk][0] == lost
+
+
+def test_what_is_damaged_in_the_store_is_sent_again_if_told() -> None:
+    """Though the session is unchanged, and the store names it: every chunk is as it was then."""
+    place = Place()
+    whole = place.push()
+    sent = dict(place.store.blobs)
+    chunk = place.find("chunks")
+    place.damage(chunk)
+    again = place.push(idle_s=1.0, resends=True)
+    assert (again.outcome, again.epoch) == (Outcome.PUSHED, whole.epoch)
+    assert again.sent_bytes == again.num_bytes == whole.num_bytes
+    assert place.store.blobs[chunk][0] == sent[chunk][0]
+
+
+def test_a_session_whose_manifest_is_damaged_is_taken_over() -> None:
+    """Nobody knows whose it is: only if told. Its epoch goes on, and its chunks are found."""
+    place = Place()
+    for _ in range(3):
+        place.server.sessions["a"] += (7,)
+        before = place.push()
+    place.damage(place.find("sessions"))
+    with pytest.raises(DamagedRemoteError, match="--take"):
+        place.push()
+    taken = place.push(takes=True)
+    assert (taken.outcome, taken.sent_bytes) == (Outcome.PUSHED, 0)
+    assert taken.epoch > before.epoch
+    assert place.push(idle_s=1.0).outcome is Outcome.UNCHANGED
 
 
 def test_a_session_that_changes_meanwhile_is_read_again() -> None:

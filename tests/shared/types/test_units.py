@@ -2,7 +2,7 @@
 
 import pytest
 
-from shared.types.units import format_duration, parse_duration_s
+from shared.types.units import format_duration, parse_bytes, parse_duration_s
 
 
 @pytest.mark.parametrize(
@@ -36,8 +36,17 @@ def test_durations_of_several_units_are_read(text, seconds):
     assert parse_duration_s(text) == seconds
 
 
-@pytest.mark.parametrize("text", ["1h30", "1h30mx", "h", "-1h", ""])
+@pytest.mark.parametrize(
+    "text", ["1h30", "1h30mx", "h", "-1h", "", "9" * 400, "1m" + "9" * 400 + "s", "٣s"]
+)
 def test_what_is_no_duration_is_refused(text):
     """Also if it begins as one."""
     with pytest.raises(ValueError, match="is not a duration"):
         parse_duration_s(text)
+
+
+@pytest.mark.parametrize("text", ["9" * 400, "9" * 400 + "GB", "٣GB", "-1", "1e9", "nan", ""])
+def test_what_is_no_size_is_refused(text):
+    """Also one that no number holds."""
+    with pytest.raises(ValueError, match="is not a size"):
+        parse_bytes(text)

@@ -16,6 +16,7 @@ from tests.kvd.core.turns import (
     A,
     B,
     complete_store,
+    counter,
     load,
     new_world,
     prepare_load,
@@ -176,6 +177,24 @@ def test_free_memory_is_zeroed():
     assert sorted(map(len, world.slots)) == [0, 0, 0, 4]
     store(world, OTHER_TENANT, ONES + TWOS)
     assert load(world, OTHER_TENANT, ONES + TWOS).end_token == 8
+
+
+def test_nothing_is_evicted_while_free_memory_is_zeroed():
+    """Slots that are being zeroed are free again in a moment: the watermark waits for them."""
+    world = new_world(num_slots=4, num_extents=8, watermark=0.5)
+    for key in (A, OTHER_TENANT):
+        store(world, key, ONES)
+    world.quiesce()
+    begin(world)
+    drop(world)
+    world.quiesce()
+    world.engine.erasing.wipe()
+    world.pump()
+    assert world.engine.erasing.is_wiping()
+    world.finish_all(WipeSlots)
+    world.quiesce()
+    assert sorted(map(len, world.slots)) == [0, 0, 0, 4]
+    assert counter(world, "evictions_dram") == 0
 
 
 def test_what_cannot_be_zeroed_is_reported():
