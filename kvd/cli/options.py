@@ -62,7 +62,9 @@ def require_terminal() -> None:
         NotConfirmedError: there is none.
     """
     if not sys.stdin.isatty():
-        raise NotConfirmedError("this needs a confirmation", "say --yes")
+        raise NotConfirmedError(
+            "this needs a confirmation, but there is no terminal to ask on", "add --yes"
+        )
 
 
 def confirm(question: str) -> None:
@@ -73,7 +75,9 @@ def confirm(question: str) -> None:
     """
     require_terminal()
     if not typer.confirm(question):
-        raise NotConfirmedError("nothing was done", "answer y, or say --yes")
+        raise NotConfirmedError(
+            "nothing was changed, because the answer was not y", "answer y, or add --yes"
+        )
 
 
 def warn_of_unavailable(num_layouts: int, what: str) -> None:

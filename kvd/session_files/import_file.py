@@ -42,7 +42,8 @@ async def begin_import(caches: Caches, header: FileHeader, target: Target) -> Im
     )
     if target.allowed is not None and key.tenant not in target.allowed:
         raise TenantDeniedError(
-            f"the session is tenant {key.tenant!r}'s", "name one of your own with --tenant"
+            f"the session belongs to tenant {key.tenant!r}, which you may not use",
+            "give one of your own tenants with --tenant",
         )
     _check_layout(caches, layout, target)
     cache, _ = await caches.open(layout, prefault=False)
@@ -54,15 +55,17 @@ def _check_layout(caches: Caches, layout: KVLayout, target: Target) -> None:
     fingerprints = [cache.layout.fingerprint for cache in caches]
     if layout.fingerprint in fingerprints:
         return
-    what = f"the file is of layout {layout.fingerprint[:12]} (model {layout.model[:12]})"
+    what = f"the file has layout {layout.fingerprint[:12]} (model {layout.model[:12]})"
     if not target.may_add_layout:
         raise UnknownLayoutError(
-            f"{what}, kvd has {', '.join(name[:12] for name in fingerprints) or 'none yet'}",
-            "start the engine of that very model, dtype and positions first, or say --new-layout",
+            f"{what}, but kvd has {', '.join(name[:12] for name in fingerprints) or 'none yet'}",
+            "start the engine with exactly this model, dtype and positions first, or add "
+            "--new-layout",
         )
     if target.allowed is not None:
         raise TenantDeniedError(
-            f"{what}, which would take its memory from those that all tenants use",
+            f"{what}, which kvd does not have yet, and adding it would take memory from all "
+            "tenants",
             'start its engine first, or import it as a client with tenants = ["*"]',
         )
 
@@ -98,7 +101,7 @@ async def read_file(
                 await current.keep()
         reader.close()
         if current is None or not reader.num_tokens:
-            raise SessionFileError("the session file holds no tokens", "export another session")
+            raise SessionFileError("the session file contains no tokens", "export another session")
         num_tokens = await current.finish()
         is_done = True
     except CUT_SHORT:

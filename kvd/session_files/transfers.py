@@ -105,7 +105,8 @@ class Transfers:
             first = await anext(messages, None)
             if first is None or first.WhichOneof("part") != "target":
                 raise InvalidRequestError(
-                    "where to import to is not said", "send the target first, then the file"
+                    "the first message does not say where to import the session to",
+                    "send the target first, then the file",
                 )
             with self._limited():
                 async with self._stream(first.target.stream) as stream:
@@ -139,9 +140,10 @@ class Transfers:
         found = None if keys is None else keys.unwrap_key(seal.wrapped_key)
         if found is None:
             raise WrongKeyError(
-                f"the session is sealed under master key {seal.master_key[:8]}, "
-                f"this kvd has {'none' if keys is None else keys.fingerprint[:8]}",
-                "give both servers one encryption.key_file; push it again after a rotation",
+                f"the session is encrypted under master key {seal.master_key[:8]}, but this kvd "
+                f"has {'none' if keys is None else keys.fingerprint[:8]}",
+                "give both servers the same encryption.key_file; after a key rotation, push the "
+                "session again",
             )
         return ChunkOpener(found[1], found[0], seal.tag)
 
@@ -149,7 +151,9 @@ class Transfers:
     def _limited(self) -> Iterator[None]:
         if self._num_running >= MOST_TRANSFERS:
             raise LimitReachedError(
-                f"{self._num_running} sessions are exported or imported", "wait for one to end"
+                f"{self._num_running} sessions are being exported or imported, and no more are "
+                "allowed at once",
+                "wait until one has ended",
             )
         self._num_running += 1
         try:
@@ -197,7 +201,8 @@ async def _data(
                 left -= len(piece)
         else:
             raise InvalidRequestError(
-                f"{kind or 'nothing'} behind the target", "send the file behind it, as it says"
+                f"after the target came {kind or 'nothing'}",
+                "send the file after the target, in the way that the target announces",
             )
 
 
@@ -221,6 +226,6 @@ async def with_timeout(messages: AsyncIterator[T], silence_s: float) -> AsyncGen
             return
         except TimeoutError as error:
             raise StalledTransferError(
-                f"nothing has come for {silence_s:g} s", "send the file again"
+                f"no data has come for {silence_s:g} s", "send the file again"
             ) from error
         yield message
