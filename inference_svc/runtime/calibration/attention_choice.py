@@ -68,7 +68,9 @@ def choose_attention(
             log.info("attention_chosen", attention="triton")
             return paged
     if name == "triton":
-        raise ConfigError(f"model.attention = triton: {reason}", "set it to auto or torch")
+        raise ConfigError(
+            f"model.attention = triton cannot be used: {reason}", "set it to auto or torch"
+        )
     log.warning("attention_chosen", attention="torch", reason=reason)
     return TorchAttention()
 
@@ -83,9 +85,9 @@ def _why_unsupported(
 ) -> str:
     """Return why the triton back-end cannot run here; "": it can."""
     if calibration.mode != "ragged":
-        return f"the model runs in mode {calibration.mode}, which it does not take"
+        return f"the model runs in mode {calibration.mode}, which this back-end does not support"
     if groups is None:
-        return "scheduler.working_kv is contiguous, and not pages"
+        return "scheduler.working_kv is contiguous instead of pages"
     return no_kernels_on(device)
 
 
@@ -94,7 +96,7 @@ def no_kernels_on(device: torch.device) -> str:
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
     if not is_gpu(device) and os.environ.get("TRITON_INTERPRET") != "1":
-        return f"device {device} is no GPU"
+        return f"device {device} is not a GPU"
     return ""
 
 
@@ -117,7 +119,7 @@ def _why_refuted(
     if is_same(logits, expected, loaded.dtype, calibration.rounding):
         return ""
     distance = logits_distance(logits, expected, loaded.dtype)
-    return f"its logits are {distance:.1e} off those of torch"
+    return f"its logits differ from those of torch by {distance:.1e}"
 
 
 def reason_of(error: Exception) -> str:

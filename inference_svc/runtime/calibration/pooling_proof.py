@@ -28,13 +28,17 @@ def prove_pooling(loaded: LoadedModel, calibration: Calibration, pooling: Poolin
         UnknownPoolingError: the embeddings differ, or cannot be computed.
     """
     if not tap_head(loaded.model):
-        raise UnknownPoolingError("the states behind its last layer cannot be had")
+        raise UnknownPoolingError("the hidden states after its last layer are not accessible")
     try:
         found, expected = _pool(loaded, calibration, pooling), _pool_stock(loaded, pooling)
     except Exception as error:
-        raise UnknownPoolingError(f"it cannot be pooled ({type(error).__name__})") from error
+        raise UnknownPoolingError(
+            f"its hidden states cannot be pooled ({type(error).__name__})"
+        ) from error
     if not is_same(found[None], expected[None], loaded.dtype, calibration.rounding):
-        raise UnknownPoolingError("what its head gets is not what its last layer gives")
+        raise UnknownPoolingError(
+            "its head is given something else than the output of its last layer"
+        )
 
 
 def _pool(loaded: LoadedModel, calibration: Calibration, pooling: Pooling) -> Tensor:

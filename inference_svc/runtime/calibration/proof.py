@@ -73,8 +73,8 @@ def prove(loaded: LoadedModel, calibration: Calibration, reference: StockLogits)
         if not is_same(logits, expected, loaded.dtype, reference.rounding):
             distance = logits_distance(logits, expected, loaded.dtype)
             raise CalibrationMismatchError(
-                f"{path} of {loaded.architecture} is {distance:.1e} off the stock model",
-                "serve another model, and report this one",
+                f"{path} of {loaded.architecture} differs from the stock model by {distance:.1e}",
+                "serve another model, and report this as a bug",
             )
 
 
@@ -223,7 +223,7 @@ class _Paths:
         if not logits_distance(logits[1], logits[0], torch.float32) > SAME:
             raise CalibrationMismatchError(
                 f"logits of {self._loaded.architecture} do not depend on its states",
-                "serve another model, and report this one",
+                "serve another model, and report this as a bug",
             )
 
     def _long(self) -> tuple[str, Tensor, Tensor]:

@@ -121,7 +121,7 @@ class AnswerGrammar:
         if self._matcher.is_error():
             raise EngineFailedError(
                 f"the answer's grammar failed ({one_line(self._matcher.get_error())})",
-                "send a simpler one",
+                "send a simpler grammar",
             )
 
 

@@ -287,6 +287,6 @@ def _without_blanks(text: str) -> str:
 
 def _unspellable(part: str) -> InvalidTurnError:
     return InvalidTurnError(
-        f"the text {part[:40]!r} is a control token of the model, and cannot be spelled out",
+        f"the text {part[:40]!r} is a control token of the model, which text cannot contain",
         "write it in another way",
     )

@@ -70,7 +70,7 @@ def guarded(
     except RecursionError as error:
         raise InvalidTurnError(
             "a tool's schema, or the arguments of a call, are nested too deeply",
-            "send flatter ones",
+            "send less deeply nested ones",
         ) from error
 
 
