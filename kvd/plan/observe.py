@@ -196,7 +196,7 @@ def _facts(model: str, observed: Observation) -> Table:
 def _warnings(observed: Observation) -> Iterator[str]:
     if observed.is_too_few:
         yield (
-            f"there is too little to judge by: at least {MIN_JUDGED} judged turns of "
+            f"there are too few turns to judge by: at least {MIN_JUDGED} judged turns of "
             f"{MIN_SESSIONS} sessions are needed"
         )
     if observed.num_judged and not any(size.is_filled for size in observed.reachable):

@@ -33,7 +33,7 @@ def open_store(url: str, patience_s: float | None = None) -> BlobStore:
     try:
         parts = urlsplit(url)
     except ValueError as error:
-        raise bad_url("is not a URL") from error
+        raise bad_url("is not valid") from error
     if parts.scheme not in OPENERS:
         raise bad_url(f"has the unknown scheme {parts.scheme[:20]!r}")
     if parts.username or parts.password or parts.query or parts.fragment:

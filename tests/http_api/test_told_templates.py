@@ -210,7 +210,7 @@ async def test_a_template_that_knows_none_of_it_is_told_in_vain(api, opening):
         third = await ask(client, [*longer, *answered(second, question)], extra_body=told)
         for wrong, said in (
             ({"tools": []}, "the service's own: leave it out"),
-            ({"a b": 1}, "no name of a template's argument"),
+            ({"a b": 1}, "is not a valid name of a chat template's argument"),
         ):
             with pytest.raises(openai.BadRequestError, match=said) as refused:
                 await ask(client, opening, extra_body={"chat_template_kwargs": wrong})
@@ -235,4 +235,4 @@ async def test_a_terminals_arguments_are_told_too(short_dir):
         assert (code, out.decode(), err) == (0, AFTER_THOUGHT + "\n", "")
         code, out, err = await piped(*at, "--template-argument", "tools=[]", given="Hello\n")
         assert (code, out) == (2, b"")
-        assert "'tools' is the service's own" in err
+        assert "sets the chat template's argument 'tools'" in err

@@ -104,7 +104,7 @@ async def test_sockets_that_are_open_to_all(tmp_path: Path) -> None:
         path = kvd.runtime_dir / "operator.sock"
         await asyncio.to_thread(path.chmod, 0o666)
         code, found = await _examined(kvd)
-        assert (code, found["sockets"]["remedy"]) == (1, f"chmod 660 {path}")
+        assert (code, found["sockets"]["remedy"]) == (1, f"run: chmod 660 {path}")
         await asyncio.to_thread(path.chmod, 0o660)
         assert await _examined(kvd) == (0, {})
 

@@ -158,13 +158,13 @@ async def test_conversations_go_on_where_they_were(short_dir, is_forking):
 
         code, lines = await refused(short_dir / "other", "--state-dir", str(short_dir / "state"))
         assert (code, len(lines)) == (78, 1)
-        assert f"another `inference-svc up` runs with the state directory {short_dir}" in lines[0]
-        assert "give --state-dir another directory" in lines[0]
+        assert f"another `inference-svc up` uses the state directory {short_dir}" in lines[0]
+        assert "give another directory with --state-dir" in lines[0]
 
         code, lines = await refused(short_dir / "third", "--openai", address)
         assert (code, len(lines)) == (78, 1)
         assert lines[0].startswith(f"inference-svc: cannot listen on {address} (")
-        assert lines[0].endswith("choose an address that is free")
+        assert lines[0].endswith("choose a free address of this machine")
 
         process.send_signal(signal.SIGINT)
     assert process.returncode == 0

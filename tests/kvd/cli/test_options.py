@@ -36,7 +36,7 @@ def test_a_session_is_named_as_it_was_given():
 def test_what_is_not_confirmed_is_not_done(monkeypatch, answer):
     """No is what counts where nothing is said."""
     monkeypatch.setattr(sys, "stdin", Terminal(answer))
-    with pytest.raises(NotConfirmedError, match="nothing was done"):
+    with pytest.raises(NotConfirmedError, match="nothing was changed"):
         confirm("Drop everything?")
 
 
