@@ -84,6 +84,7 @@ def warn_of_unavailable(num_layouts: int, what: str) -> None:
     """Warn on stderr that a command did not reach the sessions of some layouts."""
     if num_layouts:
         typer.echo(
-            f"kvd: {num_layouts} layouts are unavailable, their sessions not {what}: see kvd stats",
+            f"kvd: {num_layouts} layouts are unavailable, so their sessions were not {what}: see "
+            "kvd stats",
             err=True,
         )

@@ -72,4 +72,4 @@ def test_who_is_not_seen_is_mentioned(capsys):
     warn_of_unavailable(0, "listed")
     assert not capsys.readouterr().err
     warn_of_unavailable(2, "listed")
-    assert "2 layouts are unavailable, their sessions not listed" in capsys.readouterr().err
+    assert "2 layouts are unavailable, so their sessions were not listed" in capsys.readouterr().err
