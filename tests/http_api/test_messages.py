@@ -344,7 +344,7 @@ async def test_who_is_calling(api, opening):
 @pytest.mark.parametrize(
     ("options", "kind", "said"),
     [
-        ({"model": "claude-opus-5"}, anthropic.NotFoundError, "use 'tiny'"),
+        ({"model": "claude-opus-5"}, anthropic.NotFoundError, "send 'tiny' as the model"),
         ({"max_tokens": 0}, anthropic.BadRequestError, "max_tokens"),
         ({"tools": [LOOK_UP] * 2}, anthropic.BadRequestError, "two tools have the name 'look_up'"),
         ({"tool_choice": {"type": "any"}}, anthropic.BadRequestError, "send tools too"),

@@ -43,7 +43,7 @@ async def test_settings_that_are_not_in_force(tmp_path: Path) -> None:
         code, found = await _examined(kvd)
         assert (code, list(found)) == (0, ["settings"])
         assert "sessions.default_ttl" in found["settings"]["what"]
-        assert found["settings"]["remedy"] == "kvd config reload"
+        assert found["settings"]["remedy"] == "run: kvd config reload"
         code, _, _ = await run_cli("config", "reload", "--runtime-dir", str(kvd.runtime_dir))
         assert (code, await _examined(kvd)) == (0, (0, {}))
         file.write_text('[eviction]\npolicy = "lru"\n')

@@ -101,8 +101,8 @@ async def test_a_filter_is_flushed(stage):
     assert await stage.ids("--tenant", "flushing") == ["gone-2"]
     assert await stage.ids("--tenant", "other") == ["kept"]
     for arguments, remedy in (
-        (("flush", "kept", "--idle", "1h"), "one session"),
-        (("flush", "--all", "--tenant", "other"), "one session"),
+        (("flush", "kept", "--idle", "1h"), "name a session"),
+        (("flush", "--all", "--tenant", "other"), "name a session"),
         (("flush", "--secure", "--idle", "1h"), "--tenant alone"),
         (("flush", "kept", "--secure"), "--tenant or --all"),
         (("flush", "--tenant", "other"), "--yes"),

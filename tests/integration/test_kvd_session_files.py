@@ -138,15 +138,15 @@ async def test_what_is_damaged_changes_nothing(tmp_path: Path) -> None:
         flipped = bytearray(good)
         flipped[len(good) // 2] ^= 1
         for bad, what in (
-            (good[: len(good) // 2], "cut short"),
-            (good[:-1], "cut short"),
+            (good[: len(good) // 2], "incomplete"),
+            (good[:-1], "incomplete"),
             (bytes(flipped), "damaged"),
             (good + b"x", "damaged"),
             (good[:8] + b"\x02" + good[9:], "damaged"),  # it has no state
             (good[:8] + b"\x03" + good[9:], "damaged"),  # nor windows
             (good[:8] + b"\x04" + good[9:], "version 4"),
             (b"SQLite format 3", "not a session file"),
-            (b"", "cut short"),
+            (b"", "incomplete"),
         ):
             file.write_bytes(bad)
             code, said = await _cli(kvd, "import", str(file))
@@ -310,7 +310,9 @@ async def test_what_kvd_refuses_in_the_middle_ends_the_stream(tmp_path: Path, ch
         bad = bytearray(good)
         bad[len(bad) // 4] ^= 1
         pieces = [bad] * 400 if change == "damaged" else [bytearray(good[:-1])]
-        with pytest.raises(InvalidInputError, match="damaged" if change == "damaged" else "short"):
+        with pytest.raises(
+            InvalidInputError, match="damaged" if change == "damaged" else "incomplete"
+        ):
             await asyncio.to_thread(_import, kvd, pieces)
         assert await _stored(kvd) == {}
 

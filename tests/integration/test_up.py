@@ -179,7 +179,7 @@ async def test_conversations_go_on_where_they_were(short_dir, is_forking):
     last = (short_dir / "state" / "kvd.log").read_text().splitlines()[-1]
     assert line.startswith("inference-svc: kvd was ended by SIGKILL (")
     assert last[:300] in line
-    assert line.endswith(f"read {short_dir}/state/kvd.log")
+    assert line.endswith(f"read its log, {short_dir}/state/kvd.log")
 
 
 async def test_sigterm_while_it_starts_ends_both(short_dir):
@@ -203,7 +203,11 @@ async def test_sigterm_while_it_starts_ends_both(short_dir):
 @pytest.mark.parametrize(
     ("flags", "code", "said"),
     [
-        (("--model", "typo"), 78, r"inference-svc: model directory typo does not exist: give .*"),
+        (
+            ("--model", "typo"),
+            78,
+            r"inference-svc: the model directory typo does not exist: give .*",
+        ),
         (("--openai", "0.0.0.0:8000"), 78, r"inference-svc: .* 0\.0\.0\.0:8000, .*: listen on .*"),
         (("--dram", "1 kB or so"), 78, r"kvd: dram\.bytes.*"),
         (("--state-dir", "/dev/null/x"), 78, r"inference-svc: the state directory /dev/null/x .*"),

@@ -52,7 +52,7 @@ def test_arguments_of_the_template():
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"messages": []}, "the service's own: leave it out"),
+        ({"messages": []}, "argument 'messages': leave it out"),
         ({"x": [[[[[[[[[[[[[[[[[1]]]]]]]]]]]]]]]]]}, "nested too deeply"),
         ("style", "is not valid: send an object"),
         ([1], "is not valid: send an object"),
