@@ -134,7 +134,7 @@ def _with_examples() -> str:
         ("sessions.default_ttl", "soon", "is not a duration"),
         ("sessions.max_retention", "never", "is not a duration"),
         ("dram.watermark", "0.9", "less than or equal to 0.5"),
-        ("eviction.policy", "magic", "choose one of fifo, lookahead, lookahead_queue, lru, pred"),
+        ("eviction.policy", "magic", "give one of fifo, lookahead, lookahead_queue, lru, pred"),
         ("prefetch.in_flight_bytes", "fast", "is not a size"),
         ("prefetch.returning", "perhaps", "boolean"),
         ("access.tcp", "no address", "host:port"),

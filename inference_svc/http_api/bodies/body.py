@@ -259,9 +259,7 @@ def _check_metadata(raw: Any) -> Any:
 def check_named(name: str) -> str:
     """Check that a model is named; a validator."""
     if not name:
-        raise WrongMemberError(
-            "{path} is missing", "send the name of a model that GET /v1/models lists"
-        )
+        raise WrongMemberError("{path} is missing", "send a name that GET /v1/models lists")
     return name
 
 

@@ -231,8 +231,7 @@ class TranscriptStore:
             sharing = self._sharing_of(key)
             if sharing is not None and await sharing.put(key, None) is None:
                 raise TranscriptUnavailableError(
-                    f"session {key.session_id!r} was not deleted, because the object store does "
-                    "not answer",
+                    f"session {key.session_id!r} is not deleted: the object store does not answer",
                     "try again later; the log of the service says what to do",
                 )
             await self._remove(key, before)
@@ -278,8 +277,7 @@ class TranscriptStore:
             if must_know and await self.find(key) is None:
                 raise TranscriptUnavailableError(
                     f"it is not known whether session {key.session_id!r} exists: {error.message}",
-                    "try again later; or send expected_turn = 0 with the turn that begins a "
-                    "session",
+                    "try again later; or send expected_turn = 0 with a session's first turn",
                     retry_after_s=sharing.store.calls.retry_s,
                 ) from error
 
