@@ -64,7 +64,7 @@ class Identity:
             return own
         raise TenantDeniedError(
             f"{self.name} may not use tenant {requested[:40]!r}",
-            f"name one of its own, such as {own}" if self.tenants else "give it tenants",
+            f"name one of its tenants, such as {own}" if self.tenants else "configure its tenants",
         )
 
     def key(self, tenant: str, model: str, session_id: str) -> SessionKey:
