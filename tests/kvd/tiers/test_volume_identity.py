@@ -79,6 +79,6 @@ def test_a_volume_that_lost_its_id_is_not_there(tmp_path):
     with pytest.raises(UnusableVolumeError, match=r"there is no volume\.id"):
         identified(tmp_path, volume_id, holds_rows=True)
     assert identified(tmp_path, volume_id) not in {"", volume_id}
-    with pytest.raises(UnusableVolumeError, match=r"/missing is not there$"):
+    with pytest.raises(UnusableVolumeError, match=r"/missing does not exist$"):
         identified(tmp_path / "missing", volume_id, holds_rows=True)
     assert not (tmp_path / "missing").exists()

@@ -98,7 +98,7 @@ def test_one_scrub_at_a_time():
         world.engine.scrubs.begin(repair=False)
     world.engine.scrubs.end(scrub_id + 1)
     world.engine.scrubs.end(scrub_id)
-    with pytest.raises(ScrubError, match="over"):
+    with pytest.raises(ScrubError, match="has ended"):
         world.engine.scrubs.step(scrub_id, ALL)
     scrub(world)
     events = [e for e in world.events if isinstance(e, Emit) and e.name == "scrubbed"]
