@@ -166,8 +166,8 @@ class InferenceClient:
             is_late = error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
             if is_late and isinstance(reported, NotRunningError):  # the service had accepted it
                 raise TurnTimeoutError(
-                    f"the turn was not over in {timeout_s:g} s",
-                    "submit it again with more time; the session is as it was",
+                    f"the turn did not finish within {timeout_s:g} s",
+                    "submit it again with a longer timeout; the session is unchanged",
                 ) from error
             raise reported from error
         finally:
@@ -355,12 +355,12 @@ def _no_answer(address: str, reported: ReportedError) -> ReportedError:
         if denial is not None:
             return SocketDeniedError(*denial)
         return NotRunningError(
-            f"no inference service answers at {address}",
-            "start one with: inference-svc serve --model DIR (or name its --address)",
+            f"no inference service is running at {address}",
+            "start one with: inference-svc serve --model DIR; or give its address with --address",
         )
     return NotRunningError(
         f"no inference service answers at {address} ({reported.message[:MAX_WHY]})",
-        "check its --listen, and --tls-ca, --tls-cert and --token-file",
+        "check server.listen in its settings, and --tls-ca, --tls-cert and --token-file",
     )
 
 

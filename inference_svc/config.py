@@ -87,7 +87,9 @@ def _resolve_state_dir(value: object) -> object:
 def _check_step_tokens(value: int) -> int:
     """Refuse steps that are too small; 0 means by the device."""
     if 0 < value < LEAST_STEP_TOKENS:
-        raise ValueError(f"write at least {LEAST_STEP_TOKENS}, or 0 to have it by the device")
+        raise ValueError(
+            f"write at least {LEAST_STEP_TOKENS}, or 0 to have it chosen for the device"
+        )
     return value
 
 
@@ -343,8 +345,8 @@ class InferenceSettings(Section):
         if 0 < kv_tokens < least:
             ring = " beside the write ring" if saves else ""
             raise ValueError(
-                f"scheduler.kv_tokens = {kv_tokens} leaves no window for a turn{ring}: write at "
-                f"least {least}, or 0 to have it from the memory that is free"
+                f"scheduler.kv_tokens = {kv_tokens} leaves no room for a turn{ring}: write at "
+                f"least {least}, or 0 to have it chosen from the free memory"
             )
         return self
 
@@ -352,8 +354,8 @@ class InferenceSettings(Section):
     def _check_transport(self) -> "InferenceSettings":
         if self.cache.transport == "cuda_ipc" and not self.model.device.startswith("cuda"):
             raise ValueError(
-                f'cache.transport = "cuda_ipc" with model.device = "{self.model.device}": write '
-                '"shm", or compute on a GPU'
+                'cache.transport = "cuda_ipc" does not work with model.device = '
+                f'"{self.model.device}": write "shm", or compute on a GPU'
             )
         return self
 

@@ -91,11 +91,12 @@ def require_engine(python: tuple[int, int] = sys.version_info[:2]) -> None:
     if python not in PYTHONS:
         known = " or ".join(f"{major}.{minor}" for major, minor in PYTHONS)
         raise UntestedPythonError(
-            "models are run on Python {}, this is {}.{}".format(known, *python),
-            f"make the virtual environment with Python {known}",
+            "models can be run on Python {}, but this is Python {}.{}".format(known, *python),
+            f"create the virtual environment with Python {known}",
         )
     missing = [module for module in MODULES if find_spec(module) is None]
     if missing:
         raise EngineMissingError(
-            f"this needs {', '.join(missing)}", f"install the extra: pip install '{EXTRA}'"
+            f"{', '.join(missing)} is not installed, but this command needs it",
+            f"run: pip install '{EXTRA}'",
         )

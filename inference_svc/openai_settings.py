@@ -107,8 +107,9 @@ class OpenAISettings(Section):
             found = _ORIGIN.fullmatch(text)
             if text != ANY_ORIGIN and (not found or found[2] == _OWN_PORTS.get(found[1], "")):
                 raise ValueError(
-                    f"{text[:80]!r} is no origin as browsers write it: as in https://chat.example"
-                    ' or https://chat.example:8443, in small letters, without a path; or "*"'
+                    f"{text[:80]!r} is not an origin: write it as browsers do, such as "
+                    "https://chat.example or https://chat.example:8443, in small letters and "
+                    'without a path; or write "*"'
                 )
         return value
 
@@ -119,7 +120,7 @@ class OpenAISettings(Section):
             try:
                 ip_network(text)
             except ValueError as error:
-                raise ValueError("write addresses, or networks as in 10.0.0.0/8") from error
+                raise ValueError("write addresses, or networks such as 10.0.0.0/8") from error
         return value
 
     def check_guarded(self, tls: TlsSettings, clients: Mapping[str, ClientSettings]) -> None:
@@ -132,8 +133,10 @@ class OpenAISettings(Section):
         far = [address for address in ports if not is_loopback(address)]
         if self.local_clients and far:
             raise UnguardedError(
-                f"openai.local_clients (--openai) with {far[0]}, which others can reach",
-                "listen on 127.0.0.1, or name clients in [clients.NAME] and leave it out",
+                f"openai.local_clients (--openai) cannot be used with {far[0]}, which other "
+                "machines can reach",
+                "listen on 127.0.0.1, or configure clients in [clients.NAME] and leave "
+                "openai.local_clients out",
             )
         self._check_origins()
         if self.local_clients and not clients:
@@ -143,7 +146,9 @@ class OpenAISettings(Section):
         except UnguardedError as error:
             if clients or far:
                 raise
-            remedy = f"{error.remedy}; or set openai.local_clients (--openai), for this machine"
+            remedy = (
+                f"{error.remedy}; or set openai.local_clients (--openai) to serve this machine only"
+            )
             raise UnguardedError(error.message, remedy) from error
 
     def _check_origins(self) -> None:
@@ -156,8 +161,9 @@ class OpenAISettings(Section):
         without += filter(is_unix, self.listen)
         if ANY_ORIGIN in self.cors_origins and without:
             raise UnguardedError(
-                f'openai.cors_origins = "{ANY_ORIGIN}" with {without[0]}, which needs no account',
-                "name the origins, or listen at ports with accounts ([clients.NAME]) only",
+                f'openai.cors_origins = "{ANY_ORIGIN}" would let every web page use {without[0]}, '
+                "which needs no account",
+                "list the origins, or listen only on ports that need an account ([clients.NAME])",
             )
 
     @property

@@ -137,4 +137,4 @@ async def wait_until(condition: Callable[[], Awaitable[bool]], otherwise: str, l
             while not await condition():  # noqa: ASYNC110  # the event is in another process
                 await asyncio.sleep(POLL_S)
     except TimeoutError as error:
-        raise ChildFailedError(otherwise, f"read the logs in {logs}") from error
+        raise ChildFailedError(otherwise, f"the logs in {logs} may say why") from error

@@ -71,7 +71,7 @@ def run(
     """
     settings = loaded.settings
     if settings.model.path is None:
-        raise UnknownModelError("no model is named", "give --model a model directory")
+        raise UnknownModelError("no model is given", "give a model directory with --model")
     check_model(settings.model.path)
     if not settings.process.dumps:
         forbid_dumps()

@@ -291,7 +291,8 @@ def make_turn_text(tokenizer: Any | None, eos_ids: frozenset[int], usual: Argume
         without.try_out()
         if not without.chat_problem:
             raise UnsupportedModelError(
-                f"with model.chat_template_kwargs there are no chats: {text.chat_problem}",
+                "with these model.chat_template_kwargs chats are not possible: "
+                f"{text.chat_problem}",
                 "correct these arguments, or leave them out",
             )
     return text

@@ -91,7 +91,7 @@ def uid_of(user: str) -> int:
     try:
         return pwd.getpwnam(user).pw_uid
     except KeyError as error:
-        raise ValueError(f"no user {user[:40]!r} on this machine: give a name or a uid") from error
+        raise ValueError(f"user {user[:40]!r} does not exist: give a name or a uid") from error
 
 
 def _check_user(value: str) -> str:
@@ -161,7 +161,7 @@ class RemoteSettings(Section):
     @classmethod
     def _check_local(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         if closed := [address for address in value if not is_open(address)]:
-            raise ValueError(f"{closed[0][:60]} is not of this machine: unix:/path or 127.0.0.1")
+            raise ValueError(f"{closed[0][:60]} is not local: write unix:/path or 127.0.0.1")
         return value
 
 
@@ -205,7 +205,7 @@ class EvictionSettings(Section):
     @classmethod
     def _check_policy(cls, value: str) -> str:
         if value not in POLICIES:
-            raise ValueError(f"not a policy: choose one of {', '.join(sorted(POLICIES))}")
+            raise ValueError(f"not an eviction policy: give one of {', '.join(sorted(POLICIES))}")
         return value
 
 

@@ -163,4 +163,4 @@ def _quietly(do: Callable[[], None]) -> None:
 
 
 def _failed(name: str) -> StoreFailedError:
-    return StoreFailedError(f"the store failed at {name}", "try again")
+    return StoreFailedError(f"the object store failed at {name}", "try again")

@@ -114,7 +114,7 @@ def _slowed(model: Model, layer_s: float) -> Iterator[None]:
     lists = (part for part in model.loaded.model.modules() if isinstance(part, ModuleList))
     layers = next((found for found in lists if len(found) == num_layers), None)
     if layers is None:
-        raise InvalidInputError("the model has no list of its layers", "leave --layer-ms out")
+        raise InvalidInputError("the layers of this model cannot be found", "leave --layer-ms out")
 
     def pause(*_: object) -> None:
         time.sleep(layer_s)

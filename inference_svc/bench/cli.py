@@ -69,7 +69,7 @@ def overlap(choice: ModelChoice, options: OverlapOptions, output: OutputOptions)
 def buffers(choice: ModelChoice, options: BuffersOptions, output: OutputOptions) -> None:
     """TTFT by read buffer, and with the start gate's choice, by how slow loading is."""
     if not options.ratios:
-        raise InvalidInputError("there is nothing to measure", "name some with --ratios")
+        raise InvalidInputError("there is nothing to measure", "give ratios with --ratios")
     measure(options, choice, output)
 
 
@@ -85,7 +85,7 @@ def serve(choice: ModelChoice, options: ServeOptions, output: OutputOptions) -> 
 def policies(choice: ModelChoice, options: PoliciesOptions, output: OutputOptions) -> None:
     """Eviction policies, over tiers that are too small: hits, DRAM share, TTFT, queue."""
     if not options.policies:
-        raise InvalidInputError("there is nothing to measure", "name some with --policies")
+        raise InvalidInputError("there is nothing to measure", "give policies with --policies")
     measure(options, choice, output)
 
 
@@ -159,7 +159,7 @@ def measure(part: Part, choice: ModelChoice, output: OutputOptions) -> None:
     except OSError as error:
         raise UnusableDirectoryError(
             f"cannot write in {directory} ({error.strerror})",
-            "name another directory with --directory",
+            "give another directory with --directory",
         ) from error
     notes = (note for case in report.cases for note in case.notes)
     print_report(as_document(report), lambda width: tables(report, width), output.json_to, notes)

@@ -89,7 +89,9 @@ def check_transport(transport: str, device: torch.device) -> None:
 
 
 def _no_copier_for(device: torch.device) -> CopierNotReadyError:
-    return CopierNotReadyError(f"no copier copies to {device.type}", "measure --transport shm")
+    return CopierNotReadyError(
+        f"there is no copier for {device.type}", "measure with --transport shm"
+    )
 
 
 def _own_slots(work: Workspace, num_tokens: int) -> _Slots:
@@ -108,5 +110,6 @@ async def _until(is_ready: Callable[[], bool]) -> None:
                 await asyncio.sleep(POLL_S)
     except TimeoutError:
         raise CopierNotReadyError(
-            f"kvd's copier is not ready after {READY_S:.0f} s", "see the log above: docs/gpu.md"
+            f"kvd's copier was not ready after {READY_S:.0f} s",
+            "the log above may say why; see docs/gpu.md",
         ) from None

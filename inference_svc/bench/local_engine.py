@@ -243,7 +243,9 @@ class LocalEngine:
             await asyncio.wait((answer, self._life), return_when=asyncio.FIRST_COMPLETED)
             if not answer.done():
                 self._life.result()
-                raise EngineFailedError("the engine has ended", "report it")
+                raise EngineFailedError(
+                    "the engine has ended unexpectedly", "this is a bug: report it"
+                )
         finally:
             if not answer.done():
                 answer.cancel()

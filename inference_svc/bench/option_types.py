@@ -23,9 +23,9 @@ def splits_of(text: str) -> tuple[tuple[int, int], ...]:
         pairs = [part.split("/") for part in text.split(",") if part.strip()]
         found = tuple((int(history), int(new)) for history, new in pairs)
     except ValueError as error:
-        raise BadListError(f"{text!r} is no list of splits", "write them as 900/100") from error
+        raise BadListError(f"{text!r} is not a list of splits", "write it as 900/100") from error
     if any(min(split) < 1 for split in found):
-        raise BadListError(f"{text!r} has a length below one", "write them as 900/100")
+        raise BadListError(f"{text!r} contains a length below 1", "write it as 900/100")
     return found
 
 
@@ -38,9 +38,9 @@ def ratios_of(text: str) -> tuple[float, ...]:
     try:
         found = tuple(float(part) for part in text.split(",") if part.strip())
     except ValueError as error:
-        raise BadListError(f"{text!r} is no list of ratios", "write them as 0.5,1,2") from error
+        raise BadListError(f"{text!r} is not a list of ratios", "write it as 0.5,1,2") from error
     if not all(0 < ratio < inf for ratio in found):
-        raise BadListError(f"{text!r} has a ratio out of range", "give some above 0")
+        raise BadListError(f"{text!r} contains a ratio that is not above 0", "give ratios above 0")
     return found
 
 

@@ -117,10 +117,13 @@ def preset(name: str, num_layers: int = 0) -> Shape:
     """
     shape = PRESETS.get(name)
     if shape is None:
-        raise UnknownPresetError(f"no preset {name!r}", f"name one of {', '.join(PRESETS)}")
+        raise UnknownPresetError(
+            f"there is no preset {name!r}", f"give one of {', '.join(PRESETS)}"
+        )
     if not 0 <= num_layers <= shape.layers:
         raise UnknownPresetError(
-            f"{name} has {shape.layers} layers, not {num_layers}", "give --layers within that"
+            f"preset {name} has {shape.layers} layers, so {num_layers} are not possible",
+            "give at most that many with --layers",
         )
     return replace(shape, layers=num_layers or shape.layers)
 
@@ -141,7 +144,8 @@ def chosen_model(choice: ModelChoice, window_tokens: int) -> LoadedModel:
     """
     if (choice.path is None) == (not choice.random):
         raise UnknownModelError(
-            "the bench measures one model", "give --model DIRECTORY or --random PRESET"
+            "it is not clear which model to measure",
+            "give either --model DIRECTORY or --random PRESET",
         )
     if choice.path is None:
         shape = preset(choice.random, choice.layers)
@@ -149,7 +153,8 @@ def chosen_model(choice: ModelChoice, window_tokens: int) -> LoadedModel:
     loaded = load_model(choice.path, choice.dtype, choice.device)
     if 0 < loaded.context_window < window_tokens:
         raise UnsupportedModelError(
-            f"{loaded.name} has {loaded.context_window} positions, the bench wants {window_tokens}",
+            f"{loaded.name} has {loaded.context_window} positions, but the bench needs "
+            f"{window_tokens}",
             "measure shorter histories, or another model",
         )
     return loaded
@@ -230,7 +235,7 @@ def _check_room(
         available = torch.cuda.mem_get_info(device)[0]
     if needed > available:
         raise NoRoomError(
-            f"{choice.random} has {format_bytes(needed)} of weights,"
-            f" {format_bytes(available)} of memory are available",
-            "take fewer layers with --layers, or a smaller dtype with --dtype",
+            f"the weights of {choice.random} take {format_bytes(needed)}, but only "
+            f"{format_bytes(available)} of memory are available",
+            "give fewer layers with --layers, or a smaller dtype with --dtype",
         )

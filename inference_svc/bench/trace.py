@@ -78,10 +78,11 @@ def read_trace(path: Path, max_sessions: int) -> list[Session]:
         cause = f"{type(error).__name__}: {error}".splitlines()[0][:120]
         raise BadTraceError(
             f"{path} is not a trace ({cause})",
-            "give newline JSON, plain or gzip: session, turn, new_tokens, output_tokens, think_s",
+            "give newline-delimited JSON, plain or gzip, with session, turn, new_tokens, "
+            "output_tokens and think_s",
         ) from error
     if not sessions:
-        raise BadTraceError(f"{path} holds no turn", "give another trace")
+        raise BadTraceError(f"the trace {path} contains no turn", "give another trace")
     return [tuple(turns) for turns in sessions.values()]
 
 
@@ -125,7 +126,7 @@ def _turn(fields: dict[str, Any]) -> PlannedTurn:
         int(fields["new_tokens"]), int(fields["output_tokens"]), float(fields["think_s"])
     )
     if turn.new_tokens < 0 or turn.output_tokens < 0 or turn.think_s < 0:
-        raise ValueError("a length below zero")
+        raise ValueError("a length is below 0")
     return turn
 
 

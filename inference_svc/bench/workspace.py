@@ -129,7 +129,9 @@ def workspace(directory: Path, model: Model) -> Iterator[Workspace]:
 
 def check_room(needed_bytes: int, what: str) -> None:
     """Raise NoRoomError unless the machine has that much free memory."""
-    check_memory(needed_bytes, what, "measure shorter histories, or fewer layers with --layers")
+    check_memory(
+        needed_bytes, what, "measure shorter histories, or give fewer layers with --layers"
+    )
 
 
 _LIBRARIES = ("torch", "transformers", "grpcio", "numpy")

@@ -125,7 +125,7 @@ def template_arguments(pairs: Sequence[str]) -> str:
         name, equals, value = pair.partition("=")
         if not (name and equals):
             raise InvalidInputError(
-                f"--template-argument {pair!r} names no value", "write NAME=JSON"
+                f"--template-argument {pair!r} has no value", "write it as NAME=JSON"
             )
         try:
             arguments[name] = json.loads(value)

@@ -31,7 +31,8 @@ def default_address(run: Path = _RUN) -> str:
     found = [f"{UNIX}{directory / SOCKET}" for directory in sorted(run.glob(SYSTEM_DIRECTORIES))]
     if len(found) > 1:
         raise InvalidInputError(
-            f"{len(found)} inference services run here", f"choose by --address {' or '.join(found)}"
+            f"{len(found)} inference services run here",
+            f"choose one with --address {' or '.join(found)}",
         )
     return found[0] if found else own
 

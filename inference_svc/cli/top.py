@@ -137,7 +137,7 @@ def top(
     try:
         every_s = parse_duration_s(interval)
     except ValueError as error:
-        raise InvalidInputError(f"--interval: {error}", 'as in "2s"') from error
+        raise InvalidInputError(f"--interval: {error}", 'write it as "2s", for example') from error
     if every_s < LEAST_INTERVAL_S:
         raise InvalidInputError(
             f"--interval {interval} is too short", f"give {LEAST_INTERVAL_S} s or more"
@@ -160,7 +160,7 @@ async def watch(client: InferenceClient, every_s: float) -> None:
     if not (sys.stdin.isatty() and sys.stdout.isatty()) or console.is_dumb_terminal:
         raise NoTerminalError(
             "inference-svc top needs a terminal that can move its cursor",
-            "say inference-svc status, or status --json",
+            "run inference-svc status, or inference-svc status --json",
         )
     looks: deque[pb.Model] = deque(maxlen=MOST_LOOKS)
     is_held, problem = False, ""

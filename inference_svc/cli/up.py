@@ -136,7 +136,7 @@ def _locked_directory(directory: Path) -> Iterator[None]:
         UpRunsError: another `up` has locked it.
         UpStateError: it cannot be created or written.
     """
-    remedy = "give --state-dir another directory"
+    remedy = "give another directory with --state-dir"
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock = os.open(directory / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -149,8 +149,8 @@ def _locked_directory(directory: Path) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise UpRunsError(
-                f"another `inference-svc up` runs with the state directory {directory}",
-                f"end that one, or {remedy}",
+                f"another `inference-svc up` uses the state directory {directory}",
+                f"end it, or {remedy}",
             ) from error
         for log in directory.glob("*.log"):
             log.unlink()

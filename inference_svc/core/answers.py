@@ -156,7 +156,10 @@ class SamplingParams:
                 len(self.stop_token_ids) <= MAX_STOP_TOKENS,
             ),
             (
-                "an answer by a grammar ends where that does: neither ignore_eos nor min_tokens",
+                (
+                    "an answer by a grammar ends where the grammar does, so ignore_eos and "
+                    "min_tokens are not possible"
+                ),
                 self.grammar is None or not (self.ignore_eos or self.min_tokens),
             ),
         ]

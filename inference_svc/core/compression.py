@@ -243,11 +243,11 @@ def make_compression(name: str, keep_ratio: float) -> CompressionPolicy | None:
     make = _POLICIES.get(name)
     if make is None:
         raise InvalidCompressionError(
-            f"there is no compression policy {name!r}", f"name one of {', '.join(POLICY_NAMES)}"
+            f"there is no compression policy {name!r}", f"send one of {', '.join(POLICY_NAMES)}"
         )
     if not 0 < keep_ratio <= 1:
         raise InvalidCompressionError(
-            f"keep_ratio {keep_ratio:g} is not in (0, 1]", "send the part of the tokens to keep"
+            f"keep_ratio {keep_ratio:g} is not in (0, 1]", "send the share of the tokens to keep"
         )
     return make(keep_ratio)
 
@@ -264,7 +264,7 @@ def check_compression(policy: CompressionPolicy, mode: str) -> None:
     """
     if policy.needs != "nothing" and mode in _MODES_WITHOUT_QUERIES:
         raise InvalidCompressionError(
-            f"compression policy {policy.name!r} needs attention scores, which this model's "
-            f"{mode} mode does not show",
+            f"compression policy {policy.name!r} needs attention scores, which are not "
+            f"available in this model's {mode} mode",
             f"use {SinksRecent.name!r} or {NONE!r}",
         )

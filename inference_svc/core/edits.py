@@ -68,7 +68,7 @@ def edit_policy(text: str) -> EditPolicy:
     found = _NAMED.fullmatch(text)
     heal_tokens = int(found[1]) if found and found[1] else 0
     if found is None or heal_tokens > MOST_HEALED:
-        raise ValueError(f'give "exact", "keep", or "heal:k" with k from 1 to {MOST_HEALED}')
+        raise ValueError(f'write "exact", "keep", or "heal:k" with k from 1 to {MOST_HEALED}')
     return EditPolicy(EditMode(text.partition(":")[0]), heal_tokens)
 
 

@@ -45,8 +45,8 @@ class Grammar:
         """Raise InvalidGrammarError if it is empty or too long, or takes too long to compile."""
         if not 0 < len(self.source) <= MAX_GRAMMAR_CHARACTERS:
             raise InvalidGrammarError(
-                f"a grammar of {len(self.source)} characters cannot be",
-                f"send 1 to {MAX_GRAMMAR_CHARACTERS}",
+                f"a grammar may not have {len(self.source)} characters",
+                f"send a grammar of 1 to {MAX_GRAMMAR_CHARACTERS} characters",
             )
         if self.kind is not GrammarKind.REGEX and _num_remainders(self.source) > MAX_REMAINDERS:
             raise InvalidGrammarError(

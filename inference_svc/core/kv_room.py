@@ -32,10 +32,10 @@ def configured_slots(kv_tokens: int, token_bytes: int, all_bytes: int) -> int:
     most = all_bytes // token_bytes
     if kv_tokens > most:
         raise KvRoomError(
-            f"scheduler.kv_tokens = {kv_tokens:,} is {format_bytes(kv_tokens * token_bytes)} of "
-            f"this model's KV, {format_bytes(token_bytes)} a token: the memory is "
+            f"scheduler.kv_tokens = {kv_tokens:,} takes {format_bytes(kv_tokens * token_bytes)} "
+            f"({format_bytes(token_bytes)} for each token of this model's KV), but the memory has "
             f"{format_bytes(all_bytes)}",
-            f"write less than {most:,}, or 0 to have it from the memory that is free",
+            f"write at most {most:,}, or 0 to have it chosen from the free memory",
         )
     return kv_tokens
 
@@ -54,8 +54,8 @@ def slots_of_free_memory(free_bytes: int, token_bytes: int, *, saves: bool) -> i
     num_slots, least = free_bytes // KV_SHARE // token_bytes, least_slots(saves=saves)
     if num_slots < least:
         raise KvRoomError(
-            f"of {format_bytes(free_bytes)} that are free KV may take a quarter, which is "
-            f"{num_slots} tokens of this model ({format_bytes(token_bytes)} each): the shortest "
+            f"a quarter of the {format_bytes(free_bytes)} of free memory holds {num_slots} "
+            f"tokens of this model ({format_bytes(token_bytes)} each), but the shortest "
             f"window takes {least}",
             "free memory, serve a smaller model, or set scheduler.kv_tokens",
         )
@@ -78,9 +78,11 @@ def residents_with_states(free_bytes: int, state_bytes: int, num_active: int, mo
     num_states, num_needed = free_bytes // KV_SHARE // state_bytes, states_of_requests(num_active)
     if num_states < num_needed:
         raise KvRoomError(
-            f"of {format_bytes(free_bytes)} that are free states may take a quarter: "
-            f"{num_active} requests have {num_needed}, of {format_bytes(state_bytes)} each",
-            "free memory, serve a smaller model, or lower scheduler.max_running and max_loading",
+            f"a quarter of the {format_bytes(free_bytes)} of free memory has to hold the "
+            f"states of {num_active} requests, but these have {num_needed} states of "
+            f"{format_bytes(state_bytes)} each",
+            "free memory, serve a smaller model, or lower scheduler.max_running and "
+            "scheduler.max_loading",
         )
     return min(num_states - num_needed, most)
 
@@ -111,8 +113,9 @@ def whole_pages(kv_slots: int, page_tokens: int, num_groups: int = 1) -> int:
     """
     if kv_slots < page_tokens * num_groups:
         raise KvRoomError(
-            f"a page of scheduler.page_tokens = {page_tokens} does not fit {kv_slots} token slots",
-            "write less, or more for scheduler.kv_tokens",
+            f"pages of scheduler.page_tokens = {page_tokens} do not fit into {kv_slots} token "
+            "slots",
+            "lower scheduler.page_tokens, or raise scheduler.kv_tokens",
         )
     return kv_slots // page_tokens * page_tokens
 

@@ -25,7 +25,7 @@ def merge_ranges(ranges: Iterable[Range], num_tokens: int) -> tuple[Range, ...]:
         if not 0 <= start < end <= num_tokens:
             raise InvalidDiscardError(
                 f"range [{start}, {end}) is empty or outside the context of {num_tokens} tokens",
-                "send half-open ranges of positions in the context as it is before the discard",
+                "send half-open ranges of positions in the context before the discard",
             )
     return tuple(join_ranges(ordered))
 

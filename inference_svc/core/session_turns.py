@@ -81,7 +81,7 @@ class SessionTurns(Generic[T]):
         queue = self._queues.get(key, ())
         if not wait and self.is_busy(key):
             raise SessionBusyError(
-                f"session {key.session_id} has a turn under way",
+                f"session {key.session_id} already has a turn that runs or waits",
                 "submit again when it has finished, or with wait = true",
             )
         if self._num_turns >= self._max_turns or len(queue) >= self._max_turns_per_session:
@@ -115,7 +115,7 @@ class SessionTurns(Generic[T]):
         else:
             remedy = "submit again later, or raise scheduler.max_turns"
         return QueueFullError(
-            f"{self._num_turns} turns are under way, {num_in_session} of this session",
+            f"{self._num_turns} turns run or wait, {num_in_session} of them in this session",
             remedy,
             queue_length=self._num_turns,
             retry_after_s=returns.next_s(now_ns, pace_s, pace_s, MAX_RETRY_S),

@@ -232,6 +232,6 @@ def check_author_name(name: str) -> None:
     """
     if len(name) > MAX_NAME or not name.isprintable():
         raise InvalidTurnError(
-            f"{name[:40]!r} is no name of who says a message",
-            f"send up to {MAX_NAME} characters, in one line",
+            f"{name[:40]!r} is not a valid name of a message's author",
+            f"send up to {MAX_NAME} characters on one line",
         )

@@ -40,17 +40,17 @@ def check_arguments(arguments: Arguments) -> None:
     for name in arguments:
         if not _NAME.fullmatch(name):
             raise InvalidTurnError(
-                f"{name[:60]!r} is no name of a template's argument",
-                "send letters, digits and underscores, up to 64",
+                f"{name[:60]!r} is not a valid name of a chat template's argument",
+                "send up to 64 letters, digits and underscores",
             )
         if name in RESERVED or name.endswith(_SPECIAL):
             raise InvalidTurnError(
-                f"the template's argument {name!r} is the service's own", "leave it out"
+                f"the service itself sets the chat template's argument {name!r}", "leave it out"
             )
     if len(arguments) > MAX_ARGUMENTS or _is_deep(arguments):
         raise InvalidTurnError(
-            "there are too many of the template's arguments, or they are nested too deeply",
-            f"send at most {MAX_ARGUMENTS}, of {MAX_DEPTH} levels",
+            "the chat template's arguments are too many, or nested too deeply",
+            f"send at most {MAX_ARGUMENTS} arguments, of at most {MAX_DEPTH} levels",
         )
     _check_length(canonical_arguments(arguments))
 
@@ -69,7 +69,7 @@ def canonical_arguments(arguments: Arguments) -> str:
         )
     except (TypeError, ValueError) as error:
         raise InvalidTurnError(
-            f"the template's arguments are no JSON ({error})", "send JSON"
+            f"the chat template's arguments are not JSON ({error})", "send a JSON object"
         ) from error
 
 
@@ -83,9 +83,13 @@ def read_arguments(text: str) -> dict[str, Any]:
     try:
         found = json.loads(text or "{}")
     except (ValueError, RecursionError) as error:
-        raise InvalidTurnError("the template's arguments are no JSON", "send an object") from error
+        raise InvalidTurnError(
+            "the chat template's arguments are not JSON", "send a JSON object"
+        ) from error
     if not isinstance(found, dict):
-        raise InvalidTurnError("the template's arguments are no object", "send a JSON object")
+        raise InvalidTurnError(
+            "the chat template's arguments are not an object", "send a JSON object"
+        )
     return found
 
 
@@ -114,7 +118,7 @@ def effort_arguments(effort: str | None) -> dict[str, Any]:
 def _check_length(text: str) -> None:
     if len(text) > MAX_CHARACTERS:
         raise InvalidTurnError(
-            "the template's arguments are too long",
+            "the chat template's arguments are too long",
             f"send at most {MAX_CHARACTERS} characters of JSON",
         )
 

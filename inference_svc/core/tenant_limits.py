@@ -284,7 +284,7 @@ class TenantLimits:
 
 def _too_many_sessions(name: str, num_sessions: int) -> TooManySessionsError:
     return TooManySessionsError(
-        f"tenant {name} has {num_sessions} sessions",
+        f"tenant {name} has {num_sessions} sessions, and may not have more",
         "delete some of them, or raise the tenant's max_sessions",
         details={"num_sessions": str(num_sessions)},
     )
@@ -292,7 +292,7 @@ def _too_many_sessions(name: str, num_sessions: int) -> TooManySessionsError:
 
 def _too_many_turns(name: str, num_turns: int, wait_s: float) -> TooManyTurnsError:
     return TooManyTurnsError(
-        f"tenant {name} has {num_turns} turns under way",
+        f"tenant {name} has {num_turns} turns that run or wait, and may not have more",
         "submit again later, or raise the tenant's max_turns",
         details={"num_turns": str(num_turns)},
         retry_after_s=wait_s,
@@ -303,7 +303,7 @@ def _rate_limited(name: str, bounds: TenantBounds, wait_s: float) -> RateLimited
     allowed = {"turns": bounds.turns_per_minute, "tokens": bounds.tokens_per_minute}
     named = [f"{value:g} {what}" for what, value in allowed.items() if value is not None]
     return RateLimitedError(
-        f"tenant {name} has used up its {' and '.join(named)} a minute",
+        f"tenant {name} has used up its {' and '.join(named)} per minute",
         "submit again later, or raise the tenant's limits",
         retry_after_s=wait_s,
     )

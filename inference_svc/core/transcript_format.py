@@ -251,7 +251,7 @@ def _transcript(records: list[dict[str, Any]]) -> Transcript:
         _ = transcript.context
     except InvalidDiscardError as error:
         raise TranscriptDamagedError(
-            "a discard of the transcript is not of its tokens",
+            "a discard in the transcript does not fit its tokens",
             "delete the session, or restore its file from a backup",
         ) from error
     return transcript
@@ -294,8 +294,8 @@ def _part(number: int, record: dict[str, Any]) -> Header | TurnRecord | Discard 
 
 def _unknown(number: int) -> UnknownRecordError:
     return UnknownRecordError(
-        f"line {number} of the transcript is of another release",
-        "install the release that wrote it, or delete the session",
+        f"line {number} of the transcript was written by another release",
+        "install that release, or delete the session",
     )
 
 
@@ -371,17 +371,18 @@ class ExpectedSession:
         num_turns, context_tokens = len(transcript.turns), len(transcript.context.token_ids)
         if self.num_turns not in (None, num_turns):
             raise TurnMismatchError(
-                f"the session has {num_turns} complete turns, expected_turn is {self.num_turns}",
+                f"the session has {num_turns} complete turns, but expected_turn is "
+                f"{self.num_turns}",
                 f"read the session, then submit with expected_turn = {num_turns}",
             )
         if self.context_tokens not in (None, context_tokens):
             raise TurnMismatchError(
-                f"the session has a context of {context_tokens} tokens, "
+                f"the session has a context of {context_tokens} tokens, but "
                 f"expected_context_tokens is {self.context_tokens}",
-                "read the session: an equal discard before this one may have succeeded",
+                "read the session: the same discard may have succeeded before",
             )
         if transcript.has_ended:
             raise SessionEndedError(
                 f"session {transcript.header.session_id} ended with a final turn",
-                "open a new session, or fork this one",
+                "begin a new session, or fork this one",
             )

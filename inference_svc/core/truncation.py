@@ -59,13 +59,13 @@ class OverflowPolicy:
         problems = []
         if self.name not in OVERFLOW_POLICIES:
             problems.append(
-                f"overflow.policy {self.name!r} is none of {', '.join(OVERFLOW_POLICIES)}"
+                f"overflow.policy {self.name!r} is not one of {', '.join(OVERFLOW_POLICIES)}"
             )
         if not 0 < self.ratio <= 1:
             problems.append(f"overflow.ratio {self.ratio:g} is not in (0, 1]")
         if not 0 <= self.sink_tokens <= MAX_SINK_TOKENS:
             problems.append(
-                f"overflow.sink_tokens {self.sink_tokens} is more than {MAX_SINK_TOKENS}"
+                f"overflow.sink_tokens {self.sink_tokens} is not between 0 and {MAX_SINK_TOKENS}"
             )
         if problems:
             raise InvalidTurnError("; ".join(problems), "correct these values, or leave them out")
@@ -290,11 +290,11 @@ class TurnWindow:
     def _too_long(self, history_tokens: int, new_tokens: int) -> InputTooLongError:
         room_tokens = self._required_tokens
         wanted = f"max_tokens {room_tokens}" if room_tokens > 1 else "1 more"
-        remedy = "send a shorter turn, lower max_tokens, or open a new session"
+        remedy = "send a shorter turn, lower max_tokens, or begin a new session"
         if self.is_rigid:
-            remedy += ", or let overflow.policy be oldest"
+            remedy += ", or set overflow.policy to oldest"
         return InputTooLongError(
-            f"history {history_tokens} + new {new_tokens} + {wanted} tokens "
-            f"are more than the window of {self.window_tokens}",
+            f"{history_tokens} tokens of history, {new_tokens} new ones and {wanted} exceed "
+            f"the window of {self.window_tokens} tokens",
             remedy,
         )

@@ -54,7 +54,8 @@ def demo(
     if not summary.passed:
         found = "; ".join(summary.shortfalls)
         typer.echo(
-            f"inference-svc: the demo failed: {found}: read the logs in {directory}", err=True
+            f"inference-svc: the demo failed: {found}: the logs in {directory} may say why",
+            err=True,
         )
         raise typer.Exit(EXIT_DIFFERS)
     shutil.rmtree(directory)  # an error leaves it: its message names a log in there

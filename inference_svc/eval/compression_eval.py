@@ -115,15 +115,14 @@ def _check(options: CompressionOptions, text: EvalText, model: EvalModel) -> Non
     behind_tokens = max(options.next_tokens, MOST_ASKED_TOKENS)
     if 1 + options.context_tokens + behind_tokens > model.window_tokens:
         raise InvalidInputError(
-            f"{options.context_tokens} tokens and {behind_tokens} behind them are more than the "
-            f"window of {model.window_tokens}",
+            f"a context of {options.context_tokens} tokens and the {behind_tokens} after it "
+            f"exceed the window of {model.window_tokens}",
             "give a smaller --context or --next",
         )
     num_needed = 1 + options.num_contexts * (options.context_tokens + options.next_tokens)
     if len(text.token_ids) < num_needed:
         raise UnusableTextError(
-            f"{options.text} has {len(text.token_ids)} tokens, {num_needed} are to be compressed "
-            "or judged",
+            f"{options.text} has {len(text.token_ids)} tokens, but {num_needed} are needed",
             "give a longer text, or fewer --contexts",
         )
 
@@ -220,7 +219,7 @@ def _fill(text: RecordText, most_tokens: int, seed: str) -> tuple[list[Record], 
         num_given += RECORDS_PER_TURN
     if not num_given:
         raise InvalidInputError(
-            f"{most_tokens} tokens do not hold {RECORDS_PER_TURN} records",
+            f"{RECORDS_PER_TURN} records do not fit into {most_tokens} tokens",
             "give a larger --context",
         )
     return records[:num_given], token_ids

@@ -70,7 +70,8 @@ def _mode_of(name: str) -> MeasuredMode:
         policy = edit_policy(name)
     except ValueError as error:
         raise InvalidInputError(
-            f"no such mode of edits: {name}", "name some of exact, keep, heal:16, naive"
+            f"there is no mode of edits named {name}",
+            "give one or more of exact, keep, heal:16, naive",
         ) from error
     return MeasuredMode(name, policy.heal_tokens if policy.keeps else None)
 

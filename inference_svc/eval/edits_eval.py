@@ -211,15 +211,15 @@ def _check(options: EditsOptions, text: EvalText, model: EvalModel) -> None:
     most_tokens = options.context_tokens + options.context_tokens // 16 + ROOM + behind_tokens
     if most_tokens > model.window_tokens:
         raise InvalidInputError(
-            f"a context of {options.context_tokens} tokens may grow by an edit, and "
-            f"{behind_tokens} come behind it: more than the window of {model.window_tokens}",
+            f"a context of {options.context_tokens} tokens, which an edit may lengthen, and "
+            f"the {behind_tokens} after it exceed the window of {model.window_tokens}",
             "give a smaller --context or --next",
         )
     num_needed = 2 * (options.context_tokens + options.next_tokens)
     if len(text.token_ids) < num_needed:
         raise UnusableTextError(
-            f"{len(text.token_ids)} tokens of text are too few to edit {options.context_tokens} "
-            f"of them and to judge {options.next_tokens} behind them",
+            f"the text has {len(text.token_ids)} tokens, which are too few to edit "
+            f"{options.context_tokens} and to judge the next {options.next_tokens}",
             f"give a text of at least {num_needed} tokens, or a smaller --context",
         )
 

@@ -92,7 +92,7 @@ def prepare_model(
     """Calibrate a loaded model for these methods; raises as `open_model` does."""
     if loaded.tokenizer is None:
         raise NoTokenizerError(
-            f"{loaded.name} has no tokenizer", "copy tokenizer.json beside the model's weights"
+            f"{loaded.name} has no tokenizer", "copy its tokenizer.json into the model's directory"
         )
     text = TurnText(loaded.tokenizer, loaded.eos_ids)
     text.try_out()
@@ -113,7 +113,7 @@ def _window(loaded: LoadedModel, window_tokens: int) -> int:
     window = window_tokens or loaded.context_window
     if window > loaded.context_window:
         raise InvalidInputError(
-            f"a window of {window} tokens is more than the {loaded.context_window} positions of "
+            f"a window of {window} tokens exceeds the {loaded.context_window} positions of "
             f"{loaded.name}",
             "give a smaller --window",
         )
@@ -142,13 +142,13 @@ def _check_calibrations(
     """Raise unless this model can be measured by these methods, in one run."""
     if "ca-shift" in methods and not can_compact(calibrations["decoupled"]):
         raise UnsupportedModelError(
-            f"keys of {loaded.architecture} cannot be turned once they are cached",
+            f"the cached keys of {loaded.architecture} cannot be moved to other positions",
             "leave ca-shift out of --methods",
         )
     if len({found.mode for found in calibrations.values()}) > 1:
         raise UnsupportedModelError(
-            f"{loaded.architecture} is served in another mode by some of these methods",
-            "give one of --methods at a time",
+            f"some of these methods serve {loaded.architecture} in another mode than the others",
+            "give one method at a time with --methods",
         )
 
 
@@ -205,7 +205,7 @@ def read_text(path: Path) -> str:
     """
     remedy = "give a file of plain text, .txt or .txt.gz, in UTF-8"
     if not path.name.endswith(SUFFIXES):
-        raise UnusableTextError(f"{path} is not named as a text", remedy)
+        raise UnusableTextError(f"{path} does not have the name of a text file", remedy)
     return _read(path, remedy)
 
 
@@ -228,7 +228,7 @@ def read_conversations(path: Path) -> list[str]:
             for said in row.get("conversations") or row["turns"]
         ]
     except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise UnusableTextError(f"{path} has no conversations", remedy) from error
+        raise UnusableTextError(f"{path} contains no conversations", remedy) from error
 
 
 def _read(path: Path, remedy: str) -> str:

@@ -59,7 +59,9 @@ def sinks_of(text: str) -> int | None:
         InvalidInputError: the value is neither.
     """
     if text != "auto" and not text.isdecimal():
-        raise InvalidInputError(f"{text!r} are no sinks", "give --sinks a number, or auto")
+        raise InvalidInputError(
+            f"{text!r} is not a number of sinks", "give --sinks a number, or auto"
+        )
     return None if text == "auto" else int(text)
 
 
@@ -73,7 +75,7 @@ def ratios_of(text: str) -> tuple[float, ...]:
         return tuple(float(part) for part in text.split(","))
     except ValueError as error:
         raise InvalidInputError(
-            f"{text!r} is no list of numbers", "give ratios such as 0.5,0.25"
+            f"{text!r} is not a list of numbers", "write it as 0.5,0.25"
         ) from error
 
 
@@ -305,13 +307,13 @@ def check_truncation(truncation: Truncation, window_tokens: int) -> None:
     """
     if not 0 < truncation.ratio < 1:
         raise InvalidInputError(
-            f"a truncation of {truncation.ratio:g} of the window is none",
-            "give --ratio between 0 and 1",
+            f"a truncation that drops {truncation.ratio:g} of the window is not possible",
+            "give a --ratio between 0 and 1",
         )
     (start, end) = dropped(truncation, window_tokens)[0]
     if end >= window_tokens or start >= end:
         raise InvalidInputError(
-            f"{start} sink tokens and a ratio of {truncation.ratio:g} leave a window of "
-            f"{window_tokens} tokens nothing to drop or nothing to keep",
+            f"with {start} sink tokens and a ratio of {truncation.ratio:g}, a window of "
+            f"{window_tokens} tokens has nothing to drop or nothing to keep",
             "give a larger --window, fewer --sinks or another --ratio",
         )

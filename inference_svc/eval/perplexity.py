@@ -64,8 +64,8 @@ def measure_perplexity(
     text = load_text(options.text, model, options.num_words)
     if len(text.token_ids) <= model.window_tokens + 1:
         raise UnusableTextError(
-            f"{options.text} has {len(text.token_ids)} tokens, nothing overflows a window of "
-            f"{model.window_tokens}",
+            f"{options.text} has {len(text.token_ids)} tokens, which do not overflow a window "
+            f"of {model.window_tokens}",
             "give a longer text or a smaller --window",
         )
     streamed: dict[Method, Streamed] = {}

@@ -109,8 +109,8 @@ def _num_messages(text: RecordText, records: Sequence[Record], most_tokens: int)
         number += 1
     if number <= LEAST_MESSAGES:
         raise InvalidInputError(
-            f"{most_tokens} tokens do not hold {LEAST_MESSAGES} messages of {RECORDS_PER_MESSAGE} "
-            "records",
+            f"{LEAST_MESSAGES} messages of {RECORDS_PER_MESSAGE} records do not fit into "
+            f"{most_tokens} tokens",
             "give a larger --context",
         )
     return number - 1

@@ -236,7 +236,7 @@ def fill(context: Context, prompts: RecordText, options: RetrievalOptions, seed:
                 break
             if num_given + RECORDS_PER_TURN > MOST_RECORDS:
                 raise InvalidInputError(
-                    f"there are names for {MOST_RECORDS} records only",
+                    f"there are names for only {MOST_RECORDS} records",
                     "give a smaller --window or fewer --overflows",
                 )
             context.feed(piece, want="none")
@@ -244,7 +244,8 @@ def fill(context: Context, prompts: RecordText, options: RetrievalOptions, seed:
             num_fed += len(piece)
         if len(context.context_ids) < len(piece):
             raise InvalidInputError(
-                f"the window does not hold {RECORDS_PER_TURN} records of {len(piece)} tokens twice",
+                f"the window is too small for twice {RECORDS_PER_TURN} records of {len(piece)} "
+                "tokens",
                 "give a larger --window",
             )
         context.discard(dropped(options.truncation, len(context.context_ids)))

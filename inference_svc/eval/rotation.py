@@ -52,7 +52,8 @@ def measure_rotation(model: EvalModel, options: RotationOptions) -> RotationRepo
     (_, drop) = dropped(truncation, window)[0]
     if options.num_moves * drop >= window:
         raise InvalidInputError(
-            f"{options.num_moves} truncations of {drop} tokens leave nothing of {window}",
+            f"{options.num_moves} truncations of {drop} tokens leave nothing of a window of "
+            f"{window}",
             "give fewer --moves or a smaller --ratio",
         )
     layers = list(_rotary_keys(model, options, window))
@@ -107,7 +108,8 @@ def _rotary_keys(
     token_ids = load_text(options.text, model).token_ids[:window]
     if len(token_ids) < window:
         raise UnusableTextError(
-            f"{options.text} has {len(token_ids)} tokens, fewer than the window of {window}",
+            f"{options.text} has {len(token_ids)} tokens, which are fewer than the window of "
+            f"{window}",
             "give a longer text or a smaller --window",
         )
     with Context(model, "ca") as context:

@@ -39,7 +39,8 @@ _NAMES = re.compile(rf"{_NAME}(?:[ \t]{{0,8}},[ \t]{{0,8}}{_NAME})*")
 MOST_SHOWN = 80  # characters of a header that an error message repeats
 _AUTHORITY = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9.-]+)(:\d{1,5})?", re.IGNORECASE)
 _REMEDY = (
-    "call 127.0.0.1 or localhost from this machine; for others, name clients in [clients.NAME]"
+    "call 127.0.0.1 or localhost on this machine; to let others call, configure "
+    "clients in [clients.NAME]"
 )
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -115,8 +116,8 @@ def requested_header_names(sent: Sequence[str]) -> str:
     names = ", ".join(sent).strip()
     if names and (len(names) > MAX_REQUESTED or not _NAMES.fullmatch(names)):
         raise RequestError(
-            f"the header {hdrs.ACCESS_CONTROL_REQUEST_HEADERS} cannot be so",
-            f"send up to {MAX_REQUESTED} characters of names, with commas",
+            f"the header {hdrs.ACCESS_CONTROL_REQUEST_HEADERS} is not valid",
+            f"send header names, separated by commas, of up to {MAX_REQUESTED} characters in all",
         )
     return names
 
@@ -144,12 +145,12 @@ def check_local(peer: str, hosts: Sequence[str], origins: Sequence[str]) -> None
         raise NotLocalError(f"the connection comes from {peer[:MOST_SHOWN] or 'nowhere'}", _REMEDY)
     if len(hosts) != 1 or not _is_local_authority(hosts[0]):
         shown = ", ".join(hosts)[:MOST_SHOWN]
-        raise NotLocalError(f"the host {shown!r} is no name of this machine", _REMEDY)
+        raise NotLocalError(f"the host {shown!r} is not a name of this machine", _REMEDY)
     for origin in origins:
         scheme, _, authority = origin.partition("://")
         if scheme not in ("http", "https") or not _is_local_authority(authority):
             raise NotLocalError(
-                f"the page of {origin[:MOST_SHOWN]!r} is not of this machine", _REMEDY
+                f"the page {origin[:MOST_SHOWN]!r} does not come from this machine", _REMEDY
             )
 
 

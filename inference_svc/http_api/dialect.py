@@ -34,7 +34,7 @@ class ServedModel:
         """
         if name not in self.names:
             raise UnknownModelNameError(
-                f"the model {name[:80]!r} is not served here", f"use {self.name!r}"
+                f"the model {name[:80]!r} is not served here", f"send {self.name!r} as the model"
             )
 
     @property

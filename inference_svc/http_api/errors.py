@@ -179,8 +179,8 @@ def unknown_response(response_id: str) -> UnknownResponseError:
 def unfinished_response(response_id: str) -> UnfinishedResponseError:
     """Make the error of a request that needs a background response before it has its answer."""
     return UnfinishedResponseError(
-        f"the response {response_id[:80]!r} is not complete",
-        "retrieve it until it is, or cancel it",
+        f"the response {response_id[:80]!r} is not complete yet",
+        "retrieve it until it is complete, or cancel it",
     )
 
 
@@ -188,21 +188,23 @@ def unknown_conversation(conversation_id: str) -> UnknownConversationError:
     """Make the error of a conversation that the tenant does not have."""
     return UnknownConversationError(
         f"there is no conversation {conversation_id[:80]!r}",
-        "check its id, or begin one with POST /v1/conversations",
+        "check the id, or create a conversation with POST /v1/conversations",
     )
 
 
 _PATHS = (
-    "use /v1/chat/completions, /v1/completions, /v1/responses, /v1/conversations, /v1/embeddings,"
-    " /v1/messages or /v1/models"
+    "use one of /v1/chat/completions, /v1/completions, /v1/responses, "
+    "/v1/conversations, /v1/embeddings, /v1/messages and /v1/models"
 )
 _TEXT_ONLY = "the service reads and writes text only"
-_NO_FILES = "the service keeps no files: send the text itself"
-_NO_BATCHES = "send the requests themselves, at once: they are computed together"
-_NO_STORES = "search where your texts are, and send what was found"
-_NO_AGENTS = "agents run at their client: use /v1/responses, or /v1/messages, with tools"
-_NO_TRAINING = "train elsewhere, and serve the model's directory"
-_NO_ADMIN = "tenants, clients and limits are in inference-svc.toml; inference-svc top shows the use"
+_NO_FILES = "the service stores no files: send the text itself"
+_NO_BATCHES = "send the requests themselves, all at once: they are computed together"
+_NO_STORES = "search where your texts are stored, and send what you found"
+_NO_AGENTS = "run agents in the client: it calls /v1/responses, or /v1/messages, with tools"
+_NO_TRAINING = "train the model elsewhere, and serve its directory"
+_NO_ADMIN = (
+    "tenants, clients and limits are set in inference-svc.toml; inference-svc top shows their use"
+)
 # Remedies for the paths of vendors' other products, by their first one or two parts.
 _INSTEAD: Mapping[str, str] = {
     "agents": _NO_AGENTS,
@@ -215,14 +217,14 @@ _INSTEAD: Mapping[str, str] = {
     "deployments": _NO_AGENTS,
     "deployment_runs": _NO_AGENTS,
     "environments": _NO_AGENTS,
-    "evals": "run them at their client, against the paths that there are",
+    "evals": "run evaluations in the client, with the paths that are served",
     "files": _NO_FILES,
     "fine_tuning": _NO_TRAINING,
     "images": _TEXT_ONLY,
     "live": _TEXT_ONLY,
     "memory_stores": _NO_STORES,
     "messages/batches": _NO_BATCHES,
-    "moderations": "the service does not moderate",
+    "moderations": "the service has no moderation",
     "organization": _NO_ADMIN,
     "organizations": _NO_ADMIN,
     "projects": _NO_ADMIN,
@@ -235,7 +237,7 @@ _INSTEAD: Mapping[str, str] = {
     "vaults": _NO_ADMIN,
     "vector_stores": _NO_STORES,
     "videos": _TEXT_ONLY,
-    "webhooks": "follow a response, or retrieve it: nobody is called",
+    "webhooks": "follow or retrieve responses: the service calls no webhooks",
 }
 
 

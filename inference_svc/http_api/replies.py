@@ -226,7 +226,7 @@ class EventStream:
         except TimeoutError as error:
             if self._request.transport is not None:
                 self._request.transport.abort()
-            raise ConnectionResetError("the client does not read") from error
+            raise ConnectionResetError("the client does not read the response") from error
 
 
 def json_bytes(data: Mapping[str, Any]) -> bytes:
@@ -259,4 +259,4 @@ def reported(error: Exception) -> ReportedError:
     if isinstance(error, ReportedError):
         return error
     log.error("http_request_failed", exc_info=error)
-    return InternalError("internal error", "see the log of the service")
+    return InternalError("internal error", "the log of the service says more")

@@ -54,7 +54,9 @@ async def read_body(request: web.Request) -> JsonBody:
         RequestTooLargeError: it is too large; raised before reading if its headers say so.
     """
     if request.headers.get("Content-Encoding", "identity").lower() != "identity":
-        raise UnsupportedValueError("compressed bodies are not supported", "send it as it is")
+        raise UnsupportedValueError(
+            "compressed bodies are not supported", "send the body without Content-Encoding"
+        )
     if (request.content_length or 0) > request.client_max_size:
         raise _too_large()
     try:
@@ -64,7 +66,7 @@ async def read_body(request: web.Request) -> JsonBody:
         raise _too_large() from error
     except web.RequestPayloadError:  # not chained: its text, and its cause's, is the client's bytes
         raise RequestError(
-            "the body ends early, or its chunks are broken", "send it again"
+            "the body is incomplete, or its chunks are malformed", "send it again"
         ) from None
     digest = hashlib.blake2b(data, digest_size=16).digest()
     return JsonBody(parse_object(data), digest)
@@ -92,7 +94,7 @@ def parse_object(body: bytes) -> dict[str, Any]:
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")
 
 
 async def delay_continue(request: web.Request) -> None:
@@ -113,7 +115,7 @@ async def _ask_for_body(request: web.Request) -> None:
 
 def _too_large() -> RequestTooLargeError:
     return RequestTooLargeError(
-        "the body is larger than the service takes", "send less, or raise openai.max_body_bytes"
+        "the body is too large", "send less, or raise openai.max_body_bytes"
     )
 
 
@@ -181,11 +183,11 @@ class RequestSlots:
         except TimeoutError as error:
             if slot.is_lost:
                 raise self._full_error(
-                    f", most of them of {slot.client}, whose bodies have not come",
-                    "send each with its request",
+                    f", most of them from {slot.client}, which has not sent their bodies",
+                    "send the body of each request without delay",
                 ) from error
             raise SlowRequestError(
-                f"the body did not come within {self._body_s:g} s", "send it at once"
+                f"the body did not arrive within {self._body_s:g} s", "send it without delay"
             ) from error
         finally:
             unread.pop(slot, None)
@@ -208,5 +210,5 @@ class RequestSlots:
             slot.wait.reschedule(asyncio.get_running_loop().time())
 
     def _full_error(self, detail: str, remedy: str) -> TooManyRequestsError:
-        message = f"{self._most} requests are under way{detail}"
+        message = f"{self._most} requests are running{detail}, and no more are accepted"
         return TooManyRequestsError(message, remedy, retry_after_s=RETRY_S)

@@ -50,7 +50,7 @@ def header_of(request: web.Request, name: str) -> str:
     value = request.headers.get(name, "")
     if len(value) > MAX_HEADER or not (value.isascii() and value.isprintable()):
         raise RequestError(
-            f"the header {name} cannot be so", f"send up to {MAX_HEADER} printable ASCII characters"
+            f"the header {name} is not valid", f"send up to {MAX_HEADER} printable ASCII characters"
         )
     return value
 
@@ -98,7 +98,9 @@ class TurnRequest(Generic[B]):
         chain, path, session_id = self.chain, self.request.path, self._session_name()
         if choice and session_id:
             raise RequestError(
-                "several answers cannot go on in one session", "leave the session out", "session_id"
+                "several answers cannot continue the same session",
+                "leave the session out",
+                "session_id",
             )
         repeat = header_of(self.request, REPEAT)
         choice_names = (str(choice),) if choice else ()
@@ -164,14 +166,14 @@ class TurnRequest(Generic[B]):
             return sampling
         if self.body.beginning:
             raise RequestError(
-                "an answer that is begun cannot be a call",
-                "leave its beginning out, or the choice of a tool",
+                "an answer that continues a message cannot be a tool call",
+                "leave out the beginning of the answer, or the tool_choice",
                 "tool_choice",
             )
         if "grammar" in sampling:
             raise RequestError(
-                "an answer cannot have a format and be a call",
-                "leave the format out, or the choice of a tool",
+                "an answer with a format cannot be a tool call",
+                "leave out the format, or the tool_choice",
                 "tool_choice",
             )
         return sampling | {"grammar": self.gateway.text.grammar_of_call(use.callable_tools)}
@@ -200,12 +202,12 @@ class TurnRequest(Generic[B]):
             name = hints.cache_key
         if name and not self._is_kept:
             raise RequestError(
-                "a session is named that is not to be stored", "leave one out", "store"
+                "a session is named, but store is false", "leave one of them out", "store"
             )
         if name.startswith(CONVERSATION):
             raise RequestError(
-                f"names that begin with {CONVERSATION} are those of conversations",
-                "name another session, or in a response the conversation",
+                f"session names that begin with {CONVERSATION} are reserved for conversations",
+                "name another session, or send conversation with a response",
                 "session_id",
             )
         return name

@@ -309,7 +309,7 @@ async def _report_errors(request: web.Request, handler: Handler) -> web.StreamRe
 def _as_reported(request: web.Request, error: Exception) -> ReportedError:
     if isinstance(error, web.HTTPMethodNotAllowed):
         return MethodNotAllowedError(
-            f"{request.method[:20]} is not for this path",
+            f"the method {request.method[:20]} is not possible on this path",
             f"use {' or '.join(sorted(error.allowed_methods))}",
         )
     if isinstance(error, web.HTTPException):

@@ -46,11 +46,11 @@ class TokenizeBody(ModelBody):
     def _check_members(self) -> Self:
         if (self.prompt is None) == (not self.messages):
             raise WrongMemberError(
-                "either {path} or messages are to be encoded", "send one of them", "prompt"
+                "exactly one of {path} and messages is needed", "send one of them", "prompt"
             )
         if self.continue_final_message and not self.messages:
             raise WrongMemberError(
-                "{path} goes with messages", "leave it out", "continue_final_message"
+                "{path} is only possible with messages", "leave it out", "continue_final_message"
             )
         check_end(self.messages, self.add_generation_prompt, continues=self.continue_final_message)
         return self

@@ -85,13 +85,15 @@ class ServiceAddress:
         unknown = sorted(raw.keys() - keys)
         if unknown or not raw.get("socket"):
             problem = (
-                f"{unknown[0]!r} is no key of a service" if unknown else "a service has no socket"
+                f"{unknown[0]!r} is not a key of a service"
+                if unknown
+                else "a service has no socket"
             )
-            raise ServiceError(f"{problem}: write {', '.join(sorted(keys))}; socket is needed")
+            raise ServiceError(f"{problem}: write {', '.join(sorted(keys))}; socket is required")
         for key, address in raw.items():
             if address and not is_unix(address) and (key == "socket" or not is_tcp(address)):
                 also = "" if key == "socket" else " or host:port"
-                raise ServiceError(f"{key} = {address!r} is no address: write unix:/path{also}")
+                raise ServiceError(f"{key} = {address!r} is not an address: write unix:/path{also}")
         return cls(**raw)
 
 
@@ -107,7 +109,7 @@ def claim_one(services: Sequence[ServiceAddress]) -> tuple[ServiceAddress, socke
     """
     if not services:
         raise ServiceError(
-            "no service is named: write `services`, one for each replica of a machine"
+            "no service is configured: list one in `services` for each replica of a machine"
         )
     for address in services:
         claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
@@ -120,8 +122,9 @@ def claim_one(services: Sequence[ServiceAddress]) -> tuple[ServiceAddress, socke
         else:
             return address, claim
     raise ServiceError(
-        f"each of the {len(services)} services of this machine has its replica: name more of them, "
-        "or have fewer replicas here; one that is being replaced ends its turns first"
+        f"all {len(services)} services of this machine already have a replica: list more "
+        "services, or run fewer replicas here; a replica that is being replaced finishes "
+        "its turns first"
     )
 
 

@@ -162,11 +162,17 @@ class SessionServer:
     async def __call__(self, request: Request) -> Response:
         """Forward a request to OpenAI's or Anthropic's API, and stream its answer back."""
         if not self._service.address.http:
-            return _response(_error_head(501, "not_served", "no HTTP here: `http` is not set"))
+            return _response(
+                _error_head(501, "not_served", "HTTP is not served here, because `http` is not set")
+            )
         body = await _body_of(request)
         if body is None:
             return _response(
-                _error_head(413, "too_large", f"send {MAX_BODY_BYTES:,} bytes at most")
+                _error_head(
+                    413,
+                    "too_large",
+                    f"the body is too large: send at most {MAX_BODY_BYTES:,} bytes",
+                )
             )
         asked = Asked(
             method=request.method,
@@ -202,9 +208,13 @@ class SessionServer:
             if is_begun:
                 raise
             if isinstance(error, aiohttp.ClientConnectorError):
-                yield _error_head(503, "no_server", "the server takes no requests just now")
+                yield _error_head(
+                    503, "no_server", "the server does not accept requests at the moment"
+                )
             else:
-                yield _error_head(502, "server_lost", "the server was lost before it answered")
+                yield _error_head(
+                    502, "server_lost", "the connection to the server broke before it answered"
+                )
         if asked.session and own_name:
             task = asyncio.create_task(self._service.record_session(asked.session, own_name))
             self._noting.add(task)

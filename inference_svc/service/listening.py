@@ -47,7 +47,10 @@ def prepare_sockets(listen: Sequence[str]) -> None:
         try:
             claim_path(Path(address.removeprefix(UNIX)))
         except SocketInUseError as error:
-            remedy = f'{error.remedy}, with --listen or server.listen ("auto": the unit\'s own)'
+            remedy = (
+                f'{error.remedy}, with --listen or server.listen ("auto" is the address of the '
+                "systemd unit)"
+            )
             raise ListenError(error.message, remedy) from error
 
 
@@ -153,6 +156,6 @@ class GrpcServers:
                 port = server.add_insecure_port(address)
         except (RuntimeError, OSError) as error:
             raise ListenError(
-                f"cannot listen on {address}", "choose an address that is free, with --listen"
+                f"cannot listen on {address}", "choose a free address with --listen"
             ) from error
         return f"{address.rpartition(':')[0]}:{port}"

@@ -82,7 +82,9 @@ def chat_input(
 
 def empty_turn() -> EmptyTurnError:
     """Make the error of a turn without input."""
-    return EmptyTurnError("the turn is empty", "send text, chat messages with content or token ids")
+    return EmptyTurnError(
+        "the turn is empty", "send a text, chat messages with content, or token ids"
+    )
 
 
 def fill_sampling(values: Mapping[str, Any], defaults: TurnDefaults) -> SamplingParams:

@@ -128,8 +128,9 @@ def decode_discard(request: pb.DiscardRequest) -> tuple[list[Range], ExpectedSes
     num_items = len(request.ranges) + len(request.positions)
     if num_items > MAX_DISCARD_ITEMS:
         raise InvalidDiscardError(
-            f"{num_items} ranges and positions are more than {MAX_DISCARD_ITEMS}",
-            "send ranges rather than positions, or several discards",
+            f"{num_items} ranges and positions are too many, at most {MAX_DISCARD_ITEMS} are "
+            "possible",
+            "send ranges instead of positions, or several discards",
         )
     ranges = [(found.start, found.end) for found in request.ranges]
     ranges += [(position, position + 1) for position in request.positions]
@@ -214,7 +215,8 @@ def _decode_input(request: pb.SubmitTurnRequest) -> TurnInput:
     kind = request.WhichOneof("input")
     if request.special_tokens and kind in {"chat", "tokens"}:
         raise InvalidTurnError(
-            f"special_tokens goes with text, not with {kind}", "leave it out, or send text"
+            f"special_tokens is only possible with text, not with {kind}",
+            "leave it out, or send text",
         )
     if kind == "text" and request.text:
         return TextInput(request.text, request.special_tokens)
@@ -230,8 +232,8 @@ def _decode_retention(retention: pb.Retention) -> Retention:
     for wish_s in (retention.session_s, retention.prefix_s):
         if not 0 <= wish_s <= MAX_RETENTION_S:
             raise InvalidTurnError(
-                f"a retention of {wish_s} s cannot be",
-                f"send up to {MAX_RETENTION_S:.0f} s, 0 for none",
+                f"a retention of {wish_s} s is not valid",
+                f"send up to {MAX_RETENTION_S:.0f} s, or 0 for none",
             )
     return Retention(retention.session_s, retention.prefix_s)
 
@@ -262,7 +264,7 @@ def _check_fields(request: pb.SubmitTurnRequest) -> None:
         accepted.append("deadline_s in seconds, 0 for none")
     if problems:
         raise InvalidTurnError(
-            f"{' and '.join(problems)} cannot be", f"send {' and '.join(accepted)}"
+            f"{' and '.join(problems)} cannot be accepted", f"send {' and '.join(accepted)}"
         )
 
 

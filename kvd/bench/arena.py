@@ -172,7 +172,8 @@ class _CopyingEngine:
     def _expect(self, num_granted: int) -> None:
         if num_granted != self._num_blocks:
             raise ChildFailedError(
-                f"kvd granted {num_granted} of {self._num_blocks} blocks", "report it as a bug"
+                f"kvd granted {num_granted} of {self._num_blocks} blocks",
+                "this is a bug: report it",
             )
 
 

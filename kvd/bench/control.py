@@ -141,7 +141,9 @@ class _CallingEngine:
         call = self._client.prepare_load(bench_key(f"hot-{number}"), tokens, 0, CALL_S)
         grant = await _timed(turn["prepare_load"], call)
         if grant.end_token != TOKENS_PER_SESSION:
-            raise ChildFailedError(f"a stored session misses: {grant.miss_reason}", "report it")
+            raise ChildFailedError(
+                f"a stored session was not found: {grant.miss_reason}", "this is a bug: report it"
+            )
         await _timed(turn["complete_load"], self._client.complete_load(grant))
 
     async def _look_up(self, turn: dict[str, list[float]]) -> None:
@@ -150,14 +152,19 @@ class _CallingEngine:
         call = self._client.prepare_load(idle_key(number), tokens, 0, CALL_S)
         grant = await _timed(turn["look_up"], call)
         if grant.lookup is not Lookup.MISS or grant.miss_reason != "tokens_differ":
-            raise ChildFailedError(f"session {number}: {grant.miss_reason or 'a hit'}", "report it")
+            raise ChildFailedError(
+                f"session {number} should have been missed: {grant.miss_reason or 'it was a hit'}",
+                "this is a bug: report it",
+            )
 
     async def _store(self, name: str, seed: int, turn: dict[str, list[float]]) -> None:
         tokens = token_ids_of(seed, TOKENS_PER_SESSION)
         call = self._client.prepare_store(bench_key(name), tokens, 0, CALL_S)
         grant = await _timed(turn["prepare_store"], call)
         if grant.refused_reason:
-            raise ChildFailedError(f"a store is refused: {grant.refused_reason}", "report it")
+            raise ChildFailedError(
+                f"a store was refused: {grant.refused_reason}", "this is a bug: report it"
+            )
         await _timed(turn["complete_store"], self._client.complete_store(grant, success=True))
 
 

@@ -209,7 +209,9 @@ class DirectFloor:
 
     def _check(self, moved_bytes: int) -> None:
         if moved_bytes != self._extent_bytes:
-            raise OSError(errno.EIO, f"{moved_bytes} bytes moved", str(self._directory))
+            raise OSError(
+                errno.EIO, f"a transfer moved only {moved_bytes} bytes", str(self._directory)
+            )
 
     def _sync(self, written: Iterable[int]) -> None:
         for fd in set(written):

@@ -183,7 +183,7 @@ class TimedEngine:
             answer = self.engine.loads.settle(answer.lease_id)
         if answer.end_token != TOKENS_PER_SESSION:
             raise ChildFailedError(
-                f"session {number} is not found ({answer.miss_reason})", "report it as a bug"
+                f"session {number} was not found ({answer.miss_reason})", "this is a bug: report it"
             )
         _timed(
             turn["complete_load"],

@@ -26,7 +26,7 @@ def run(options: BenchOptions) -> Report:
     check_memory(
         needed_memory_bytes(options),
         "the bench",
-        "stop what uses the memory, or measure less with --quick",
+        "stop other programs that use memory, or measure less with --quick",
     )
     with workspace(options.directory, needed_disk_bytes(options)) as work:
         return run_until_signal(lambda: _measure(options, work))

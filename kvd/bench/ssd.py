@@ -209,7 +209,8 @@ class KvdDisk:
         grant = await self._client.prepare_store(key, token_ids, 0, CALL_S)
         if len(grant.blocks) != self._num_blocks:
             raise ChildFailedError(
-                f"kvd granted {len(grant.blocks)} of {self._num_blocks} blocks", "report it"
+                f"kvd granted {len(grant.blocks)} of {self._num_blocks} blocks",
+                "this is a bug: report it",
             )
         slots = [block.slot_id for block in grant.blocks]
         arena = grant.arena
@@ -237,7 +238,7 @@ class KvdDisk:
         if end != self._num_tokens or num_read < self._num_blocks // 2:
             raise ChildFailedError(
                 f"kvd read {num_read} of {self._num_blocks} blocks from SSD ({grant.miss_reason})",
-                "report it",
+                "this is a bug: report it",
             )
         return Sample(num_read * self._extent_bytes, seconds)
 

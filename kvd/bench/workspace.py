@@ -47,9 +47,9 @@ def workspace(directory: Path, needed_bytes: int) -> Iterator[Workspace]:
     free = shutil.disk_usage(directory).free
     if free < 2 * needed_bytes:
         raise NoRoomError(
-            f"{directory} has {format_bytes(free)} free, the bench wants"
-            f" {format_bytes(2 * needed_bytes)} and uses half of it",
-            "name another directory with --directory, or measure less with --quick",
+            f"{directory} has {format_bytes(free)} of free space, but the bench needs "
+            f"{format_bytes(2 * needed_bytes)}, half of which it uses",
+            "give another directory with --directory, or measure less with --quick",
         )
     with directories(directory, "kvd-bench-") as (state, runtime):
         yield Workspace(state, runtime)

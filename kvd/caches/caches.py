@@ -232,7 +232,7 @@ class Caches:
             models = ", ".join(full.model[:12] for _, full in found)
             raise AmbiguousSessionError(
                 f"session {key.session_id!r} is stored under several models ({models})",
-                "name one of them with --model",
+                "choose one with --model",
             )
         return found[0]
 
@@ -274,8 +274,8 @@ class Caches:
                 await done.wait()
         except TimeoutError as error:
             raise NotDurableError(
-                "the change is in effect, but not in the index yet",
-                "see the log of kvd: the disk may be full",
+                "the change is in effect, but is not saved in the index yet",
+                "read the log of kvd: the disk may be full",
             ) from error
 
     async def close(self, *, keep_dram: bool) -> None:
@@ -362,8 +362,8 @@ class Caches:
                 log.info("layout_forgotten", layout=cache.layout.fingerprint)
                 return
         raise LimitReachedError(
-            f"{len(self._caches)} layouts are stored",
-            "raise limits.max_layouts, or flush the sessions of a model that is served no more",
+            f"{len(self._caches)} layouts are stored, and no more are allowed",
+            "raise limits.max_layouts, or flush the sessions of a model that is no longer served",
         )
 
     async def _remove(self, cache: Cache) -> None:

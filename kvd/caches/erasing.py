@@ -72,12 +72,12 @@ class TenantEraser:
         secrets = self._caches.secrets
         if secrets.keys is None:
             raise NotErasableError(
-                "nothing is encrypted at rest, so nothing can be erased by its key",
+                "the SSD tier is not encrypted, so nothing can be erased by deleting a key",
                 "flush without --secure, or set encryption.key_file first",
             )
         if tenant is not None and secrets.note.has_plain:
             raise NotErasableError(
-                "blocks from a time without encryption may be on SSD, which no key erases",
+                "the SSD tier may hold unencrypted blocks from before, which no deleted key erases",
                 "flush everything once, which removes them: kvd flush --secure --all",
             )
         stored_tenants = secrets.keys.tenants
@@ -93,9 +93,10 @@ class TenantEraser:
         self.tenants_to_erase(tenant)
         if self._caches.unavailable:
             raise NotErasableError(
-                f"{len(self._caches.unavailable)} layouts are unavailable, and what they hold in "
+                f"{len(self._caches.unavailable)} layouts are unavailable, and their data in "
                 "memory and segments cannot be erased",
-                "bring their files back, or decide about them with kvd reopen; see kvd stats",
+                "restore their files, or decide what happens to them with kvd reopen; kvd stats "
+                "lists them",
             )
         async with self._erasing:
             self._caches.block_tenants(lambda name: tenant in (None, name))
@@ -133,8 +134,8 @@ class TenantEraser:
             await cache.wait_for_change(POLL_S)
         if not cache.act(lambda core: core.erasing.is_wiped()):
             raise NotDurableError(
-                "memory of the sessions that were dropped could not be zeroed",
-                "see the log of kvd, and stop it with SIGINT, which gives the memory up",
+                "the memory of the dropped sessions could not be overwritten with zeros",
+                "read the log of kvd, and stop kvd with SIGINT, which frees the memory",
             )
         return FlushAnswer(num_sessions, freed_bytes, ())
 
@@ -150,8 +151,9 @@ class TenantEraser:
             cache.remove_segments()
         if has_segments(self._caches.directory):
             raise NotErasableError(
-                f"segments that kvd does not know are left in {self._caches.directory}",
-                "delete them: volumes that were set aside, say; then do it again",
+                f"{self._caches.directory} contains segments that kvd does not know",
+                "delete them (volumes that were set aside, for example), then run the command "
+                "again",
             )
         self._caches.secrets.record_no_plain()
 
@@ -164,7 +166,7 @@ class TenantEraser:
                 await dropped.wait()
         except TimeoutError as error:
             raise NotDurableError(
-                "the keys are forgotten, but not deleted from the disk yet",
-                "see the log of kvd: the disk may be full, or somebody reads manifest.db; "
-                "then do it again",
+                "the keys are no longer used, but not deleted from the disk yet",
+                "read the log of kvd: the disk may be full, or a program reads manifest.db; then "
+                "run the command again",
             ) from error

@@ -104,8 +104,8 @@ class LayoutOpener:
             return volume, replace(row, volume_id=volume.files.open())
         except (UnusableVolumeError, OSError) as error:
             raise LayoutUnavailableError(
-                f"layout {layout.fingerprint[:12]} can have no volume: {error}",
-                f"let kvd write to {self.directory}, or move what lies there away",
+                f"layout {layout.fingerprint[:12]} has no usable volume: {error}",
+                f"let kvd write to {self.directory}, or move away what is in the way there",
             ) from error
 
     def open(
@@ -173,7 +173,7 @@ class LayoutOpener:
         except OSError as error:
             raise NotSetAsideError(
                 f"{volume} cannot be renamed ({error.strerror})",
-                "see that kvd may write to the directory, and that nothing is mounted at it",
+                "check that kvd may write to the directory, and that nothing is mounted on it",
             ) from error
         if unavailable.kept is not None:
             self._arenas.discard(unavailable.kept, "its layout is set aside")

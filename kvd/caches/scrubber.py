@@ -71,7 +71,7 @@ class Scrubber:
             VerifyRunningError: another run is under way.
         """
         if self._is_running:
-            raise VerifyRunningError("a verification is under way", "wait for its end")
+            raise VerifyRunningError("a verification is already running", "wait until it has ended")
         self._is_running = True
         try:
             num_copies = sum(tier.num_blocks for c in caches for tier in c.stats().tiers)

@@ -123,9 +123,9 @@ class TenantSecrets:
             return
         if wrapped:
             raise KeyNeededError(
-                f"{len(wrapped)} tenants have encrypted blocks, and there is no key",
-                "set encryption.key_file, with encryption.enabled = false to encrypt nothing "
-                "more; or, if the key is lost, name another state_dir",
+                f"{len(wrapped)} tenants have encrypted blocks, but encryption.key_file is not set",
+                "set it (and encryption.enabled = false to encrypt nothing new); if the key is "
+                "lost, set another state_dir",
             )
         self._salts = self._manifest.salts()
         if note.key:
@@ -184,8 +184,8 @@ class TenantSecrets:
             raise WrongKeyError(
                 f"the key in {key_file} ({keys.fingerprint[:8]}) is not the one that this state "
                 f"directory is encrypted with ({note.key[:8] or 'not known'})",
-                "name the file of that key in encryption.key_file, or change keys with: "
-                "kvd key rotate",
+                "set encryption.key_file to the file with that key, or change keys with: kvd key "
+                "rotate",
             )
         for tenant in damaged:
             log.error("tenant_key_damaged", tenant=tenant)
@@ -208,7 +208,8 @@ class TenantSecrets:
     def _check_room(self, num_tenants: int, max_tenants: int) -> None:
         if num_tenants >= max_tenants:
             raise LimitReachedError(
-                f"{num_tenants} tenants have a salt", "raise limits.max_tenants"
+                f"{num_tenants} tenants have a salt, and no more are allowed",
+                "raise limits.max_tenants",
             )
 
 
@@ -238,7 +239,9 @@ def rotate_master_key(
         NotDurableError: the transaction failed; nothing was changed.
     """
     if not path.exists():
-        raise KeyFileError(f"there is no {path}", "name the directory with --state-dir")
+        raise KeyFileError(
+            f"the state directory has no {path}", "give the state directory of kvd with --state-dir"
+        )
     with closing(open_database(path, volumes, faults)) as db:
         found = db.execute("SELECT value FROM meta WHERE name = ?", (META_NAME,)).fetchone()
         note = EncryptionNote.read(found[0] if found else "")
@@ -251,15 +254,16 @@ def rotate_master_key(
         is_wrong = note.key != before.fingerprint if note.key else not wrapped
         if stored and is_wrong:
             raise WrongKeyError(
-                f"the key until now ({before.fingerprint[:8]}) is not the one that wraps the "
-                f"tenants' keys ({note.key[:8] or 'not known'})",
-                "name the file of that key with --old",
+                f"the old key ({before.fingerprint[:8]}) is not the one that wraps the tenants' "
+                f"keys ({note.key[:8] or 'not known'})",
+                "give the file with that key with --old",
             )
         try:
             _rewrap(db, wrapped, EncryptionNote(after.fingerprint, note.has_plain), faults)
         except sqlite3.Error as error:
             raise NotDurableError(
-                f"the index did not take the keys ({error})", "free some space, and try again"
+                f"the new keys could not be saved in the index ({error})",
+                "free some space, and try again",
             ) from error
     return len(wrapped)
 

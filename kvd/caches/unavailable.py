@@ -25,7 +25,9 @@ from shared.types.errors import ReportedError
 FIRST_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 60.0
 ATTEMPT_SHARE = 0.1  # share of the event loop's time that attempts may take
-REMEDY = "bring its files back (df, dmesg), or decide what is to become of it: kvd reopen {layout}"
+REMEDY = (
+    "restore its files (see df, dmesg), or decide what happens to the layout: kvd reopen {layout}"
+)
 # Exceptions of a layout that cannot be restored; the last two: its row in the index is damaged.
 UNRESTORABLE = (UnusableVolumeError, ReportedError, OSError, ValueError, DecodeError)
 
@@ -123,11 +125,12 @@ class UnavailableLayouts:
         found = [layout for layout in self if prefix and layout.row.fingerprint.startswith(prefix)]
         if not found:
             raise UnknownLayoutError(
-                f"no layout {prefix[:64]!r} is unavailable", "see which there are: kvd stats"
+                f"no unavailable layout begins with {prefix[:64]!r}", "list them with: kvd stats"
             )
         if len(found) > 1:
             raise UnclearSelectionError(
-                f"{len(found)} unavailable layouts start with {prefix!r}", "write more of it"
+                f"{len(found)} unavailable layouts begin with {prefix!r}",
+                "give more characters of it",
             )
         return found[0]
 

@@ -42,7 +42,8 @@ def bench(
     unknown = sorted(set(only or ()) - set(PARTS))
     if unknown:
         raise UnclearSelectionError(
-            f"no such part: {', '.join(unknown)}", f"name one of {', '.join(PARTS)}"
+            f"there is no such part: {', '.join(unknown)}",
+            f"give one or more of {', '.join(PARTS)}",
         )
     options = BenchOptions(
         directory=directory or Path.cwd(),
@@ -58,6 +59,6 @@ def bench(
     except OSError as error:
         raise UnusableDirectoryError(
             f"cannot measure in {options.directory} ({error.strerror})",
-            "name a directory on the disk to measure with --directory",
+            "give a directory on the disk to measure with --directory",
         ) from error
     print_report(as_document(report), lambda width: tables(report, width), ONLY if as_json else "")

@@ -94,8 +94,8 @@ def _ambiguous_error(typed: str, found: Sequence[kvd_pb2.SessionKey]) -> Ambiguo
         names = [name_of(key) for key in found]
     more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
     return AmbiguousSessionError(
-        f"{typed!r} may be any of {', '.join(names[:MOST_NAMED])}{more}",
-        "name one by its whole id, with --tenant or --model where ids are the same",
+        f"{typed!r} matches several sessions: {', '.join(names[:MOST_NAMED])}{more}",
+        "give the whole id, and --tenant or --model if ids are the same",
     )
 
 
@@ -222,7 +222,7 @@ def check_chosen(what: str, named: Sequence[str], tenant: str, *, everything: bo
     """
     if bool(named) + everything + bool(tenant and not named) != 1:
         raise UnclearSelectionError(
-            f"what to {what} is not clear", "name sessions, or a tenant, or say --all"
+            f"it is not clear which sessions to {what}", "name sessions, or give --tenant, or --all"
         )
 
 

@@ -85,7 +85,7 @@ def install_units(
     shell and man find them, and scripts for Tab beside them.
     """
     if user and root is not None:
-        raise UnclearSelectionError("--user and --root do not go together", "say one of them")
+        raise UnclearSelectionError("--user and --root cannot be used together", "give one of them")
     programs = Path(sys.executable).parent
     files = _plan(programs, root, user=user)
     work = remove if removing else place
@@ -122,8 +122,9 @@ def _plan(programs: Path, root: Path | None, *, user: bool) -> list[Planned]:
         pages = [_inside(page, root) for page in pages]
     if any(inside.is_relative_to(home) for home in HOMES):
         raise InstallError(
-            f"system services cannot run a program in {inside}: homes are hidden from them",
-            "install kvd into a virtual environment in /opt/cachedattention, or say --user",
+            "systemd hides home directories from services, so they cannot run a program in "
+            f"{inside}",
+            "install kvd into a virtual environment in /opt/cachedattention, or use --user",
         )
     top = root or Path("/")
     local = top / "usr/local"
@@ -164,7 +165,7 @@ def _run(command: tuple[str, ...]) -> None:
         raise InstallError(f"{command[0]} could not be run ({error})", remedy) from error
     if done.returncode:
         words = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
-        raise InstallError(f"the files are done with, but {command[0]} failed ({words})", remedy)
+        raise InstallError(f"the files are installed, but {command[0]} failed ({words})", remedy)
 
 
 def _grouped(

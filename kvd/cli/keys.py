@@ -57,7 +57,7 @@ def key_rotate(
     settings = config.load(config_file, {"state_dir": state_dir}).settings
     name = old or settings.encryption.key_file
     if not name:
-        raise KeyFileError("no key until now is named", "name its file with --old")
+        raise KeyFileError("the old key is not given", "give its file with --old")
     before, after = read_key(name), read_key(str(file.absolute()))
     with _no_kvd_running(settings.state_dir):
         index, volumes = settings.state_dir / MANIFEST_NAME, settings.state_dir / VOLUMES
@@ -79,7 +79,10 @@ def _no_kvd_running(state_dir: Path) -> Iterator[None]:
     from kvd.host.directories import claim_directory
 
     if not state_dir.is_dir():  # claiming it would make it
-        raise KeyFileError(f"there is no {state_dir}", "name the directory with --state-dir")
+        raise KeyFileError(
+            f"the state directory {state_dir} does not exist",
+            "give kvd's state directory with --state-dir",
+        )
     lock_fd = claim_directory(state_dir, "state", "--state-dir")
     try:
         yield

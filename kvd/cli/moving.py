@@ -152,7 +152,8 @@ def pull(
             found = catalog.find(tenant, session, model)
             if not replace and _is_stored(client, found.manifest.session):
                 raise SessionExistsError(
-                    f"session {name_of(found.manifest.session)} is stored already", "say --replace"
+                    f"session {name_of(found.manifest.session)} is already stored",
+                    "add --replace to replace it",
                 )
             return puller.pull(
                 found, time.time(), copies=copy, replaces=replace, may_add_layout=new_layout
@@ -189,7 +190,8 @@ def open_named_store(url: str, client: OperatorClient | None, option: str) -> tu
         url = _setting(client)
     if not url:
         raise StoreUrlError(
-            "no store is named", f"name one with {option}, or set remote.url in kvd's settings"
+            "no object store is configured",
+            f"give its URL with {option}, or set remote.url in kvd's settings",
         )
     store = open_store(url)
     claim(store)
@@ -209,7 +211,7 @@ def _bytes_of(rate: str) -> int:
         return 0
     found = parse_option("--rate", rate, parse_bytes, '"100MB"')
     if not found:
-        raise UnclearSelectionError("--rate 0 moves nothing", "leave it out for no bound")
+        raise UnclearSelectionError("--rate 0 moves nothing", "leave --rate out for no limit")
     return found
 
 
@@ -288,7 +290,8 @@ def _check_all_moved(failed: Sequence[dict[str, Any]], num_sessions: int, done: 
     if failed:
         raise NotAllMovedError(
             f"{len(failed)} of {num_sessions} sessions were not {done}",
-            "see above what each needs, and run it again: what is there is not sent again",
+            "the lines above say what each one needs; then run the command again, which does "
+            "not send anything twice",
         )
 
 

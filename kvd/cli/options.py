@@ -62,7 +62,9 @@ def require_terminal() -> None:
         NotConfirmedError: there is none.
     """
     if not sys.stdin.isatty():
-        raise NotConfirmedError("this needs a confirmation", "say --yes")
+        raise NotConfirmedError(
+            "this needs a confirmation, but there is no terminal to ask on", "add --yes"
+        )
 
 
 def confirm(question: str) -> None:
@@ -73,13 +75,16 @@ def confirm(question: str) -> None:
     """
     require_terminal()
     if not typer.confirm(question):
-        raise NotConfirmedError("nothing was done", "answer y, or say --yes")
+        raise NotConfirmedError(
+            "nothing was changed, because the answer was not y", "answer y, or add --yes"
+        )
 
 
 def warn_of_unavailable(num_layouts: int, what: str) -> None:
     """Warn on stderr that a command did not reach the sessions of some layouts."""
     if num_layouts:
         typer.echo(
-            f"kvd: {num_layouts} layouts are unavailable, their sessions not {what}: see kvd stats",
+            f"kvd: {num_layouts} layouts are unavailable, so their sessions were not {what}: see "
+            "kvd stats",
             err=True,
         )

@@ -110,8 +110,8 @@ def _check_alone(*parts: object) -> None:
     """Raise UnclearSelectionError if more than one of the parts is given."""
     if sum(map(bool, parts)) > 1:
         raise UnclearSelectionError(
-            "--paper and --observe stand alone",
-            "leave out --trace, --generate and --plot, or plan without them",
+            "--paper and --observe cannot be combined with --trace, --generate or --plot",
+            "leave those out, or plan without --paper and --observe",
         )
 
 
@@ -156,7 +156,7 @@ def show_observation(
         layouts = [layout for layout in client.recent_turns(model) if layout.turns]
     if not layouts:
         raise NothingObservedError(
-            "kvd has seen no turn since it started", "ask again when conversations have gone on"
+            "kvd has not seen any turn since it started", "run this again after some conversations"
         )
     caches = [_cache_of(layout, ssd_bytes_per_s) for layout in layouts]
     found = []

@@ -49,7 +49,9 @@ def export_session(
 ) -> None:
     """Write a session's tokens and KV to a file for kvd import."""
     if file.exists() and not force:
-        raise UnusableFileError(f"{file} exists", "name another file, or say --force")
+        raise UnusableFileError(
+            f"the file {file} already exists", "give another file, or add --force to overwrite it"
+        )
     named = Named(session, tenant, model)
     with open_client(runtime_dir) as client:
 
@@ -130,7 +132,8 @@ def _write(file: Path, pieces: Iterator[bytes | bytearray]) -> tuple[int, int]:
         part.replace(file)
     except OSError as error:
         raise UnusableFileError(
-            f"cannot write {file} ({error.strerror})", "name a file where there is room for it"
+            f"cannot write {file} ({error.strerror})",
+            "give a file in a directory with room that this user may write to",
         ) from error
     finally:
         part.unlink(missing_ok=True)
@@ -142,12 +145,12 @@ def _open(file: Path) -> BinaryIO:
         source = file.open("rb")
     except OSError as error:
         raise UnusableFileError(
-            f"cannot read {file} ({error.strerror})", "name a file that kvd export has written"
+            f"cannot read {file} ({error.strerror})", "give a file that kvd export has written"
         ) from error
     if not source.seekable():
         source.close()
         raise UnusableFileError(
-            f"{file} is a pipe, and a file is read twice", "write it to a disk first"
+            f"{file} is a pipe, but the file has to be read twice", "save it to a disk first"
         )
     return source
 
@@ -165,5 +168,5 @@ def _verified_pieces(file: Path, source: BinaryIO) -> Iterator[bytes]:
         raise SessionFileError(f"{file}: {error.message}", error.remedy) from error
     except OSError as error:
         raise UnusableFileError(
-            f"cannot read {file} ({error.strerror})", "copy it to a disk that is sound"
+            f"cannot read {file} ({error.strerror})", "copy it to another disk"
         ) from error

@@ -187,7 +187,7 @@ def flush(
         subject = f"session {name_of(key)}" if session is not None else ""
         _print_flushed(answer, subject, dry_run=dry_run)
         if secure and not answer.erased_tenants:  # perhaps the tenant's name was mistyped
-            typer.echo("no such tenant has a key: there is nothing of it to erase")
+            typer.echo("no such tenant has a key, so there is nothing to erase")
     if session is not None and answer.skipped_leased:
         raise InUseError(f"session {name_of(key)!r} is in use", "try again when its turn has ended")
 
@@ -204,21 +204,23 @@ def flush_request(
     if session is not None:
         if everything or filter_ != named:
             raise UnclearSelectionError(
-                "what to flush is not clear", "name one session, or conditions, or say --all"
+                "it is not clear what to flush", "name a session, give conditions, or add --all"
             )
         if secure:
             raise UnclearSelectionError(
-                "a single session has no key of its own", "say --secure with --tenant or --all"
+                "--secure deletes the key of a whole tenant, so it cannot flush a single session",
+                "use --secure with --tenant or --all",
             )
         key = key_of(session, filter_.tenant, filter_.model)
         return kvd_pb2.FlushRequest(session=key)
     if everything == bool(filter_.ByteSize()):
         raise UnclearSelectionError(
-            "what to flush is not clear", "name one session, or conditions, or say --all"
+            "it is not clear what to flush", "name a session, give conditions, or add --all"
         )
     if secure and filter_ != kvd_pb2.SessionFilter(tenant=filter_.tenant):
         raise UnclearSelectionError(
-            "a key is a whole tenant's", "say --secure with --tenant alone, or with --all"
+            "--secure deletes the key of a whole tenant, so it takes no other conditions",
+            "use --secure with --tenant alone, or with --all",
         )
     if everything:
         return kvd_pb2.FlushRequest(all=True, secure=secure)
@@ -326,9 +328,11 @@ def _ttl_s(duration: str) -> float:
     try:
         seconds = parse_duration_s(duration)
     except ValueError as error:
-        raise UnclearSelectionError(str(error), 'or say "never" or "default"') from error
+        raise UnclearSelectionError(str(error), 'or give "never" or "default"') from error
     if not seconds:
-        raise UnclearSelectionError("a TTL of nothing", "flush the session instead")
+        raise UnclearSelectionError(
+            "a TTL must be longer than 0", "to drop the session now, run: kvd flush"
+        )
     return seconds
 
 

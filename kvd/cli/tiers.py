@@ -215,7 +215,9 @@ def reopen(
     or overwritten, and the next engine begins with nothing.
     """
     if accept_loss and set_aside:
-        raise UnclearSelectionError("two decisions about one layout", "decide for one of them")
+        raise UnclearSelectionError(
+            "--accept-loss and --set-aside cannot be used together", "give one of them"
+        )
     if not yes and (accept_loss or set_aside):
         what = "Drop what is not there of" if accept_loss else "Set aside"
         confirm(f"{what} layout {layout}?")
@@ -241,14 +243,16 @@ def check_report(report: kvd_pb2.VerifyProgress, *, repair: bool) -> None:
     if repair and report.num_lost:
         raise CorruptionFoundError(
             f"{report.num_lost} blocks had no good copy and were dropped",
-            "their sessions are recomputed from there; see the disk's and the memory's own logs",
+            "their sessions are recomputed from there on; the logs of the disk and the "
+            "kernel may say why",
         )
     if num_corrupt and not repair:
         remedy = "run: kvd verify --repair" if report.ssd.num_corrupt else "they were dropped"
         raise CorruptionFoundError(f"{num_corrupt} copies of blocks were corrupt", remedy)
     if report.num_errors:
         raise UnverifiedError(
-            f"{report.num_errors} copies could not be read", "see the log of kvd, then verify again"
+            f"{report.num_errors} copies could not be read",
+            "read the log of kvd, then run kvd verify again",
         )
 
 

@@ -62,7 +62,7 @@ def top(
         else:
             raise NoTerminalError(
                 "kvd top needs a terminal that can move its cursor",
-                "say --json for one look, or run: kvd stats --watch",
+                "add --json to print the state once, or run: kvd stats --watch",
             )
 
 

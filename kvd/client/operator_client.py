@@ -222,7 +222,8 @@ class OperatorClient:
                 except OSError as error:
                     deque(parts, 0)  # the RPC's own error says more: it is raised here
                     raise BrokenTransferError(
-                        "kvd has closed the stream of a session file", "transfer it again"
+                        "kvd closed the stream of a session file before its end",
+                        "transfer it again",
                     ) from error
                 yield data, part
 
@@ -275,7 +276,7 @@ class OperatorClient:
             operators = Path(self._address.removeprefix(UNIX)).with_name(OPERATOR_SOCKET)
             denial = denial_of(operators)
             return SocketDeniedError(
-                f"{self._address} is for looking only",
+                f"the socket {self._address} only lets callers read",
                 denial.remedy if denial else f"use {operators}, or sudo",
             )
         return reported
@@ -288,12 +289,12 @@ class OperatorClient:
                 return SocketDeniedError(*denial)
             directory = path.parent
             return NotRunningError(
-                f"no kvd answers in {directory}",
-                "start it with: kvd serve (or name its directory with --runtime-dir)",
+                f"kvd is not running in {directory}",
+                "start it with: kvd serve; or give its directory with --runtime-dir",
             )
         return NotRunningError(
-            f"no kvd answers at {self._address} ({reported.message[:MAX_WHY]})",
-            "check its access.tcp, and --tls-ca, --tls-cert and --token-file",
+            f"kvd does not answer at {self._address} ({reported.message[:MAX_WHY]})",
+            "check access.tcp in its settings, and --tls-ca, --tls-cert and --token-file",
         )
 
 

@@ -30,10 +30,12 @@ def main(device: str, control_fd: str) -> None:
         gpu = CudaGpu(device)
     except ImportError:
         missing = "the package cuda-bindings is not installed"
-        CONTROL.send(control, Unusable(missing, "pip install 'cachedattention[cuda]' for kvd, too"))
+        CONTROL.send(
+            control, Unusable(missing, "also install kvd with: pip install 'cachedattention[cuda]'")
+        )
         return
     except DriverError as error:
-        CONTROL.send(control, Unusable(str(error), "let kvd see the GPU: docs/gpu.md"))
+        CONTROL.send(control, Unusable(str(error), "let kvd access the GPU: see docs/gpu.md"))
         return
     CONTROL.send(control, Ready())
     try:

@@ -118,4 +118,4 @@ class CudaGpu:
             found = uuid.UUID(bytes=bytes(self._calls.call("cuDeviceGetUuid", handle).bytes))
             if device == f"GPU-{found}":
                 return number
-        raise DriverError(f"{device} is none of the GPUs that this process may see")
+        raise DriverError(f"the GPU {device} is not visible to this process")

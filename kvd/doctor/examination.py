@@ -53,17 +53,19 @@ def examine(
     if hidden is not None:
         yield warning(
             "settings",
-            f"this user may not read {hidden}: defaults are looked at in its place",
-            "ask as kvd's user, or root: sudo kvd doctor",
+            f"this user may not read {hidden}, so the default settings are examined instead",
+            "run this as kvd's user, or as root: sudo kvd doctor",
         )
         config_file = None
     try:
         loaded = config.load(config_file, flags)
     except ReportedError as error:
-        yield problem("settings", error.message, "correct them; kvd does not start with them")
+        yield problem(
+            "settings", error.message, "correct the settings: kvd does not start with them"
+        )
         return
     if hidden is None:
-        yield ok("settings", f"{config_file or 'defaults and environment'}: can be used")
+        yield ok("settings", f"{config_file or 'defaults and environment'}: the settings are valid")
     yield from _examine_machine(loaded.settings, machine, limits)
     yield from _examine_running(loaded, compares=hidden is None)
 
@@ -96,8 +98,9 @@ def _examine_running(loaded: LoadedSettings[Settings], *, compares: bool) -> Ite
     except NotRunningError:
         yield warning(
             "kvd",
-            f"no kvd answers in {runtime_dir}",
-            "start it: systemctl start kvd, or kvd serve; or name its directory with --runtime-dir",
+            f"kvd is not running in {runtime_dir}",
+            "start it with systemctl start kvd, or kvd serve; or give its directory with "
+            "--runtime-dir",
         )
         return
     except ReportedError as error:

@@ -88,13 +88,14 @@ def _state(unit: Mapping[str, str]) -> Iterator[Finding]:
         yield problem(
             "unit",
             f"{UNIT} has failed ({unit.get('Result')})",
-            f"journalctl -u {UNIT} -n 50, mend what it says, then: systemctl restart {UNIT}",
+            f"read journalctl -u {UNIT} -n 50, correct what it reports, then run: systemctl "
+            f"restart {UNIT}",
         )
     if unit.get("NeedDaemonReload") == "yes":
         yield warning(
             "unit",
-            f"{UNIT} has changed on disk, systemd has not read it again",
-            f"systemctl daemon-reload && systemctl restart {UNIT}",
+            f"{UNIT} has changed on disk, but systemd has not read it again",
+            f"run: systemctl daemon-reload && systemctl restart {UNIT}",
         )
 
 
@@ -106,10 +107,11 @@ def _descriptor_store(unit: Mapping[str, str], settings: Settings) -> Iterator[F
     if size < wanted:
         yield problem(
             "unit",
-            f"systemd keeps {size} descriptors, {settings.limits.max_layouts} layouts have "
-            f"{wanted}: a restart loses DRAM",
-            f"systemctl edit {UNIT}: [Service] FileDescriptorStoreMax={wanted}, or lower "
-            "limits.max_layouts",
+            f"systemd keeps {size} file descriptors for kvd, but "
+            f"{settings.limits.max_layouts} layouts need {wanted}: a restart would lose the "
+            "KV in DRAM",
+            f"run systemctl edit {UNIT} and add [Service] FileDescriptorStoreMax={wanted}, or "
+            "lower limits.max_layouts",
         )
 
 
@@ -118,10 +120,10 @@ def _memory_limit(unit: Mapping[str, str], name: str, wanted: int, what: str) ->
     if text.isdigit() and int(text) < wanted + SPARE_BYTES:
         yield problem(
             "unit",
-            f"{name} is {format_bytes(int(text))}, the DRAM tier is to have "
-            f"{format_bytes(wanted)}: beyond it kvd {what}",
-            f"systemctl edit {UNIT}: [Service] {name}={(wanted >> 20) + 2048}M, or lower "
-            "dram.bytes",
+            f"{name} is {format_bytes(int(text))}, but the DRAM tier may grow to "
+            f"{format_bytes(wanted)}: beyond the limit kvd {what}",
+            f"run systemctl edit {UNIT} and add [Service] {name}={(wanted >> 20) + 2048}M, or "
+            "lower dram.bytes",
         )
 
 
@@ -144,7 +146,9 @@ def check_encryption(
         yield ok("encryption", "the SSD tier is not encrypted (encryption.key_file is not set)")
         return
     if _is_credential("/" not in key_file):
-        yield _credential("encryption", key_file, f"kvd key new {stores[0] / key_file}", stores)
+        yield _credential(
+            "encryption", key_file, f"run: kvd key new {stores[0] / key_file}", stores
+        )
         return
     if _is_hidden(Path(key_file)):
         yield _unreadable("encryption", key_file)
@@ -152,7 +156,7 @@ def check_encryption(
     try:
         key = read_key(key_file)
     except ReportedError as error:
-        yield problem("encryption", f"{error.message}: kvd does not start", error.remedy)
+        yield problem("encryption", f"{error.message}, so kvd does not start", error.remedy)
         return
     yield ok("encryption", f"the SSD tier's key is {key.fingerprint[:12]}, from {key_file}")
 
@@ -179,16 +183,18 @@ def check_certificates(
         text = file_of(tls.certificate).read_bytes()
         certificate = x509.load_pem_x509_certificate(text)
     except ReportedError as error:
-        yield problem("certificates", f"{error.message}: kvd does not start", error.remedy)
+        yield problem("certificates", f"{error.message}, so kvd does not start", error.remedy)
         return
     except (OSError, ValueError) as error:
-        yield problem("certificates", f"{tls.certificate}: {error}", "renew it")
+        yield problem(
+            "certificates", f"{tls.certificate} cannot be used: {error}", "renew the certificate"
+        )
         return
     until = certificate.not_valid_after_utc
-    what = f"{tls.certificate} holds until {until:%Y-%m-%d}"
-    renew = "renew it; kvd takes the new file without a restart"
+    what = f"{tls.certificate} is valid until {until:%Y-%m-%d}"
+    renew = "renew the certificate; kvd uses the new file without a restart"
     if until < now:
-        yield problem("certificates", f"{tls.certificate} has expired on {until:%Y-%m-%d}", renew)
+        yield problem("certificates", f"{tls.certificate} expired on {until:%Y-%m-%d}", renew)
     elif until < now + SOON:
         yield warning("certificates", what, renew)
     else:
@@ -206,7 +212,9 @@ def _is_hidden(path: Path) -> bool:
 
 def _unreadable(check: str, name: str) -> Finding:
     return warning(
-        check, f"this user may not read {name}", "ask as kvd's user, or root: sudo kvd doctor"
+        check,
+        f"this user may not read {name}",
+        "run this as kvd's user, or as root: sudo kvd doctor",
     )
 
 
@@ -217,7 +225,11 @@ def _is_credential(is_name: bool) -> bool:
 
 def _credential(check: str, name: str, remedy: str, stores: Sequence[Path]) -> Finding:
     if any(os.access(store / name, os.F_OK, effective_ids=True) for store in stores):
-        return ok(check, f"systemd gives kvd the credential {name}")
+        return ok(check, f"systemd passes the credential {name} to kvd")
     if all(os.access(store, os.X_OK) or not os.access(store, os.F_OK) for store in stores):
-        return problem(check, f"systemd has no credential {name}: kvd does not start", remedy)
-    return ok(check, f"kvd asks systemd for the credential {name}; only root sees if it is there")
+        return problem(
+            check, f"systemd does not find the credential {name}, so kvd does not start", remedy
+        )
+    return ok(
+        check, f"kvd gets the credential {name} from systemd; only root can see whether it exists"
+    )

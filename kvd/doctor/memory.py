@@ -27,7 +27,7 @@ DEV = Path("/dev")
 def check_kernel() -> Iterator[Finding]:
     """Check that processes can be watched (pidfd) and memory can be sealed (memfd)."""
     release = os.uname().release
-    newer = "run Linux 5.4 or later, or allow it in the sandbox (seccomp) that this runs in"
+    newer = "use Linux 5.4 or later, or permit the call in the sandbox (seccomp) that kvd runs in"
     try:
         os.close(os.pidfd_open(os.getpid()))
     except (OSError, AttributeError) as error:
@@ -51,11 +51,11 @@ def check_numa(node: int | None) -> Iterator[Finding]:
     except OSError as error:
         yield problem(
             "numa_node",
-            f"memory cannot be taken from NUMA node {node} ({error}): engines are refused",
-            'see numactl --hardware, and set dram.numa_node to one of them, or to "any"',
+            f"kvd cannot allocate memory on NUMA node {node} ({error}), so engines cannot attach",
+            'set dram.numa_node to a node that numactl --hardware lists, or to "any"',
         )
     else:
-        yield ok("numa_node", f"memory can be taken from NUMA node {node}")
+        yield ok("numa_node", f"kvd can allocate memory on NUMA node {node}")
 
 
 def check_cuda(machine: Machine, dev: Path = DEV) -> Iterator[Finding]:
@@ -67,31 +67,31 @@ def check_cuda(machine: Machine, dev: Path = DEV) -> Iterator[Finding]:
         if devices:
             yield problem(
                 "cuda",
-                f"{devices[0]} is there, but no driver is loaded",
-                "load it: modprobe nvidia (in a container: the host's)",
+                f"{devices[0]} exists, but no CUDA driver is loaded",
+                "load the driver: modprobe nvidia (in a container: on the host)",
             )
         else:
-            yield ok("cuda", "no GPU: engines compute on the CPU")
+            yield ok("cuda", "there is no GPU: engines compute on the CPU")
     elif not devices or not control.exists():
         yield problem(
             "cuda",
-            "a driver for CUDA is loaded, but its devices are not visible here",
-            "in a container: run it with --gpus all; else: nvidia-modprobe -c 0 -u",
+            "a CUDA driver is loaded, but its devices are not visible here",
+            "in a container, run it with --gpus all; otherwise run: nvidia-modprobe -c 0 -u",
         )
     elif closed:
         yield problem(
             "cuda",
-            f"{closed[0]} cannot be opened by uid {os.geteuid()}",
-            f"add the engine's user to group {_group_of(closed[0])}",
+            f"uid {os.geteuid()} may not open {closed[0]}",
+            f"add the engine's user to the group {_group_of(closed[0])}",
         )
     elif not (dev / "nvidia-uvm").exists():
         yield warning(
             "cuda",
-            f"{len(devices)} GPUs, but {dev}/nvidia-uvm is not there",
+            f"there are {len(devices)} GPUs, but {dev}/nvidia-uvm is missing",
             "load it: nvidia-modprobe -c 0 -u",
         )
     else:
-        yield ok("cuda", f"{len(devices)} GPUs can be opened")
+        yield ok("cuda", f"this user can open {len(devices)} GPUs")
 
 
 def _group_of(path: Path) -> str:
@@ -109,24 +109,25 @@ def check_memory(settings: Settings, machine: Machine) -> Iterator[Finding]:
     wanted = settings.dram.total_bytes or dram_bytes(settings.dram.bytes)
     total, available = machine.memory("MemTotal"), machine.memory("MemAvailable")
     bound = machine.cgroup_bytes()
-    what = f"the DRAM tier of a layout is to have {format_bytes(wanted)}"
+    what = f"the DRAM tier of a layout may grow to {format_bytes(wanted)}"
     lower = "lower dram.bytes (or dram.total_bytes)"
     if wanted > total:
-        yield problem("memory", f"{what}, the machine has {format_bytes(total)}", lower)
+        yield problem("memory", f"{what}, but the machine has {format_bytes(total)}", lower)
     elif bound is not None and wanted > bound:
         yield problem(
             "memory",
-            f"{what}, this control group may use {format_bytes(bound)}",
-            f"{lower}, or raise MemoryMax= (the container's memory limit)",
+            f"{what}, but this control group may use {format_bytes(bound)}",
+            f"{lower}, or raise MemoryMax= (in a container: its memory limit)",
         )
     elif wanted > available:
         yield warning(
             "memory",
-            f"{what}, {format_bytes(available)} are available now",
-            f"{lower}, or end what uses the memory; if kvd runs already, it is kvd",
+            f"{what}, but only {format_bytes(available)} are available now",
+            f"{lower}, or stop other programs that use memory; if kvd is already running, it "
+            "is kvd itself that uses it",
         )
     else:
-        yield ok("memory", f"{what}, {format_bytes(available)} are available")
+        yield ok("memory", f"{what}, and {format_bytes(available)} are available")
 
 
 def check_swap(machine: Machine, unit: Mapping[str, str]) -> Iterator[Finding]:
@@ -140,12 +141,14 @@ def check_swap(machine: Machine, unit: Mapping[str, str]) -> Iterator[Finding]:
     if not swap:
         yield ok("swap", "the machine has no swap")
     elif unit.get("MemorySwapMax") == "0" or machine.cgroup_bytes("memory.swap.max") == 0:
-        yield ok("swap", "nothing of kvd is swapped out (MemorySwapMax=0)")
+        yield ok("swap", "kvd is never swapped out (MemorySwapMax=0)")
     else:
         yield warning(
             "swap",
-            f"the machine has {format_bytes(swap)} of swap, where keys and values may come to lie",
-            "MemorySwapMax=0 in the units (kvd install-units), swapoff -a, or encrypted swap",
+            f"the machine has {format_bytes(swap)} of swap, so keys and values of "
+            "conversations may be written to it",
+            "set MemorySwapMax=0 in the units (kvd install-units does), run swapoff -a, or "
+            "encrypt the swap",
         )
 
 
@@ -160,8 +163,8 @@ def check_shared_memory(settings: Settings, machine: Machine) -> Iterator[Findin
     if not is_directory(directory) or not may_write(directory):
         yield problem(
             "shared_memory",
-            f"dram.directory {directory} cannot be written to",
-            'mount a tmpfs there, name another dram.directory, or set dram.keep = "none"',
+            f"this user cannot write to dram.directory {directory}",
+            'mount a tmpfs there, set another dram.directory, or set dram.keep = "none"',
         )
         return
     kind = file_system_of(directory, machine.proc)
@@ -170,26 +173,27 @@ def check_shared_memory(settings: Settings, machine: Machine) -> Iterator[Findin
     if kind not in MEMORY_FILE_SYSTEMS:
         yield warning(
             "shared_memory",
-            f"dram.directory {directory} is {kind}, no memory",
-            "name a tmpfs, such as /dev/shm",
+            f"dram.directory {directory} is on {kind}, which is not memory",
+            "set it to a directory on a tmpfs, such as /dev/shm",
         )
     elif wanted > size:
         yield problem(
             "shared_memory",
-            f"{directory} has {format_bytes(size)}, the DRAM tier is to have "
+            f"{directory} has a size of {format_bytes(size)}, but the DRAM tier may grow to "
             f"{format_bytes(wanted)}",
-            f"mount -o remount,size={ceil_div(wanted, 1 << 20) + 64}M {directory} "
-            "(in a container: --shm-size), or lower dram.bytes",
+            f"run: mount -o remount,size={ceil_div(wanted, 1 << 20) + 64}M {directory} (in a "
+            "container, use --shm-size); or lower dram.bytes",
         )
     elif wanted > free:
         yield warning(
             "shared_memory",
-            f"{directory} has {format_bytes(free)} left, the DRAM tier is to have "
+            f"{directory} has {format_bytes(free)} free, but the DRAM tier may grow to "
             f"{format_bytes(wanted)}",
-            f"remove what lies there (see: ls -l {directory}); if kvd runs already, it is kvd's",
+            f"remove other files there (see: ls -l {directory}); if kvd is already running, "
+            "they are kvd's own",
         )
     else:
-        yield ok("shared_memory", f"{directory} is {kind} with {format_bytes(free)} left")
+        yield ok("shared_memory", f"{directory} is on {kind}, with {format_bytes(free)} free")
 
 
 def check_huge_pages(settings: Settings, machine: Machine) -> Iterator[Finding]:
@@ -205,22 +209,23 @@ def check_huge_pages(settings: Settings, machine: Machine) -> Iterator[Finding]:
     elif settings.dram.hugepages == "on" and pool_bytes < wanted:
         yield problem(
             "huge_pages",
-            f'dram.hugepages = "on", and {format_bytes(pool_bytes)} of {format_bytes(wanted)} are '
-            "free in the pool: engines are refused",
-            f'sysctl vm.nr_hugepages={num_pages}, or set dram.hugepages = "auto"',
+            f'dram.hugepages = "on", but only {format_bytes(pool_bytes)} of '
+            f"{format_bytes(wanted)} are free in the pool of huge pages, so engines cannot "
+            "attach",
+            f'run: sysctl vm.nr_hugepages={num_pages}; or set dram.hugepages = "auto"',
         )
     elif pool_bytes >= wanted:
-        yield ok("huge_pages", f"the pool has {format_bytes(pool_bytes)} free")
+        yield ok("huge_pages", f"the pool of huge pages has {format_bytes(pool_bytes)} free")
     elif mode in ("never", "deny", ""):
         yield warning(
             "huge_pages",
-            f"shared memory gets no huge pages (shmem_enabled is {mode or 'not there'}): copies "
-            "of large histories are slower",
-            f"echo advise > {machine.sys}/kernel/mm/transparent_hugepage/shmem_enabled, or "
-            f"sysctl vm.nr_hugepages={num_pages}",
+            f"shared memory gets no huge pages (shmem_enabled is {mode or 'missing'}), so "
+            "copies of large histories are slower",
+            f"run: echo advise > {machine.sys}/kernel/mm/transparent_hugepage/shmem_enabled; "
+            f"or: sysctl vm.nr_hugepages={num_pages}",
         )
     else:
-        yield ok("huge_pages", f"transparent huge pages for shared memory: {mode}")
+        yield ok("huge_pages", f"shared memory gets transparent huge pages (mode {mode})")
 
 
 def check_locked_memory(
@@ -231,14 +236,15 @@ def check_locked_memory(
     wanted = dram_bytes(settings.dram.bytes)
     if limit is None or limit >= wanted or limits.is_root or not machine.has_cuda():
         limit_text = "no bound" if limit is None else format_bytes(limit)
-        yield ok("locked_memory", f"memory that may be locked: {limit_text}")
+        yield ok("locked_memory", f"this user may lock in memory: {limit_text}")
         return
     yield problem(
         "locked_memory",
-        f"{format_bytes(limit)} may be locked in memory, an engine on a GPU locks the arena "
-        f"({format_bytes(wanted)})",
-        "ulimit -l unlimited (limits.conf: memlock), LimitMEMLOCK=infinity in its unit, or "
-        "--ulimit memlock=-1 for its container",
+        f"an engine on a GPU has to lock the arena ({format_bytes(wanted)}) in memory, "
+        f"but its limit is {format_bytes(limit)}",
+        "raise the limit: ulimit -l unlimited (limits.conf: memlock), "
+        "LimitMEMLOCK=infinity in the engine's unit, or --ulimit memlock=-1 for its "
+        "container",
     )
 
 

@@ -39,17 +39,18 @@ def check_sockets(settings: Settings) -> Iterator[Finding]:
         elif role == "operator":
             yield warning(
                 "sockets",
-                f"you ({_user()}) may not open {path}: no flush, pin, ttl, verify, export",
+                f"this user ({_user()}) may not open {path}, which flush, pin, ttl, verify and "
+                "export need",
                 _access_remedy(path),
             )
     if not _may_enter(settings.runtime_dir):
         yield problem(
             "sockets",
-            f"you ({_user()}) may not enter {settings.runtime_dir}",
+            f"this user ({_user()}) may not enter {settings.runtime_dir}, where kvd's sockets are",
             _access_remedy(settings.runtime_dir),
         )
     elif mine:
-        yield ok("sockets", f"you ({_user()}) may come as {', '.join(mine)}")
+        yield ok("sockets", f"this user ({_user()}) may call kvd as {', '.join(mine)}")
     yield from _engine_user(settings)
 
 
@@ -58,22 +59,23 @@ def check_answer(answer: kvd_pb2.GetStatsResponse) -> Iterator[Finding]:
     if answer.version != __version__:
         yield warning(
             "versions",
-            f"kvd runs release {answer.version}, installed is {__version__}",
+            f"kvd runs release {answer.version}, but release {__version__} is installed",
             "restart it: systemctl restart kvd (DRAM is kept)",
         )
     for engine in answer.engines:
         if engine.version and engine.version != answer.version:
             yield warning(
                 "versions",
-                f"engine {engine.name} (pid {engine.pid}) is of release {engine.version}, kvd of "
-                f"{answer.version}",
+                f"engine {engine.name} (pid {engine.pid}) runs release {engine.version}, but kvd "
+                f"runs {answer.version}",
                 "restart the older one; sessions are kept",
             )
     if answer.process.dumps:
         yield warning(
             "dumps",
-            "kvd may be dumped, and debugged by its own user: conversations are in its memory",
-            "set process.dumps = false when you are done, and restart kvd (DRAM is kept)",
+            "process.dumps lets kvd write core dumps and lets its user debug it: both reveal "
+            "conversations",
+            "when you are done, set process.dumps = false and restart kvd (DRAM is kept)",
         )
     names = ", ".join(engine.name for engine in answer.engines) or "none"
     yield ok("kvd", f"kvd {answer.version} answers (pid {answer.process.pid}); engines: {names}")
@@ -86,8 +88,9 @@ def check_tiers(
     for missing in answer.unavailable:
         yield problem(
             "tiers",
-            f"layout {missing.layout[:12]} is unavailable for "
-            f"{format_duration(missing.since_s)}: {missing.why}; its engines recompute",
+            f"layout {missing.layout[:12]} has been unavailable for "
+            f"{format_duration(missing.since_s)}: {missing.why}; meanwhile its engines "
+            "recompute",
             missing.remedy,
         )
     for layout in answer.layouts:
@@ -101,9 +104,9 @@ def check_tiers(
             held = layout.quarantined_slots * layout.block_bytes
             yield warning(
                 "leases",
-                f"layout {name}: {format_bytes(held)} of DRAM are held for a process that has lost "
-                "its connection",
-                "see kvd leases; if it hangs: kvd leases --kill PID",
+                f"layout {name}: {format_bytes(held)} of DRAM are reserved for a process that "
+                "lost its connection to kvd",
+                "kvd leases shows the process; if it hangs, run: kvd leases --kill PID",
             )
 
 
@@ -126,13 +129,15 @@ def check_settings_in_force(
     restart = [key for key in changed if not is_live(key)]
     if reload:
         yield warning(
-            "settings", f"{_shortened(reload)} changed, and not in force yet", "kvd config reload"
+            "settings",
+            f"changed in the file, but not in force yet: {_shortened(reload)}",
+            "run: kvd config reload",
         )
     if restart:
         yield warning(
             "settings",
-            f"{_shortened(restart)} changed, and not in force before a restart",
-            "systemctl restart kvd (DRAM is kept)",
+            f"changed in the file, but in force only after a restart: {_shortened(restart)}",
+            "run: systemctl restart kvd (DRAM is kept)",
         )
 
 
@@ -140,8 +145,8 @@ def _access_remedy(path: Path) -> str:
     """Return the remedy that lets this user open a socket, or enter a directory, of kvd's."""
     status, group = path.stat(), _group_of(path)
     if not status.st_gid or not status.st_mode & stat.S_IRWXG:  # no group has access
-        return "use sudo; or name a group of yours in access.operator_group, and restart kvd"
-    return f"sudo usermod -aG {group} {_user()}, and log in again; or use sudo"
+        return "use sudo; or set access.operator_group to a group of yours, and restart kvd"
+    return f"run sudo usermod -aG {group} {_user()} and log in again, or use sudo"
 
 
 def _check_access(path: Path, group: str) -> Iterator[Finding]:
@@ -150,13 +155,13 @@ def _check_access(path: Path, group: str) -> Iterator[Finding]:
     if stat.S_IMODE(status.st_mode) & _OTHERS:
         yield problem(
             "sockets",
-            f"everybody may open {path} (mode {stat.S_IMODE(status.st_mode):o})",
-            f"chmod 660 {path}",
+            f"every user may open {path} (mode {stat.S_IMODE(status.st_mode):o})",
+            f"run: chmod 660 {path}",
         )
     if group and group not in (_group_of(path), str(status.st_gid)):
         yield problem(
             "sockets",
-            f"{path} is of group {_group_of(path)}, the settings say {group}",
+            f"{path} belongs to group {_group_of(path)}, but the settings say {group}",
             "restart kvd: systemctl restart kvd",
         )
 
@@ -172,18 +177,18 @@ def _engine_user(settings: Settings) -> Iterator[Finding]:
         yield warning(
             "engine_user",
             f"engines of {_user()} may not attach",
-            f'run them as another user, or add "{_user()}" to access.allowed_uids and: kvd config '
-            "reload",
+            f'run engines as another user, or add "{_user()}" to access.allowed_uids and run: '
+            "kvd config reload",
         )
 
 
 def _degraded(layout: str, reason: str) -> Finding:
     remedy = (
-        "free some space on its disk: df -h"
+        "free some space on its disk (see: df -h)"
         if reason == "full"
-        else "look at its disk: dmesg, smartctl -a; what is in DRAM is served meanwhile"
+        else "check its disk with dmesg and smartctl -a; KV in DRAM is still served"
     )
-    return problem("tiers", f"layout {layout}: nothing is written to SSD ({reason})", remedy)
+    return problem("tiers", f"layout {layout}: KV is not written to SSD ({reason})", remedy)
 
 
 def _arena(
@@ -195,7 +200,7 @@ def _arena(
     if arena.keep == "none" and keep is not None and keep.value != "none":
         yield warning(
             "tiers",
-            f"layout {layout}: a restart of kvd begins with an empty DRAM tier",
+            f"layout {layout}: after a restart of kvd its DRAM tier is empty",
             "run kvd under systemd (kvd install-units), or without access.allowed_uids",
         )
 
@@ -206,14 +211,15 @@ def _damage(layout: str, stats: kvd_pb2.LayoutStats) -> Iterator[Finding]:
     if num_corrupt:
         yield warning(
             "tiers",
-            f"layout {layout}: {num_corrupt} damaged copies since the start (none was served)",
-            "kvd verify --repair, and look at the disk and the memory: dmesg",
+            f"layout {layout}: {num_corrupt} copies of blocks were damaged since the start "
+            "(none was served)",
+            "run kvd verify --repair, and check the disk and the memory with dmesg",
         )
     if num_errors:
         yield warning(
             "tiers",
             f"layout {layout}: {num_errors} reads or writes have failed since the start",
-            "look at the disk: dmesg, smartctl -a",
+            "check the disk with dmesg and smartctl -a",
         )
 
 

@@ -43,14 +43,15 @@ def check_state_disk(
     if kind in REMOTE_FILE_SYSTEMS:
         yield problem(
             "state_disk",
-            f"state_dir {path} is on {kind}: the index needs a local file system",
-            "name a directory on a local SSD with --state-dir",
+            f"state_dir {path} is on {kind}, but the index needs a local file system",
+            "give a directory on a local SSD with --state-dir",
         )
     elif kind in MEMORY_FILE_SYSTEMS and settings.ssd.bytes != 0:
         yield warning(
             "state_disk",
-            f"state_dir {path} is on {kind}: the SSD tier takes memory, and ends with the machine",
-            "name a directory on a local SSD with --state-dir, or set ssd.bytes = 0",
+            f"state_dir {path} is on {kind}: its SSD tier uses memory, and is lost when the "
+            "machine stops",
+            "give a directory on a local SSD with --state-dir, or set ssd.bytes = 0",
         )
     else:
         yield ok("state_disk", f"state_dir {path} is on {kind}")
@@ -74,36 +75,40 @@ def check_descriptors(settings: Settings, limits: ProcessLimits) -> Iterator[Fin
     if limit is not None and limit < wanted:
         yield problem(
             "descriptors",
-            f"{limit} files may be open, {wanted} may come to be: {num_segments} segments, "
-            f"{settings.limits.max_engines} engines",
-            f"ulimit -n {wanted} (systemd: LimitNOFILE=), or raise ssd.segment_bytes",
+            f"kvd may open {limit} files, but it may need {wanted}: for {num_segments} "
+            f"segments and {settings.limits.max_engines} engines",
+            f"run: ulimit -n {wanted} (under systemd: LimitNOFILE=); or raise ssd.segment_bytes",
         )
     else:
         yield ok(
-            "descriptors", f"{limit or 'any number of'} files may be open, {wanted} may come to be"
+            "descriptors",
+            f"{limit or 'any number of'} files may be open, and kvd may need {wanted}",
         )
 
 
 def _directory(check: str, path: Path, flag: str) -> Finding:
     existing = _nearest_existing(path)
     name = check.replace("_", " ").replace("dir", "directory")
-    own = f"name a directory of your own with {flag}"
+    own = f"give a directory of your own with {flag}"
     if not is_directory(existing):
-        return problem(check, f"{existing} is no directory", own)
+        return problem(check, f"{existing} is not a directory", own)
     if not may_write(existing):
         if existing == path and existing.stat().st_uid != os.geteuid():
             return _foreign_directory(check, path)
         owner = user_name(existing.stat().st_uid)
         return problem(
             check,
-            f"{existing} belongs to {owner}, {user_name(os.geteuid())} may not write to it",
-            f"ask as kvd's user (sudo -u {owner} kvd doctor), chown it, or {own}",
+            f"{existing} belongs to {owner}, and {user_name(os.geteuid())} may not write to it",
+            f"run this as kvd's user (sudo -u {owner} kvd doctor), give the directory to this "
+            f"user with chown, or {own}",
         )
     status = existing.stat()
     is_trusted = os.geteuid() == 0 or status.st_uid in (0, os.geteuid())
     if existing == path and (not is_trusted or status.st_mode & 0o002):
-        return problem(check, f"others may write to {path}", f"chmod o-w {path}, or {own}")
-    return ok(check, f"{name} {path}" + ("" if existing == path else " can be made"))
+        return problem(
+            check, f"other users may write to {path}", f"run: chmod o-w {path}; or {own}"
+        )
+    return ok(check, f"{name} {path}" + ("" if existing == path else " can be created"))
 
 
 def _foreign_directory(check: str, path: Path) -> Finding:
@@ -113,8 +118,9 @@ def _foreign_directory(check: str, path: Path) -> Finding:
         return ok(check, f"{path} belongs to {owner}")
     return warning(
         check,
-        f"{path} belongs to {owner}, {user_name(os.geteuid())} cannot look into it",
-        f"ask as kvd's user: sudo -u {owner} kvd doctor; or name one of your own with --state-dir",
+        f"{path} belongs to {owner}, so {user_name(os.geteuid())} cannot examine it",
+        f"run this as kvd's user: sudo -u {owner} kvd doctor; or give a directory of your "
+        "own with --state-dir",
     )
 
 
@@ -130,18 +136,20 @@ def _space(settings: Settings, path: Path) -> Iterator[Finding]:
     elif not usable:
         yield problem(
             "disk_space",
-            f"{format_bytes(free)} are free at {path}, ssd.reserve_bytes leaves "
-            f"{format_bytes(settings.ssd.reserve_bytes)} alone: nothing is kept on SSD",
-            "free some space, lower ssd.reserve_bytes, or name another --state-dir",
+            f"{format_bytes(free)} are free at {path}, and ssd.reserve_bytes keeps "
+            f"{format_bytes(settings.ssd.reserve_bytes)} of that free, so no KV is written to "
+            "SSD",
+            "free some space, lower ssd.reserve_bytes, or give another --state-dir",
         )
     elif wanted is not None and usable < wanted:
         yield warning(
             "disk_space",
-            f"ssd.bytes is {format_bytes(wanted)}, {format_bytes(usable)} can be had at {path}",
-            "lower ssd.bytes, free some space, or name another --state-dir",
+            f"ssd.bytes is {format_bytes(wanted)}, but only {format_bytes(usable)} are usable "
+            f"at {path}",
+            "lower ssd.bytes, free some space, or give another --state-dir",
         )
     else:
-        yield ok("disk_space", f"{format_bytes(usable)} can be had at {path}")
+        yield ok("disk_space", f"{format_bytes(usable)} are usable at {path}")
 
 
 def _direct_io(settings: Settings, path: Path, probe: Callable[[Path], bool]) -> Iterator[Finding]:
@@ -149,18 +157,18 @@ def _direct_io(settings: Settings, path: Path, probe: Callable[[Path], bool]) ->
         yield ok("direct_io", f'ssd.direct = "{settings.ssd.direct}"')
         return
     if probe(path):
-        yield ok("direct_io", f"files at {path} can be read and written past the page cache")
+        yield ok("direct_io", f"{path} supports direct I/O")
     elif settings.ssd.direct == "on":
         yield problem(
             "direct_io",
-            f'{path} has no direct I/O, and ssd.direct = "on": kvd does not start',
-            'set ssd.direct = "auto", or name a --state-dir on ext4 or XFS',
+            f'{path} does not support direct I/O, and ssd.direct = "on", so kvd does not start',
+            'set ssd.direct = "auto", or give a --state-dir on ext4 or XFS',
         )
     else:
         yield warning(
             "direct_io",
-            f"{path} has no direct I/O: what is read and written goes through the page cache, too",
-            "name a --state-dir on ext4 or XFS",
+            f"{path} does not support direct I/O, so reads and writes also fill the page cache",
+            "give a --state-dir on ext4 or XFS",
         )
 
 

@@ -183,9 +183,9 @@ class Engines:
         if not returning and len(self._engines) >= self._max_engines:
             num_attached = len(list(self))
             raise LimitReachedError(
-                f"{num_attached} engines are attached, "
-                f"{len(self._engines) - num_attached} quarantined",
-                "raise limits.max_engines, or see: kvd leases",
+                f"{num_attached} engines are attached and {len(self._engines) - num_attached} "
+                "quarantined, and no more are allowed",
+                "raise limits.max_engines; kvd leases shows the quarantined ones",
             )
         engine_id = secrets.randbits(63)
         engine = Engine(
@@ -373,7 +373,7 @@ def _decode_instance(text: str) -> bytes:
         instance = b"?"
     if len(instance) not in (0, INSTANCE_BYTES):
         raise InvalidInputError(
-            f"instance {text[:40]!r}", f"send {INSTANCE_BYTES} random bytes as hex"
+            f"the instance {text[:40]!r} is not valid", f"send {INSTANCE_BYTES} random bytes as hex"
         )
     return instance
 

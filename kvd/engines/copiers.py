@@ -125,11 +125,15 @@ class Copiers:
         if not self._is_enabled:
             raise NoCopierError("kvd starts no copiers", "set copier.enabled in kvd's settings")
         if not _DEVICE.fullmatch(device):
-            raise NoCopierError(f"no GPU is called {device[:60]!r}", "name it by its UUID")
+            raise NoCopierError(
+                f"{device[:60]!r} is not the UUID of a GPU", "send the UUID of the GPU"
+            )
         copier = self._copiers.get(device)
         if copier is None:
             if len(self._copiers) >= MAX_COPIERS:
-                raise NoCopierError(f"{MAX_COPIERS} copiers are running", "use fewer GPUs")
+                raise NoCopierError(
+                    f"{MAX_COPIERS} copiers are running, and no more are allowed", "use fewer GPUs"
+                )
             copier = self._copiers[device] = _CopierProcess(device, self._on_copier_end)
         return await copier.open(arena, ring_fd, ring_bytes)
 
@@ -202,7 +206,7 @@ class _CopierProcess:
         except BaseException as error:
             engine_end.close()  # a copier that has the other end then closes the channel
             if isinstance(error, OSError):
-                raise NoCopierError("the copier has ended", "see kvd's log") from error
+                raise NoCopierError("the copier has ended", "the log of kvd says why") from error
             raise
         finally:
             del self._opening[number]
@@ -239,7 +243,9 @@ class _CopierProcess:
             finally:
                 pinging.cancel()
         except OSError as error:
-            self._fail_waiters(f"the copier cannot be started ({error.strerror})", "see kvd's log")
+            self._fail_waiters(
+                f"the copier cannot be started ({error.strerror})", "the log of kvd says more"
+            )
         finally:
             if process is not None:
                 await _wait_for_exit(process)
@@ -268,7 +274,9 @@ class _CopierProcess:
                 opened.set_result(None)
         elif isinstance(message, Failed) and message.channel in self._channels:
             if (opened := self._waiter(message.channel)) is not None:
-                error = NoCopierError(f"the copier refuses: {message.message}", "see kvd's log")
+                error = NoCopierError(
+                    f"the copier refused: {message.message}", "the log of kvd says more"
+                )
                 opened.set_exception(error)
             self._channels.pop(message.channel).mark_over()
         elif isinstance(message, Closed) and message.channel in self._channels:
@@ -308,7 +316,7 @@ class _CopierProcess:
         """Record the copier's death: fail its waiters, and end its channels."""
         has_failed = self._ready.done() and self._ready.exception() is None
         has_failed = has_failed and not self._is_closing
-        self._fail_waiters("the copier has ended", "see kvd's log")
+        self._fail_waiters("the copier has ended", "the log of kvd says why")
         self._on_end(self, has_failed=has_failed)
         report = log.warning if has_failed else log.info
         report("copier_ended", device=self.device, status=status)

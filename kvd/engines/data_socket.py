@@ -75,7 +75,7 @@ class EngineUsers:
         identity = self._identities.get(uid)
         if identity is None:
             raise AttachDeniedError(
-                f"uid {uid} may not attach any more", "put it into access.allowed_uids"
+                f"uid {uid} is no longer allowed to attach", "add it to access.allowed_uids"
             )
         identity.tenant(tenant)
 
@@ -172,7 +172,8 @@ class DataSocket:
         connection = self._unattached.pop(token, None)
         if connection is None or connection.gone.is_set():
             raise AttachDeniedError(
-                "the attach token is unknown or used", "connect to the data socket for a new one"
+                "the attach token is unknown, or was used before",
+                "connect to the data socket again for a new token",
             )
         return connection
 
@@ -186,13 +187,15 @@ class DataSocket:
                 self._refuse(sock, uid, "denied", f"uid {uid} is not in access.allowed_uids")
                 return
             if self._is_full(uid):
-                why = f"{self._num_connections} engines, limits.max_engines"
+                why = (
+                    f"{self._num_connections} connections are open, too many for limits.max_engines"
+                )
                 self._refuse(sock, uid, "limit_reached", why)
                 return
             try:
                 connection = _new_connection(sock, pid, uid)
             except OSError as error:
-                why = f"no descriptor is left ({error.strerror})"
+                why = f"kvd cannot open more files ({error.strerror})"
                 self._refuse(sock, uid, "limit_reached", why)
                 return
             self._unattached[connection.token] = connection
@@ -254,9 +257,11 @@ class DataSocket:
             or arena is None
             or message.arena_id != arena.arena_id
         ):
-            why = "ask for the arena that Attach has named"
+            why = "only the arena that Attach named can be requested"
             self._refuse(sock, connection.uid, "unexpected", why)
-            raise MalformedPacketError("an arena that was not offered")
+            raise MalformedPacketError(
+                "the packet names an arena that this connection does not have"
+            )
         if isinstance(message, packets.CopierRequest):
             await self._open_channel(sock, connection, arena, message, fds)
             return
@@ -274,10 +279,10 @@ class DataSocket:
     ) -> None:
         """Send an engine a channel to a copier, or the reason why there is none."""
         if len(fds) != 1:
-            raise MalformedPacketError(f"a ring of {len(fds)} descriptors")
+            raise MalformedPacketError(f"a ring needs 1 descriptor, but {len(fds)} came")
         connection.channels = [channel for channel in connection.channels if not channel.is_over]
         if len(connection.channels) >= MAX_CHANNELS:
-            remedy = "close the channels that you have"
+            remedy = "close some of the channels that you have"
             packets.send(sock, packets.NoCopier(f"{MAX_CHANNELS} channels are open", remedy))
             return
         opening = asyncio.ensure_future(

@@ -204,7 +204,11 @@ class Follower:
             try:
                 for event in client.events(request, lambda: put(None)):
                     put(event)
-                put(NotRunningError("kvd has ended its events", "it is asked again soon"))
+                put(
+                    NotRunningError(
+                        "kvd has ended its stream of events", "the follower connects again soon"
+                    )
+                )
             except ReportedError as error:
                 put(error)
 
@@ -299,6 +303,6 @@ def remote_settings(client: OperatorClient) -> RemoteSettings:
     except ValidationError as error:
         names = ", ".join(str(problem["loc"][0]) for problem in error.errors())
         raise OtherReleaseError(
-            f"kvd has other settings of [remote] than are known here ({names})",
-            "run the kvd remote follow of kvd's own release",
+            f"kvd runs with other [remote] settings than this follower knows ({names})",
+            "run kvd remote follow from the same release as kvd",
         ) from error

@@ -113,12 +113,14 @@ def read_status(runtime_dir: Path, now_unix_s: float) -> FollowerStatus:
     places = (runtime_dir / FILE, runtime_dir.with_name(f"{runtime_dir.name}-remote") / FILE)
     found = [status for path in places if (status := _read(path)) is not None]
     if not found:
-        raise _not_followed(f"no follower of the kvd in {runtime_dir} runs")
+        raise _not_followed(f"the kvd in {runtime_dir} has no follower running")
     newest = max(found, key=lambda status: status.unix_s)
     silent_s = now_unix_s - newest.unix_s
     if silent_s > FRESH_S or not _lives(newest):
         ago = f"{max(0.0, silent_s):.0f} s ago"
-        raise _not_followed(f"the follower of the kvd in {runtime_dir} has died, or hangs, {ago}")
+        raise _not_followed(
+            f"the follower of the kvd in {runtime_dir} has died, or hangs: it last reported {ago}"
+        )
     return newest
 
 
@@ -146,5 +148,6 @@ def _lives(status: FollowerStatus) -> bool:
 
 def _not_followed(what: str) -> NotFollowedError:
     return NotFollowedError(
-        what, "start it with: kvd remote follow, or systemctl start kvd-remote; its log says more"
+        what,
+        "start it with: kvd remote follow, or systemctl start kvd-remote; its log may say more",
     )

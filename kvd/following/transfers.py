@@ -147,7 +147,10 @@ class Transfers:
             with suppress(OvertakenError):
                 self._catalog.drop(found)
                 return True
-        raise OvertakenError(f"session {step.key} is replaced again and again", "drop it later")
+        raise OvertakenError(
+            f"session {step.key} was replaced again and again while it was dropped",
+            "it is dropped later",
+        )
 
     def find(self, key: SessionKey) -> PushedSession | None:
         """Look up a session to pull; None: the store has none, or nothing that kvd lacks."""
@@ -178,7 +181,10 @@ class Transfers:
         def pull() -> PullResult:
             latest = next(looks)
             if latest is None or latest.manifest.dropped:
-                raise NotPushedError("the session was dropped meanwhile", "look again")
+                raise NotPushedError(
+                    "the session was dropped in the meantime",
+                    "list what the store has with: kvd remote ls",
+                )
             return self._puller.pull(latest, time.time(), replaces_up_to=most, grows=True)
 
         try:
@@ -227,4 +233,4 @@ class Transfers:
 
     def _check_running(self) -> None:
         if self._stopped.is_set():
-            raise StoppedError("the follower stops", "it goes on when it is started again")
+            raise StoppedError("the follower is stopping", "it continues when it is started again")

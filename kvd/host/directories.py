@@ -31,7 +31,7 @@ def claim_directory(path: Path, purpose: str, flag: str) -> int:
             write to it.
         RunningError: another kvd has locked it.
     """
-    remedy = f"name a directory of your own with {flag}"
+    remedy = f"give a directory of your own with {flag}"
     try:
         if not path.is_dir():
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -40,14 +40,14 @@ def claim_directory(path: Path, purpose: str, flag: str) -> int:
         lock_fd = os.open(path / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise UnusableDirectoryError(
-            f"cannot use {purpose} directory {path} ({error.strerror})", remedy
+            f"cannot use the {purpose} directory {path} ({error.strerror})", remedy
         ) from error
     try:
         fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         os.close(lock_fd)
         raise RunningError(
-            f"another kvd uses {purpose} directory {path}", f"stop it, or {remedy}"
+            f"another kvd uses the {purpose} directory {path}", f"stop that kvd, or {remedy}"
         ) from error
     return lock_fd
 
@@ -56,13 +56,13 @@ def _check_private(path: Path, purpose: str, remedy: str) -> None:
     status = path.stat()
     if os.geteuid() != 0 and status.st_uid not in (0, os.geteuid()):
         raise UnusableDirectoryError(
-            f"{purpose} directory {path} is another user's (uid {status.st_uid})",
-            f"chown it to this one, or {remedy}",
+            f"the {purpose} directory {path} belongs to another user (uid {status.st_uid})",
+            f"give it to this user with chown, or {remedy}",
         )
     if status.st_mode & 0o002:
         raise UnusableDirectoryError(
-            f"others may write to {purpose} directory {path}",
-            f"chmod 700 {path}, if it is for kvd alone, or {remedy}",
+            f"other users may write to the {purpose} directory {path}",
+            f"run chmod 700 {path} if only kvd uses it, or {remedy}",
         )
 
 
@@ -79,8 +79,8 @@ def let_others_enter(path: Path) -> None:
         path.chmod(mode & 0o7777 | ENTER)
     except OSError as error:
         raise UnusableDirectoryError(
-            f"the groups of [access] may not enter {path}",
-            f"chmod go+x {path} (systemd: RuntimeDirectoryMode=0711)",
+            f"the groups of [access] may not enter {path}, and kvd cannot permit it",
+            f"run: chmod go+x {path} (under systemd: RuntimeDirectoryMode=0711)",
         ) from error
 
 
@@ -93,6 +93,7 @@ def check_socket_paths(runtime_dir: Path) -> None:
     length = len(os.fsencode(runtime_dir / OPERATOR_SOCKET))  # the longest name
     if length > MAX_SOCKET_PATH:
         raise UnusableDirectoryError(
-            f"socket paths in {runtime_dir} have {length} bytes, {MAX_SOCKET_PATH} is the limit",
-            "name a shorter directory with --runtime-dir",
+            f"paths of sockets in {runtime_dir} have {length} bytes, but at most "
+            f"{MAX_SOCKET_PATH} are possible",
+            "give a shorter directory with --runtime-dir",
         )

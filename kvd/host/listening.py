@@ -38,7 +38,7 @@ def listen_at(path: Path, kind: socket.SocketKind, group: str = "") -> socket.so
         listener.close()
         raise UnusableSocketError(
             f"cannot listen on {path} ({error.strerror or error})",
-            "name another directory with --runtime-dir",
+            "give another directory with --runtime-dir",
         ) from error
     except SocketGroupError:
         listener.close()

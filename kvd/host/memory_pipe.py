@@ -41,7 +41,7 @@ def map_memory(fd: int) -> mmap.mmap:
             under this one (SIGBUS).
     """
     if not is_sealed(fd) or os.fstat(fd).st_size != PIPE_BYTES:
-        raise OSError("it sends no sealed memory of a pipe")
+        raise OSError("the other side sent no sealed memory for the stream")
     return mmap.mmap(fd, PIPE_BYTES)
 
 
@@ -126,4 +126,4 @@ class MemoryPipe:
 
 
 def _protocol_error() -> OSError:
-    return ConnectionAbortedError("the other side breaks the rules")
+    return ConnectionAbortedError("the other side broke the protocol of the stream")

@@ -149,8 +149,8 @@ def _remove_empty(directory: Path, top: Path) -> None:
 
 def _install_error(deed: str, path: Path, error: OSError) -> InstallError:
     remedy = (
-        "run it as root, or say --user for units of your own"
+        "run it as root, or add --user to install units for your own systemd"
         if isinstance(error, PermissionError)
-        else "see to that path, and run it again"
+        else "check that path, and run it again"
     )
     return InstallError(f"cannot {deed} {path} ({error.strerror})", remedy)

@@ -234,7 +234,8 @@ def with_values(settings: str, values: Mapping[str, str]) -> str:
             lines.append(line)
     if left:
         raise InstallError(
-            f"the shipped settings lack {', '.join(left)}", "install a whole release of kvd"
+            f"the shipped settings do not contain {', '.join(left)}",
+            "install a complete release of kvd",
         )
     return "\n".join(lines) + "\n"
 
@@ -263,7 +264,7 @@ def read_shipped() -> dict[str, str]:
     for place in places:
         if (place / SHIPPED[0]).is_file():
             return {name: (place / name).read_text(encoding="utf-8") for name in SHIPPED}
-    raise InstallError("this installation has no units", "install kvd from its wheel")
+    raise InstallError("this installation contains no units", "install kvd from its wheel")
 
 
 def man_pages() -> list[Path]:

@@ -145,10 +145,14 @@ def _model(arguments: EngineArguments) -> PlannedModel:
         state_bytes = size_of(arguments.state_bytes, "--state-bytes")
         if state_bytes > MAX_STATE_BYTES:
             most = format_size(MAX_STATE_BYTES)
-            raise BadOptionError(f"--state-bytes {arguments.state_bytes}", f"give {most} at most")
+            raise BadOptionError(
+                f"--state-bytes {arguments.state_bytes} is too large", f"give {most} at most"
+            )
     model = choose_model(arguments.model, kv_bytes, arguments.window, state_bytes)
     if kv_bytes == 0 and not model.state_bytes:
-        raise BadOptionError("--kv-bytes-per-token is 0", "give what a token takes, e.g. 320KB")
+        raise BadOptionError(
+            "--kv-bytes-per-token is 0", "give the size of a token's KV, such as 320KB"
+        )
     return model
 
 
@@ -156,11 +160,13 @@ def _workload(arguments: ArrivalArguments, model: PlannedModel, share: float) ->
     """Read the sessions, or draw the largest share of them that is replayed."""
     if (arguments.trace is None) == (not arguments.generate):
         raise BadOptionError(
-            "which sessions to replay is not clear",
+            "it is not clear which sessions to replay",
             f"give --trace FILE, or --generate {' or '.join(GENERATORS)}",
         )
     if arguments.format not in FORMATS:
-        raise BadOptionError(f"no such format: {arguments.format}", f"name {', '.join(FORMATS)}")
+        raise BadOptionError(
+            f"there is no format {arguments.format}", f"give one of {', '.join(FORMATS)}"
+        )
     rate = positive(arguments.rate, "--rate")
     if arguments.trace is not None:
         filling = Filling(arguments.seed, rate, model.window_tokens)
@@ -179,7 +185,7 @@ def _draw(
 ) -> list[Session]:
     if arguments.generate not in GENERATORS:
         raise BadOptionError(
-            f"no such generator: {arguments.generate}", f"name {', '.join(GENERATORS)}"
+            f"there is no generator {arguments.generate}", f"give one of {', '.join(GENERATORS)}"
         )
     if arguments.generate == "agents":
         return agents(num_sessions, rate, arguments.seed)
@@ -206,7 +212,10 @@ def _engine(
     workload.check_rate("--load")
     numbers = {fleet.num_servers for fleet in fleets}
     if len(numbers) > 1:
-        raise BadOptionError("--load is of one number of servers", "give one, or leave --load out")
+        raise BadOptionError(
+            "--load works with one number of servers only",
+            "give one number of servers, or leave --load out",
+        )
     load_of_all = positive(arguments.load, "--load") * numbers.pop() * workload.share
     return engine_at_load(workload.sessions, engine, load_of_all)
 
@@ -245,13 +254,15 @@ def _capacities(
     has_sizes = bool(arguments.dram or arguments.ssd)
     if has_sizes and arguments.capacity_share:
         raise BadOptionError(
-            "sizes and shares do not go together", "give --dram and --ssd, or --capacity-share"
+            "sizes and shares cannot be used together",
+            "give either --dram and --ssd, or --capacity-share",
         )
     if has_sizes:
         return swept_capacities(arguments.hbm, arguments.dram, arguments.ssd)
     if _are_several(fleets):
         raise BadOptionError(
-            "what each server has is not said", "give --dram and --ssd: these are each server's"
+            "the sizes of each server's tiers are not given",
+            "give --dram and --ssd, which count for each server",
         )
     shares = arguments.capacity_share or DEFAULT_SHARES
     return shared_capacities(arguments.hbm, shares, arguments.dram_share, footprint)
@@ -296,4 +307,4 @@ def positive(value: float, option: str, *, may_be_zero: bool = False) -> float:
     if math.isfinite(value) and (value > 0 or (may_be_zero and not value)):
         return value
     remedy = "give 0 or more" if may_be_zero else "give a number above 0"
-    raise BadOptionError(f"{option} {value:g} makes no sense", remedy)
+    raise BadOptionError(f"{option} {value:g} is not valid", remedy)

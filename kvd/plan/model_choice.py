@@ -66,14 +66,14 @@ def read_model(
     if not path.is_file():
         known = ", ".join(MODELS)
         raise UnknownModelError(
-            f"no model {str(place)!r}", f"name {known}, or a directory with a {CONFIG}"
+            f"there is no model {str(place)!r}", f"give {known}, or a directory with a {CONFIG}"
         )
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UnknownModelError(f"{path}: cannot be read as JSON", REMEDY) from error
     if not isinstance(config, dict):
-        raise UnknownModelError(f"{path}: no JSON object", REMEDY)
+        raise UnknownModelError(f"{path}: the file contains no JSON object", REMEDY)
     nested = config.get("text_config")
     text = ModelConfig(path, {**config, **nested} if isinstance(nested, dict) else config)
     if kv_bytes_per_token is None:
@@ -118,12 +118,12 @@ def calibrated(engine: EngineConstants, paths: Sequence[Path]) -> EngineConstant
             changed = _with_document(engine, document)
         except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
             raise BadCalibrationError(
-                f"{path}: not as the bench writes it", _BENCH_REMEDY
+                f"{path}: the file does not have the form that the bench writes", _BENCH_REMEDY
             ) from error
         if changed is None:
             part = document["part"]
             raise BadCalibrationError(
-                f"{path}: part {part} says nothing of the engine", _BENCH_REMEDY
+                f"{path}: part {part} does not describe the engine", _BENCH_REMEDY
             )
         engine = changed
     return engine
@@ -156,9 +156,11 @@ def _read(path: Path) -> dict[str, Any]:
             f"{path}: cannot be read ({error.strerror})", _BENCH_REMEDY
         ) from error
     except ValueError as error:
-        raise BadCalibrationError(f"{path}: not JSON", _BENCH_REMEDY) from error
+        raise BadCalibrationError(f"{path}: the file is not JSON", _BENCH_REMEDY) from error
     if not isinstance(document, dict) or document.get("schema") != BENCH_SCHEMA:
-        raise BadCalibrationError(f"{path}: not of schema {BENCH_SCHEMA}", _BENCH_REMEDY)
+        raise BadCalibrationError(
+            f"{path}: the file does not have schema {BENCH_SCHEMA}", _BENCH_REMEDY
+        )
     return {"part": "", "cases": [], **document}
 
 

@@ -24,8 +24,8 @@ DEFAULT_BYTES = 2  # of a number, if the config does not name its type
 RECURRENT_BYTES = 4  # of a number of a recurrent state
 STATE_ALIGNMENT = 64  # bytes, of each tensor of a packed state; its header takes as much
 DEFAULT_WINDOW = 4096  # tokens, if the config does not name it
-REMEDY = "say --kv-bytes-per-token instead"
-STATES_REMEDY = "say --kv-bytes-per-token and --state-bytes instead"
+REMEDY = "give --kv-bytes-per-token instead"
+STATES_REMEDY = "give --kv-bytes-per-token and --state-bytes instead"
 
 
 class UnknownModelError(InvalidInputError):
@@ -73,7 +73,7 @@ class ModelConfig:
             value = self.fields.get(name)
             if isinstance(value, int) and value > 0:
                 return value
-        raise UnknownModelError(f"{self.path}: no {names[0]}", REMEDY)
+        raise UnknownModelError(f"{self.path}: there is no {names[0]}", REMEDY)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,9 @@ def token_bytes(config: ModelConfig) -> TokenBytes:
         UnknownModelError: the config does not tell.
     """
     if "kv_lora_rank" in config.fields:
-        raise UnknownModelError(f"{config.path}: keeps latents, not keys and values", REMEDY)
+        raise UnknownModelError(
+            f"{config.path}: the model caches latents, not keys and values", REMEDY
+        )
     num_windowed = 0
     if _is_hybrid(config):
         num_layers = sum(kind in _ATTENDING for kind in _kinds(config))
@@ -158,7 +160,8 @@ def _is_hybrid(config: ModelConfig) -> bool:
         return True
     if kinds := sorted(_WITH_STATE.intersection(_named_kinds(config))):
         raise UnknownModelError(
-            f"{config.path}: what its {', '.join(kinds)} layers keep is not known", STATES_REMEDY
+            f"{config.path}: it is not known how much its {', '.join(kinds)} layers keep",
+            STATES_REMEDY,
         )
     return False
 
@@ -230,7 +233,7 @@ def _attends(config: ModelConfig) -> Callable[[int], bool]:
         period, offset = config.count("attn_layer_period"), config.fields.get("attn_layer_offset")
         return lambda layer: layer % period == offset
     if "full_attention_interval" not in config.fields:
-        raise UnknownModelError(f"{config.path}: no layer_types", STATES_REMEDY)
+        raise UnknownModelError(f"{config.path}: there is no layer_types", STATES_REMEDY)
     interval = config.count("full_attention_interval")
     return lambda layer: (layer + 1) % interval == 0
 

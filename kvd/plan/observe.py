@@ -196,10 +196,11 @@ def _facts(model: str, observed: Observation) -> Table:
 def _warnings(observed: Observation) -> Iterator[str]:
     if observed.is_too_few:
         yield (
-            f"too few to go by: {MIN_JUDGED} judged turns of {MIN_SESSIONS} sessions are the least"
+            f"there are too few turns to judge by: at least {MIN_JUDGED} judged turns of "
+            f"{MIN_SESSIONS} sessions are needed"
         )
     if observed.num_judged and not any(size.is_filled for size in observed.reachable):
-        yield "all of it fits as it is: what was missed was not missed for want of room"
+        yield "everything fits as it is: no turn missed its KV for lack of room"
 
 
 def _rates_table(observed: Observation) -> Table:

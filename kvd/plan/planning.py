@@ -80,7 +80,8 @@ def check_window(workload: Workload, model: PlannedModel, charge: str) -> None:
     longest = workload.longest_tokens
     if charge == "window" and longest > 2 * model.window_tokens:
         raise BadOptionError(
-            f"a context of {longest} tokens is charged a window of {model.window_tokens}",
+            f"a context of {longest} tokens is more than twice the charged window of "
+            f"{model.window_tokens}",
             "give a larger --window, or --charge packed",
         )
 

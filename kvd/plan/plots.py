@@ -307,7 +307,9 @@ def _text(x: float, y: float, text: str, anchor: str) -> str:
 def check_plot(path: Path) -> None:
     """Raise NoPlotError if the plot cannot be written: planning takes minutes, so check first."""
     if path.is_dir() or not path.resolve().parent.is_dir():
-        raise NoPlotError(f"{path} cannot be written", "name a file in a directory that exists")
+        raise NoPlotError(
+            f"the plot {path} cannot be written", "give a file in an existing directory with --plot"
+        )
     if path.suffix not in PAGES:
         check_picture(path)
 
@@ -328,7 +330,7 @@ def plot(report: PlanReport, path: Path) -> None:
         path.write_text(page(report), encoding="utf-8")
     except OSError as error:
         raise NoPlotError(
-            f"{path} cannot be written ({error.strerror})", "name another file with --plot"
+            f"the plot {path} cannot be written ({error.strerror})", "give another file with --plot"
         ) from error
 
 

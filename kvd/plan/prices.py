@@ -82,17 +82,17 @@ def read_prices(path: Path) -> Prices:
         BadPricesError: the file cannot be read, or has something else in it.
     """
     names = [field.name for field in fields(Prices)]
-    remedy = f"give TOML with prices of an hour: {', '.join(names)}"
+    remedy = f"give a TOML file with prices per hour: {', '.join(names)}"
     try:
         found: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise BadPricesError(f"{path}: cannot be read ({error.strerror})", remedy) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise BadPricesError(f"{path}: not TOML ({error})", remedy) from error
+        raise BadPricesError(f"{path}: the file is not valid TOML ({error})", remedy) from error
     for name, value in found.items():
         if name not in names:
-            raise BadPricesError(f"{path}: no such price: {name}", remedy)
+            raise BadPricesError(f"{path}: there is no price named {name}", remedy)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or not 0 <= value < float("inf"):
-            raise BadPricesError(f"{path}: {name} = {value!r} is no price", remedy)
+            raise BadPricesError(f"{path}: {name} = {value!r} is not a price", remedy)
     return Prices(**{name: float(value) for name, value in found.items()})

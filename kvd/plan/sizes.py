@@ -59,7 +59,7 @@ def parts_of(text: str, option: str) -> list[str]:
     """
     found = [part.strip() for part in text.split(",") if part.strip()]
     if not found:
-        raise BadOptionError(f"{option} {text!r} is empty", "write a list as a,b,c")
+        raise BadOptionError(f"{option} {text!r} is empty", "write it as a,b,c")
     return list(dict.fromkeys(found))
 
 
@@ -81,7 +81,7 @@ def size_of(text: str, option: str) -> int:
     try:
         return parse_size(text)
     except ValueError as error:
-        raise BadOptionError(f"{option}: {error}", "for example 128GB") from error
+        raise BadOptionError(f"{option}: {error}", "write it as 128GB, for example") from error
 
 
 def rate_of(text: str, option: str) -> float:
@@ -93,9 +93,9 @@ def rate_of(text: str, option: str) -> float:
     try:
         rate = parse_size(text.strip().removesuffix("/s"))
     except ValueError as error:
-        raise BadOptionError(f"{option}: {error}", "for example 5GB/s") from error
+        raise BadOptionError(f"{option}: {error}", "write it as 5GB/s, for example") from error
     if not rate:
-        raise BadOptionError(f"{option} {text!r} is nothing", "for example 5GB/s")
+        raise BadOptionError(f"{option} {text!r} is 0", "give more, such as 5GB/s")
     return float(rate)
 
 
@@ -107,7 +107,9 @@ def numbers_of(text: str, option: str) -> list[int]:
     """
     parts = parts_of(text, option)
     if not all(part.isascii() and part.isdecimal() and int(part) for part in parts):
-        raise BadOptionError(f"{option} {text!r} has what is no number", "write 1,10,100")
+        raise BadOptionError(
+            f"{option} {text!r} contains something that is not a number", "write it as 1,10,100"
+        )
     return [int(part) for part in parts]
 
 
@@ -120,7 +122,7 @@ def duration_of(text: str, option: str) -> float:
     try:
         return parse_duration_s(text)
     except ValueError as error:
-        raise BadOptionError(f"{option}: {error}", "for example 10m") from error
+        raise BadOptionError(f"{option}: {error}", "write it as 10m, for example") from error
 
 
 def share_of(text: str, option: str, *, most: float = 1.0) -> float:
@@ -134,9 +136,13 @@ def share_of(text: str, option: str, *, most: float = 1.0) -> float:
         share = float(above.removesuffix("%")) / (100 if above.endswith("%") else 1)
         share = share / float(below) if has_below else share
     except (ValueError, ZeroDivisionError) as error:
-        raise BadOptionError(f"{option} {text!r} is no share", "write 20%, 0.2 or 1/5") from error
+        raise BadOptionError(
+            f"{option} {text!r} is not a share", "write it as 20%, 0.2 or 1/5"
+        ) from error
     if not 0 <= share <= most:
-        raise BadOptionError(f"{option} {text!r} is no share", f"give one of 0 to {most:.0%}")
+        raise BadOptionError(
+            f"{option} {text!r} is out of range", f"give a share from 0 to {most:.0%}"
+        )
     return share
 
 
@@ -150,7 +156,8 @@ def turns_of(text: str, option: str, num_turns: int) -> int:
     number = int(text) if text.isdecimal() else int(share_of(text, option) * num_turns)
     if number >= num_turns:
         raise BadOptionError(
-            f"{option} {text} leaves none of {num_turns} turns to be measured", "give fewer"
+            f"{option} {text} leaves none of the {num_turns} turns to be measured",
+            "give a smaller share",
         )
     return number
 
@@ -166,9 +173,11 @@ def ttl_of(text: str, option: str) -> float | None:
     try:
         seconds = parse_duration_s(text)
     except ValueError as error:
-        raise BadOptionError(f"{option}: {error}", f'or say "{NEVER}"') from error
+        raise BadOptionError(f"{option}: {error}", f'or give "{NEVER}"') from error
     if not seconds:
-        raise BadOptionError(f"{option} {text!r} keeps nothing", f'give a duration or "{NEVER}"')
+        raise BadOptionError(
+            f"{option} {text!r} would keep nothing", f'give a longer duration or "{NEVER}"'
+        )
     return seconds
 
 
@@ -185,7 +194,7 @@ def names_of(text: str, known: Iterable[str], what: str) -> list[str]:
     unknown = [name for name in found if name not in known]
     if unknown:
         raise BadOptionError(
-            f"no such {what}: {', '.join(unknown)}",
-            f"name some of {', '.join(known)}, or all",
+            f"there is no such {what}: {', '.join(unknown)}",
+            f"give one or more of {', '.join(known)}, or all",
         )
     return found

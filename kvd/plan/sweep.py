@@ -166,7 +166,7 @@ def _ended_error(worker: _Worker) -> WorkerEndedError:
     worker.process.join(JOIN_S)
     return WorkerEndedError(
         f"a process of the plan ended with code {worker.process.exitcode}",
-        "see above what it said; if it was killed for memory, try --jobs 1",
+        "its output above may say why; if it was killed because memory was full, use --jobs 1",
     )
 
 

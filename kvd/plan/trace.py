@@ -134,7 +134,7 @@ def read_trace(path: Path) -> list[Session]:
         found.add(where, fields, at_s)
     sessions = found.sessions()
     if not sessions:
-        raise BadTraceError(f"{path}: no turn in it", "give a trace that is not empty")
+        raise BadTraceError(f"{path}: the trace contains no turn", "give a trace that is not empty")
     return sessions
 
 
@@ -181,14 +181,15 @@ class _SessionParser:
         expected = len(self._turns.get(name, ())) + 1
         if number != expected:
             raise BadTraceError(
-                f"{where}: turn {number} of session {name} comes where turn {expected} is due",
+                f"{where}: turn {number} of session {name} is out of order, turn {expected} is "
+                "next",
                 "sort the trace by t and number each session's turns 1, 2, 3, …",
             )
         if name in self._successors:
             raise BadTraceError(
-                f"{where}: session {name} goes on, but session {self._successors[name]} has"
-                " superseded it",
-                "have a session supersede another only after that one's last turn",
+                f"{where}: session {name} continues, although session {self._successors[name]} "
+                "has superseded it",
+                "let a session supersede another only after the other's last turn",
             )
 
     def _supersede(
@@ -197,19 +198,19 @@ class _SessionParser:
         before = _session_name(where, fields, "supersedes")
         if number > 1:
             raise BadTraceError(
-                f"{where}: supersedes is in turn {number} of session {name}",
-                "give it in the first turn of the session that goes on",
+                f"{where}: supersedes is set in turn {number} of session {name}",
+                "set it only in the first turn of the session that continues the other",
             )
         if before not in self._numbers:
             raise BadTraceError(
-                f"{where}: supersedes is {before}, which is no session before this line",
-                "name a session whose turns have all come",
+                f"{where}: supersedes is {before}, but no line before this one has that session",
+                "name a session all of whose turns precede this line",
             )
         if before in self._successors:
             raise BadTraceError(
-                f"{where}: session {before} is superseded by session {self._successors[before]}"
-                " already",
-                "have at most one session supersede another",
+                f"{where}: session {before} was already superseded by session "
+                f"{self._successors[before]}",
+                "let at most one session supersede another",
             )
         self._successors[before] = name
         self._supersedes[name] = self._numbers[before]
@@ -250,7 +251,7 @@ def check_sorted(where: str, name: str, value: object, at_s: float, before_s: fl
     """Raise BadTraceError if a line is earlier than the line before it."""
     if at_s < before_s:
         raise BadTraceError(
-            f"{where}: {name} is {value}, earlier than the line before it",
+            f"{where}: {name} is {value}, which is earlier than in the line before",
             f"sort the trace by {name}",
         )
 
@@ -264,9 +265,9 @@ def parse_object(where: str, line: str) -> dict[str, Any]:
     try:
         fields = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise BadTraceError(f"{where}: not JSON", _REMEDY) from error
+        raise BadTraceError(f"{where}: the line is not JSON", _REMEDY) from error
     if not isinstance(fields, dict):
-        raise BadTraceError(f"{where}: not a JSON object", _REMEDY)
+        raise BadTraceError(f"{where}: the line is not a JSON object", _REMEDY)
     return fields
 
 
@@ -305,11 +306,13 @@ def _readable(path: Path, line_number: Callable[[], int]) -> Iterator[None]:
     try:
         yield
     except UnicodeDecodeError as error:
-        raise BadTraceError(f"{path}:{line_number()}: not text", _REMEDY) from error
+        raise BadTraceError(
+            f"{path}:{line_number()}: the line is not UTF-8 text", _REMEDY
+        ) from error
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise BadTraceError(
-            f"{path}:{line_number() + 1}: the gzip data is broken or cut off here",
-            "get the file again, or check it with gzip -t",
+            f"{path}:{line_number() + 1}: the gzip data is damaged or ends here",
+            "download the file again, or check it with gzip -t",
         ) from error
     except OSError as error:
         raise BadTraceError(
@@ -322,7 +325,7 @@ def _open(path: Path) -> IO[bytes]:
     """Open a plain or gzip file; refuse pipes and devices, which may never end."""
     if path.exists() and not path.is_file():
         what = "a directory" if path.is_dir() else "not a regular file"
-        raise BadTraceError(f"{path}: is {what}", "give the path of a trace file")
+        raise BadTraceError(f"{path} is {what}", "give the path of a trace file")
     with path.open("rb") as file:
         is_gzip = file.read(len(_GZIP)) == _GZIP
     open_file: Callable[[Path, str], Any] = gzip.open if is_gzip else Path.open
@@ -352,9 +355,9 @@ def _check_history(where: str, turn: Turn, name: SessionName, kept_tokens: int) 
     """Raise BadTraceError if a turn's history is longer than its session can have kept."""
     if turn.history_tokens > kept_tokens:
         raise BadTraceError(
-            f"{where}: history_tokens is {turn.history_tokens}, but session {name} has kept"
-            f" {kept_tokens} at most before this turn",
-            "give what earlier turns have left of the prompt, 0 for a first turn",
+            f"{where}: history_tokens is {turn.history_tokens}, but session {name} has at "
+            f"most {kept_tokens} tokens before this turn",
+            "give the part of the prompt that earlier turns have left, 0 for a first turn",
         )
 
 
@@ -367,7 +370,7 @@ def _session_name(where: str, fields: dict[str, Any], field: str) -> SessionName
 
 def _field(where: str, fields: dict[str, Any], name: str) -> Any:
     if name not in fields:
-        raise BadTraceError(f"{where}: no {name}", _REMEDY)
+        raise BadTraceError(f"{where}: there is no {name}", _REMEDY)
     return fields[name]
 
 

@@ -174,7 +174,7 @@ class Workload:
         if self.span_s <= 0:
             raise NoRateError(
                 "all sessions of the trace begin at the same time",
-                f"give the times at which they begin, or leave {option} out",
+                f"give the sessions different start times, or leave {option} out",
             )
 
 

@@ -79,7 +79,7 @@ class Catalog:
         key = SessionKey(named.tenant, named.model, named.session_id)
         if session_place(key) != place:
             raise DamagedRemoteError(
-                f"the manifest in {place} is another session's", "push the session again"
+                f"the manifest in {place} belongs to another session", "push the session again"
             )
         return PushedSession(place, version, manifest)
 
@@ -115,14 +115,14 @@ class Catalog:
         ]
         if not found:
             raise NotPushedError(
-                f"the store has no session {session_id!r} of tenant {tenant!r}",
+                f"the object store has no session {session_id!r} of tenant {tenant!r}",
                 "list what it has with: kvd remote ls",
             )
         if len(found) > 1:
             models = ", ".join(pushed.manifest.session.model[:12] for pushed in found)
             raise SeveralPushedError(
-                f"the store has session {session_id!r} of several models ({models})",
-                "name one with --model",
+                f"the object store has session {session_id!r} for several models ({models})",
+                "choose one with --model",
             )
         return found[0]
 

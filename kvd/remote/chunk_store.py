@@ -114,7 +114,8 @@ class ChunkStore:
         """
         if self._clock() > self._until_s:
             raise SlowPushError(
-                f"the push took more than {PUSH_S / 3600:g} h", "push it again: what is there stays"
+                f"the push took more than {PUSH_S / 3600:g} h",
+                "push it again: what was sent stays in the object store",
             )
 
     def _path(self, chunk: pb.RemoteChunk) -> str:
@@ -167,7 +168,8 @@ def condemned_names(data: bytes) -> list[str]:
         names = json.loads(data)["chunks"]
     except (ValueError, KeyError, TypeError) as error:
         raise DamagedRemoteError(
-            "a list of condemned chunks is damaged", "remove it: see v1/condemned in the store"
+            "a list of condemned chunks in the object store is damaged",
+            "remove it: it is under v1/condemned",
         ) from error
     return [str(name) for name in names]
 

@@ -60,7 +60,7 @@ def read_manifest(data: bytes) -> pb.SessionManifest:
     _, version, num_bytes = _START.unpack_from(data)
     if version not in VERSIONS:
         raise UnfitStoreError(
-            f"the manifest has version {version}, this release knows {VERSION}",
+            f"the manifest has version {version}, but this release knows only {VERSION}",
             "use the release that wrote it",
         )
     (checksum,) = _CHECKSUM.unpack_from(data, _START.size)
@@ -173,9 +173,9 @@ def has_expired(manifest: pb.SessionManifest, age_s: float) -> bool:
 def fenced_error(manifest: pb.SessionManifest) -> FencedError:
     """Return the error that another server owns a session."""
     return FencedError(
-        f"session {manifest.session.session_id!r} belongs to {manifest.owner_name} "
-        f"since epoch {manifest.epoch}",
-        "pull it from there, or push it nevertheless with --take",
+        f"session {manifest.session.session_id!r} belongs to server "
+        f"{manifest.owner_name}, since epoch {manifest.epoch}",
+        "pull it from there, or add --take to push it all the same",
         details={
             "owner": manifest.owner_name,
             "epoch": str(manifest.epoch),
@@ -186,4 +186,6 @@ def fenced_error(manifest: pb.SessionManifest) -> FencedError:
 
 def damaged_error() -> DamagedRemoteError:
     """Return the error that the bytes of a manifest are not those that were put."""
-    return DamagedRemoteError("a manifest is damaged", "push the session again, with --take")
+    return DamagedRemoteError(
+        "a manifest in the object store is damaged", "push the session again with --take"
+    )

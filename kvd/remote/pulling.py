@@ -136,8 +136,8 @@ class Puller:
         manifest = found.manifest
         if has_expired(manifest, now_unix_s - found.version.stored_unix_s):
             raise NotPushedError(
-                f"session {manifest.session.session_id!r} has expired in the store",
-                "its next turn computes its history anew",
+                f"session {manifest.session.session_id!r} has expired in the object store",
+                "nothing needs to be done: its next turn recomputes its history",
             )
         # Before any chunk is read: from now on the owner before is fenced, and cannot push.
         if not copies and manifest.owner != self._owner.server_id:

@@ -120,17 +120,20 @@ class Sweeper:
         holder = self._holder(held)
         if held is not None and holder and self._clock() < held.stored_unix_s + LEASE_S:
             raise SweepRunningError(
-                f"{holder} sweeps the store", f"wait for it, {LEASE_S / 60:g} minutes at most"
+                f"{holder} is already sweeping the object store",
+                f"wait until it has ended, {LEASE_S / 60:g} minutes at most",
             )
         try:
             seen = self._lease.replace(
                 NOTHING if held is None else held.seen, self._note(self._owner.name)
             )
         except OvertakenError as error:
-            raise SweepRunningError("another sweep has begun", "wait for it") from error
+            raise SweepRunningError(
+                "another sweep has just begun", "wait until it has ended"
+            ) from error
         blob = self._store.find(self._lease.name_of(seen.number))
         if blob is None:
-            raise SweepRunningError("another sweep has begun", "wait for it")
+            raise SweepRunningError("another sweep has just begun", "wait until it has ended")
         return blob.stored_unix_s
 
     def _end(self) -> None:

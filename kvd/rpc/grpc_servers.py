@@ -121,7 +121,7 @@ class GrpcServer:
                 open_to_group(Path(endpoint.address.removeprefix(UNIX)), endpoint.group)
         except (RuntimeError, OSError) as error:
             raise UnusableSocketError(
-                f"cannot listen on {endpoint.address}", "free the address, or name another one"
+                f"cannot listen on {endpoint.address}", "free the address, or choose another one"
             ) from error
 
     async def stop_serving(self) -> None:

@@ -118,11 +118,14 @@ class OperatorService(kvd_pb2_grpc.OperatorServicer):  # type: ignore[misc]  # t
     async def KillHolder(self, request: pb.KillHolderRequest, _: Any) -> pb.KillHolderResponse:  # noqa: N802
         """Kill a process that holds leases, and wait until its leases have ended."""
         if not request.pid:  # a process in a foreign PID namespace is shown with pid 0
-            raise InvalidRequestError("no process is named", "name one that kvd leases shows")
+            raise InvalidRequestError(
+                "no process is named", "send the pid of a process that kvd leases shows"
+            )
         held = self._leases_of(request.pid)
         if not held or not self._kill(request.pid):
             raise NoHolderError(
-                f"process {request.pid} holds no lease", "list who does with: kvd leases"
+                f"process {request.pid} holds no lease",
+                "list the processes with leases with: kvd leases",
             )
         loop = asyncio.get_running_loop()
         until = loop.time() + GONE_S
@@ -139,7 +142,10 @@ class OperatorService(kvd_pb2_grpc.OperatorServicer):  # type: ignore[misc]  # t
     ) -> pb.ReopenLayoutResponse:
         """Open an unavailable layout, accept its loss, or set it aside."""
         if request.accept_loss and request.set_aside:
-            raise InvalidRequestError("two decisions about one layout", "decide for one of them")
+            raise InvalidRequestError(
+                "both decisions about a layout are given, accept_loss and set_aside",
+                "send one of them",
+            )
         name = await self._caches.reopen(
             request.layout, accept_loss=request.accept_loss, set_aside=request.set_aside
         )
@@ -183,8 +189,8 @@ class OperatorService(kvd_pb2_grpc.OperatorServicer):  # type: ignore[misc]  # t
         caches = self._caches.of_model(request.model)
         if request.model and not caches:  # an empty result would look like "nothing is corrupt"
             raise UnknownModelError(
-                f"nothing is stored of a model {request.model[:64]!r}",
-                "see which there are: kvd stats",
+                f"nothing is stored for a model {request.model[:64]!r}",
+                "list the models with: kvd stats",
             )
         async with aclosing(self._scrubber.run(caches, repair=request.repair)) as run:
             async for progress in run:
@@ -221,7 +227,8 @@ class OperatorService(kvd_pb2_grpc.OperatorServicer):  # type: ignore[misc]  # t
             return self._engines.kill(pid)
         except PermissionError as error:
             raise NotOursToKillError(
-                f"process {pid} is another user's", f"as that user, or root: kill -KILL {pid}"
+                f"process {pid} belongs to another user, so kvd may not end it",
+                f"as that user, or as root, run: kill -KILL {pid}",
             ) from error
 
     def _leases_of(self, pid: int) -> list[tuple[Cache, LeaseInfo]]:

@@ -28,7 +28,7 @@ from shared.pb.kvd.v1 import kvd_pb2 as pb
 from shared.types.queue_delta import QueueChange, QueuedRequest, QueueUpdate, RunningRequest
 from shared.types.session_key import DEFAULT_TENANT, SessionKey, session_keys
 
-EQUAL_COLUMNS = "send columns of one length, or leave one out"
+EQUAL_COLUMNS = "send columns of equal length, or leave a column out"
 
 Number = TypeVar("Number", int, float)
 
@@ -53,8 +53,8 @@ class QueueReplica:
         """
         if update.sequence <= self._sequence:
             raise InvalidRequestError(
-                f"queue snapshot {update.sequence} after {self._sequence}",
-                "number the snapshots of a stream upwards from 1",
+                f"queue snapshot {update.sequence} came after {self._sequence}",
+                "number the snapshots of a stream in ascending order, from 1",
             )
         self._sequence = update.sequence
         if update.base_sequence and update.base_sequence != self._known_sequence:
@@ -63,7 +63,8 @@ class QueueReplica:
         is_match = self._apply(update) == update.digest
         if not is_match and not update.base_sequence:
             raise InvalidRequestError(
-                "a queue whose digest is another", "check that both run the same release"
+                "the queue's digest does not match its content",
+                "check that kvd and the engine run the same release",
             )
         self._known_sequence = update.sequence if is_match else 0
         return is_match
@@ -95,7 +96,10 @@ class QueueStreams:
                 if engine is None or replica is None:
                     engine, replica = caller, self._open(caller)
                 if caller is not engine:
-                    raise InvalidRequestError("a queue stream of two engines", "open one for each")
+                    raise InvalidRequestError(
+                        "one queue stream reports the queues of two engines",
+                        "open a stream for each engine",
+                    )
                 if self._replicas.get(engine.engine_id) is not replica:
                     raise StreamReplacedError(
                         "the engine has opened another queue stream", "use that one"
@@ -160,10 +164,13 @@ def queue_update(message: pb.QueueSnapshot, model: str, max_requests: int) -> Qu
     check_num_requests(max(len(numbers) - len(message.left), len(message.left)), max_requests)
     if len(set(numbers)) < len(numbers):
         raise _invalid_snapshot(
-            "a request that comes twice", "report each number once: waiting, running or left"
+            "a request that occurs twice", "report each number once: as waiting, running or left"
         )
     if message.left and not message.base_sequence:
-        raise _invalid_snapshot("all of a queue with requests that left", "report only the others")
+        raise _invalid_snapshot(
+            "both a whole queue and requests that have left",
+            "when you send the whole queue, leave out those",
+        )
     if message.start_interval_s < 0:
         raise _invalid_snapshot(
             f"an interval of {message.start_interval_s} s", "send 0 if it is not known"
@@ -181,8 +188,8 @@ def check_num_requests(num_requests: int, max_requests: int) -> None:
     """Raise InvalidRequestError if an engine reports more requests than allowed."""
     if num_requests > max_requests:
         raise InvalidRequestError(
-            f"a queue of {num_requests} requests",
-            f"send the first {max_requests} (limits.max_queue_jobs)",
+            f"the queue has {num_requests} requests, which is too many",
+            f"send only the first {max_requests} (limits.max_queue_jobs)",
         )
 
 
@@ -191,7 +198,7 @@ def _waiting(message: pb.QueueSnapshot, model: str) -> list[QueuedRequest]:
     num_requests = len(columns.numbers)
     tags = _column(columns.start_tags, num_requests, 0.0)
     if not isfinite(sum(tags)) or min(tags, default=0.0) < 0:
-        raise _invalid_snapshot("a start tag that is no tag", "send finite numbers, not below 0")
+        raise _invalid_snapshot("an invalid start tag", "send finite numbers of at least 0")
     priorities = _column(columns.priorities, num_requests, 0)
     ranks = zip(map(neg, priorities), tags, columns.numbers, strict=True)
     history_tokens = _column(columns.history_tokens, num_requests, 0)
@@ -204,11 +211,13 @@ def _keys(message: pb.QueueSnapshot, columns: pb.QueueJobs, model: str) -> list[
     names = list(message.tenants) or [""]
     indexes = _column(columns.tenants, len(columns.numbers), 0)
     if max(indexes, default=0) >= len(names):
-        raise _invalid_snapshot("a tenant that is not named", "send its index in `tenants`")
+        raise _invalid_snapshot(
+            "a tenant index outside `tenants`", "send the tenant's index in `tenants`"
+        )
     session_ids = columns.session_ids[:]
     if len(session_ids) != len(columns.numbers):
         raise _invalid_snapshot(
-            f"{len(columns.numbers)} requests of {len(session_ids)} sessions", EQUAL_COLUMNS
+            f"{len(columns.numbers)} requests, but {len(session_ids)} session ids", EQUAL_COLUMNS
         )
     return session_keys(list(map(names.__getitem__, indexes)), model, session_ids)
 
@@ -217,10 +226,10 @@ def _column(values: Sequence[Number], num_requests: int, default: Number) -> Seq
     """Return a column; an omitted one is filled with `default`."""
     if len(values) not in (0, num_requests):
         raise _invalid_snapshot(
-            f"{num_requests} requests with a column of {len(values)}", EQUAL_COLUMNS
+            f"{num_requests} requests, but a column of {len(values)} values", EQUAL_COLUMNS
         )
     return values[:] or [default] * num_requests
 
 
 def _invalid_snapshot(what: str, remedy: str) -> InvalidRequestError:
-    return InvalidRequestError(f"a queue snapshot with {what}", remedy)
+    return InvalidRequestError(f"the queue snapshot has {what}", remedy)

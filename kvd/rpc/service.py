@@ -63,7 +63,7 @@ class Draining:
     def refuse(self) -> None:
         """Raise StoppingError if the drain has begun."""
         if self.begun.is_set():
-            raise StoppingError("kvd is stopping", "work without it and attach again")
+            raise StoppingError("kvd is stopping", "continue without kvd, and attach again later")
 
 
 class EngineService(kvd_pb2_grpc.EngineServicer):  # type: ignore[misc]  # the stubs are untyped
@@ -105,7 +105,9 @@ class EngineService(kvd_pb2_grpc.EngineServicer):  # type: ignore[misc]  # the s
             # No await between open() and attach(): without an engine, another layout could take
             # the arena's memory there.
             if connection.gone.is_set():
-                raise AttachDeniedError("the data connection has ended", "connect again")
+                raise AttachDeniedError(
+                    "the data connection has ended", "connect to the data socket again"
+                )
             engine, confirmed, lost = self._engines.attach(
                 request.engine_name[:MAX_NAME],
                 cache,
@@ -275,7 +277,8 @@ class EngineService(kvd_pb2_grpc.EngineServicer):  # type: ignore[misc]  # the s
         key = key_of(request.session, engine.cache.layout.model)
         if key.model != engine.cache.layout.model:
             raise InvalidRequestError(
-                f"the session's model is {key.model[:12]}, not {engine.cache.layout.model[:12]}",
+                f"the session belongs to model {key.model[:12]}, but the engine is attached for "
+                f"model {engine.cache.layout.model[:12]}",
                 "attach with the layout of the session's model",
             )
         self._users.check(engine.uid, key.tenant)
@@ -356,7 +359,7 @@ def _prepare_store(
 def _session_message(cache: Cache, key: SessionKey, core: CacheEngine) -> pb.SessionInfo:
     info = core.inspection.info(key)
     if info is None:
-        raise UnknownSessionError(f"session {key} is not stored", "store it first")
+        raise UnknownSessionError(f"session {key} is not stored", "store its KV first")
     return session_message(info, cache.layout, core.now_ns)
 
 

@@ -71,11 +71,11 @@ class ByteStream:
             await wait_for_end(work, self._interrupt)
         except TimeoutError as error:
             raise StalledTransferError(
-                f"the stream of a session file stood still for {SILENCE_S:g} s", "transfer it again"
+                f"no data of the session file came for {SILENCE_S:g} s", "transfer it again"
             ) from error
         except OSError as error:
             raise BrokenTransferError(
-                f"the stream of a session file broke off ({error.strerror or error})",
+                f"the stream of the session file was interrupted ({error.strerror or error})",
                 "transfer it again",
             ) from error
 
@@ -130,7 +130,8 @@ class ByteStreams:
                 offer = self._offers.pop(token)
         except TimeoutError as error:
             raise InvalidRequestError(
-                "no byte stream has this token", "connect to files.sock first, and send it"
+                "no byte stream has this token",
+                "connect to files.sock first, and send the token there",
             ) from error
         offer.claimed.set()
         with offer.sock:
@@ -166,7 +167,7 @@ async def _receive_announcement(sock: socket.socket) -> tuple[bytes, mmap.mmap]:
     token, fds = await receive(sock)
     try:
         if len(token) != STREAM_TOKEN_BYTES or len(fds) != 1:
-            raise ConnectionResetError("it begins with no token")
+            raise ConnectionResetError("the stream does not begin with a token")
         return token, map_memory(fds[0])
     finally:
         close_fds(fds)

@@ -143,10 +143,10 @@ class ChunkOpener:
         magic, version, num_bytes = _START.unpack_from(buffer)
         if magic[:4] == bytes(4):  # the end, a frame of no tokens
             if not hmac.compare_digest(chunks.digest(), self._tag):
-                raise _open_error("chunks are missing, or not in their order")
+                raise _open_error("chunks are missing, or in the wrong order")
             return self._take(_END_BYTES) if len(buffer) >= _END_BYTES else None
         if magic != MAGIC or version != VERSION or num_bytes > MAX_CHUNK_BYTES:
-            raise _open_error("a chunk has a header of another kind")
+            raise _open_error("a chunk has an unknown header")
         length = _START.size + SALT_BYTES + num_bytes + TAG_BYTES
         if len(buffer) < length:
             return None
@@ -155,7 +155,7 @@ class ChunkOpener:
         bound = bytes(chunk[: _START.size]) + self._tenant.encode()
         frames = Seal(self._key, salt).open(0, sealed, bound)
         if frames is None:
-            raise _open_error("a chunk does not open")
+            raise _open_error("a chunk cannot be decrypted")
         chunks.update(salt)
         return frames
 
@@ -188,5 +188,6 @@ def _list_digest(key: bytes, header: bytes) -> "hashlib.blake2b":
 
 def _open_error(what: str) -> SessionFileError:
     return SessionFileError(
-        f"the sealed session cannot be opened: {what}", "push it again from the server that has it"
+        f"the sealed session cannot be opened: {what}",
+        "push it again from the server that has the session",
     )

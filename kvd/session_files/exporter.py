@@ -212,8 +212,9 @@ class Exporter:
             left_s = until - loop.time()
             if left_s <= 0 or not await cache.wait_for_change(left_s):
                 raise BusyTransferError(
-                    f"the blocks of session {self._export.key} do not come ({answer.miss_reason})",
-                    "try again when less is under way, and see: kvd stats",
+                    f"the blocks of session {self._export.key} could not be read "
+                    f"({answer.miss_reason})",
+                    "try again when less is running; kvd stats shows the load",
                 )
 
     def _write_rows(self, token_offset: int, rows: list[ExportedRows]) -> FrameBatch:

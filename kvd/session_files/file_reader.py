@@ -86,7 +86,7 @@ class FileReader:
                 break
             yield frame
         if self._is_over and at < len(source):
-            raise damaged("something follows its end")
+            raise damaged("there is data after its end")
         if at or not self._incomplete:
             self._incomplete = bytearray(source[at:])  # a new one: the frames refer to the old one
 
@@ -98,7 +98,7 @@ class FileReader:
         """
         if self.header is None or not self._is_over:
             raise SessionFileError(
-                f"the session file is cut short, after {self.num_tokens} tokens",
+                f"the session file is incomplete: it ends after {self.num_tokens} tokens",
                 "copy it again, or export the session again",
             )
         return self.header
@@ -107,14 +107,16 @@ class FileReader:
         """Read the header if it is complete; return its length, or 0."""
         known = min(len(source), len(MAGIC))
         if source[:known] != MAGIC[:known]:
-            raise SessionFileError("this is no session file", "name one that kvd export wrote")
+            raise SessionFileError(
+                "this is not a session file", "give a file that kvd export has written"
+            )
         start = START.size + CHECKSUM.size
         if len(source) < start:
             return 0
         _, version, num_bytes = START.unpack_from(source)
         if version not in (VERSION, VERSION_WITH_STATE, VERSION_WITH_WINDOWS):
             raise SessionFileError(
-                f"the session file has version {version}, this release knows up to "
+                f"the session file has version {version}, but this release knows versions up to "
                 f"{VERSION_WITH_WINDOWS}",
                 "import it with the release that wrote it",
             )
@@ -135,13 +137,13 @@ class FileReader:
             return None, 0
         num_tokens, kind, checksum = FRAME.unpack_from(source)
         if not self._may_come(header, num_tokens, kind):
-            raise damaged(f"the frame behind {self.num_tokens} tokens")
+            raise damaged(f"the frame after {self.num_tokens} tokens")
         end = FRAME.size + self._payload_bytes(header.layout, num_tokens, kind)
         if len(source) < end:
             return None, 0
         payload = source[FRAME.size : end]
         if xxhash.xxh3_64_intdigest(payload, seed=self.num_tokens) != checksum:
-            raise damaged(f"the frame behind {self.num_tokens} tokens")
+            raise damaged(f"the frame after {self.num_tokens} tokens")
         if kind == HELD:
             self._num_held = self.num_tokens = self.num_tokens + num_tokens
             return HeldTokens(num_tokens, bytes(payload)), end
@@ -183,7 +185,7 @@ class FileReader:
         is_first = not self._next_part
         is_expected = index == self._next_part and (is_first or position == self._position)
         if not is_expected or not 0 < position <= self.num_tokens:
-            raise damaged(f"the state behind {self.num_tokens} tokens")
+            raise damaged(f"the state after {self.num_tokens} tokens")
         self._position = self._window_start = position
         self._next_part = index + 1
         return StatePart(position, index, payload[PART_START.size :])
@@ -198,7 +200,7 @@ class FileReader:
         end = token_offset + num_tokens
         is_next = (position, token_offset, num_tokens, index) == expected
         if not is_next or not end <= position <= self.num_tokens:
-            raise damaged(f"the windows behind {self.num_tokens} tokens")
+            raise damaged(f"the windows after {self.num_tokens} tokens")
         self._next_part = (index + 1) % num_parts
         if not self._next_part:
             self._window_start = end
@@ -223,12 +225,12 @@ def _header_of(body: bytes, version: int) -> FileHeader:
         key = session_key(message.session.tenant, layout.model, message.session.session_id)
     except (DecodeError, ReportedError) as error:
         raise SessionFileError(
-            f"the session file's header makes no sense ({error})", "export the session again"
+            f"the header of the session file is not valid ({error})", "export the session again"
         ) from error
     digest = message.lineage.digest
     if len(digest) not in (0, LINEAGE_BYTES):
         raise damaged("its lineage")
     lineage = Lineage(digest, message.lineage.clean_tokens if digest else 0)
     if version == VERSION_WITH_WINDOWS and not layout.window:
-        raise damaged("windows of a layout without")
+        raise damaged("it contains windows, but its layout has none")
     return FileHeader(key, layout, lineage, message.kvd_version, message.unix_s, version)

@@ -85,9 +85,9 @@ class Import:
         self._cache, _ = await self._caches.open(self._cache.layout, prefault=False)
         if not self._cache.act(self._reuse_stored):
             raise NotHeldError(
-                f"kvd does not have the first {num_tokens} tokens of session {self.key}, computed "
-                "as this one's",
-                "send all of the session",
+                f"the file leaves out the first {num_tokens} tokens of session {self.key}, and "
+                "kvd does not have their KV",
+                "send the whole session",
             )
         self._buffer.token_offset = self._grown_tokens = num_tokens
 
@@ -292,13 +292,15 @@ class Import:
                 return answer
             if answer.refused != "wait":
                 raise NoRoomError(
-                    f"session {self.key} finds no room behind {answer.end_token} tokens "
+                    f"there is no room for session {self.key} after {answer.end_token} tokens "
                     f"({answer.refused})",
                     "see kvd stats, and raise the tenant's quota or the size of the tiers",
                 )
             left_s = until - loop.time()
             if left_s <= 0 or not await self._cache.wait_for_change(left_s):
-                raise BusyTransferError("no slot comes free", "try again when less is under way")
+                raise BusyTransferError(
+                    "no slot became free in time", "try again when less is running"
+                )
 
     def _prepare(
         self, end: int, positions: Sequence[int], from_token: int | None, core: CacheEngine
@@ -344,14 +346,14 @@ class Import:
         if existing is not None and existing.leases:
             raise InUseError(
                 f"session {self.key} is in use",
-                "wait for the end of its turn, or see kvd leases",
+                "wait until its turn has ended; kvd leases shows who uses it",
             )
         if existing is not None and self._target.replaces:
             core.sessions.flush(self.key, dry_run=False, why=REPLACED)
         elif existing is not None and existing.num_tokens >= num_tokens:
             raise SessionExistsError(
-                f"session {self.key} has as many tokens already",
-                "there is nothing to be imported",
+                f"session {self.key} is already stored with as many tokens",
+                "nothing needs to be imported",
             )
         token_ids, engine_id = bytes(self._token_ids), self._engine_id
         answer = core.session_files.prepare_import(self.key, token_ids, 0, engine_id, self._lineage)
@@ -363,8 +365,8 @@ class Import:
 
     def _lost_error(self) -> NoRoomError:
         return NoRoomError(
-            f"not all of session {self.key} is still stored",
-            "make the tiers larger, or import it when less is stored: kvd stats",
+            f"parts of session {self.key} were evicted while it was imported",
+            "make the tiers larger, or import it when less is stored: see kvd stats",
         )
 
     def _drop_unfinished(self) -> None:

@@ -37,8 +37,8 @@ class Target:
         if existing is None or self.replaces or existing.num_tokens <= self.replaces_up_to:
             return
         raise SessionExistsError(
-            f"session {existing.key} is stored, with {existing.num_tokens} tokens",
-            "say --replace, or give it another name with --session",
+            f"session {existing.key} is already stored, with {existing.num_tokens} tokens",
+            "add --replace, or give it another name with --session",
         )
 
 

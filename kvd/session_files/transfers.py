@@ -127,7 +127,8 @@ class Transfers:
             first = await anext(messages, None)
             if first is None or first.WhichOneof("part") != "target":
                 raise InvalidRequestError(
-                    "where to import to is not said", "send the target first, then the file"
+                    "the first message does not say where to import the session to",
+                    "send the target first, then the file",
                 )
             with self._limited():
                 async with self._stream(first.target.stream) as stream:
@@ -161,9 +162,10 @@ class Transfers:
         found = None if keys is None else keys.unwrap_key(seal.wrapped_key)
         if found is None:
             raise WrongKeyError(
-                f"the session is sealed under master key {seal.master_key[:8]}, "
-                f"this kvd has {'none' if keys is None else keys.fingerprint[:8]}",
-                "give both servers one encryption.key_file; push it again after a rotation",
+                f"the session is encrypted under master key {seal.master_key[:8]}, but this kvd "
+                f"has {'none' if keys is None else keys.fingerprint[:8]}",
+                "give both servers the same encryption.key_file; after a key rotation, push the "
+                "session again",
             )
         return ChunkOpener(found[1], found[0], seal.tag)
 
@@ -171,7 +173,9 @@ class Transfers:
     def _limited(self) -> Iterator[None]:
         if self._num_running >= MOST_TRANSFERS:
             raise LimitReachedError(
-                f"{self._num_running} sessions are exported or imported", "wait for one to end"
+                f"{self._num_running} sessions are being exported or imported, and no more are "
+                "allowed at once",
+                "wait until one has ended",
             )
         self._num_running += 1
         try:
@@ -212,7 +216,7 @@ async def read_file(caches: Caches, target: Target, pieces: Pieces) -> tuple[Ses
                 await current.keep()
         reader.close()
         if current is None or not reader.num_tokens:
-            raise SessionFileError("the session file holds no tokens", "export another session")
+            raise SessionFileError("the session file contains no tokens", "export another session")
         num_tokens = await current.finish()
         is_done = True
     except CUT_SHORT:
@@ -244,7 +248,8 @@ async def _begin_import(caches: Caches, header: FileHeader, target: Target) -> I
     )
     if target.allowed is not None and key.tenant not in target.allowed:
         raise TenantDeniedError(
-            f"the session is tenant {key.tenant!r}'s", "name one of your own with --tenant"
+            f"the session belongs to tenant {key.tenant!r}, which you may not use",
+            "give one of your own tenants with --tenant",
         )
     _check_layout(caches, layout, target)
     cache, _ = await caches.open(layout, prefault=False)
@@ -256,15 +261,17 @@ def _check_layout(caches: Caches, layout: KVLayout, target: Target) -> None:
     fingerprints = [cache.layout.fingerprint for cache in caches]
     if layout.fingerprint in fingerprints:
         return
-    what = f"the file is of layout {layout.fingerprint[:12]} (model {layout.model[:12]})"
+    what = f"the file has layout {layout.fingerprint[:12]} (model {layout.model[:12]})"
     if not target.may_add_layout:
         raise UnknownLayoutError(
-            f"{what}, kvd has {', '.join(name[:12] for name in fingerprints) or 'none yet'}",
-            "start the engine of that very model, dtype and positions first, or say --new-layout",
+            f"{what}, but kvd has {', '.join(name[:12] for name in fingerprints) or 'none yet'}",
+            "start the engine with exactly this model, dtype and positions first, or add "
+            "--new-layout",
         )
     if target.allowed is not None:
         raise TenantDeniedError(
-            f"{what}, which would take its memory from those that all tenants use",
+            f"{what}, which kvd does not have yet, and adding it would take memory from all "
+            "tenants",
             'start its engine first, or import it as a client with tenants = ["*"]',
         )
 
@@ -328,7 +335,8 @@ async def _data(
                 left -= len(piece)
         else:
             raise InvalidRequestError(
-                f"{kind or 'nothing'} behind the target", "send the file behind it, as it says"
+                f"after the target came {kind or 'nothing'}",
+                "send the file after the target, in the way that the target announces",
             )
 
 
@@ -352,6 +360,6 @@ async def with_timeout(messages: AsyncIterator[T], silence_s: float) -> AsyncGen
             return
         except TimeoutError as error:
             raise StalledTransferError(
-                f"nothing has come for {silence_s:g} s", "send the file again"
+                f"no data has come for {silence_s:g} s", "send the file again"
             ) from error
         yield message

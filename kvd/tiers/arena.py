@@ -55,7 +55,7 @@ def num_slots_for(arena_bytes: int, slot_bytes: int, setting: str = "dram.bytes"
     if num_slots < MIN_SLOTS:
         raise ArenaTooSmallError(
             f"{format_bytes(arena_bytes)} of DRAM hold {num_slots} blocks of "
-            f"{format_bytes(slot_bytes)}, {MIN_SLOTS} are needed",
+            f"{format_bytes(slot_bytes)}, but at least {MIN_SLOTS} are needed",
             f"raise {setting}",
         )
     return num_slots

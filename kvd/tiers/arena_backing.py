@@ -91,7 +91,7 @@ class FdStoreBacking(UnkeptBacking):
     def keep(self, layout: str, fds: Mapping[str, int]) -> None:
         """See ArenaBacking."""
         if not systemd.store_fds({_stored_name(layout, part): fd for part, fd in fds.items()}):
-            log.warning("dram_not_kept", reason="systemd has not taken the descriptors")
+            log.warning("dram_not_kept", reason="systemd did not accept the file descriptors")
 
     def find(self) -> dict[str, dict[str, int]]:
         """See ArenaBacking. Descriptors whose names are not kvd's are closed."""
@@ -226,7 +226,7 @@ def private_directory(path: Path) -> int:
     status = os.fstat(fd)
     if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
         os.close(fd)
-        raise PermissionError(f"{path} is not ours alone")
+        raise PermissionError(f"{path} belongs to another user, or is open to others")
     return fd
 
 
@@ -242,7 +242,7 @@ def new_file(directory_fd: int, name: str, num_bytes: int) -> int:
     space = os.fstatvfs(directory_fd)
     free_bytes = space.f_bavail * space.f_frsize
     if space.f_blocks and free_bytes < num_bytes:  # 0 blocks: a file system without a limit
-        raise OSError(errno.ENOSPC, f"{free_bytes} bytes are free, not {num_bytes}")
+        raise OSError(errno.ENOSPC, f"only {free_bytes} bytes are free, not {num_bytes}")
     fd = os.open(name, _OPEN_FLAGS | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=directory_fd)
     try:
         os.ftruncate(fd, align_up(num_bytes, max(os.fstat(fd).st_blksize, SECTOR_BYTES)))
@@ -265,7 +265,7 @@ def open_file(directory_fd: int, name: str) -> int:
     is_own = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and status.st_nlink == 1
     if not is_own or stat.S_IMODE(status.st_mode) & 0o077:
         os.close(fd)
-        raise UnfitArenaError(f"file {name} is not ours alone")
+        raise UnfitArenaError(f"file {name} belongs to another user, or is open to others")
     return fd
 
 

@@ -85,7 +85,7 @@ def resolve_keep(
     """
     has_supervisor = bool(environ.get("NOTIFY_SOCKET"))
     if configured == "fdstore" and not has_supervisor:
-        log.warning("dram_not_kept", reason="dram.keep is fdstore, but systemd is not there")
+        log.warning("dram_not_kept", reason="dram.keep is fdstore, but systemd did not start kvd")
         return "none"
     if configured != "auto":
         return configured
@@ -235,8 +235,11 @@ class ArenaStore:
                     "dram_kept",
                     directory=str(backing.path),
                     bytes=kept_bytes,
-                    reason="the next kvd with this state directory takes it over",
-                    remedy=f"rm -r {backing.path}, if there is to be none (SIGINT leaves nothing)",
+                    reason="the next kvd with this state directory uses it again",
+                    remedy=(
+                        f"run rm -r {backing.path} if there will be no next kvd (a stop with "
+                        "SIGINT leaves nothing)"
+                    ),
                 )
 
     # --------------------------------------------------------------------------------- creating
@@ -289,8 +292,9 @@ class ArenaStore:
         hugepages = self._options.hugepages
         if hugepages == "on" and not backing.is_sealed:
             raise HugepagesUnavailableError(
-                f"files in {self._options.directory} have the pages of that file system",
-                "set dram.keep to fdstore or none, or dram.hugepages to auto",
+                f"dram.hugepages has no effect on files in {self._options.directory}, whose file "
+                "system decides on the pages",
+                'set dram.keep to "fdstore" or "none", or dram.hugepages to "auto"',
             )
         if backing.is_sealed and hugepages != "off":
             try:
@@ -299,7 +303,7 @@ class ArenaStore:
                 if hugepages == "on":
                     raise HugepagesUnavailableError(
                         f"{num_bytes} bytes of huge pages are not free ({error.strerror})",
-                        "raise vm.nr_hugepages, or set dram.hugepages to auto",
+                        'raise vm.nr_hugepages, or set dram.hugepages to "auto"',
                     ) from error
         fd = backing.new_file(name, "slots", align_up(num_bytes, SECTOR_BYTES))
         return arena_backing.map_slots(fd, layout.block_bytes, num_slots)
@@ -347,13 +351,25 @@ class ArenaStore:
         slots = os.fstat(kept.slots_fd)
         must_be_sealed = self._backings[kept.backing].is_sealed
         for fits, problem in (
-            (header.boot_id.hex() == self._boot_id.replace("-", ""), "it is of another boot"),
-            (header.layout.hex() == layout.fingerprint, "it is of another layout"),
-            (header.slot_bytes == layout.block_bytes, f"slots of {header.slot_bytes} bytes"),
-            (header.record_bytes == record_bytes_of(layout), "its journal's records differ"),
+            (
+                header.boot_id.hex() == self._boot_id.replace("-", ""),
+                "it is from before the machine's last boot",
+            ),
+            (header.layout.hex() == layout.fingerprint, "it has another layout"),
+            (header.slot_bytes == layout.block_bytes, f"its slots have {header.slot_bytes} bytes"),
+            (
+                header.record_bytes == record_bytes_of(layout),
+                "its journal's records have another size",
+            ),
             (header.num_slots > 0, "it has no slots"),
-            (slots.st_size >= header.slot_bytes * header.num_slots, f"{slots.st_size} bytes only"),
-            (slots.st_ino == header.slots_inode, "slots and journal are not of one arena"),
+            (
+                slots.st_size >= header.slot_bytes * header.num_slots,
+                f"it has only {slots.st_size} bytes",
+            ),
+            (
+                slots.st_ino == header.slots_inode,
+                "its slots and its journal do not belong together",
+            ),
             (
                 not must_be_sealed or is_sealed(kept.slots_fd),
                 "its memory is not sealed",

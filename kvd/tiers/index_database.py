@@ -114,7 +114,7 @@ def open_database(path: Path, volumes: Path, faults: Faults) -> sqlite3.Connecti
     except (sqlite3.Error, OSError) as error:
         raise UnusableManifestError(
             f"cannot open the index {path} ({error})",
-            "make state_dir a writable directory with free space",
+            "let kvd write to state_dir, and check that its disk has free space",
         ) from error
 
 
@@ -153,8 +153,9 @@ def _connect(path: Path, faults: Faults) -> sqlite3.Connection:
         (version,) = db.execute("PRAGMA user_version").fetchone()
         if version > SCHEMA_VERSION:
             raise NewerManifestError(  # noqa: TRY301
-                f"{path} has schema {version}, this release knows {SCHEMA_VERSION}",
-                "start the release that wrote it, or name another state_dir",
+                f"the index {path} has schema {version}, but this release knows only "
+                f"{SCHEMA_VERSION}",
+                "start the release that wrote it, or set another state_dir",
             )
         if 0 < version < OLDEST_VERSION:
             raise _OlderSchemaError(version)  # noqa: TRY301
@@ -173,7 +174,7 @@ def _check_tables(db: sqlite3.Connection) -> None:
     with contextlib.closing(sqlite3.connect(":memory:", isolation_level=None)) as new:
         new.executescript(f"{_SCHEMA} COMMIT;")
         if _tables(db) != _tables(new):
-            raise sqlite3.DatabaseError("its tables are not the ones of its schema")
+            raise sqlite3.DatabaseError("its tables do not match its schema")
 
 
 _COMMENT = re.compile(rb"--[^\n]*")
@@ -204,7 +205,7 @@ def _set_older_aside(path: Path, volumes: Path, version: int, faults: Faults) ->
         "manifest_older",
         schema=version,
         moved_to=" ".join(moved),
-        remedy="delete them, or give them their old names back and start the release of then",
+        remedy="delete them, or rename them back and start the release that wrote them",
     )
 
 

@@ -137,7 +137,7 @@ def unpack_header(data: bytes) -> ArenaHeader:
     magic, version, header_bytes, *fields = _HEADER.unpack(body)
     del magic
     if version != VERSION or header_bytes != HEADER_BYTES:
-        raise UnfitArenaError(f"its format is version {version}, this kvd has {VERSION}")
+        raise UnfitArenaError(f"its format has version {version}, but this kvd knows {VERSION}")
     if _CHECKSUM.unpack_from(data, _HEADER.size)[0] != xxhash.xxh3_64_intdigest(body):
         raise UnfitArenaError("its journal header is damaged")
     return ArenaHeader(*fields)
@@ -164,7 +164,7 @@ class Journal:
         self._faults = faults
         size = journal_bytes(layout, num_slots)
         if os.fstat(fd).st_size < size:
-            raise UnfitArenaError(f"its journal has {os.fstat(fd).st_size} bytes, not {size}")
+            raise UnfitArenaError(f"its journal has {os.fstat(fd).st_size} bytes instead of {size}")
         # hugetlbfs maps whole huge pages only. But never map beyond the file: a file system may
         # report a huge page as its block size and still have files of any size.
         mapped = min(align_up(size, os.fstat(fd).st_blksize), os.fstat(fd).st_size)

@@ -49,7 +49,7 @@ def bind_to_node(memory: memoryview, node: int) -> None:
     """
     number = _MBIND.get(platform.machine())
     if number is None or not 0 <= node <= _MAX_NODE:
-        raise OSError(f"no memory policy for node {node} on {platform.machine()}")
+        raise OSError(f"memory cannot be bound to NUMA node {node} on {platform.machine()}")
     mask = node_mask(node)
     arguments = (ctypes.c_long(number), ctypes.c_void_p(_address(memory)))
     sizes = (ctypes.c_ulong(memory.nbytes), ctypes.c_int(MPOL_BIND), mask)

@@ -50,10 +50,10 @@ def identify(directory: Path, expected: str, faults: Faults, *, holds_rows: bool
     found = _read_id(directory)
     if expected and found and found != expected:
         raise UnusableVolumeError(
-            f"{directory} holds another volume ({found[:8]}, not {expected[:8]})"
+            f"{directory} contains another volume ({found[:8]}, not {expected[:8]})"
         )
     if expected and not found and holds_rows:
-        raise UnusableVolumeError(f"the volume of {directory} is not there: it has no {ID_NAME}")
+        raise UnusableVolumeError(f"the volume is missing from {directory}: there is no {ID_NAME}")
     return found or _write_id(directory, faults)
 
 
@@ -99,7 +99,7 @@ def _check_directory(directory: Path) -> None:
     try:
         next(directory.iterdir(), None)
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise UnusableVolumeError(f"{directory} is not there") from error
+        raise UnusableVolumeError(f"the directory {directory} does not exist") from error
 
 
 def _read_id(directory: Path) -> str:

@@ -11,48 +11,66 @@ from shared.types.units import format_duration
 # Reasons for a miss, as kvd's events name them: their meaning, and the remedy.
 _REASONS = {
     "evicted": (
-        "its KV had left all tiers, to make room for other sessions",
-        "give kvd more SSD, retain or pin the session, or see who fills it: kvd ls --sort bytes",
+        "its KV had been evicted from all tiers, to make room for other sessions",
+        (
+            "give kvd more SSD, retain or pin the session, or find out which sessions take "
+            "the room: kvd ls --sort bytes"
+        ),
     ),
     "expired": (
-        "its time to live had passed",
-        "set a longer one: kvd ttl SESSION, or sessions.default_ttl in the settings",
+        "its TTL had passed",
+        "set a longer TTL: kvd ttl SESSION, or sessions.default_ttl in the settings",
     ),
-    "flushed": ("an operator had flushed it", "nothing: it is stored again by its next turn"),
+    "flushed": ("an operator had flushed it", "none needed: its next turn stores it again"),
     "discarded": (
-        "its tokens had been discarded from the session that had stored them",
-        "let forks take a turn before, or drop fewer: overflow, compression, clients' discards",
+        "another session had stored its tokens, and had discarded them since",
+        (
+            "let forks run a turn before the discard, or discard less (overflow, "
+            "compression, clients' discards)"
+        ),
     ),
     "corrupt": (
-        "its KV was not what had been stored, and was thrown away",
-        "look for failing memory or disks: kvd doctor, kvd events --name block_corrupt",
+        "its KV was damaged, and was discarded",
+        "check the memory and the disks: kvd doctor, kvd events --name block_corrupt",
     ),
     "tokens_differ": (
-        "other tokens were asked for than those that are stored",
-        "see which, and in whose words: inference-svc why SESSION",
+        "the tokens that were asked for differ from those that are stored",
+        "to see which differ, as text, run: inference-svc why SESSION",
     ),
     "no_state": (
-        "its tokens are stored, and no state of the model behind them is",
-        "nothing, if it was a few; else give kvd more DRAM: states find no room, see kvd show",
+        "its tokens are stored, but not the state of the model after them",
+        (
+            "none needed for a few tokens; otherwise give kvd more DRAM: there is no room "
+            "for states (see kvd show)"
+        ),
     ),
     "no_window": (
-        "its tokens are stored, and nowhere all windows that a load needs to end there",
-        "nothing, if it was a few; else give kvd more room: windows find none, see kvd show",
+        "its tokens are stored, but nowhere with all the windows that a load needs at its end",
+        (
+            "none needed for a few tokens; otherwise give kvd more room: there is none for "
+            "windows (see kvd show)"
+        ),
     ),
     "not_stored": (
-        "the last tokens had not been stored, or not yet",
-        "nothing, if it was a few; else see what saves meet: kvd stats, inference-svc status",
+        "the last tokens had not been stored yet, or not at all",
+        (
+            "none needed for a few tokens; otherwise find out what hinders saves: kvd stats, "
+            "inference-svc status"
+        ),
     ),
     "not_fetched": (
-        "the rest of it had not come from the remote store, or not yet",
-        "let turns wait longer (remote.wait), or see why it did not: kvd remote status",
+        "the rest of it had not come from the remote store yet, or not at all",
+        "let turns wait longer (remote.wait), or find out why it did not come: kvd remote status",
     ),
     "unknown_session": (
-        "kvd does not know that it ever had it",
-        "nothing: what kvd remembers of sessions goes when it restarts",
+        "kvd does not know that it ever had this KV",
+        "none: kvd forgets what it knew of sessions when it restarts",
     ),
 }
-_OTHER = ("for a reason that this release of kvd does not know", "see kvd events --session SESSION")
+_OTHER = (
+    "for a reason that this release of kvd does not know",
+    "run: kvd events --session SESSION",
+)
 
 
 @dataclass(frozen=True)

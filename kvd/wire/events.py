@@ -131,7 +131,8 @@ class EventHub:
         """
         if len(self._watchers) >= self._max_watchers:
             raise LimitReachedError(
-                f"{len(self._watchers)} watchers are connected", "raise limits.max_watchers"
+                f"{len(self._watchers)} watchers are connected, and no more are allowed",
+                "raise limits.max_watchers",
             )
         watcher = Watcher(event_filter)
         self._watchers.add(watcher)

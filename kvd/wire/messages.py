@@ -197,8 +197,9 @@ def _decode_lineage(message: pb.Lineage) -> Lineage:
         return WHOLE
     if len(digest) != LINEAGE_BYTES:
         raise InvalidRequestError(
-            f"a lineage digest of {len(digest)} bytes",
-            f"send {LINEAGE_BYTES} bytes (shared/types/lineage.py), or none: nothing was discarded",
+            f"a lineage digest has {len(digest)} bytes",
+            f"send {LINEAGE_BYTES} bytes (shared/types/lineage.py), or none if nothing was "
+            "discarded",
         )
     return Lineage(digest, message.clean_tokens)
 
@@ -222,7 +223,7 @@ def ns_of(duration_s: float) -> int:
     """
     if not abs(duration_s) <= MAX_DURATION_S:  # `>` would accept NaN
         raise InvalidRequestError(
-            f"a duration of {duration_s} s", f"give at most {MAX_DURATION_S:.0f} s"
+            f"a duration of {duration_s} s is too long", f"give at most {MAX_DURATION_S:.0f} s"
         )
     return int(duration_s * NS_PER_S)
 

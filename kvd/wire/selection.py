@@ -54,13 +54,14 @@ def filter_of(message: pb.SessionFilter, allowed: frozenset[str] | None) -> Sess
     """
     if len(UnknownFieldSet(message)):
         raise InvalidRequestError(
-            "a condition that this kvd does not know", "ask with the release that kvd is of"
+            "the request has a condition that this kvd does not know",
+            "use the kvd command of the same release as kvd",
         )
     if message.tier not in _TIERS:
-        raise InvalidRequestError("sessions are in no such tier", "name dram or ssd")
+        raise InvalidRequestError("there is no such tier", "send dram or ssd")
     if message.idle_s < 0:
         raise InvalidRequestError(
-            f"an idle time of {message.idle_s} s", "name one that is not negative"
+            f"an idle time of {message.idle_s} s is not valid", "send a number that is not negative"
         )
     session_filter = _FILTER.decode(
         message,
@@ -79,7 +80,7 @@ def listing_of(request: pb.ListSessionsRequest, allowed: frozenset[str] | None) 
     """
     if request.order not in _ORDERS:
         raise InvalidRequestError(
-            "sessions have no such order", "name idle, bytes, tokens or ttl, or none"
+            "there is no such order", "send idle, bytes, tokens or ttl, or none"
         )
     return ListingRequest(
         filter_of(request.filter, allowed),
@@ -114,7 +115,7 @@ def names_one_session(request: pb.FlushRequest) -> bool:
     has_filter = bool(request.filter.model) or session_filter != EVERYTHING
     if [request.HasField("session"), request.all, has_filter].count(True) != 1:
         raise InvalidRequestError(
-            "what to flush is not clear", "name one session, or a filter, or all"
+            "it is not clear what to flush", "send one session, or a filter, or all"
         )
     return request.HasField("session")
 
@@ -130,12 +131,12 @@ def tenant_to_erase(request: pb.FlushRequest, allowed: frozenset[str] | None) ->
     is_one_tenant = bool(tenant) and request.filter == pb.SessionFilter(tenant=tenant)
     if not (request.all or is_one_tenant):
         raise InvalidRequestError(
-            "a key is a whole tenant's, and only that can be erased",
-            "name a tenant and nothing else, or all; or flush without --secure",
+            "a key belongs to a whole tenant, so only all of a tenant can be erased",
+            "send a tenant and nothing else, or all; or flush without --secure",
         )
     if allowed is not None and (request.all or tenant not in allowed):
         raise TenantDeniedError(
-            "the caller may not erase all that is named", "name one of its own tenants"
+            "the caller may not erase everything that is selected", "select one of its own tenants"
         )
     return None if request.all else tenant
 

@@ -54,9 +54,9 @@ def _validate(
 ) -> tuple[str, ...]:
     for index, address in enumerate(addresses):
         if not is_usable(address):
-            raise ValueError(f"{address!r} is no address: write {kinds}")
+            raise ValueError(f"{address!r} is not an address: write {kinds}")
         if address in addresses[:index]:
-            raise ValueError(f"{address} is there twice, name it once")
+            raise ValueError(f"the address {address} is listed twice: list it once")
     return tuple(addresses)
 
 

@@ -116,7 +116,8 @@ def read_credentials(
     """
     if (tls_cert is None) != (tls_key is None):
         raise ConnectionOptionsError(
-            "a certificate without its key", "give --tls-cert and --tls-key, or none of them"
+            "a TLS certificate is given without its key, or a key without its certificate",
+            "give both --tls-cert and --tls-key, or neither",
         )
     return ClientCredentials(
         read_token(token_file) if token_file is not None else "",
@@ -166,7 +167,7 @@ def _uses_tls(address: str, credentials: ClientCredentials) -> bool:
         return False
     if not is_tcp(address):
         raise ConnectionOptionsError(
-            f"{address[:100]!r} is no address", "write unix:/path or host:port"
+            f"{address[:100]!r} is not an address", "write it as unix:/path or host:port"
         )
     return credentials.names_tls or not is_loopback(address)
 
@@ -185,5 +186,6 @@ def _read(path: Path | None, option: str) -> bytes | None:
         return path.read_bytes()
     except OSError as error:
         raise ConnectionOptionsError(
-            f"cannot read {path} ({error.strerror})", f"name another file with {option}"
+            f"cannot read {path} ({error.strerror})",
+            f"give another file with {option}, or let this user read it",
         ) from error

@@ -42,8 +42,8 @@ class StreamCounts:
         most = identity.max_streams or self.most
         if self._held[identity.name] >= most:
             raise TooManyStreamsError(
-                f"{identity.name} holds {most} streams",
-                "end one, or raise its max_streams",
+                f"{identity.name} has {most} streams open, and may not have more",
+                "close one first, or raise max_streams in the settings",
                 retry_after_s=RETRY_S,
             )
         self._held[identity.name] += 1
@@ -147,8 +147,8 @@ def authenticate(
 def unauthenticated() -> UnauthenticatedError:
     """Return the error for every caller that is not authenticated."""
     return UnauthenticatedError(
-        "nobody knows who calls",
-        "send a known token (authorization: Bearer TOKEN) or show a known certificate",
+        "the caller is not known",
+        "send a known token (authorization: Bearer TOKEN) or present a known client certificate",
     )
 
 

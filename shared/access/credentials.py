@@ -115,7 +115,7 @@ class TlsFiles:
             why = error.strerror if isinstance(error, OSError) else None
             raise TlsFilesError(
                 f"{named} cannot be used ({why or error})",
-                "name PEM files that belong together and that this user may read",
+                "give PEM files that belong together and that this user may read",
             ) from error
         return context
 
@@ -130,7 +130,9 @@ class TlsFiles:
             authorities = None if self._client_ca is None else self._client_ca.read_bytes()
             pair = (self._key.read_bytes(), self._certificate.read_bytes())
         except OSError as error:  # removed since they were read for the context
-            raise TlsFilesError("the files of [tls] have gone", "put them back") from error
+            raise TlsFilesError(
+                "files named in [tls] no longer exist", "put them back, or correct [tls]"
+            ) from error
         return grpc.ssl_server_certificate_configuration([pair], authorities)
 
     def reload_if_changed(self, read: Callable[[], T]) -> T | None:
@@ -221,4 +223,4 @@ def _stamp(path: Path) -> tuple[int, int, int]:
 
 def _no_password() -> str:
     """Fail instead of asking on a terminal for the key's password, which would hang the start."""
-    raise ValueError("the key has a password")
+    raise ValueError("the key is protected by a password")

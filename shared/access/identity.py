@@ -64,7 +64,7 @@ class Identity:
             return own
         raise TenantDeniedError(
             f"{self.name} may not use tenant {requested[:40]!r}",
-            f"name one of its own, such as {own}" if self.tenants else "give it tenants",
+            f"name one of its tenants, such as {own}" if self.tenants else "configure its tenants",
         )
 
     def key(self, tenant: str, model: str, session_id: str) -> SessionKey:
@@ -87,7 +87,7 @@ class Identity:
         if role not in self.roles and _INCLUDED.get(role) not in self.roles:
             raise RoleDeniedError(
                 f"{self.name} does not have the role {role}",
-                f"ask for it, or come by a socket or as a client that is {role}",
+                "have the role granted, or call over a socket, or as a client, that has it",
             )
 
     def check_all_tenants(self, what: str) -> None:
@@ -99,7 +99,7 @@ class Identity:
         if ANY not in self.tenants:
             raise TenantDeniedError(
                 f"{self.name} may not use {what}, which concerns all tenants",
-                'name a session, or come as a client with tenants = ["*"]',
+                'name a session, or call as a client with tenants = ["*"]',
             )
 
 

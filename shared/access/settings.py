@@ -19,13 +19,17 @@ C = TypeVar("C", bound="ClientSettings")
 
 def _validate_digests(digests: tuple[str, ...]) -> tuple[str, ...]:
     if not all(_DIGEST.match(digest) for digest in digests):
-        raise ValueError("give the SHA-256 of a token, 64 hex digits (see: kvd token)")
+        raise ValueError(
+            "this is not the SHA-256 of a token: write 64 hex digits, as printed by kvd token"
+        )
     return digests
 
 
 def _validate_tenants(names: tuple[str, ...]) -> tuple[str, ...]:
     if not names:
-        raise ValueError('name the tenants it may use, the first is its own; "*" for all')
+        raise ValueError(
+            'list the tenants that this client may use, its own first; "*" stands for all'
+        )
     for name in names:
         try:
             session_key("default" if name == ANY else name, "", "any")
@@ -60,7 +64,9 @@ class TlsSettings(Section):
         if (self.certificate is None) != (self.key is None):
             raise ValueError("tls.certificate and tls.key go together: give both, or none")
         if self.client_ca is not None and self.certificate is None:
-            raise ValueError("tls.client_ca needs tls.certificate and tls.key")
+            raise ValueError(
+                "tls.client_ca has no effect without tls.certificate and tls.key: set these as well"
+            )
         return self
 
     @property
@@ -89,7 +95,10 @@ class ClientSettings(Section):
     @model_validator(mode="after")
     def _check_reachable(self) -> "ClientSettings":
         if not self.token_sha256 and not self.certificate_names:
-            raise ValueError("give it a token_sha256 (see: kvd token) or certificate_names")
+            raise ValueError(
+                "this client has no way to prove its identity: set token_sha256 (see: kvd token) "
+                "or certificate_names"
+            )
         return self
 
 
@@ -100,8 +109,8 @@ def check_distinct(clients: Mapping[str, C]) -> Mapping[str, C]:
         for proof in {*client.token_sha256, *client.certificate_names}:
             if proof in owners:
                 raise ValueError(
-                    f"{owners[proof]} and {name} have the same token or certificate name:"
-                    " give each client its own"
+                    f"clients {owners[proof]} and {name} have the same token or certificate name: "
+                    "give each client its own"
                 )
             owners[proof] = name
     return clients
@@ -129,16 +138,17 @@ def check_guarded(
 def _check_port(address: str, tls: TlsSettings, clients: Mapping[str, ClientSettings]) -> None:
     if not clients:
         raise UnguardedError(
-            f"anybody could connect to {address}",
-            "name who may, in [clients.NAME] (see: kvd token), or use a Unix socket",
+            f"anybody could connect to {address}, because no client is configured",
+            "configure clients in [clients.NAME] (see: kvd token), or use a Unix socket",
         )
     if not tls.is_on and not is_loopback(address):
         raise UnguardedError(
-            f"tokens could be overheard on the way to {address}",
+            f"tokens sent to {address} could be read on the network, because it has no TLS",
             "set tls.certificate and tls.key, or listen on 127.0.0.1",
         )
     if tls.client_ca is None and not any(client.token_sha256 for client in clients.values()):
         raise UnguardedError(
             f"nobody could connect to {address}: no client has a token",
-            "set tls.client_ca for certificates, or give a client a token (kvd token)",
+            "set tls.client_ca to accept client certificates, or give a client a token (see: "
+            "kvd token)",
         )

@@ -35,29 +35,30 @@ def claim_path(path: Path) -> None:
             directory.mkdir(mode=0o700, exist_ok=True)
             log.info("directory_made", directory=str(directory), reason=f"for the socket {path}")
         if not os.access(directory, os.W_OK | os.X_OK):
-            raise PermissionError(errno.EACCES, "the directory is not writable")
+            raise PermissionError(errno.EACCES, "this user may not write to its directory")
         if not path.exists():
             return
         if not path.is_socket():
-            raise FileExistsError(errno.EEXIST, "it is no socket")
+            raise FileExistsError(errno.EEXIST, "a file that is not a socket is in its place")
         with socket.socket(socket.AF_UNIX) as probe:
             probe.settimeout(1.0)  # connecting blocks while the other process's backlog is full
             probe.connect(str(path))
     except FileNotFoundError as error:
         raise SocketInUseError(
             f"the socket {path} cannot be used: there is no directory {directory.parent}",
-            f"mkdir -p -m 700 {directory}, or name a path in a directory that is there",
+            f"run: mkdir -p -m 700 {directory}; or name a path in an existing directory",
         ) from error
     except ConnectionRefusedError:
         path.unlink(missing_ok=True)  # left behind by a process that was killed
     except OSError as error:
         raise SocketInUseError(
             f"the socket {path} cannot be used ({error.strerror or error})",
-            "name a path in a directory that this user may write",
+            "name a path in a directory that this user may write to",
         ) from error
     else:
         raise SocketInUseError(
-            f"the socket {path} is in use by another process", "stop that one, or name another path"
+            f"the socket {path} is in use by another process",
+            "stop that process, or name another path",
         )
 
 
@@ -87,8 +88,8 @@ def open_to_group(path: Path, group: str = "", mode: int = SOCKET_MODE) -> None:
             os.chown(path, -1, _gid_of(group))
         except PermissionError as error:
             raise SocketGroupError(
-                f"{path} cannot be given to group {group}",
-                "make this user a member of it (systemd: SupplementaryGroups=)",
+                f"the socket {path} cannot be given to group {group}",
+                "add this user to that group (under systemd: SupplementaryGroups=)",
             ) from error
     path.chmod(mode)
 
@@ -100,5 +101,5 @@ def _gid_of(group: str) -> int:
         return grp.getgrnam(group).gr_gid
     except KeyError as error:
         raise SocketGroupError(
-            f"there is no group {group}", f"make it: groupadd --system {group}"
+            f"the group {group} does not exist", f"create it with: groupadd --system {group}"
         ) from error

@@ -66,7 +66,8 @@ def write_token(path: Path, token: str) -> None:
             file.write(token + "\n")
     except OSError as error:
         raise TokenFileError(
-            f"cannot make {path} ({error.strerror})", "name a file that does not exist yet"
+            f"cannot create the token file {path} ({error.strerror})",
+            "name a file that does not exist yet, in a directory that this user may write to",
         ) from error
 
 
@@ -79,7 +80,11 @@ def read_token(path: Path) -> str:
     try:
         token = path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise TokenFileError(f"cannot read the token file {path}", "name another one") from error
+        raise TokenFileError(
+            f"cannot read the token file {path}", "let this user read it, or name another file"
+        ) from error
     if not token or not token.isascii() or not token.isprintable() or " " in token:
-        raise TokenFileError(f"{path} holds no token", "make one with: kvd token --file FILE")
+        raise TokenFileError(
+            f"the token file {path} contains no token", "create one with: kvd token --file FILE"
+        )
     return token

@@ -90,8 +90,8 @@ def bad_url(what: str) -> StoreUrlError:
     """Return the error for an invalid URL; `what` completes "the URL of the store …"."""
     return StoreUrlError(
         f"the URL of the store {what}",
-        "as in s3://BUCKET/PREFIX, gs://, az://, mooncake://MASTER:PORT/PREFIX "
-        "or file:///DIRECTORY",
+        "write it as s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, az://CONTAINER/PREFIX, "
+        "mooncake://MASTER:PORT/PREFIX or file:///DIRECTORY",
     )
 
 

@@ -22,12 +22,12 @@ from shared.types.units import parse_bytes
 OK, SHORT, NOT_FOUND, NOT_READY = 0, -600, -704, -703
 NO_ROOM, BUSY, COPIED = -200, -714, -708
 WORDS = {
-    -1: "Mooncake does not say why",
-    NO_ROOM: "its memory is full, or nobody lends it any",
+    -1: "Mooncake gives no reason",
+    NO_ROOM: "its memory is full, or no process provides any",
     SHORT: "the buffer of this process is full",
-    NOT_FOUND: "it was removed at once",
-    NOT_READY: "somebody else is storing it",
-    -800: "who has its memory does not answer",
+    NOT_FOUND: "the object was removed immediately",
+    NOT_READY: "another process is storing it",
+    -800: "the process that holds its memory does not answer",
     -900: "the master does not answer",
     -901: "the master does not answer in time",
 }
@@ -71,7 +71,9 @@ def settings_of(host: str, port: int, environ: Mapping[str, str]) -> MooncakeSet
         try:
             return parse_bytes(environ.get(name) or default)
         except ValueError as error:
-            raise StoreSettingsError(f"{name} is no number", f"as in {name}={default}") from error
+            raise StoreSettingsError(
+                f"the environment variable {name} is not a number", f"write it as {name}={default}"
+            ) from error
 
     return MooncakeSettings(
         host=host,
@@ -228,8 +230,9 @@ class Connection:
             connection.close()
         if answer.status != http.client.OK:
             raise StoreFailedError(
-                f"the Mooncake master at {host} port {port} answers with {answer.status}",
-                "see that MOONCAKE_MASTER_METRICS_PORT is its admin port, and its log",
+                f"the Mooncake master at {host} port {port} answers with HTTP status "
+                f"{answer.status}",
+                "check that MOONCAKE_MASTER_METRICS_PORT is its admin port, and read its log",
             )
         return body
 
@@ -237,7 +240,7 @@ class Connection:
         return StoreFailedError(
             f"no Mooncake master answers at {self._settings.host} port {port} "
             f"({type(error).__name__})",
-            "see that it runs: its RPC port is of the URL, its admin port "
+            "check that it runs: its RPC port is the one in the URL, its admin port "
             "MOONCAKE_MASTER_METRICS_PORT",
         )
 
@@ -245,8 +248,8 @@ class Connection:
 def failed(name: str, code: int) -> StoreFailedError:
     """Return the error for a code that Mooncake has returned."""
     return StoreFailedError(
-        f"the store failed at {name} ({WORDS.get(code, 'Mooncake says')}, {code})",
-        "see that it answers, and try again",
+        f"the object store failed at {name} ({WORDS.get(code, 'Mooncake says')}, {code})",
+        "check that the object store works, and try again",
     )
 
 
@@ -264,5 +267,6 @@ def check_installed() -> None:
     except ImportError as error:
         raise StoreMissingError(
             f"Mooncake's package is not installed ({error.msg})",
-            "pip install 'cachedattention[mooncake]', and libibverbs1 of the system",
+            "run: pip install 'cachedattention[mooncake]'; and install the system package "
+            "libibverbs1",
         ) from error

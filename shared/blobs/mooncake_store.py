@@ -53,7 +53,7 @@ def open_mooncake(parts: SplitResult, patience_s: float | None) -> BlobStore:
         raise bad_url("names no master")
     prefix = unquote(parts.path).strip("/")
     if not _PREFIX.fullmatch(prefix):
-        raise bad_url("has a prefix of other characters than letters, digits, . _ - and /")
+        raise bad_url("has a prefix with characters other than letters, digits, . _ - and /")
     mooncake.check_installed()
     connection = Connection(mooncake.settings_of(host, port, os.environ))
     place = f"{prefix}/" if prefix else ""
@@ -99,7 +99,9 @@ class MooncakeBlobStore:
         if code != mooncake.OK:
             raise mooncake.failed(name, code)
         if if_absent and self._stamp_of(name) != stamp:
-            raise BlobExistsError(f"the store has {name} already", "look again")
+            raise BlobExistsError(
+                f"the object store already has {name}", "read it again, then decide"
+            )
 
     def get(self, name: str, start: int = 0, num_bytes: int | None = None) -> bytes:
         """Return an object, or a part of it; always reads all of it, to check its stamp."""
@@ -112,10 +114,12 @@ class MooncakeBlobStore:
         """Return an object without a copy, in the connection's bounded buffer."""
         code, data = self._retry(lambda: self._read(name))
         if code == mooncake.NOT_FOUND:
-            raise BlobMissingError(f"the store has no {name}", "see: kvd remote ls")
+            raise BlobMissingError(
+                f"the object store has no {name}", "list what it has with: kvd remote ls"
+            )
         if code == _TORN:
             raise BlobDamagedError(
-                f"{name} in the store is not what was put there", "remove it, or put it there again"
+                f"{name} in the object store is damaged", "remove it, or store it there again"
             )
         if code != mooncake.OK:
             raise mooncake.failed(name, code)

@@ -66,13 +66,14 @@ def open_directory(parts: SplitResult, _patience_s: float | None) -> BlobStore:
 
     path = unquote(parts.path)
     if parts.netloc or not path.startswith("/") or path == "/":
-        raise bad_url("names no directory of its own")
+        raise bad_url("does not name a directory below the root")
     directory = Path(path)
     try:
         directory.mkdir(mode=_PRIVATE, parents=True, exist_ok=True)
     except OSError as error:
         raise StoreUrlError(
-            f"cannot make {directory} ({error.strerror})", "name a directory of your own"
+            f"cannot create the directory {directory} ({error.strerror})",
+            "name a directory that this user may create",
         ) from error
     return DirectoryBlobStore(LocalStore(directory), directory)
 
@@ -83,7 +84,7 @@ def _check_installed() -> None:
         import obstore.store  # noqa: F401  # only whether it is there
     except ImportError as error:
         raise StoreMissingError(
-            "obstore is not installed", "pip install 'cachedattention[remote]'"
+            "the package obstore is not installed", "run: pip install 'cachedattention[remote]'"
         ) from error
 
 
@@ -192,7 +193,10 @@ class DirectoryBlobStore(ObjectBlobStore):
             if not is_nothing or (is_still and self._changed_ns(prefix) == changed_ns):
                 return
             time.sleep(LOOK_S)
-        raise StoreFailedError(f"{prefix} changes all the time", "see who writes there")
+        raise StoreFailedError(
+            f"the objects under {prefix} change all the time, so they cannot be listed",
+            "find out which process writes there",
+        )
 
     def _changed_ns(self, prefix: str) -> int:
         """Return the Unix time of a directory's last change, in nanoseconds; 0: it is missing."""
@@ -209,17 +213,22 @@ def _translated(name: str) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError as error:
-        raise BlobMissingError(f"the store has no {name}", "see: kvd remote ls") from error
+        raise BlobMissingError(
+            f"the object store has no {name}", "list what it has with: kvd remote ls"
+        ) from error
     except exceptions.AlreadyExistsError as error:
-        raise BlobExistsError(f"the store has {name} already", "look again") from error
+        raise BlobExistsError(
+            f"the object store already has {name}", "read it again, then decide"
+        ) from error
     except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError) as error:
         raise StoreDeniedError(
-            f"the store refuses these credentials ({name})",
-            "see what the environment says of them, and what they may do there",
+            f"the object store refuses these credentials ({name})",
+            "check the credentials in the environment, and what they are permitted to do",
         ) from error
     except (exceptions.BaseError, OSError, ValueError) as error:
         raise StoreFailedError(
-            f"the store failed at {name} ({_why(error)})", "see that it answers, and try again"
+            f"the object store failed at {name} ({_why(error)})",
+            "check that the object store works, and try again",
         ) from error
 
 

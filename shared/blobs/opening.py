@@ -32,12 +32,12 @@ def open_store(url: str, patience_s: float | None = None) -> BlobStore:
     try:
         parts = urlsplit(url)
     except ValueError as error:
-        raise bad_url("is no URL") from error
+        raise bad_url("is not valid") from error
     if parts.scheme not in OPENERS:
-        raise bad_url(f"has the scheme {parts.scheme[:20]!r}")
+        raise bad_url(f"has the unknown scheme {parts.scheme[:20]!r}")
     if parts.username or parts.password or parts.query or parts.fragment:
         raise StoreUrlError(
-            "the URL of the store has more than a place and a prefix",
-            "give credentials in the environment: AWS_ACCESS_KEY_ID and the like",
+            "the URL of the store contains more than a place and a prefix",
+            "pass credentials in the environment, such as AWS_ACCESS_KEY_ID",
         )
     return OPENERS[parts.scheme](parts, patience_s)

@@ -143,7 +143,9 @@ class Register:
         return [blob for page in pages for blob in page if is_version(blob.name)]
 
     def _overtaken(self) -> OvertakenError:
-        return OvertakenError(f"{self._place} was replaced meanwhile", "try again")
+        return OvertakenError(
+            f"{self._place} was replaced by another writer in the meantime", "try again"
+        )
 
 
 def is_version(name: str) -> bool:

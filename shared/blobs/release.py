@@ -50,10 +50,12 @@ def claim(store: BlobStore) -> None:
             break
     else:
         raise UnfitStoreError(
-            "the store replaces objects that were to be made only if absent",
-            "use one that knows If-None-Match: S3, GCS, Azure, a local directory",
+            "this object store overwrites objects although it was asked not to",
+            "use a store that supports conditional writes (If-None-Match): S3, GCS, Azure or "
+            "a local directory",
         )
     if store.get(FORMAT) != THIS_FORMAT:
         raise UnfitStoreError(
-            "what lies in the store is of another release", "use that one, or another prefix"
+            "the object store was written by another release",
+            "use that release, or another prefix in the URL",
         )

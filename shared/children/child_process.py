@@ -235,7 +235,7 @@ class ChildProcess:
 
     def _running(self) -> psutil.Process:
         if self._process is None:
-            raise ChildFailedError(f"{self.name} is not started", "start it")
+            raise ChildFailedError(f"{self.name} has not been started", "start it first")
         return psutil.Process(self._process.pid)
 
     async def _end(self, signal_number: signal.Signals) -> None:
@@ -245,7 +245,7 @@ class ChildProcess:
 
     def _failure(self, code: int | None) -> ChildFailedError:
         """Return the error that describes how the child failed, with its last log line."""
-        what = "is running, but does not serve"
+        what = "is running, but does not answer"
         if code is not None and code < 0:
             what = f"was ended by {signal.Signals(-code).name}"
         elif code is not None:
@@ -254,7 +254,7 @@ class ChildProcess:
         last = lines[-1][:MOST_SHOWN] if lines else ""
         return ChildFailedError(
             f"{self.name} {what} ({last or 'its log is empty'})",
-            f"read {self._log_path}",
+            f"read its log, {self._log_path}",
             code=code,
             last_line=last,
         )

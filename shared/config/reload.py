@@ -67,7 +67,7 @@ def compare_settings(
     except ValidationError as error:
         what = "; ".join(problem["msg"] for problem in error.errors(include_url=False))
         raise InvalidSettingsError(
-            f"not without a restart ({what})", "restart, or correct the settings"
+            f"some changes need a restart ({what})", "restart, or undo these changes"
         ) from error
     provenance = {key: where for key, where in old.provenance.items() if not is_live(key, live)}
     provenance |= {key: where for key, where in new.provenance.items() if is_live(key, live)}
@@ -114,7 +114,7 @@ class LiveSettings(Generic[S]):
                 check(found.live.settings)
         except ConfigError as error:
             raise ReloadRefusedError(
-                f"nothing has changed: {error.message}", "correct the settings and reload again"
+                f"nothing was changed: {error.message}", "correct the settings, and reload again"
             ) from error
         self.loaded = found.live
         for apply in self.on_change:  # even without a changed key: certificate files may be new

@@ -40,9 +40,9 @@ def check_room(demands: Iterable[Demand]) -> None:
         if demand.num_bytes is not None and room is not None and demand.num_bytes > room:
             where = "memory" if demand.directory is None else f"disk under {demand.directory}"
             problems.append(
-                f"{demand.key} = {format_bytes(demand.num_bytes)}: this machine has"
-                f" {format_bytes(room)} of {where}, write less"
-                f"{demand.instead and f', or {demand.instead}'}"
+                f"{demand.key} = {format_bytes(demand.num_bytes)} is more than the "
+                f"{format_bytes(room)} of {where} of this machine: write "
+                f"less{demand.instead and f', or {demand.instead}'}"
             )
     if problems:
         raise invalid_settings(problems)

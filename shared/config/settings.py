@@ -191,7 +191,7 @@ def warn_of_overridden(loaded: LoadedSettings[S]) -> None:
             file=str(loaded.file),
             in_file=setting.in_file,
             in_force=setting.in_force,
-            remedy="the command line comes before the file: take it from one of them",
+            remedy="the command line overrides the file: remove the setting from one of them",
         )
 
 
@@ -297,7 +297,9 @@ def _read_toml(path: Path | None) -> dict[str, Any]:
             else "name an existing file with --config",
         ) from error
     except (ValueError, RecursionError) as error:  # not UTF-8, not TOML, huge numbers, deep nesting
-        raise InvalidSettingsError(f"{path} is not TOML ({error})", "correct the file") from error
+        raise InvalidSettingsError(
+            f"the settings file {path} is not valid TOML ({error})", "correct the file"
+        ) from error
 
 
 def _flatten(
@@ -337,9 +339,13 @@ def _from_environ(
         if "__" in name or name in sections:  # a section alone is refused with its keys
             found[name.replace("__", ".")] = value
         elif name in right:
-            problems.append(f"{variable} (env): write it as {right[name]}")
+            problems.append(
+                f"{variable} (env): this variable does not set anything, write {right[name]}"
+            )
         elif near := difflib.get_close_matches(name, right, n=1, cutoff=NEAR):
-            problems.append(f"{variable} (env): no such setting, did you mean {right[near[0]]}?")
+            problems.append(
+                f"{variable} (env): there is no such setting, did you mean {right[near[0]]}?"
+            )
     return found
 
 
@@ -356,14 +362,14 @@ def _unknown(key: str, known: tuple[str, ...]) -> str:
     )
     inside = [k for k in known if k.startswith(key + ".")]
     if inside:
-        return f"this is a section, give one of its keys, such as {inside[0]}"
+        return f"this is a section: set one of its keys, such as {inside[0]}"
     same_section = [k for k in known if k.split(".")[0] == section]
     if close := difflib.get_close_matches(key, (*known, *_sections(known)), n=1, cutoff=NEAR):
-        return f"no such setting, did you mean {close[0]}?"
+        return f"there is no such setting, did you mean {close[0]}?"
     if same_section:
         names = ", ".join(k.removeprefix(f"{section}.") for k in same_section)
-        return f"no such setting, {section} has {names}"
-    return f"no such setting, sections are {', '.join(_sections(known))}"
+        return f"there is no such setting, section {section} has {names}"
+    return f"there is no such setting, the sections are {', '.join(_sections(known))}"
 
 
 def _sections(known: tuple[str, ...]) -> list[str]:

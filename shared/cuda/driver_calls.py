@@ -41,7 +41,7 @@ class DriverCalls:
         """
         status, *results = getattr(self.names, name)(*arguments)
         if status != self.names.CUresult.CUDA_SUCCESS:
-            raise DriverError(f"{name}: {status.name}")
+            raise DriverError(f"the CUDA call {name} failed: {status.name}")
         if len(results) > 1:
             return tuple(results)
         return results[0] if results else None

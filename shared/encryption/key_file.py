@@ -58,11 +58,12 @@ def read_key(key_file: str) -> SecretKey:
     except OSError as error:
         raise KeyFileError(
             f"cannot read the key file {path} ({error.strerror})",
-            f"make one with: kvd key new {path}; or let the user of this process read it",
+            f"create one with: kvd key new {path}; or let the user of this process read it",
         ) from error
     if "/" in key_file and mode & _TOO_OPEN:
         raise KeyFileError(
-            f"others may read the key file {path} (mode {mode & 0o777:o})", f"chmod 600 {path}"
+            f"other users may read the key file {path} (mode {mode & 0o777:o})",
+            f"run: chmod 600 {path}",
         )
     try:
         key = bytes.fromhex(text.decode("ascii"))
@@ -70,8 +71,8 @@ def read_key(key_file: str) -> SecretKey:
         key = b""
     if len(key) != KEY_BYTES:
         raise KeyFileError(
-            f"the key file {path} does not have {2 * KEY_BYTES} hex digits",
-            "name a file that kvd key new has made",
+            f"the key file {path} does not contain {2 * KEY_BYTES} hex digits",
+            "name a file that kvd key new has created",
         )
     return SecretKey(key)
 
@@ -90,11 +91,12 @@ def write_key(path: Path, key: SecretKey) -> None:
             os.fsync(fd)
     except FileExistsError as error:
         raise KeyFileError(
-            f"{path} exists", "name a new file: a key that is overwritten is lost"
+            f"the key file {path} already exists", "name a new file: overwriting a key loses it"
         ) from error
     except OSError as error:
         raise KeyFileError(
-            f"cannot make {path} ({error.strerror})", "name a file in a directory of your own"
+            f"cannot create the key file {path} ({error.strerror})",
+            "name a file in a directory that this user may write to",
         ) from error
 
 
@@ -105,7 +107,8 @@ def _path_of(key_file: str) -> Path:
     directory = os.environ.get(CREDENTIALS_ENV)
     if not directory:
         raise KeyFileError(
-            f"there is no credential {key_file!r} (${CREDENTIALS_ENV} is not set)",
-            f"name a path, or start the process by systemd with LoadCredential={key_file}:PATH",
+            f"systemd passed no credential {key_file!r} (${CREDENTIALS_ENV} is not set)",
+            "give a path instead, or have systemd start the process with "
+            f"LoadCredential={key_file}:PATH",
         )
     return Path(directory) / key_file

@@ -43,7 +43,9 @@ class ArenaMap:
         """
         size = slot_bytes * num_slots
         if size <= 0 or os.fstat(fd).st_size < size:
-            raise ValueError(f"an arena of {os.fstat(fd).st_size} bytes, {size} were announced")
+            raise ValueError(
+                f"the arena has {os.fstat(fd).st_size} bytes, but kvd announced {size}"
+            )
         self.slot_bytes = slot_bytes
         self.num_slots = num_slots
         # Map whole huge pages where the file has them: the kernel cannot unmap a part of one.
@@ -70,7 +72,7 @@ class ArenaMap:
             ValueError: there is no such slot, or the arena is closed.
         """
         if self._view is None or not 0 <= slot_id < self.num_slots:
-            raise ValueError(f"no slot {slot_id} in an arena of {self.num_slots}")
+            raise ValueError(f"there is no slot {slot_id} in an arena of {self.num_slots} slots")
         start = slot_id * self.slot_bytes
         return self._view[start : start + self.slot_bytes]
 
@@ -115,7 +117,7 @@ class ProgressWords:
         """
         size = num_words * WORD_BYTES
         if size <= 0 or os.fstat(fd).st_size < size:
-            raise ValueError(f"progress words of {os.fstat(fd).st_size} bytes, not {size}")
+            raise ValueError(f"the progress words have {os.fstat(fd).st_size} bytes, not {size}")
         self.num_words = num_words
         self._memory = mmap.mmap(fd, size, prot=mmap.PROT_READ)
         # Cast to 64-bit items: kvd writes words while we read, and reading an item is atomic.
@@ -178,4 +180,4 @@ class LoadProgress:
 
 
 def _load_failed(why: str) -> LoadFailedError:
-    return LoadFailedError(f"a load failed while it was under way: {why}", "ask again")
+    return LoadFailedError(f"a load failed before it was complete: {why}", "load again")

@@ -131,7 +131,9 @@ class Attachment:
             KvdProtocolError: kvd answers with another message.
         """
         if not self.offers_copiers:
-            raise KvdUnavailableError("kvd starts no copiers", "set copier.enabled in its settings")
+            raise KvdUnavailableError(
+                "kvd starts no copiers", "set copier.enabled in kvd's settings"
+            )
         reply: asyncio.Future[tuple[bytes, list[int]]] = asyncio.get_running_loop().create_future()
         self._copier_replies.append(reply)
         try:
@@ -139,13 +141,17 @@ class Attachment:
             packets.send(self.data, request, [ring_fd])
             packet, fds = await reply
         except OSError as error:
-            raise KvdUnavailableError("kvd closed the data connection", "see its log") from error
+            raise KvdUnavailableError(
+                "kvd closed the data connection", "the log of kvd says why"
+            ) from error
         finally:
             self._copier_replies.remove(reply)
         answer = _decode(packet, fds)
         if isinstance(answer, packets.NoCopier):
             close_fds(fds)
-            raise KvdUnavailableError(f"no copier: {answer.message}", answer.remedy)
+            raise KvdUnavailableError(
+                f"kvd has no copier for this GPU: {answer.message}", answer.remedy
+            )
         if not isinstance(answer, packets.CopierChannel) or len(fds) != COPIER_FDS:
             close_fds(fds)
             raise _unexpected(answer)
@@ -221,7 +227,7 @@ async def attach(
         data = packets.connect(str(runtime_dir / DATA_SOCKET))
     except OSError as error:
         raise KvdUnavailableError(
-            f"no kvd in {runtime_dir} ({error.strerror})", "start it with: kvd serve"
+            f"kvd is not running in {runtime_dir} ({error.strerror})", "start it with: kvd serve"
         ) from error
     channel = grpc.aio.insecure_channel(
         f"unix:{runtime_dir / ENGINE_SOCKET}", options=channel_options()
@@ -236,7 +242,7 @@ async def attach(
             raise error_from_rpc(error) from error
         if isinstance(error, (OSError, TimeoutError)):
             raise KvdUnavailableError(
-                f"kvd in {runtime_dir} does not answer ({error!r})", "see its log"
+                f"kvd in {runtime_dir} does not answer ({error!r})", "the log of kvd may say why"
             ) from error
         raise
 
@@ -261,10 +267,14 @@ async def _shake_hands(
         raise _unexpected(first)
     attached = first.attached
     if request.layout.state_bytes and not attached.states:
-        raise KvdUnavailableError("this kvd keeps no states of recurrent layers", "update kvd")
+        raise KvdUnavailableError(
+            "this kvd cannot store the states of recurrent layers", "update kvd"
+        )
     windows = {layer.window for layer in request.layout.layers if layer.components}
     if 0 in windows and any(windows) and not attached.windows:
-        raise KvdUnavailableError("this kvd keeps no windows of layers apart", "update kvd")
+        raise KvdUnavailableError(
+            "this kvd cannot store the KV of windowed layers separately", "update kvd"
+        )
     mapped, progress, wakeup_fd = await _map_arena(data, attached.arena_id, known)
     slots = mapped.slots
     if (slots.slot_bytes, slots.num_slots) != (block_bytes, attached.num_slots):
@@ -331,10 +341,13 @@ def _decode(packet: bytes, fds: list[int]) -> packets.Message:
     """Decode an answer; close its descriptors if that raises."""
     try:
         if not packet:
-            raise KvdUnavailableError("kvd closed the data connection", "see its log")
+            raise KvdUnavailableError("kvd closed the data connection", "the log of kvd says why")
         message = packets.decode(packet)
         if isinstance(message, packets.Refused):
-            raise KvdUnavailableError(f"kvd refused: {message.message}", message.reason)
+            raise KvdUnavailableError(
+                f"kvd refused the connection ({message.reason}): {message.message}",
+                "the log of kvd says more",
+            )
     except MalformedPacketError as error:
         close_fds(fds)
         raise _unexpected(error) from error
@@ -345,4 +358,7 @@ def _decode(packet: bytes, fds: list[int]) -> packets.Message:
 
 
 def _unexpected(what: object) -> KvdProtocolError:
-    return KvdProtocolError(f"kvd answered {what!s:.80}", "check that both run the same release")
+    return KvdProtocolError(
+        f"kvd sent an unexpected answer: {what!s:.80}",
+        "check that kvd and the engine run the same release",
+    )

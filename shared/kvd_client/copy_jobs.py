@@ -71,9 +71,11 @@ class Job:
         """
         end = self.ring_offset + self.piece_bytes * len(self.slot_ids)
         if not 0 < self.piece_bytes <= slot_bytes - self.slot_offset or end > ring_bytes:
-            raise MalformedPacketError(f"a piece that leaves its slot or the ring: {self!s:.200}")
+            raise MalformedPacketError(
+                f"a part of a copy lies outside its slot or the ring: {self!s:.200}"
+            )
         if max(self.slot_ids) >= num_slots:
-            raise MalformedPacketError(f"slot {max(self.slot_ids)} of {num_slots}")
+            raise MalformedPacketError(f"there is no slot {max(self.slot_ids)} among {num_slots}")
 
 
 def encode_job(job: Job) -> bytes:
@@ -89,11 +91,13 @@ def decode_job(packet: bytes) -> Job:
         MalformedPacketError: the packet is not a job.
     """
     if len(packet) <= _JOB.size:
-        raise MalformedPacketError(f"a job of {len(packet)} bytes")
+        raise MalformedPacketError(f"a copy job has an invalid length, {len(packet)} bytes")
     way, job_id, ring_offset, slot_offset, piece_bytes, num_slots = _JOB.unpack_from(packet)
     slots = packet[_JOB.size :]
     if way not in tuple(Way) or len(slots) != num_slots * _SLOT_ID.itemsize:
-        raise MalformedPacketError(f"way {way}, {len(slots)} bytes for {num_slots} slots")
+        raise MalformedPacketError(
+            f"a copy job has direction {way}, and {len(slots)} bytes for {num_slots} slots"
+        )
     slot_ids = array.array("I", slots)
     return Job(Way(way), job_id, ring_offset, slot_offset, piece_bytes, slot_ids)
 
@@ -110,6 +114,6 @@ def decode_answer(packet: bytes) -> tuple[Answered, int]:
         MalformedPacketError: the packet is not an answer.
     """
     if len(packet) != _ANSWER.size or packet[0] not in tuple(Answered):
-        raise MalformedPacketError(f"no answer of a copier: {packet[:20]!r}")
+        raise MalformedPacketError(f"this is not an answer of a copier: {packet[:20]!r}")
     answered, number = _ANSWER.unpack(packet)
     return Answered(answered), number

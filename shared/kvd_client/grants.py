@@ -285,4 +285,6 @@ def _parts(
 
 
 def _bad_answer(what: str) -> KvdProtocolError:
-    return KvdProtocolError(f"kvd answered {what}", "check that both run the same release")
+    return KvdProtocolError(
+        f"kvd sent an invalid answer: {what}", "check that kvd and the engine run the same release"
+    )

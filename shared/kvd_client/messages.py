@@ -56,8 +56,9 @@ def layout_of(message: pb.KVLayout) -> KVLayout:
     layout.check()
     if message.fingerprint != layout.fingerprint:
         raise InvalidLayoutError(
-            f"the layout's fingerprint is {layout.fingerprint}, not {message.fingerprint[:40]!r}",
-            "run the same release on both sides",
+            f"the layout's fingerprint is {layout.fingerprint}, but the message says "
+            f"{message.fingerprint[:40]!r}",
+            "check that kvd and the engine run the same release",
         )
     return layout
 

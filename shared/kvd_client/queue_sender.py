@@ -85,7 +85,9 @@ class QueueSender:
                     await stream.write(message)
                     ack = await stream.read()
                 if not isinstance(ack, pb.QueueAck):
-                    raise KvdProtocolError("kvd has ended the queue's stream", "see its log")
+                    raise KvdProtocolError(
+                        "kvd has ended the stream of the queue", "the log of kvd says why"
+                    )
                 self._feed.on_acknowledge(ack.sequence, send_full=ack.send_full)
                 if not ack.send_full:
                     _wake(waiting)
@@ -93,7 +95,9 @@ class QueueSender:
         except grpc.aio.AioRpcError as error:
             raise error_from_rpc(error) from error
         except (TimeoutError, asyncio.InvalidStateError) as error:
-            raise KvdUnavailableError("kvd does not take the queue", "see its log") from error
+            raise KvdUnavailableError(
+                "kvd does not accept the queue", "the log of kvd says why"
+            ) from error
         finally:
             self._is_open = False
             _wake(waiting)

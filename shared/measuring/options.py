@@ -48,8 +48,8 @@ def names_of(text: str, known: Collection[str], what: str) -> list[str]:
     unknown = [name for name in names if name not in known]
     if unknown or not names:
         raise InvalidInputError(
-            f"no such {what}: {', '.join(unknown) or 'none is named'}",
-            f"name some of {', '.join(known)}",
+            f"there is no such {what}: {', '.join(unknown) or 'none was given'}",
+            f"give one or more of {', '.join(known)}",
         )
     return names
 
@@ -116,7 +116,7 @@ def one_of(what: str, *names: str) -> Callable[[str], str]:
     def parse(text: str) -> str:
         if text not in names:
             listed = f"{', '.join(known[:-1])} or {known[-1]}"
-            raise InvalidInputError(f"no such {what}: {text}", f"name {listed}")
+            raise InvalidInputError(f"there is no such {what}: {text}", f"give {listed}")
         return text
 
     return parse
@@ -128,7 +128,9 @@ def some_of(what: str, *names: str) -> Callable[[str], tuple[str, ...]]:
     def parse(text: str) -> tuple[str, ...]:
         found = tuple(text.split(","))
         if not set(found) <= set(names):
-            raise InvalidInputError(f"no such {what}: {text}", f"name some of {', '.join(names)}")
+            raise InvalidInputError(
+                f"there is no such {what}: {text}", f"give one or more of {', '.join(names)}"
+            )
         return found
 
     return parse
@@ -143,7 +145,7 @@ def numbers(text: str, least: int = 1) -> tuple[int, ...]:
     try:
         found = tuple(int(part) for part in text.split(",") if part.strip())
     except ValueError as error:
-        raise BadListError(f"{text!r} is no list of numbers", "write them as 1,8,24") from error
+        raise BadListError(f"{text!r} is not a list of numbers", "write it as 1,8,24") from error
     if any(number < least for number in found):
-        raise BadListError(f"{text!r} has a number below {least}", "give larger ones")
+        raise BadListError(f"{text!r} contains a number below {least}", "give larger numbers")
     return found

@@ -20,14 +20,17 @@ def check_plot(path: Path) -> None:
     """Raise NoPlotError if a picture could not be written: checked before minutes of measuring."""
     pyplot = load_pyplot()
     if path.is_dir():
-        raise NoPlotError(f"{path} is a directory", "name a file with --plot")
+        raise NoPlotError(f"--plot {path} is a directory", "give the path of a file")
     if not path.resolve().parent.is_dir():
-        raise NoPlotError(f"{path.parent} is no directory", "name another file with --plot")
+        raise NoPlotError(
+            f"the directory {path.parent} of --plot does not exist",
+            "give a file in an existing directory",
+        )
     figure = pyplot.figure()
     formats = figure.canvas.get_supported_filetypes()
     pyplot.close(figure)
     if path.suffix.removeprefix(".") not in formats:
-        raise NoPlotError(f"{path} is of no known kind", "name a .png or .svg file")
+        raise NoPlotError(f"--plot {path} has an unknown file type", "give a .png or .svg file")
 
 
 @contextmanager
@@ -52,7 +55,9 @@ def picture(path: Path, rows: int, columns: int, **how: Any) -> Iterator[tuple[A
         with pyplot.rc_context({"svg.fonttype": "none", "svg.hashsalt": "measured"}):
             figure.savefig(path, dpi=DOTS_PER_INCH, metadata={"Date": None} if is_svg else None)
     except (OSError, ValueError) as error:
-        raise NoPlotError(f"{path} cannot be written ({error})", "name a .png file") from error
+        raise NoPlotError(
+            f"the plot {path} cannot be written ({error})", "give a .png file"
+        ) from error
     finally:
         pyplot.close(figure)
 
@@ -64,7 +69,7 @@ def load_pyplot() -> Any:
     except ImportError as error:
         raise NoPlotError(
             "--plot needs matplotlib, which is not installed",
-            "pip install 'cachedattention[bench]', or leave --plot out",
+            "run: pip install 'cachedattention[bench]'; or leave out --plot",
         ) from error
     mpl.use("agg")  # no display is needed
     from matplotlib import pyplot as plt

@@ -54,7 +54,8 @@ def check_json(json_to: str) -> None:
     path = Path(json_to)
     if json_to not in {"", ONLY} and (path.is_dir() or not path.resolve().parent.is_dir()):
         raise UnusableOutputError(
-            f"{json_to} cannot be written", "name a file in a directory that exists with --json"
+            f"the file {json_to} cannot be written",
+            "give a file in an existing directory with --json",
         )
 
 
@@ -84,7 +85,8 @@ def print_report(
             Path(json_to).write_text(text + "\n", encoding="utf-8")
         except OSError as error:
             raise UnusableOutputError(
-                f"{json_to} cannot be written ({error.strerror})", "name another file with --json"
+                f"the file {json_to} cannot be written ({error.strerror})",
+                "give another file with --json",
             ) from error
     out = console()
     for table in tables(out.width):

@@ -98,8 +98,8 @@ def check_memory(needed_bytes: int, what: str, remedy: str) -> None:
     available = psutil.virtual_memory().available
     if available < needed_bytes:
         raise NoRoomError(
-            f"{what} would take {format_bytes(needed_bytes)}, {format_bytes(available)} of memory"
-            " are available",
+            f"{what} would take {format_bytes(needed_bytes)}, but only "
+            f"{format_bytes(available)} of memory are available",
             remedy,
         )
 

@@ -52,11 +52,15 @@ class PacketFamily(Generic[M]):
             cls = self.kinds[fields.pop("kind")]
             message = cls(**fields)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise MalformedPacketError(f"no message of this socket: {packet[:80]!r}") from error
+            raise MalformedPacketError(
+                f"this is not a message of this socket: {packet[:80]!r}"
+            ) from error
         for name, kind in cls.__annotations__.items():
             value = getattr(message, name)
             if type(value) is not kind or (kind is int and value < 0):
-                raise MalformedPacketError(f"{name} = {value!r} in a {self._names[cls]} message")
+                raise MalformedPacketError(
+                    f"a {self._names[cls]} message has the invalid value {name} = {value!r}"
+                )
         return cast("M", message)
 
     def send(self, sock: socket.socket, message: M, fds: Sequence[int] = ()) -> None:
@@ -82,7 +86,7 @@ def take(sock: socket.socket) -> tuple[bytes, list[int]]:
     fds = [fd for _, _, data in ancillary for fd in array.array("i", data)]
     if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
         close_fds(fds)
-        raise OSError("a packet was cut short")
+        raise OSError("a packet was truncated")
     return packet, fds
 
 

@@ -171,7 +171,7 @@ class SessionRouter:
             NoServerError: there is no server.
         """
         if not self._servers:
-            raise NoServerError("there is no server")
+            raise NoServerError("there is no server to send the turn to")
         if session is None:
             return self._least_busy()
         held = self._held.get(name_hash(session), _NOTHING)

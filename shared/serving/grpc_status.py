@@ -114,7 +114,7 @@ def error_from_rpc(rpc_error: grpc.RpcError) -> ReportedError:
         # that when its server is killed.
         text = f"{code}: {call.details() or 'no details'}"[:MAX_TEXT]
         if GRPC_TOO_LARGE in text:
-            return MessageTooLargeError(text, "send less at once")
+            return MessageTooLargeError(text, "send a smaller message")
         base = UnavailableError if code in NO_ANSWER else _base(code)
         return base(text, "")
     base = _base(code)
@@ -191,7 +191,7 @@ class ReportedErrorInterceptor(CallInterceptor):
 
             log = get_logger(__name__)
             log.error("rpc_failed", method=method, exc_info=error)
-            error = InternalError("internal error", "see the log of the service")
+            error = InternalError("internal error", "the log of the service says more")
         await abort_with(context, error, self.domain)
 
 
@@ -213,7 +213,9 @@ def _make_reader(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes]
 def _check_readable(request: Any) -> Any:
     """Return the request, or the stream of requests. Raise InvalidInputError if unreadable."""
     if isinstance(request, _Unreadable):
-        raise InvalidInputError("the request is not a message", "send what the .proto file says")
+        raise InvalidInputError(
+            "the request cannot be decoded", "send the message that the .proto file defines"
+        )
     if isinstance(request, AsyncIterator):
         return _check_all_readable(request)
     return request

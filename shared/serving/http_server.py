@@ -86,7 +86,7 @@ def split_address(listen: str) -> tuple[str, int]:
     host, colon, port = listen.rpartition(":")
     if not colon or not host or not port.isdecimal() or int(port) > 65535:
         raise HttpListenError(
-            f"{listen!r} is no address to listen at", "write unix:/path or host:port"
+            f"{listen!r} is not an address", "write it as unix:/path or host:port"
         )
     return host.removeprefix("[").removesuffix("]"), int(port)
 
@@ -209,7 +209,11 @@ class HttpServer:
             connection = _connection_of(request)
             if connection.listener.begin(connection, request.path):
                 return await handler(request)
-            refused = web.Response(status=503, text="all places are taken\n", headers=RETRY_AFTER)
+            refused = web.Response(
+                status=503,
+                text="all connections are in use: try again later\n",
+                headers=RETRY_AFTER,
+            )
             refused.force_close()
             return refused
 
@@ -254,7 +258,7 @@ class HttpServer:
 
 def _cannot_listen(address: str, error: OSError) -> HttpListenError:
     return HttpListenError(
-        f"cannot listen on {address} ({error})", "choose an address that is free"
+        f"cannot listen on {address} ({error})", "choose a free address of this machine"
     )
 
 

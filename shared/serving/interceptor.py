@@ -215,8 +215,8 @@ class AccessInterceptor(CallInterceptor):
             return requests
         if most is not None and self._unread[name] >= most:
             raise TooManyCallsError(
-                f"{most} calls wait for their message",
-                "send it with the call",
+                f"{most} calls have not sent their message yet",
+                "send the message together with the call",
                 retry_after_s=RETRY_S,
             )
         self._unread[name] += 1
@@ -224,9 +224,12 @@ class AccessInterceptor(CallInterceptor):
             async with asyncio.timeout(self._read_s):
                 return await anext(requests)
         except StopAsyncIteration as error:
-            raise InvalidInputError("a call without a message", "send one") from error
+            raise InvalidInputError("the call has no message", "send one") from error
         except TimeoutError as error:
-            raise RequestLateError(f"no message within {self._read_s:g} s", "call again") from error
+            raise RequestLateError(
+                f"the message did not arrive within {self._read_s:g} s",
+                "send it together with the call",
+            ) from error
         finally:
             self._unread[name] -= 1
             if not self._unread[name]:

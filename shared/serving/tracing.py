@@ -75,8 +75,8 @@ def start_tracing(settings: TracingSettings, service: str, version: str) -> Trac
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError as error:
         raise TracingUnavailableError(
-            "tracing.endpoint is set, and OpenTelemetry's exporter is not installed",
-            "pip install 'cachedattention[tracing]', or set tracing.endpoint to nothing",
+            "tracing.endpoint is set, but the OpenTelemetry exporter is not installed",
+            "run: pip install 'cachedattention[tracing]'; or leave tracing.endpoint empty",
         ) from error
     resource = Resource.create(
         {

@@ -29,12 +29,13 @@ def awaited_tools(names: Iterable[str]) -> tuple[str, ...]:
     tools = tuple(dict.fromkeys(names))
     if len(tools) > MAX_AWAITED_TOOLS:
         raise InvalidToolNamesError(
-            f"{len(tools)} tools are awaited", f"name up to {MAX_AWAITED_TOOLS} different ones"
+            f"{len(tools)} different tools are awaited, which is too many",
+            f"name at most {MAX_AWAITED_TOOLS}",
         )
     for name in tools:
         if not (0 < len(name) <= MAX_TOOL_NAME and name.isprintable()):
             raise InvalidToolNamesError(
-                f"a tool cannot be named {name[:40]!r}",
+                f"{name[:40]!r} is not a valid name of a tool",
                 f"send 1 to {MAX_TOOL_NAME} printable characters",
             )
     return tools

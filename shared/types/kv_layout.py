@@ -248,7 +248,8 @@ class KVLayout:
         problem = self._problem_of_layers() or self._problem_of_blocks()
         if problem:
             raise InvalidLayoutError(
-                f"the KV layout has {problem}", "send the layout that calibration computed"
+                f"the KV layout is not valid: it has {problem}",
+                "send the layout that calibration computed",
             )
 
     def _problem_of_layers(self) -> str:
@@ -268,15 +269,15 @@ class KVLayout:
     def _problem_of_blocks(self) -> str:
         problem = ""
         if self.block_tokens < 1 or self.position_mode not in POSITION_MODES:
-            problem = f"block_tokens {self.block_tokens}, position mode {self.position_mode!r}"
+            problem = f"block_tokens {self.block_tokens} and position mode {self.position_mode!r}"
         elif not 0 <= self.tp_rank < self.tp_size:
             problem = f"shard {self.tp_rank} of {self.tp_size}"
         elif not 0 <= self.state_bytes <= MAX_STATE_BYTES:
             problem = f"states of {self.state_bytes} bytes"
         elif self.state_bytes and self.position_mode != "coupled":
-            problem = f"states, and position mode {self.position_mode!r}"
+            problem = f"states, but position mode {self.position_mode!r}"
         elif self.state_bytes and self.window:
-            problem = "windows, and states"
+            problem = "both states and windows"
         elif self.block_bytes > MAX_BLOCK_BYTES:
             problem = f"blocks of {self.block_bytes} bytes"
         return problem

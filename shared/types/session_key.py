@@ -46,8 +46,8 @@ def session_key(tenant: str, model: str, session_id: str) -> SessionKey:
     for what, name in (("tenant", tenant), ("session id", session_id)):
         if not is_name(name):
             raise InvalidNameError(
-                f"{what} {name[:40]!r} is not valid",
-                "use 1-128 letters, digits or ._:@+- and start with a letter or digit",
+                f"the {what} {name[:40]!r} is not valid",
+                "use 1 to 128 letters, digits or ._:@+- and begin with a letter or digit",
             )
     return SessionKey(tenant, model, session_id)
 

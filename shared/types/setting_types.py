@@ -78,7 +78,7 @@ def _to_weights(value: object) -> object:
         return value
     pairs = [part.partition("=") for part in _parts(value)]
     if not all(equals for _, equals, _ in pairs):
-        raise ValueError("write it as name=2,other=0.5")
+        raise ValueError("write shares as name=2,other=0.5")
     return {name.strip(): weight for name, _, weight in pairs}
 
 

@@ -246,7 +246,8 @@ FOLLOWER = FollowerStatus(
         Failure(
             1_790_099_990.0,
             "remote_store_fails",
-            "the store failed at v1/format (GenericError: Generic S3 error: error sending request)",
+            "the object store failed at v1/format (GenericError: Generic S3 error: error "
+            "sending request)",
         ),
     ),
 )

@@ -46,14 +46,15 @@ def _doctor() -> None:
             ok("state_dir", "state directory /var/lib/kvd"),
             warning(
                 "huge_pages",
-                "shared memory gets no huge pages: /sys/kernel/mm/transparent_hugepage/"
-                "shmem_enabled is never",
-                "echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled",
+                "shared memory gets no huge pages (shmem_enabled is never), so copies of large "
+                "histories are slower",
+                "run: echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled",
             ),
             problem(
                 "memlock",
-                "8.0 MB of memory may be locked, kvd's key needs 16.0 MB",
-                "LimitMEMLOCK=infinity in the unit, or ulimit -l",
+                "an engine on a GPU has to lock the arena (16.0 MB) in memory, but its "
+                "limit is 8.0 MB",
+                "raise the limit: LimitMEMLOCK=infinity in the engine's unit",
             ),
         ]
     )

@@ -271,10 +271,10 @@ async def patient(client: InferenceClient, name: str):
     [
         (
             [{"socket": "unix:/nowhere/inference.sock"}],
-            "no inference service answers at unix:/nowhere/inference.sock",
+            "no inference service is running at unix:/nowhere/inference.sock",
         ),
-        ([{"socket": "/run/inference.sock"}], "is no address: write unix:/path"),
-        ([], "no service is named"),
+        ([{"socket": "/run/inference.sock"}], "is not an address: write unix:/path"),
+        ([], "no service is configured"),
     ],
 )
 async def test_a_deployment_before_no_service(cluster, services, told):

@@ -97,7 +97,7 @@ async def test_full_and_empty_again(service, short_dir, outcome):
         warned = events(service, "transcript_disk_full")
         assert 1 <= len(warned) <= 5
         assert {(line["level"], line["remedy"]) for line in warned} == {
-            ("warning", "make room there")
+            ("warning", "free some space there")
         }
         assert all(line["path"].startswith(str(sessions)) for line in warned)
         (found,) = await metric(short_dir, "inference_transcript_errors_total{")

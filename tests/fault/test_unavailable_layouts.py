@@ -246,7 +246,7 @@ async def test_operators_see_it(tmp_path):
         _mount_point(kvd.state_dir / "volumes")
         await kvd.start()
         doctor = await run_cli("doctor", *at)
-        assert f"layout {NAME[:12]} is unavailable" in doctor[1]
+        assert f"layout {NAME[:12]} has been unavailable" in doctor[1]
         assert f"kvd reopen {NAME[:12]}" in doctor[1]
         assert NAME[:12] in (await run_cli("stats", *at))[1]
         for command in (("ls",), ("flush", "--all", "--yes")):

@@ -83,7 +83,9 @@ async def test_a_format_is_of_what_follows(api, opening):
     async with api.client() as client:
         answer = await begun(client, opening, extra_body=wanted)
         assert text_of(answer) in {"red", "blue"}
-        with pytest.raises(openai.BadRequestError, match="begun cannot be a call") as refused:
+        with pytest.raises(
+            openai.BadRequestError, match="that continues a message cannot be a tool call"
+        ) as refused:
             await begun(client, opening, tools=[tool], tool_choice="required")
         assert refused.value.param == "tool_choice"
         offered = await begun(client, opening, tools=[tool])
@@ -113,14 +115,16 @@ async def test_without_the_flag_an_answer_at_the_end_is_a_message(api, opening):
         more = await begun(client, opening)
         assert answer.usage.prompt_tokens > more.usage.prompt_tokens
         for messages, said in (
-            (opening, "the last message is the user's"),
+            (opening, "the last message has role 'user'"),
             ([*opening, assistant(BEGUN)], "exclude each other"),
         ):
             told = {"continue_final_message": True, "add_generation_prompt": messages != opening}
             told["add_generation_prompt"] = told["add_generation_prompt"] or None
             with pytest.raises(openai.BadRequestError, match=said):
                 await ask(client, messages, extra_body=told)
-        with pytest.raises(openai.BadRequestError, match="could not be told from what was asked"):
+        with pytest.raises(
+            openai.BadRequestError, match="could not be told apart from the messages"
+        ):
             await ask(client, opening, extra_body={"add_generation_prompt": False})
 
 

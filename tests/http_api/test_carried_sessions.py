@@ -183,7 +183,7 @@ async def check_carried(model, directory, talks):
         for talk in talks:
             first, *rest = talk.said
             talk.said = [{**first, "content": "What is a door?"}, *rest]
-            with pytest.raises(REFUSED, match="do not repeat them"):
+            with pytest.raises(REFUSED, match="do not begin with them"):
                 await talk.ask(there)
             talk.said = [first, *rest]
         answers = [await talk.ask(there) for talk in talks]

@@ -138,7 +138,7 @@ async def test_a_stream_says_what_the_whole_says(api):
         ({"prompt": [1, "a"]}, "send a text or a list of token ids"),
         ({"prompt": [True]}, "send a text or a list of token ids"),
         ({"prompt": [10**9]}, "outside the vocabulary"),
-        ({"prompt": "a", "echo": True}, "before the answer yourself"),
+        ({"prompt": "a", "echo": True}, "in front of the answer yourself"),
         ({"prompt": "a", "logprobs": 9}, "5 or less"),
         ({"prompt": "a", "n": 2, "extra_body": {"session_id": "s"}}, "leave the session out"),
     ],

@@ -146,7 +146,7 @@ async def test_an_address_in_use_refuses_the_start(tiny_model, short_dir):
         await service.start()
     *_, last = service.log_path.read_text().strip().splitlines()
     assert f"127.0.0.1:{port}" in last
-    assert "choose an address that is free" in last
+    assert "choose a free address" in last
     server.close()
 
 

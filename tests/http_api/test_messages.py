@@ -344,19 +344,19 @@ async def test_who_is_calling(api, opening):
 @pytest.mark.parametrize(
     ("options", "kind", "said"),
     [
-        ({"model": "claude-opus-5"}, anthropic.NotFoundError, "use 'tiny'"),
+        ({"model": "claude-opus-5"}, anthropic.NotFoundError, "send 'tiny' as the model"),
         ({"max_tokens": 0}, anthropic.BadRequestError, "max_tokens"),
-        ({"tools": [LOOK_UP] * 2}, anthropic.BadRequestError, "two tools are called 'look_up'"),
-        ({"tool_choice": {"type": "any"}}, anthropic.BadRequestError, "send tools, too"),
+        ({"tools": [LOOK_UP] * 2}, anthropic.BadRequestError, "two tools have the name 'look_up'"),
+        ({"tool_choice": {"type": "any"}}, anthropic.BadRequestError, "send tools too"),
         (
             {"tools": [LOOK_UP], "tool_choice": {"type": "tool", "name": "fly"}},
             anthropic.BadRequestError,
-            "no tool 'fly'",
+            "the tool 'fly' to call",
         ),
         (
             {"messages": [{"role": "user", "content": [CALL]}]},
             anthropic.BadRequestError,
-            "cannot be the user's",
+            "with role 'user' cannot contain",
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]},

@@ -108,7 +108,7 @@ async def test_a_session_that_is_named_keeps_its_arguments(short_dir):
         await chat(messages=[QUESTION], **OPTIONS, **effort, extra_body=named)
         second = await chat(messages=[QUESTION], **OPTIONS, extra_body=named)
         assert "Effort: low" in (await told.inputs(second))[0]
-        with pytest.raises(openai.BadRequestError, match=r"another conversation.*or none"):
+        with pytest.raises(openai.BadRequestError, match=r"the conversation differently.*or none"):
             await chat(messages=[QUESTION], **OPTIONS, reasoning_effort="high", extra_body=named)
         asked = {"input": "What?", **OPTIONS}
         first = await client.responses.create(**asked, reasoning={"effort": "high"})
@@ -119,7 +119,7 @@ async def test_a_session_that_is_named_keeps_its_arguments(short_dir):
                 **asked, previous_response_id=first.id, reasoning=reasoning
             )
             assert following.output_text == "".join(SAID)
-        with pytest.raises(openai.BadRequestError, match="another conversation"):
+        with pytest.raises(openai.BadRequestError, match="the conversation differently"):
             await client.responses.create(
                 **asked, previous_response_id=first.id, reasoning={"effort": "low"}
             )
@@ -149,7 +149,7 @@ async def test_an_operators_arguments_are_everybodys(short_dir):
         turn = await grpc_client.submit(turn_request(asked, "g1"))
         assert turn.text == "".join(SAID)
         other_chat = pb.ChatMessages(template_arguments='{"reasoning_effort": "high"}')
-        with pytest.raises(InvalidInputError, match="another conversation"):
+        with pytest.raises(InvalidInputError, match="the conversation differently"):
             await grpc_client.submit(turn_request(asked, "g1", chat=other_chat))
         chat = pb.ChatMessages(template_arguments='{"enable_thinking": false}')
         turn = await grpc_client.submit(turn_request(asked, "g1", chat=chat))
@@ -209,8 +209,8 @@ async def test_a_template_that_knows_none_of_it_is_told_in_vain(api, opening):
         second = await ask(client, longer)
         third = await ask(client, [*longer, *answered(second, question)], extra_body=told)
         for wrong, said in (
-            ({"tools": []}, "the service's own: leave it out"),
-            ({"a b": 1}, "no name of a template's argument"),
+            ({"tools": []}, "argument 'tools': leave it out"),
+            ({"a b": 1}, "is not a valid name of a chat template's argument"),
         ):
             with pytest.raises(openai.BadRequestError, match=said) as refused:
                 await ask(client, opening, extra_body={"chat_template_kwargs": wrong})
@@ -235,4 +235,4 @@ async def test_a_terminals_arguments_are_told_too(short_dir):
         assert (code, out.decode(), err) == (0, AFTER_THOUGHT + "\n", "")
         code, out, err = await piped(*at, "--template-argument", "tools=[]", given="Hello\n")
         assert (code, out) == (2, b"")
-        assert "'tools' is the service's own" in err
+        assert "sets the chat template's argument 'tools'" in err

@@ -31,7 +31,7 @@ def test_serve_without_a_model_is_one_line(tmp_path):
         *("serve", "--listen", f"unix:{tmp_path}/s", "--state-dir", str(tmp_path / "state"))
     )
     assert served.returncode == 78
-    assert served.stderr.splitlines()[-1].startswith("inference-svc: no model is named")
+    assert served.stderr.splitlines()[-1].startswith("inference-svc: no model is given")
     assert "Traceback" not in served.stderr
 
 
@@ -52,7 +52,7 @@ def test_a_mistyped_model_directory_is_told_at_once(tmp_path, command):
     assert ran.returncode == 78
     assert len(said) == 1
     assert said[0].startswith(
-        f"inference-svc: model directory {tmp_path}/typo does not exist: give"
+        f"inference-svc: the model directory {tmp_path}/typo does not exist: give"
     )
     assert "shared.types.errors" in imported
     assert "torch" not in imported
@@ -104,7 +104,7 @@ def test_the_only_service_of_the_system_is_found(tmp_path, monkeypatch):
     with pytest.raises(InvalidInputError) as refused:
         default_address(run_dir)
     assert refused.value.message == "2 inference services run here"
-    assert refused.value.remedy == f"choose by --address {demo} or {other}"
+    assert refused.value.remedy == f"choose one with --address {demo} or {other}"
     own.parent.mkdir(parents=True)
     own.touch()
     assert default_address(run_dir) == f"unix:{own}"

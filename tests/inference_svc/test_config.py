@@ -83,17 +83,17 @@ def test_the_shipped_settings_file_says_the_defaults():
         ("cache.saving", "later", "'async'"),
         ("cache.residents", "perhaps", "valid boolean"),
         ("model.attention", "flash9", "'torch'"),
-        ("scheduler.step_tokens", 15, "write at least 16, or 0 to have it by the device"),
+        ("scheduler.step_tokens", 15, "write at least 16, or 0 to have it chosen for the device"),
         ("scheduler.mixed_step_tokens", 1, "write at least 16, or 0"),
         ("scheduler.mixed_step_tokens", -1, "greater than or equal to 0"),
         ("scheduler.max_running", -1, "greater than or equal to 0"),
         ("scheduler.answer_tokens", 0, "1"),
-        ("scheduler.kv_tokens", 3, "3 leaves no window for a turn"),
-        ("scheduler.kv_tokens", 1 << 50, "this machine has"),
+        ("scheduler.kv_tokens", 3, "3 leaves no room for a turn"),
+        ("scheduler.kv_tokens", 1 << 50, "of this machine: write less"),
         ("server.max_message_bytes", 1 << 31, "less than or equal to"),
         ("scheduler.tenant_weights", "acme=-1", "greater than 0"),
-        ("model.chat_template_kwargs", '{"tools": []}', "the service's own: leave it out"),
-        ("model.chat_template_kwargs", "no", "no JSON"),
+        ("model.chat_template_kwargs", '{"tools": []}', "argument 'tools': leave it out"),
+        ("model.chat_template_kwargs", "no", "not JSON"),
         ("model.chat_template_kwargs", 7, "valid dictionary"),
         ("reuse.edits", "heal", '"heal:k" with k from 1 to 4096'),
         ("overflow.sink_tokens", -1, "greater than or equal to 0"),
@@ -111,9 +111,9 @@ def test_values_that_cannot_be_are_named_with_what_is_accepted(key, value, said)
 @pytest.mark.parametrize(
     ("settings", "least", "said"),
     [
-        ({}, 32, "31 leaves no window for a turn beside the write ring: write at least 32"),
-        ({"cache.saving": "off"}, 16, "15 leaves no window for a turn: write at least 16"),
-        ({"cache.mode": "recompute"}, 16, "15 leaves no window for a turn: write at least 16"),
+        ({}, 32, "31 leaves no room for a turn beside the write ring: write at least 32"),
+        ({"cache.saving": "off"}, 16, "15 leaves no room for a turn: write at least 16"),
+        ({"cache.mode": "recompute"}, 16, "15 leaves no room for a turn: write at least 16"),
     ],
 )
 def test_the_shortest_window_is_one_that_the_service_has(settings, least, said):
@@ -160,7 +160,7 @@ def test_http_is_served_at_a_list_of_addresses_too(tmp_path, section):
     with pytest.raises(UnguardedError, match=r"10\.0\.0\.1"):
         listen('["unix:/run/a.sock", "10.0.0.1:1"]')
     for text in ('"anywhere"', '["unix:/run/a.sock", "unix:b"]', '["auto"]'):
-        with pytest.raises(InvalidSettingsError, match=rf"{section}\.listen .* is no address"):
+        with pytest.raises(InvalidSettingsError, match=rf"{section}\.listen .* is not an address"):
             listen(text)
 
 
@@ -185,7 +185,7 @@ def test_a_port_that_anybody_could_use_is_refused():
     client = {"clients.a.token_sha256": ("0" * 64,), "clients.a.tenants": ("a",)}
     with pytest.raises(UnguardedError, match="anybody could connect"):
         load_inference_settings(None, {"server.listen": "127.0.0.1:1"})
-    with pytest.raises(UnguardedError, match="overheard"):
+    with pytest.raises(UnguardedError, match="could be read on the network"):
         load_inference_settings(None, {"server.listen": "10.0.0.1:1", **client})
     load_inference_settings(None, {"server.listen": "127.0.0.1:1", **client})
 
@@ -223,5 +223,5 @@ def test_arguments_of_the_template_are_a_table(tmp_path):
     flags = {"model.chat_template_kwargs": '{"enable_thinking": false, "levels": [1, 2]}'}
     assert load_inference_settings(None, flags).settings.model.chat_template_kwargs == told
     path.write_text("[model]\nchat_template_kwargs = { on = 2026-01-01 }\n")
-    with pytest.raises(InvalidSettingsError, match="the template's arguments are no JSON"):
+    with pytest.raises(InvalidSettingsError, match="the chat template's arguments are not JSON"):
         load_inference_settings(path, {})

@@ -27,7 +27,9 @@ def test_this_python_is_one_of_them():
 @pytest.mark.parametrize("python", [(3, 13), (3, 10)])
 def test_another_python_is_refused_before_torch_is_looked_for(python):
     """In one line that says which ones there are."""
-    with pytest.raises(UntestedPythonError, match=r"on Python 3\.11 or 3\.12, this is 3\.1") as no:
+    with pytest.raises(
+        UntestedPythonError, match=r"on Python 3\.11 or 3\.12, but this is Python 3\.1"
+    ) as no:
         require_engine(python)
     assert no.value.exit_code == 78
     assert "3.11 or 3.12" in no.value.remedy

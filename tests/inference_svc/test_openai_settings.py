@@ -46,7 +46,7 @@ def test_origins_as_browsers_write_them(origin):
 )
 def test_what_no_browser_writes_is_refused(origin):
     """It would never be met: the start says how it is written."""
-    with pytest.raises(InvalidSettingsError, match=r"openai\.cors_origins .* is no origin"):
+    with pytest.raises(InvalidSettingsError, match=r"openai\.cors_origins .* is not an origin"):
         load_inference_settings(None, {"openai.cors_origins": [origin]})
 
 
@@ -68,7 +68,7 @@ def test_pages_of_any_origin_need_an_account(flags, named):
         with pytest.raises(UnguardedError, match="cors_origins") as refused:
             load_inference_settings(None, given)
         assert named in str(refused.value)
-        assert "name the origins" in refused.value.remedy
+        assert "list the origins" in refused.value.remedy
     load_inference_settings(
         None, {**CLIENT, "openai.listen": ["127.0.0.1:1"], "openai.cors_origins": ["*"]}
     )

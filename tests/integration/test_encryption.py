@@ -274,11 +274,11 @@ async def test_a_key_is_rotated(world, key):
     await run_cli("key", "new", str(new))
     state = ("--state-dir", str(world.kvd.state_dir))
     code, _, stderr = await run_cli("key", "rotate", str(new), "--old", str(key), *state)
-    assert (code, "stop it" in stderr) == (REFUSED, True)
+    assert (code, "stop that" in stderr) == (REFUSED, True)
     nowhere = world.kvd.state_dir / "nowhere"
     mistyped = ("--state-dir", str(nowhere))
     code, _, stderr = await run_cli("key", "rotate", str(new), "--old", str(key), *mistyped)
-    assert (code, f"there is no {nowhere}" in stderr) == (REFUSED, True)
+    assert (code, f"{nowhere} does not exist" in stderr) == (REFUSED, True)
     assert not nowhere.exists()
     await world.kvd.stop()
     old_secret = _wrapped(world, "b")

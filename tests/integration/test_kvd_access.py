@@ -144,7 +144,7 @@ async def test_nobody_and_a_wrong_token_learn_nothing(served):
     """Not even which of both it is; the line says what is missing."""
     lines = {await served.refused(who, "ls") for who in ("", "wrong")}
     (line,) = lines
-    assert "nobody knows who calls" in line
+    assert "the caller is not known" in line
 
 
 async def test_who_is_turned_away_is_counted(served):
@@ -231,7 +231,7 @@ async def test_a_renewed_certificate_and_other_clients_count_without_a_restart(s
     )
     assert code == 0, stderr
     assert "clients" in stdout
-    assert "nobody knows who calls" in await served.refused("acme", "ls")
+    assert "the caller is not known" in await served.refused("acme", "ls")
     assert await served.sessions("ops") == {"acme/talk", "other/talk"}
 
 
@@ -355,7 +355,7 @@ async def test_a_user_is_told_which_group_is_missing(tmp_path):
         assert code == 3, line
         assert (await run_as(tmp_path, 2, "stats", *at))[0] == 0
         code, line = await run_as(tmp_path, 2, "pin", "nobody", *at)
-        assert (code, "is for looking only" in line) == (7, True)
+        assert (code, "only lets callers read" in line) == (7, True)
         code, line = await run_as(tmp_path, NOBODY_GID, "ls", *at)
         assert code == 7
         assert f"become a member of group {operators} or {readers}" in line

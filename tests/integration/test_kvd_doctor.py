@@ -43,7 +43,7 @@ async def test_settings_that_are_not_in_force(tmp_path: Path) -> None:
         code, found = await _examined(kvd)
         assert (code, list(found)) == (0, ["settings"])
         assert "sessions.default_ttl" in found["settings"]["what"]
-        assert found["settings"]["remedy"] == "kvd config reload"
+        assert found["settings"]["remedy"] == "run: kvd config reload"
         code, _, _ = await run_cli("config", "reload", "--runtime-dir", str(kvd.runtime_dir))
         assert (code, await _examined(kvd)) == (0, (0, {}))
         file.write_text('[eviction]\npolicy = "lru"\n')
@@ -104,7 +104,7 @@ async def test_sockets_that_are_open_to_all(tmp_path: Path) -> None:
         path = kvd.runtime_dir / "operator.sock"
         await asyncio.to_thread(path.chmod, 0o666)
         code, found = await _examined(kvd)
-        assert (code, found["sockets"]["remedy"]) == (1, f"chmod 660 {path}")
+        assert (code, found["sockets"]["remedy"]) == (1, f"run: chmod 660 {path}")
         await asyncio.to_thread(path.chmod, 0o660)
         assert await _examined(kvd) == (0, {})
 

@@ -67,7 +67,7 @@ async def test_a_session_moves_with_what_it_is_kept_for(tmp_path: Path, store) -
         # The old owner is fenced off; it may take the session back, or be told to.
         await engine.store(key_of("a"), [*TOKENS, *range(40)])
         code, said = await _cli(one, "push", "a", "--to", url)
-        assert (code, "since epoch 2" in said, "--take" in said) == (FENCED, True, True)
+        assert (code, ", since epoch 2" in said, "--take" in said) == (FENCED, True, True)
         code, said = await _cli(one, "pull", "a", "--from", url)
         assert (code, "--replace" in said) == (EXISTS, True)
         taken = (await _json(one, "push", "a", "--to", url, "--take"))["sessions"][0]
@@ -211,11 +211,11 @@ async def test_command_lines_that_say_not_what(tmp_path: Path) -> None:
     """Each gets one line with what to do."""
     async with running_kvd(tmp_path / "1", *SIZES) as kvd:
         for arguments, said in (
-            (("push",), "name sessions, or a tenant, or say --all"),
-            (("push", "--all"), "name one with --to, or set remote.url"),
-            (("push", "--all", "--to", "ftp://x"), "as in s3://BUCKET/PREFIX"),
+            (("push",), "name sessions, or give --tenant, or --all"),
+            (("push", "--all"), "give its URL with --to, or set remote.url"),
+            (("push", "--all", "--to", "ftp://x"), "write it as s3://BUCKET/PREFIX"),
             (("push", "--all", "--to", "s3://me:secret@x/y"), "credentials in the environment"),
-            (("pull", "a", "--from", "file:///"), "names no directory"),
+            (("pull", "a", "--from", "file:///"), "does not name a directory"),
             (("push", "--all", "--to", "file:///x", "--rate", "fast"), "not a size"),
         ):
             code, text = await _cli(kvd, *arguments)

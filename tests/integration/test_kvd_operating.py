@@ -103,8 +103,8 @@ async def test_a_filter_is_flushed(stage):
     assert await stage.ids("--tenant", "flushing") == ["gone-2"]
     assert await stage.ids("--tenant", "other") == ["kept"]
     for arguments, remedy in (
-        (("flush", "kept", "--idle", "1h"), "one session"),
-        (("flush", "--all", "--tenant", "other"), "one session"),
+        (("flush", "kept", "--idle", "1h"), "name a session"),
+        (("flush", "--all", "--tenant", "other"), "name a session"),
         (("flush", "--secure", "--idle", "1h"), "--tenant alone"),
         (("flush", "kept", "--secure"), "--tenant or --all"),
         (("flush", "--tenant", "other"), "--yes"),
@@ -120,7 +120,7 @@ async def test_a_filter_is_flushed(stage):
 
 @pytest.mark.parametrize(
     ("answer", "code", "left", "word"),
-    [("y", 0, 0, "freed"), pytest.param("n", 2, 2, "nothing was done", marks=pytest.mark.long)],
+    [("y", 0, 0, "freed"), pytest.param("n", 2, 2, "nothing was changed", marks=pytest.mark.long)],
 )
 async def test_a_question_is_asked_on_a_terminal(stage, answer, code, left, word):
     """It says how much would go; no leaves everything, yes does it."""
@@ -163,7 +163,7 @@ async def test_a_session_is_found_by_what_only_it_has(stage):
     assert await stage.json("unpin", "nam-elsewhere") == {**whole, "state": "unpinned"}
     code, line = await stage.fails("pin", "nam-o")
     assert code == 5
-    assert "'nam-o' may be any of" in line
+    assert "'nam-o' matches several sessions" in line
     assert {"nam-one", "nam-other"} <= set(line.replace(",", " ").replace(":", " ").split())
     await stage.store("nam-one", tenant="naming")
     in_tenants = [("default", ()), ("naming", ("--tenant", "naming"))]

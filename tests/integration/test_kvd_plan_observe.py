@@ -98,7 +98,7 @@ async def test_nothing_was_seen(tmp_path: Path) -> None:
     async with running_kvd(tmp_path, "--dram", "1MB") as kvd:
         code, _, stderr = await run_cli("plan", "--observe", "--runtime-dir", str(kvd.runtime_dir))
         assert (code, len(stderr.strip().splitlines())) == (5, 1)
-        assert "no turn" in stderr
+        assert "not seen any turn" in stderr
     code, _, stderr = await run_cli("plan", "--observe", "--runtime-dir", str(kvd.runtime_dir))
     assert code == 69
     assert "kvd serve" in stderr

@@ -108,7 +108,7 @@ async def test_a_bad_file_changes_nothing(tmp_path: Path) -> None:
         (tmp_path / "kvd.toml").write_text(bad)
         code, said = await _cli(kvd, "config", "reload")
         assert code == 5
-        assert "nothing has changed" in said
+        assert "nothing was changed" in said
         assert "sessions.max_sessions" in said
         assert "limits.drain" in said
         assert said.count("\n") == 1

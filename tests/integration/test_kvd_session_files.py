@@ -53,10 +53,9 @@ async def test_a_session_moves_to_another_kvd(tmp_path: Path) -> None:
     async with running_kvd(tmp_path / "1", *SIZES) as kvd, attached_engine(kvd.runtime_dir) as one:
         await _exported(kvd, one, file)
         assert stat.S_IMODE(file.stat().st_mode) == 0o600
-        assert await _cli(kvd, "export", "a", str(file)) == (
-            2,
-            f"kvd: {file} exists: name another file, or say --force\n",
-        )
+        remedy = "give another file, or add --force to overwrite it"
+        answer = await _cli(kvd, "export", "a", str(file))
+        assert answer == (2, f"kvd: the file {file} already exists: {remedy}\n")
     assert not await asyncio.to_thread(_hidden_files, tmp_path)
     async with running_kvd(tmp_path / "2", *SIZES) as kvd:
         code, said = await _cli(kvd, "import", str(file))
@@ -139,15 +138,15 @@ async def test_what_is_damaged_changes_nothing(tmp_path: Path) -> None:
         flipped = bytearray(good)
         flipped[len(good) // 2] ^= 1
         for bad, what in (
-            (good[: len(good) // 2], "cut short"),
-            (good[:-1], "cut short"),
+            (good[: len(good) // 2], "incomplete"),
+            (good[:-1], "incomplete"),
             (bytes(flipped), "damaged"),
             (good + b"x", "damaged"),
             (good[:8] + b"\x02" + good[9:], "damaged"),  # it has no state
             (good[:8] + b"\x03" + good[9:], "damaged"),  # nor windows
             (good[:8] + b"\x04" + good[9:], "version 4"),
-            (b"SQLite format 3", "no session file"),
-            (b"", "cut short"),
+            (b"SQLite format 3", "not a session file"),
+            (b"", "incomplete"),
         ):
             file.write_bytes(bad)
             code, said = await _cli(kvd, "import", str(file))
@@ -182,7 +181,7 @@ async def test_a_file_of_another_model(tmp_path: Path) -> None:
         assert small_layout().fingerprint[:12] in said
         text = await asyncio.to_thread(file.read_bytes)
         without_rows = text[: text.index(encode(TOKENS[:16]))]
-        assert "is of layout" in await _refusal(kvd, without_rows)
+        assert "has layout" in await _refusal(kvd, without_rows)
 
 
 async def _refusal(kvd: KvdProcess, beginning: bytes) -> str:
@@ -311,7 +310,9 @@ async def test_what_kvd_refuses_in_the_middle_ends_the_stream(tmp_path: Path, ch
         bad = bytearray(good)
         bad[len(bad) // 4] ^= 1
         pieces = [bad] * 400 if change == "damaged" else [bytearray(good[:-1])]
-        with pytest.raises(InvalidInputError, match="damaged" if change == "damaged" else "short"):
+        with pytest.raises(
+            InvalidInputError, match="damaged" if change == "damaged" else "incomplete"
+        ):
             await asyncio.to_thread(_import, kvd, pieces)
         assert await _stored(kvd) == {}
 

@@ -23,7 +23,7 @@ async def test_runtime_directory_in_use(tmp_path: Path) -> None:
         second = KvdProcess(tmp_path / "b")
         second.runtime_dir = first.runtime_dir
         line = await _refused(second)
-        assert "another kvd uses runtime directory" in line
+        assert "another kvd uses the runtime directory" in line
         assert "--runtime-dir" in line
         assert await first.stop() == 0
 
@@ -34,7 +34,7 @@ async def test_state_directory_in_use(tmp_path: Path) -> None:
         second = KvdProcess(tmp_path / "b")
         second.state_dir = first.state_dir
         line = await _refused(second)
-    assert "another kvd uses state directory" in line
+    assert "another kvd uses the state directory" in line
     assert "--state-dir" in line
 
 
@@ -63,14 +63,14 @@ async def test_directory_others_may_write_to(tmp_path: Path) -> None:
     kvd = KvdProcess(tmp_path)
     kvd.runtime_dir.mkdir()
     kvd.runtime_dir.chmod(0o777)
-    assert "others may write" in await _refused(kvd)
+    assert "other users may write" in await _refused(kvd)
 
 
 async def test_path_too_long_for_a_socket(tmp_path: Path) -> None:
     """The kernel's limit on socket paths is named before anything is made."""
     kvd = KvdProcess(tmp_path)
     kvd.runtime_dir = tmp_path / ("x" * 120)
-    assert "107 is the limit" in await _refused(kvd)
+    assert "at most 107 are possible" in await _refused(kvd)
     assert not kvd.runtime_dir.exists()
 
 
@@ -84,12 +84,12 @@ async def test_every_bad_setting_is_named(tmp_path: Path) -> None:
 
 
 async def test_missing_and_malformed_config(tmp_path: Path) -> None:
-    """A settings file that is not there, or not TOML, is named."""
+    """A settings file that is not there, or not valid TOML, is named."""
     missing = tmp_path / "no.toml"
     assert str(missing) in await _refused(KvdProcess(tmp_path, ("--config", str(missing))))
     malformed = tmp_path / "bad.toml"
     malformed.write_text("[dram\n")
-    assert "not TOML" in await _refused(KvdProcess(tmp_path, ("--config", str(malformed))))
+    assert "not valid TOML" in await _refused(KvdProcess(tmp_path, ("--config", str(malformed))))
 
 
 async def test_state_of_a_newer_release(tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ async def test_a_session_moves_by_commands(tmp_path: Path, server) -> None:
         assert (await _code(two, "pull", "a", "--from", url))[0] == NOT_THERE
         server.interrupt()
         code, said = await _code(one, "push", "a", "--to", url)
-        assert (code, "see that it" in said) == (UNAVAILABLE, True), said
+        assert (code, "check that" in said) == (UNAVAILABLE, True), said
         server.resume()
 
 

@@ -116,7 +116,7 @@ async def test_one_verification_at_a_time(tmp_path: Path) -> None:
         try:
             await eventually(is_verifying, wanted=True)
             code, _, stderr = await run_cli("verify", *at)
-            assert (code, "under way" in stderr) == (6, True)
+            assert (code, "already running" in stderr) == (6, True)
         finally:
             first.kill()
             await first.wait()

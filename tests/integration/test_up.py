@@ -158,13 +158,13 @@ async def test_conversations_go_on_where_they_were(short_dir, is_forking):
 
         code, lines = await refused(short_dir / "other", "--state-dir", str(short_dir / "state"))
         assert (code, len(lines)) == (78, 1)
-        assert f"another `inference-svc up` runs with the state directory {short_dir}" in lines[0]
-        assert "give --state-dir another directory" in lines[0]
+        assert f"another `inference-svc up` uses the state directory {short_dir}" in lines[0]
+        assert "give another directory with --state-dir" in lines[0]
 
         code, lines = await refused(short_dir / "third", "--openai", address)
         assert (code, len(lines)) == (78, 1)
         assert lines[0].startswith(f"inference-svc: cannot listen on {address} (")
-        assert lines[0].endswith("choose an address that is free")
+        assert lines[0].endswith("choose a free address of this machine")
 
         process.send_signal(signal.SIGINT)
     assert process.returncode == 0
@@ -179,7 +179,7 @@ async def test_conversations_go_on_where_they_were(short_dir, is_forking):
     last = (short_dir / "state" / "kvd.log").read_text().splitlines()[-1]
     assert line.startswith("inference-svc: kvd was ended by SIGKILL (")
     assert last[:300] in line
-    assert line.endswith(f"read {short_dir}/state/kvd.log")
+    assert line.endswith(f"read its log, {short_dir}/state/kvd.log")
 
 
 async def test_sigterm_while_it_starts_ends_both(short_dir):
@@ -203,7 +203,11 @@ async def test_sigterm_while_it_starts_ends_both(short_dir):
 @pytest.mark.parametrize(
     ("flags", "code", "said"),
     [
-        (("--model", "typo"), 78, r"inference-svc: model directory typo does not exist: give .*"),
+        (
+            ("--model", "typo"),
+            78,
+            r"inference-svc: the model directory typo does not exist: give .*",
+        ),
         (("--openai", "0.0.0.0:8000"), 78, r"inference-svc: .* 0\.0\.0\.0:8000, .*: listen on .*"),
         (("--dram", "1 kB or so"), 78, r"kvd: dram\.bytes.*"),
         (("--state-dir", "/dev/null/x"), 78, r"inference-svc: the state directory /dev/null/x .*"),

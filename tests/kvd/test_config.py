@@ -134,14 +134,14 @@ def _with_examples() -> str:
         ("sessions.default_ttl", "soon", "is not a duration"),
         ("sessions.max_retention", "never", "is not a duration"),
         ("dram.watermark", "0.9", "less than or equal to 0.5"),
-        ("eviction.policy", "magic", "choose one of fifo, lookahead, lookahead_queue, lru, pred"),
+        ("eviction.policy", "magic", "give one of fifo, lookahead, lookahead_queue, lru, pred"),
         ("prefetch.in_flight_bytes", "fast", "is not a size"),
         ("prefetch.returning", "perhaps", "boolean"),
         ("access.tcp", "no address", "host:port"),
         ("access.tcp", "unix:/run/x.sock", "host:port"),
         ("metrics.listen", "unix:x.sock", "unix:/path"),
-        ("access.allowed_uids", "nobody-here", "no user"),
-        ("clients.a.tenants", "", "name the tenants"),
+        ("access.allowed_uids", "nobody-here", "user 'nobody-here' does not exist"),
+        ("clients.a.tenants", "", "list the tenants"),
         ("clients.a.roles", "boss", "'reader' or 'operator'"),
         ("log.level", "loud", "'debug', 'info'"),
     ],
@@ -183,7 +183,7 @@ def test_more_than_the_machine_has_is_refused(tmp_path, capsys):
     lines = capsys.readouterr().err.splitlines()
     keys = ("dram.bytes", "ssd.bytes", "layouts.ab.dram")
     for line, key in zip(lines, keys, strict=True):
-        assert line.startswith(f"kvd: {key} = 999.0 TB: this machine has ")
+        assert line.startswith(f"kvd: {key} = 999.0 TB is more than the ")
         assert "write less" in line
 
 
@@ -204,7 +204,13 @@ def test_what_a_client_or_a_user_cannot_be(tmp_path):
     )
     with pytest.raises(InvalidSettingsError) as error:
         _load(tmp_path, text)
-    for part in ("64 hex digits", "clients.b", "kvd token", "no user 'nobody-here'", "tls.key"):
+    for part in (
+        "64 hex digits",
+        "clients.b",
+        "kvd token",
+        "user 'nobody-here' does not exist",
+        "tls.key",
+    ):
         assert part in str(error.value)
     assert "oops" not in str(error.value)
 

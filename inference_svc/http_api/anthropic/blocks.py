@@ -74,7 +74,7 @@ def _to_blocks(raw: Any, kinds: tuple[str, ...]) -> Any:
     if isinstance(raw, str):
         return [{"type": TEXT, "text": raw}]
     if not isinstance(raw, list):
-        raise WrongMemberError("{path} is no text", "send a string, or a list of blocks")
+        raise WrongMemberError("{path} is not a text", "send a string, or a list of blocks")
     for index, block in enumerate(raw):
         kind = _kind_of(block)
         if kind not in kinds:
@@ -99,7 +99,9 @@ class CallBlock(BlockBody):
 
     content_words: ClassVar[str] = "type, id, name and input"
     refused: ClassVar[Mapping[str, Refused]] = {
-        "caller": Refused(({"type": "direct"},), "only the model calls tools: leave it out")
+        "caller": Refused(
+            ({"type": "direct"},), "in this service only the model calls tools: leave it out"
+        )
     }
 
     call_id: CallId = Field(default="", alias="id", validate_default=True)
@@ -160,8 +162,9 @@ class MessageBody(Body):
             role = _ROLES.get(block.kind, self.role)
             if role != self.role:
                 raise WrongMemberError(
-                    f"a block of type {block.kind!r} cannot be the {self.role}'s",
-                    f"send it with role {role!r}",
+                    f"a message with role {self.role!r} cannot contain a block of type "
+                    f"{block.kind!r}",
+                    f"send it in a message with role {role!r}",
                     f"content[{index}].type",
                 )
         return self

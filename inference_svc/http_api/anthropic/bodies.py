@@ -58,7 +58,7 @@ def _check_kind(kind: str) -> str:
     if kind != CUSTOM:
         raise WrongMemberError(
             f"a tool of type {kind[:40]!r} is not supported",
-            "send tools of your own, which you run yourself: with name and input_schema",
+            "send tools with name and input_schema, and run them yourself",
             kind=UnsupportedValueError,
         )
     return kind
@@ -69,8 +69,10 @@ class ToolBody(Body):
 
     content_words: ClassVar[str] = "name, description and input_schema"
     refused: ClassVar[Mapping[str, Refused]] = {
-        "allowed_callers": Refused((["direct"],), "only the model calls tools: leave it out"),
-        "input_examples": Refused(([],), "write them into the description"),
+        "allowed_callers": Refused(
+            (["direct"],), "in this service only the model calls tools: leave it out"
+        ),
+        "input_examples": Refused(([],), "write the examples into the description"),
     }
     ignored: ClassVar[frozenset[str]] = frozenset({"defer_loading", "eager_input_streaming"})
 
@@ -105,7 +107,9 @@ class ChoiceBody(Body):
     def _check_name(self) -> Self:
         if bool(self.name) != (self.kind == NAMED):
             raise WrongMemberError(
-                f"{{path}} and type {NAMED!r} go together", "send both, or neither", "name"
+                f"{{path}} is needed with type {NAMED!r}, and with no other type",
+                "send both, or neither",
+                "name",
             )
         return self
 
@@ -143,7 +147,7 @@ class PromptBody(TurnBody):
         "mcp_servers": Refused(([],), _NO_SERVERS),
         "container": Refused((), _NO_SERVERS),
         "output_format": Refused((), "send it as output_config.format"),
-        THREAD: Refused((), "send the whole conversation: what was computed of it is found again"),
+        THREAD: Refused((), "send the whole conversation: its KV is found again"),
     }
     # `context_management`: only [overflow] drops anything.
     ignored: ClassVar[frozenset[str]] = frozenset(
@@ -184,7 +188,9 @@ class PromptBody(TurnBody):
             [each.name for each in self.tools], choice.name if choice else "", "tool_choice.name"
         )
         if choice and choice.choice is ChoiceKind.REQUIRED and not self.tools:
-            raise WrongMemberError("{path} goes with tools", "send tools, too", "tool_choice")
+            raise WrongMemberError(
+                "{path} has no effect without tools", "send tools too", "tool_choice"
+            )
         return self
 
     @property
@@ -285,7 +291,7 @@ class MessagesBody(PromptBody):
     def _check_max_tokens(self) -> Self:
         if self.max_tokens is None:
             raise WrongMemberError(
-                "{path} is missing", "send the most tokens that the answer may have", "max_tokens"
+                "{path} is missing", "send the maximum number of tokens of the answer", "max_tokens"
             )
         return self
 

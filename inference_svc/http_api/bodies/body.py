@@ -203,7 +203,7 @@ def _refusal(found: Any) -> RequestError:
     path = _path(*found["loc"])
     bounds = {name: f"{b:g}" if isinstance(b, float) else b for name, b in context.items()}
     expected = _EXPECTED.get(found["type"], "another value").format(**bounds)
-    return RequestError(f"{path} = {_shown(found['input'])} cannot be", f"send {expected}", path)
+    return RequestError(f"{path} = {_shown(found['input'])} is not valid", f"send {expected}", path)
 
 
 def _path(*parts: str | int) -> str:
@@ -235,7 +235,7 @@ def _stop_strings(raw: Any) -> Any:
     is_list = isinstance(raw, list) and len(raw) <= MAX_STOP_STRINGS
     if not is_list or not all(isinstance(text, str) for text in raw):
         raise WrongMemberError(
-            "{path} cannot be so", f"send a string, or at most {MAX_STOP_STRINGS} strings"
+            "{path} is not valid", f"send a string, or at most {MAX_STOP_STRINGS} strings"
         )
     return raw
 
@@ -250,7 +250,7 @@ def _check_metadata(raw: Any) -> Any:
     ):
         raise WrongMemberError(
             "{path} is too long",
-            f"send at most {MAX_METADATA} texts of {MAX_METADATA_TEXT} characters, under names "
+            f"send at most {MAX_METADATA} texts of {MAX_METADATA_TEXT} characters, with names "
             f"of {MAX_METADATA_NAME}",
         )
     return {name: "" if text is None else text for name, text in raw.items()}
@@ -259,7 +259,7 @@ def _check_metadata(raw: Any) -> Any:
 def check_named(name: str) -> str:
     """Check that a model is named; a validator."""
     if not name:
-        raise WrongMemberError("{path} is missing", "name one of GET /v1/models")
+        raise WrongMemberError("{path} is missing", "send a name that GET /v1/models lists")
     return name
 
 

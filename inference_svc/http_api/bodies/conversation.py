@@ -28,12 +28,12 @@ def check_bounded(raw: Any) -> Any:
         return raw
     if not 0 < len(raw) <= MAX_MESSAGES:
         raise WrongMemberError(
-            f"{len(raw)} messages cannot be", f"send 1 to {MAX_MESSAGES} messages"
+            f"{len(raw)} messages are not possible", f"send 1 to {MAX_MESSAGES} messages"
         )
     num_parts = sum(map(_count_parts, raw))
     if num_parts > MAX_PARTS:
         raise WrongMemberError(
-            f"{num_parts} parts of content cannot be", f"send at most {MAX_PARTS}"
+            f"{num_parts} parts of content are too many", f"send at most {MAX_PARTS} parts"
         )
     return raw
 
@@ -93,14 +93,14 @@ def check_begun(message: Message) -> None:
     """
     if message.role != ASSISTANT:
         raise WrongMemberError(
-            f"the last message is the {message.role}'s, which is no answer to go on with",
-            f"end with a message of the {ASSISTANT}'s",
+            f"the last message has role {message.role!r}, so the answer cannot continue it",
+            f"end with a message of role {ASSISTANT!r}",
             "messages",
         )
     if message.tool_calls:
         raise WrongMemberError(
-            "an answer that calls tools cannot be gone on with",
-            "end with what they returned, or leave the calls out",
+            "an answer that calls tools cannot be continued",
+            "end with the results of the calls, or leave the calls out",
             "messages",
             UnsupportedValueError,
         )

@@ -100,7 +100,7 @@ def _grammar(kind: Kind, definition: dict[str, Any] | None) -> Grammar | None:
 
 def _schema_and_type(name: str) -> WrongMemberError:
     return WrongMemberError(
-        "{path} and type 'json_schema' go together",
+        "{path} is needed with type 'json_schema', and with no other type",
         "send both, or another type",
         name,
     )
@@ -120,7 +120,9 @@ class StructuredOutputs(Body):
     @model_validator(mode="after")
     def _check_one_kind(self) -> Self:
         if len(self._grammars()) != 1:
-            raise WrongMemberError("{path} is not of one kind", f"send {self.content_words}")
+            raise WrongMemberError(
+                "{path} does not have exactly one kind", f"send {self.content_words}"
+            )
         return self
 
     @property

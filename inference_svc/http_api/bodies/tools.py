@@ -20,7 +20,8 @@ _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 def _check_tool_name(name: str) -> str:
     if not _NAME.fullmatch(name):
         raise WrongMemberError(
-            "{path} is no name of a tool", "send up to 128 letters, digits and signs of _.:/-"
+            "{path} is not a valid name of a tool",
+            "send up to 128 letters, digits and characters of _.:/-",
         )
     return name
 
@@ -55,14 +56,18 @@ def check_tools(names: Sequence[str], chosen: str, choice_path: str) -> None:
     """
     if len(names) > MAX_TOOLS:
         raise WrongMemberError(
-            f"{len(names)} tools cannot be", f"send at most {MAX_TOOLS}", "tools"
+            f"{len(names)} tools are too many", f"send at most {MAX_TOOLS} tools", "tools"
         )
     twice = next((name for name in names if names.count(name) > 1), "")
     if twice:
-        raise WrongMemberError(f"two tools are called {twice!r}", "name each by itself", "tools")
+        raise WrongMemberError(
+            f"two tools have the name {twice!r}", "give each tool its own name", "tools"
+        )
     if chosen and chosen not in names:
         raise WrongMemberError(
-            f"there is no tool {chosen[:60]!r} to call", "choose one of tools", choice_path
+            f"the tool {chosen[:60]!r} to call is not among the tools",
+            "choose one of the tools that you send",
+            choice_path,
         )
 
 
@@ -77,7 +82,9 @@ def decode_call(name: str, arguments: str | dict[str, Any], call_id: str) -> Too
     except NoCallError as error:
         if not (isinstance(arguments, str) and is_beginning(arguments)):
             raise WrongMemberError(
-                "{path} is no JSON object", "send the arguments as they were answered", "arguments"
+                "{path} is not a JSON object",
+                "send the arguments as the answer had them",
+                "arguments",
             ) from error
         call = ToolCall(name, arguments, is_cut=True)
     _check_depth(call.values, "arguments")

@@ -51,8 +51,8 @@ from inference_svc.http_api.sessions.stored_chats import StoredChat
 CHAT = "chatcmpl-"  # prefix of the ids of chats
 
 _TEXT_ONLY = "the service writes plain text only: leave it out"
-_OLD_CALLS = "functions are called as tools: send tools and tool_choice"
-_NO_SEARCH = "the service searches nothing: offer a tool that does"
+_OLD_CALLS = "send functions as tools, in tools and tool_choice"
+_NO_SEARCH = "the service does not search: offer the model a tool that does"
 
 
 class ChatBody(OpenAITurnBody):
@@ -67,7 +67,7 @@ class ChatBody(OpenAITurnBody):
         **OpenAITurnBody.refused,
         "audio": Refused((), _TEXT_ONLY),
         "modalities": Refused((["text"],), _TEXT_ONLY),
-        "verbosity": Refused(("medium",), "say it in a message"),
+        "verbosity": Refused(("medium",), "ask for it in a message"),
         "functions": Refused(([],), _OLD_CALLS),
         "function_call": Refused(("none", "auto"), _OLD_CALLS),
         "web_search_options": Refused((), _NO_SEARCH),
@@ -90,18 +90,21 @@ class ChatBody(OpenAITurnBody):
     def _check_members(self) -> Self:
         if self.response_format and self.structured_outputs:
             raise WrongMemberError(
-                "{path} goes not with response_format", "send one of them", "structured_outputs"
+                "{path} and response_format cannot be used together",
+                "send one of them",
+                "structured_outputs",
             )
         if self.top_logprobs and not self.logprobs:
             raise WrongMemberError(
-                "{path} is given without logprobs", "send logprobs: true, too", "top_logprobs"
+                "{path} has no effect without logprobs", "send logprobs: true too", "top_logprobs"
             )
         check_choices(1, self.n)
         check_end(self.messages, self.add_generation_prompt, continues=self.continue_final_message)
         if self.add_generation_prompt is False and not self.continue_final_message:
             raise WrongMemberError(
-                "without its prompt an answer could not be told from what was asked",
-                "leave it out, or send continue_final_message: true to go on with an answer",
+                "without add_generation_prompt the answer could not be told apart from the "
+                "messages",
+                "leave it out, or send continue_final_message: true to continue an answer",
                 "add_generation_prompt",
                 UnsupportedValueError,
             )

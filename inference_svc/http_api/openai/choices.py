@@ -46,7 +46,7 @@ def check_choices(num_prompts: int, n: int) -> None:
     num_choices = num_prompts * n
     if num_choices > MOST_CHOICES:
         raise WrongMemberError(
-            f"{num_choices} answers to a request cannot be", f"ask for at most {MOST_CHOICES}", "n"
+            f"{num_choices} answers to a request are too many", f"send at most {MOST_CHOICES}", "n"
         )
 
 

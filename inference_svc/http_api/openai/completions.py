@@ -42,7 +42,7 @@ def _to_prompts(raw: Any) -> Any:
     prompts = [raw] if is_one else raw
     if not isinstance(prompts, list) or not prompts or not all(map(_is_prompt, prompts)):
         raise WrongMemberError(
-            "{path} is no prompt", "send a text or a list of token ids, or a list of such"
+            "{path} is not a prompt", "send a text or a list of token ids, or a list of those"
         )
     return prompts
 
@@ -68,9 +68,9 @@ class CompletionBody(SampledBody):
     """
 
     refused: ClassVar[Mapping[str, Refused]] = {
-        "best_of": Refused((1,), "one answer is sampled: leave it out"),
-        "echo": Refused((False,), "put the prompt before the answer yourself"),
-        "suffix": Refused(("",), "write it into the prompt as the model expects it"),
+        "best_of": Refused((1,), "the service samples one answer: leave it out"),
+        "echo": Refused((False,), "put the prompt in front of the answer yourself"),
+        "suffix": Refused(("",), "write it into the prompt, in the form that the model expects"),
     }
     ignored: ClassVar[frozenset[str]] = frozenset({"prompt_cache_key", "user"})
 

@@ -42,9 +42,11 @@ MAX_ADDED = 20  # items of one request; OpenAI's bound
 def _check_added(raw: Any) -> Any:
     """Check the number and types of added items before they are validated."""
     if not isinstance(raw, list):
-        raise WrongMemberError("{path} is no list", "send a list of items")
+        raise WrongMemberError("{path} is not a list", "send a list of items")
     if len(raw) > MAX_ADDED:
-        raise WrongMemberError(f"{len(raw)} items cannot be", f"send at most {MAX_ADDED} at a time")
+        raise WrongMemberError(
+            f"{len(raw)} items are too many", f"send at most {MAX_ADDED} at a time"
+        )
     return check_kinds(check_bounded(raw) if raw else raw)
 
 
@@ -175,5 +177,5 @@ def _object(conversation: Conversation) -> Mapping[str, Any]:
 
 def _unknown_item(item_id: str) -> UnknownItemError:
     return UnknownItemError(
-        f"there is no item {item_id[:80]!r} in the conversation", "list its items"
+        f"there is no item {item_id[:80]!r} in the conversation", "list the items that it has"
     )

@@ -35,7 +35,7 @@ def _to_inputs(raw: Any) -> list[TextInput | TokenInput]:
     is_one = isinstance(raw, str) or (isinstance(raw, list) and _are_ids(raw))
     found = [raw] if is_one else raw
     if not isinstance(found, list) or not 0 < len(found) <= MOST_INPUTS:
-        raise WrongMemberError("{path} cannot be so", _REMEDY)
+        raise WrongMemberError("{path} is not valid", _REMEDY)
     return [_to_input(each) for each in found]
 
 

@@ -14,7 +14,7 @@ from inference_svc.http_api.openai.tools import FunctionKind
 
 _ROLES = {"developer": SYSTEM, SYSTEM: SYSTEM, USER: USER, ASSISTANT: ASSISTANT, TOOL: TOOL}
 _TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
-_OLD_CALLS = "functions are called as tools: send tools, tool_calls and role 'tool'"
+_OLD_CALLS = "send functions as tools, in tools, tool_calls and messages with role 'tool'"
 
 
 def _check_role(role: str) -> str:
@@ -23,7 +23,9 @@ def _check_role(role: str) -> str:
             f"role {role!r} is not supported", _OLD_CALLS, kind=UnsupportedValueError
         )
     if role not in _ROLES:
-        raise WrongMemberError(f"role {role[:40]!r} cannot be", f"send one of {', '.join(_ROLES)}")
+        raise WrongMemberError(
+            f"role {role[:40]!r} is not valid", f"send one of {', '.join(_ROLES)}"
+        )
     return _ROLES[role]
 
 
@@ -56,7 +58,7 @@ def _to_parts(raw: Any) -> Any:
     if isinstance(raw, str):
         return [PartBody.model_construct(kind="text", text=raw)]
     if not isinstance(raw, list):
-        raise WrongMemberError("{path} is no text", "send a string, or a list of text parts")
+        raise WrongMemberError("{path} is not a text", "send a string, or a list of text parts")
     return raw
 
 
@@ -119,11 +121,15 @@ class MessageBody(Body):
             raise WrongMemberError("{path} is missing", "send a text", "content")
         if (self.tool_call_id is not None) != (self.role == TOOL):
             raise WrongMemberError(
-                "{path} and role 'tool' go together", "send both, or neither", "tool_call_id"
+                "{path} is needed with role 'tool', and with no other role",
+                "send both, or neither",
+                "tool_call_id",
             )
         if self.tool_calls and self.role != ASSISTANT:
             raise WrongMemberError(
-                "{path} is only an answer's", f"send it with role {ASSISTANT!r}", "tool_calls"
+                f"{{path}} is only possible with role {ASSISTANT!r}",
+                "send it with that role",
+                "tool_calls",
             )
         return self
 

@@ -90,9 +90,11 @@ def read_page(request: web.Request, *names: str, order: str = DESCENDING) -> Pag
     limit, order = query.get("limit", str(DEFAULT_LIMIT)), query.get("order", order)
     is_number = limit.isascii() and limit.isdecimal() and len(limit) <= len(str(MAX_LIMIT))
     if not is_number or not 1 <= int(limit) <= MAX_LIMIT:
-        raise RequestError(f"limit {limit[:20]!r} cannot be", f"send 1 to {MAX_LIMIT}", "limit")
+        raise RequestError(
+            f"limit {limit[:20]!r} is not valid", f"send a number from 1 to {MAX_LIMIT}", "limit"
+        )
     if order not in ORDERS:
-        raise RequestError(f"order {order[:20]!r} cannot be", "send asc or desc", "order")
+        raise RequestError(f"order {order[:20]!r} is not valid", "send asc or desc", "order")
     return Page(int(limit), query.get("after", ""), order)
 
 
@@ -120,5 +122,5 @@ def check_included(names: Iterable[object]) -> None:
     for name in names:
         if name not in (LOGPROBS, REASONING):  # a tuple: a client's value may not be hashable
             raise UnsupportedValueError(
-                f"include {str(name)[:60]!r} is not supported", f"send {LOGPROBS!r} only", "include"
+                f"include {str(name)[:60]!r} is not supported", f"send only {LOGPROBS!r}", "include"
             )

@@ -90,5 +90,5 @@ async def _find(api: Api, caller: Caller, chat_id: str) -> dict[str, Any]:
 def _unknown(chat_id: str) -> UnknownChatError:
     return UnknownChatError(
         f"there is no stored chat {chat_id[:80]!r}",
-        "send store: true with the request that is to be stored",
+        "chats are stored if their request has store: true",
     )

@@ -33,7 +33,7 @@ def _check_kind(kind: str) -> str:
     if kind != FUNCTION:
         raise WrongMemberError(
             f"a tool of type {kind[:40]!r} is not supported",
-            "send functions, which you run yourself",
+            "send functions, and run them yourself",
             kind=UnsupportedValueError,
         )
     return kind
@@ -143,7 +143,7 @@ def _to_choice(raw: Any) -> Any:
         return raw
     if raw not in set(ChoiceKind):
         raise WrongMemberError(
-            "{path} cannot be so", f"send {', '.join(ChoiceKind)}, or a function"
+            "{path} is not valid", f"send {', '.join(ChoiceKind)}, or a function"
         )
     return ChoiceBody.model_construct(kind=raw, function=None, name="")
 

@@ -36,8 +36,8 @@ def _to_token_ids(raw: Any) -> Any:
         return raw
     if len(raw) > MAX_BIASED_TOKENS or not all(map(_TOKEN_ID.fullmatch, raw)):
         raise WrongMemberError(
-            "{path} cannot be so",
-            f'send ids of at most {MAX_BIASED_TOKENS} tokens, as in {{"50256": -100}}',
+            "{path} is not valid",
+            f'send at most {MAX_BIASED_TOKENS} token ids with numbers, such as {{"50256": -100}}',
         )
     return {int(name): bias for name, bias in raw.items()}
 
@@ -101,7 +101,9 @@ class ToolsBody(SampledBody, ABC):
         chosen = "" if choice is None else choice.chosen
         check_tools([tool.name for tool in tools], chosen, "tool_choice")
         if choice is not None and choice.kind not in {"none", "auto"} and not tools:
-            raise WrongMemberError("{path} goes with tools", "send tools, too", "tool_choice")
+            raise WrongMemberError(
+                "{path} has no effect without tools", "send tools too", "tool_choice"
+            )
         return self
 
     @property
@@ -138,7 +140,7 @@ def _check_ttl(value: str) -> str:
         is_possible = False
     if not is_possible:
         raise WrongMemberError(
-            f"{{path}} = {value[:40]!r} cannot be", 'send a time such as "30m" or "1h"'
+            f"{{path}} = {value[:40]!r} is not valid", 'send a time such as "30m" or "1h"'
         )
     return value
 
@@ -166,8 +168,10 @@ class OpenAITurnBody(ToolsBody, ABC):
     """
 
     refused: ClassVar[Mapping[str, Refused]] = {
-        "service_tier": Refused(("auto", "default"), "leave it out: all turns are of one tier"),
-        "moderation": Refused((), "the service does not moderate: leave it out"),
+        "service_tier": Refused(
+            ("auto", "default"), "all turns have the same service tier: leave it out"
+        ),
+        "moderation": Refused((), "the service has no moderation: leave it out"),
     }
     ignored: ClassVar[frozenset[str]] = frozenset(
         {

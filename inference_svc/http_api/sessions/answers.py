@@ -222,7 +222,8 @@ class Answers:
             known = await self._store.find_request(turn.repeat_key)
             if known is not None and known.body != turn.body:
                 raise RequestIdReusedError(
-                    "the Idempotency-Key was used with another body", "make a new key for each turn"
+                    "the Idempotency-Key was used before with another body",
+                    "use a new key for each turn",
                 )
             if known is not None:
                 # If another turn took the session, the first request's turn was never recorded:

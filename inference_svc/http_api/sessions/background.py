@@ -272,8 +272,9 @@ class BackgroundResponses:
         if len(self._running) >= self._max_running:
             release()
             raise TooManyRequestsError(
-                f"{self._max_running} responses run in the background",
-                "come back",
+                f"{self._max_running} responses are running in the background, and no more are "
+                "accepted",
+                "try again later",
                 retry_after_s=RETRY_S,
             )
         self._running[running.key] = running
@@ -318,4 +319,6 @@ class BackgroundResponses:
 
 def response_stopped() -> ReportedError:
     """Make the error of a response that the service stopped computing."""
-    return InternalError("the service has stopped meanwhile", "send the request again")
+    return InternalError(
+        "the service was stopped before the response was complete", "send the request again"
+    )

@@ -244,9 +244,9 @@ class Conversations:
             number, size = self._db.execute(_UNREAD_SIZE, (conversation_id, turns)).fetchone()
             if number > MAX_UNREAD or size > most_bytes:
                 raise InputTooLongError(
-                    f"{number} items of {size} bytes are to be read, and a turn reads up to"
-                    f" {MAX_UNREAD} of {most_bytes}",
-                    "delete some, or begin another conversation",
+                    f"the conversation has {number} unread items of {size} bytes, but a turn "
+                    f"reads at most {MAX_UNREAD} items of {most_bytes} bytes",
+                    "delete some items, or begin another conversation",
                 )
             return self._items(_UNREAD, conversation_id, turns)
 
@@ -331,8 +331,9 @@ class Conversations:
         (size,) = self._db.execute(_SIZE, (tenant,)).fetchone()
         if size + more + sum(len(json_text(item).encode()) for item in items) > self._max_bytes:
             raise ConversationsFullError(
-                f"the tenant's conversations have {size} bytes, of {self._max_bytes}",
-                "delete some, or raise openai.conversation_bytes",
+                f"the tenant's conversations take {size} bytes, but at most {self._max_bytes} are "
+                "stored",
+                "delete some conversations, or raise openai.conversation_bytes",
             )
 
 

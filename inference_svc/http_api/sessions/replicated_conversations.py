@@ -381,8 +381,8 @@ class ReplicatedConversations:
 def conversation_moved(conversation_id: str) -> SessionMovedError:
     """Make the error of a conversation that another server has changed."""
     return SessionMovedError(
-        f"conversation {conversation_id} was changed at another server meanwhile",
-        "send the request again: it then follows what was changed there",
+        f"conversation {conversation_id} was changed on another server in the meantime",
+        "send the request again: it then continues from that change",
     )
 
 
@@ -393,7 +393,7 @@ def _raise_unavailable(shared: SharedConversations, error: StoreSilentError) -> 
         TranscriptUnavailableError: always.
     """
     raise TranscriptUnavailableError(
-        f"nobody knows how the conversation stands: {error.message}",
-        "come back later; the log of the service says why",
+        f"the state of the conversation is not known: {error.message}",
+        "try again later; the log of the service says why",
         retry_after_s=shared.retry_s,
     ) from error

@@ -200,7 +200,7 @@ def _raise_unavailable(shared: SharedResponses, error: StoreSilentError) -> NoRe
         TranscriptUnavailableError: always.
     """
     raise TranscriptUnavailableError(
-        f"nobody knows how the response stands: {error.message}",
-        "come back later; the log of the service says why",
+        f"the state of the response is not known: {error.message}",
+        "try again later; the log of the service says why",
         retry_after_s=shared.retry_s,
     ) from error

@@ -246,8 +246,9 @@ class Router:
             return Route(session_id, turns, length, digests[length], is_named=True)
         if any(message.role == ASSISTANT for message in turn.messages):
             raise UnknownHistoryError(
-                f"session {session_id} has {turns} turns, and these messages do not repeat them",
-                "send what is new since its last answer, or leave the session out",
+                f"session {session_id} has {turns} turns, but these messages do not begin with "
+                "them",
+                "send only what is new since its last answer, or name no session",
             )
         return Route(session_id, turns, 0, None, is_named=True)
 

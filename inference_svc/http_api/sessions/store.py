@@ -309,7 +309,9 @@ class ApiStore:
         except sqlite3.Error as error:
             self._log(error)
             raise StoreUnavailableError(
-                f"{FILE_NAME} cannot be used ({error})", "come back later", retry_after_s=RETRY_S
+                f"{FILE_NAME} cannot be used ({error})",
+                "try again later; the log of the service may say why",
+                retry_after_s=RETRY_S,
             ) from error
 
     async def _try(self, call: Callable[[], T], otherwise: T) -> T:

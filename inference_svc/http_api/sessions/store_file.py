@@ -345,7 +345,8 @@ def open_store(directory: Path) -> tuple[sqlite3.Connection, bytes]:
             return _open(path)
     except (OSError, sqlite3.Error) as error:
         raise TranscriptError(
-            f"{path} cannot be used ({error})", "give --state-dir a directory this user may write"
+            f"{path} cannot be used ({error})",
+            "give a directory that this user may write to with --state-dir",
         ) from error
 
 

@@ -73,7 +73,9 @@ def choose_attention(
         log.info("attention_chosen", attention=wanted)
         return backend
     if name == wanted:
-        raise ConfigError(f"model.attention = {name}: {backend}", "set it to auto or torch")
+        raise ConfigError(
+            f"model.attention = {name} cannot be used: {backend}", "set it to auto or torch"
+        )
     warn = log.warning if is_gpu(loaded.device) else log.info
     warn("attention_chosen", attention="torch", reason=backend)
     return TorchAttention()
@@ -95,7 +97,7 @@ def _prove_cpp(
 ) -> AttentionBackend | str:
     """Return the cpp back-end, or why it cannot serve."""
     if loaded.device.type != "cpu":
-        return f"device {loaded.device} is no CPU"
+        return f"device {loaded.device} is not a CPU"
     if calibration.mode != "ragged":
         return f"the model runs in mode {calibration.mode}, which it does not take"
     shapes = [layer.shape for layer in calibration.layers]
@@ -114,9 +116,9 @@ def _why_unsupported(
 ) -> str:
     """Return why the triton back-end cannot run here; "": it can."""
     if calibration.mode != "ragged":
-        return f"the model runs in mode {calibration.mode}, which it does not take"
+        return f"the model runs in mode {calibration.mode}, which this back-end does not support"
     if groups is None:
-        return "scheduler.working_kv is contiguous, and not pages"
+        return "scheduler.working_kv is contiguous instead of pages"
     return no_kernels_on(device)
 
 
@@ -139,7 +141,7 @@ def _why_refuted(
     if is_same(logits, expected, loaded.dtype, calibration.rounding):
         return ""
     distance = logits_distance(logits, expected, loaded.dtype)
-    return f"its logits are {distance:.1e} off those of torch"
+    return f"its logits differ from those of torch by {distance:.1e}"
 
 
 def _logits(

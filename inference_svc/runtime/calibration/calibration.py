@@ -125,7 +125,7 @@ def calibrate(
                         return _prove(loaded, calibration, reference)
     if not reference.is_causal:
         raise ModelEncoderError(
-            f"answers of {loaded.architecture} depend on tokens after them: an encoder", REMEDY
+            f"answers of {loaded.architecture} depend on later tokens: it is an encoder", REMEDY
         )
     raise refusals.error(is_stateful=_is_stateful(loaded))
 
@@ -303,7 +303,7 @@ def _check_decoupled(loaded: LoadedModel, layers: Sequence[LayerRecipe], probe: 
     for component in before_rope(layers[0], probe.layers[0]):  # [tokens, kv_heads, dim]
         if distance(component[-REPEATED_TOKENS:], component[:REPEATED_TOKENS]) > SAME:
             raise NotDecoupledError(
-                f"keys of {loaded.architecture} depend on absolute positions, not on rotary ones",
+                f"keys of {loaded.architecture} have absolute positions instead of rotary ones",
                 "serve it with model.positions = coupled",
             )
 
@@ -315,7 +315,8 @@ def _calibration(
     states = state_shapes(probe.own_layers) or find_states(loaded, probe)
     if states and positions != "coupled":
         raise NotDecoupledError(
-            f"{loaded.architecture} keeps states, which are of use at their own position only",
+            f"{loaded.architecture} has recurrent states, which are usable at their own "
+            "position only",
             "serve it with model.positions = coupled",
         )
     recipes = _recipes(loaded, probe, positions)

@@ -58,7 +58,7 @@ def choose_compiling(
         remedy = "set it to off"
         reason = _compile_and_prove(loaded, calibration, backend)
     if reason:
-        raise ConfigError(f"model.compile = layers: {reason}", remedy)
+        raise ConfigError(f"model.compile = layers cannot be used: {reason}", remedy)
     log.info("layers_compiled", layers=len(layers_of(loaded.model)))
 
 
@@ -67,11 +67,14 @@ def _why_unsupported(
 ) -> tuple[str, str]:
     """Return why layers cannot be compiled here, and the remedy; ("", ""): they can."""
     if calibration.mode != "ragged":
-        return f"the model runs in mode {calibration.mode}, which is not compiled", "set it to off"
+        return (
+            f"the model runs in mode {calibration.mode}, which cannot be compiled",
+            "set it to off",
+        )
     if not layers_of(loaded.model):
-        return "the model has no layers of Transformers' own kind", "set it to off"
+        return "the layers of the model are not of Transformers' own kind", "set it to off"
     if packed_bytes(loaded.model):
-        reason = "weights are packed, which the compiler cannot look into"
+        reason = "the weights are packed, which the compiler does not support"
         return reason, "set model.packed_weights to off"
     has_compiler = any(map(shutil.which, ("g++", "clang++", "c++")))
     if backend == "inductor" and not is_gpu(loaded.device) and not has_compiler:
@@ -87,12 +90,12 @@ def _compile_and_prove(loaded: LoadedModel, calibration: Calibration, backend: s
         logits = _logits(loaded, calibration)
         breaks = unexpected_breaks()
         if breaks:
-            reason = f"the compiler cannot see through a layer: {breaks[0][:160]}"
+            reason = f"the compiler cannot trace a layer: {breaks[0][:160]}"
         elif is_same(logits, expected, loaded.dtype, calibration.rounding):
             return ""
         else:
             distance = logits_distance(logits, expected, loaded.dtype)
-            reason = f"its logits are {distance:.1e} off those before"
+            reason = f"its logits differ from those before by {distance:.1e}"
     except Exception as error:  # noqa: BLE001 - compilers may raise anything
         reason = reason_of(error)
     undo_compiling(loaded.model)

@@ -152,13 +152,13 @@ def _expansion(loaded: LoadedModel, response: _Response) -> Expansion:
     rotated_dim = num_units - response.latent_dim
     heads, num_tokens, key_dim = response.keys.shape
     if num_tokens != len(response.latents) or response.values.shape[:2] != (heads, num_tokens):
-        raise _refusal(loaded, "for other tokens than it caches, or for fewer heads")
+        raise _refusal(loaded, "they belong to other tokens or to fewer heads")
     units, checks = slice(1, 1 + num_units), slice(1 + num_units, None)
     for expanded in (response.keys, response.values):
         expected = response.latents[checks].to(expanded) @ expanded[:, units]
         is_linear = distance(expanded[:, checks], expected) <= TOLERANCE[loaded.dtype]
         if not is_linear or bool(expanded[:, 0].any()):
-            raise _refusal(loaded, "by more than a matrix")
+            raise _refusal(loaded, "more than a matrix is involved")
     keys, values = response.keys[:, units], response.values[:, units]
     of_latents, of_rotated = keys[:, : response.latent_dim], keys[:, response.latent_dim :]
     for first in (key_dim - rotated_dim, 0):  # the rotated part is at the end or the beginning
@@ -177,10 +177,12 @@ def _expansion(loaded: LoadedModel, response: _Response) -> Expansion:
                 rotated_dim,
                 is_rotated_first=first == 0,
             )
-    raise _refusal(loaded, "of what is rotated, too")
+    raise _refusal(loaded, "rotated parts are involved, too")
 
 
 def _refusal(loaded: LoadedModel, how: str) -> ModelModeMissingError:
     return ModelModeMissingError(
-        f"{loaded.architecture} makes keys and values of what it caches {how}", REMEDY
+        f"keys and values of {loaded.architecture} cannot be computed by one matrix from "
+        f"what it caches: {how}",
+        REMEDY,
     )

@@ -88,7 +88,7 @@ def choose_graphs(
         return None
     pool = memory.pool
     if not isinstance(attention, PagedAttention) or not isinstance(pool, PagePool):
-        log.warning("graphs_chosen", graphs=0, reason="attention is not over pages")
+        log.warning("graphs_chosen", graphs=0, reason="attention does not use pages")
         return None
     if calibration.state_shapes:  # a graph reads fixed addresses, and states have new ones
         log.warning("graphs_chosen", graphs=0, reason="the model has states")
@@ -103,7 +103,7 @@ def choose_graphs(
         log.warning("graphs_chosen", graphs=0, reason=reason_of(error))
         return None
     if not distance <= tolerance(loaded.dtype, calibration.rounding):  # true for NaN, too
-        reason = f"what is replayed is {distance:.1e} off what is computed"
+        reason = f"replayed results differ from computed ones by {distance:.1e}"
         log.warning("graphs_chosen", graphs=0, reason=reason)
         return None
     log.info(

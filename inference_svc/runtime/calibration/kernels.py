@@ -16,7 +16,7 @@ def no_kernels_on(device: torch.device) -> str:
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
     if not is_gpu(device) and os.environ.get("TRITON_INTERPRET") != "1":
-        return f"device {device} is no GPU"
+        return f"device {device} is not a GPU"
     return ""
 
 

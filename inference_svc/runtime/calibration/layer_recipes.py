@@ -60,14 +60,14 @@ def _layer_recipe(seen: SeenLayer, index: SeenIndex | None, tables: RopeTables) 
     key, value = (_component_recipe(seen, cached, tables) for cached in (seen.key, seen.value))
     if seen.calls and key.source is None and value.source is None:
         raise ModelModeMissingError(
-            f"a key of {tables.loaded.architecture} is changed after its rotary embedding, "
-            "which is not supported yet",
+            f"{tables.loaded.architecture} changes keys after their rotary embedding, which "
+            "is not supported yet",
             REMEDY,
         )
     by_index = None if index is None else _component_recipe(index, index.key, tables)
     if by_index is not None and by_index.source is None and index is not None and index.calls:
         raise ModelModeMissingError(
-            f"an index key of {tables.loaded.architecture} is changed after its rotary embedding, "
+            f"{tables.loaded.architecture} changes index keys after their rotary embedding, "
             "which is not supported yet",
             REMEDY,
         )

@@ -77,7 +77,7 @@ def probe_mode(loaded: LoadedModel, mode: Mode, attention: str) -> Probe:
             misled = _run(loaded, mode, claimed_tokens)
         if distance(misled.logits, probe.logits) > SAME:
             raise ModelModeMissingError(
-                f"{loaded.architecture} counts positions by its cache's length", REMEDY
+                f"{loaded.architecture} derives positions from the length of its cache", REMEDY
             )
     return probe
 
@@ -115,7 +115,7 @@ def _check_reach(loaded: LoadedModel) -> None:
     for key, value in vars(config).items():
         if _REACH.search(key) and value and not isinstance(value, bool):
             raise ModelModeMissingError(
-                f"the config of {loaded.architecture} bounds the reach of its attention ({key})",
+                f"the config of {loaded.architecture} limits how far its attention reaches ({key})",
                 REMEDY,
             )
 
@@ -128,7 +128,7 @@ def _check_layers(loaded: LoadedModel, probe: Probe) -> None:
     if probe.num_repeated:
         raise ModelModeMissingError(f"{name} caches a layer more than once in a forward", REMEDY)
     if probe.num_misplaced or not probe.indexes.keys() <= probe.layers.keys():
-        raise ModelModeMissingError(f"{name} caches index keys apart from their layer", REMEDY)
+        raise ModelModeMissingError(f"{name} caches index keys separately from their layer", REMEDY)
     for layer_index, seen in probe.layers.items():
         index = probe.indexes.get(layer_index)
         for cached in (seen.key, seen.value, *([] if index is None else [index.key])):
@@ -159,19 +159,25 @@ def _check_attention(loaded: LoadedModel, mode: Mode, probe: Probe) -> None:
     if not probe.layers:  # the model has states only
         return
     if not probe.attended:
-        raise ModelModeMissingError(f"{name} does not call the attention it is set to", REMEDY)
+        raise ModelModeMissingError(
+            f"{name} does not call the attention function it is set to", REMEDY
+        )
     is_by_head = any(seen.key.shape[1] * seen.value.shape[1] > 1 for seen in probe.layers.values())
     if mode in LATENT_MODES and is_by_head:
-        raise ModelModeMissingError(f"{name} caches keys of each head, and no latents", REMEDY)
+        raise ModelModeMissingError(f"{name} caches keys of each head instead of latents", REMEDY)
     if mode == "indexed":
         if not all(seen.is_chosen for seen in probe.attended):
-            raise ModelModeMissingError(f"{name} says not which keys its index chooses", REMEDY)
+            raise ModelModeMissingError(
+                f"{name} does not reveal which keys its index chooses", REMEDY
+            )
         return
     if probe.indexes:
-        raise ModelModeMissingError(f"{name} chooses the keys it attends to by an index", REMEDY)
+        raise ModelModeMissingError(f"{name} chooses the keys to attend to by an index", REMEDY)
     if mode == "ragged" and not all(seen.is_cached for seen in probe.attended):
-        raise ModelModeMissingError(f"{name} attends to other tensors than it caches", REMEDY)
+        raise ModelModeMissingError(
+            f"{name} attends to other tensors than those that it caches", REMEDY
+        )
     if not all(seen.mask.is_understood for seen in probe.attended):
         raise ModelModeMissingError(
-            f"{name} masks keys other than by a window or by chunks", REMEDY
+            f"{name} masks keys in a way other than by a window or by chunks", REMEDY
         )

@@ -60,7 +60,7 @@ class _Ends(NamedTuple):
         last = min(longest, loaded.context_window - 1)
         if last > MOST_TOKENS:
             raise ModelModeMissingError(
-                f"what {loaded.architecture} keeps may change after {MOST_TOKENS} tokens", REMEDY
+                f"{loaded.architecture} may change what it keeps after {MOST_TOKENS} tokens", REMEDY
             )
         around = {times * mark + off for mark in marks for times in (1, 2) for off in (-1, 0, 1)}
         ends = sorted({end for end in around if 0 < end < last} | {FEWEST_TOKENS - 1, last})
@@ -148,8 +148,8 @@ def _describe(
             if tensor is None or (tensor.stride and tensor.dtype != loaded.dtype):
                 name = part[0] if part[1] is None else f"{part[0]}[{part[1]!r}]"
                 raise ModelModeMissingError(
-                    f"layer {index} of {loaded.architecture} keeps {name}, of which there is "
-                    "neither an entry for so many tokens nor a bounded number",
+                    f"layer {index} of {loaded.architecture} keeps {name}, which has neither one "
+                    "entry for each token nor a bounded size",
                     REMEDY,
                 )
             tensors.append(tensor)

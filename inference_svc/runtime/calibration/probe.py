@@ -252,7 +252,7 @@ class Probe:
             ModelModeMissingError: their calls cannot be divided between several sequences.
         """
         if None in self.mixers:
-            raise ModelModeMissingError("the model hands over its states at once", REMEDY)
+            raise ModelModeMissingError("the model returns all its states at once", REMEDY)
         return {
             module: MixerCall.observe(
                 type(module).__name__, num_tokens, seen.args, seen.options, seen.result

@@ -80,8 +80,8 @@ def prove(loaded: LoadedModel, calibration: Calibration, reference: StockLogits)
         if not is_same(logits, expected, loaded.dtype, reference.rounding):
             distance = logits_distance(logits, expected, loaded.dtype)
             raise CalibrationMismatchError(
-                f"{path} of {loaded.architecture} is {distance:.1e} off the stock model",
-                "serve another model, and report this one",
+                f"{path} of {loaded.architecture} differs from the stock model by {distance:.1e}",
+                "serve another model, and report this as a bug",
             )
 
 
@@ -230,7 +230,7 @@ class _Paths:
         if not logits_distance(logits[1], logits[0], torch.float32) > SAME:
             raise CalibrationMismatchError(
                 f"logits of {self._loaded.architecture} do not depend on its states",
-                "serve another model, and report this one",
+                "serve another model, and report this as a bug",
             )
 
     def _long(self) -> tuple[str, Tensor, Tensor]:
@@ -283,13 +283,17 @@ def prove_pooling(loaded: LoadedModel, calibration: Calibration, pooling: Poolin
         UnknownPoolingError: the embeddings differ, or cannot be computed.
     """
     if not tap_head(loaded.model):
-        raise UnknownPoolingError("the states behind its last layer cannot be had")
+        raise UnknownPoolingError("the hidden states after its last layer are not accessible")
     try:
         found, expected = _pool(loaded, calibration, pooling), _pool_stock(loaded, pooling)
     except Exception as error:
-        raise UnknownPoolingError(f"it cannot be pooled ({type(error).__name__})") from error
+        raise UnknownPoolingError(
+            f"its hidden states cannot be pooled ({type(error).__name__})"
+        ) from error
     if not is_same(found[None], expected[None], loaded.dtype, calibration.rounding):
-        raise UnknownPoolingError("what its head gets is not what its last layer gives")
+        raise UnknownPoolingError(
+            "its head is given something else than the output of its last layer"
+        )
 
 
 def _pool(loaded: LoadedModel, calibration: Calibration, pooling: Pooling) -> Tensor:

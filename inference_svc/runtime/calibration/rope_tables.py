@@ -166,7 +166,7 @@ def _check_fixed(loaded: LoadedModel, rotary_call: RotaryCall) -> None:
         if not (torch.equal(first, second[:, : len(few)]) and torch.equal(first, third)):
             raise RopeVariesError(
                 f"the rotary frequencies of {loaded.architecture} depend on the length of the "
-                "sequence in a way that cannot be frozen",
-                f"lower max_position_embeddings (now {loaded.context_window}) to the length the "
-                "model was trained at before scaling",
+                "sequence in a way that is not supported",
+                f"lower max_position_embeddings (now {loaded.context_window}) to the length that "
+                "the model was trained with before scaling",
             )

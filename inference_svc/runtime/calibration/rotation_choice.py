@@ -47,7 +47,7 @@ def choose_rotation(
     kinds = dict.fromkeys(_kinds(calibration))
     if name == "auto" and not kinds:
         return None
-    reason = no_kernels_on(loaded.device) if kinds else "no keys of this model are embedded by it"
+    reason = no_kernels_on(loaded.device) if kinds else "the model has no keys that it could rotate"
     if not reason:
         kernel = _kernel()
         reason = _why_refuted(loaded, kernel, list(kinds))
@@ -55,7 +55,9 @@ def choose_rotation(
             log.info("rotation_chosen", rotation="triton")
             return kernel
     if name == "triton":
-        raise ConfigError(f"model.rotation = triton: {reason}", "set it to auto or torch")
+        raise ConfigError(
+            f"model.rotation = triton cannot be used: {reason}", "set it to auto or torch"
+        )
     log.warning("rotation_chosen", rotation="torch", reason=reason)
     return None
 
@@ -94,7 +96,7 @@ def _why_refuted(
                 expected = torch.zeros_like(region)
                 expected[slots] = rotary.rotate(keys, start)
                 if not torch.equal(region, expected):
-                    return f"keys from position {start} on have other bits than those of torch"
+                    return f"keys from position {start} on differ from those of torch in some bits"
     except Exception as error:  # noqa: BLE001 - compilers and drivers may raise anything
         return reason_of(error)
     return ""

@@ -78,7 +78,7 @@ def find_states(loaded: LoadedModel, probe: Probe) -> tuple[StateShape, ...]:
     ]
     if facts[0] != facts[1]:
         raise ModelRecurrentError(
-            f"what {loaded.architecture} keeps of a sequence grows with its tokens", REMEDY
+            f"the states of {loaded.architecture} grow with the number of tokens", REMEDY
         )
     return tuple(
         StateShape(*place, tuple(state.shape), state.dtype, place in overwritten)

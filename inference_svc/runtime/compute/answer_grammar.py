@@ -132,10 +132,10 @@ class AnswerGrammar:
             problem = one_line(self._matcher.get_error())
             if _NOTHING_FOLLOWS in problem:
                 raise InvalidGrammarError(
-                    "no text follows the answer's grammar", "send another one"
+                    "no text follows the answer's grammar", "send another grammar"
                 )
             raise InvalidGrammarError(
-                f"the answer's grammar failed ({problem})", "send a simpler one"
+                f"the answer's grammar failed ({problem})", "send a simpler grammar"
             )
 
 

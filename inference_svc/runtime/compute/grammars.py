@@ -181,7 +181,8 @@ class Grammars:
         if tokenizer is None or not self._eos_ids:
             missing = "tokenizer" if tokenizer is None else "end-of-turn token"
             raise InvalidGrammarError(
-                f"the model has no {missing}, and no answers by a grammar", "leave the grammar out"
+                f"the model has no {missing}, so answers cannot follow a grammar",
+                "leave the grammar out",
             )
         try:
             from llguidance.hf import from_tokenizer
@@ -189,11 +190,13 @@ class Grammars:
             return from_tokenizer(tokenizer, n_vocab=self._vocab_size, eos_token=self._eos_ids)
         except ImportError as error:
             raise InvalidGrammarError(
-                "llguidance is not installed at the service", "pip install llguidance"
+                "llguidance is not installed, so answers cannot follow a grammar",
+                "install it in the service's environment: pip install llguidance",
             ) from error
         except ValueError as error:
             raise InvalidGrammarError(
-                f"the model's tokenizer has no vocabulary for grammars ({one_line(str(error))})",
+                "grammars cannot use the vocabulary of the model's tokenizer "
+                f"({one_line(str(error))})",
                 "leave the grammar out",
             ) from error
 
@@ -209,5 +212,5 @@ _SOURCES = {
 
 def _invalid(message: str) -> InvalidGrammarError:
     return InvalidGrammarError(
-        f"the grammar cannot be kept to ({one_line(message)})", "send another one"
+        f"the grammar is not valid ({one_line(message)})", "send another grammar"
     )

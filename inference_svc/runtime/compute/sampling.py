@@ -115,7 +115,7 @@ class Sampler:
         best = int(logits.argmax())  # the first among equals; the first NaN if there is one
         if not np.isfinite(logits[best]):
             raise EngineFailedError(
-                "the model computed logits that are not finite",
+                "the model computed logits that are infinite or not numbers",
                 "serve it with dtype float32 or bfloat16",
             )
         params, grammar, adjusted = self._params, self._grammar, logits

@@ -236,7 +236,7 @@ def _as_reported(error: Exception) -> Exception:
     log.error("turn_not_computed", exc_info=error)
     return EngineFailedError(
         f"the model failed to compute this turn ({type(error).__name__})",
-        "submit it again; the session is as it was",
+        "submit it again; the session is unchanged",
     )
 
 

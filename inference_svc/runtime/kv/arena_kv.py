@@ -92,7 +92,8 @@ class ArenaKv:
         """
         if arena.slot_bytes < layout.block_bytes:
             raise ValueError(
-                f"slots of {arena.slot_bytes} bytes for blocks of {layout.block_bytes}"
+                f"the arena has slots of {arena.slot_bytes} bytes, but blocks have "
+                f"{layout.block_bytes}"
             )
         self.layout = layout
         self.num_slots = arena.num_slots

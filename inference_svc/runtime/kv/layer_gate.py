@@ -154,7 +154,7 @@ class LayerGate:
                 raise self._error
         if not is_in_time:
             raise LoadFailedError(
-                f"{awaited} of a load did not arrive within {timeout_s:g} s", "ask again"
+                f"{awaited} of a load did not arrive within {timeout_s:g} s", "load again"
             )
 
 

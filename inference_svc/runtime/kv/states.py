@@ -224,7 +224,9 @@ class SequenceStates:
         header = packed[: _HEADER.size].cpu().numpy().tobytes()
         expected = _HEADER.size if len(packed) >= packed_bytes(self.shapes) else -1
         if len(header) != expected or header[:24] != _MAGIC + _digest(self.shapes):
-            raise LoadFailedError("a stored state is not one of this model", "recompute")
+            raise LoadFailedError(
+                "a stored state does not fit this model", "the turn is recomputed"
+            )
         restored = self.allocate() if memory is None else memory
         for shape, part in zip(self.shapes, self._parts(packed), strict=True):
             restored[shape.place].view(-1).view(torch.uint8).copy_(part)

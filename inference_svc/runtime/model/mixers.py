@@ -61,14 +61,14 @@ class MixerCall:
         for tensor in chain(_tensors((*args, *options.values())), _tensors(result)):
             if num_tokens in (*tensor.shape[:1], *tensor.shape[2:]):
                 raise ModelModeMissingError(
-                    f"{name} counts tokens in another than the second dimension", REMEDY
+                    f"{name} does not have tokens in its second dimension", REMEDY
                 )
 
         def has_tokens(value: Any) -> bool:
             return any(len(t.shape) > 1 and t.shape[1] == num_tokens for t in _tensors(value))
 
         if isinstance(result, Tensor) and not has_tokens(result):
-            raise ModelModeMissingError(f"{name} returns nothing of each token", REMEDY)
+            raise ModelModeMissingError(f"{name} returns no values for each token", REMEDY)
         return cls(
             frozenset(key for key, value in _items(args, options) if has_tokens(value)),
             None

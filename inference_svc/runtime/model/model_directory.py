@@ -38,7 +38,7 @@ def check_model(path: Path) -> None:
     except PermissionError as error:
         raise UnknownModelError(
             f"user {user_name(os.geteuid())} may not read {error.filename}",
-            f"sudo chmod -R a+rX {shlex.quote(str(path))}, and a+x on the directories above it",
+            f"run: sudo chmod -R a+rX {shlex.quote(str(path))}; the directories above it need a+x",
         ) from error
 
 
@@ -50,7 +50,7 @@ def _check_content(path: Path) -> None:
     if path.is_file():
         raise UnknownModelError(f"{path} is neither a model directory nor a GGUF file", remedy)
     if not path.is_dir():
-        raise UnknownModelError(f"model directory {path} does not exist", remedy)
+        raise UnknownModelError(f"the model directory {path} does not exist", remedy)
     if not (path / "config.json").is_file():
         raise UnknownModelError(f"{path} has no config.json", gguf_hint(path) or remedy)
     next(path.iterdir())  # raises PermissionError if the directory may be entered but not listed
@@ -102,13 +102,14 @@ def check_gguf(path: Path, packages: Sequence[str] = PACKAGES) -> None:
     """
     if _PART.search(path.name):
         raise UnsupportedModelError(
-            f"{path} is one of the parts of a GGUF model",
-            "merge them with llama.cpp's llama-gguf-split --merge, and give the one file",
+            f"{path} is one of several parts of a GGUF model",
+            "merge them with llama.cpp's llama-gguf-split --merge, and give the merged file",
         )
     if missing := [name for name in packages if find_spec(name) is None]:
         raise UnsupportedModelError(
             f"{path} is a GGUF model, which cannot be read without {' and '.join(missing)}",
-            f"pip install {' '.join(missing)}, or convert it elsewhere: docs/getting-a-model.md",
+            f"run pip install {' '.join(missing)}, or convert the file elsewhere: see "
+            "docs/getting-a-model.md",
         )
 
 

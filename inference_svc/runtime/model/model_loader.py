@@ -86,7 +86,8 @@ def load_model(
         model, tokenizer = model.to(_device(device)), _load_tokenizer(path)
         loaded_s = time.monotonic()
         with _one_line(
-            f"{path} cannot be fingerprinted", "start again when nothing writes to it any more"
+            f"the fingerprint of {path} cannot be computed",
+            "start again when no process writes to it any more",
         ):
             found = fingerprint.result()
         return replace(
@@ -114,7 +115,8 @@ def describe_model(
     config = model.config.get_text_config()
     if str(model.dtype).removeprefix("torch.") not in ITEM_BYTES:
         raise UnsupportedModelError(
-            f"model {name} has dtype {model.dtype}", f"serve it with dtype {', '.join(ITEM_BYTES)}"
+            f"model {name} has dtype {model.dtype}",
+            f"serve it with one of the dtypes {', '.join(ITEM_BYTES)}",
         )
     windows = (getattr(config, key, None) for key in CONTEXT_WINDOW_KEYS)
     num_positions = next((w for w in windows if isinstance(w, int)), UNSTATED_WINDOW)
@@ -139,7 +141,7 @@ def _from_pretrained(path: Path, dtype: str) -> Any:
     disable_progress_bar()  # type: ignore[no-untyped-call]  # a service's stderr is a log
     remedy = "serve a decoder-only model with safetensors weights"
     if gguf:
-        remedy = "compare its size with where it is from, it may be cut; or serve another one"
+        remedy = "it may be incomplete: compare its size with the original; or serve another model"
     with (
         _one_line(f"{path} cannot be loaded", remedy),
         no_progress_bar() if gguf else nullcontext(),
@@ -147,7 +149,7 @@ def _from_pretrained(path: Path, dtype: str) -> Any:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, **gguf)
         if config.is_encoder_decoder:
             raise UnsupportedModelError(
-                f"{path} holds an encoder-decoder model", "serve a decoder-only model"
+                f"{path} contains an encoder-decoder model", "serve a decoder-only model"
             )
         if gguf:
             gguf["quantization_config"] = GgufConfig(dequantize=True)
@@ -195,7 +197,8 @@ def _device(device: str) -> torch.device:
         torch.empty(0, device=found)
     except (RuntimeError, AssertionError) as error:
         raise UnsupportedModelError(
-            f"device {device!r} cannot be used here", "use cpu, or cuda with a GPU"
+            f"the device {device!r} cannot be used on this machine",
+            "use cpu, or cuda on a machine with a GPU",
         ) from error
     return found
 

@@ -84,14 +84,18 @@ def _read(path: Path) -> Pooling:
     modules = json.loads((path / MODULES_FILE).read_text())
     kinds = [str(module["type"]).rpartition(".")[2] for module in modules]
     if kinds not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
-        raise UnknownPoolingError(f"its modules are {', '.join(kinds)[:120]}")
+        raise UnknownPoolingError(
+            f"its modules are {', '.join(kinds)[:120]}, which is not supported"
+        )
     config = json.loads((path / str(modules[1]["path"]) / "config.json").read_text())
     named = _pooling_name(config)
     if named not in _MODES:
-        raise UnknownPoolingError(f"it pools by {named[:60] or 'nothing'}")
+        raise UnknownPoolingError(
+            f"its way of pooling is not supported: {named[:60] or 'none is named'}"
+        )
     prompt = _default_prompt(path / PROMPTS_FILE)
     if prompt and not config.get("include_prompt", True):
-        raise UnknownPoolingError("its pooling leaves out its prompt")
+        raise UnknownPoolingError("its pooling excludes its prompt, which is not supported")
     return Pooling(_MODES[named], "Normalize" in kinds, prompt)
 
 

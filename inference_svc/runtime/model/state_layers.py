@@ -76,7 +76,7 @@ class _StateLayer:
     def __getattr__(self, _name: str) -> Any:
         """Refuse: a model that uses any other attribute of a layer is not supported."""
         raise ModelModeMissingError(
-            "the model keeps more in its cache's layers than keys, values and states", REMEDY
+            "the model caches more than keys, values and states in its layers", REMEDY
         )
 
 

@@ -274,7 +274,7 @@ def find_pairing(rope: Rope, dim: int, device: torch.device) -> Pairing:
     for output in range(dim):
         others = [int(i) for i in used[output].nonzero().flatten() if int(i) != int(source[output])]
         if len(others) > 1:
-            raise RotaryNotLinearError(f"element {output} is made of {len(others) + 1} elements")
+            raise RotaryNotLinearError(f"element {output} depends on {len(others) + 1} elements")
         if others:
             partner[output] = others[0]
     pairs = {(min(a, b), max(a, b)) for a, b in zip(source.tolist(), partner.tolist(), strict=True)}

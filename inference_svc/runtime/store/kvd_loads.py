@@ -334,9 +334,9 @@ class KvdLoads:
                     kv.states.restore(tensors.read_state(state.slot_ids), room)
                     if kv.states.num_tokens != grant.end_token:
                         raise LoadFailedError(
-                            f"a state behind {kv.states.num_tokens} tokens came with "
-                            f"{grant.end_token}",
-                            "the turn is computed instead",
+                            f"a state after {kv.states.num_tokens} tokens was granted with "
+                            f"{grant.end_token} tokens",
+                            "the turn is recomputed",
                         )
                 loader = LayerLoader(
                     kv,
@@ -386,4 +386,4 @@ def _wait_layer_until(progress: LoadProgress, deadline_s: float) -> Callable[[in
 
 def _late_failure(why: str) -> LoadFailedError:
     """Return the error of a load that failed after it was announced."""
-    return LoadFailedError(f"a load failed under way: {why}", "the turn is computed instead")
+    return LoadFailedError(f"a load failed before it was complete: {why}", "the turn is recomputed")

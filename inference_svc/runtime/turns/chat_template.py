@@ -92,7 +92,7 @@ class ChatTemplate:
             base = written_in(followed, base) or base
         if DUMMY_ANSWER not in base:
             raise InvalidTurnError(
-                "the chat template does not repeat answers", "send text or token ids"
+                "the chat template leaves out earlier answers", "send text or token ids"
             )
         closings = (found.rpartition(DUMMY_ANSWER)[2] for found in (base, last))
         return Frames(base, tuple(dict.fromkeys(closings)), arguments)
@@ -178,7 +178,7 @@ class ChatTemplate:
             is_result = "tool_call_id" in message  # can always be written, if need be as text
             if message["role"] not in self.roles and not is_result:
                 raise InvalidTurnError(
-                    f"role {message['role'][:40]!r} is none that the chat template knows",
+                    f"the chat template does not know the role {message['role'][:40]!r}",
                     f"send one of {', '.join(self.roles)}",
                 )
 

@@ -66,7 +66,7 @@ class TurnText:
         self.marks: dict[int, str] = {}
         self.chat_problem = "the model has no tokenizer"
         if tokenizer is not None:
-            self.chat_problem = "the chat template was not tried out"
+            self.chat_problem = "the chat template was not tested"
             self._template = ChatTemplate(self._tokenizer, usual or {})
             self._tools = ToolTemplate(self._template.render)
             self._framing = Framing(self._template, self._tools)
@@ -187,7 +187,7 @@ class TurnText:
             NoChatTemplateError: the model has no tokenizer.
         """
         if self._tokenizer is None:
-            raise NoChatTemplateError("the model has no tokenizer", "use the token ids")
+            raise NoChatTemplateError("the model has no tokenizer", "read the token ids instead")
         text: str = self._tokenizer.decode(
             list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
@@ -379,6 +379,7 @@ def _up_to_answer(
     before, found, _ = text.rpartition(DUMMY_ANSWER)
     if not found:
         raise InvalidTurnError(
-            "the chat template does not write the answer that is begun", "end with another message"
+            "the chat template does not write the beginning of the answer",
+            "end with another message",
         )
     return before + beginning

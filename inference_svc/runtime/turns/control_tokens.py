@@ -329,7 +329,7 @@ def guarded(
     except RecursionError as error:
         raise InvalidTurnError(
             "a tool's schema, or the arguments of a call, are nested too deeply",
-            "send flatter ones",
+            "send less deeply nested ones",
         ) from error
 
 
@@ -371,6 +371,6 @@ def _without_blanks(text: str) -> str:
 
 def _unspellable(part: str) -> InvalidTurnError:
     return InvalidTurnError(
-        f"the text {part[:40]!r} is a control token of the model, and cannot be spelled out",
+        f"the text {part[:40]!r} is a control token of the model, which text cannot contain",
         "write it in another way",
     )

@@ -57,18 +57,18 @@ class DiskTrouble:
                 "transcript_disk_full" if is_full else "transcript_unavailable",
                 path=str(path),
                 error=error.strerror,
-                remedy="make room there" if is_full else "see that the disk is in order",
+                remedy="free some space there" if is_full else "check that disk",
                 more=left_out,
             )
         if is_full:
             return TranscriptDiskFullError(
-                f"the service has no room to record {what}",
-                "come back later; whoever runs the service has to make room",
+                f"the service's disk has no room to record {what}",
+                "try again later; whoever runs the service has to make room",
                 retry_after_s=RETRY_S,
             )
         return TranscriptUnavailableError(
             f"the transcript of {what} cannot be used ({error.strerror})",
-            "come back later; the log of the service says what to do",
+            "try again later; the log of the service says what to do",
             retry_after_s=RETRY_S,
         )
 

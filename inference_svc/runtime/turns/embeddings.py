@@ -139,11 +139,12 @@ class Embedder:
         if pooling is None:
             raise EmbeddingsUnsupportedError(
                 f"this model makes no embeddings: {self._problem}",
-                "ask a service whose model does, or set model.pooling",
+                "use a service whose model does, or set model.pooling",
             )
         if dimensions is not None and dimensions > self._size:
             raise InvalidTurnError(
-                f"an embedding has {self._size} values, not {dimensions}", "want fewer dimensions"
+                f"an embedding has {self._size} values, not {dimensions}",
+                "send a smaller number of dimensions",
             )
         self._check_limits(tenant)
         encoded = [
@@ -178,7 +179,8 @@ class Embedder:
             raise EmptyTurnError(f"input {index} has no token", "leave it out")
         if len(token_ids) > self._window_tokens:
             raise InputTooLongError(
-                f"input {index} has {len(token_ids)} tokens, more than {self._window_tokens}",
+                f"input {index} has {len(token_ids)} tokens, but at most {self._window_tokens} "
+                "are possible",
                 "send it in parts",
             )
         return token_ids

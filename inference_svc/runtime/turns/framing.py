@@ -91,8 +91,9 @@ class Framing:
             arguments = {**read_arguments(began_with), **own}
             if self._find(canonical_arguments(arguments)) != begun:
                 raise InvalidTurnError(
-                    "with these arguments the chat template writes another conversation",
-                    "send those that the session began with, or none, or begin another session",
+                    "with these arguments the chat template writes the conversation differently",
+                    "send the arguments that the session began with, or none, or begin another "
+                    "session",
                 )
         return Settled(arguments, "")
 

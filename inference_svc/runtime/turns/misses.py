@@ -255,8 +255,12 @@ def _find_miss(transcript: Transcript, turn: int | None) -> tuple[TurnRecord, Ca
         miss = record.usage.miss or _recomputed(record.usage)
         if miss is not None and turn in (None, record.turn):
             return record, miss
-    which = "none of its turns has" if turn is None else f"its turn {turn} has not"
+    what = (
+        "no turn of the session has missed the cache"
+        if turn is None
+        else f"turn {turn} of the session has not missed the cache"
+    )
     raise UnknownTurnError(
-        f"{which} missed what the cache had",
-        "`kvd show` says what is stored of the session",
+        what,
+        "run kvd show SESSION to list what is stored of the session",
     )

@@ -154,10 +154,10 @@ class Sessions:
         if at_turn is not None and at_turn > num_turns:
             raise UnknownTurnError(
                 f"session {key.session_id} has {num_turns} complete turns, not {at_turn}",
-                f"fork at 0 to {num_turns}",
+                f"fork at a turn from 0 to {num_turns}",
             )
         new_key = key._replace(session_id=new_session_id)
-        exists = SessionExistsError(f"session {new_session_id} exists", "choose another id")
+        exists = SessionExistsError(f"session {new_session_id} already exists", "choose another id")
         if self._is_busy(new_key):
             raise exists
         last_turn = num_turns if at_turn is None else at_turn
@@ -228,7 +228,7 @@ class Sessions:
             context = transcript.context
             merged = merge_ranges(ranges, len(context.token_ids))
             if not merged:
-                raise InvalidDiscardError("no tokens are named", "send ranges or positions")
+                raise InvalidDiscardError("the discard names no tokens", "send ranges or positions")
             after = await self._transcripts.discard(key, Discard(merged, reason=CLIENT))
             self._counters.add("discards")
             computed = clip(merged, context.computed_tokens)

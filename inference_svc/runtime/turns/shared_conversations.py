@@ -169,7 +169,9 @@ def _replace(register: Register, known: Seen | None, number: int, value: bytes) 
     """Replace the version with this number; `known`: the newest version noted here, if any."""
     before = known if known is not None and known.number == number else register.look()
     if before.number != number:
-        raise OvertakenError("the conversation was changed meanwhile", "try again")
+        raise OvertakenError(
+            "the conversation was changed by another request in the meantime", "try again"
+        )
     return register.replace(before, value)
 
 
@@ -192,7 +194,7 @@ def _with_nonce(data: bytes) -> bytes:
 
 def _damaged_error(conversation_id: str) -> TranscriptDamagedError:
     return TranscriptDamagedError(
-        f"what the object store has of conversation {conversation_id} is damaged, or of a newer"
-        " release",
+        f"the object store's data of conversation {conversation_id} is damaged, or from a "
+        "newer release",
         "delete the conversation, or serve it with that release",
     )

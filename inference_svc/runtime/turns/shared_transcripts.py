@@ -168,9 +168,9 @@ def open_value(sealer: Sealer, value: bytes, place: str) -> bytes:
         return sealer.open(value, place)
     except KeyMissingError as error:
         raise TranscriptSealedError(
-            f"what the object store has of the session is sealed by key {str(error)[:8]}, which"
-            " this service does not have",
-            "name the file of that key in remote.key_file or remote.old_key_files",
+            "the session's transcript in the object store is encrypted with key "
+            f"{str(error)[:8]}, which this service does not have",
+            "add the file of that key to remote.key_file or remote.old_key_files",
         ) from error
 
 

@@ -78,7 +78,7 @@ class StoreCalls:
         """
         # After the backoff one call tries whether the store is back; the others fail until then.
         if self.retry_s or (self.is_silent and self._is_trying):
-            raise _silent_error("is left alone")
+            raise _silent_error("it is not called again yet, because it failed a moment ago")
         self._is_trying = True
         try:
             calling = asyncio.get_running_loop().run_in_executor(
@@ -86,7 +86,7 @@ class StoreCalls:
             )
             result = await asyncio.wait_for(calling, None if is_long else self._deadline_s)
         except TimeoutError as error:
-            raise self._record_failure(f"has not answered for {self._deadline_s:g} s") from error
+            raise self._record_failure(f"it has not answered for {self._deadline_s:g} s") from error
         except OvertakenError:  # an answer of the store, which is well
             self._record_success(kind)
             raise
@@ -127,6 +127,6 @@ class StoreCalls:
 
 def _silent_error(why: str) -> StoreSilentError:
     return StoreSilentError(
-        f"the store of transcripts {why}",
-        "come back later; the log of the service says what to do",
+        f"the object store for transcripts cannot be used: {why}",
+        "try again later; the log of the service says what to do",
     )

@@ -113,8 +113,8 @@ class TranscriptStore:
         transcript = await self.find(key)
         if transcript is None:
             raise UnknownSessionError(
-                f"there is no session {key.session_id!r} of tenant {key.tenant!r} under this model",
-                "submit a turn to open it, or check the id",
+                f"there is no session {key.session_id!r} of tenant {key.tenant!r} for this model",
+                "check the id, or submit a turn to begin it",
             )
         return transcript
 
@@ -230,8 +230,8 @@ class TranscriptStore:
             sharing = self._sharing_of(key)
             if sharing is not None and await sharing.put(key, None) is None:
                 raise TranscriptUnavailableError(
-                    f"session {key.session_id!r} is not deleted: the object store is silent",
-                    "come back later; the log of the service says what to do",
+                    f"session {key.session_id!r} is not deleted: the object store does not answer",
+                    "try again later; the log of the service says what to do",
                 )
             await self._remove(key, before)
 
@@ -275,8 +275,8 @@ class TranscriptStore:
         except StoreSilentError as error:
             if must_know and await self.find(key) is None:
                 raise TranscriptUnavailableError(
-                    f"nobody knows whether there is a session {key.session_id!r}: {error.message}",
-                    "come back later; or send expected_turn = 0 with what begins a session",
+                    f"it is not known whether session {key.session_id!r} exists: {error.message}",
+                    "try again later; or send expected_turn = 0 with a session's first turn",
                     retry_after_s=sharing.store.calls.retry_s,
                 ) from error
 

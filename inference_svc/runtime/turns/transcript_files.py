@@ -57,22 +57,22 @@ class TranscriptFiles:
             for path in (directory.parent, directory):
                 if path.stat().st_mode & stat.S_IWOTH:
                     raise TranscriptError(
-                        f"others may write to {path}",
-                        f"chmod 700 {path}, if it is for this service alone, or give --state-dir "
-                        "a directory of its own",
+                        f"other users may write to {path}",
+                        f"run chmod 700 {path} if only this service uses it, or give another "
+                        "directory with --state-dir",
                     )
             self._lock_file = os.open(directory / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o600)
             # The kernel drops the lock when the process dies, however it does: no stale lock stays.
             fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise TranscriptError(
-                f"the transcript directory {directory} is in use by another service",
-                "stop that one, or give --state-dir another directory",
+                f"another service uses the transcript directory {directory}",
+                "stop that service, or give another directory with --state-dir",
             ) from error
         except OSError as error:
             raise TranscriptError(
                 f"the transcript directory {directory} is not writable ({error.strerror})",
-                "give --state-dir a directory this user may write",
+                "give a directory that this user may write to with --state-dir",
             ) from error
 
     def close(self) -> None:

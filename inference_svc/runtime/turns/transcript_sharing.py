@@ -247,6 +247,6 @@ class Sharing:
 def moved_error(key: SessionKey) -> SessionMovedError:
     """Return the error of a turn to whose session another server has added one."""
     return SessionMovedError(
-        f"session {key.session_id!r} went on at another server meanwhile",
+        f"session {key.session_id!r} was continued on another server in the meantime",
         "submit the turn again: it then follows what was said there",
     )

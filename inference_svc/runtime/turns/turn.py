@@ -189,6 +189,6 @@ def check_same(submission: Submission, digest: str) -> None:
     """
     if submission.digest and submission.digest != digest:
         raise RequestIdReusedError(
-            f"request id {submission.request_id!r} was used with another input or sampling",
-            "make a new request id for each new turn",
+            f"request id {submission.request_id!r} was used before with another input or sampling",
+            "use a new request id for each new turn",
         )

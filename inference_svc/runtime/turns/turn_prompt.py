@@ -163,7 +163,8 @@ class PromptMaker:
         """
         if submission.sampling.stop and not self._has_tokenizer:
             raise InvalidTurnError(
-                "stop strings need a tokenizer, the model has none", "send none of them"
+                "stop strings need a tokenizer, which the model does not have",
+                "send no stop strings",
             )
         self._check_vocabulary(submission.sampling)
         window = self._window(submission)
@@ -277,7 +278,8 @@ class PromptMaker:
         ):
             if any(not 0 <= token_id < vocab_size for token_id in token_ids):
                 raise InvalidSamplingError(
-                    f"{name} has a token id outside the vocabulary", f"send ids below {vocab_size}"
+                    f"{name} contains a token id outside the vocabulary",
+                    f"send ids below {vocab_size}",
                 )
 
     def _window(self, submission: Submission) -> TurnWindow:
@@ -325,7 +327,7 @@ class PromptMaker:
         else:
             token_ids = list(turn_input.token_ids)
         if not token_ids:
-            raise EmptyTurnError("the turn brings no token", "send text, messages or token ids")
+            raise EmptyTurnError("the turn adds no token", "send text, messages or token ids")
         self._check_ids(token_ids)
         return token_ids
 

@@ -322,8 +322,8 @@ def _check_tools(submission: Submission, transcript: Transcript) -> None:
     offered = submission.tools_digest
     if transcript.turns and offered and offered != transcript.tools_digest:
         raise InvalidTurnError(
-            "these tools are not those that the session began with",
-            "send the same ones, or begin another session",
+            "these tools differ from those that the session began with",
+            "send the same tools, or begin another session",
         )
 
 

@@ -166,8 +166,8 @@ class Turns:
         ]
         if not turns:
             raise UnknownTurnError(
-                f"session {key.session_id} has no such turn under way",
-                "it may have finished: read the session",
+                f"session {key.session_id} has no running or waiting turn to cancel",
+                "the turn may have finished: read the session",
             )
         return sum(turn.cancel() for turn in turns)
 
@@ -227,7 +227,7 @@ class Turns:
                 self._counters.add("expired")
                 return DeadlineExceededError(
                     "the turn's deadline passed while it waited for its session",
-                    "submit it again with more time, or when the session's turn has finished",
+                    "submit it again with more time, or when the turn before has finished",
                 )
             await self._answer_turn(turn)
         except ReportedError as error:
@@ -236,7 +236,7 @@ class Turns:
             log.exception("turn_failed", session=str(turn.submission.key))
             return EngineFailedError(
                 f"the turn failed ({type(error).__name__})",
-                "see the log of the service; the session is as it was",
+                "the log of the service says more; the session is unchanged",
             )
         return None
 

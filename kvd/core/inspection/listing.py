@@ -97,7 +97,7 @@ def parse_page_token(text: str, order_name: str) -> PageToken:
             place = Place(int(rank), SessionKey(*key), layout)
             return PageToken(int(listing_id), int(position), order, place)
     raise InvalidRequestError(
-        f"page token {text[:40]!r} is not one of this listing's", "start from the first page"
+        f"page token {text[:40]!r} is not one of this listing's", "start with the first page"
     )
 
 

@@ -64,7 +64,7 @@ def find_session(state: CacheState, key: SessionKey) -> Session:
     session = state.sessions.get(key)
     if session is None:
         raise UnknownSessionError(
-            f"session {key} is not stored", "see `kvd ls` for the sessions there are"
+            f"session {key} is not stored", "list the stored sessions with: kvd ls"
         )
     return session
 

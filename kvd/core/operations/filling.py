@@ -53,14 +53,14 @@ def check_positions(state: CacheState, positions: Iterable[int], num_tokens: int
     for position in positions:
         if state.stored_parts is None:
             raise InvalidRequestError(
-                "the layout has neither states nor windows",
-                "send no load_ends, or a layout's state_bytes or windows",
+                "load_ends was sent, but the layout has neither states nor windows",
+                "send no load_ends, or set state_bytes or windows in the layout",
             )
         is_beyond = position > num_tokens and state.layout.state_bytes
         if position < 1 or is_beyond:
             raise InvalidRequestError(
-                f"a load that ends behind {position} of {num_tokens} tokens",
-                "send positions behind tokens that are sent",
+                f"load_ends contains {position}, but {num_tokens} tokens were sent",
+                "send positions within the tokens that are sent",
             )
 
 

@@ -85,19 +85,21 @@ def _check(state: CacheState, key: SessionKey, seam: int, source: GraftSource) -
     """Raise InvalidRequestError for a graft that no session may have."""
     if state.layout.position_mode != "decoupled":
         raise InvalidRequestError(
-            "KV with positions baked in cannot be given to another session",
+            "KV that depends on its positions cannot be used by another session",
             "recompute it, or store keys before RoPE",
         )
     if (key.tenant, key.model) != (source.key.tenant, source.key.model) or key == source.key:
         raise InvalidRequestError(
-            f"session {key} cannot be given KV of {source.key}",
+            f"session {key} cannot use KV of {source.key}",
             "name another session of the same tenant and model",
         )
     num_tokens = num_tokens_of(source.token_ids)
     if not seam or not 0 <= source.start < source.end <= num_tokens:
         raise InvalidRequestError(
-            f"no tokens [{source.start}, {source.end}) of {num_tokens} can follow {seam}",
-            "send a half-open range of the other context, and at least one token before it",
+            f"tokens [{source.start}, {source.end}) of the source, which has {num_tokens} "
+            f"tokens, cannot follow {seam} tokens of session {key}",
+            "send a half-open range of the source's tokens, with at least one token of the "
+            "session before it",
         )
 
 

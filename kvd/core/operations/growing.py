@@ -187,7 +187,8 @@ class GrowingSessions:
         is_ours = session is not None and not session.ended and not state.leases.is_storing(key)
         if session is None or not is_ours or self._spans(session) != growth.spans:
             raise SessionChangedError(
-                f"session {key} has changed here meanwhile", "there is nothing to be done: it stays"
+                f"session {key} has changed on this server in the meantime",
+                "nothing needs to be done: the session stays as it is",
             )
 
     def _spans(self, session: Session) -> list[Span]:

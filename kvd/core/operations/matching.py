@@ -131,7 +131,7 @@ def num_tokens_of(token_ids: bytes) -> int:
     """
     if len(token_ids) % TOKEN_BYTES:
         raise InvalidRequestError(
-            f"token_ids has {len(token_ids)} bytes",
+            f"token_ids has {len(token_ids)} bytes, which is not a multiple of 4",
             "send little-endian uint32 values, 4 bytes a token",
         )
     return len(token_ids) // TOKEN_BYTES
@@ -142,7 +142,7 @@ def check_from_token(from_token: int, num_tokens: int) -> None:
     if not 0 <= from_token <= num_tokens:
         raise InvalidRequestError(
             f"from_token {from_token} is outside the {num_tokens} tokens sent",
-            "send all tokens from the first one on",
+            "send all tokens of the context, from its first one on",
         )
 
 

@@ -121,7 +121,7 @@ class Retainer:
         state.tenants.refuse_erased(key.tenant)
         if retain_ns < 0:
             raise InvalidRequestError(
-                f"a retention of {retain_ns} ns", "give a duration, 0 for none"
+                f"a retention of {retain_ns} ns is not valid", "give a duration, or 0 for none"
             )
         granted_ns = min(retain_ns, longest_retention_ns(state, key.tenant, ttl_ns))
         state.outbox.count("retentions", retain_ns > 0)

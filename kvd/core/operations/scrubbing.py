@@ -90,7 +90,7 @@ class Scrubber:
             ScrubError: a scrub is under way already.
         """
         if self._is_under_way:
-            raise ScrubError("a scrub is under way", "wait for its end")
+            raise ScrubError("a verification is already running", "wait until it has ended")
         self._last_id += 1
         self._walk = self._all_checks()
         self._is_under_way, self._has_walked = True, False
@@ -105,7 +105,7 @@ class Scrubber:
             ScrubError: the scrub is over.
         """
         if not self._is_current(scrub_id):
-            raise ScrubError(f"scrub {scrub_id} is over", "begin another one")
+            raise ScrubError(f"verification {scrub_id} has ended", "start another one")
         issued_bytes = 0
         while not self._has_walked and self._in_flight_bytes < max_bytes:
             op = next(self._walk, None)

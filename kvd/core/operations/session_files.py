@@ -227,9 +227,10 @@ class SessionFiles:
                 if rows:
                     break  # export these first; the next call raises
                 raise UnknownLineageError(
-                    f"session {export.key} has discarded tokens, and kvd was not told since it "
-                    f"started what its tokens from {export.num_tokens} on were computed after",
-                    "let its next turn run first, or export what comes before them with --prefix",
+                    f"session {export.key} has discarded tokens, and since kvd started nobody has "
+                    f"told it which tokens preceded those from {export.num_tokens} on",
+                    "let the session's next turn run first, or export only the tokens before them "
+                    "with --prefix",
                 )
             rows.append(ExportedRows(granted.slot_id, granted.start, granted.num_tokens, tokens))
             export.chain = span.chain
@@ -261,7 +262,10 @@ class SessionFiles:
         state = self._state
         session = state.sessions.get(export.key)
         if session is None:
-            raise SessionChangedError(f"session {export.key} has gone meanwhile", "see: kvd ls")
+            raise SessionChangedError(
+                f"session {export.key} was dropped in the meantime",
+                "list the stored sessions with: kvd ls",
+            )
         state.tails.unpack(session)
         end = min(export.next_span + max_spans, len(export.spans))
         wanted = export.spans[export.next_span : end]
@@ -277,5 +281,6 @@ class SessionFiles:
 
 def _session_changed(key: SessionKey) -> SessionChangedError:
     return SessionChangedError(
-        f"session {key} has changed meanwhile", "export it again when it is idle"
+        f"session {key} has changed in the meantime",
+        "export it again when no turn of it is running",
     )

@@ -165,7 +165,8 @@ class Sessions:
         """
         if ttl_ns is not None and ttl_ns != TTL_NEVER_NS and ttl_ns <= 0:
             raise InvalidRequestError(
-                f"a TTL of {ttl_ns} ns", "give a positive duration, or never, or the default"
+                f"a TTL of {ttl_ns} ns is not valid",
+                'give a positive duration, "never" or "default"',
             )
         state = self._state
         session = find_session(state, key)

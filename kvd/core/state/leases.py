@@ -229,7 +229,7 @@ class LeaseTable:
         """
         if len(self._leases) >= self._max_leases:
             raise TooManyLeasesError(
-                f"{len(self._leases)} leases are held",
+                f"{len(self._leases)} leases are held, and no more are allowed",
                 "complete loads and stores before preparing more",
             )
         self._next_id += 1
@@ -341,5 +341,6 @@ class LeaseTable:
 def lost(lease_id: int) -> LeaseLostError:
     """Return the error for a lease that its caller may not use."""
     return LeaseLostError(
-        f"lease {lease_id} is not held by this engine", "discard what it covered and prepare again"
+        f"this engine does not hold lease {lease_id}",
+        "discard what the lease covered, and prepare again",
     )

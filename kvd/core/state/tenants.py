@@ -64,7 +64,7 @@ class TenantTable:
     def refuse_erased(self, tenant: str) -> None:
         """Raise ErasingError if the tenant is being erased."""
         if self.is_erased(tenant):
-            raise ErasingError(f"tenant {tenant!r} is being erased", "try again in a moment")
+            raise ErasingError(f"tenant {tenant!r} is just being erased", "try again in a moment")
 
     def limits(self, tenant: str) -> TenantLimits:
         """Return the limits of a tenant."""

@@ -82,7 +82,9 @@ def read_mooncake(path: Path) -> tuple[list[Session], str]:
         check_sorted(where, "timestamp", fields["timestamp"], request.at_s, before_s)
         requests.append(request)
     if not requests:
-        raise BadTraceError(f"{path}: no request in it", "give a trace that is not empty")
+        raise BadTraceError(
+            f"{path}: the trace contains no request", "give a trace that is not empty"
+        )
     if has_system_prompt(requests):
         return sessions_by_chain(requests), "sessions inferred from continued prompts"
     return sessions_by_prefix(requests), "sessions inferred from equal first blocks"
@@ -175,14 +177,16 @@ def _request(where: str, fields: dict[str, Any]) -> HashedRequest:
     output_tokens = whole_number(where, fields, "output_length")
     ids = fields.get("hash_ids")
     if not isinstance(ids, list) or not all(type(number) is int for number in ids):
-        raise BadTraceError(f"{where}: hash_ids is no list of numbers", "give the raw trace")
+        raise BadTraceError(
+            f"{where}: hash_ids is not a list of numbers", "give the trace as it was published"
+        )
     if not input_tokens:
-        raise BadTraceError(f"{where}: input_length is 0", "leave requests without a prompt out")
+        raise BadTraceError(f"{where}: input_length is 0", "leave out requests without a prompt")
     num_blocks = input_tokens // BLOCK_TOKENS
     if len(ids) < num_blocks:
         raise BadTraceError(
-            f"{where}: {len(ids)} hash_ids for {input_tokens} tokens",
-            f"give one for each {BLOCK_TOKENS}",
+            f"{where}: there are {len(ids)} hash_ids for {input_tokens} tokens",
+            f"give one for each {BLOCK_TOKENS} tokens",
         )
     return HashedRequest(at_s, input_tokens, output_tokens, blocks=tuple(ids[:num_blocks]))
 
@@ -190,7 +194,9 @@ def _request(where: str, fields: dict[str, Any]) -> HashedRequest:
 def _timestamp_s(where: str, fields: dict[str, Any]) -> float:
     value = fields.get("timestamp")
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise BadTraceError(f"{where}: timestamp is no number", "give milliseconds, from 0 on")
+        raise BadTraceError(f"{where}: timestamp is not a number", "give milliseconds, from 0 on")
     if not 0 <= value <= MAX_TIMESTAMP:
-        raise BadTraceError(f"{where}: timestamp is no time", "give milliseconds, from 0 on")
+        raise BadTraceError(
+            f"{where}: timestamp is not a valid time", "give milliseconds, from 0 on"
+        )
     return value / MS_PER_S

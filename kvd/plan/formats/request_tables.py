@@ -55,7 +55,7 @@ def read_azure(path: Path, filling: Filling) -> tuple[list[Session], str]:
         check_sorted(where, AZURE[0], row[AZURE[0]], at_s, requests[-1].at_s if requests else at_s)
         input_tokens, output_tokens = (_tokens(where, row, name) for name in AZURE[1:])
         if not input_tokens:
-            raise BadTraceError(f"{where}: {AZURE[1]} is 0", "leave requests without a prompt out")
+            raise BadTraceError(f"{where}: {AZURE[1]} is 0", "leave out requests without a prompt")
         requests.append(Request(at_s, input_tokens, output_tokens))
     if not requests:
         raise _empty(path)
@@ -106,14 +106,14 @@ def _rows(path: Path, columns: tuple[str, ...]) -> Iterator[tuple[str, Row]]:
             names = header_of(line)
             if missing := [name for name in columns if name not in names]:
                 raise BadTraceError(
-                    f"{where}: no column {', '.join(missing)}",
+                    f"{where}: there is no column {', '.join(missing)}",
                     "give the table with its first line, which names the columns",
                 )
             continue
         cells = next(csv.reader([line]), [])
         if len(cells) != len(names):
             raise BadTraceError(
-                f"{where}: {len(cells)} cells for {len(names)} columns",
+                f"{where}: the line has {len(cells)} cells, but there are {len(names)} columns",
                 "give the table as it was published",
             )
         yield where, dict(zip(names, cells, strict=True))
@@ -155,4 +155,4 @@ def _bad_value(where: str, name: str, text: str, expected: str) -> BadTraceError
 
 
 def _empty(path: Path) -> BadTraceError:
-    return BadTraceError(f"{path}: no request in it", "give a trace that is not empty")
+    return BadTraceError(f"{path}: the trace contains no request", "give a trace that is not empty")

@@ -37,7 +37,9 @@ def read_sharegpt(path: Path, filling: Filling) -> tuple[list[Session], str]:
     """
     lengths = [turns for where, entry in _entries(path) if (turns := _lengths(where, entry))]
     if not lengths:
-        raise BadTraceError(f"{path}: no conversation in it", "give a file that is not empty")
+        raise BadTraceError(
+            f"{path}: the file contains no conversation", "give a file that is not empty"
+        )
     begins_s = poisson_begins(len(lengths), filling)
     random = np.random.default_rng(filling.seed)
     sessions = []
@@ -69,7 +71,7 @@ def _entries(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     for number, entry in enumerate(entries, start=1):
         where = f"{path}: entry {number}"
         if not isinstance(entry, dict):
-            raise BadTraceError(f"{where} is no object", _REMEDY)
+            raise BadTraceError(f"{where} is not an object", _REMEDY)
         yield where, entry
 
 
@@ -77,7 +79,7 @@ def _lengths(where: str, entry: dict[str, Any]) -> list[tuple[int, int]]:
     """Return the tokens of each prompt and of its answer."""
     messages = entry.get("conversations")
     if not isinstance(messages, list):
-        raise BadTraceError(f"{where}: conversations is no list", _REMEDY)
+        raise BadTraceError(f"{where}: conversations is not a list", _REMEDY)
     turns: list[tuple[int, int]] = []
     prompt_bytes = answer_bytes = 0
     has_prompt = False
@@ -102,7 +104,7 @@ def _message(where: str, message: object) -> tuple[str, str]:
         sender, text = message.get("from"), message.get("value")
         if isinstance(sender, str) and isinstance(text, str):
             return sender, text
-    raise BadTraceError(f'{where}: a message without "from" and "value"', _REMEDY)
+    raise BadTraceError(f'{where}: a message has no "from" or no "value"', _REMEDY)
 
 
 def _tokens(num_bytes: int) -> int:

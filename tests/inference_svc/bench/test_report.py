@@ -100,7 +100,7 @@ def test_without_matplotlib_the_remedy_is_named_before_anything_is_measured(tmp_
 
 
 def test_a_picture_needs_a_directory_that_is_there(tmp_path):
-    with pytest.raises(NoPlotError, match="no directory"):
+    with pytest.raises(NoPlotError, match="does not exist"):
         check_plot(tmp_path / "none" / "out.png")
 
 

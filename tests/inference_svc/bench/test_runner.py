@@ -148,7 +148,9 @@ def test_what_travels_by_a_copier_needs_a_gpu(measure):
         TurnsOptions(((100, 30),), tier="ssd", pairs=PAIRS, transport="cuda_ipc"),
     )
     for part in parts:
-        with pytest.raises(CopierNotReadyError, match="no copier copies to cpu: measure --transp"):
+        with pytest.raises(
+            CopierNotReadyError, match="there is no copier for cpu: measure with --transp"
+        ):
             measure(part)
 
 
@@ -302,18 +304,18 @@ def test_the_command_writes_a_document(tmp_path, capsys, monkeypatch):
     [
         ("turns --random none", "no preset"),
         ("turns", "--random PRESET"),
-        ("turns --random 4x256 --splits x", "no list of splits"),
+        ("turns --random 4x256 --splits x", "not a list of splits"),
         ("turns --random 4x256 --splits ,", "nothing to measure"),
         ("turns --random 4x256 --tier tape", "no such tier"),
         ("overlap --random 4x256 --only half", "no such half"),
-        ("buffers --random 4x256 --ratios x", "no list of ratios"),
-        ("buffers --random 4x256 --ratios 0", "out of range"),
+        ("buffers --random 4x256 --ratios x", "not a list of ratios"),
+        ("buffers --random 4x256 --ratios 0", "is not above 0"),
         ("buffers --random 4x256 --ratios ,", "nothing to measure"),
         ("serve --random 4x256 --variants ca,of", "no such variants"),
         ("policies --random 4x256 --policies ,", "nothing to measure"),
-        ("policies --random 4x256 --layers 1 --policies none", "not a policy"),
+        ("policies --random 4x256 --layers 1 --policies none", "not an eviction policy"),
         ("decode --random 4x256 --dtype int4", "no such dtype"),
-        ("serve --random 4x256 --layers 1 --trace /dev/null", "holds no turn"),
+        ("serve --random 4x256 --layers 1 --trace /dev/null", "contains no turn"),
         ("decode --random 4x256 --layers 1 --directory /nowhere", "cannot write"),
     ],
 )

@@ -243,14 +243,14 @@ def test_an_answer_by_a_grammar_is_not_cut():
 @pytest.mark.parametrize("given", [{"ignore_eos": True}, {"min_tokens": 2}])
 def test_what_keeps_an_answer_from_ending_goes_with_no_grammar(given):
     """It has to end where its grammar does."""
-    with pytest.raises(InvalidSamplingError, match="ends where that does"):
+    with pytest.raises(InvalidSamplingError, match="ends where the grammar does"):
         SamplingParams(grammar=schema_grammar({}), **given).check()
 
 
 @pytest.mark.parametrize("source", ["", "x" * (MAX_GRAMMAR_CHARACTERS + 1)])
 def test_the_length_of_a_grammar_is_bounded(source):
     """Compiling takes time; none is none."""
-    with pytest.raises(InvalidGrammarError, match=f"send 1 to {MAX_GRAMMAR_CHARACTERS}"):
+    with pytest.raises(InvalidGrammarError, match=f"grammar of 1 to {MAX_GRAMMAR_CHARACTERS}"):
         SamplingParams(grammar=Grammar(GrammarKind.REGEX, source)).check()
 
 

@@ -144,7 +144,7 @@ def test_every_name_makes_its_policy():
 @pytest.mark.parametrize(
     ("name", "keep_ratio", "said"),
     [
-        ("zip", 0.5, "no compression policy 'zip': name one of none, sinks_recent, snapkv, h2o"),
+        ("zip", 0.5, "no compression policy 'zip': send one of none, sinks_recent, snapkv, h2o"),
         ("h2o", 0.0, "keep_ratio 0 is not in"),
         ("h2o", 1.01, "keep_ratio 1.01 is not in"),
         ("snapkv", float("nan"), "keep_ratio nan is not in"),

@@ -19,7 +19,9 @@ TOKEN_BYTES = 1024
 def test_what_is_asked_for_is_there_to_the_last_token():
     """One more than the machine could ever hold is refused, with the number that it could."""
     assert configured_slots(50, TOKEN_BYTES, 51 * 1024 - 1) == 50
-    with pytest.raises(KvRoomError, match=r"kv_tokens = 51 is 51\.0 KB .*, 1\.0 KB a token") as no:
+    with pytest.raises(
+        KvRoomError, match=r"kv_tokens = 51 takes 51\.0 KB .1\.0 KB for each token"
+    ) as no:
         configured_slots(51, TOKEN_BYTES, 51 * 1024 - 1)
     assert "50" in no.value.remedy
     assert no.value.exit_code == 78
@@ -61,7 +63,7 @@ def test_states_take_a_quarter_of_what_is_free_and_requests_go_first():
     assert residents_with_states(free_bytes, TOKEN_BYTES, 3, most=128) == 0
     assert residents_with_states(free_bytes, TOKEN_BYTES, 2, most=128) == 5
     assert residents_with_states(free_bytes, TOKEN_BYTES, 2, most=3) == 3
-    with pytest.raises(KvRoomError, match=r"4 requests have 20, of 1\.0 KB each"):
+    with pytest.raises(KvRoomError, match=r"these have 20 states of 1\.0 KB each"):
         residents_with_states(free_bytes, TOKEN_BYTES, 4, most=128)
 
 

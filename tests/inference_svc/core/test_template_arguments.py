@@ -37,22 +37,25 @@ def test_what_may_be_given():
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({"messages": []}, "'messages' is the service's own: leave it out"),
-        ({"tools": []}, "'tools' is the service's own"),
-        ({"chat_template": "{{ 1 }}"}, "'chat_template' is the service's own"),
-        ({"add_generation_prompt": False}, "the service's own"),
-        ({"eos_token": "x"}, "'eos_token' is the service's own"),
-        ({"extra_special_tokens": []}, "the service's own"),
-        ({"strftime_now": "x"}, "the service's own"),
-        ({"": 1}, "'' is no name"),
-        ({"_x": 1}, "'_x' is no name"),
-        ({"a-b": 1}, "'a-b' is no name"),
-        ({"x" * 65: 1}, "is no name .*: send letters, digits and underscores, up to 64"),
+        ({"messages": []}, "sets the chat template's argument 'messages': leave it out"),
+        ({"tools": []}, "sets the chat template's argument 'tools'"),
+        ({"chat_template": "{{ 1 }}"}, "sets the chat template's argument 'chat_template'"),
+        ({"add_generation_prompt": False}, "the service itself sets"),
+        ({"eos_token": "x"}, "sets the chat template's argument 'eos_token'"),
+        ({"extra_special_tokens": []}, "the service itself sets"),
+        ({"strftime_now": "x"}, "the service itself sets"),
+        ({"": 1}, "'' is not a valid name"),
+        ({"_x": 1}, "'_x' is not a valid name"),
+        ({"a-b": 1}, "'a-b' is not a valid name"),
+        ({"x" * 65: 1}, "is not a valid name .*: send up to 64 letters, digits and underscores"),
         ({f"name_{number}": 1 for number in range(MAX_ARGUMENTS + 1)}, "too many"),
-        ({"deep": nested(MAX_DEPTH)}, "nested too deeply: send at most 64, of 16 levels"),
+        (
+            {"deep": nested(MAX_DEPTH)},
+            "nested too deeply: send at most 64 arguments, of at most 16 levels",
+        ),
         ({"long": "x" * MAX_CHARACTERS}, "too long: send at most 16384 characters"),
-        ({"x": float("nan")}, "no JSON"),
-        ({"x": {1, 2}}, "no JSON"),
+        ({"x": float("nan")}, "not JSON"),
+        ({"x": {1, 2}}, "not JSON"),
     ],
 )
 def test_what_may_not_be_given(arguments, said):
@@ -75,9 +78,9 @@ def test_equal_arguments_are_equal_texts():
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("[1]", "no object"),
-        ("{", "no JSON"),
-        ("[" * 10000, "no JSON"),
+        ("[1]", "not an object"),
+        ("{", "not JSON"),
+        ("[" * 10000, "not JSON"),
         (" " * (MAX_CHARACTERS + 1), "too long"),
     ],
 )

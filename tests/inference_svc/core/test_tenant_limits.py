@@ -41,7 +41,7 @@ def test_turns_a_minute():
     refusal = begin(some)
     assert (refusal.reason, refusal.retryable) == ("rate_limited", True)
     assert refusal.retry_after_s == pytest.approx(10.0)
-    assert "6 turns a minute" in refusal.message
+    assert "6 turns per minute" in refusal.message
     assert refusal.remedy
     begun(some, 1, now_ns=int(refusal.retry_after_s * NS_PER_S))
 

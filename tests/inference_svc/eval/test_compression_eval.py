@@ -100,7 +100,7 @@ def test_the_table_has_a_row_for_each(model, report):
 def test_ratios_areratios_of():
     """Anything else is refused with an example."""
     assert ratios_of("0.5,0.25") == (0.5, 0.25)
-    with pytest.raises(InvalidInputError, match=r"give ratios such as"):
+    with pytest.raises(InvalidInputError, match=r"write it as"):
         ratios_of("half")
 
 
@@ -115,7 +115,7 @@ def test_the_picture_is_drawn(report, tmp_path):
     [
         ({"policies": ("zip",)}, InvalidCompressionError, "no compression policy 'zip'"),
         ({"ratios": (2.0,)}, InvalidCompressionError, "keep_ratio 2 "),
-        ({"context_tokens": 490}, InvalidInputError, "more than the window of 512"),
+        ({"context_tokens": 490}, InvalidInputError, "exceed the window of 512"),
         ({"num_contexts": 10**6}, UnusableTextError, "give a longer text"),
     ],
 )

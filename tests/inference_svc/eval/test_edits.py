@@ -94,7 +94,9 @@ def test_modes_are_named():
 @pytest.mark.parametrize("text", ["heal", "heal:0", "heal:-1", "heal:x", "keep:4", "re"])
 def test_another_mode_is_refused(text):
     """With those that there are."""
-    with pytest.raises(InvalidInputError, match=r"no such mode of edits: .*name some of exact, ke"):
+    with pytest.raises(
+        InvalidInputError, match=r"there is no mode of edits named .*give one or more of exact, ke"
+    ):
         modes_of(text)
 
 
@@ -102,5 +104,5 @@ def test_kinds_are_named():
     """Each once; none, or another one, is refused."""
     assert kinds_of("delete,CLEAR,delete") == ("delete", "clear")
     for text in ("", "insert"):
-        with pytest.raises(InvalidInputError, match=r"name some of clear, replace"):
+        with pytest.raises(InvalidInputError, match=r"give one or more of clear, replace"):
             kinds_of(text)

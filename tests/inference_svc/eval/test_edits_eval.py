@@ -236,8 +236,8 @@ def test_what_is_edited_without_a_text_is_the_demo(model, tmp_path):
     [
         ({"context_tokens": 1080}, InvalidInputError, "give a smaller --context or --next"),
         ({"text": None, "conversations": Path("a.json")}, UnusableTextError, "does not exist"),
-        ({"text": None, "conversations": TEXT}, UnusableTextError, "has no conversations"),
-        ({"context_tokens": 128, "text": None}, InvalidInputError, "do not hold 4 messages"),
+        ({"text": None, "conversations": TEXT}, UnusableTextError, "contains no conversations"),
+        ({"context_tokens": 128, "text": None}, InvalidInputError, "do not fit into"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(model, changed, error, said):

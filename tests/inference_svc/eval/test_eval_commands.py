@@ -67,18 +67,22 @@ def test_rotation_as_a_table(command, tiny_model):
     [
         (("--text", "no.txt"), "no.txt does not exist", "give a file of plain text"),
         (("--model", "nowhere"), "model directory nowhere does not exist", "give a directory"),
-        (("--window", "5000"), "5000 tokens is more than the 2048", "smaller --window"),
+        (("--window", "5000"), "5000 tokens exceeds the 2048", "smaller --window"),
         (("--window", "16"), "window of 16 tokens is too small", "at least 32"),
-        (("--window", "2048"), "nothing overflows a window of 2048", "longer text or a smaller"),
-        (("--ratio", "1"), "a truncation of 1 of the window", "between 0 and 1"),
+        (("--window", "2048"), "do not overflow a window of 2048", "longer text or a smaller"),
+        (("--ratio", "1"), "a truncation that drops 1 of the window", "between 0 and 1"),
         (("--sinks", "32"), "nothing to drop or nothing to keep", "fewer --sinks"),
-        (("--sinks", "few"), "'few' are no sinks", "a number, or auto"),
-        (("--methods", "ca,re"), "no such method: re", "name some of ca, ca-shift, tt"),
-        (("--dtype", "int8"), "no such dtype: int8", "name auto"),
+        (("--sinks", "few"), "'few' is not a number of sinks", "a number, or auto"),
+        (
+            ("--methods", "ca,re"),
+            "there is no such method: re",
+            "give one or more of ca, ca-shift, tt",
+        ),
+        (("--dtype", "int8"), "no such dtype: int8", "give auto"),
         (
             ("--json", "no/where/a.json"),
             "no/where/a.json cannot be written",
-            "a directory that exists",
+            "an existing directory",
         ),
     ],
 )
@@ -118,11 +122,15 @@ def test_edits_as_a_table_and_as_a_document(command, tiny_model, tmp_path):
     [
         (("--text", "no.txt"), "no.txt does not exist", "give a file of plain text"),
         (("--conversations", "no.json"), "no.json does not exist", "a .json or .json.gz file"),
-        (("--modes", "keep,heal"), "no such mode of edits: heal", "exact, keep, heal:16, naive"),
+        (
+            ("--modes", "keep,heal"),
+            "there is no mode of edits named heal",
+            "exact, keep, heal:16, naive",
+        ),
         (("--kinds", "insert"), "no such kind of edit: insert", "clear, replace, compact, delete"),
-        (("--context", "4000"), "more than the window of 2048", "a smaller --context or --next"),
-        (("--context", "200"), "200 tokens do not hold 4 messages", "a larger --context"),
-        (("--json", "no/a.json"), "no/a.json cannot be written", "a directory that exists"),
+        (("--context", "4000"), "exceed the window of 2048", "a smaller --context or --next"),
+        (("--context", "200"), "records do not fit into 200 tokens", "a larger --context"),
+        (("--json", "no/a.json"), "no/a.json cannot be written", "an existing directory"),
     ],
 )
 def test_what_cannot_be_edited_is_said_in_one_line(
@@ -148,5 +156,5 @@ def test_a_model_without_tokenizer_is_refused(command, tiny_model, tmp_path):
     code, _, said = command("retrieval", "--model", bare)
     assert code == 78
     assert said == (
-        "inference-svc: bare has no tokenizer: copy tokenizer.json beside the model's weights\n"
+        "inference-svc: bare has no tokenizer: copy its tokenizer.json into the model's directory\n"
     )

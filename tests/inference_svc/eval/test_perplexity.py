@@ -117,7 +117,7 @@ def test_the_reference_may_drop_another_part(eval_model):
     assert ca.num_computed == report.num_tokens < tt.num_computed
     assert tt.all_tokens == alike.methods[1].all_tokens
     assert ca.all_tokens != alike.methods[0].all_tokens
-    with pytest.raises(InvalidInputError, match="a truncation of 1 of the window"):
+    with pytest.raises(InvalidInputError, match="a truncation that drops 1 of the window"):
         measured(Truncation(0.125), 1.0)
 
 

@@ -87,5 +87,7 @@ def test_each_kind_does_what_its_name_says(demo, prompts):
 
 def test_a_context_without_room_is_refused(prompts):
     """For messages before, in and behind the edit."""
-    with pytest.raises(InvalidInputError, match=r"300 tokens do not hold 4 messages of 4 records"):
+    with pytest.raises(
+        InvalidInputError, match=r"4 messages of 4 records do not fit into 300 tokens"
+    ):
         converse(prompts, 300, "any")

@@ -40,7 +40,9 @@ def test_turning_again_and_again_adds_errors(errors, dtype):
 
 def test_more_truncations_than_there_are_tokens_are_refused(eval_model):
     """With the values that do not fit."""
-    with pytest.raises(InvalidInputError, match="2 truncations of 32 tokens leave nothing of 64"):
+    with pytest.raises(
+        InvalidInputError, match="2 truncations of 32 tokens leave nothing of a window of 64"
+    ):
         measure_rotation(eval_model, RotationOptions(SAMPLE, 0.5, 2))
 
 

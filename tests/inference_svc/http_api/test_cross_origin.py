@@ -179,7 +179,7 @@ def test_who_is_here(peer, host, origins):
 )
 def test_a_host_that_may_be_a_pages_own_is_refused(hosts):
     """DNS rebinding: the browser says the name that it knows this machine by."""
-    with pytest.raises(NotLocalError, match="no name of this machine") as refused:
+    with pytest.raises(NotLocalError, match="not a name of this machine") as refused:
         check_local("127.0.0.1", hosts, [])
     assert (refused.value.grpc_code, refused.value.reason) == ("PERMISSION_DENIED", "not_local")
     assert "call 127.0.0.1 or localhost" in refused.value.remedy
@@ -203,7 +203,7 @@ def test_a_host_that_may_be_a_pages_own_is_refused(hosts):
 )
 def test_a_page_from_elsewhere_is_refused(origins):
     """Whatever it calls itself, and also where it has no origin that it may name."""
-    with pytest.raises(NotLocalError, match=r"the page of .* is not of this machine"):
+    with pytest.raises(NotLocalError, match=r"the page .* does not come from this machine"):
         check_local("127.0.0.1", HERE, origins)
 
 

@@ -18,7 +18,7 @@ def test_models():
     listed = [strict(Model, one) for one in OPENAI.models(MODEL)["data"]]
     assert [model.id for model in listed] == ["tiny", "gpt-4o"]
     assert strict(Model, OPENAI.model(MODEL, "gpt-4o")).id == "gpt-4o"
-    with pytest.raises(UnknownModelNameError, match="use 'tiny'"):
+    with pytest.raises(UnknownModelNameError, match="send 'tiny' as the model"):
         MODEL.check("gpt-5")
 
 

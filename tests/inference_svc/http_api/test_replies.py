@@ -100,6 +100,6 @@ async def test_a_client_that_does_not_read_is_given_up(short_dir):
     _, writer = await asyncio.open_unix_connection(path)
     writer.write(REQUEST)
     async with asyncio.timeout(60):
-        assert await ended == "the client does not read"
+        assert await ended == "the client does not read the response"
     writer.close()
     await server.stop(1.0)

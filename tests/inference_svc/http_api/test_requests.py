@@ -73,7 +73,7 @@ def test_a_session_is_named_in_the_body():
     assert turn_of({"X_Session_Id": "s"}).session_id == ""
     assert not turn_of({"X_Session_Id": "s"}).is_final
     assert turn_of({"X_Dynamo_Session_Final": "true"}).is_final
-    with pytest.raises(RequestError, match="not to be stored"):
+    with pytest.raises(RequestError, match="but store is false"):
         turn_of(session_id="s", store=False)
 
 
@@ -84,7 +84,7 @@ def test_headers_of_a_client_that_is_trusted_name_the_session():
     assert turn_of(named, trusted=("bob",)).session_id == ""
     assert turn_of(named, trusted=("ann",), session_id="t").session_id == "t"
     assert turn_of(trusted=("ann",), prompt_cache_key="s").session_id == ""
-    with pytest.raises(RequestError, match="not to be stored"):
+    with pytest.raises(RequestError, match="but store is false"):
         turn_of(named, trusted=("ann",), store=False)
 
 
@@ -97,7 +97,7 @@ def test_the_cache_key_of_a_client_that_is_trusted_names_the_session():
     assert turn_of(named, by_key=("ann",), **key).session_id == "k"
     assert turn_of(named, trusted=("ann",), by_key=("ann",), **key).session_id == "s"
     assert turn_of(by_key=("ann",), session_id="t", **key).session_id == "t"
-    with pytest.raises(RequestError, match="not to be stored"):
+    with pytest.raises(RequestError, match="but store is false"):
         turn_of(by_key=("ann",), store=False, **key)
 
 
@@ -137,6 +137,8 @@ def test_an_answer_that_is_begun_is_no_call():
     }
     assert turn_of(**begun).reading.beginning == "b"
     assert "grammar" in turn_of(**begun, response_format={"type": "json_object"}).sampling
-    with pytest.raises(RequestError, match="that is begun cannot be a call") as refused:
+    with pytest.raises(
+        RequestError, match="that continues a message cannot be a tool call"
+    ) as refused:
         turn_of(**begun, tool_choice="required")
     assert refused.value.param == "tool_choice"

@@ -18,9 +18,12 @@ from tests.inference_processes import InferenceProcess
     ("given", "told"),
     [
         ({}, "a service has no socket: write grpc, http, socket"),
-        ({"socket": "unix:/a", "port": "1"}, "'port' is no key of a service"),
-        ({"socket": "127.0.0.1:7430"}, "socket = '127.0.0.1:7430' is no address: write unix:/path"),
-        ({"socket": "unix:/a", "http": "http://a:1"}, "http = 'http://a:1' is no address"),
+        ({"socket": "unix:/a", "port": "1"}, "'port' is not a key of a service"),
+        (
+            {"socket": "127.0.0.1:7430"},
+            "socket = '127.0.0.1:7430' is not an address: write unix:/path",
+        ),
+        ({"socket": "unix:/a", "http": "http://a:1"}, "http = 'http://a:1' is not an address"),
     ],
 )
 def test_addresses_that_are_none(given, told):
@@ -36,7 +39,7 @@ def test_each_replica_has_a_service_of_its_own(tmp_path):
     (first, held), (second, also_held) = claim_one(services), claim_one(services)
     with held, also_held:
         assert [first, second] == services
-        with pytest.raises(ServiceError, match="each of the 2 services of this machine"):
+        with pytest.raises(ServiceError, match="all 2 services of this machine"):
             claim_one(services)
         held.close()
         again, held_again = claim_one(services)
@@ -45,7 +48,7 @@ def test_each_replica_has_a_service_of_its_own(tmp_path):
 
 
 def test_services_have_to_be_named():
-    with pytest.raises(ServiceError, match="no service is named"):
+    with pytest.raises(ServiceError, match="no service is configured"):
         claim_one([])
 
 
@@ -55,7 +58,7 @@ async def test_a_service_that_is_not_there(tmp_path):
     try:
         with pytest.raises(ServiceError) as refused:
             await service.check()
-        assert "no inference service answers at" in str(refused.value)
+        assert "no inference service is running at" in str(refused.value)
         assert "correct `socket`" in str(refused.value)
         report = await service.report()
         assert report == ServerReport(takes_turns=False, sessions=report.sessions)
@@ -69,7 +72,7 @@ async def test_a_service_that_is_waited_for(tiny_model, tmp_path, caplog):
     process = InferenceProcess(tiny_model, tmp_path)
     service = LocalService(ServiceAddress(process.address), most_sessions=4)
     try:
-        with pytest.raises(ServiceError, match="no inference service answers at"):
+        with pytest.raises(ServiceError, match="no inference service is running at"):
             await service.wait(0.0)
         assert not caplog.messages
         waiting = asyncio.create_task(service.wait(300.0))

@@ -145,7 +145,7 @@ async def test_a_service_that_goes(replica, process):
     """What comes then is to be sent again; Ray hears of it."""
     await replica.check_health()
     await process.stop()
-    with pytest.raises(RuntimeError, match="no inference service answers at"):
+    with pytest.raises(RuntimeError, match="no inference service is running at"):
         await replica.check_health()
     assert not report_from(await replica.record_routing_stats()).takes_turns
     response = await replica(request_of("GET", "/v1/models"))
@@ -162,7 +162,7 @@ async def test_a_replica_that_finds_no_service_leaves_it_to_the_next(tmp_path):
     try:
         with pytest.raises(ServiceError, match="each of the 1 services"):
             SessionServer(services)
-        with pytest.raises(ServiceError, match="no inference service answers at"):
+        with pytest.raises(ServiceError, match="no inference service is running at"):
             await replicas[0].check_health()
         replicas.append(SessionServer(services))
     finally:

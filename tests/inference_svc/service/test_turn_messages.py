@@ -352,11 +352,14 @@ def test_what_a_chat_says_to_the_template():
 @pytest.mark.parametrize(
     ("chat", "said"),
     [
-        ({"template_arguments": "[]"}, "no object"),
-        ({"template_arguments": '{"tools": []}'}, "the service's own"),
-        ({"template_arguments": '{"x": NaN}'}, "no JSON"),
+        ({"template_arguments": "[]"}, "not an object"),
+        ({"template_arguments": '{"tools": []}'}, "the service itself sets"),
+        ({"template_arguments": '{"x": NaN}'}, "not JSON"),
         ({"template_arguments": '{"x": "' + "y" * 16384 + '"}'}, "too long"),
-        ({"messages": [pb.ChatMessage(role="user", content="a", name="b\n")]}, "no name of who"),
+        (
+            {"messages": [pb.ChatMessage(role="user", content="a", name="b\n")]},
+            "not a valid name of a message's author",
+        ),
     ],
 )
 def test_what_cannot_be_said_to_the_template(chat, said):

@@ -51,7 +51,7 @@ def test_a_file_cut_short_is_an_error_and_no_figure(tmp_path):
     floor.open()
     try:
         (tmp_path / "floor" / "00001.floor").write_bytes(b"")
-        with pytest.raises(OSError, match="0 bytes moved") as caught:
+        with pytest.raises(OSError, match="moved only 0 bytes") as caught:
             floor.read(Buffer(NUM_BLOCKS, BLOCK_BYTES).block)
         assert caught.value.errno == errno.EIO
     finally:

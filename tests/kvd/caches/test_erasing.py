@@ -80,7 +80,7 @@ async def test_without_a_key_there_is_nothing_to_erase_by(tmp_path):
         caches.restore()
         cache, _ = await caches.open(LAYOUT)
         key = store(cache)
-        with pytest.raises(NotErasableError, match="nothing is encrypted"):
+        with pytest.raises(NotErasableError, match="the SSD tier is not encrypted"):
             await TenantEraser(caches, EventHub(1)).erase("default")
         assert sessions_of(cache) == {key}
 
@@ -108,7 +108,7 @@ async def test_blocks_that_may_be_plain_are_not_erased_by_one_tenant_s_key(tmp_p
     async with caches_in(tmp_path, key_file=key_file) as caches:
         caches.restore()
         eraser = TenantEraser(caches, EventHub(1))
-        with pytest.raises(NotErasableError, match="without encryption"):
+        with pytest.raises(NotErasableError, match="unencrypted blocks"):
             await eraser.erase("a")
         await eraser.erase(None)
         assert not caches.secrets.info().may_have_plain

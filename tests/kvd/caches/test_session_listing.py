@@ -78,5 +78,5 @@ async def test_a_token_is_of_this_listing(tmp_path, token):
     """One that cannot be, or of another order, is refused."""
     async with caches_in(tmp_path) as caches:
         by_idle = ListingRequest(order=SessionOrder.IDLE)
-        with pytest.raises(InvalidRequestError, match="start from the first page"):
+        with pytest.raises(InvalidRequestError, match="start with the first page"):
             await SessionLister(caches).page(by_idle, token, 10)

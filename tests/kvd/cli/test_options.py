@@ -36,7 +36,7 @@ def test_a_session_is_named_as_it_was_given():
 def test_what_is_not_confirmed_is_not_done(monkeypatch, answer):
     """No is what counts where nothing is said."""
     monkeypatch.setattr(sys, "stdin", Terminal(answer))
-    with pytest.raises(NotConfirmedError, match="nothing was done"):
+    with pytest.raises(NotConfirmedError, match="nothing was changed"):
         confirm("Drop everything?")
 
 
@@ -72,4 +72,4 @@ def test_who_is_not_seen_is_mentioned(capsys):
     warn_of_unavailable(0, "listed")
     assert not capsys.readouterr().err
     warn_of_unavailable(2, "listed")
-    assert "2 layouts are unavailable, their sessions not listed" in capsys.readouterr().err
+    assert "2 layouts are unavailable, so their sessions were not listed" in capsys.readouterr().err

@@ -141,13 +141,13 @@ async def test_options_reach_the_replay():
 @pytest.mark.parametrize(
     ("line", "complaint"),
     [
-        ("no json", ":89: not JSON"),
+        ("no json", ":89: the line is not JSON"),
         (
             (
                 '{"t": 1, "session": 99, "turn": 1, "new_tokens": 5, "output_tokens": 5,'
                 ' "history_tokens": 0, "think_s": 0}'
             ),
-            ":89: t is 1, earlier than the line before it",
+            ":89: t is 1, which is earlier than in the line before",
         ),
         ('{"t": 1e9, "session": 99, "turn": 2}', ":89: turn 2 of session 99"),
         ('{"t": 1e9, "session": 99, "turn": 1, "new_tokens": -5}', ":89: new_tokens is -5"),
@@ -173,7 +173,7 @@ async def test_a_bad_trace_is_refused_with_its_line(tmp_path: Path, line, compla
         (("--calibration", "none.json"), 2, "none.json: cannot be read"),
         (("--json", "none/plan.json"), 78, "none/plan.json cannot be written"),
         (("--plot", "none/plan.html"), 78, "none/plan.html cannot be written"),
-        (("--plot", "plan.txt"), 78, "plan.txt is of no known kind"),
+        (("--plot", "plan.txt"), 78, "plan.txt has an unknown file type"),
     ],
 )
 async def test_what_makes_no_sense_is_refused(arguments, exit_code, complaint):
@@ -188,7 +188,7 @@ async def test_what_makes_no_sense_is_refused(arguments, exit_code, complaint):
 async def test_what_is_no_plan_stands_alone(other):
     """With a trace beside it, nobody knows which is meant."""
     code, _, stderr = await run_cli("plan", "--trace", TRACE, other)
-    assert (code, "stand alone" in stderr) == (2, True)
+    assert (code, "cannot be combined with --trace" in stderr) == (2, True)
 
 
 async def test_only_a_running_kvd_is_observed(tmp_path: Path):

@@ -106,7 +106,7 @@ def test_shared_memory_that_is_too_small(tmp_path, machine):
 def test_shared_memory_that_is_none(tmp_path, machine):
     """A directory on a disk, or one that is not there: name a tmpfs."""
     on_disk = _settings(tmp_path, bytes=MIB, directory=tmp_path)
-    _only(check_shared_memory(on_disk, machine), Level.WARNING, "is ext4", "name a tmpfs")
+    _only(check_shared_memory(on_disk, machine), Level.WARNING, "is on ext4", "on a tmpfs")
     missing = _settings(tmp_path, bytes=MIB, directory=tmp_path / "none")
     _only(check_shared_memory(missing, machine), Level.PROBLEM, 'dram.keep = "none"')
     advised = _settings(tmp_path, bytes=MIB, directory=tmp_path / "none", keep="none")
@@ -166,7 +166,7 @@ def test_gpus_that_cannot_be_used(tmp_path, machine):
     assert _is_fine(check_cuda(machine, dev))
     (dev / "nvidiactl").chmod(0)
     with _as_nobody(tmp_path):
-        _only(check_cuda(machine, dev), Level.PROBLEM, "cannot be opened", "to group")
+        _only(check_cuda(machine, dev), Level.PROBLEM, "may not open", "to the group")
 
 
 def test_this_kernel_will_do():
@@ -180,12 +180,12 @@ def test_directories_that_kvd_does_not_take(tmp_path):
     assert _is_fine(check_directories(settings))
     settings.state_dir.mkdir(mode=0o700)
     settings.state_dir.chmod(0o707)
-    found = _only(check_directories(settings), Level.PROBLEM, "others may write")
+    found = _only(check_directories(settings), Level.PROBLEM, "other users may write")
     assert f"chmod o-w {settings.state_dir}" in found.remedy
     settings.state_dir.chmod(0o705)
     assert _is_fine(check_directories(settings))
     settings.runtime_dir.touch()
-    _only(check_directories(settings), Level.PROBLEM, "is no directory", "--runtime-dir")
+    _only(check_directories(settings), Level.PROBLEM, "is not a directory", "--runtime-dir")
     settings.runtime_dir.unlink()
     long = settings.model_copy(update={"runtime_dir": tmp_path / ("x" * 100)})
     _only(check_directories(long), Level.PROBLEM, "shorter directory")

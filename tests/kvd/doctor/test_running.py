@@ -64,7 +64,7 @@ def test_dram_that_no_restart_finds():
     auto = {"dram.keep": kvd_pb2.Setting(key="dram.keep", value="auto")}
     none = {"dram.keep": kvd_pb2.Setting(key="dram.keep", value="none")}
     ((_, line),) = _lines(check_tiers(answer, auto))
-    assert "empty DRAM" in line
+    assert "its DRAM tier is empty" in line
     assert not _lines(check_tiers(answer, none))
 
 
@@ -119,7 +119,7 @@ def test_certificates_that_end(tmp_path):
         now = NOW + dt.timedelta(days=days)
         ((level, line),) = _lines(check_certificates(settings, now))
         assert level is expected
-        assert "renew it" in line
+        assert "renew the certificate" in line
     key.write_text("no key")
     ((level, line),) = _lines(check_certificates(settings, NOW))
     assert level is Level.PROBLEM

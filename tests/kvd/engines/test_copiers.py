@@ -261,8 +261,8 @@ async def test_what_is_given_up_is_unmapped(gpus, arena, monkeypatch):
 @pytest.mark.parametrize(
     ("device", "environ", "said"),
     [
-        ("GPU-00000000-0000-0000-0000-00000000000f", {}, "none of the GPUs"),
-        ("cuda:0", {}, "no GPU is called 'cuda:0'"),
+        ("GPU-00000000-0000-0000-0000-00000000000f", {}, "not visible to this process"),
+        ("cuda:0", {}, "'cuda:0' is not the UUID of a GPU"),
         (GPUS[0], {"FAKE_CUDA_DEVICES": ""}, "CUDA_ERROR_NO_DEVICE"),
         (GPUS[0], {"PYTHONPATH": ""}, "no CUDA driver|not installed"),
     ],

@@ -45,5 +45,5 @@ def test_a_kvd_of_another_release_is_told_so():
 
 def test_metrics_are_for_this_machine():
     """Nothing guards them elsewhere."""
-    with pytest.raises(Exception, match="not of this machine"):
+    with pytest.raises(Exception, match="is not local"):
         load(None, {"remote.metrics": ["0.0.0.0:9642"]})

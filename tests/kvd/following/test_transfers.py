@@ -88,7 +88,7 @@ def test_who_finds_kvd_busy_comes_again(monkeypatch):
         def tried(*args, **kwargs):
             if len(refused) % 3 < 2:
                 refused.append(do)
-                raise LimitReachedError("8 sessions are exported or imported", "wait for one")
+                raise LimitReachedError("8 sessions are being exported or imported", "wait for one")
             refused.append(do)
             return do(*args, **kwargs)
 

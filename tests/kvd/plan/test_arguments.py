@@ -192,27 +192,27 @@ def test_all_policies_include_the_bound():
 @pytest.mark.parametrize(
     ("parts", "complaint"),
     [
-        ({"arrivals": ArrivalArguments()}, "which sessions to replay is not clear"),
-        ({"arrivals": replace(ARRIVALS, generate="sharegpt-like")}, "is not clear"),
-        ({"arrivals": ArrivalArguments(generate="poisson")}, "no such generator: poisson"),
+        ({"arrivals": ArrivalArguments()}, "it is not clear which sessions to replay"),
+        ({"arrivals": replace(ARRIVALS, generate="sharegpt-like")}, "it is not clear"),
+        ({"arrivals": ArrivalArguments(generate="poisson")}, "there is no generator poisson"),
         ({"arrivals": ArrivalArguments(generate="sharegpt-like", rate=0.0)}, "--rate 0"),
         ({"arrivals": replace(ARRIVALS, arrival_rate=-1.0)}, "--arrival-rate -1"),
         ({"arrivals": replace(ARRIVALS, think_scale=float("nan"))}, "--think-scale nan"),
-        ({"arrivals": replace(ARRIVALS, warmup_turns="88")}, "none of 88 turns"),
+        ({"arrivals": replace(ARRIVALS, warmup_turns="88")}, "none of the 88 turns"),
         ({"engine": NO_BYTES}, "--kv-bytes-per-token is 0"),
         ({"engine": EngineArguments(state_bytes="5GiB")}, "--state-bytes 5GiB"),
         ({"engine": EngineArguments(load=0.0)}, "--load 0"),
         ({"engine": EngineArguments(fixed_ms=-1.0)}, "--fixed-ms -1"),
         (
             {"capacity": CapacityArguments(dram="1GB", capacity_share="1%")},
-            "sizes and shares do not go together",
+            "sizes and shares cannot be used together",
         ),
         (
             {
                 "engine": EngineArguments(window=1000),
                 "kvd": KvdArguments(policy="lru", charge="window"),
             },
-            "is charged a window of 1000",
+            "is more than twice the charged window of 1000",
         ),
     ],
 )
@@ -272,14 +272,29 @@ def test_of_several_servers_the_daemons_policy_is_tried():
 @pytest.mark.parametrize(
     ("servers", "capacity", "engine", "said"),
     [
-        ({"servers": "0"}, SIZED, {}, "--servers '0' has what is no number: write 1,10,100"),
-        ({"servers": "a"}, SIZED, {}, "--servers 'a' has what is no number"),
-        ({"servers": "2", "routing": "best"}, SIZED, {}, "no such routing: best: name some of"),
+        (
+            {"servers": "0"},
+            SIZED,
+            {},
+            "--servers '0' contains something that is not a number: write it as 1,10,100",
+        ),
+        ({"servers": "a"}, SIZED, {}, "--servers 'a' contains something that is not a number"),
+        (
+            {"servers": "2", "routing": "best"},
+            SIZED,
+            {},
+            "there is no such routing: best: give one or more of",
+        ),
         ({"servers": "2", "remote": "fast"}, SIZED, {}, "--remote: 'fast' is not a size"),
         ({"servers": "2", "away": "soon"}, SIZED, {}, "--away: 'soon' is not a duration"),
-        ({"servers": "2", "failures": float("nan")}, SIZED, {}, "--failures nan makes no sense"),
-        ({"servers": "2"}, CapacityArguments(), {}, "what each server has is not said"),
-        ({"servers": "2,3"}, SIZED, {"load": 0.5}, "--load is of one number of servers"),
+        ({"servers": "2", "failures": float("nan")}, SIZED, {}, "--failures nan is not valid"),
+        (
+            {"servers": "2"},
+            CapacityArguments(),
+            {},
+            "the sizes of each server's tiers are not given",
+        ),
+        ({"servers": "2,3"}, SIZED, {"load": 0.5}, "--load works with one number of servers only"),
     ],
 )
 def test_servers_that_cannot_be(servers, capacity, engine, said):

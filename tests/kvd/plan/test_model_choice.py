@@ -76,9 +76,9 @@ def test_a_directory_says_how_large_a_state_is(tmp_path: Path):
     assert choose_model(name, None, 0, 0).state_bytes == 0
     assert choose_model("qwen3-next-80b", None, 0).state_bytes == 77_856_832
     unknown = _directory(tmp_path / "other", HYBRID | {"model_type": "lfm9"})
-    with pytest.raises(UnknownModelError, match="conv layers keep is not known"):
+    with pytest.raises(UnknownModelError, match="it is not known how much its conv layers keep"):
         choose_model(unknown, None, 0)
-    with pytest.raises(UnknownModelError, match="conv layers keep is not known"):
+    with pytest.raises(UnknownModelError, match="it is not known how much its conv layers keep"):
         choose_model(unknown, None, 0, 72)
     model = choose_model(unknown, 1000, 0, 72)
     assert (model.kv_bytes_per_token, model.window_tokens, model.state_bytes) == (1000, 2048, 72)
@@ -90,7 +90,7 @@ def test_a_directory_says_how_large_a_state_is(tmp_path: Path):
         ({"num_hidden_layers": 4}, "no num_attention_heads"),
         (_without("num_hidden_layers"), "no num_hidden_layers"),
         (LLAMA | {"kv_lora_rank": 512}, "latents"),
-        ([], "no JSON object"),
+        ([], "contains no JSON object"),
     ],
 )
 def test_a_directory_that_does_not_say_it_is_refused(tmp_path: Path, config, complaint):

@@ -82,10 +82,10 @@ def test_files_that_say_nothing_are_refused(tmp_path: Path):
     text = tmp_path / "text.json"
     text.write_text("no", encoding="utf-8")
     for path, complaint in (
-        (serve, "part serve says nothing"),
-        (broken, "not as the bench writes it"),
-        (other, "not of schema"),
-        (text, "not JSON"),
+        (serve, "part serve does not describe"),
+        (broken, "the file does not have the form that the bench writes"),
+        (other, "the file does not have schema"),
+        (text, "the file is not JSON"),
         (tmp_path / "none.json", "cannot be read"),
     ):
         with pytest.raises(BadCalibrationError) as raised:

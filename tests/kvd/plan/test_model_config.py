@@ -163,8 +163,8 @@ def test_models_that_only_attend_keep_no_state():
         (QWEN3_NEXT | {"model_type": "qwen9", "layer_types": MIXED}, "linear_attention"),
         ({"model_type": "recurrent_gemma", "block_types": ["recurrent", "attention"]}, "recurrent"),
         ({"layer_types": ["sliding_attention", "compressed_sparse_attention"]}, "compressed"),
-        ({"model_type": "qwen3_next", "num_hidden_layers": 4}, "no layer_types"),
-        ({"model_type": "zamba", "num_hidden_layers": 4}, "no layer_types"),
+        ({"model_type": "qwen3_next", "num_hidden_layers": 4}, "there is no layer_types"),
+        ({"model_type": "zamba", "num_hidden_layers": 4}, "there is no layer_types"),
     ],
 )
 def test_states_that_the_config_does_not_say_are_refused(fields, complaint):

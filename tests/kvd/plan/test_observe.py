@@ -109,7 +109,7 @@ def test_nothing_to_judge() -> None:
 def test_it_says_when_room_is_not_what_is_missing() -> None:
     """If everything seen fits, misses have another cause."""
     text = _text(observe(_round(60, 10), _cache(100), MANY))
-    assert "not missed for want of room" in text
+    assert "missed its KV for lack of room" in text
 
 
 def test_a_full_log_and_a_document() -> None:

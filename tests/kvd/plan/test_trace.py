@@ -86,18 +86,22 @@ def test_gzip_and_plain_files_read_the_same(tmp_path):
 @pytest.mark.parametrize(
     ("text", "number", "what"),
     [
-        ("nonsense\n", 1, "not JSON"),
-        (line() + "[1, 2]\n", 2, "not a JSON object"),
-        (line() + "[" * 100_000 + "\n", 2, "not JSON"),
-        (line(turn=2), 1, "turn 2 of session 7 comes where turn 1 is due"),
-        (line() + line(turn=3), 2, "turn 3 of session 7 comes where turn 2 is due"),
-        (line() + "\n" + line(), 3, "turn 1 of session 7 comes where turn 2 is due"),
-        (line() + "\n" + line(t=1.25, session=8), 3, "t is 1.25, earlier than the line before it"),
-        (line(history_tokens=1), 1, "history_tokens is 1, but session 7 has kept 0 at most"),
+        ("nonsense\n", 1, "the line is not JSON"),
+        (line() + "[1, 2]\n", 2, "the line is not a JSON object"),
+        (line() + "[" * 100_000 + "\n", 2, "the line is not JSON"),
+        (line(turn=2), 1, "turn 2 of session 7 is out of order, turn 1 is next"),
+        (line() + line(turn=3), 2, "turn 3 of session 7 is out of order, turn 2 is next"),
+        (line() + "\n" + line(), 3, "turn 1 of session 7 is out of order, turn 2 is next"),
+        (
+            line() + "\n" + line(t=1.25, session=8),
+            3,
+            "t is 1.25, which is earlier than in the line before",
+        ),
+        (line(history_tokens=1), 1, "history_tokens is 1, but session 7 has at most 0 tokens"),
         (
             line() + line(turn=2, history_tokens=16),
             2,
-            "history_tokens is 16, but session 7 has kept 15 at most",
+            "history_tokens is 16, but session 7 has at most 15 tokens",
         ),
         (line(new_tokens=-1), 1, "new_tokens is -1"),
         (line(output_tokens=1 << 40), 1, "output_tokens is 1099511627776"),
@@ -117,19 +121,19 @@ def test_gzip_and_plain_files_read_the_same(tmp_path):
         (line(tools=["x"] * 1025), 1, 'tools is ["x", "x"'),
         (line(tools=[1]), 1, "tools is [1]"),
         (line(supersedes=None), 1, "supersedes is null"),
-        (line(supersedes=7), 1, "supersedes is 7, which is no session before this line"),
-        (line() + line(turn=2, supersedes=7), 2, "supersedes is in turn 2 of session 7"),
+        (line(supersedes=7), 1, "supersedes is 7, but no line before this one has that session"),
+        (line() + line(turn=2, supersedes=7), 2, "supersedes is set in turn 2 of session 7"),
         (
             line() + line(session=8, supersedes=7) + line(session=9, supersedes=7),
             3,
-            "session 7 is superseded by session 8 already",
+            "session 7 was already superseded by session 8",
         ),
         (
             line() + line(session=8, supersedes=7) + line(turn=2),
             3,
-            "session 7 goes on, but session 8 has superseded it",
+            "session 7 continues, although session 8 has superseded it",
         ),
-        *((line().replace(f'"{name}"', '"x"'), 1, f"no {name}") for name in TURN),
+        *((line().replace(f'"{name}"', '"x"'), 1, f"there is no {name}") for name in TURN),
     ],
 )
 def test_a_bad_line_is_named(tmp_path, text, number, what):
@@ -146,12 +150,12 @@ def test_a_bad_line_is_named(tmp_path, text, number, what):
 @pytest.mark.parametrize(
     ("content", "what"),
     [
-        (b"", ": no turn in it"),
-        (b"\n \n", ": no turn in it"),
-        (b"\xff\xfe\x00", ":1: not text"),
-        (gzip.compress(b"", mtime=0), ": no turn in it"),
-        (b"\x1f\x8b broken", ":1: the gzip data is broken"),
-        (gzip.compress(line().encode(), mtime=0)[:-8], ":2: the gzip data is broken"),
+        (b"", ": the trace contains no turn"),
+        (b"\n \n", ": the trace contains no turn"),
+        (b"\xff\xfe\x00", ":1: the line is not UTF-8 text"),
+        (gzip.compress(b"", mtime=0), ": the trace contains no turn"),
+        (b"\x1f\x8b broken", ":1: the gzip data is damaged"),
+        (gzip.compress(line().encode(), mtime=0)[:-8], ":2: the gzip data is damaged"),
     ],
 )
 def test_a_bad_file_is_named(tmp_path, content, what):

@@ -80,5 +80,5 @@ def test_a_broken_file_is_named_while_it_is_recognised(tmp_path):
     """Its first bytes already are no gzip data."""
     path = tmp_path / "trace.gz"
     path.write_bytes(gzip.compress(b"[1]", mtime=0)[:12])
-    with pytest.raises(BadTraceError, match=":2: the gzip data is broken"):
+    with pytest.raises(BadTraceError, match=":2: the gzip data is damaged"):
         recognised(path)

@@ -70,7 +70,7 @@ def test_the_epoch_follows_the_owner() -> None:
     assert (first.epoch, _pushed(first).epoch) == (1, 1)
     second = with_owner(first, TWO)
     assert (second.epoch, second.owner_name, second.num_tokens) == (2, "gpu-2", 100)
-    with pytest.raises(FencedError, match="belongs to gpu-2 since epoch 2") as fenced:
+    with pytest.raises(FencedError, match="belongs to server gpu-2, since epoch 2") as fenced:
         _pushed(second)
     assert (fenced.value.exit_code, fenced.value.retryable) == (4, False)
     third = _pushed(second, takes=True)

@@ -194,7 +194,7 @@ def test_one_sweeps_at_a_time() -> None:
     stopped._end = lambda: None  # it died
     with pytest.raises(KeyboardInterrupt):
         stopped.sweep()
-    with pytest.raises(SweepRunningError, match="another sweeps the store"):
+    with pytest.raises(SweepRunningError, match="another is already sweeping the object store"):
         world.sweep(LEASE_S - 1)
     world.sweep(1)
     world.sweep()

@@ -122,5 +122,5 @@ def test_a_reload_reaches_engines_that_are_attached():
 def test_users_by_name():
     """Names and numbers are the same; an unknown name is said to be one."""
     assert uid_of("root") == uid_of("0") == 0
-    with pytest.raises(ValueError, match="no user 'nobody-here'"):
+    with pytest.raises(ValueError, match="user 'nobody-here' does not exist"):
         uid_of("nobody-here")

@@ -116,12 +116,12 @@ async def test_pins_and_deadlines_are_set_and_taken_away(tmp_path):
 
 
 async def test_what_contradicts_itself_is_refused(tmp_path):
-    """Before anything is done: a process that is none, a model that nobody has, two decisions."""
+    """Before anything is done: a process that is none, a model that nobody has, both decisions."""
     async with operating(tmp_path) as (_, operator):
         with pytest.raises(InvalidRequestError, match="no process"):
             await operator.KillHolder(pb.KillHolderRequest(pid=0), None)
         both = pb.ReopenLayoutRequest(layout="ab", accept_loss=True, set_aside=True)
-        with pytest.raises(InvalidRequestError, match="two decisions"):
+        with pytest.raises(InvalidRequestError, match="both decisions"):
             await operator.ReopenLayout(both, None)
         with pytest.raises(UnknownModelError):
             _ = [one async for one in operator.Verify(pb.VerifyRequest(model="ff"), None)]

@@ -64,11 +64,14 @@ def test_what_was_sealed_opens() -> None:
     ("change", "said"),
     [
         (lambda chunks: chunks[:2], "missing"),
-        (lambda chunks: [chunks[0], chunks[2], chunks[1]], "not in their order"),
+        (lambda chunks: [chunks[0], chunks[2], chunks[1]], "in the wrong order"),
         (lambda chunks: [*chunks, chunks[0]], "missing"),
-        (lambda chunks: [b"X" + chunks[0][1:], *chunks[1:]], "another kind"),
-        (lambda chunks: [*chunks[:2], chunks[2][:-1] + b"\0"], "does not open"),
-        (lambda chunks: [chunks[0][:20] + bytes(32) + chunks[0][52:], *chunks[1:]], "not open"),
+        (lambda chunks: [b"X" + chunks[0][1:], *chunks[1:]], "unknown header"),
+        (lambda chunks: [*chunks[:2], chunks[2][:-1] + b"\0"], "cannot be decrypted"),
+        (
+            lambda chunks: [chunks[0][:20] + bytes(32) + chunks[0][52:], *chunks[1:]],
+            "cannot be decrypted",
+        ),
     ],
 )
 def test_what_was_changed_does_not_end(change, said: str) -> None:
@@ -94,5 +97,5 @@ def test_the_header_is_part_of_it() -> None:
     """Chunks under another session's header are not that session."""
     chunks, tag = _sealed(FRAMES)
     header = header_bytes(FileHeader(key_of("b", "acme"), small_layout(), WHOLE, "0", 0.0))
-    with pytest.raises(SessionFileError, match="missing, or not in their order"):
+    with pytest.raises(SessionFileError, match="missing, or in the wrong order"):
         _opened([header, *chunks, end_bytes(48)], tag)

@@ -109,7 +109,7 @@ def test_frames_have_their_place():
     for frames in ((two,), (one, one, two), (two, one), (one,)):
         with pytest.raises(SessionFileError):
             _read([start + b"".join(frames) + end_bytes(19)])
-    with pytest.raises(SessionFileError, match="follows its end"):
+    with pytest.raises(SessionFileError, match="after its end"):
         _read([GOOD + GOOD])
 
 
@@ -119,7 +119,7 @@ def test_bounds_come_before_memory():
     with pytest.raises(SessionFileError, match="header"):
         list(FileReader().feed(huge + bytes(8)))
     reader = FileReader()
-    with pytest.raises(SessionFileError, match="behind 0 tokens"):
+    with pytest.raises(SessionFileError, match="after 0 tokens"):
         list(reader.feed(header_bytes(HEADER) + (17).to_bytes(4, "little") + bytes(12)))
 
 
@@ -189,7 +189,7 @@ def test_parts_have_their_order_and_none_is_missing(parts):
 def test_a_state_lies_behind_tokens_of_the_file():
     for positions in ([0, 0, 0], [4, 4, 4], [2, 2, 1]):
         parts = [_part(index, position) for index, position in enumerate(positions)]
-        with pytest.raises(SessionFileError, match="the state behind 3 tokens"):
+        with pytest.raises(SessionFileError, match="the state after 3 tokens"):
             _read_parts(_file_with(*parts))
 
 
@@ -269,9 +269,11 @@ def test_only_a_file_of_version_3_has_windows():
     for version in (1, 2):
         with pytest.raises(SessionFileError, match="damaged"):
             _read_parts(_file_of(_windows((0, 3)), version))
-    with pytest.raises(SessionFileError, match="windows of a layout without"):
+    with pytest.raises(SessionFileError, match="it contains windows, but its layout has none"):
         _read_parts(_file_of([], 3, LAYOUT))
-    with pytest.raises(SessionFileError, match="version 4, this release knows up to 3"):
+    with pytest.raises(
+        SessionFileError, match="version 4, but this release knows versions up to 3"
+    ):
         _read_parts(_file_of([], 4))
 
 

@@ -282,7 +282,7 @@ async def test_a_tail_of_what_is_not_here_is_refused(tmp_path, there):
             stored(cache, tokens, key)
         before = [info and info.num_tokens for info in (info_of(cache, key),)]
         target = replace(TARGET, replaces_up_to=HELD * STEP)
-        with pytest.raises(NotHeldError, match="send all of the session"):
+        with pytest.raises(NotHeldError, match="send the whole session"):
             await read_file(caches, target, each(tail_of(pieces)))
         assert [info and info.num_tokens for info in (info_of(cache, key),)] == before
         assert keys_of(cache) == ({key} if tokens else set())

@@ -224,7 +224,7 @@ def test_a_directory_that_others_may_use_is_refused(tmp_path, mode):
     assert path.stat().st_mode & 0o777 == 0o700
     path.chmod(mode)
     num_open = psutil.Process().num_fds()
-    with pytest.raises(PermissionError, match="not ours alone"):
+    with pytest.raises(PermissionError, match="open to others"):
         private_directory(path)
     assert psutil.Process().num_fds() == num_open
 

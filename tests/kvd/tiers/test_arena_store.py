@@ -142,7 +142,7 @@ SPOILS = {
     "no header": ("journal", lambda path: path.write_bytes(bytes(1 << 16)), "no journal header"),
     "an empty journal": ("journal", lambda path: path.write_bytes(b""), "header"),
     "a cut journal": ("journal", lambda path: os.truncate(path, 4096), "bytes"),
-    "cut slots": ("slots", lambda path: os.truncate(path, 8192), "8192 bytes only"),
+    "cut slots": ("slots", lambda path: os.truncate(path, 8192), "it has only 8192 bytes"),
     "no slots": ("slots", lambda path: path.unlink(), "missing"),
     "no journal": ("journal", lambda path: path.unlink(), "missing"),
     "open to others": ("slots", lambda path: path.chmod(0o666), "missing"),
@@ -159,7 +159,7 @@ SPOILS = {
             path.write_bytes(bytes(1 << 20)),
             path.chmod(0o600),
         ),
-        "not of one arena",
+        "do not belong together",
     ),
 }
 

@@ -160,7 +160,7 @@ def test_a_newer_schema_is_left_alone(make, tmp_path):
 
 def test_a_directory_that_is_not_there(tmp_path):
     """What cannot be opened is not damaged."""
-    with pytest.raises(UnusableManifestError, match="writable"):
+    with pytest.raises(UnusableManifestError, match="let kvd write to state_dir"):
         Manifest(tmp_path / "nowhere" / "manifest.db", tmp_path / "volumes", NoFaults()).open()
 
 

@@ -76,9 +76,9 @@ def test_a_volume_that_lost_its_id_is_not_there(tmp_path):
     """Unless the index has nothing in it: then it gets another one."""
     volume_id = identified(tmp_path)
     (tmp_path / ID_NAME).unlink()
-    with pytest.raises(UnusableVolumeError, match=r"it has no volume\.id"):
+    with pytest.raises(UnusableVolumeError, match=r"there is no volume\.id"):
         identified(tmp_path, volume_id, holds_rows=True)
     assert identified(tmp_path, volume_id) not in {"", volume_id}
-    with pytest.raises(UnusableVolumeError, match=r"/missing is not there$"):
+    with pytest.raises(UnusableVolumeError, match=r"/missing does not exist$"):
         identified(tmp_path / "missing", volume_id, holds_rows=True)
     assert not (tmp_path / "missing").exists()

@@ -30,9 +30,11 @@ def test_lists_of_addresses():
 @pytest.mark.parametrize("address", ["nonsense", "unix:relative", "unix:/" + "x" * 200, ":1", ""])
 def test_what_is_no_address_is_named(address):
     """With what may stand there, wherever in the list it is."""
-    with pytest.raises(ValueError, match=r"no address: write unix:/path .* or host:port, or auto$"):
+    with pytest.raises(
+        ValueError, match=r"not an address: write unix:/path .* or host:port, or auto$"
+    ):
         validate_sockets(["127.0.0.1:1", address], also=", or auto")
-    with pytest.raises(ValueError, match=r"no address: write host:port$"):
+    with pytest.raises(ValueError, match=r"not an address: write host:port$"):
         validate_ports(["127.0.0.1:1", address])
 
 
@@ -40,7 +42,7 @@ def test_a_port_is_no_socket_and_no_address_is_there_twice():
     """Each would fail when it is bound, and not say which setting is meant."""
     with pytest.raises(ValueError, match="unix:/run/x"):
         validate_ports(["unix:/run/x"])
-    with pytest.raises(ValueError, match=r"127\.0\.0\.1:1 is there twice"):
+    with pytest.raises(ValueError, match=r"127\.0\.0\.1:1 is listed twice"):
         validate_sockets(["127.0.0.1:1", "unix:/run/x", "127.0.0.1:1"])
 
 

@@ -55,7 +55,7 @@ def test_damage_is_found_out(
     sound = bytes(memoryview(bare.get_buffer(key)))
     for damaged in (sound[:-1] + b"x", b"x" + sound[1:], b"short"):
         assert bare.upsert_parts(key, damaged) == 0
-        with pytest.raises(BlobDamagedError, match="put it there again"):
+        with pytest.raises(BlobDamagedError, match="store it there again"):
             store.get("v1/chunk")
     [[blob]] = store.list("v1/")
     assert (blob.name, blob.num_bytes, blob.stored_unix_s) == ("v1/chunk", 0, 0.0)
@@ -73,9 +73,9 @@ def test_what_another_one_is_storing(
     assert bare.batch_put_session_start([key], [100]) == [0]
     assert store.find("v1/slow") is None
     assert list(store.list("v1/")) == []
-    with pytest.raises(StoreFailedError, match="somebody else is storing it"):
+    with pytest.raises(StoreFailedError, match="another process is storing it"):
         store.put("v1/slow", b"mine", if_absent=True)
-    with pytest.raises(StoreFailedError, match="somebody else is storing it"):
+    with pytest.raises(StoreFailedError, match="another process is storing it"):
         store.get("v1/slow")
     store.delete(["v1/slow"])
     store.put("v1/slow", b"mine")
@@ -174,7 +174,7 @@ def test_a_master_that_hangs(monkeypatch: pytest.MonkeyPatch, server: MooncakeSe
 @pytest.mark.parametrize("name", ["MOONCAKE_MASTER_METRICS_PORT", "MOONCAKE_LOCAL_BUFFER_SIZE"])
 def test_an_environment_that_says_what_cannot_be(name: str) -> None:
     """It is named, and what it could be."""
-    with pytest.raises(StoreSettingsError, match=f"{name} is no number: as in {name}="):
+    with pytest.raises(StoreSettingsError, match=f"{name} is not a number: write it as {name}="):
         settings_of("host", 1, {name: "many"})
 
 

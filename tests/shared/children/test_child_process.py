@@ -34,7 +34,7 @@ def impatience(monkeypatch):
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [(WORKING, "ended with exit code 0"), (IDLE, "is running, but does not serve")],
+    [(WORKING, "ended with exit code 0"), (IDLE, "is running, but does not answer")],
 )
 async def test_a_child_is_waited_for_as_long_as_it_works(tmp_path, arguments, message):
     """One that works is given its time, and here ends; one that is idle is given up."""

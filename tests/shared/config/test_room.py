@@ -35,7 +35,7 @@ def test_more_than_that_is_refused(tmp_path):
             )
         )
     memory, ssd = refused.value.problems
-    assert memory.startswith("dram.bytes = 999.0 TB: this machine has ")
-    assert memory.endswith('of memory, write less, or "auto"')
+    assert memory.startswith("dram.bytes = 999.0 TB is more than the ")
+    assert memory.endswith('of memory of this machine: write less, or "auto"')
     assert ssd.startswith("ssd.bytes = ")
-    assert f"of disk under {below}, write less" in ssd
+    assert f"of disk under {below} of this machine: write less" in ssd

@@ -118,15 +118,15 @@ def test_every_problem_is_named_at_once(tmp_path):
         {"EX_SESSIONS__UIDS": "me", "EX_DRAM_SLOT": "1", "EX_TENANTS": "acme"},
     )
     for part in (
-        "sesions_ (file): no such setting, did you mean sessions?",
-        "dram.byts (file): no such setting, did you mean dram.bytes?",
-        "dram.colour (file): no such setting, dram has bytes, slot, ",
-        "sesions.ttl (file): no such setting, did you mean sessions.ttl?",
+        "sesions_ (file): there is no such setting, did you mean sessions?",
+        "dram.byts (file): there is no such setting, did you mean dram.bytes?",
+        "dram.colour (file): there is no such setting, section dram has bytes, slot, ",
+        "sesions.ttl (file): there is no such setting, did you mean sessions.ttl?",
         "dram.num_pools = '0' (file): Input should be greater than or equal to 1",
         "sessions.wait = 'soon' (flag): 'soon' is not a duration: write a number with",
         "sessions.uids = 'me' (env)",
-        "EX_DRAM_SLOT (env): write it as EX_DRAM__SLOT",
-        "tenants (env): this is a section, give one of its keys, such as tenants.NAME.",
+        "EX_DRAM_SLOT (env): this variable does not set anything, write EX_DRAM__SLOT",
+        "tenants (env): this is a section: set one of its keys, such as tenants.NAME.",
     ):
         assert part in line
 
@@ -138,7 +138,7 @@ def test_every_problem_is_named_at_once(tmp_path):
 )
 def test_what_is_no_toml_is_named(tmp_path, text):
     """Whatever the parser makes of it: a reload must not end the process."""
-    assert "settings.toml is not TOML" in _problems(tmp_path, text)
+    assert "settings.toml is not valid TOML" in _problems(tmp_path, text)
 
 
 def test_a_section_is_not_a_value(tmp_path):
@@ -180,10 +180,10 @@ def test_problems_in_tables_by_name(tmp_path):
     )
     line = _problems(tmp_path, text)
     for part in (
-        "tenants.acme.ttll (file): no such setting, did you mean tenants.acme.ttl?",
+        "tenants.acme.ttll (file): there is no such setting, did you mean tenants.acme.ttl?",
         "tenants.acme.ttl = 'soon' (file): 'soon' is not a duration",
-        "tenants.x.colour (file): no such setting, tenants has x.",
-        "tenants. no: tenant ' no' is not valid: use 1-128 letters",
+        "tenants.x.colour (file): there is no such setting, section tenants has x.",
+        "tenants. no: the tenant ' no' is not valid: use 1 to 128 letters",
     ):
         assert part in line
     assert "such as tenants.NAME.ttl" in _problems(tmp_path, "tenants = 5\n")
@@ -208,7 +208,7 @@ def test_a_map_of_plain_values_is_one_setting(tmp_path, text, environ, source):
 @pytest.mark.parametrize(
     ("weights", "problem"),
     [
-        ("acme", "write it as name=2"),
+        ("acme", "write shares as name=2"),
         ("acme=0", "greater than 0"),
         ("acme=nan", "less than or equal to 1000"),
         ("acme=much", "valid number"),
@@ -281,7 +281,7 @@ def test_file_that_cannot_be_read(tmp_path):
     """A missing or malformed file is named."""
     with pytest.raises(InvalidSettingsError, match=r"no\.toml"):
         load_settings(Example, tmp_path / "no.toml", "EX", {}, {})
-    assert "not TOML" in _problems(tmp_path, "[dram")
+    assert "not valid TOML" in _problems(tmp_path, "[dram")
 
 
 def test_settings_are_frozen():

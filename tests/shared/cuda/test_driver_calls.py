@@ -37,7 +37,7 @@ def test_a_machine_without_gpus_says_so(monkeypatch):
     """As the driver does, and its package where there is no driver."""
     monkeypatch.setenv("FAKE_CUDA_DEVICES", "")
     for driver in _imported(monkeypatch):
-        with pytest.raises(DriverError, match="cuInit: CUDA_ERROR_NO_DEVICE"):
+        with pytest.raises(DriverError, match="cuInit failed: CUDA_ERROR_NO_DEVICE"):
             DriverCalls()
 
         def missing(_flags):
@@ -72,7 +72,7 @@ def test_an_import_of_too_little_leaves_nothing_behind(fake):
     calls = DriverCalls()
     calls.call("cuCtxSetCurrent", "context 0")
     small = SharedGpuMemory(calls, 0, 5000)
-    with pytest.raises(DriverError, match="cuMemMap: CUDA_ERROR_INVALID_VALUE"):
+    with pytest.raises(DriverError, match="cuMemMap failed: CUDA_ERROR_INVALID_VALUE"):
         SharedGpuMemory(calls, 0, 3 * fake.GRANULARITY, small.fd)
     assert not fake._handles
     small.close()

@@ -26,7 +26,11 @@ def test_the_file_s_name_says_the_format(tmp_path, name):
 
 @pytest.mark.parametrize(
     ("name", "problem"),
-    [("none/found.png", "is no directory"), ("found.txt", "no known kind"), (".", "a directory")],
+    [
+        ("none/found.png", "does not exist"),
+        ("found.txt", "unknown file type"),
+        (".", "a directory"),
+    ],
 )
 def test_what_cannot_be_written_is_refused_before_anything_is_measured(tmp_path, name, problem):
     """With a remedy."""

@@ -266,9 +266,9 @@ async def test_addresses_that_cannot_be_used(world, short_dir):
         taken.listen()
         port = taken.getsockname()[1]
         for listen, group, error in (
-            ("nonsense", "", "no address"),
+            ("nonsense", "", "is not an address"),
             (f"127.0.0.1:{port}", "", "cannot listen"),
-            (f"unix:{short_dir}/file", "", "it is no socket"),
+            (f"unix:{short_dir}/file", "", "a file that is not a socket is in its place"),
             (f"unix:{short_dir}/a", "no-such-group", "groupadd"),
         ):
             server = HttpServer(world.app(), {listen: None}, socket_group=group)

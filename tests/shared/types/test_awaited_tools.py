@@ -24,10 +24,10 @@ def test_each_name_is_there_once_in_its_order():
 @pytest.mark.parametrize(
     ("names", "told"),
     [
-        ([""], "cannot be named ''"),
+        ([""], "'' is not a valid name of a tool"),
         ([LONGEST + "n"], "1 to 128 printable"),
         (["a\x1b[2J"], r"'a\\x1b\[2J'"),
-        ([*MOST, "one more"], "33 tools are awaited: name up to 32 different ones"),
+        ([*MOST, "one more"], "33 different tools are awaited, which is too many: name at most 32"),
     ],
 )
 def test_others_are_refused_in_one_line(names, told):

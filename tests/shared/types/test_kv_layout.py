@@ -56,7 +56,7 @@ def test_a_model_that_is_only_recurrent():
     ("layout", "problem"),
     [
         (replace(RECURRENT, state_bytes=0), "0 components"),
-        (replace(RECURRENT, position_mode="decoupled"), "states, and position mode 'decoupled'"),
+        (replace(RECURRENT, position_mode="decoupled"), "states, but position mode 'decoupled'"),
         (replace(RECURRENT, state_bytes=MAX_STATE_BYTES + 1), "states of 4294967297 bytes"),
         (replace(RECURRENT, state_bytes=-1), "states of -1 bytes"),
         (replace(RECURRENT, layers=()), "0 layers"),
@@ -119,7 +119,7 @@ def test_windows_make_another_layout():
     [
         (replace(LAYOUT, layers=(LAYER, replace(LAYER, window=-1))), "a window of"),
         (replace(LAYOUT, layers=(LAYER, replace(LAYER, window=1 << 31))), "a window of"),
-        (replace(WINDOWED, position_mode="coupled", state_bytes=1), "windows, and states"),
+        (replace(WINDOWED, position_mode="coupled", state_bytes=1), "both states and windows"),
     ],
 )
 def test_windows_that_cannot_be(layout, problem):

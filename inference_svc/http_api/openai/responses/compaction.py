@@ -44,13 +44,13 @@ class CompactBody(ResponseBody):
     needs_input: ClassVar[bool] = False
     refused: ClassVar[Mapping[str, Refused]] = {
         **ResponseBody.refused,
-        "background": Refused((False,), "wait for it: it is short"),
-        "conversation": Refused((), "send its items as input"),
+        "background": Refused((False,), "wait for the answer: a compaction is short"),
+        "conversation": Refused((), "send the conversation's items as input"),
         "image": Refused((), "the service reads text only"),
-        "session_id": Refused((), "send the input, or previous_response_id"),
-        "stream": Refused((False,), "it comes whole"),
-        "text": Refused((), "it is plain text"),
-        "tool_choice": Refused(("none", "auto"), "nothing is called: leave it out"),
+        "session_id": Refused((), "send input, or previous_response_id"),
+        "stream": Refused((False,), "a compaction is sent as a whole: leave it out"),
+        "text": Refused((), "a compaction is plain text: leave it out"),
+        "tool_choice": Refused(("none", "auto"), "a compaction calls no tools: leave it out"),
     }
 
     model: str = ""

@@ -91,7 +91,7 @@ def _unpack_summary(raw: str) -> tuple[str, str]:
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
         raise WrongMemberError(
             "{path} was not made by POST /v1/responses/compact here",
-            "send the item as it was answered, or the conversation that it sums up",
+            "send the item unchanged, or the conversation that it summarizes",
             "encrypted_content",
         ) from error
     return request, summary
@@ -138,7 +138,9 @@ def _to_items(raw: Any) -> Any:
     if isinstance(raw, str):
         return [{"role": USER, "content": raw}]
     if not isinstance(raw, list):
-        raise WrongMemberError("{path} is neither text nor a list", "send a string or messages")
+        raise WrongMemberError(
+            "{path} is neither a text nor a list", "send a string or a list of messages"
+        )
     return check_kinds(raw)
 
 

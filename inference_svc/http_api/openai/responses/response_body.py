@@ -25,7 +25,7 @@ class TextOptions(Body):
     """`text`: options of the answer's text."""
 
     refused: ClassVar[Mapping[str, Refused]] = {
-        "verbosity": Refused(("medium",), "say it in a message"),
+        "verbosity": Refused(("medium",), "ask for it in a message"),
     }
 
     format: FlatFormat | None = None
@@ -58,7 +58,7 @@ def _to_conversation_id(raw: Any) -> Any:
     """Convert a conversation's id, or the object that has it, to the id; a validator."""
     name = raw.get("id") if isinstance(raw, dict) and len(raw) == 1 else raw
     if not isinstance(name, str) or not name:
-        raise WrongMemberError("{path} cannot be so", 'send a conversation\'s id, or {"id": …}')
+        raise WrongMemberError("{path} is not valid", 'send the id of a conversation, or {"id": …}')
     return name
 
 
@@ -86,7 +86,7 @@ class ResponseBody(OpenAITurnBody):
         "image": Refused((), "the service reads text only"),
         "prompt": Refused((), "send instructions and input"),
         "context_management": Refused(
-            ([],), "the service's [overflow] settings say what is dropped"
+            ([],), "the settings in [overflow] of the service decide what is dropped: leave it out"
         ),
     }
     ignored: ClassVar[frozenset[str]] = OpenAITurnBody.ignored | {"client_metadata"}
@@ -110,16 +110,18 @@ class ResponseBody(OpenAITurnBody):
     def _check_members(self) -> Self:
         if self.conversation_id and (self.previous_response_id or self.session_id):
             raise WrongMemberError(
-                "both {path} and a response or session are named",
-                "name one of them: a conversation goes on from its own end",
+                "{path} and a response or session cannot be named together",
+                "name one of them: a conversation continues from its own end",
                 "conversation",
             )
         follows = self.conversation_id or (self.previous_response_id and not self.needs_input)
         if not self.input and not follows:
-            raise WrongMemberError("{path} is missing", "send a string or messages", "input")
+            raise WrongMemberError(
+                "{path} is missing", "send a string or a list of messages", "input"
+            )
         if self.previous_response_id and self.session_id:
             raise WrongMemberError(
-                "both {path} and a session are named",
+                "{path} and a session cannot be named together",
                 "name one of them: a response belongs to a session",
                 "previous_response_id",
             )
@@ -130,11 +132,13 @@ class ResponseBody(OpenAITurnBody):
         """Check that a background response can be stored with all that it shows."""
         if self.background and not self.store:
             raise WrongMemberError(
-                "{path} goes with store: true", "leave one of them out", "background"
+                "{path} is only possible with store: true",
+                "send store: true, or leave background out",
+                "background",
             )
         if self.background and self.shown_logprobs is not None:
             raise WrongMemberError(
-                "log-probabilities are not stored, and {path} shows what is",
+                "{path} is not possible with log-probabilities, which are not stored",
                 "leave one of them out",
                 "background",
                 UnsupportedValueError,

@@ -80,8 +80,8 @@ def _check_instructions(api: Api, turn_request: TurnRequest[B], previous: Stored
     digests = {chain.id_of("instructions", instructions) for chain in chains}
     if instructions and previous.info.instructions_digest not in digests:
         raise RequestError(
-            "these instructions are not those of the conversation",
-            "leave them out to go on with it, or send the conversation as input",
+            "these instructions differ from those of the conversation",
+            "leave them out to continue it, or send the whole conversation as input",
             "instructions",
         )
 

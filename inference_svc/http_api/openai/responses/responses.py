@@ -124,7 +124,7 @@ async def _conversation_turn(
     turn, info = make_turn(api, turn_request, next_turn.messages, next_turn.instructions)
     if not turn.is_kept:
         raise RequestError(
-            "a conversation is named that is not to be stored", "leave one out", "store"
+            "a conversation is named, but store is false", "leave one of them out", "store"
         )
     input_items = with_ids(turn.response_id, objects_of(body.input))
     await api.store.conversations.check_room(caller.tenant, input_items, body.instructions)

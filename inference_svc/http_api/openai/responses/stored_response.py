@@ -66,8 +66,8 @@ async def show_response(api: Api, request: web.Request) -> web.StreamResponse:
         return reply(objects.whole(tokens, finished))
     if after >= 0 and not stored.info.is_background:
         raise RequestError(
-            "only a response in the background has events that can be gone on with",
-            "leave starting_after out, or create it with background: true",
+            "only a background response can be continued after an event",
+            "leave starting_after out, or create the response with background: true",
             "starting_after",
         )
     past = events_of_ended(objects, tokens, finished, is_background=stored.info.is_background)
@@ -90,10 +90,10 @@ async def list_input_items(api: Api, request: web.Request) -> web.Response:
 
 def _input_not_kept_error(num_bytes: int, most: int) -> InputNotKeptError:
     if num_bytes > most:
-        message = f"the input of the response has {num_bytes} bytes, and up to {most} are kept"
+        message = f"the input of the response has {num_bytes} bytes, but at most {most} are stored"
     else:
-        message = "the input is older than what openai.kept_input_bytes has room for"
-    return InputNotKeptError(message, "keep what you send")
+        message = "the input is no longer stored, because newer inputs fill openai.kept_input_bytes"
+    return InputNotKeptError(message, "keep the input yourself")
 
 
 async def _send(
@@ -119,7 +119,7 @@ def _read_starting_after(request: web.Request) -> int | None:
     after = query.get("starting_after", "-1")
     if not (after == "-1" or (after.isascii() and after.isdecimal() and len(after) < MAX_NUMBER)):
         raise RequestError(
-            f"starting_after {after[:20]!r} cannot be",
+            f"starting_after {after[:20]!r} is not valid",
             "send the sequence_number of an event",
             "starting_after",
         )
@@ -127,7 +127,9 @@ def _read_starting_after(request: web.Request) -> int | None:
         return int(after)
     if after != "-1":
         raise RequestError(
-            "starting_after goes with a stream", "send stream=true, too", "starting_after"
+            "starting_after has no effect without a stream",
+            "send stream=true too",
+            "starting_after",
         )
     return None
 
@@ -157,8 +159,8 @@ async def cancel_response(api: Api, request: web.Request) -> web.StreamResponse:
         stored = await find_stored(api, caller, response_id)
         if not stored.info.is_background:
             raise RequestError(
-                "only a response in the background can be cancelled",
-                "create it with background: true, or close the connection that it comes by",
+                "only a background response can be cancelled",
+                "create it with background: true, or close the connection that it is sent on",
                 "background",
             )
     return await show_response(api, request)

@@ -52,10 +52,10 @@ def test_arguments_of_the_template():
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"messages": []}, "the service's own: leave it out"),
+        ({"messages": []}, "argument 'messages': leave it out"),
         ({"x": [[[[[[[[[[[[[[[[[1]]]]]]]]]]]]]]]]]}, "nested too deeply"),
-        ("style", "cannot be: send an object"),
-        ([1], "cannot be: send an object"),
+        ("style", "is not valid: send an object"),
+        ([1], "is not valid: send an object"),
     ],
 )
 def test_arguments_that_cannot_be(make, given, said):
@@ -81,7 +81,7 @@ def test_how_much_the_model_is_to_think():
         (chat, {"reasoning_effort": "much"}),
         (response, {"reasoning": {"effort": "much"}}),
     ):
-        with pytest.raises(RequestError, match="cannot be: send 'none', 'minimal'"):
+        with pytest.raises(RequestError, match="is not valid: send 'none', 'minimal'"):
             make(**fields)
 
 
@@ -178,7 +178,9 @@ def test_a_message_may_say_who_says_it():
         assert body.conversation[0].as_template()["name"] == "Ann Ä."
     assert "name" not in chat().conversation[0].as_template()
     for name in ("x" * (MAX_NAME + 1), "a\nb", "\x00"):
-        with pytest.raises(RequestError, match="is no name of who says a message") as refused:
+        with pytest.raises(
+            RequestError, match="is not a valid name of a message's author"
+        ) as refused:
             chat({**HELLO, "name": name})
         assert refused.value.param == "messages[0].name"
     assert chat({**HELLO, "name": "x" * MAX_NAME}).conversation[0].name

@@ -36,7 +36,7 @@ async def test_one_that_ends_before_it_is_begun_keeps_nobody_waiting(
         await asyncio.sleep(0)
     assert responses.find("acme", "resp_1") is running
     await (responses.close() if is_closing else responses.cancel(running))
-    with pytest.raises(InternalError, match="stopped meanwhile"):
+    with pytest.raises(InternalError, match="stopped before the response was complete"):
         await starting
     assert responses.find("acme", "resp_1") is None
     assert released == [1]

@@ -94,7 +94,7 @@ def test_a_model_that_keeps_all_of_its_tokens_in_its_modules_is_refused(build):
     for module in model.modules():
         if isinstance(module, RecurrentGemmaRglru):
             module.__class__ = Hoarding
-    with pytest.raises(UnsupportedModelError, match="grows with its tokens") as refused:
+    with pytest.raises(UnsupportedModelError, match="grow with the number of tokens") as refused:
         calibrated(model)
     assert refused.value.reason == "model_recurrent"
 

@@ -112,11 +112,11 @@ def test_the_rotated_part_may_come_first(found):
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (bent, "by more than a matrix"),
-        (placed, "by more than a matrix"),
-        (scaled, "of what is rotated, too"),
-        (mixed, "of what is rotated, too"),
-        (shortened, "for other tokens than it caches"),
+        (bent, "more than a matrix is involved"),
+        (placed, "more than a matrix is involved"),
+        (scaled, "rotated parts are involved, too"),
+        (mixed, "rotated parts are involved, too"),
+        (shortened, "they belong to other tokens or to fewer heads"),
     ],
 )
 def test_what_is_no_matrix_of_latents_is_refused(found, change, reason):
@@ -133,7 +133,7 @@ def test_a_bias_is_more_than_a_matrix(found):
             linear = layer.self_attn.kv_b_proj
             linear.bias = nn.Parameter(torch.ones(linear.out_features), requires_grad=False)
 
-    with pytest.raises(ModelModeMissingError, match="by more than a matrix"):
+    with pytest.raises(ModelModeMissingError, match="more than a matrix is involved"):
         found("deepseek-v3", change)
 
 

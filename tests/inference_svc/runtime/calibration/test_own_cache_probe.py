@@ -86,7 +86,7 @@ def test_what_grows_in_another_way_is_refused(build, monkeypatch, size_of, is_fo
     if is_found:
         assert [tensor.part for tensor in find_own_layers(loaded)[0].tensors] == [("kept", None)]
     else:
-        with pytest.raises(ModelModeMissingError, match="keeps kept, of which"):
+        with pytest.raises(ModelModeMissingError, match="keeps kept, which"):
             find_own_layers(loaded)
 
 
@@ -100,7 +100,7 @@ def test_entries_that_change_later_are_no_entries(build, monkeypatch):
             return found
 
     monkeypatch.setattr(own_cache_probe, "DynamicCache", Changing)
-    with pytest.raises(ModelModeMissingError, match="keeps keys, of which"):
+    with pytest.raises(ModelModeMissingError, match="keeps keys, which"):
         find_own_layers(described(build("llama")))
 
 

@@ -71,5 +71,5 @@ def test_states_that_grow_with_the_tokens_are_refused(build):
     place = next(iter(probe.states))
     grown = torch.cat((probe.states[place],) * 2, -1)
     longer = SimpleNamespace(states={**probe.states, place: grown})
-    with pytest.raises(ModelRecurrentError, match="grows"):
+    with pytest.raises(ModelRecurrentError, match="grow with"):
         find_states(loaded, longer)

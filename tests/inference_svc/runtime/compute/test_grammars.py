@@ -139,7 +139,7 @@ def test_logits_of_no_token_are_never_chosen(rambler):
     [
         (schema_grammar({"type": "nope"}), "nope"),
         (schema_grammar({"unevaluatedItems": False}), "unevaluatedItems"),
-        (Grammar(GrammarKind.JSON_SCHEMA, "{"), "cannot be kept to"),
+        (Grammar(GrammarKind.JSON_SCHEMA, "{"), "the grammar is not valid"),
         (Grammar(GrammarKind.REGEX, "("), "unclosed group"),
         (Grammar(GrammarKind.LARK, "start: nobody"), "nobody"),
         (Grammar(GrammarKind.LARK, "start: start"), "no text follows"),

@@ -323,7 +323,7 @@ def test_a_state_is_read_once_the_gate_lets_it(tiny):
     kv, token_ids = model.new_kv(40), tokens(3, 12)
     model.runner.step([Chunk(kv, token_ids, True)])
     kv.gate = LayerGate(len(model.calibration.layers))
-    kv.gate.fail(LoadFailedError("no state came", "ask again"))
+    kv.gate.fail(LoadFailedError("no state came", "load again"))
     with pytest.raises(LoadFailedError, match="no state came"):
         model.runner.step([Chunk(kv, token_ids, True)])
 

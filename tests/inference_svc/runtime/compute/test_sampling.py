@@ -254,5 +254,5 @@ def test_logits_that_are_not_finite_fail_the_turn(bad):
     """An overflowed model is reported instead of sampled from."""
     logits = LOGITS.clone()
     logits[4] = bad
-    with pytest.raises(EngineFailedError, match="not finite"):
+    with pytest.raises(EngineFailedError, match="infinite or not numbers"):
         Sampler(SamplingParams()).sample(logits, [])

@@ -74,7 +74,7 @@ def test_failed_gate_leaves_everything_as_it_was(tiny, num_open):
     failing = threading.Thread(
         target=lambda: (
             clock.wait(num_open, SOON),
-            kv.gate.fail(LoadFailedError("gone", "ask again")),
+            kv.gate.fail(LoadFailedError("gone", "load again")),
         )
     )
     failing.start()

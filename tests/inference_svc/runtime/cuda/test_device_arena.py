@@ -229,7 +229,7 @@ def test_whoever_passes_a_gate_reads_behind_the_copies(device, model, there, row
             gate.wait(1)
             kv.values.read(1, 0, HISTORY).sum()
     assert gate.num_open == 0
-    gate.fail(LoadFailedError("kvd is gone", "ask again"))
+    gate.fail(LoadFailedError("kvd is gone", "load again"))
     with pytest.raises(LoadFailedError):
         gate.wait(0)
 

@@ -102,7 +102,7 @@ def test_what_counts_tokens_is_seen_in_a_call():
 )
 def test_a_call_that_cannot_be_cut_is_refused(given):
     """Tokens are counted in the second dimension, and nowhere else."""
-    with pytest.raises(ModelModeMissingError, match="M counts tokens in another"):
+    with pytest.raises(ModelModeMissingError, match="M does not have tokens in its second"):
         MixerCall.observe("M", 7, given, {}, TOKENS)
 
 

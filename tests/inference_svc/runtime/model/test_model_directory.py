@@ -54,7 +54,7 @@ def test_what_is_missing_is_named_with_its_command(rubbish):
     with pytest.raises(UnsupportedModelError) as refused:
         check_gguf(rubbish, ("no_such_package", "json", "nor_this_one"))
     assert "is a GGUF model" in refused.value.message
-    assert refused.value.remedy.startswith("pip install no_such_package nor_this_one, or convert")
+    assert refused.value.remedy.startswith("run pip install no_such_package nor_this_one, or")
     assert "docs/getting-a-model.md" in refused.value.remedy
     check_gguf(rubbish, ("json",))
 
@@ -90,7 +90,7 @@ def test_what_may_not_be_read_is_named(tmp_path, closed):
         path.chmod(mode)
         assert refused.value.message.startswith("user ")
         assert f" may not read {path}" in refused.value.message
-        assert refused.value.remedy.startswith(f"sudo chmod -R a+rX {model}, ")
+        assert refused.value.remedy.startswith(f"run: sudo chmod -R a+rX {model}; ")
     with without_root(tmp_path):
         check_model(model)
 
@@ -152,7 +152,7 @@ def test_a_file_that_is_cut_is_refused_with_that(tmp_path):
     whole = path.read_bytes()
     for length in (8, len(whole) - 1000):
         path.write_bytes(whole[:length])
-        with pytest.raises(UnsupportedModelError, match="it may be cut"):
+        with pytest.raises(UnsupportedModelError, match="it may be incomplete"):
             load_model(path)
 
 

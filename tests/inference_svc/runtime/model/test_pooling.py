@@ -47,9 +47,12 @@ def test_without_normalize_vectors_keep_their_length(tmp_path):
 @pytest.mark.parametrize(
     ("config", "problem"),
     [
-        ({"pooling_mode_cls_token": True}, "by cls"),
-        ({"pooling_mode_mean_tokens": True, "pooling_mode_max_tokens": True}, r"by mean\+max"),
-        ({}, "by nothing"),
+        ({"pooling_mode_cls_token": True}, "not supported: cls"),
+        (
+            {"pooling_mode_mean_tokens": True, "pooling_mode_max_tokens": True},
+            r": mean\+max",
+        ),
+        ({}, "not supported: none is named"),
         ([], "cannot be read"),
         ({"pooling_mode": 7}, "cannot be read"),
     ],
@@ -73,7 +76,7 @@ def test_a_default_prompt_is_put_before_every_text(tmp_path):
     (path / "1_Pooling" / "config.json").write_text(
         json.dumps({"pooling_mode": "mean", "include_prompt": False})
     )
-    with pytest.raises(UnknownPoolingError, match="leaves out its prompt"):
+    with pytest.raises(UnknownPoolingError, match="excludes its prompt"):
         find_pooling(path, "auto")
 
 

@@ -91,7 +91,7 @@ def test_anything_else_of_a_layer_is_refused():
     """And there are no layers to be counted."""
     cache, _ = cache_over({})
     assert len(cache.layers) == 0
-    with pytest.raises(ModelModeMissingError, match="more in its cache's layers"):
+    with pytest.raises(ModelModeMissingError, match="more than keys, values and states"):
         _ = cache.layers[LAYER].keys
 
 

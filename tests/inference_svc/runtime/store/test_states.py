@@ -55,7 +55,7 @@ async def test_a_state_of_another_position_is_not_used(hybrid, copy_threads):
     scene.peer.stored = scene.peer.stored[: 20 * 4]
     scene.peer.states[20] = scene.peer.states[16]
     _, _, error = await scene.load()
-    assert "a state behind 16 tokens" in str(error)
+    assert "a state after 16 tokens" in str(error)
     assert scene.counters.snapshot()["load_failed_late"] == 1
     assert not scene.peer.open_leases
 

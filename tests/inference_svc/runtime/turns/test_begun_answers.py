@@ -54,7 +54,7 @@ def test_a_template_that_does_not_repeat_answers_cannot_begin_one():
     """It is refused before anything is encoded."""
     text = text_of(FAMILIES["qwen"])
     text._template.render = lambda *_args, **_options: "nothing"
-    with pytest.raises(InvalidTurnError, match="does not write the answer that is begun"):
+    with pytest.raises(InvalidTurnError, match="does not write the beginning of the answer"):
         text.encode_chat([QUESTION], [], beginning="I")
 
 

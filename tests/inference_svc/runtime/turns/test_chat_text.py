@@ -135,7 +135,7 @@ def test_no_template_and_no_tokenizer(tokenizer):
     """Each is told apart, and token ids always work."""
     assert text_of(tokenizer, "").chat_problem == "the model has no chat template"
     untried = TurnText(tokenizer, frozenset())
-    assert untried.chat_problem == "the chat template was not tried out"
+    assert untried.chat_problem == "the chat template was not tested"
     without = TurnText(None, frozenset())
     without.try_out()
     assert without.chat_problem == "the model has no tokenizer"

@@ -228,7 +228,7 @@ def test_a_template_that_takes_a_mark_apart_is_not_believed():
     tokenizer.chat_template = "{% for m in messages %}{{ m.content[:21] }}<|end|>{% endfor %}"
     tokenizer, text = text_of(tokenizer)
     assert text.encode_chat([say("hello")], []) == stock_ids(tokenizer, [say("hello")])
-    with pytest.raises(InvalidTurnError, match=r"<s>.*cannot be spelled out"):
+    with pytest.raises(InvalidTurnError, match=r"<s>.*which text cannot contain"):
         text.encode_chat([say(BOS)], [])
 
 
@@ -245,7 +245,7 @@ def test_parts_that_hide_others_are_looked_for_a_few_times(monkeypatch):
     monkeypatch.setattr("inference_svc.runtime.turns.control_tokens.MAX_ROUNDS", 0)
     control = ControlTokens(make_tokenizer("byte_level"))
     assert control.encode_plain("hello") == control._encode("hello")
-    with pytest.raises(InvalidTurnError, match="cannot be spelled out"):
+    with pytest.raises(InvalidTurnError, match="which text cannot contain"):
         control.encode_plain(END)
 
 
@@ -335,7 +335,7 @@ def test_a_text_that_cannot_be_spelled_out_is_refused(name):
     tokenizer.add_special_tokens({"extra_special_tokens": [name]})
     text = TurnText(tokenizer, frozenset())
     text.try_out()
-    with pytest.raises(InvalidTurnError, match="cannot be spelled out"):
+    with pytest.raises(InvalidTurnError, match="which text cannot contain"):
         text.encode_chat([say(f"hello {name} block")], [])
 
 
@@ -362,7 +362,7 @@ def test_a_tokenizer_that_does_not_say_where_refuses_what_it_folds():
     tokenizer, text = text_of(tokenizer)
     folded = "\uff1c/s\uff1e"
     assert not text.control.ids.isdisjoint(text.control._encode(folded))
-    with pytest.raises(InvalidTurnError, match="cannot be spelled out"):
+    with pytest.raises(InvalidTurnError, match="which text cannot contain"):
         text.control.encode_plain(folded)
 
 

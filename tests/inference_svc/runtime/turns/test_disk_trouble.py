@@ -16,8 +16,8 @@ async def test_a_disk_that_nobody_has_found_full_is_not_tried(tmp_path):
 @pytest.mark.parametrize(
     ("number", "event", "remedy"),
     [
-        (errno.ENOSPC, "transcript_disk_full", "make room there"),
-        (errno.EIO, "transcript_unavailable", "see that the disk is in order"),
+        (errno.ENOSPC, "transcript_disk_full", "free some space there"),
+        (errno.EIO, "transcript_unavailable", "check that disk"),
     ],
 )
 def test_one_line_a_second_says_what_to_do(tmp_path, number, event, remedy):

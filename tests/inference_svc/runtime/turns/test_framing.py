@@ -77,9 +77,9 @@ def test_a_session_keeps_what_it_began_with():
     assert text.settle({}, "") == ({}, "")
     only_begun = text.settle(HIGH, None).recorded
     assert text.settle(UNTHINKING, only_begun) == ({**HIGH, **UNTHINKING}, "")
-    with pytest.raises(InvalidTurnError, match=r"another conversation.*or none"):
+    with pytest.raises(InvalidTurnError, match=r"the conversation differently.*or none"):
         text.settle(LOW, begun.recorded)
-    with pytest.raises(InvalidTurnError, match="another conversation"):
+    with pytest.raises(InvalidTurnError, match="the conversation differently"):
         text.settle(HIGH, "")
 
 

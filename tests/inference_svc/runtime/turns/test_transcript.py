@@ -358,7 +358,7 @@ async def test_one_directory_has_one_owner(tmp_path):
     directory = tmp_path / "state" / "sessions"  # which are made
     first, second = TranscriptStore(directory), TranscriptStore(directory)
     first.open()
-    with pytest.raises(TranscriptError, match="in use by another service"):
+    with pytest.raises(TranscriptError, match="another service uses the transcript directory"):
         second.open()
     first.close()
     second.open()
@@ -373,7 +373,7 @@ def test_a_directory_that_others_may_write_to_is_refused(tmp_path, open_to_all):
     directory.mkdir(mode=0o700)
     (tmp_path / open_to_all).chmod(0o777)
     store = TranscriptStore(directory)
-    with pytest.raises(TranscriptError, match=r"others may write to .*: chmod 700 "):
+    with pytest.raises(TranscriptError, match=r"other users may write to .*: run chmod 700 "):
         store.open()
     (tmp_path / open_to_all).chmod(0o700)
     store.open()

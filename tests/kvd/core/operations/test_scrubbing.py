@@ -94,11 +94,11 @@ def test_one_scrub_at_a_time():
     """A second one is refused; one that is over cannot be gone on with; it says what it found."""
     world = world_with_one_block()
     scrub_id = world.engine.scrubs.begin(repair=False)
-    with pytest.raises(ScrubError, match="under way"):
+    with pytest.raises(ScrubError, match="already running"):
         world.engine.scrubs.begin(repair=False)
     world.engine.scrubs.end(scrub_id + 1)
     world.engine.scrubs.end(scrub_id)
-    with pytest.raises(ScrubError, match="over"):
+    with pytest.raises(ScrubError, match="has ended"):
         world.engine.scrubs.step(scrub_id, ALL)
     scrub(world)
     events = [e for e in world.events if isinstance(e, Emit) and e.name == "scrubbed"]
@@ -308,7 +308,7 @@ def test_what_is_under_way_when_a_scrub_ends_counts_for_no_other():
     world.engine.scrubs.end(first)
     assert not world.engine._state.scrubbed
     second = world.engine.scrubs.begin(repair=False)
-    with pytest.raises(ScrubError, match="is over"):
+    with pytest.raises(ScrubError, match="has ended"):
         world.engine.scrubs.step(first, ALL)
     for kind in (VerifySlot, VerifyExtent):
         world.finish_all(kind)

@@ -130,11 +130,11 @@ def test_a_session_that_changes_meanwhile_is_refused():
     take(world, export)
     world.engine.sessions.discard(A, to_bytes(TOKENS), [(0, 6)])
     world.pump()
-    with pytest.raises(SessionChangedError, match="changed meanwhile"):
+    with pytest.raises(SessionChangedError, match="changed in the meantime"):
         lease(world, export)
     world.engine.sessions.flush(A, dry_run=False)
     world.pump()
-    with pytest.raises(SessionChangedError, match="gone meanwhile"):
+    with pytest.raises(SessionChangedError, match="dropped in the meantime"):
         lease(world, export)
     with pytest.raises(UnknownSessionError):
         begin(world)

@@ -132,7 +132,7 @@ def test_two_stores_of_the_same_state():
 
 def test_positions_that_cannot_be():
     for positions in ([0], [23]):
-        with pytest.raises(InvalidRequestError, match="of 22 tokens"):
+        with pytest.raises(InvalidRequestError, match="but 22 tokens were sent"):
             prepare_with(state_world(), A, TOKENS, positions)
     with pytest.raises(InvalidRequestError, match="neither states nor windows"):
         new_world().engine.stores.prepare(A, to_bytes(TOKENS), 0, ENGINE_ID, load_ends=[4])

@@ -317,7 +317,7 @@ def test_an_arena_that_outlives_kvd_has_its_windows():
 
 
 def test_requests_that_cannot_be():
-    with pytest.raises(InvalidRequestError, match="ends behind 0 of 22"):
+    with pytest.raises(InvalidRequestError, match="load_ends contains 0, but 22"):
         prepare_with(window_world(), A, TOKENS, [0])
     with pytest.raises(InvalidRequestError, match="neither states nor windows"):
         new_world().engine.stores.prepare(C, to_bytes(TOKENS), 0, ENGINE_ID, load_ends=[8])

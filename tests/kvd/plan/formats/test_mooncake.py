@@ -93,17 +93,20 @@ def test_questions_about_documents_are_sessions_by_document(tmp_path: Path):
 @pytest.mark.parametrize(
     ("line", "complaint"),
     [
-        ("{", "2: not JSON"),
-        ('{"timestamp": 1, "input_length": 5, "hash_ids": []}', "2: no output_length"),
-        ('{"timestamp": -1, "input_length": 5, "hash_ids": []}', "2: timestamp is no time"),
-        ('{"input_length": 5, "hash_ids": []}', "2: timestamp is no number"),
+        ("{", "2: the line is not JSON"),
+        ('{"timestamp": 1, "input_length": 5, "hash_ids": []}', "2: there is no output_length"),
+        (
+            '{"timestamp": -1, "input_length": 5, "hash_ids": []}',
+            "2: timestamp is not a valid time",
+        ),
+        ('{"input_length": 5, "hash_ids": []}', "2: timestamp is not a number"),
         (
             '{"timestamp": 1, "input_length": 1100, "output_length": 1, "hash_ids": [1]}',
-            "2: 1 hash_ids for 1100 tokens",
+            "2: there are 1 hash_ids for 1100 tokens",
         ),
         (
             '{"timestamp": 1, "input_length": 5, "output_length": 1, "hash_ids": "x"}',
-            "2: hash_ids is no list",
+            "2: hash_ids is not a list",
         ),
         (
             '{"timestamp": 1, "input_length": 0, "output_length": 1, "hash_ids": []}',
@@ -111,7 +114,7 @@ def test_questions_about_documents_are_sessions_by_document(tmp_path: Path):
         ),
         (
             '{"timestamp": 0, "input_length": 5, "output_length": 1, "hash_ids": []}',
-            "2: timestamp is 0, earlier than the line before",
+            "2: timestamp is 0, which is earlier than in the line before",
         ),
     ],
 )

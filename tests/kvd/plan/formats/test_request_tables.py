@@ -76,20 +76,28 @@ def test_the_earlier_burstgpt_has_conversations_drawn(tmp_path):
 @pytest.mark.parametrize(
     ("read", "lines", "complaint"),
     [
-        (read_azure, ["TIMESTAMP,ContextTokens"], ":1: no column GeneratedTokens"),
-        (read_azure, [AZURE], ": no request in it"),
-        (read_azure, [], ": no request in it"),
+        (read_azure, ["TIMESTAMP,ContextTokens"], ":1: there is no column GeneratedTokens"),
+        (read_azure, [AZURE], ": the trace contains no request"),
+        (read_azure, [], ": the trace contains no request"),
         (read_azure, [AZURE, "soon,1,1"], ":2: TIMESTAMP is 'soon'"),
-        (read_azure, [AZURE, "2023-11-16 18:15:46,1"], ":2: 2 cells for 3 columns"),
+        (
+            read_azure,
+            [AZURE, "2023-11-16 18:15:46,1"],
+            ":2: the line has 2 cells, but there are 3 columns",
+        ),
         (read_azure, [AZURE, "2023-11-16 18:15:46,-1,1"], ":2: ContextTokens is '-1'"),
         (read_azure, [AZURE, "2023-11-16 18:15:46,0,1"], ":2: ContextTokens is 0"),
         (read_azure, [AZURE, "2023-11-16 18:15:46,1,x"], ":2: GeneratedTokens is 'x'"),
         (
             read_azure,
             [AZURE, "2023-11-16 18:15:46,1,1", "2023-11-16 18:15:45,1,1"],
-            ":3: TIMESTAMP is 2023-11-16 18:15:45, earlier than the line before it",
+            ":3: TIMESTAMP is 2023-11-16 18:15:45, which is earlier than in the line before",
         ),
-        (read_burstgpt, ["Timestamp,Model"], ":1: no column Request tokens, Response tokens"),
+        (
+            read_burstgpt,
+            ["Timestamp,Model"],
+            ":1: there is no column Request tokens, Response tokens",
+        ),
         (read_burstgpt, [EARLIER, "x,m,1,1,2,API log"], ":2: Timestamp is 'x'"),
         (read_burstgpt, [EARLIER, "nan,m,1,1,2,API log"], ":2: Timestamp is 'nan'"),
         (read_burstgpt, [EARLIER, "1,m,1.5,1,2,API log"], ":2: Request tokens is '1.5'"),
@@ -97,9 +105,9 @@ def test_the_earlier_burstgpt_has_conversations_drawn(tmp_path):
         (
             read_burstgpt,
             [EARLIER, "9,m,1,1,2,API log", "8,m,1,1,2,API log"],
-            ":3: Timestamp is 8, earlier than the line before it",
+            ":3: Timestamp is 8, which is earlier than in the line before",
         ),
-        (read_burstgpt, [EARLIER, "1,m,1,0,1,API log"], ": no request in it"),
+        (read_burstgpt, [EARLIER, "1,m,1,0,1,API log"], ": the trace contains no request"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path, read, lines, complaint):

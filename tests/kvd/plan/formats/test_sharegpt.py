@@ -84,14 +84,14 @@ def test_rate_and_seed_place_the_begins(tmp_path):
     [
         ("[", ": not JSON"),
         ("[" * 100_000, ": not JSON"),
-        ("[]", ": no conversation in it"),
-        ("", ": no conversation in it"),
-        ("[1]", ": entry 1 is no object"),
-        (json.dumps([TALK, {"id": 1}]), ": entry 2: conversations is no list"),
-        (json.dumps(TALK) + '\n{"conversations": 3}', ":2: conversations is no list"),
-        ('{"conversations": [{"from": "human"}]}', ':1: a message without "from" and "value"'),
-        (json.dumps(TALK) + "\nno json", ":2: not JSON"),
-        (json.dumps([_entry(("human", 5))]), ": no conversation in it"),
+        ("[]", ": the file contains no conversation"),
+        ("", ": the file contains no conversation"),
+        ("[1]", ": entry 1 is not an object"),
+        (json.dumps([TALK, {"id": 1}]), ": entry 2: conversations is not a list"),
+        (json.dumps(TALK) + '\n{"conversations": 3}', ":2: conversations is not a list"),
+        ('{"conversations": [{"from": "human"}]}', ':1: a message has no "from" or no "value"'),
+        (json.dumps(TALK) + "\nno json", ":2: the line is not JSON"),
+        (json.dumps([_entry(("human", 5))]), ": the file contains no conversation"),
     ],
 )
 def test_a_bad_entry_is_named(tmp_path, text, complaint):
