@@ -20,7 +20,7 @@ from inference_svc.runtime.model.model_loader import LoadedModel
 from inference_svc.runtime.positions.recipes import Calibration
 
 BackendName = Literal["inductor", "eager"]  # "eager": graphs run operation by operation
-MOST_GRAPHS = 6  # each takes some twenty CPU seconds to compile, for a model of thirty layers
+MOST_GRAPHS = 6  # each takes some thirty CPU seconds, for a model of thirty layers
 
 Run = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -98,7 +98,7 @@ def _compile(traced: TracedForward) -> Any:
         # As constants, weights can be packed ones, which the compiler refuses as arguments. On a
         # GPU none are packed, and it would join weights that have the same input: a copy of them.
         "freezing": traced.inputs[0].device.type == "cpu",
-        # It would pack the remaining layers: a copy of these weights, and few rows are slower.
+        # It would pack the layers that are not: a copy of their weights, and no faster.
         "cpp.weight_prepack": False,
         # A part of the key under which kernels are cached on disk, unlike torch's own number.
         "cpp.threads": torch.get_num_threads(),

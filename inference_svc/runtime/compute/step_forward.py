@@ -112,7 +112,7 @@ class StepForward:
             options: as `attend` takes them.
 
         Returns:
-            [1, tokens, heads, value_dim]
+            [1, tokens, heads, value_dim]; contiguous, and none of the tensors given.
         """
         self._write(layer_index, *new, unrotated)
         return self.attend(query, *new, None, options)
