@@ -24,6 +24,7 @@ from inference_svc.runtime.calibration.calibration import without_windows
 from inference_svc.runtime.calibration.compile_choice import choose_compiling
 from inference_svc.runtime.calibration.graph_choice import StepMemory, choose_graphs
 from inference_svc.runtime.calibration.rotation_choice import choose_rotation
+from inference_svc.runtime.compute.compiled_forward import CompiledForward
 from inference_svc.runtime.compute.model_runner import ModelRunner
 from inference_svc.runtime.cuda.arenas import open_arena_by_copier, open_arena_for
 from inference_svc.runtime.cuda.graphs import capture_on
@@ -123,7 +124,7 @@ def assemble_engine(settings: InferenceSettings, model: Model) -> EngineParts:
     calibration, cache, device = model.calibration, settings.cache, model.loaded.device
     layout, num_layers = calibration.layout, len(calibration.layers)
     counters, rates, histograms = Counters(), Rates(), TurnHistograms(settings.tenants)
-    compute_thread = _start_compute_thread(settings, model)
+    compute_thread, compiled = _start_compute_thread(settings, model)
     bounds = batch_bounds(
         settings.scheduler, device, layout.state_bytes, _memory_of(device).free_bytes
     )
@@ -136,7 +137,7 @@ def assemble_engine(settings: InferenceSettings, model: Model) -> EngineParts:
     )
     scheduler = Scheduler(plan.limits, rates, num_layers, settings.scheduler.tenant_weights)
     memory = _reserve_memory(settings, model, plan, scheduler)
-    runner = _make_runner(settings, model, plan, memory)
+    runner = _make_runner(settings, model, plan, memory, compiled)
     loads = _make_loads(cache, memory, store, copies.load, counters, num_layers)
     stepper = Stepper(
         runner=runner,
@@ -184,18 +185,20 @@ def assemble_engine(settings: InferenceSettings, model: Model) -> EngineParts:
     )
 
 
-def _start_compute_thread(settings: InferenceSettings, model: Model) -> WorkerThread:
-    """Start the thread that computes, and compile the model on it if the settings say so."""
+def _start_compute_thread(
+    settings: InferenceSettings, model: Model
+) -> tuple[WorkerThread, CompiledForward | None]:
+    """Start the thread that computes, and compile the forward on it if the settings say so."""
     thread = WorkerThread("compute")
     # States of recurrent layers decay to denormal numbers, with which processors are up to ten
     # times slower. The setting is the compute thread's; the threads of its matrix products inherit
     # it.
     thread.submit(torch.set_flush_denormal, True).result()
     # On the same thread: torch's compiler keeps its settings per thread.
-    thread.submit(
+    compiled = thread.submit(
         choose_compiling, settings.model.compile, model.loaded, model.calibration
     ).result()
-    return thread
+    return thread, compiled
 
 
 def _make_store(
@@ -276,7 +279,11 @@ def _reserve_memory(
 
 
 def _make_runner(
-    settings: InferenceSettings, model: Model, plan: MemoryPlan, memory: _Memory
+    settings: InferenceSettings,
+    model: Model,
+    plan: MemoryPlan,
+    memory: _Memory,
+    compiled: CompiledForward | None,
 ) -> ModelRunner:
     """Choose the attention back-end, and whether decode steps are captured; both are proven."""
     loaded, calibration = model.loaded, model.calibration
@@ -289,7 +296,7 @@ def _make_runner(
         attention,
         StepMemory(memory.pool, memory.ring, plan.limits.max_running, memory.window_tokens),
     )
-    return ModelRunner(loaded, calibration, attention, graphs)
+    return ModelRunner(loaded, calibration, attention, graphs, compiled)
 
 
 def _make_loads(

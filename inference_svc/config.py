@@ -112,8 +112,8 @@ class ModelSettings(Section):
         rotation: how loaded keys are embedded at their positions: by "torch", or, on a GPU, by a
             kernel in "triton" on their way to their pages. "auto": by the kernel, if it is proven
             to give the same bits.
-        compile: whether torch's compiler makes kernels of the "layers" outside of attention, which
-            are proven to give the same answers. "off": layers are computed call by call.
+        compile: "step": torch's compiler makes kernels of the whole forward outside of attention,
+            which are proven to give the same answers. "off": it runs operation by operation.
         packed_weights: whether weights are reordered as their matrix kernel reads them. "auto": if
             there is such a kernel, and the model is proven to give the same answers; a small
             model's weights are kept in both orders.
@@ -134,7 +134,7 @@ class ModelSettings(Section):
     attention: Literal["auto", "torch", "triton", "cpp"] = "auto"
     graphs: Literal["auto", "off"] = "auto"
     rotation: Literal["auto", "torch", "triton"] = "auto"
-    compile: Literal["off", "layers"] = "off"
+    compile: Literal["off", "step"] = "off"
     packed_weights: Literal["auto", "off"] = "auto"
     positions: Literal["auto", "decoupled", "coupled"] = "auto"
     pooling: Literal["auto", "none", "last", "mean", "weighted_mean"] = "auto"

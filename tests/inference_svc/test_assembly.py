@@ -11,6 +11,8 @@ from inference_svc.assembly import Model, assemble_engine
 from inference_svc.config import InferenceSettings
 from inference_svc.core.scheduling.step_plan import ON_CPU
 from inference_svc.runtime.attention.paged_attention import PagedAttention
+from inference_svc.runtime.calibration.compile_choice import choose_compiling
+from inference_svc.runtime.compute.chunk import Chunk
 from inference_svc.runtime.compute.decode_graphs import StepShape
 from inference_svc.runtime.kv.layer_tensors import token_items_of
 from tests.memory_engine import loaded_model
@@ -45,6 +47,22 @@ def test_decode_is_captured_as_far_as_turns_reach(model, monkeypatch, graphs, wo
     try:
         assert parts.window_tokens == 192
         assert (parts.runner.graphs and parts.runner.graphs.shapes) == shapes
+    finally:
+        parts.close()
+
+
+def test_steps_are_computed_by_what_was_compiled(model, monkeypatch):
+    """Which is done on the thread that computes; here its graphs run operation by operation."""
+    monkeypatch.setattr(
+        assembly, "choose_compiling", lambda *chosen: choose_compiling(*chosen, backend="eager")
+    )
+    settings = {"model": {"compile": "step"}, "cache": {"mode": "recompute"}}
+    parts = assemble_engine(InferenceSettings.model_validate(settings), model)
+    try:
+        compiled = parts.runner.compiled
+        before = compiled.num_run
+        parts.runner.step([Chunk(parts.pool.new_kv(8), [5, 6, 7], want_logits=True)])
+        assert compiled.num_run == before + 1
     finally:
         parts.close()
 

@@ -1,112 +1,105 @@
-"""Compile choice: compiles a model's layers with torch, if requested, and proves the result.
+"""Compile choice: compiles the model's forward, if requested, and proves the result.
 
-Before a compiled model serves, two sequences are computed with and without compiling: in chunks,
-token by token, in a batch and alone, which also compiles all code that such steps need. If logits
-differ, or the compiler cannot trace a whole layer, the service does not start, since compiling was
-requested explicitly.
-
-A layer's forward is divided at our hooks, which run uncompiled: at its rotary embedding, its cache
-and its attention. The pieces between them are compiled once for all layers of a kind, for any
-number of tokens. torch's compiler is imported only where it is used, as the import takes seconds.
+Before compiled graphs serve, two sequences are computed with and without them: in chunks, token by
+token, in a batch and alone, with and without a write buffer, so that every graph is used. If logits
+differ, or what was written, or if the forward is no graph, the service does not start, since
+compiling was requested explicitly.
 """
 
 import shutil
-from typing import Any, Literal
+from collections.abc import Iterator
+from typing import Literal
 
 import structlog
 import torch
-from torch import Tensor, nn
-from transformers.modeling_layers import GradientCheckpointingLayer
+from torch import Tensor
 
 from inference_svc.runtime.calibration.kernels import is_gpu, reason_of
 from inference_svc.runtime.calibration.proof import new_pool
 from inference_svc.runtime.calibration.stock import is_same, logits_distance
 from inference_svc.runtime.compute.chunk import Chunk
+from inference_svc.runtime.compute.compiled_forward import BackendName, CompiledForward
 from inference_svc.runtime.compute.model_runner import ModelRunner
-from inference_svc.runtime.model.capture import leave_out_of_compiling
+from inference_svc.runtime.compute.traced_forward import UntraceableError, why_untraceable
+from inference_svc.runtime.kv.sequence_kv import SequenceKv, WriteBuffer
 from inference_svc.runtime.model.model_loader import LoadedModel
-from inference_svc.runtime.model.packed_linear import packed_bytes
 from inference_svc.runtime.positions.recipes import Calibration
 from shared.types.errors import ConfigError
 
-CompileName = Literal["off", "layers"]
-# Tokens of the two sequences in each step; 0: the step is without that sequence.
-STEPS = ((9, 0), (5, 7), (1, 1), (1, 0), (0, 1), (3, 1), (0, 4))
-OUR_BREAK = "torch.compiler.disable"  # in the compiler's reason for a graph that ends at our hook
+CompileName = Literal["off", "step"]
+# Tokens of the two sequences in each step; 0: the step is without that sequence. The first sequence
+# has a write buffer. Only steps in which no sequence has more than WITH_LOGITS tokens give logits.
+STEPS = ((9, 0), (5, 7), (1, 1), (1, 0), (0, 1), (3, 1), (0, 4), (2, 1), (0, 2), (16, 0), (1, 0))
+WITH_LOGITS = 8
 
 log = structlog.get_logger()
 
 
 def choose_compiling(
-    name: CompileName, loaded: LoadedModel, calibration: Calibration, backend: str = "inductor"
-) -> None:
-    """Compile the model's layers, if requested; to be called on the thread that will run them.
+    name: CompileName,
+    loaded: LoadedModel,
+    calibration: Calibration,
+    backend: BackendName = "inductor",
+) -> CompiledForward | None:
+    """Compile the model's forward, if requested; to be called on the thread that will run it.
 
     Args:
-        name: "layers", or "off" to leave them uncompiled.
+        name: "step", or "off" for forwards that run operation by operation.
         loaded: the model, set to the attention of the calibration's mode.
         calibration: the model's calibration.
-        backend: torch's name of the compiler back-end.
+        backend: what makes kernels of the graphs.
+
+    Returns:
+        The compiled forward; None: it was not requested.
 
     Raises:
-        ConfigError: the layers cannot be compiled, or give other logits when compiled.
+        ConfigError: the forward cannot be compiled, or gives other results when compiled.
     """
     if name == "off":
-        return
-    reason, remedy = _why_unsupported(loaded, calibration, backend)
+        return None
+    remedy = "set it to off"
+    reason = why_untraceable(calibration)
+    if not reason and backend == "inductor" and not _has_compiler(loaded.device):
+        reason, remedy = "there is no C++ compiler", "install g++, or set it to off"
     if not reason:
-        remedy = "set it to off"
-        reason = _compile_and_prove(loaded, calibration, backend)
+        try:
+            compiled = CompiledForward(loaded, calibration, backend)
+            reason = _why_wrong(loaded, calibration, compiled)
+        except UntraceableError as error:
+            reason = str(error)
+        except Exception as error:  # noqa: BLE001 - models and compilers may raise anything
+            reason = f"the forward is not a graph: {reason_of(error)}"
     if reason:
-        raise ConfigError(f"model.compile = layers cannot be used: {reason}", remedy)
-    log.info("layers_compiled", layers=len(layers_of(loaded.model)))
+        raise ConfigError(f"model.compile = step cannot be used: {reason}", remedy)
+    log.info("forward_compiled", graphs=compiled.num_graphs)
+    return compiled
 
 
-def _why_unsupported(
-    loaded: LoadedModel, calibration: Calibration, backend: str
-) -> tuple[str, str]:
-    """Return why layers cannot be compiled here, and the remedy; ("", ""): they can."""
-    if calibration.mode != "ragged":
-        return (
-            f"the model runs in mode {calibration.mode}, which cannot be compiled",
-            "set it to off",
-        )
-    if not layers_of(loaded.model):
-        return "the layers of the model are not of Transformers' own kind", "set it to off"
-    if packed_bytes(loaded.model):
-        reason = "the weights are packed, which the compiler does not support"
-        return reason, "set model.packed_weights to off"
-    has_compiler = any(map(shutil.which, ("g++", "clang++", "c++")))
-    if backend == "inductor" and not is_gpu(loaded.device) and not has_compiler:
-        return "there is no C++ compiler", "install g++, or set it to off"
-    return "", ""
+def _has_compiler(device: torch.device) -> bool:
+    """Whether there is the compiler that kernels for a device need beside torch's own."""
+    return is_gpu(device) or any(map(shutil.which, ("g++", "clang++", "c++")))
 
 
-def _compile_and_prove(loaded: LoadedModel, calibration: Calibration, backend: str) -> str:
-    """Compile the layers; if they must not serve, undo that and return the reason; else ""."""
-    expected = _logits(loaded, calibration)
-    compile_layers(loaded.model, backend)
-    try:
-        logits = _logits(loaded, calibration)
-        breaks = unexpected_breaks()
-        if breaks:
-            reason = f"the compiler cannot trace a layer: {breaks[0][:160]}"
-        elif is_same(logits, expected, loaded.dtype, calibration.rounding):
-            return ""
-        else:
-            distance = logits_distance(logits, expected, loaded.dtype)
-            reason = f"its logits differ from those before by {distance:.1e}"
-    except Exception as error:  # noqa: BLE001 - compilers may raise anything
-        reason = reason_of(error)
-    undo_compiling(loaded.model)
-    return reason
+def _why_wrong(loaded: LoadedModel, calibration: Calibration, compiled: CompiledForward) -> str:
+    """Return how the compiled forward differs from what it was made of; "": it does not."""
+    expected = _results(loaded, calibration, None)
+    found = _results(loaded, calibration, compiled)
+    if compiled.num_run < len(STEPS):
+        return f"graphs fit {compiled.num_run} of {len(STEPS)} steps only"
+    for what, values in found.items():
+        if not is_same(values, expected[what], loaded.dtype, calibration.rounding):
+            distance = logits_distance(values, expected[what], loaded.dtype)
+            return f"its {what} differ from those before by {distance:.1e}"
+    return ""
 
 
-def _logits(loaded: LoadedModel, calibration: Calibration) -> Tensor:
-    """Compute two sequences step by step; return [n, vocab]."""
+def _results(
+    loaded: LoadedModel, calibration: Calibration, compiled: CompiledForward | None
+) -> dict[str, Tensor]:
+    """Compute two sequences step by step; return logits and what was written, [n, size] each."""
     num_tokens = sum(map(sum, STEPS))
     pool = new_pool(loaded, calibration, 3 * num_tokens)
-    runner = ModelRunner(loaded, calibration)
+    runner = ModelRunner(loaded, calibration, compiled=compiled)
     sequences = [pool.new_kv(num_tokens) for _ in range(2)]
     buffer = pool.new_write_buffer(0, num_tokens)
     logits = []
@@ -115,47 +108,37 @@ def _logits(loaded: LoadedModel, calibration: Calibration) -> Tensor:
             Chunk(
                 kv,
                 [(37 * (kv.num_tokens + i) + 11) % loaded.vocab_size for i in range(size)],
-                want_logits=True,
+                want_logits=max(sizes) <= WITH_LOGITS,
                 write_buffer=buffer if kv is sequences[0] else None,
             )
             for kv, size in zip(sequences, sizes, strict=True)
             if size
         ]
         logits.append(runner.step(chunks))
-    return torch.cat(logits)
+    num_layers = len(calibration.layers)
+    written = [_side_by_side(_tokens(kv, num_layers)) for kv in sequences]
+    return {
+        "logits": torch.cat(logits),
+        "keys and values": torch.cat(written),
+        "buffered keys and values": _side_by_side(_buffered(buffer)),
+    }
 
 
-def layers_of(model: nn.Module) -> list[nn.Module]:
-    """Return a model's layers: all modules of Transformers' layer class."""
-    return [part for part in model.modules() if isinstance(part, GradientCheckpointingLayer)]
+def _tokens(kv: SequenceKv, num_layers: int) -> Iterator[Tensor]:
+    """Yield the tokens of each layer and component, [tokens, kv_heads, dim]."""
+    for component in kv.components:
+        for layer_index in range(num_layers):
+            yield component.read(layer_index, 0, kv.num_tokens)
 
 
-def compile_layers(model: nn.Module, backend: str = "inductor") -> None:
-    """Set a model's layers to be compiled when they run next.
-
-    Args:
-        model: the model, with our hooks installed; no other thread runs it.
-        backend: torch's name of the compiler back-end.
-    """
-    import torch._dynamo as compiler
-
-    leave_out_of_compiling(torch.compiler.disable)
-    # Layers differ in their index only: as an argument, all of them can share the compiled code.
-    compiler.config.allow_unspec_int_on_nn_module = True
-    compiler.utils.counters.clear()
-    for layer in layers_of(model):
-        layer.compile(dynamic=True, backend=backend)
+def _buffered(buffer: WriteBuffer) -> Iterator[Tensor]:
+    """Yield the tokens of each layer and component, [tokens, kv_heads, dim]."""
+    slots = torch.tensor(buffer.slots_of(0, buffer.end_token), device=buffer.device)
+    for component in buffer.components:
+        for layer in component.layers:
+            yield layer[slots]
 
 
-def undo_compiling(model: nn.Module) -> None:
-    """Undo `compile_layers`."""
-    for layer in layers_of(model):
-        layer._compiled_call_impl = None  # noqa: SLF001 - torch has no public function for it
-
-
-def unexpected_breaks() -> list[str]:
-    """Return the reasons for graph breaks since `compile_layers`, without those at our hooks."""
-    import torch._dynamo as compiler
-
-    counted: dict[str, Any] = compiler.utils.counters["graph_break"]
-    return [reason.splitlines()[0] for reason in counted if OUR_BREAK not in reason]
+def _side_by_side(tokens: Iterator[Tensor]) -> Tensor:
+    """Return tensors of the same tokens as one, [tokens, n] float32 on the CPU."""
+    return torch.cat([part.flatten(1).float().cpu() for part in tokens], dim=1)

@@ -15,8 +15,9 @@ and how they attend:
 
 Modules with recurrent states run sequence by sequence (`step_states.py`).
 
-`step_forward.py` describes what happens within a forward. Steps for which a graph was captured are
-replayed (`decode_graphs.py`) and give the same numbers.
+`step_forward.py` describes what happens within a forward. A forward of mode ragged may be compiled
+(`compiled_forward.py`). Steps for which a graph was captured are replayed (`decode_graphs.py`) and
+give the same numbers.
 
 Invariants:
 1. `num_tokens` of sequences' KV, their states, and `end_token` of write buffers advance only after
@@ -36,6 +37,7 @@ from torch import Tensor
 
 from inference_svc.runtime.attention.attention import AttentionBackend, TorchAttention
 from inference_svc.runtime.compute.chunk import Chunk, check_chunks, commit_chunks
+from inference_svc.runtime.compute.compiled_forward import CompiledForward
 from inference_svc.runtime.compute.decode_graphs import DecodeGraphs
 from inference_svc.runtime.compute.gathered_forward import (
     GatheredForward,
@@ -57,6 +59,7 @@ class ModelRunner:
 
     Attributes:
         graphs: the captured decode steps; None: every step is computed.
+        compiled: the compiled forward; None: forwards run operation by operation.
         num_replayed: number of steps that were replayed from a graph.
     """
 
@@ -66,9 +69,19 @@ class ModelRunner:
         calibration: Calibration,
         attention: AttentionBackend | None = None,
         graphs: DecodeGraphs | None = None,
+        compiled: CompiledForward | None = None,
     ) -> None:
-        """Store the parts; without `attention`, attention in plain torch is used."""
+        """Store the parts.
+
+        Args:
+            loaded: the model.
+            calibration: the model's calibration.
+            attention: the attention back-end; None: attention in plain torch.
+            graphs: the captured decode steps; None: every step is computed.
+            compiled: the compiled forward; None: forwards run operation by operation.
+        """
         self.graphs = graphs
+        self.compiled = compiled
         self.num_replayed = 0
         self._loaded = loaded
         self._calibration = calibration
@@ -149,14 +162,17 @@ class ModelRunner:
         # A model that makes its own masks and positions asks the cache how long the history is.
         claimed = chunks[0].kv.num_tokens if mode == "single" else 0
         cache = forward.cache if isinstance(forward, OwnForward) else self._call.cache(claimed)
+        inputs = (
+            copy_to_device(device, torch.tensor([token_ids])),
+            copy_to_device(device, torch.tensor([positions])),
+            copy_to_device(device, torch.tensor(row_indices, dtype=torch.long)),
+        )
         with forward_context(forward), _pooling_context(chunks):
-            logits = self._call(
-                copy_to_device(device, torch.tensor([token_ids])),
-                copy_to_device(device, torch.tensor([positions])),
-                copy_to_device(device, torch.tensor(row_indices, dtype=torch.long)),
-                cache,
-                **options,
-            )
+            logits = None
+            if self.compiled is not None and not _needs_inside(chunks):
+                logits = self.compiled(*inputs)
+            if logits is None:
+                logits = self._call(*inputs, cache, **options)
         forward.finish()
         logits = logits.float()
         return logits if logits.device.type == "cpu" else copy_to_host(logits)
@@ -170,6 +186,11 @@ class ModelRunner:
         if self._calibration.expansions:
             return LatentForward(self._calibration, chunks, clock)
         return GatheredForward(self._calibration, chunks, clock)
+
+
+def _needs_inside(chunks: Sequence[Chunk]) -> bool:
+    """Whether a chunk keeps tensors from inside of the forward, where a compiler reuses memory."""
+    return any(chunk.scores is not None or chunk.pooler is not None for chunk in chunks)
 
 
 def _pooling_context(chunks: Sequence[Chunk]) -> AbstractContextManager[None]:

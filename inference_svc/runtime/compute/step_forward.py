@@ -90,21 +90,53 @@ class StepForward:
         Returns:
             The tensors that the model continues with: `key` and `value` themselves.
         """
+        unrotated = self._unrotated(layer_index, key, value) if self._places.buffered else ()
+        self._write(layer_index, key, value, unrotated)
+        return key, value
+
+    def write_and_attend(
+        self,
+        query: Tensor,
+        new: tuple[Tensor, Tensor],
+        unrotated: tuple[Tensor, Tensor],
+        layer_index: int,
+        options: dict[str, Any],
+    ) -> Tensor:
+        """Do the work of `update_cache` and `attend` in one call: a traced forward has one a layer.
+
+        Args:
+            query: as `attend` takes it.
+            new: key and value, as `update_cache` takes them.
+            unrotated: key and value before RoPE, [tokens, kv_heads, dim] each.
+            layer_index: the layer's index; layers come in order.
+            options: as `attend` takes them.
+
+        Returns:
+            [1, tokens, heads, value_dim]; contiguous, and none of the tensors given.
+        """
+        self._write(layer_index, *new, unrotated)
+        return self.attend(query, *new, None, options)
+
+    def _unrotated(self, layer_index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Return a layer's new keys and values before RoPE, [tokens, kv_heads, dim] each."""
+        recipe = self._layers[layer_index]
+        unrotated_key = recipe.key.before_rope(self._calls, key)
+        return unrotated_key, recipe.value.before_rope(self._calls, value)
+
+    def _write(
+        self, layer_index: int, key: Tensor, value: Tensor, unrotated: Sequence[Tensor]
+    ) -> None:
+        """Write as `update_cache` does; `unrotated` is not read if no write buffer needs it."""
         if layer_index != self._num_cached:
             raise AssertionError(f"layer {layer_index} is cached after {self._num_cached} layers")
         self._num_cached += 1
         self._places.new_tokens.write(layer_index, key, value)
-        if self._places.buffered:
-            recipe = self._layers[layer_index]
-            keys = recipe.key.before_rope(self._calls, key)
-            values = recipe.value.before_rope(self._calls, value)
-            for buffered in self._places.buffered:
-                buffered.write(layer_index, keys, values)
+        for buffered in self._places.buffered:
+            buffered.write(layer_index, *unrotated)
         self._calls.clear()
         is_whole = self._layers[layer_index].index is None or layer_index == self._last_indexed
         if self._clock is not None and is_whole:
             self._clock.on_enqueued(self._num_cached)
-        return key, value
 
     def update_index(self, layer_index: int, index: Tensor) -> Tensor:
         """Write a layer's new index keys of all sequences, then open the clock; return them.

@@ -33,7 +33,6 @@ from transformers.cache_utils import Cache
 
 from inference_svc.runtime.kv.states import StatePlace
 from inference_svc.runtime.model.forward import active_forward, current_forward
-from inference_svc.runtime.model.mixers import MixerTap
 from inference_svc.runtime.model.state_layers import StateLayers, history_positions
 
 ATTENTION_NAME = "cachedattention"  # has no mask function: models then build no mask at all
@@ -90,17 +89,10 @@ class RotaryTap:
     def __call__(self, *args: Any, **options: Any) -> Any:
         """Call the function and report it."""
         result = self.apply(*args, **options)
-        self.report(self, args, options, result)
-        return result
-
-    @staticmethod
-    def report(
-        tap: "RotaryTap", args: tuple[Any, ...], options: dict[str, Any], result: Any
-    ) -> None:
-        """Report a call to the active forward, if there is one."""
         forward = active_forward()
         if forward is not None:
-            forward.on_rotary(tap.apply, args, options, result)
+            forward.on_rotary(self.apply, args, options, result)
+        return result
 
 
 class CaptureCache(Cache):
@@ -159,18 +151,6 @@ class CaptureCache(Cache):
     def get_query_offset(self, layer_idx: int = 0) -> int:  # noqa: ARG002
         """Return the position of the first new token."""
         return self._claimed_tokens
-
-    @staticmethod
-    def attend(  # models pass the first four by position, and the mask sometimes by name
-        _module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Any,
-        **options: Any,
-    ) -> tuple[Tensor, None]:
-        """Attend through the active forward; the registered attention function."""
-        return current_forward().attend(query, key, value, attention_mask, options), None
 
     @property
     def is_compileable(self) -> bool:
@@ -248,8 +228,8 @@ class CaptureCache(Cache):
 
 def install(model: nn.Module) -> None:
     """Register the attention functions and install rotary taps; repeated calls are harmless."""
-    AttentionInterface.register(ATTENTION_NAME, CaptureCache.attend)
-    AttentionInterface.register(PROBE_ATTENTION_NAME, CaptureCache.attend)
+    AttentionInterface.register(ATTENTION_NAME, _attend)
+    AttentionInterface.register(PROBE_ATTENTION_NAME, _attend)
     AttentionMaskInterface.register(PROBE_ATTENTION_NAME, _mask)
     for module_name in {type(module).__module__ for module in model.modules()}:
         if module_name.startswith("torch."):
@@ -261,18 +241,15 @@ def install(model: nn.Module) -> None:
                 namespace[name] = RotaryTap(function)
 
 
-def leave_out_of_compiling(leave_out: Callable[[Any], Any]) -> None:
-    """Run the hooks uncompiled inside of compiled layers; repeated calls are harmless.
-
-    Args:
-        leave_out: wraps a function so that the compiler's graph ends before it, and a new graph
-            begins behind it.
-    """
-    for owner, name in ((RotaryTap, "report"), (CaptureCache, "attend"), (MixerTap, "run")):
-        setattr(owner, name, staticmethod(leave_out(getattr(owner, name))))
-    AttentionInterface.register(ATTENTION_NAME, CaptureCache.attend)
-    for name in ("update", "update_indexer"):
-        setattr(CaptureCache, name, leave_out(getattr(CaptureCache, name)))
+def _attend(  # models pass the first four by position, and the mask sometimes by name
+    _module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    return current_forward().attend(query, key, value, attention_mask, options), None
 
 
 def _mask(*_args: Any, mask_function: Callable[..., Tensor], **_options: Any) -> Any:

@@ -96,17 +96,12 @@ class MixerTap:
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         """Call the original forward once for each token group of the active forward."""
-        return self.run(self, args, options)
-
-    @staticmethod
-    def run(tap: "MixerTap", args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """Run a call; a function of its own so that `leave_out_of_compiling` can wrap it."""
         active = active_forward()
         groups = active.token_groups() if active is not None else ()
-        results = [(group, tap.call(group, args, options)) for group in groups]
-        return tap.join(results) if results else tap.forward(*args, **options)
+        results = [(group, self._run(group, args, options)) for group in groups]
+        return self._join_results(results) if results else self.forward(*args, **options)
 
-    def call(self, group: TokenGroup, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    def _run(self, group: TokenGroup, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """Call the original forward with one group's tokens."""
         cut = self._call.arguments
         return self.forward(
@@ -114,7 +109,7 @@ class MixerTap:
             **{at: _cut(value, group) if at in cut else value for at, value in options.items()},
         )
 
-    def join(self, results: Sequence[tuple[TokenGroup, Any]]) -> Any:
+    def _join_results(self, results: Sequence[tuple[TokenGroup, Any]]) -> Any:
         """Join the groups' results into the result of one call."""
         by_token, (_, last) = self._call.results, results[-1]
         if by_token is None:

@@ -1,8 +1,9 @@
 """Our steps beside Hugging Face's: the same weights, thread, tokens and round. README.md here.
 
-python -m tests.benchmarks.peers.steps [--model DIRECTORY] [--json FILE]
+python -m tests.benchmarks.peers.steps [--model DIRECTORY] [--compiled] [--json FILE]
 
 ours          `ModelRunner.step`, what every step of the engine is, and the largest logit taken
+compiled      (if asked for) the same with `model.compile = "step"`
 transformers  the stock model over its own DynamicCache with sdpa, and the largest logit taken
 floor         (decode) the bytes of weights and KV, at the speed at which this machine reads
               memory, measured in the same round
@@ -18,12 +19,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from inference_svc.bench.decode import MemoryReader
 from inference_svc.runtime.calibration.attention_choice import choose_attention
 from inference_svc.runtime.calibration.calibration import calibrate
+from inference_svc.runtime.calibration.compile_choice import choose_compiling
 from inference_svc.runtime.compute.chunk import Chunk
 from inference_svc.runtime.compute.model_runner import ModelRunner
 from inference_svc.runtime.kv.kv_pool import KVPool
@@ -45,16 +48,37 @@ SHAPE = {
 
 
 class Ours:
-    """Steps of our runner over working KV of a pool."""
+    """Steps of our runner over working KV of a pool.
+
+    Attributes:
+        token_bytes: bytes of a token's KV.
+    """
 
     def __init__(self, loaded: LoadedModel, num_token_slots: int) -> None:
-        calibration = calibrate(loaded, packs_weights=True)
+        calibration = self._calibration = calibrate(loaded, packs_weights=True)
         shapes = [layer.shape for layer in calibration.layers]
         self._pool = KVPool(shapes, num_token_slots, device=loaded.device, dtype=loaded.dtype)
         self._pool.prefault()
-        attention = choose_attention("auto", loaded, calibration, None)
-        self._runner = ModelRunner(loaded, calibration, attention)
+        self._attention = choose_attention("auto", loaded, calibration, None)
+        self._loaded = loaded
+        self._runner = ModelRunner(loaded, calibration, self._attention)
         self.token_bytes = calibration.layout.token_bytes
+
+    def compiled(self) -> "Ours":
+        """Return the same steps, compiled and proven, over the same pool."""
+        began_s, began_bytes = time.process_time(), psutil.Process().memory_info().rss
+        forward = choose_compiling("step", self._loaded, self._calibration)
+        assert forward is not None
+        seconds = time.process_time() - began_s
+        more_bytes = psutil.Process().memory_info().rss - began_bytes
+        sys.stdout.write(
+            f"{forward.num_graphs} graphs: {seconds:.1f} CPU seconds, {more_bytes >> 20} MiB\n"
+        )
+        other = copy.copy(self)
+        other._runner = ModelRunner(
+            self._loaded, self._calibration, self._attention, compiled=forward
+        )
+        return other
 
     def history(self, prompts: Sequence[list[int]], num_more: int) -> Any:
         """Compute prompts, with room for more tokens; returns what `decode` goes on from."""
@@ -143,9 +167,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     loaded = _model(asked.model, asked.dtype)
     reader = MemoryReader(loaded.device)
     peers = {"transformers": Transformers(loaded)}
-    slots = max(asked.batches) * (asked.history + asked.steps) + asked.prompt
+    slots = (1 + asked.compiled) * max(asked.batches) * (asked.history + asked.steps) + asked.prompt
     ours = Ours(loaded, slots)
     ways: dict[str, Any] = {"ours": ours, **peers}
+    if asked.compiled:
+        ways["compiled"] = ours.compiled()
     found: dict[str, Any] = {}
     for batch in asked.batches:
         found[f"decode {batch}"] = _decode(asked, ways, batch, reader, loaded, ours.token_bytes)
@@ -258,6 +284,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, help="directory; without it, random weights")
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--compiled", action="store_true", help="also our steps, compiled")
     parser.add_argument("--batches", type=int, nargs="*", default=[1, 8])
     parser.add_argument("--history", type=int, default=256, help="tokens before decoding")
     parser.add_argument("--steps", type=int, default=8, help="of a round")

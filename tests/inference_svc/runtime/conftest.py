@@ -10,6 +10,7 @@ import torch
 import transformers
 
 from inference_svc.runtime.calibration.calibration import calibrate, without_windows
+from inference_svc.runtime.compute.compiled_forward import CompiledForward
 from inference_svc.runtime.compute.model_runner import ModelRunner
 from inference_svc.runtime.kv.arena_kv import ArenaKv
 from inference_svc.runtime.kv.kv_pool import KVPool
@@ -352,6 +353,23 @@ def tiny(build):
         return made[what]
 
     return tiny_by_name
+
+
+@pytest.fixture(scope="session")
+def graph_runner(tiny):
+    """Return a function that gives a runner by name, the same each time, whose forwards are graphs.
+
+    These are not compiled, but run operation by operation.
+    """
+    made: dict[str, ModelRunner] = {}
+
+    def runner_by_name(name):
+        if name not in made:
+            model = tiny(name).loaded, tiny(name).calibration
+            made[name] = ModelRunner(*model, compiled=CompiledForward(*model, "eager"))
+        return made[name]
+
+    return runner_by_name
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,12 @@ def tokens(seed, length):
     return torch.randint(3, 97, (length,), generator=generator).tolist()
 
 
+@pytest.fixture(params=["computed", "graph"])
+def llama_runner(request, tiny, graph_runner):
+    """Return a runner of the model, which may run its forward as a graph."""
+    return graph_runner("llama") if request.param == "graph" else tiny("llama").runner
+
+
 def gated(model, token_ids, num_open):
     """Return a sequence's KV with these tokens behind a gate that lets `num_open` layers pass."""
     kv = model.new_kv(64)
@@ -34,9 +40,18 @@ def gated(model, token_ids, num_open):
 @pytest.mark.parametrize("new", [[5], [5, 6, 7]])
 def test_late_gate_changes_no_bit(tiny, name, new):
     """A step that waits for rows written by another thread computes what an open gate gives."""
-    model = tiny(name)
+    check_late_gate(tiny(name), tiny(name).runner, new)
+
+
+@pytest.mark.parametrize("new", [[5], [5, 6, 7]])
+def test_late_gate_changes_no_bit_of_a_graph(tiny, graph_runner, new):
+    """It waits within a graph, too, layer by layer."""
+    check_late_gate(tiny("llama"), graph_runner("llama"), new)
+
+
+def check_late_gate(model, runner, new):
     history = tokens(13, 30)
-    expected = model.runner.step([Chunk(gated(model, history, 2), new, want_logits=True)])
+    expected = runner.step([Chunk(gated(model, history, 2), new, want_logits=True)])
 
     kv = gated(model, history, 0)
     kept = [tensor[:, :, :30].clone() for tensor in (*kv.keys.layers, *kv.values.layers)]
@@ -53,14 +68,14 @@ def test_late_gate_changes_no_bit(tiny, name, new):
 
     loader = threading.Thread(target=load)
     loader.start()
-    logits = model.runner.step([Chunk(kv, new, want_logits=True)], clock)
+    logits = runner.step([Chunk(kv, new, want_logits=True)], clock)
     loader.join(SOON)
     assert torch.equal(logits, expected)
     assert kv.num_tokens == 30 + len(new)
 
 
 @pytest.mark.parametrize("num_open", [0, 1])
-def test_failed_gate_leaves_everything_as_it_was(tiny, num_open):
+def test_failed_gate_leaves_everything_as_it_was(tiny, llama_runner, num_open):
     """A load that fails before or within a step fails the step and moves no counter."""
     model = tiny("llama")
     kv = gated(model, tokens(14, 20), num_open)
@@ -79,20 +94,20 @@ def test_failed_gate_leaves_everything_as_it_was(tiny, num_open):
     )
     failing.start()
     with pytest.raises(LoadFailedError, match="gone"):
-        model.runner.step(chunks, clock)
+        llama_runner.step(chunks, clock)
     failing.join(SOON)
     assert (kv.num_tokens, beside.num_tokens) == (20, 0)
     assert [buffer.end_token for buffer in buffers] == [20, 0]
     assert clock.num_open == num_open + 1
 
     kv.reset()
-    again = model.runner.step([Chunk(kv, [*tokens(14, 20), 5, 6], want_logits=True)])
+    again = llama_runner.step([Chunk(kv, [*tokens(14, 20), 5, 6], want_logits=True)])
     torch.testing.assert_close(
         again[0], model.stock_logits([*tokens(14, 20), 5, 6])[-1], rtol=1e-5, atol=1e-5
     )
 
 
-def test_clock_follows_the_rows(tiny):
+def test_clock_follows_the_rows(tiny, llama_runner):
     """When the clock lets a layer pass, its rows are in KV and buffer; those behind are not."""
     model = tiny("llama")
     kv, buffer = model.new_kv(8), model.new_buffer(8)
@@ -111,7 +126,7 @@ def test_clock_follows_the_rows(tiny):
 
     follower = threading.Thread(target=follow)
     follower.start()
-    model.runner.step([Chunk(kv, [3, 4, 5], want_logits=False, write_buffer=buffer)], clock)
+    llama_runner.step([Chunk(kv, [3, 4, 5], want_logits=False, write_buffer=buffer)], clock)
     follower.join(SOON)
     assert seen == [[True, False], [True, True]]
     assert clock.num_open == 2
