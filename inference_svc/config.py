@@ -104,9 +104,8 @@ class ModelSettings(Section):
         dtype: number type of the weights; "auto": the one that they are stored in.
         device: PyTorch's name of the device that computes.
         threads: number of threads that compute; 0: as many as PyTorch chooses.
-        attention: the attention back-end: "torch"'s own functions, a kernel in "triton" over pages,
-            on a GPU, or one in "cpp" for decode steps, on a CPU with a C++ compiler. "auto": the
-            device's kernel, if it is proven to give the same answers.
+        attention: the attention back-end: "torch"'s own functions, or a kernel: in "triton" on a
+            GPU, in "cpp" on a CPU. "auto": the kernel, if it is proven to give the same answers.
         graphs: whether decode steps are captured in graphs at start, and replayed. "auto": on a GPU
             with attention over pages, if they are proven to give the same answers.
         rotation: how loaded keys are embedded at their positions: by "torch", or, on a GPU, by a
