@@ -28,10 +28,11 @@ constexpr int LANES = 4;
 #endif
 constexpr int TOKENS = 4;                // a block of scores is of so many tokens
 constexpr int HEADS = LANES / TOKENS;    // and so many query heads: together they fill one vector
-constexpr int64_t SPLIT = 1024;          // tokens; SPLIT_TOKENS in cpu_attention.py
-constexpr int64_t TILE = 128;            // tokens; their keys and values stay in the first cache
+constexpr int64_t SPLIT = 1024;          // tokens; SPLIT_TOKENS in decode_kernel.py
+constexpr int64_t TILE = 128;            // tokens; small enough that what is read stays in a cache
 constexpr int64_t ROW = TILE + LANES;    // scores of a query head: blocks may be longer than their tile
-constexpr int64_t AHEAD = 2 * TOKENS;    // tokens
+constexpr int64_t AHEAD = 2 * TOKENS;    // tokens: how far ahead keys are fetched
+constexpr int64_t SERIAL = 1 << 15;      // elements of keys for which no other thread is woken
 constexpr float NOTHING = -std::numeric_limits<float>::infinity();
 
 typedef float Lanes __attribute__((vector_size(LANES * sizeof(float))));
@@ -272,7 +273,9 @@ void attend(const Part* parts, int64_t num_parts, const Call& call, const T* que
   };
   std::vector<Task> tasks;
   std::vector<int64_t> firsts;  // by part, its first task
+  int64_t work = 0;             // elements of keys
   for (int64_t p = 0; p < num_parts; ++p) {
+    work += (parts[p].end - parts[p].first) * call.kv_heads * call.dim;
     firsts.push_back(int64_t(tasks.size()));
     for (int64_t head = 0; head < call.kv_heads; ++head)
       for (int64_t begin = parts[p].first; begin < parts[p].end; begin += SPLIT)
@@ -280,7 +283,7 @@ void attend(const Part* parts, int64_t num_parts, const Call& call, const T* que
   }
   firsts.push_back(int64_t(tasks.size()));
   const int64_t heads = call.kv_heads * call.group, stride = call.blocks() * HEADS * call.result_size();
-#pragma omp parallel num_threads(threads)
+#pragma omp parallel num_threads(threads) if (work > SERIAL)
   {
 #pragma omp for schedule(dynamic)
     for (size_t t = 0; t < tasks.size(); ++t) {
